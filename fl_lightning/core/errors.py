@@ -1,0 +1,28 @@
+"""What can go wrong, by who can mend it."""
+
+
+class ConfigurationError(ValueError):
+    """A setting that cannot work: the message names it, what was given, what is allowed.
+
+    The command line prints the message alone, without a traceback.
+    """
+
+
+class ClientFailure(RuntimeError):  # noqa: N818 - "failure" is the field's word
+    """A client whose update cannot be used; `client_id` says whose.
+
+    Example:
+        >>> raise ClientFailure(7, "its loss is nan")
+        Traceback (most recent call last):
+        ...
+        fl_lightning.core.errors.ClientFailure: client 7: its loss is nan
+    """
+
+    def __init__(self, client_id: int, reason: str) -> None:
+        super().__init__(f"client {client_id}: {reason}")
+        self.client_id = client_id
+        self.reason = reason
+
+
+class RoundFailure(RuntimeError):  # noqa: N818
+    """A round that cannot be trusted: too few clients replied."""

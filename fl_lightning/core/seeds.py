@@ -1,0 +1,75 @@
+"""Every random draw is a pure function of (root seed, purpose, round, client, …).
+
+    seed = first 63 bits of BLAKE2b(root, purpose, ids…)
+
+A counter-based scheme: nothing is carried from one draw to the next, so results do not depend on
+the order in which clients run, on how many processes there are, or on where a run was interrupted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import struct
+from collections.abc import Iterator
+from hashlib import blake2b
+
+import numpy as np
+import torch
+
+
+def derive_seed(root: int, purpose: str, *ids: int) -> int:
+    """Return the seed of one named stream, an integer in [0, 2**63).
+
+    Args:
+        root: the run's seed.
+        purpose: what the stream is for, e.g. ``"cohort"``.
+        ids: what tells this draw from others of the same purpose, e.g. round and client.
+
+    Example:
+        >>> derive_seed(0, "cohort", 3) == derive_seed(0, "cohort", 3)
+        True
+        >>> derive_seed(0, "cohort", 3) == derive_seed(0, "shuffle", 3)
+        False
+    """
+    name = purpose.encode()
+    message = struct.pack(f"<qq{len(ids)}q", root, len(name), *ids) + name
+    return int.from_bytes(blake2b(message, digest_size=8).digest(), "little") >> 1
+
+
+def torch_generator(root: int, purpose: str, *ids: int) -> torch.Generator:
+    """Return a CPU generator of the named stream."""
+    return torch.Generator().manual_seed(derive_seed(root, purpose, *ids))
+
+
+def numpy_generator(root: int, purpose: str, *ids: int) -> np.random.Generator:
+    """Return a NumPy generator of the named stream."""
+    return np.random.default_rng(derive_seed(root, purpose, *ids))
+
+
+def run_seed(seed: int | None) -> int:
+    """Return ``seed``, or where it is None the one given to `lightning.seed_everything`, or 0."""
+    return int(os.environ.get("PL_GLOBAL_SEED", "0")) if seed is None else seed
+
+
+@contextlib.contextmanager
+def preserve_global_generators() -> Iterator[None]:
+    """Put the global generators of torch, NumPy and Python back when the block ends."""
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
+        if cuda is not None:
+            torch.cuda.set_rng_state_all(cuda)
+
+
+def seed_global_generators(seed: int) -> None:
+    """Seed the global generators, from which users' dropout and augmentation draw."""
+    torch.manual_seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    random.seed(seed)
