@@ -1,1 +1,1 @@
-""""""
+"""Floor 4: what is watched while rounds go by."""

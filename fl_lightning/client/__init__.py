@@ -1,1 +1,1 @@
-""""""
+"""Floor 2: one client's work."""

@@ -70,6 +70,11 @@ def preserve_global_generators() -> Iterator[None]:
 
 def seed_global_generators(seed: int) -> None:
     """Seed the global generators, from which users' dropout and augmentation draw."""
-    torch.manual_seed(seed)
+    # not torch.manual_seed: before CUDA starts it formats a stack trace, ten times the seeding
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
+    if torch.backends.mps.is_available():
+        torch.mps.manual_seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     random.seed(seed)

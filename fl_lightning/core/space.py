@@ -45,6 +45,11 @@ class Space:
     def _any_double(self) -> bool:
         return any(tensor.dtype == torch.float64 for tensor in self._tensors)
 
+    @property
+    def is_lossless(self) -> bool:
+        """Whether `write` keeps every bit: not so for modules in half precision."""
+        return all(tensor.dtype == self.dtype for tensor in self._tensors)
+
     @classmethod
     def of_parameters(cls, module: nn.Module) -> Space:
         """Return the space of all parameters that train (``requires_grad``), shared ones once.

@@ -31,4 +31,5 @@ class ClientUpdate:
 
     def norm(self) -> Tensor:
         """Return the L2 norm of the delta; it is finite only if every coordinate is."""
-        return torch.linalg.vector_norm(self.delta)
+        norm: Tensor = torch.linalg.vector_norm(self.delta)
+        return norm

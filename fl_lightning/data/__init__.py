@@ -1,1 +1,42 @@
-""""""
+"""Floor 1: whose examples are whose, and who takes part in a round."""
+
+from fl_lightning.data.cohort import AllClients, CohortSampler, PoissonCohort, UniformCohort
+from fl_lightning.data.digits import Digits
+from fl_lightning.data.federated import FederatedDataModule
+from fl_lightning.data.image_folder import ImageFolder
+from fl_lightning.data.images import ImageTensors
+from fl_lightning.data.label_skew import (
+    DirichletPerClass,
+    DirichletPerClient,
+    LabelShards,
+    McMahanShards,
+)
+from fl_lightning.data.partition import IID, NaturalPartition, Partition
+from fl_lightning.data.quantity_skew import DirichletSizes, PowerLawSizes
+from fl_lightning.data.summary import PartitionSummary
+from fl_lightning.data.torchvision_sources import CIFAR10, CIFAR100, MNIST, FashionMNIST
+
+__all__ = [
+    "CIFAR10",
+    "CIFAR100",
+    "IID",
+    "MNIST",
+    "AllClients",
+    "CohortSampler",
+    "Digits",
+    "DirichletPerClass",
+    "DirichletPerClient",
+    "DirichletSizes",
+    "FashionMNIST",
+    "FederatedDataModule",
+    "ImageFolder",
+    "ImageTensors",
+    "LabelShards",
+    "McMahanShards",
+    "NaturalPartition",
+    "Partition",
+    "PartitionSummary",
+    "PoissonCohort",
+    "PowerLawSizes",
+    "UniformCohort",
+]

@@ -1,1 +1,1 @@
-""""""
+"""Floor 3: from many updates to a model."""

@@ -1,0 +1,155 @@
+"""How the global model does for each client: on the examples that client held out.
+
+A mean over all examples hides who pays for it. Every client's metrics are those that the module
+itself logs in its validation or test step, averaged over the client's held-out examples; over
+clients they are reported as mean, spread and worst decile, each client counted once.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+
+from fl_lightning.client.log_collector import LogCollector
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.data.federated import FederatedDataModule
+
+
+class ClientEvaluation(Callback):
+    """Evaluates the global model on every client's held-out examples.
+
+    At the end of a fit, and in ``validate`` and ``test``. Needs
+    ``FederatedDataModule(client_val_fraction=…)``; without it there is nothing to evaluate on and
+    one line says so. Writes ``clients/…`` metrics, a histogram over clients to TensorBoard and
+    ``clients_<stage>.csv``, one row per client, beside the logs.
+
+    Args:
+        every_n_rounds: also after every n-th round's validation; 0 for the end only.
+    """
+
+    def __init__(self, every_n_rounds: int = 0) -> None:
+        super().__init__()
+        if every_n_rounds < 0:
+            raise ConfigurationError(f"every_n_rounds must not be negative, got {every_n_rounds}")
+        self.every_n_rounds = every_n_rounds
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Evaluate after every n-th round."""
+        n = self.every_n_rounds
+        if n and (trainer.current_epoch + 1) % n == 0:
+            self._report(trainer, pl_module, "validation")
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Evaluate the last global model."""
+        self._report(trainer, pl_module, "validation")
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Evaluate in the ``validate`` command, not in a fit's own validations."""
+        if trainer.state.fn == "validate":
+            self._report(trainer, pl_module, "validation")
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Evaluate in the ``test`` command."""
+        self._report(trainer, pl_module, "test")
+
+    def _report(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        if not isinstance(data, FederatedDataModule) or not is_overridden(
+            f"{stage}_step", module, LightningModule
+        ):
+            return
+        if not data.held_out.num_examples.any():
+            rank_zero_info(
+                "No per-client evaluation: the clients hold out no examples "
+                "(data.client_val_fraction is 0)."
+            )
+            return
+        values = evaluate_clients(trainer, module, data, stage)
+        for name in sorted({name for metrics in values.values() for name in metrics}):
+            per_client = torch.stack([m[name] for m in values.values() if name in m]).double()
+            _log(trainer, name, per_client)
+        if trainer.logger is not None and trainer.log_dir and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            _save(Path(trainer.log_dir) / f"clients_{stage}.csv", values, data)
+
+
+@torch.no_grad()
+def evaluate_clients(
+    trainer: Trainer, module: LightningModule, data: FederatedDataModule, stage: str
+) -> dict[int, dict[str, Tensor]]:
+    """Return the metrics that the module logs on each client's held-out examples.
+
+    Args:
+        trainer: whose precision and device are used.
+        module: evaluated as it is, in eval mode.
+        data: whose clients; those without held-out examples are left out.
+        stage: ``validation`` or ``test``: whose step and whose metrics.
+    """
+    step = getattr(module, f"{stage}_step")
+    context = getattr(trainer.precision_plugin, f"{'val' if stage == 'validation' else stage}_step_context")
+    collector = LogCollector()
+    was_training = {m: m.training for m in module.modules()}
+    module.eval()
+    values = {}
+    with collector.listening_to(module), context():
+        for client in range(len(data.held_out)):
+            for index, (batch, size) in enumerate(data.held_out_batches(client)):
+                collector.start_step(size)
+                batch = trainer.precision_plugin.convert_input(batch)
+                step(trainer.strategy.batch_to_device(batch, dataloader_idx=0), index)
+            metrics = collector.collect()
+            metrics |= {k: torch.tensor(v) for k, v in collector.collect_metrics().items()}
+            if metrics:
+                values[client] = metrics
+    for submodule, training in was_training.items():
+        submodule.training = training
+    return values
+
+
+def worst_decile(values: Tensor, *, higher_is_better: bool) -> Tensor:
+    """Return the mean over the tenth of the clients (at least one) that do worst.
+
+    Example:
+        >>> worst_decile(torch.linspace(0, 1, 20), higher_is_better=True)
+        tensor(0.0263)
+    """
+    count = max(1, round(len(values) / 10))
+    return values.sort(descending=not higher_is_better).values[:count].mean()
+
+
+def _log(trainer: Trainer, name: str, values: Tensor) -> None:
+    worst = worst_decile(values, higher_is_better="loss" not in name and "error" not in name)
+    logs = {
+        f"clients/{name}_mean": float(values.mean()),
+        f"clients/{name}_spread": float(values.std(correction=0)),
+        f"clients/{name}_worst_decile": float(worst),
+    }
+    rank_zero_info(
+        f"clients: {name} mean {values.mean():.4f}, spread {values.std(correction=0):.4f}, "
+        f"worst decile {worst:.4f} over {len(values)} clients"
+    )
+    for logger in trainer.loggers:
+        logger.log_metrics(logs, step=trainer.global_step)
+        if isinstance(logger, TensorBoardLogger):
+            logger.experiment.add_histogram(f"clients/{name}", values, trainer.global_step)
+
+
+def _save(
+    path: Path, values: Mapping[int, Mapping[str, Tensor]], data: FederatedDataModule
+) -> None:
+    names = sorted({name for metrics in values.values() for name in metrics})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["client", "num_examples", *names])
+        for client, metrics in values.items():
+            row: list[Any] = [client, int(data.held_out.num_examples[client])]
+            writer.writerow([*row, *(float(metrics[n]) if n in metrics else "" for n in names)])

@@ -1,0 +1,35 @@
+"""At the start: who owns what, as a picture in TensorBoard and a file beside the run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
+
+from fl_lightning.data.federated import FederatedDataModule
+
+
+class PartitionReport(Callback):
+    """Logs the partition when a fit starts.
+
+    Prints a few lines, draws clients × classes into TensorBoard as ``partition`` and saves
+    ``partition.csv``, one row per client, in the logger's directory.
+    """
+
+    @rank_zero_only
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Report once, before the first round."""
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        if not isinstance(data, FederatedDataModule):
+            return
+        summary = data.summary()
+        rank_zero_info(summary.as_text())
+        if trainer.logger is None or trainer.log_dir is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        Path(trainer.log_dir).mkdir(parents=True, exist_ok=True)
+        summary.save(Path(trainer.log_dir) / "partition.csv")
+        for logger in trainer.loggers:
+            if isinstance(logger, TensorBoardLogger):
+                logger.experiment.add_figure("partition", summary.figure(), global_step=0)

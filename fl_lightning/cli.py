@@ -1,0 +1,173 @@
+"""The command line: Lightning's own, with a ``federation:`` block.
+
+``fl-lightning fit --config configs/quickstart.yaml``; also ``validate``, ``test``, ``predict``.
+Without the block the same files train centrally.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from fl_lightning.callbacks.client_evaluation import ClientEvaluation
+from fl_lightning.callbacks.partition_report import PartitionReport
+from fl_lightning.callbacks.progress import RoundProgressBar
+from fl_lightning.core.errors import ClientFailure, ConfigurationError, RoundFailure
+from fl_lightning.federation.federation import Federation
+
+# A federated run without these among its callbacks gets them; each as it is by default.
+_WATCHERS: tuple[type[Callback], ...] = (PartitionReport, ClientEvaluation)
+
+
+class FederatedCLI(LightningCLI):
+    """Lightning's command line with a ``federation`` block and runs that can be resumed."""
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add what is not Lightning's."""
+        parser.add_argument(
+            "--federation",
+            type=Federation | None,
+            default=None,
+            help="Train over many clients. Without this block training is central.",
+        )
+        parser.add_argument(
+            "--test_after_fit",
+            type=bool,
+            default=True,
+            help="Test the last model when fit ends, if the data module has a test set.",
+        )
+
+    def before_instantiate_classes(self) -> None:
+        """Let ``--ckpt_path last`` mean the newest run of this configuration's logger."""
+        config = self.config[self.subcommand]
+        if config.get("ckpt_path") == "last":
+            resume_newest_run(config)
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Add the federation, and what shows its course, to the Trainer's callbacks."""
+        federation = self._get(self.config_init, "federation")
+        given = self._get(self.config_init, "trainer").get("callbacks") or []
+        given = given if isinstance(given, list) else [given]
+        extra: list[Callback] = []
+        if federation is not None:
+            extra.append(federation)
+            extra += [k() for k in _WATCHERS if not any(isinstance(c, k) for c in given)]
+            bar_wanted = self._get(self.config_init, "trainer")["enable_progress_bar"] is not False
+            if bar_wanted and not any(isinstance(c, ProgressBar) for c in given):
+                extra.append(RoundProgressBar())
+        self._get(self.config_init, "trainer")["callbacks"] = [*given, *extra]
+        return super().instantiate_trainer(**kwargs)
+
+    def after_fit(self) -> None:
+        """Test the last model and say where everything is."""
+        data = self.datamodule
+        if self.config[self.subcommand].test_after_fit and _has_test(self.model, data):
+            self.trainer.test(self.model, datamodule=data)
+        report_whereabouts(self.trainer)
+
+
+def _has_test(model: LightningModule, data: LightningDataModule | None) -> bool:
+    from lightning.pytorch.utilities.model_helpers import is_overridden
+
+    return (
+        data is not None
+        and is_overridden("test_dataloader", data, LightningDataModule)
+        and is_overridden("test_step", model, LightningModule)
+    )
+
+
+def resume_newest_run(config: Any) -> None:
+    """Point the loggers, and with them Lightning's ``last``, to the newest run with a checkpoint.
+
+    A logger without a version starts a new ``version_N`` folder in every process; the checkpoints
+    of the run to resume lie in an older one.
+
+    Args:
+        config: the subcommand's configuration, changed in place.
+    """
+    loggers = config.trainer.get("logger")
+    for logger in loggers if isinstance(loggers, list) else [loggers]:
+        options = getattr(logger, "init_args", None)
+        if options is None or options.get("save_dir") is None or options.get("version") is not None:
+            continue
+        folder = Path(options["save_dir"]) / (options.get("name") or "")
+        newest = max(
+            folder.glob("version_*/checkpoints/last*.ckpt"),
+            key=lambda path: path.stat().st_mtime,
+            default=None,
+        )
+        if newest is None:
+            continue
+        config["ckpt_path"] = str(newest)
+        if "TensorBoard" in logger.class_path:  # others would delete what they wrote before
+            options["version"] = newest.parent.parent.name
+        return
+
+
+def report_whereabouts(trainer: Trainer) -> None:
+    """Print where checkpoints and logs are, and how to look at them."""
+    if trainer.fast_dev_run:  # type: ignore[attr-defined]
+        return
+    lines = []
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint):
+            paths = (callback.best_model_path, callback.last_model_path)
+            lines += [f"checkpoint: {_short(path)}" for path in dict.fromkeys(paths) if path]
+    if trainer.logger is not None and trainer.log_dir:
+        lines.append(f"logs:       {_short(trainer.log_dir)}")
+        lines.append(f"look:       tensorboard --logdir {_short(trainer.loggers[0].save_dir or '')}")
+    print("\n".join(["", *lines]))
+
+
+def _short(path: str) -> str:
+    absolute = Path(path).resolve()
+    return str(
+        absolute.relative_to(Path.cwd()) if absolute.is_relative_to(Path.cwd()) else absolute
+    )
+
+
+def main(args: ArgsType = None) -> None:
+    """Run the command line; a setting that cannot work ends it with one sentence."""
+    # the data sets here build whole batches in the main process: workers would only slow them
+    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    logging.getLogger("lightning.pytorch").setLevel(logging.INFO)
+    try:
+        FederatedCLI(
+            save_config_kwargs={"overwrite": True},
+            seed_everything_default=0,
+            auto_configure_optimizers=False,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            args=args,
+            parser_kwargs={"description": "Federated learning for PyTorch Lightning."},
+        )
+    except (ConfigurationError, MisconfigurationException, RoundFailure) as error:
+        sys.exit(f"fl-lightning: {error}")
+    except RuntimeError as error:
+        message = _foreign_checkpoint(error)
+        if message is None or isinstance(error, ClientFailure):
+            raise
+        sys.exit(f"fl-lightning: {message}")
+
+
+def _foreign_checkpoint(error: RuntimeError) -> str | None:
+    """Return a sentence if the error says that a checkpoint is of another model."""
+    first, *details = str(error).splitlines()
+    if not first.startswith("Error(s) in loading state_dict"):
+        return None
+    return (
+        "the checkpoint belongs to another model: resume with the model that wrote it, or start "
+        f"without ckpt_path. {details[0].strip()[:300] if details else first}"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,243 @@
+"""One client's round: start from the global model, take local steps, send the difference.
+
+    y ← x;   for each local step: y ← y - η_l g(y);   Δ = x - y
+
+Source: McMahan et al. 2017, Algorithm 1, ClientUpdate. The delta is the pseudo-gradient of
+Reddi et al. 2021 with the sign that lets the server optimizer descend it.
+
+The loop is lean: the model, the optimizer and their memory are reused from client to client, and
+nothing leaves the device before the client is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fl_lightning.client.log_collector import LogCollector
+from fl_lightning.core.errors import ClientFailure, ConfigurationError
+from fl_lightning.core.space import Space
+from fl_lightning.core.update import ClientUpdate
+
+# A batch and the number of examples in it.
+SizedBatch = tuple[Any, int]
+# One optimizer step on one batch, or on several whose gradients are accumulated, given its number
+# in the client's round. Returns the mean loss, detached; None if the training step skipped it.
+LocalStep = Callable[[Sequence[SizedBatch], int], Tensor | None]
+
+
+@dataclass(frozen=True)
+class GlobalModel:
+    """What the server sends down.
+
+    Attributes:
+        params: trainable parameters as one vector, shape (k,).
+        buffers: floating-point buffers as one vector, shape (b,).
+    """
+
+    params: Tensor
+    buffers: Tensor
+
+
+class LocalTrainer:
+    """Trains clients one after the other in one module.
+
+    Args:
+        module: the model; between clients it holds whatever the last one left, see `restore`.
+        optimizer: over the module's parameters; its state starts empty for every client.
+        step: what one local step does.
+
+    Example:
+        >>> from torch import nn
+        >>> module = nn.Linear(1, 1, bias=False)
+        >>> _ = nn.init.constant_(module.weight, 2.0)
+        >>> optimizer = torch.optim.SGD(module.parameters(), lr=0.25)
+        >>> def step(batches, index):  # minimise w² / 2
+        ...     optimizer.zero_grad()
+        ...     loss = module.weight.square().sum() / 2
+        ...     loss.backward()
+        ...     optimizer.step()
+        ...     return loss.detach()
+        >>> trainer = LocalTrainer(module, optimizer, step)
+        >>> start = trainer.read()
+        >>> update = trainer.train(start, client_id=0, num_examples=1, batches=[[(None, 1)]] * 2)
+        >>> update.delta, update.metrics["train/loss"]
+        (tensor([0.8750]), tensor(1.5625))
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        step: LocalStep,
+        collector: LogCollector | None = None,
+    ) -> None:
+        self.space = Space.of_parameters(module)
+        self.buffers = Space.of_buffers(module)
+        self.collector = collector if collector is not None else LogCollector()
+        self._module = module
+        self._integer_buffers = [b for b in module.buffers() if not b.is_floating_point()]
+        self._optimizer = optimizer
+        self._step = step
+        self._options: list[dict[str, Any]] = []
+        self.start_round()
+
+    def read(self) -> GlobalModel:
+        """Return the module's present values as a global model."""
+        return GlobalModel(self.space.read(), self.buffers.read())
+
+    def start_round(self) -> None:
+        """Note what every client of the round starts from besides the weights.
+
+        These are the optimizer's options, as the learning-rate schedule left them (some optimizers
+        write to them while they step), and integer buffers such as batch norm's counter.
+        """
+        self._options = [_without_params(group) for group in self._optimizer.param_groups]
+        self._integers = [buffer.clone() for buffer in self._integer_buffers]
+
+    def restore(self, model: GlobalModel) -> None:
+        """Put the global model back, and a fresh optimizer."""
+        self.space.write(model.params)
+        self.buffers.write(model.buffers)
+        for buffer, value in zip(self._integer_buffers, self._integers, strict=True):
+            buffer.copy_(value)
+        self._optimizer.state.clear()
+        for group, options in zip(self._optimizer.param_groups, self._options, strict=True):
+            group.update(options)
+
+    def train(
+        self,
+        start: GlobalModel,
+        *,
+        client_id: int,
+        num_examples: int,
+        batches: Iterable[Sequence[SizedBatch]],
+    ) -> ClientUpdate:
+        """Return the update of one client.
+
+        Args:
+            start: the global model.
+            client_id: whose data the batches are.
+            num_examples: the client's aggregation weight.
+            batches: for every local step one batch, or several to accumulate, with their sizes.
+
+        Raises:
+            ClientFailure: if a step raised (its error is the cause), if there was no step, or if
+                a loss or the delta is not finite.
+        """
+        self.restore(start)
+        try:
+            num_steps, losses, sizes = self._take_steps(batches)
+        except ConfigurationError:
+            raise
+        except Exception as error:
+            self.collector.discard()
+            raise ClientFailure(client_id, f"{type(error).__name__}: {error}") from error
+        if num_steps == 0:
+            raise ClientFailure(client_id, "it took no local step: its shard is empty")
+        update = ClientUpdate(
+            client_id=client_id,
+            delta=self._delta(start),
+            buffers=self.buffers.read(),
+            num_examples=num_examples,
+            num_steps=num_steps,
+            metrics=_mean_loss(losses, sizes) | self.collector.collect(),
+        )
+        _check_finite(update)
+        return update
+
+    def _take_steps(
+        self, steps: Iterable[Sequence[SizedBatch]]
+    ) -> tuple[int, list[Tensor], list[int]]:
+        num_steps, losses, sizes = 0, [], []
+        for step_batches in steps:
+            loss = self._step(step_batches, num_steps)
+            num_steps += 1
+            if loss is not None:
+                losses.append(loss)
+                sizes.append(sum(size for _, size in step_batches))
+        return num_steps, losses, sizes
+
+    def _delta(self, start: GlobalModel) -> Tensor:
+        end = self.space.read()
+        if self.space.is_lossless:
+            return torch.sub(start.params, end, out=end)
+        # the client started from the rounded values: only its own movement counts
+        self.space.write(start.params)
+        return self.space.read().sub_(end)
+
+
+def plain_step(
+    module: Any, optimizer: Optimizer, collector: LogCollector, *, accumulate: int = 1
+) -> LocalStep:
+    """Return the local step of a LightningModule in full precision, without a Trainer.
+
+    The module's ``training_step`` gives the loss; its ``self.log`` must be ``collector``'s, see
+    `LogCollector.listening_to`.
+
+    Args:
+        module: the LightningModule.
+        optimizer: steps once per local step.
+        collector: learns the batch sizes.
+        accumulate: the number of batches that a full step accumulates, by which losses are divided.
+    """
+
+    def step(batches: Sequence[SizedBatch], index: int) -> Tensor | None:
+        optimizer.zero_grad()
+        losses = []
+        for batch, size in batches:
+            collector.start_step(size)
+            loss = loss_of(module.training_step(batch, index))
+            if loss is not None:
+                (loss / accumulate if accumulate > 1 else loss).backward()
+                losses.append(loss.detach())
+        if not losses:
+            return None
+        optimizer.step()
+        return losses[0] if len(losses) == 1 else torch.stack(losses).mean()
+
+    return step
+
+
+def loss_of(output: Any) -> Tensor | None:
+    """Return the loss in what a ``training_step`` returned: a tensor, a dict with one, or None.
+
+    Raises:
+        ConfigurationError: for anything else.
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if loss is None and output is None:
+        return None
+    if not isinstance(loss, Tensor):
+        raise ConfigurationError(
+            "training_step must return a loss tensor, a dict with the key 'loss', or None to skip "
+            f"the batch; it returned {type(output).__name__}"
+        )
+    return loss
+
+
+def _without_params(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _mean_loss(losses: list[Tensor], sizes: list[int]) -> dict[str, Tensor]:
+    if not losses:
+        return {}
+    stacked = torch.stack(losses).float()
+    weights = torch.tensor(sizes, dtype=torch.float32).to(stacked.device)
+    return {"train/loss": (stacked * weights).sum() / weights.sum()}
+
+
+def _check_finite(update: ClientUpdate) -> None:
+    loss = update.metrics.get("train/loss")
+    if loss is not None and not bool(torch.isfinite(loss)):
+        raise ClientFailure(update.client_id, f"its training loss is {float(loss)}")
+    if not bool(torch.isfinite(update.norm())):
+        raise ClientFailure(update.client_id, "its update holds NaN or infinite values")
+    if not bool(torch.isfinite(update.buffers).all()):
+        raise ClientFailure(update.client_id, "its buffers hold NaN or infinite values")

@@ -1,0 +1,153 @@
+"""`self.log` inside a client's local steps: kept as tensors, averaged per client.
+
+Lightning's own bookkeeping of one logged value costs about 0.4 ms, more than the whole step of a
+small model, and knows nothing of clients. While clients train, the module's ``log`` is this
+collector: it keeps value and batch size, and reduces once per client.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from fl_lightning.core.errors import ConfigurationError
+
+_REDUCTIONS = {"mean", "sum", "min", "max", "avg"}
+
+
+class LogCollector:
+    """Takes the place of ``module.log`` for a while.
+
+    Example:
+        >>> collector = LogCollector()
+        >>> for value, size in ((1.0, 2), (4.0, 1)):
+        ...     collector.start_step(size)
+        ...     collector.log("train/accuracy", value)
+        >>> collector.collect()
+        {'train/accuracy': tensor(2.)}
+    """
+
+    def __init__(self) -> None:
+        self.epoch_names: dict[str, str] = {}
+        self.prog_bar: set[str] = set()
+        self._values: dict[str, list[Tensor | float]] = {}
+        self._weights: dict[str, list[int]] = {}
+        self._reductions: dict[str, str] = {}
+        self._metrics: dict[str, Metric] = {}
+        self._batch_size = 1
+
+    @contextlib.contextmanager
+    def listening_to(self, module: nn.Module) -> Iterator[None]:
+        """Shadow ``module.log`` while the block runs."""
+        object.__setattr__(module, "log", self.log)
+        try:
+            yield
+        finally:
+            object.__delattr__(module, "log")
+
+    def start_step(self, batch_size: int) -> None:
+        """Say how many examples the values of the next step stand for."""
+        self._batch_size = batch_size
+
+    def log(
+        self,
+        name: str,
+        value: Tensor | float | Metric,
+        prog_bar: bool = False,
+        logger: bool | None = None,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: Any = "mean",
+        enable_graph: bool = False,
+        sync_dist: bool = False,
+        sync_dist_group: Any = None,
+        add_dataloader_idx: bool = True,
+        batch_size: int | None = None,
+        metric_attribute: str | None = None,
+        rank_zero_only: bool = False,
+    ) -> None:
+        """Keep one value; the arguments are those of `LightningModule.log`.
+
+        Raises:
+            ConfigurationError: for a ``reduce_fx`` other than mean, sum, min and max.
+        """
+        if name not in self._reductions:
+            self._first_time(name, reduce_fx, prog_bar, bool(on_step and on_epoch))
+        if isinstance(value, Metric):
+            self._metrics[name] = value
+            return
+        self._values.setdefault(name, []).append(
+            value.detach() if isinstance(value, Tensor) else float(value)
+        )
+        self._weights.setdefault(name, []).append(batch_size or self._batch_size)
+
+    def _first_time(self, name: str, reduce_fx: Any, prog_bar: bool, both: bool) -> None:
+        reduction = getattr(reduce_fx, "__name__", reduce_fx)
+        if reduction not in _REDUCTIONS:
+            raise ConfigurationError(
+                f"self.log({name!r}, reduce_fx={reduce_fx!r}): in a client's training step "
+                f"reduce_fx must be one of {sorted(_REDUCTIONS)}"
+            )
+        self._reductions[name] = reduction
+        # Lightning's own name for the epoch's value of a metric that is also logged per step
+        self.epoch_names[name] = f"{name}_epoch" if both else name
+        if prog_bar:
+            self.prog_bar.add(self.epoch_names[name])
+
+    def collect(self) -> dict[str, Tensor]:
+        """Return one scalar per name for the steps since the last call, and forget them."""
+        collected = {
+            self.epoch_names[name]: self._reduce(name, values)
+            for name, values in self._values.items()
+        }
+        self.discard()
+        return collected
+
+    def discard(self) -> None:
+        """Forget the values logged since the last `collect`."""
+        self._values.clear()
+        self._weights.clear()
+
+    def collect_metrics(self) -> dict[str, float]:
+        """Return the values of logged torchmetrics objects and reset them.
+
+        They hold sums over all clients since the last call, so that what comes out is the metric
+        of the pooled examples and not a mean of metrics.
+        """
+        values = {}
+        for name, metric in self._metrics.items():
+            values[self.epoch_names[name]] = float(metric.compute())
+            metric.reset()
+        self._metrics.clear()
+        return values
+
+    def metric_states(self, module: nn.Module) -> dict[str, Any]:
+        """Return the state of every logged torchmetrics object, by its place in the module."""
+        paths = {id(child): path for path, child in module.named_modules()}
+        logged = [metric for metric in self._metrics.values() if id(metric) in paths]
+        return {paths[id(m)]: dict(m.metric_state) for m in logged}
+
+    def load_metric_states(self, module: nn.Module, states: Mapping[str, Any]) -> None:
+        """Have the module's torchmetrics objects go on from there."""
+        for path, state in states.items():
+            metric = module.get_submodule(path)
+            for name, value in state.items():
+                setattr(metric, name, value)
+
+    def _reduce(self, name: str, values: list[Tensor | float]) -> Tensor:
+        reference = next((v for v in values if isinstance(v, Tensor)), torch.empty(()))
+        stacked = torch.stack(
+            [torch.as_tensor(v, dtype=torch.float32, device=reference.device) for v in values]
+        )
+        reduction = self._reductions[name]
+        if reduction in ("mean", "avg"):
+            weights = torch.tensor(self._weights[name], dtype=torch.float32)
+            weights = weights.to(stacked.device)
+            return (stacked * weights).sum() / weights.sum()
+        reduced: Tensor = getattr(stacked, reduction)()
+        return reduced

@@ -1,0 +1,67 @@
+"""Means whose sum and weight stay apart until the end, and their spread over clients.
+
+    mean = Σ_k w_k x_k / Σ_k w_k          spread = sqrt(Σ_k (x_k - mean_u)² / K),  mean_u = Σ_k x_k / K
+
+where client k's value x_k stands for w_k examples. The mean is the one over the pooled examples;
+the spread counts every client once, because it is a statement about clients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class ClientMeans:
+    """Values of named metrics, one per client, with the number of examples behind each.
+
+    Example:
+        >>> means = ClientMeans()
+        >>> means.add({"train/loss": torch.tensor(1.0)}, num_examples=1)
+        >>> means.add({"train/loss": torch.tensor(4.0)}, num_examples=3)
+        >>> means.mean("train/loss"), means.spread("train/loss")
+        (3.25, 1.5)
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[str, list[Tensor]] = {}
+        self._num_examples: dict[str, list[int]] = {}
+
+    def add(self, values: Mapping[str, Tensor], num_examples: int) -> None:
+        """Take in one client's scalars."""
+        for name, value in values.items():
+            self._values.setdefault(name, []).append(value.detach())
+            self._num_examples.setdefault(name, []).append(num_examples)
+
+    @property
+    def names(self) -> list[str]:
+        """What has been added so far, in order of appearance."""
+        return list(self._values)
+
+    def values(self, name: str) -> Tensor:
+        """Return one metric's values, shape (number of clients,), float64 on the CPU."""
+        return torch.stack(self._values[name]).double().cpu()
+
+    def mean(self, name: str) -> float:
+        """Return the mean weighted by examples."""
+        weights = torch.tensor(self._num_examples[name], dtype=torch.float64)
+        return float((self.values(name) * weights).sum() / weights.sum())
+
+    def spread(self, name: str) -> float:
+        """Return the standard deviation over clients, each counted once."""
+        return float(self.values(name).std(correction=0))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return tensors and integers only, for a checkpoint."""
+        return {
+            name: {"values": self.values(name), "num_examples": list(self._num_examples[name])}
+            for name in self._values
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up where `state_dict` left off."""
+        self._values = {name: list(entry["values"]) for name, entry in state.items()}
+        self._num_examples = {name: list(e["num_examples"]) for name, e in state.items()}

@@ -1,0 +1,229 @@
+"""Any LightningDataModule, and whose examples are whose.
+
+`FederatedDataModule` wraps a data module without changing it: validation, test and prediction
+loaders are the source's own; only its training set is divided among clients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Subset
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.seeds import numpy_generator, run_seed
+from fl_lightning.data.partition import IID, Partition
+from fl_lightning.data.shards import ClientShards, gather, read_column
+from fl_lightning.data.summary import PartitionSummary, partition_fingerprint
+
+# What a source may define and Lightning looks for on the data module: handed through if it does.
+_HANDED_THROUGH = (
+    "val_dataloader",
+    "test_dataloader",
+    "predict_dataloader",
+    "on_before_batch_transfer",
+    "transfer_batch_to_device",
+    "on_after_batch_transfer",
+    "on_exception",
+)
+
+
+class FederatedDataModule(LightningDataModule):
+    """A data module whose training set is divided among clients.
+
+    Without a `Federation` it trains centrally on its source's own training loader.
+
+    Args:
+        source: any data module whose ``train_dataloader`` is one `DataLoader` over a map-style
+            data set. Its batch size, collate function and evaluation loaders are used; its
+            sampler is not, because every client shuffles its own shard.
+        num_clients: how many clients; may be left out where the partition knows (natural ids).
+        partition: the rule that divides the examples, `IID` if None.
+        batch_size: examples per local batch; the source's own if None.
+        client_val_fraction: share of every client's examples, in [0, 1), that it never trains on
+            and that per-client evaluation uses.
+        labels: the data set's attribute that holds one label per example; found by itself for
+            torchvision's and tensor data sets.
+        seed: of partition and hold-out; the run's seed if None.
+
+    Raises:
+        ConfigurationError: for values out of range and data that cannot be divided.
+
+    Example:
+        >>> from fl_lightning.data import Digits
+        >>> data = FederatedDataModule(Digits(seed=0), num_clients=10, seed=0)
+        >>> data.prepare_data(), data.setup("fit")
+        (None, None)
+        >>> len(data.clients), int(data.clients.num_examples.sum())
+        (10, 1293)
+    """
+
+    def __init__(
+        self,
+        source: LightningDataModule,
+        *,
+        num_clients: int | None = None,
+        partition: Partition | None = None,
+        batch_size: int | None = None,
+        client_val_fraction: float = 0.0,
+        labels: str | None = None,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__()
+        _check(num_clients, batch_size, client_val_fraction)
+        self.source = source
+        self.num_clients = num_clients
+        self.partition = partition if partition is not None else IID()
+        self.client_val_fraction = client_val_fraction
+        self.label_attribute = labels
+        self.seed = run_seed(seed)
+        self.prepare_data_per_node = source.prepare_data_per_node
+        self._batch_size = batch_size
+        self._rounds: Any = None
+        self._is_set_up = False
+        for name in _HANDED_THROUGH:
+            if is_overridden(name, source, LightningDataModule):
+                setattr(self, name, getattr(source, name))
+
+    def prepare_data(self) -> None:
+        """Let the source download or check its files."""
+        self.source.prepare_data()
+
+    def setup(self, stage: str) -> None:
+        """Let the source load; the partition itself is drawn when it is first asked for."""
+        self.source.trainer = self.trainer
+        self.source.setup(stage)
+        self._is_set_up = self._is_set_up or stage == "fit"
+
+    def teardown(self, stage: str) -> None:
+        """Let the source clean up."""
+        self.source.teardown(stage)
+
+    def train_dataloader(self) -> Any:
+        """Return the rounds' client groups in a federation, else the source's own loader."""
+        return self.source.train_dataloader() if self._rounds is None else self._rounds
+
+    def train_in_rounds(self, rounds: Any) -> None:
+        """Have `train_dataloader` return these groups of clients; None for central training."""
+        self._rounds = rounds
+
+    @cached_property
+    def _loader(self) -> DataLoader[Any]:
+        if not self._is_set_up:  # once only: a source may split at random
+            self.setup("fit")
+        loader = self.source.train_dataloader()
+        if not isinstance(loader, DataLoader) or not hasattr(loader.dataset, "__getitem__"):
+            raise ConfigurationError(
+                f"{type(self.source).__name__}.train_dataloader() must return one DataLoader over "
+                f"a map-style data set (with __len__ and __getitem__), got {type(loader).__name__}"
+                ": its examples are divided among the clients by index"
+            )
+        return loader
+
+    @property
+    def train_dataset(self) -> Dataset[Any]:
+        """The data set whose examples the clients own."""
+        return self._loader.dataset
+
+    @property
+    def batch_size(self) -> int:
+        """Examples per local batch."""
+        # loaders that index whole batches carry the size in their sampler
+        own = self._loader.batch_size or getattr(self._loader.sampler, "batch_size", None)
+        size = self._batch_size or own
+        if size is None:
+            raise ConfigurationError(
+                "the source's loader does not tell its batch size: "
+                "give FederatedDataModule a batch_size"
+            )
+        return int(size)
+
+    @cached_property
+    def labels(self) -> npt.NDArray[Any]:
+        """One label per training example, shape (N,)."""
+        return read_column(self.train_dataset, self.label_attribute)
+
+    @cached_property
+    def _split(self) -> tuple[ClientShards, ClientShards]:
+        attribute = getattr(self.partition, "attribute", None)
+        column = read_column(self.train_dataset, attribute) if attribute else self.labels
+        num_clients = self.num_clients
+        if num_clients is None:
+            if attribute is None:
+                raise ConfigurationError("FederatedDataModule needs num_clients")
+            num_clients = len(np.unique(column))
+        shards = ClientShards(self.partition.assign(column, num_clients, self.seed))
+        generator = numpy_generator(self.seed, "client validation")
+        return shards.hold_out(self.client_val_fraction, generator)
+
+    @property
+    def clients(self) -> ClientShards:
+        """What each client trains on."""
+        return self._split[0]
+
+    @property
+    def held_out(self) -> ClientShards:
+        """What each client is evaluated on; empty shards if ``client_val_fraction`` is 0."""
+        return self._split[1]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash of the partition: of every client's training examples."""
+        return partition_fingerprint([shard.numpy() for shard in self.clients])
+
+    def summary(self) -> PartitionSummary:
+        """Return sizes and classes of every client's training examples."""
+        return PartitionSummary.of([shard.numpy() for shard in self.clients], self.labels)
+
+    def train_batch(self, indices: Tensor) -> Any:
+        """Return one training batch, shape (B, …), of the examples at ``indices``."""
+        return gather(self.train_dataset, indices, self._loader.collate_fn)
+
+    def held_out_batches(self, client: int) -> Iterator[tuple[Any, int]]:
+        """Yield (batch, size) over a client's held-out examples, without augmentation if known."""
+        dataset = _without_augmentation(self.train_dataset)
+        for indices in self.held_out[client].split(self.batch_size):
+            if len(indices):
+                yield gather(dataset, indices, self._loader.collate_fn), len(indices)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run must find unchanged."""
+        return {"partition": self.fingerprint, "source": self.source.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Refuse to go on training with another partition than the checkpoint's."""
+        fitting = self.trainer is not None and self.trainer.state.fn == "fit"
+        if fitting and state_dict["partition"] != self.fingerprint:
+            raise ConfigurationError(
+                "the checkpoint was trained on another partition "
+                f"({state_dict['partition'][:12]}… instead of {self.fingerprint[:12]}…): resume "
+                "with the data set, num_clients, partition, client_val_fraction and seed of the "
+                "run that wrote it, or start anew without ckpt_path"
+            )
+        self.source.load_state_dict(state_dict["source"])
+
+
+def _check(num_clients: int | None, batch_size: int | None, fraction: float) -> None:
+    if num_clients is not None and num_clients < 1:
+        raise ConfigurationError(f"num_clients must be at least 1, got {num_clients}")
+    if batch_size is not None and batch_size < 1:
+        raise ConfigurationError(f"batch_size must be at least 1 example, got {batch_size}")
+    if not 0 <= fraction < 1:
+        raise ConfigurationError(
+            f"client_val_fraction must be in [0, 1), got {fraction}: "
+            "it is the share of its examples that a client never trains on"
+        )
+
+
+def _without_augmentation(dataset: Dataset[Any]) -> Dataset[Any]:
+    if type(dataset) is Subset:
+        return Subset(_without_augmentation(dataset.dataset), dataset.indices)
+    evaluation = getattr(dataset, "evaluation", None)
+    return evaluation() if callable(evaluation) else dataset

@@ -1,0 +1,171 @@
+"""From a client's indices to its batches.
+
+A client's shard is a set of indices into one data set that all clients share: nothing is copied and
+no loader is started per client. Batches are drawn from a shuffled shard, epoch after epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
+
+from fl_lightning.core.errors import ConfigurationError
+
+Collate = Callable[[list[Any]], Any]
+
+
+@runtime_checkable
+class BatchedDataset(Protocol):
+    """A data set that builds a whole batch at once, which is many times faster than by example."""
+
+    def gather(self, indices: Tensor) -> Any:
+        """Return the batch of the examples at `indices`, shape (B,), int64."""
+
+
+def gather(dataset: Dataset[Any], indices: Tensor, collate: Collate = default_collate) -> Any:
+    """Return one batch of a map-style data set.
+
+    Tensor data sets and those with a ``gather`` method are indexed once; of others each example
+    is fetched and then collated, as a DataLoader without workers does.
+
+    Example:
+        >>> data = TensorDataset(torch.arange(4.0), torch.tensor([0, 1, 0, 1]))
+        >>> gather(data, torch.tensor([2, 3]))
+        (tensor([2., 3.]), tensor([0, 1]))
+    """
+    if isinstance(dataset, BatchedDataset):
+        return dataset.gather(indices)
+    if type(dataset) is TensorDataset and collate is default_collate:
+        return tuple(tensor[indices] for tensor in dataset.tensors)
+    if type(dataset) is Subset:
+        inner = torch.as_tensor(dataset.indices)[indices]
+        return gather(dataset.dataset, inner, collate)
+    return collate([dataset[index] for index in indices.tolist()])
+
+
+class ClientShards:
+    """Which examples are whose: one flat array of indices and where each client's part begins.
+
+    Costs 8 bytes an example and 8 a client, however many clients there are.
+
+    Args:
+        shards: one index array per client.
+
+    Example:
+        >>> shards = ClientShards([np.array([4, 0]), np.array([2])])
+        >>> shards[0], shards.num_examples
+        (tensor([4, 0]), array([2, 1]))
+    """
+
+    def __init__(self, shards: Sequence[npt.NDArray[np.int64]]) -> None:
+        self.num_examples = np.fromiter((len(s) for s in shards), np.int64, len(shards))
+        self._starts = np.concatenate([[0], np.cumsum(self.num_examples)])
+        flat = np.concatenate(shards) if len(shards) else np.empty(0)
+        self._indices = torch.from_numpy(flat.astype(np.int64))
+
+    def __len__(self) -> int:
+        return len(self.num_examples)
+
+    def __getitem__(self, client: int) -> Tensor:
+        return self._indices[self._starts[client] : self._starts[client + 1]]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (self[client] for client in range(len(self)))
+
+    def hold_out(
+        self, fraction: float, generator: np.random.Generator
+    ) -> tuple[ClientShards, ClientShards]:
+        """Split every shard at random: (what stays, what is held out).
+
+        ``fraction`` of each client's examples, rounded, is held out; a client with two examples or
+        more keeps at least one and gives at least one.
+        """
+        owners = np.repeat(np.arange(len(self)), self.num_examples)
+        shuffled = np.lexsort((generator.random(len(owners)), owners))
+        flat = self._indices.numpy()[shuffled]
+        wanted = np.maximum(np.rint(fraction * self.num_examples), 1).astype(np.int64)
+        num_held = np.clip(wanted, 0, np.maximum(self.num_examples - 1, 0))
+        if fraction == 0:
+            num_held[:] = 0
+        parts = np.split(flat, self._starts[1:-1])
+        held = [part[:count] for part, count in zip(parts, num_held, strict=True)]
+        kept = [part[count:] for part, count in zip(parts, num_held, strict=True)]
+        return ClientShards(kept), ClientShards(held)
+
+
+def local_batches(
+    shard: Tensor,
+    batch_size: int,
+    generator: torch.Generator,
+    *,
+    num_epochs: int | None = None,
+    num_batches: int | None = None,
+) -> Iterator[Tensor]:
+    """Yield the index batches of one client's local training.
+
+    Every epoch is a fresh permutation of the shard; its last batch may be smaller. ``num_batches``
+    goes through as many epochs as it takes.
+
+    Args:
+        shard: the client's indices, shape (n,), n ≥ 1.
+        batch_size: examples per batch, ≥ 1.
+        generator: where the permutations are drawn from.
+        num_epochs: passes over the shard; or else
+        num_batches: how many batches.
+
+    Example:
+        >>> order = torch.Generator().manual_seed(0)
+        >>> [b.tolist() for b in local_batches(torch.arange(5), 2, order, num_epochs=1)]
+        [[4, 1], [2, 3], [0]]
+    """
+    assert (num_epochs is None) != (num_batches is None)
+    remaining = num_batches
+    epoch = 0
+    while remaining != 0 and epoch != num_epochs:
+        permutation = shard[torch.randperm(len(shard), generator=generator)]
+        batches = permutation.split(batch_size)[:remaining]
+        yield from batches
+        epoch += 1
+        if remaining is not None:
+            remaining -= len(batches)
+
+
+def read_column(dataset: Dataset[Any], attribute: str | None) -> npt.NDArray[Any]:
+    """Return one value per example, e.g. its label, without loading the examples if possible.
+
+    Looks, through any `Subset`, for the named attribute, or if there is no name for ``targets``,
+    ``labels``, ``y`` or a tensor data set's last tensor; at last takes every example's second part.
+
+    Raises:
+        ConfigurationError: if there is no such attribute, or examples do not have two parts.
+    """
+    if isinstance(dataset, Subset):
+        return read_column(dataset.dataset, attribute)[np.asarray(dataset.indices)]
+    for name in [attribute] if attribute else ["targets", "labels", "y"]:
+        values = getattr(dataset, name, None)
+        if values is not None:
+            return np.asarray(values)
+    if attribute is not None:
+        raise ConfigurationError(
+            f"{type(dataset).__name__} has no attribute {attribute!r}: give the name of one that "
+            "holds one value per example"
+        )
+    if isinstance(dataset, TensorDataset):
+        return np.asarray(dataset.tensors[-1])
+    return _second_parts(dataset)
+
+
+def _second_parts(dataset: Dataset[Any]) -> npt.NDArray[Any]:
+    try:
+        return np.asarray([int(dataset[index][1]) for index in range(len(dataset))])  # type: ignore[arg-type]
+    except (TypeError, ValueError, KeyError, IndexError) as error:
+        raise ConfigurationError(
+            f"cannot tell the labels of {type(dataset).__name__} for the partition: name the "
+            "attribute that holds one label per example, as FederatedDataModule(labels='…')"
+        ) from error

@@ -1,0 +1,190 @@
+"""What a partition looks like: counts, sizes, entropy, a hash, a table and a picture.
+
+    entropy of client i in bits = -Σ_c p_ic log2 p_ic,   p_ic = counts[i, c] / sizes[i]
+
+It is 0 for a client of one class and log2(C) for one with C classes in equal parts.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fl_lightning.core.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+MAX_CLIENTS_SHOWN = 200  # more rows than this are thinner than a pixel or two
+MAX_TICKS = 12
+
+
+def partition_fingerprint(shards: Sequence[np.ndarray]) -> str:
+    """Return a hash that changes when any client's examples, or their order, change.
+
+    Example:
+        >>> one = partition_fingerprint([np.array([0, 1]), np.array([2])])
+        >>> one == partition_fingerprint([np.array([0]), np.array([1, 2])])
+        False
+    """
+    digest = blake2b(digest_size=16)
+    digest.update(np.array([len(shard) for shard in shards], dtype="<i8").tobytes())
+    for shard in shards:
+        digest.update(np.asarray(shard).astype("<i8").tobytes())
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True, eq=False)
+class PartitionSummary:
+    """What each client holds; build it with `PartitionSummary.of`.
+
+    Attributes:
+        counts: examples of each class that each client has, shape (num_clients, num_classes).
+        classes: the label that each column stands for, shape (num_classes,).
+        fingerprint: `partition_fingerprint` of the shards.
+
+    Example:
+        >>> labels = np.array([0, 0, 1, 1])
+        >>> summary = PartitionSummary.of([np.array([0, 1]), np.array([2, 3])], labels)
+        >>> summary.counts.tolist(), summary.label_entropy.tolist()
+        ([[2, 0], [0, 2]], [0.0, 0.0])
+    """
+
+    counts: np.ndarray
+    classes: np.ndarray
+    fingerprint: str
+
+    @classmethod
+    def of(
+        cls, shards: Sequence[np.ndarray], labels: np.ndarray, num_classes: int | None = None
+    ) -> PartitionSummary:
+        """Count.
+
+        Args:
+            shards: positions in ``labels`` per client.
+            labels: one per example, shape (N,).
+            num_classes: how many there are if labels are 0 … num_classes - 1 and some may be
+                missing from ``labels``; None counts the distinct labels.
+
+        Raises:
+            ConfigurationError: if there is no client, or a label is not below ``num_classes``.
+        """
+        if len(shards) == 0:
+            raise ConfigurationError("shards must hold at least one client, got none")
+        classes, column = np.unique(labels, return_inverse=True)
+        if num_classes is not None:
+            _check_labels(classes, num_classes)
+            classes, column = np.arange(num_classes), np.asarray(labels).astype(np.int64)
+        sizes = [len(shard) for shard in shards]
+        client = np.repeat(np.arange(len(shards)), sizes)
+        cell = client * len(classes) + column[np.concatenate(shards).astype(np.int64)]
+        counts = np.bincount(cell, minlength=len(shards) * len(classes))
+        return cls(counts.reshape(len(shards), -1), classes, partition_fingerprint(shards))
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """Examples per client, shape (num_clients,)."""
+        return np.asarray(self.counts.sum(axis=1))
+
+    @property
+    def classes_per_client(self) -> np.ndarray:
+        """Distinct classes per client, shape (num_clients,)."""
+        return np.asarray((self.counts > 0).sum(axis=1))
+
+    @property
+    def label_entropy(self) -> np.ndarray:
+        """Entropy of each client's labels in bits, in [0, log2(num_classes)]; 0 if it has none."""
+        share = self.counts / np.maximum(self.sizes, 1)[:, None]
+        logarithm = np.log2(share, out=np.zeros_like(share), where=share > 0)
+        return np.asarray(np.abs((share * logarithm).sum(axis=1)))  # abs: no "-0.0"
+
+    def as_text(self) -> str:
+        """Return a few lines for people."""
+        rows = {
+            "examples per client": (self.sizes, ".0f"),
+            "classes per client": (self.classes_per_client, ".0f"),
+            "label entropy (bits)": (self.label_entropy, ".2f"),
+        }
+        lines = [
+            f"{len(self.counts)} clients, {self.sizes.sum()} examples, {len(self.classes)} classes"
+        ]
+        for name, (values, form) in rows.items():
+            least, middle, most = (format(f(values), form) for f in (np.min, np.median, np.max))
+            lines.append(f"  {name:<21} min {least}, median {middle}, max {most}")
+        return "\n".join([*lines, f"  fingerprint           {self.fingerprint}"])
+
+    def save(self, path: str | Path) -> None:
+        """Write a CSV with one row per client; folders that are missing are made."""
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        header = ["client", "num_examples", "num_classes", "label_entropy_bits"]
+        columns = zip(
+            self.sizes.tolist(),
+            self.classes_per_client.tolist(),
+            self.label_entropy.tolist(),
+            self.counts.tolist(),
+            strict=True,
+        )
+        with Path(path).open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(header + [f"class_{name}" for name in self.classes.tolist()])
+            for client, (size, num_classes, entropy, counts) in enumerate(columns):
+                writer.writerow([client, size, num_classes, f"{entropy:.6f}", *counts])
+
+    def figure(self) -> Figure:
+        """Return a picture: examples per client and class, and beside it the clients' sizes.
+
+        Of more than 200 clients it shows 200, evenly spaced by number.
+        """
+        from matplotlib.colors import PowerNorm
+        from matplotlib.figure import Figure
+        from matplotlib.layout_engine import ConstrainedLayoutEngine
+        from matplotlib.ticker import MaxNLocator
+
+        num_clients = len(self.counts)
+        num_shown = min(num_clients, MAX_CLIENTS_SHOWN)
+        shown = np.arange(num_shown) * num_clients // num_shown
+        figure = Figure(figsize=(9.0, 6.0), layout=ConstrainedLayoutEngine(wspace=0.06))
+        grid, bars = figure.subplots(1, 2, sharey=True, width_ratios=[3, 1])
+        # the square root keeps one example apart from none where another cell has a hundred
+        norm = PowerNorm(0.5, vmin=0, vmax=max(1, int(self.counts.max())))
+        image = grid.imshow(
+            self.counts[shown], aspect="auto", interpolation="nearest", cmap="Blues", norm=norm
+        )
+        height = 0.8 if num_shown <= 40 else 1.0  # gaps thinner than a pixel make stripes
+        bars.barh(np.arange(num_shown), self.sizes[shown], height=height, color="#4878a8")
+        _label_ticks(grid, "x", self.classes)
+        _label_ticks(grid, "y", shown)
+        grid.set(xlabel="class", ylabel="client")
+        bars.set_xlabel("examples per client")
+        bars.tick_params(axis="y", left=False, labelleft=False)
+        bars.spines[["top", "right"]].set_visible(False)
+        bars.locator_params(axis="x", nbins=4, integer=True)
+        figure.colorbar(image, ax=grid, label="examples", ticks=MaxNLocator(6, integer=True))
+        sample = f" ({num_shown} shown, evenly spaced)" if num_shown < num_clients else ""
+        total = f"{self.sizes.sum()} examples of {len(self.classes)} classes"
+        figure.suptitle(f"{total} on {num_clients} clients{sample}")
+        return figure
+
+
+def _check_labels(classes: np.ndarray, num_classes: int) -> None:
+    whole = np.issubdtype(classes.dtype, np.integer)
+    if not whole or classes.min() < 0 or classes.max() >= num_classes:
+        raise ConfigurationError(
+            f"labels must be whole numbers in [0, {num_classes}) when num_classes is given, got "
+            f"labels from {classes.min()} to {classes.max()}: leave num_classes out to count them"
+        )
+
+
+def _label_ticks(axes: Axes, which: str, names: np.ndarray) -> None:
+    """Put ticks on round positions, named by what is there; all of them if they are few."""
+    rough = -(-len(names) // MAX_TICKS)
+    step = next(s * 10**p for p in range(9) for s in (1, 2, 5) if s * 10**p >= rough)
+    at = np.arange(0, len(names), 1 if len(names) <= 20 else step)
+    getattr(axes, f"set_{which}ticks")(at, [str(name) for name in names[at]])

@@ -1,0 +1,141 @@
+"""From stored pixels to what a model sees, one whole batch at a time.
+
+    uint8 pixels -> random crop after zero padding -> random horizontal flip
+                 -> [0, 1] -> (x - mean) / std -> bilinear resize
+
+Crops and flips differ from example to example but are done for the whole batch at once and on
+bytes: a batch of 64 CIFAR images takes half a millisecond on two cores.
+
+Randomness: crops and flips draw from torch's global CPU generator, as users' own augmentation and
+dropout do. The framework seeds that generator for every client and round, which makes the draws
+a function of (seed, round, client); on its own, call `torch.manual_seed` first.
+
+Source of the recipe (pad by 4, crop, flip): He et al. 2016, CVPR (1512.03385), section 4.2.
+Shapes: B images, C channels, H and W pixels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fl_lightning.core.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class PixelPipeline:
+    """What is done to a batch of images between memory and the model.
+
+    Args:
+        mean: mean of every channel, of pixels in [0, 1].
+        std: standard deviation of every channel, greater than 0.
+        crop_padding: zero pixels added on each side before a random crop of the original size;
+            0 for no crop.
+        horizontal_flip: mirror each image left to right with probability 1/2.
+        image_size: height and width that come out, by bilinear interpolation with antialiasing;
+            None leaves images as they are stored.
+
+    Raises:
+        ConfigurationError: if a setting is out of its range.
+
+    Example:
+        >>> pipeline = PixelPipeline(mean=(0.5,), std=(0.25,), image_size=2)
+        >>> pipeline(torch.full((1, 1, 4, 4), 255, dtype=torch.uint8))
+        tensor([[[[2., 2.],
+                  [2., 2.]]]])
+    """
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    crop_padding: int = 0
+    horizontal_flip: bool = False
+    image_size: int | None = None
+
+    def __post_init__(self) -> None:
+        issues = []
+        if not self.mean or len(self.mean) != len(self.std):
+            issues.append(f"mean and std need one number a channel, got {self.mean}, {self.std}")
+        if any(value <= 0 for value in self.std):
+            issues.append(f"std must be > 0, got {self.std}: use 1.0 to leave a channel's scale")
+        if self.crop_padding < 0:
+            issues.append(f"crop_padding must be >= 0 pixels, got {self.crop_padding}: 0 is off")
+        if self.image_size is not None and self.image_size < 1:
+            issues.append(f"image_size must be >= 1 pixel, got {self.image_size}: None is off")
+        if issues:
+            raise ConfigurationError("; ".join(issues))
+
+    def evaluation(self) -> PixelPipeline:
+        """Return the same pipeline without augmentation: a deterministic function of the images.
+
+        Example:
+            >>> PixelPipeline((0.5,), (0.5,), crop_padding=4, image_size=8).evaluation()
+            PixelPipeline(mean=(0.5,), std=(0.5,), crop_padding=0, horizontal_flip=False, \
+image_size=8)
+        """
+        return replace(self, crop_padding=0, horizontal_flip=False)
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """Return float32 images of shape (B, C, h, w) from uint8 ones of shape (B, C, H, W)."""
+        return self.resize(self.normalize(self.augment(images)))
+
+    def augment(self, images: Tensor) -> Tensor:
+        """Crop and flip each image by its own draw; uint8 in and out, of the same shape."""
+        num_images = len(images)
+        if self.crop_padding:
+            offsets = torch.randint(0, 2 * self.crop_padding + 1, (2, num_images))
+            images = crop(images, offsets[0], offsets[1], padding=self.crop_padding)
+        if self.horizontal_flip:
+            images = mirror(images, torch.rand(num_images) < 0.5)
+        return images
+
+    def normalize(self, images: Tensor) -> Tensor:
+        """Return ``(images / 255 - mean) / std`` in float32."""
+        shape, device = (-1, 1, 1), images.device
+        mean = torch.tensor(self.mean, device=device).view(shape)
+        std = torch.tensor(self.std, device=device).view(shape)
+        return images.to(torch.float32).div_(255).sub_(mean).div_(std)
+
+    def resize(self, images: Tensor) -> Tensor:
+        """Return float images of `image_size` pixels, untouched where they have that size."""
+        size = self.image_size
+        if size is None or images.shape[-2:] == (size, size):
+            return images
+        return functional.interpolate(images, (size, size), mode="bilinear", antialias=True)
+
+
+def crop(images: Tensor, tops: Tensor, lefts: Tensor, *, padding: int) -> Tensor:
+    """Return for each image its own window of the original size from the zero-padded image.
+
+    All windows exist as a view without memory of their own; one indexing operation picks one
+    window an image and copies it.
+
+    Args:
+        images: shape (B, C, H, W).
+        tops: first row of each window in the padded image, shape (B,), in [0, 2 padding].
+        lefts: first column of each window, likewise.
+        padding: zero pixels on each side.
+
+    Example:
+        >>> image = torch.tensor([[[[1, 2], [3, 4]]]])
+        >>> crop(image, torch.tensor([1]), torch.tensor([2]), padding=1)
+        tensor([[[[2, 0],
+                  [4, 0]]]])
+    """
+    batch, _, height, width = images.shape
+    padded = functional.pad(images, (padding,) * 4)
+    windows = padded.unfold(2, height, 1).unfold(3, width, 1)
+    device = images.device
+    return windows[torch.arange(batch, device=device), :, tops.to(device), lefts.to(device)]
+
+
+def mirror(images: Tensor, chosen: Tensor) -> Tensor:
+    """Return the images with those ``chosen`` (bool, shape (B,)) mirrored left to right.
+
+    Example:
+        >>> mirror(torch.tensor([[[[1, 2]]], [[[3, 4]]]]), torch.tensor([True, False])).flatten()
+        tensor([2, 1, 3, 4])
+    """
+    return torch.where(chosen.to(images.device).view(-1, 1, 1, 1), images.flip(-1), images)

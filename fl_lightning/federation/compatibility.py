@@ -1,0 +1,82 @@
+"""What a federated run cannot work with: told before it starts, all at once, with the way out."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.strategies import SingleDeviceStrategy
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.data.federated import FederatedDataModule
+
+_CALLBACKS = {
+    GradientAccumulationScheduler: "set accumulate_grad_batches, which counts a client's batches",
+    StochasticWeightAveraging: "it averages a client's steps, and every round starts from the "
+    "server's model: average rounds with a server optimizer instead",
+    LearningRateFinder: "find the rate in a central run, without the federation block",
+    BatchSizeFinder: "find the size in a central run, without the federation block",
+}
+
+
+def check_compatible(trainer: Trainer, module: LightningModule) -> None:
+    """Refuse combinations that would give a wrong result.
+
+    Raises:
+        ConfigurationError: one line for each of them.
+    """
+    problems = [*_data_problems(trainer), *_module_problems(module), *_trainer_problems(trainer)]
+    if problems:
+        raise ConfigurationError("; ".join(problems))
+
+
+def _data_problems(trainer: Trainer) -> Iterator[str]:
+    data = trainer.datamodule  # type: ignore[attr-defined]
+    if not isinstance(data, FederatedDataModule):
+        given = "no data module" if data is None else type(data).__name__
+        yield (
+            f"a federation needs a FederatedDataModule, got {given}: wrap yours as "
+            "FederatedDataModule(source=…, num_clients=…)"
+        )
+
+
+def _module_problems(module: LightningModule) -> Iterator[str]:
+    name = type(module).__name__
+    if not module.automatic_optimization:
+        yield (
+            f"{name} uses manual optimization, where a local step is not defined: "
+            "set automatic_optimization = True and return the loss from training_step"
+        )
+    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        yield f"{name}.training_step takes a dataloader_iter: take (batch, batch_idx) instead"
+
+
+def _trainer_problems(trainer: Trainer) -> Iterator[str]:
+    if not isinstance(trainer.strategy, SingleDeviceStrategy):
+        yield (
+            f"trainer.strategy {type(trainer.strategy).__name__} with {trainer.world_size} "
+            "processes: a federation trains its clients in one process; set trainer.devices to 1"
+        )
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        for kind, advice in _CALLBACKS.items():
+            if isinstance(callback, kind):
+                yield f"{kind.__name__} does not work with a federation: {advice}"
+    if trainer.overfit_batches:  # type: ignore[attr-defined]
+        yield "trainer.overfit_batches does not work with a federation: use limit_train_batches"
+
+
+def check_one_optimizer(trainer: Trainer) -> None:
+    """Refuse modules with several optimizers, known once Lightning has built them."""
+    if len(trainer.optimizers) != 1:
+        raise ConfigurationError(
+            f"a federation trains modules with one optimizer, "
+            f"{type(trainer.lightning_module).__name__} has {len(trainer.optimizers)}: "
+            "use parameter groups of one optimizer"
+        )

@@ -1,0 +1,172 @@
+"""The ``federation:`` block: a callback that turns a Lightning run into a federated one.
+
+With it among the Trainer's callbacks an epoch is a round: `RoundGroups` gives the clients of each
+round, `FederatedLoop` trains them, `RoundRunner` holds the server, and this class keeps
+Lightning's calendar: set up, log, save, restore, clean up.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, final
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.seeds import run_seed
+from fl_lightning.data.cohort import AllClients, CohortSampler, Population
+from fl_lightning.data.federated import FederatedDataModule
+from fl_lightning.federation.compatibility import check_compatible, check_one_optimizer
+from fl_lightning.federation.groups import RoundGroups
+from fl_lightning.federation.hooks import GroupsPassBy
+from fl_lightning.federation.loop import install
+from fl_lightning.federation.rounds import RoundOptions, RoundRunner
+from fl_lightning.server.aggregators import Aggregator, Mean
+from fl_lightning.server.server import ServerOptimizer, fedavg_optimizer
+
+
+@final
+class Federation(Callback):
+    """Trains over many clients: one epoch is one round.
+
+    The module's optimizer is the clients' (its state starts empty whenever a client trains), its
+    learning-rate schedule advances once per round, ``global_step`` counts rounds.
+
+    Args:
+        cohort: who takes part in a round; everybody if None.
+        local_steps: optimizer steps of a client per round; or
+        local_epochs: passes over its shard per round. One pass if neither is given.
+        aggregator: how updates become one; the mean weighted by examples if None.
+        server_optimizer: builds the `torch.optim.Optimizer` that descends the aggregated delta;
+            SGD with learning rate 1, which is FedAvg, if None.
+        on_client_failure: what to do when a client's step raises, its loss or update is not
+            finite, or it has no examples: ``raise``, naming it, or ``skip`` it and count it.
+        min_replies: a round with fewer valid updates stops the run.
+        seed: root of every draw (cohorts, shuffling, dropout, augmentation); the run's seed,
+            as given to `lightning.seed_everything`, if None.
+
+    Raises:
+        ConfigurationError: for values out of range, and at the start of the fit for a module,
+            data module or Trainer that cannot be federated.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from fl_lightning.data import Digits, FederatedDataModule
+        >>> from fl_lightning.models import ImageClassifier
+        >>> module = ImageClassifier("lenet", num_classes=10, in_chans=1, image_size=32)
+        >>> data = FederatedDataModule(Digits(image_size=32), num_clients=20)
+        >>> trainer = Trainer(callbacks=[Federation(local_steps=1)], max_epochs=1)  # doctest: +SKIP
+        >>> trainer.fit(module, datamodule=data)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        *,
+        cohort: CohortSampler | None = None,
+        local_steps: int | None = None,
+        local_epochs: int | None = None,
+        aggregator: Aggregator | None = None,
+        server_optimizer: ServerOptimizer | None = None,
+        on_client_failure: Literal["raise", "skip"] = "raise",
+        min_replies: int = 1,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__()
+        _check(local_steps, local_epochs, on_client_failure, min_replies)
+        self.cohort = cohort if cohort is not None else AllClients()
+        self.local_steps = local_steps
+        self.local_epochs = local_epochs if local_steps or local_epochs else 1
+        self.aggregator = aggregator if aggregator is not None else Mean()
+        self.server_optimizer = server_optimizer or fedavg_optimizer
+        self.on_client_failure: Literal["raise", "skip"] = on_client_failure
+        self.min_replies = min_replies
+        self.seed = run_seed(seed)
+        self.rounds: RoundRunner | None = None
+        self._saved: dict[str, Any] = {}
+        self._accumulate = 1
+        self._hooks: list[GroupsPassBy] = []
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Have the fit loop ask for groups of clients instead of batches."""
+        if stage != "fit":
+            return
+        check_compatible(trainer, pl_module)
+        data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
+        self._check_shards(data)
+        groups = RoundGroups(self.cohort, Population(data.clients.num_examples), self.seed)
+        data.train_in_rounds(groups)
+        # A client accumulates its own batches. For Lightning a round accumulates its groups: so
+        # global_step, step-wise schedules and the loggers' x axis advance once per round.
+        self._accumulate = trainer.accumulate_grad_batches
+        trainer.accumulate_grad_batches = len(groups)
+        trainer.log_every_n_steps = 1  # type: ignore[attr-defined]
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Build the round runner on the weights and the optimizer that are now in place."""
+        check_one_optimizer(trainer)
+        options = RoundOptions(
+            local_steps=self.local_steps,
+            local_epochs=self.local_epochs,
+            accumulate=self._accumulate,
+            on_client_failure=self.on_client_failure,
+            min_replies=self.min_replies,
+            seed=self.seed,
+        )
+        self.rounds = RoundRunner(trainer, options, self.aggregator, self.server_optimizer)
+        if self._saved:
+            self.rounds.load_state_dict(self._saved)
+            self._saved = {}
+        install(trainer, self.rounds)
+        owners = (pl_module, trainer.datamodule)  # type: ignore[attr-defined]
+        self._hooks = [GroupsPassBy(owner) for owner in owners]
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log the round."""
+        assert self.rounds is not None
+        for name, value in self.rounds.record.as_logs().items():
+            pl_module.log(name, value, prog_bar=self.rounds.in_progress_bar(name))
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Give Trainer, module and data module back as they were."""
+        if stage != "fit":
+            return
+        for hooks in self._hooks:
+            hooks.remove()
+        self._hooks = []
+        trainer.accumulate_grad_batches = self._accumulate
+        if isinstance(trainer.datamodule, FederatedDataModule):  # type: ignore[attr-defined]
+            trainer.datamodule.train_in_rounds(None)  # type: ignore[attr-defined]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the server's state for the checkpoint."""
+        return self._saved if self.rounds is None else self.rounds.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep a checkpoint's state until the fit starts."""
+        self._saved = dict(state_dict)
+
+    def _check_shards(self, data: FederatedDataModule) -> None:
+        empty = [k for k, n in enumerate(data.clients.num_examples) if n == 0]
+        if empty and self.on_client_failure == "raise":
+            shown = ", ".join(map(str, empty[:5])) + (", …" if len(empty) > 5 else "")
+            raise ConfigurationError(
+                f"{len(empty)} of {len(data.clients)} clients have no training example "
+                f"(client {shown}): use fewer clients or a partition with min_examples, or skip "
+                "them with federation.on_client_failure: skip"
+            )
+
+
+def _check(
+    local_steps: int | None, local_epochs: int | None, on_client_failure: str, min_replies: int
+) -> None:
+    problems = []
+    if local_steps is not None and local_epochs is not None:
+        problems.append("give either local_steps or local_epochs, not both")
+    for name, value in (("local_steps", local_steps), ("local_epochs", local_epochs)):
+        if value is not None and value < 1:
+            problems.append(f"{name} must be at least 1, got {value}")
+    if on_client_failure not in ("raise", "skip"):
+        problems.append(f"on_client_failure must be raise or skip, got {on_client_failure!r}")
+    if min_replies < 1:
+        problems.append(f"min_replies must be at least 1 client, got {min_replies}")
+    if problems:
+        raise ConfigurationError("federation: " + "; ".join(problems))

@@ -1,0 +1,156 @@
+"""One local step under the Trainer's precision, device, clipping and the user's hooks.
+
+Two ways with one result:
+
+- *lean*: ``training_step`` under the precision plugin's context, zero_grad, backward, step. Taken
+  where nothing else was asked for; it costs a few microseconds over bare PyTorch.
+- *full*: Lightning's own chain through ``LightningModule.optimizer_step`` and the strategy, with
+  gradient scaler, clipping, accumulation and every hook. It costs about 0.2 ms.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+
+from fl_lightning.client.local_training import SizedBatch, loss_of
+from fl_lightning.client.log_collector import LogCollector
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.federation.hooks import STEP_HOOKS, overrides
+
+
+class LightningStep:
+    """A `LocalStep` on a module that is attached to a Trainer.
+
+    Args:
+        trainer: whose strategy, precision plugin and clipping are used.
+        collector: learns the batch sizes.
+        accumulate: the number of batches that a full step accumulates.
+    """
+
+    def __init__(self, trainer: Trainer, collector: LogCollector, accumulate: int = 1) -> None:
+        self._trainer = trainer
+        self._module: LightningModule = trainer.lightning_module
+        self._optimizer: Optimizer = trainer.optimizers[0]
+        self._collector = collector
+        self._accumulate = accumulate
+        self._precision = trainer.precision_plugin
+        self._prepare = _batch_preparation(trainer)
+        self._starts = overrides(self._module, "on_train_batch_start")
+        self._ends = overrides(self._module, "on_train_batch_end")
+        self._takes_index = _takes_index(self._module)
+        self._ended: list[tuple[Any, Any]] = []
+        self.is_lean = accumulate == 1 and _nothing_asked_for(trainer)
+
+    def __call__(self, batches: Sequence[SizedBatch], index: int) -> Tensor | None:
+        """Take one optimizer step and return the mean loss, detached."""
+        loss = self._lean(batches[0], index) if self.is_lean else self._full(batches, index)
+        for outputs, batch in self._ended:
+            self._module.on_train_batch_end(outputs, batch, index)
+        self._ended.clear()
+        return loss
+
+    def _lean(self, sized_batch: SizedBatch, index: int) -> Tensor | None:
+        loss = self._loss(*sized_batch, index)
+        if loss is None:
+            return None
+        self._optimizer.zero_grad()
+        loss.backward()
+        self._optimizer.step()
+        return loss.detach()
+
+    def _loss(self, batch: Any, size: int, index: int) -> Tensor | None:
+        self._collector.start_step(size)
+        if self._prepare is not None:
+            batch = self._prepare(batch)
+        if self._starts and self._module.on_train_batch_start(batch, index) == -1:
+            raise ConfigurationError(
+                "on_train_batch_start returned -1 to skip the rest of the epoch: in a federation "
+                "a client's work is set by local_steps or local_epochs instead"
+            )
+        with self._precision.train_step_context():
+            output = self._module.training_step(*((batch, index) if self._takes_index else (batch,)))
+        if self._ends:
+            outputs = output if isinstance(output, dict) else {"loss": output}
+            self._ended.append((outputs, batch))
+        return loss_of(output)
+
+    def _full(self, batches: Sequence[SizedBatch], index: int) -> Tensor | None:
+        losses: list[Tensor] = []
+
+        def closure() -> Tensor | None:
+            losses.clear()  # an optimizer may evaluate the closure several times
+            for number, (batch, size) in enumerate(batches):
+                loss = self._loss(batch, size, index)
+                if number == 0:
+                    self._zero_grad(index)
+                if loss is not None:
+                    scaled = loss / self._accumulate if self._accumulate > 1 else loss
+                    self._trainer.strategy.backward(scaled, self._optimizer)
+                    losses.append(loss.detach())
+            return losses[-1] if losses else None
+
+        optimizer = self._module.optimizers()
+        self._module.optimizer_step(self._trainer.current_epoch, index, optimizer, closure)  # type: ignore[arg-type]
+        return torch.stack(losses).mean() if losses else None
+
+    def _zero_grad(self, index: int) -> None:
+        for callback in self._trainer.callbacks:  # type: ignore[attr-defined]
+            callback.on_before_zero_grad(self._trainer, self._module, self._optimizer)
+        self._module.on_before_zero_grad(self._optimizer)
+        self._module.optimizer_zero_grad(self._trainer.current_epoch, index, self._optimizer)
+
+
+def _batch_preparation(trainer: Trainer) -> Callable[[Any], Any] | None:
+    """Return what happens to a batch before the training step; None if nothing does."""
+    module, data = trainer.lightning_module, trainer.datamodule  # type: ignore[attr-defined]
+    precision, strategy = trainer.precision_plugin, trainer.strategy
+    before = next(
+        (o.on_before_batch_transfer for o in (data, module) if overrides(o, _BEFORE)), None
+    )
+    converts = type(precision).convert_input is not Precision.convert_input
+    moves = strategy.root_device.type != "cpu" or any(
+        overrides(owner, hook) for owner in (module, data) for hook in _TRANSFER
+    )
+    if before is None and not converts and not moves:
+        return None
+
+    def prepare(batch: Any) -> Any:
+        batch = precision.convert_input(batch)
+        if before is not None:
+            batch = before(batch, 0)
+        return strategy.batch_to_device(batch, dataloader_idx=0)
+
+    return prepare
+
+
+_BEFORE = "on_before_batch_transfer"
+_TRANSFER = ("transfer_batch_to_device", "on_after_batch_transfer")
+
+
+def _nothing_asked_for(trainer: Trainer) -> bool:
+    """Return whether forward, backward, step is all that Lightning would do."""
+    optimizer = trainer.optimizers[0]
+    needs_closure = isinstance(optimizer, LBFGS)
+    no_hooks = not any(
+        overrides(owner, hook)
+        for owner in (trainer.lightning_module, *trainer.callbacks)  # type: ignore[attr-defined]
+        for hook in STEP_HOOKS
+    )
+    return (
+        no_hooks
+        and not needs_closure
+        and not trainer.gradient_clip_val
+        and getattr(trainer.precision_plugin, "scaler", None) is None
+    )
+
+
+def _takes_index(module: LightningModule) -> bool:
+    return len(inspect.signature(module.training_step).parameters) > 1

@@ -1,0 +1,78 @@
+"""What one pass of Lightning's training loop does in a federated run.
+
+`FederatedLoop` takes the place of one sub-loop, the one that would run ``training_step`` and step
+the optimizer on a batch. Here a batch is a group of clients; on the last one of the round the
+server steps, ahead of validation and checkpoints, and ``global_step`` advances by one.
+
+This is the only file that touches protected names of Lightning:
+`_AutomaticOptimization` with its ``run`` and ``optim_progress``, and
+``trainer.fit_loop.epoch_loop.automatic_optimization``. They are unchanged in Lightning 2.5 and 2.6
+and are checked when this file is imported and when the loop is installed.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict
+from typing import Any, Protocol
+
+import lightning
+from lightning.pytorch import Trainer
+from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from fl_lightning.federation.groups import ClientGroup
+
+_ADVICE = (
+    f"fl_lightning works with Lightning 2.5 and 2.6; Lightning {lightning.__version__} has changed "
+    "its training loop. Install lightning>=2.5,<2.7."
+)
+if list(inspect.signature(_AutomaticOptimization.run).parameters) != [
+    "self",
+    "optimizer",
+    "batch_idx",
+    "kwargs",
+]:
+    raise ImportError(_ADVICE)
+
+
+class Rounds(Protocol):
+    """What the loop drives."""
+
+    def train_group(self, group: ClientGroup) -> None:
+        """Train a group's clients and fold their updates."""
+
+    def close_round(self) -> None:
+        """Let the server step."""
+
+
+class FederatedLoop(_AutomaticOptimization):
+    """Trains a group of clients where Lightning would take one optimizer step."""
+
+    def __init__(self, trainer: Trainer, rounds: Rounds) -> None:
+        super().__init__(trainer)
+        self._rounds = rounds
+
+    @override
+    def run(
+        self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]
+    ) -> dict[str, Any]:
+        """Train one group and, if it is the round's last, step the server."""
+        self._rounds.train_group(next(iter(kwargs.values())))
+        if self.trainer.is_last_batch:
+            self._rounds.close_round()
+            self.optim_progress.optimizer.step.increment_ready()
+            self.optim_progress.optimizer.step.increment_completed()
+        return {}
+
+
+def install(trainer: Trainer, rounds: Rounds) -> None:
+    """Have the trainer's fit loop run rounds, from the progress it has made so far."""
+    epoch_loop = trainer.fit_loop.epoch_loop
+    stock = getattr(epoch_loop, "automatic_optimization", None)
+    if not isinstance(stock, _AutomaticOptimization):
+        raise ImportError(_ADVICE)  # noqa: TRY004 - it is the installed version that is wrong
+    loop = FederatedLoop(trainer, rounds)
+    loop.optim_progress = stock.optim_progress
+    epoch_loop.automatic_optimization = loop

@@ -1,0 +1,228 @@
+"""A round: broadcast, local training, aggregation, server step.
+
+`RoundRunner` is what the loop drives. It owns the server and the local trainer of one fit and
+everything that a checkpoint inside a round must hold.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Literal
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_warn
+
+from fl_lightning.client.local_training import GlobalModel, LocalTrainer, SizedBatch
+from fl_lightning.client.log_collector import LogCollector
+from fl_lightning.core.errors import ClientFailure, ConfigurationError, RoundFailure
+from fl_lightning.core.seeds import (
+    derive_seed,
+    preserve_global_generators,
+    seed_global_generators,
+    torch_generator,
+)
+from fl_lightning.core.update import ClientUpdate
+from fl_lightning.data.federated import FederatedDataModule
+from fl_lightning.data.shards import local_batches
+from fl_lightning.federation.client_scaler import ClientScaler
+from fl_lightning.federation.groups import ClientGroup
+from fl_lightning.federation.lightning_step import LightningStep
+from fl_lightning.federation.round_record import RoundRecord
+from fl_lightning.server.aggregators import Aggregator
+from fl_lightning.server.server import Server, ServerOptimizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundOptions:
+    """What a round does; the fields are those of `Federation`."""
+
+    local_steps: int | None
+    local_epochs: int | None
+    accumulate: int
+    on_client_failure: Literal["raise", "skip"]
+    min_replies: int
+    seed: int
+
+
+class RoundRunner:
+    """Runs the rounds of one fit.
+
+    Args:
+        trainer: set up, with its optimizer built and its module on its device.
+        options: what a round does.
+        aggregator: how updates become one.
+        server_optimizer: how the global model moves.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        options: RoundOptions,
+        aggregator: Aggregator,
+        server_optimizer: ServerOptimizer,
+    ) -> None:
+        self._trainer = trainer
+        self._options = options
+        self._module = trainer.lightning_module
+        self._data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
+        self._collector = LogCollector()
+        self.step = LightningStep(trainer, self._collector, options.accumulate)
+        self._local = LocalTrainer(
+            self._module, trainer.optimizers[0], self.step, self._collector
+        )
+        self._scaler = ClientScaler(getattr(trainer.precision_plugin, "scaler", None))
+        self.server = Server(self._local.read(), aggregator, server_optimizer)
+        self.record = RoundRecord()
+
+    def train_group(self, group: ClientGroup) -> None:
+        """Train some clients of the present round and fold in their updates.
+
+        Afterwards the module holds the global model again, whatever happened.
+
+        Raises:
+            ClientFailure: if a client's update cannot be used and failures are not skipped.
+        """
+        began = time.perf_counter()
+        if not self.server.is_open:
+            self._open_round()
+        with preserve_global_generators(), self._collector.listening_to(self._module):
+            try:
+                for client in group:
+                    self._train_client(client)
+            finally:
+                self._local.restore(self.server.model)
+        self.record.seconds += time.perf_counter() - began
+
+    def close_round(self) -> None:
+        """Step the server and put the new model into the module.
+
+        Raises:
+            RoundFailure: if fewer clients than ``min_replies`` sent a valid update.
+        """
+        began = time.perf_counter()
+        if not self.server.is_open:  # a round without a single group, e.g. after resuming
+            self._open_round()
+        self._check_replies()
+        self.record.update_norm = float(self.server.close_round())
+        self.record.pooled = self._collector.collect_metrics()
+        self._scaler.end_round()
+        self._local.restore(self.server.model)
+        self.record.seconds += time.perf_counter() - began
+
+    def in_progress_bar(self, name: str) -> bool:
+        """Return whether a logged value is shown beside the progress bar."""
+        return name == "train/loss" or name in self._collector.prog_bar
+
+    def _open_round(self) -> None:
+        self.record = RoundRecord()
+        self.server.open_round()
+        self._local.start_round()
+        self._scaler.start_round()
+
+    def _train_client(self, client: int) -> None:
+        self.record.num_sampled += 1
+        self.record.bytes_down += self._num_bytes
+        seed_global_generators(self._seed_of("local training", client))
+        try:
+            update = self._local.train(
+                self.server.model,
+                client_id=client,
+                num_examples=int(self._data.clients.num_examples[client]),
+                batches=self._steps_of(client),
+            )
+        except ClientFailure as failure:
+            self._scaler.wind_back()
+            self._skip_or_raise(failure)
+            return
+        self._scaler.end_client()
+        self._receive(update)
+
+    def _receive(self, update: ClientUpdate) -> None:
+        self.server.receive(update)
+        self.record.add(update)
+        self.record.bytes_up += self._num_bytes
+
+    def _skip_or_raise(self, failure: ClientFailure) -> None:
+        located = f"round {self._trainer.current_epoch}, {failure}"
+        if self._options.on_client_failure == "raise":
+            failure.args = (located,)
+            raise failure
+        self.record.num_skipped += 1
+        rank_zero_warn(f"skipped: {located}")
+
+    def _steps_of(self, client: int) -> Iterator[Sequence[SizedBatch]]:
+        """Yield the batches of every local step, built when they are needed."""
+        options, shard = self._options, self._data.clients[client]
+        if len(shard) == 0:
+            return
+        indices = local_batches(
+            shard,
+            self._data.batch_size,
+            torch_generator(options.seed, "shuffle", self._trainer.current_epoch, client),
+            num_epochs=options.local_epochs,
+            num_batches=options.local_steps and options.local_steps * options.accumulate,
+        )
+        while chunk := list(islice(indices, options.accumulate)):
+            yield [(self._data.train_batch(batch), len(batch)) for batch in chunk]
+
+    def _check_replies(self) -> None:
+        record, wanted = self.record, self._options.min_replies
+        if record.num_sampled and self.server.num_replies < wanted:
+            raise RoundFailure(
+                f"round {self._trainer.current_epoch}: {self.server.num_replies} of "
+                f"{record.num_sampled} clients sent a valid update, min_replies is {wanted}"
+            )
+
+    def _seed_of(self, purpose: str, client: int) -> int:
+        return derive_seed(self._options.seed, purpose, self._trainer.current_epoch, client)
+
+    @property
+    def _num_bytes(self) -> int:
+        return self._local.space.num_bytes + self._local.buffers.num_bytes
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything but the model, which is among the checkpoint's weights.
+
+        In half precision those are rounded, so the server's own are kept as well.
+        """
+        state = {
+            "space": self._local.space.fingerprint(),
+            "seed": self._options.seed,
+            "server": self.server.state_dict(),
+            "record": self.record.state_dict(),
+            "scaler": self._scaler.state_dict(),
+            "metrics": self._collector.metric_states(self._module),
+        }
+        if not self._is_lossless:
+            state["model"] = vars(self.server.model)
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint, taken between rounds or inside one.
+
+        Raises:
+            ConfigurationError: if the checkpoint is of another model or of another seed.
+        """
+        _check_same("model", state["space"], self._local.space.fingerprint())
+        _check_same("seed", state["seed"], self._options.seed)
+        if "model" in state:
+            self.server.replace_model(GlobalModel(**state["model"]))
+        self.server.load_state_dict(state["server"])
+        self.record = RoundRecord.from_state_dict(state["record"])
+        self._scaler.load_state_dict(state["scaler"])
+        self._collector.load_metric_states(self._module, state["metrics"])
+
+    @property
+    def _is_lossless(self) -> bool:
+        return self._local.space.is_lossless and self._local.buffers.is_lossless
+
+
+def _check_same(what: str, saved: Any, present: Any) -> None:
+    if saved != present:
+        raise ConfigurationError(
+            f"the checkpoint belongs to a run with another {what} ({saved} instead of {present}): "
+            "resume with the configuration of the run that wrote it, or start without ckpt_path"
+        )

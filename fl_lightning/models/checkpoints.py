@@ -1,0 +1,179 @@
+"""A backbone's weights from a local file: a published one, or a checkpoint of its training.
+
+What a file may be: a state dict, or a dict that holds one under "teacher", "student", "state_dict"
+or "model" (the first that exists, over and over), its names with or without the prefixes that
+wrappers leave ("module.", "backbone.", "model.", "network."). So these load as they are: the
+backbone that DINO publishes, DINO's full training checkpoint (its teacher; the projection head is
+dropped), timm's and torchvision's files, and the checkpoints of our own runs.
+
+Rule: every tensor but the classifier's must be in the file with the right shape, and nothing else
+may be; a partly loaded backbone trains, badly and without a word. The classifier is loaded if all
+of it fits, otherwise it keeps its fresh values. Position embeddings of another image size are
+resampled (bicubic, timm's `resample_abs_pos_embed`); of the same size they are copied bit for bit.
+
+Source: Caron et al. 2021, ICCV (DINO), and the layout of the files it published.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fl_lightning.core.errors import ConfigurationError
+
+_WRAPPERS = ("teacher", "student", "state_dict", "model")
+_PREFIXES = ("module.", "backbone.", "model.", "network.")
+_PROJECTION_HEAD = ("head.mlp.", "head.last_layer.")  # of DINO: used in its training only
+
+
+def load_backbone(network: nn.Module, path: str) -> None:
+    """Copy the weights in a file into a network, in place; its classifier where it fits.
+
+    Args:
+        network: a timm network, or any module; with timm's `get_classifier`, that part may differ.
+        path: a ``.pth``, ``.pt`` or ``.ckpt`` file of torch, or a ``.safetensors`` file.
+
+    Raises:
+        ConfigurationError: if the file is missing, is not a state dict, or does not fit.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     torch.save({"module.weight": torch.ones(1, 2)}, f"{folder}/weights.pth")
+        ...     network = nn.Linear(2, 1, bias=False)
+        ...     load_backbone(network, f"{folder}/weights.pth")
+        >>> network.weight.tolist()
+        [[1.0, 1.0]]
+    """
+    expected = network.state_dict()
+    found = _strip_prefixes(_unwrap(_read(path), path), set(expected))
+    heads = tuple(f"{name}." for name in head_names(network))
+    head = {name for name in found.keys() | expected.keys() if name.startswith(heads)}
+    body = {
+        name: tensor
+        for name, tensor in found.items()
+        if name not in head and not name.startswith(_PROJECTION_HEAD)
+    }
+    _resample_positions(network, body)
+    _check(body, {name: t for name, t in expected.items() if name not in head}, path)
+    ours = head & expected.keys()
+    if all(name in found and found[name].shape == expected[name].shape for name in ours):
+        body |= {name: found[name] for name in ours}
+    network.load_state_dict(body, strict=False)
+
+
+def head_names(network: nn.Module) -> list[str]:
+    """Return the names of a network's classifier modules: usually one, none without a classifier.
+
+    Example:
+        >>> from fl_lightning.models.cnn import LeNet
+        >>> head_names(LeNet())
+        ['head']
+    """
+    get_classifier = getattr(network, "get_classifier", None)
+    classifier = get_classifier() if get_classifier else ()
+    heads = classifier if isinstance(classifier, (tuple, list)) else (classifier,)
+    return [name for name, module in network.named_modules() if any(module is h for h in heads)]
+
+
+def _read(path: str) -> Any:
+    if not Path(path).is_file():
+        raise ConfigurationError(
+            f"checkpoint_path: there is no file {path!r}. Give the path of a .pth, .pt or "
+            ".safetensors file on this machine."
+        )
+    try:
+        if path.endswith(".safetensors"):
+            from safetensors.torch import load_file
+
+            return load_file(path)
+        # Training checkpoints keep their command line: a Namespace is data, it runs nothing.
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # a broken file fails in as many ways as there are bytes
+        raise ConfigurationError(
+            f"checkpoint_path: {path!r} could not be read as a file of tensors "
+            f"({_first_line(error)}). Give a state dict saved by torch.save or safetensors."
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _unwrap(content: Any, path: str) -> dict[str, Tensor]:
+    """Return the state dict inside a file's content."""
+    wrapped = True
+    while wrapped and isinstance(content, Mapping):
+        inner = [content[key] for key in _WRAPPERS if isinstance(content.get(key), Mapping)]
+        wrapped = bool(inner)
+        content = inner[0] if wrapped else content
+    is_mapping = isinstance(content, Mapping) and bool(content)
+    if not is_mapping or not all(isinstance(value, Tensor) for value in content.values()):
+        held = f"a dict of {_some(map(str, content))}" if is_mapping else type(content).__name__
+        raise ConfigurationError(
+            f"checkpoint_path: {path!r} is not a state dict, names to tensors: it holds {held}. "
+            f"One may also lie in it under {', '.join(_WRAPPERS)}."
+        )
+    return {str(name): tensor for name, tensor in content.items()}
+
+
+def _strip_prefixes(tensors: Mapping[str, Tensor], expected: set[str]) -> dict[str, Tensor]:
+    return {_strip(name, expected): tensor for name, tensor in tensors.items()}
+
+
+def _strip(name: str, expected: set[str]) -> str:
+    """Return a name without wrappers' prefixes, as far as the network does not have it so."""
+    while name not in expected and name.startswith(_PREFIXES):
+        name = name.partition(".")[2]
+    return name
+
+
+def _resample_positions(network: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Bring position embeddings (1, tokens, width) to the network's grid of patches, in place."""
+    ours, theirs = getattr(network, "pos_embed", None), tensors.get("pos_embed")
+    if not isinstance(ours, Tensor) or theirs is None or ours.shape == theirs.shape:
+        return
+    grid = getattr(getattr(network, "patch_embed", None), "grid_size", None)
+    embeds_class = not getattr(network, "no_embed_class", False)
+    num_prefix_tokens = int(getattr(network, "num_prefix_tokens", 1)) if embeds_class else 0
+    is_table = theirs.ndim == 3 and theirs.shape[-1] == ours.shape[-1]
+    num_patches = theirs.shape[1] - num_prefix_tokens if is_table else 0
+    if grid is None or num_patches < 1 or math.isqrt(num_patches) ** 2 != num_patches:
+        return  # no square grid of patches of our width: the check of shapes will name it
+    from timm.layers.pos_embed import resample_abs_pos_embed
+
+    tensors["pos_embed"] = resample_abs_pos_embed(
+        theirs, new_size=list(grid), num_prefix_tokens=num_prefix_tokens
+    )
+
+
+def _check(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], path: str) -> None:
+    """Refuse tensors that do not fit a network's, naming the first few of each kind."""
+    differing = [
+        f"{name} {tuple(found[name].shape)} instead of {tuple(expected[name].shape)}"
+        for name in expected
+        if name in found and found[name].shape != expected[name].shape
+    ]
+    issues = {
+        "missing": [name for name in expected if name not in found],
+        "of another shape": differing,
+        "unexpected": [name for name in found if name not in expected],
+    }
+    told = [f"{len(names)} {kind}: {_some(names)}" for kind, names in issues.items() if names]
+    if told:
+        raise ConfigurationError(
+            f"checkpoint_path: {path!r} does not fit the network; {'; '.join(told)}. Give the file "
+            "of the same architecture, or change network, in_chans and network_kwargs to the file's."
+        )
+
+
+def _some(names: Iterable[str], most: int = 3) -> str:
+    every = list(names)
+    return ", ".join(every[:most]) + (", …" if len(every) > most else "")

@@ -1,0 +1,270 @@
+"""Image classification with any network of timm, or one of our two small CNNs.
+
+    loss = cross entropy(network(images), labels), with label smoothing in training only
+
+A plain LightningModule: it knows nothing of federations. Its steps are functions of parameters,
+buffers and batch, without `.item()` and without a branch on data, so that they also run under
+`torch.func.vmap` for many clients at once.
+
+Source of the default: DINO's ViT-S/16, Caron et al. 2021, ICCV, under its timm name.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import OptimizerCallable
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.models.checkpoints import head_names, load_backbone
+from fl_lightning.models.cnn import LeNet, McMahanCNN
+from fl_lightning.models.schedule import Schedule
+
+Batch = tuple[Tensor, Tensor]
+
+_OURS: dict[str, type[nn.Module]] = {"lenet": LeNet, "mcmahan_cnn": McMahanCNN}
+_EMBEDDINGS = ("patch_embed", "cls_token", "reg_token", "dist_token", "pos_embed", "norm_pre")
+
+
+class ImageClassifier(LightningModule):
+    """Classify images: a batch is images (B, in_chans, H, W) and labels (B,).
+
+    Frozen parameters do not train, that is all: dropout in a frozen block still drops, and a frozen
+    batch norm still updates its running statistics.
+
+    Args:
+        network: a name of timm, ``"lenet"`` or ``"mcmahan_cnn"``.
+        num_classes: length of the output, at least 2.
+        in_chans: channels of the images.
+        image_size: height and width in pixels, for networks that are built for one size (ViTs, our
+            CNNs); others ignore it. None is the network's own size.
+        pretrained: download the weights that belong to the timm name.
+        checkpoint_path: load the backbone from a local file instead; see `load_backbone`.
+        drop_rate: dropout before the classifier, a fraction in [0, 1).
+        label_smoothing: of the training loss, a fraction in [0, 1).
+        freeze_blocks: of a vision transformer, freeze the embeddings and this many first blocks.
+        freeze_backbone: freeze everything but the classifier.
+        network_kwargs: further arguments of the network, e.g. embed_dim, depth, num_heads.
+        optimizer: makes the optimizer of the parameters that train.
+        schedule: the learning rate over rounds, i.e. epochs; None leaves it constant.
+
+    Raises:
+        ConfigurationError: if an argument is out of range, there is no such network, or weights
+            cannot be had or do not fit.
+
+    Example:
+        >>> model = ImageClassifier("lenet", num_classes=10)
+        >>> model(torch.zeros(2, 3, 32, 32)).shape
+        torch.Size([2, 10])
+    """
+
+    def __init__(
+        self,
+        network: str = "vit_small_patch16_224.dino",
+        *,
+        num_classes: int,
+        in_chans: int = 3,
+        image_size: int | None = None,
+        pretrained: bool = False,
+        checkpoint_path: str | None = None,
+        drop_rate: float = 0.0,
+        label_smoothing: float = 0.0,
+        freeze_blocks: int = 0,
+        freeze_backbone: bool = False,
+        network_kwargs: dict[str, Any] | None = None,
+        optimizer: OptimizerCallable = lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
+        schedule: Schedule | None = None,
+    ) -> None:
+        super().__init__()
+        _check(num_classes, drop_rate, label_smoothing, pretrained and checkpoint_path is not None)
+        named = {"num_classes": num_classes, "in_chans": in_chans, "drop_rate": drop_rate}
+        build = _build_ours if network in _OURS else _build_timm
+        self.network = build(network, pretrained, image_size, _merge(named, network_kwargs or {}))
+        if checkpoint_path is not None:
+            load_backbone(self.network, checkpoint_path)
+        _freeze(self.network, freeze_blocks, freeze_backbone)
+        self._label_smoothing = label_smoothing
+        self._optimizer = optimizer
+        self._schedule = schedule
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return logits (B, num_classes)."""
+        logits: Tensor = self.network(images)
+        return logits
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Return the batch's mean loss; log its accuracy per round."""
+        images, labels = batch
+        logits = self(images)
+        accuracy = _accuracy(logits, labels)
+        self.log("train/accuracy", accuracy, on_step=False, on_epoch=True, batch_size=len(labels))
+        return functional.cross_entropy(logits, labels, label_smoothing=self._label_smoothing)
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Log val/loss and val/accuracy."""
+        self._evaluate("val", batch)
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        """Log test/loss and test/accuracy."""
+        self._evaluate("test", batch)
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Return class probabilities (B, num_classes)."""
+        images, _ = batch
+        return self(images).softmax(dim=1)  # type: ignore[no-any-return]
+
+    def _evaluate(self, stage: str, batch: Batch) -> None:
+        images, labels = batch
+        logits = self(images)
+        loss, accuracy = functional.cross_entropy(logits, labels), _accuracy(logits, labels)
+        values = {f"{stage}/loss": loss, f"{stage}/accuracy": accuracy}
+        self.log_dict(values, prog_bar=True, batch_size=len(labels), sync_dist=True)
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """Return the optimizer of what trains, with the schedule's factors if there is one."""
+        optimizer = self._optimizer([p for p in self.parameters() if p.requires_grad])
+        schedule = self._schedule
+        if schedule is None:
+            return optimizer
+        num_rounds = self.trainer.max_epochs or -1  # Lightning's own number for "no end"
+        scheduler = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda round: schedule.factor(round, num_rounds)
+        )
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "epoch"},
+        }
+
+
+def _accuracy(logits: Tensor, labels: Tensor) -> Tensor:
+    return (logits.argmax(dim=1) == labels).float().mean()
+
+
+def _check(num_classes: int, drop_rate: float, label_smoothing: float, two_sources: bool) -> None:
+    rules = {
+        f"num_classes must be at least 2, got {num_classes}": num_classes >= 2,
+        f"drop_rate must be in [0, 1), got {drop_rate}": 0 <= drop_rate < 1,
+        f"label_smoothing must be in [0, 1), got {label_smoothing}": 0 <= label_smoothing < 1,
+        "pretrained and checkpoint_path name two sources of weights, give one": not two_sources,
+    }
+    if broken := [rule for rule, holds in rules.items() if not holds]:
+        raise ConfigurationError("; ".join(broken))
+
+
+def _merge(named: dict[str, Any], network_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    ours = {*named, "pretrained", "img_size", "image_size", "checkpoint_path"}
+    if twice := sorted(ours & network_kwargs.keys()):
+        raise ConfigurationError(
+            f"network_kwargs must not hold {', '.join(twice)}: give it to the model itself "
+            "(img_size as image_size)"
+        )
+    return named | dict(network_kwargs)
+
+
+def _build_ours(
+    name: str, pretrained: bool, image_size: int | None, arguments: dict[str, Any]
+) -> nn.Module:
+    if pretrained:
+        raise ConfigurationError(
+            f"pretrained: nobody publishes weights of {name!r}. Leave it false, or give a "
+            "checkpoint_path."
+        )
+    size = {} if image_size is None else {"image_size": image_size}
+    try:
+        return _OURS[name](**arguments, **size)
+    except TypeError as error:
+        raise ConfigurationError(f"network_kwargs: {error}. {name!r} has none.") from error
+
+
+def _build_timm(
+    name: str, pretrained: bool, image_size: int | None, arguments: dict[str, Any]
+) -> nn.Module:
+    _check_timm_name(name)
+    try:  # without weights first, so that a wrong argument is not taken for a lost connection
+        network = _create(name, image_size, arguments)
+    except Exception as error:  # timm raises what its layers raise
+        given = {"image_size": image_size, **arguments}
+        raise ConfigurationError(
+            f"network: timm cannot build {name!r} with {given} ({error}). Change image_size or "
+            "network_kwargs."
+        ) from error
+    _check_patches(name, network, image_size)
+    if not pretrained:
+        return network
+    try:
+        return _create(name, image_size, {**arguments, "pretrained": True})
+    except Exception as error:  # of timm, of the hub's client, of the network below it
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ConfigurationError(
+            f"pretrained: the weights of {name!r} could not be downloaded ({reason}). Fetch the "
+            "file where there is a network, set pretrained to false and checkpoint_path to the file."
+        ) from error
+
+
+def _create(name: str, image_size: int | None, arguments: dict[str, Any]) -> nn.Module:
+    import timm  # takes seconds to import, and our CNNs do without
+
+    try:
+        network: nn.Module = timm.create_model(name, img_size=image_size, **arguments)
+    except TypeError as error:
+        if "'img_size'" not in str(error):
+            raise
+        network = timm.create_model(name, **arguments)  # takes images of any size
+    return network
+
+
+def _check_timm_name(name: str) -> None:
+    import timm
+
+    try:
+        timm.get_pretrained_cfg(name)  # refuses a wrong tag, the part after the dot
+        if ":" in name or timm.is_model(name):  # hf-hub:…, local-dir:… are looked up by timm
+            return
+    except (RuntimeError, ValueError):
+        pass  # no such tag, or not a name at all: told below
+    known = [*_OURS, *timm.list_models(), *timm.list_models(pretrained=True)]
+    close = difflib.get_close_matches(name, known, n=4, cutoff=0.5)
+    raise ConfigurationError(
+        f"network: there is no {name!r} in timm. Close to it: {', '.join(close) or 'nothing'}; "
+        "timm.list_models() lists all."
+    )
+
+
+def _check_patches(name: str, network: nn.Module, image_size: int | None) -> None:
+    embedding = getattr(network, "patch_embed", None)
+    patch = getattr(embedding, "patch_size", None)
+    if image_size is None or patch is None or getattr(embedding, "dynamic_img_pad", False):
+        return
+    if any(image_size % side for side in patch):
+        raise ConfigurationError(
+            f"image_size must be a multiple of the patches of {name!r}, {patch[0]} pixels, got "
+            f"{image_size}. Change it, or patch_size in network_kwargs."
+        )
+
+
+def _freeze(network: nn.Module, freeze_blocks: int, freeze_backbone: bool) -> None:
+    blocks = getattr(network, "blocks", None)
+    is_transformer = blocks is not None and hasattr(network, "patch_embed")
+    most = len(blocks) if blocks is not None and is_transformer else 0
+    if not 0 <= freeze_blocks <= most:
+        allowed = f"in 0 to {most}, its number of blocks" if most else "0: it has no blocks"
+        raise ConfigurationError(
+            f"freeze_blocks must be {allowed}, got {freeze_blocks} for a "
+            f"{type(network).__name__}. To train the classifier alone, set freeze_backbone."
+        )
+    frozen = (*_EMBEDDINGS, *(f"blocks.{i}" for i in range(freeze_blocks))) if freeze_blocks else ()
+    heads = head_names(network)
+    for name, parameter in network.named_parameters():
+        in_frozen = _lies_in(name, frozen) or (freeze_backbone and not _lies_in(name, heads))
+        parameter.requires_grad_(parameter.requires_grad and not in_frozen)
+
+
+def _lies_in(name: str, modules: tuple[str, ...] | list[str]) -> bool:
+    return any(name == module or name.startswith(f"{module}.") for module in modules)

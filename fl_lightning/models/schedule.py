@@ -1,0 +1,98 @@
+"""The learning rate over rounds, as a factor of the optimizer's own.
+
+With w = warmup_rounds, T = num_rounds and t = round - w, counted from the end of the warm-up:
+
+    warm-up    (round + 1) / (w + 1)                                       round < w
+    constant   1
+    cosine     f + (1 - f) * (1 + cos(pi * t / (T - 1 - w))) / 2           f = final_factor
+    step       step_factor ** floor(t / step_every)
+
+Source: the cosine is Loshchilov and Hutter 2017, ICLR, equation 5, without restarts.
+Differs: it reaches `final_factor` in the last round, not one round after it, and stays there.
+A round is one of Lightning's epochs, so the same schedule serves a run that is not federated.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from fl_lightning.core.errors import ConfigurationError
+
+Kind = Literal["constant", "cosine", "step"]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How the learning rate changes from round to round; the default leaves it alone.
+
+    Args:
+        kind: what follows the warm-up.
+        warmup_rounds: rounds of linear rise before the full learning rate, at least 0.
+        step_every: rounds between two steps, at least 1; for ``kind="step"``.
+        step_factor: what each step multiplies by, in (0, 1]; for ``kind="step"``.
+        final_factor: the factor of the last round, in [0, 1]; for ``kind="cosine"``.
+
+    Raises:
+        ConfigurationError: if a value is out of its range.
+
+    Example:
+        >>> schedule = Schedule("cosine", warmup_rounds=1)
+        >>> [round(schedule.factor(t, 4), 2) for t in range(4)]
+        [0.5, 1.0, 0.5, 0.0]
+    """
+
+    kind: Kind = "constant"
+    warmup_rounds: int = 0
+    step_every: int = 30
+    step_factor: float = 0.1
+    final_factor: float = 0.0
+
+    def __post_init__(self) -> None:
+        rules = {
+            "kind": (self.kind in get_args(Kind), f"be one of {', '.join(get_args(Kind))}"),
+            "warmup_rounds": (self.warmup_rounds >= 0, "be at least 0"),
+            "step_every": (self.step_every >= 1, "be at least 1 round"),
+            "step_factor": (0 < self.step_factor <= 1, "be in (0, 1]"),
+            "final_factor": (0 <= self.final_factor <= 1, "be in [0, 1]"),
+        }
+        broken = [
+            f"{name} must {rule}, got {getattr(self, name)!r}"
+            for name, (holds, rule) in rules.items()
+            if not holds
+        ]
+        if broken:
+            raise ConfigurationError(
+                f"schedule: {'; '.join(broken)}. Its values are factors of the optimizer's lr, "
+                "its times are rounds."
+            )
+
+    def factor(self, round: int, num_rounds: int) -> float:
+        """Return what to multiply the learning rate by in a round.
+
+        Args:
+            round: counted from 0.
+            num_rounds: rounds of the whole run; only the cosine uses it.
+
+        Raises:
+            ConfigurationError: if a cosine is asked for in a run without end.
+        """
+        if self.kind == "cosine" and num_rounds < 1:
+            raise ConfigurationError(
+                "schedule.kind: 'cosine' needs to know the last round, but the run has no number "
+                f"of rounds (got {num_rounds}). Set trainer.max_epochs, or use 'constant' or 'step'."
+            )
+        if round < self.warmup_rounds:
+            return (round + 1) / (self.warmup_rounds + 1)
+        elapsed = round - self.warmup_rounds
+        if self.kind == "cosine":
+            return self._cosine(elapsed, num_rounds - 1 - self.warmup_rounds)
+        if self.kind == "step":
+            return float(self.step_factor ** (elapsed // self.step_every))
+        return 1.0
+
+    def _cosine(self, elapsed: int, length: int) -> float:
+        # A run that ends with its warm-up has no length left to descend: one round at full rate.
+        progress = min(elapsed / max(length, 1), 1.0)
+        return self.final_factor + (1 - self.final_factor) * (1 + math.cos(math.pi * progress)) / 2

@@ -1,0 +1,110 @@
+"""How many updates become one: folds with constant memory.
+
+    mean = Σ_k w_k Δ_k / Σ_k w_k        w_k = n_k, or 1 if clients count alike
+
+Source: McMahan et al. 2017, Algorithm 1 with the paper's own erratum: the sum of weights runs over
+the clients that were sampled, not over all. Updates are added in the order in which they arrive;
+clients train in increasing order of their ids, so the sum is the same in every run.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fl_lightning.core.update import ClientUpdate
+
+
+class Aggregator(Protocol):
+    """A fold over a round's updates."""
+
+    def open(self, like: Tensor) -> None:
+        """Start a round; updates have shape, dtype and device of ``like``, shape (k,)."""
+
+    def add(self, update: ClientUpdate) -> None:
+        """Take in one update."""
+
+    def close(self) -> Tensor:
+        """End the round and return the aggregate, shape (k,)."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the open round's state: tensors and numbers."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with an open round."""
+
+
+class RunningMean:
+    """A weighted mean of vectors, one pass over each, one accumulator.
+
+    Example:
+        >>> mean = RunningMean(torch.empty(1))
+        >>> mean.add(torch.tensor([1.0]), weight=1)
+        >>> mean.add(torch.tensor([4.0]), weight=2)
+        >>> mean.value()
+        tensor([3.])
+    """
+
+    def __init__(self, like: Tensor) -> None:
+        self._sum = torch.zeros_like(like)
+        self._weight = 0.0
+
+    def add(self, vector: Tensor, weight: float) -> None:
+        """Take in one vector."""
+        self._sum.add_(vector, alpha=weight)
+        self._weight += weight
+
+    def value(self) -> Tensor:
+        """Return the mean so far; zeros if nothing was added."""
+        return self._sum / self._weight if self._weight else self._sum.clone()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return sum and weight."""
+        return {"sum": self._sum, "weight": self._weight}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self._sum.copy_(state["sum"])
+        self._weight = state["weight"]
+
+
+class Mean:
+    """The mean of a round's updates, FedAvg's aggregation.
+
+    Args:
+        weight_by_examples: weigh each update by its ``num_examples``; else count clients alike.
+
+    Example:
+        >>> def aggregate(aggregator):
+        ...     aggregator.open(torch.empty(1))
+        ...     for value, n in ((2.0, 1), (4.0, 3)):
+        ...         aggregator.add(ClientUpdate(0, torch.tensor([value]), torch.empty(0), n, 1))
+        ...     return aggregator.close()
+        >>> aggregate(Mean()), aggregate(Mean(weight_by_examples=False))
+        (tensor([3.5000]), tensor([3.]))
+    """
+
+    def __init__(self, weight_by_examples: bool = True) -> None:
+        self.weight_by_examples = weight_by_examples
+
+    def open(self, like: Tensor) -> None:
+        """Start from zero."""
+        self._mean = RunningMean(like)
+
+    def add(self, update: ClientUpdate) -> None:
+        """Add one update."""
+        self._mean.add(update.delta, update.num_examples if self.weight_by_examples else 1)
+
+    def close(self) -> Tensor:
+        """Return the mean."""
+        return self._mean.value()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sum and its weight."""
+        return self._mean.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self._mean.load_state_dict(state)

@@ -1,0 +1,125 @@
+"""The server's side of a round: fold the updates, then step.
+
+    x ← server_optimizer(x, Σ_k w_k Δ_k / Σ_k w_k)
+
+Source: Reddi et al. 2021, Algorithm 1 (FedOpt). With SGD at learning rate 1 this is FedAvg exactly.
+Buffers are no parameters: floating ones become their mean weighted by examples, whatever the
+aggregator and the optimizer; integer ones stay the server's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fl_lightning.client.local_training import GlobalModel
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.update import ClientUpdate
+from fl_lightning.server.aggregators import Aggregator, Mean, RunningMean
+
+ServerOptimizer = Callable[[Iterable[Any]], Optimizer]
+
+
+def fedavg_optimizer(params: Iterable[Any]) -> Optimizer:
+    """Return SGD with learning rate 1: the model moves by the aggregate itself."""
+    return torch.optim.SGD(params, lr=1.0)
+
+
+class Server:
+    """Holds the global model and moves it by one step per round.
+
+    Args:
+        model: where to start from.
+        aggregator: how the deltas become one.
+        make_optimizer: builds an optimizer over one flat parameter of shape (k,).
+
+    Example:
+        >>> server = Server(GlobalModel(torch.tensor([1.0]), torch.empty(0)))
+        >>> server.open_round()
+        >>> server.receive(ClientUpdate(0, torch.tensor([0.25]), torch.empty(0), 10, 1))
+        >>> server.close_round()
+        tensor(0.2500)
+        >>> server.model.params
+        tensor([0.7500])
+    """
+
+    def __init__(
+        self,
+        model: GlobalModel,
+        aggregator: Aggregator | None = None,
+        make_optimizer: ServerOptimizer = fedavg_optimizer,
+    ) -> None:
+        self._params = nn.Parameter(model.params.clone())
+        self._buffers = model.buffers.clone()
+        self._aggregator = aggregator if aggregator is not None else Mean()
+        self.optimizer = make_optimizer([self._params])
+        if not isinstance(self.optimizer, Optimizer):
+            raise ConfigurationError(
+                f"server_optimizer must make a torch.optim.Optimizer, "
+                f"it made {type(self.optimizer).__name__}"
+            )
+        self.num_replies = 0
+        self.is_open = False
+
+    @property
+    def model(self) -> GlobalModel:
+        """The present global model."""
+        return GlobalModel(self._params.detach(), self._buffers)
+
+    def replace_model(self, model: GlobalModel) -> None:
+        """Go on from another global model, with the same optimizer."""
+        self._params.data.copy_(model.params)
+        self._buffers.copy_(model.buffers)
+
+    def open_round(self) -> None:
+        """Forget the last round's updates."""
+        self.num_replies = 0
+        self.is_open = True
+        self._aggregator.open(self._params.detach())
+        self._mean_buffers = RunningMean(self._buffers)
+
+    def receive(self, update: ClientUpdate) -> None:
+        """Fold in one update; only its sums are kept."""
+        self._aggregator.add(update)
+        self._mean_buffers.add(update.buffers, update.num_examples)
+        self.num_replies += 1
+
+    def close_round(self) -> Tensor:
+        """Step on the aggregate and return its L2 norm; without a reply the model stays."""
+        self.is_open = False
+        if self.num_replies == 0:
+            return torch.zeros(())
+        pseudo_gradient = self._aggregator.close()
+        self._params.grad = pseudo_gradient
+        self.optimizer.step()
+        self._params.grad = None
+        self._buffers = self._mean_buffers.value()
+        norm: Tensor = torch.linalg.vector_norm(pseudo_gradient)
+        return norm
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimizer's state and, inside a round, the sums so far.
+
+        The model itself is among the checkpoint's weights.
+        """
+        state: dict[str, Any] = {"optimizer": self.optimizer.state_dict()}
+        if self.is_open:
+            state["round"] = {
+                "num_replies": self.num_replies,
+                "aggregator": self._aggregator.state_dict(),
+                "buffers": self._mean_buffers.state_dict(),
+            }
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up where `state_dict` left off."""
+        self.optimizer.load_state_dict(state["optimizer"])
+        if "round" in state:
+            self.open_round()
+            self.num_replies = state["round"]["num_replies"]
+            self._aggregator.load_state_dict(state["round"]["aggregator"])
+            self._mean_buffers.load_state_dict(state["round"]["buffers"])

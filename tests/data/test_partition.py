@@ -1,0 +1,381 @@
+"""Partitions: what every rule promises, what each adds, closed limits, measured cases, messages."""
+
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.datasets import load_digits
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.data.label_skew import (
+    DirichletPerClass,
+    DirichletPerClient,
+    LabelShards,
+    McMahanShards,
+)
+from fl_lightning.data.partition import IID, NaturalPartition, check_sizes
+from fl_lightning.data.quantity_skew import DirichletSizes, PowerLawSizes, proportional_sizes
+
+RULES = [
+    IID(),
+    LabelShards(classes_per_client=2),
+    McMahanShards(shards_per_client=2),
+    DirichletPerClass(alpha=1.0),
+    DirichletPerClient(alpha=0.3),
+    DirichletSizes(alpha=0.5),
+    PowerLawSizes(exponent=1.2),
+]
+EQUAL_SIZES = [IID(), DirichletPerClient(alpha=0.01), DirichletPerClient(alpha=10.0)]
+CIFAR100 = np.repeat(np.arange(100), 500)
+MNIST_SIZES = [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
+MNIST = np.repeat(np.arange(10), MNIST_SIZES)
+DIGITS = load_digits().target
+
+
+def kind(rule):
+    return type(rule).__name__
+
+
+def sizes(shards):
+    return np.array([len(shard) for shard in shards])
+
+
+def num_classes(shards, labels):
+    return np.array([len(np.unique(labels[shard])) for shard in shards])
+
+
+def assert_disjoint_cover(shards, num_examples, num_clients):
+    assert len(shards) == num_clients
+    assert all(shard.dtype == np.int64 and shard.ndim == 1 for shard in shards)
+    np.testing.assert_array_equal(np.sort(np.concatenate(shards)), np.arange(num_examples))
+
+
+def one_by_one(labels, alpha, rng):
+    """Hsu et al.'s rule as a loop: [client, class, n] is 1 where the client has n of the class."""
+    prior, left = np.bincount(labels) / len(labels), np.bincount(labels)
+    seen = np.zeros((2, 3, 6))
+    for client in range(2):
+        mix, counts = rng.dirichlet(alpha * prior), np.zeros(3, dtype=int)
+        for _ in range(len(labels) // 2):
+            mix = np.where(left > 0, mix, 0.0)
+            chosen = rng.choice(3, p=mix / mix.sum())
+            counts[chosen] += 1
+            left[chosen] -= 1
+        seen[client, range(3), counts] = 1
+    return seen
+
+
+@st.composite
+def federations(draw):
+    """Labels (any number of classes ≥ 2, gaps between them, uneven, shuffled), clients, a seed."""
+    class_sizes = draw(st.lists(st.integers(20, 60), min_size=2, max_size=8))
+    values = draw(st.lists(st.integers(-50, 50), min_size=8, max_size=8, unique=True))
+    labels = np.repeat(values[: len(class_sizes)], class_sizes)
+    labels = np.random.default_rng(draw(st.integers(0, 99))).permutation(labels)
+    return labels, draw(st.integers(4, 12)), draw(st.integers(0, 2**31))
+
+
+@pytest.mark.parametrize("rule", RULES, ids=kind)
+class TestEveryRule:
+    @given(federation=federations())
+    @settings(max_examples=25, deadline=None)
+    def test_is_a_disjoint_cover_without_empty_clients(self, rule, federation):
+        labels, num_clients, seed = federation
+        shards = rule.assign(labels, num_clients, seed)
+        assert_disjoint_cover(shards, len(labels), num_clients)
+        assert sizes(shards).min() >= 1
+
+    def test_the_seed_decides(self, rule):
+        first, again, other = (rule.assign(DIGITS, 20, seed) for seed in (1, 1, 2))
+        assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
+        assert not all(np.array_equal(a, b) for a, b in zip(first, other, strict=True))
+
+    def test_leaves_the_global_generator_and_the_labels_alone(self, rule):
+        labels, before = DIGITS.copy(), np.random.get_state()[1].copy()
+        rule.assign(labels, 20, 0)
+        np.testing.assert_array_equal(np.random.get_state()[1], before)
+        np.testing.assert_array_equal(labels, DIGITS)
+
+    def test_takes_strings_for_labels(self, rule):
+        labels = np.array(["cat", "dog", "emu"])[np.arange(90) % 3]
+        assert_disjoint_cover(rule.assign(labels, 7, 0), 90, 7)
+
+    def test_refuses_more_clients_than_examples(self, rule):
+        with pytest.raises(ConfigurationError, match="more clients than examples"):
+            rule.assign(np.arange(5) % 2, 6, 0)
+
+    @pytest.mark.parametrize("num_clients", [0, -1])
+    def test_refuses_no_clients(self, rule, num_clients):
+        with pytest.raises(ConfigurationError, match="num_clients must be at least 1"):
+            rule.assign(np.arange(5), num_clients, 0)
+
+
+@pytest.mark.parametrize("rule", EQUAL_SIZES, ids=repr)
+@given(federation=federations())
+@settings(max_examples=25, deadline=None)
+def test_sizes_within_one(rule, federation):
+    labels, num_clients, seed = federation
+    assert np.ptp(sizes(rule.assign(labels, num_clients, seed))) <= 1
+
+
+def test_one_client_has_everything():
+    for rule in (IID(), LabelShards(classes_per_client=10), McMahanShards(), *RULES[3:]):
+        np.testing.assert_array_equal(rule.assign(DIGITS, 1, 0)[0], np.arange(len(DIGITS)))
+
+
+def test_iid_clients_see_the_global_histogram():
+    shards = IID().assign(CIFAR100 // 10, 10, 0)
+    histograms = np.array([np.bincount(CIFAR100[shard] // 10) for shard in shards])
+    np.testing.assert_allclose(histograms, 500, atol=110)  # five standard deviations
+
+
+class TestNaturalPartition:
+    def test_one_client_per_value(self):
+        writers = np.array([7, -3, 7, 12, -3])
+        shards = NaturalPartition(attribute="writer").assign(writers, 3, 0)
+        assert [shard.tolist() for shard in shards] == [[1, 4], [0, 2], [3]]
+
+    def test_says_the_right_number(self):
+        rule = NaturalPartition(attribute="writer")
+        with pytest.raises(ConfigurationError, match="'writer', got 2: set num_clients to 3"):
+            rule.assign(np.array([1, 2, 3]), 2, 0)
+
+    def test_refuses_an_empty_name(self):
+        with pytest.raises(ConfigurationError, match="attribute"):
+            NaturalPartition(attribute="")
+
+
+class TestLabelShards:
+    @pytest.mark.parametrize("classes_per_client", [1, 5, 10, 50])
+    def test_hundred_clients_of_five_hundred(self, classes_per_client):
+        rule, start = LabelShards(classes_per_client=classes_per_client), time.perf_counter()
+        shards = rule.assign(CIFAR100, 100, 0)
+        assert time.perf_counter() - start < 2
+        assert_disjoint_cover(shards, 50_000, 100)
+        assert set(sizes(shards)) == {500}
+        assert set(num_classes(shards, CIFAR100)) == {classes_per_client}
+        counts = np.array([np.bincount(CIFAR100[shard], minlength=100) for shard in shards])
+        assert set(counts[counts > 0]) == {500 // classes_per_client}
+
+    def test_ten_thousand_clients_of_unequal_classes(self):
+        start = time.perf_counter()
+        shards = LabelShards(classes_per_client=2).assign(MNIST, 10_000, 0)
+        assert time.perf_counter() - start < 10
+        assert_disjoint_cover(shards, 60_000, 10_000)
+        assert set(sizes(shards)) == {6}
+        assert set(num_classes(shards, MNIST)) == {2}
+
+    @pytest.mark.parametrize("classes_per_client", [2, 3])
+    @pytest.mark.parametrize("seed", range(5))
+    def test_digits_on_twenty_clients(self, classes_per_client, seed):
+        shards = LabelShards(classes_per_client=classes_per_client).assign(DIGITS, 20, seed)
+        assert_disjoint_cover(shards, 1797, 20)
+        assert set(sizes(shards)) == {89, 90}
+        assert set(num_classes(shards, DIGITS)) == {classes_per_client}
+
+    @given(federation=federations(), data=st.data())
+    @settings(max_examples=60, deadline=None)
+    def test_exactly_so_many_classes_whatever_their_sizes(self, federation, data):
+        labels, num_clients, seed = federation
+        total = len(np.unique(labels))
+        least = -(-total // num_clients)
+        wanted = data.draw(st.integers(least, total))
+        shards = LabelShards(classes_per_client=wanted).assign(labels, num_clients, seed)
+        assert_disjoint_cover(shards, len(labels), num_clients)
+        assert set(num_classes(shards, labels)) == {wanted}
+
+    @given(
+        total=st.integers(2, 12),
+        per_class=st.integers(40, 80),
+        multiple=st.integers(1, 3),
+        data=st.data(),
+    )
+    @settings(max_examples=60, deadline=None)
+    def test_balanced_classes_give_sizes_within_one(self, total, per_class, multiple, data):
+        wanted = data.draw(st.integers(1, total))
+        labels = np.tile(np.arange(total) * 3 - 7, per_class)
+        shards = LabelShards(classes_per_client=wanted).assign(labels, total * multiple, 0)
+        assert np.ptp(sizes(shards)) <= 1
+        assert set(num_classes(shards, labels)) == {wanted}
+
+    @pytest.mark.parametrize(("num_clients", "wanted"), [(7, 3), (13, 2), (19, 4), (37, 9)])
+    def test_clients_that_divide_neither_classes_nor_examples(self, num_clients, wanted):
+        shards = LabelShards(classes_per_client=wanted).assign(MNIST, num_clients, 0)
+        assert_disjoint_cover(shards, 60_000, num_clients)
+        assert np.ptp(sizes(shards)) <= 1
+        assert set(num_classes(shards, MNIST)) == {wanted}
+
+    def test_where_equal_is_impossible_the_largest_is_least(self):
+        labels = np.repeat([0, 1], [30, 70])  # by hand: of 1+3, 2+2, 3+1 clients the first wins
+        shards = LabelShards(classes_per_client=1).assign(labels, 4, 0)
+        assert sorted(sizes(shards)) == [23, 23, 24, 30]
+
+    def test_two_seeds_give_other_classes_to_clients(self):
+        rule = LabelShards(classes_per_client=1)
+        one, two = (
+            [CIFAR100[shard[0]] for shard in rule.assign(CIFAR100, 100, seed)] for seed in (0, 1)
+        )
+        assert one != two
+
+    @pytest.mark.parametrize(
+        ("wanted", "labels", "num_clients", "message"),
+        [
+            (3, [0, 1] * 5, 4, "at most the number of classes, 2, got 3"),
+            (1, [0, 1, 2] * 5, 2, "some class would have no client"),
+            (2, [0] * 8 + [1] * 3, 4, "must be at most 1 for 4 clients, got 2"),
+        ],
+    )
+    def test_refuses_the_impossible(self, wanted, labels, num_clients, message):
+        with pytest.raises(ConfigurationError, match=message):
+            LabelShards(classes_per_client=wanted).assign(np.array(labels), num_clients, 0)
+
+    def test_every_class_has_as_many_clients_as_it_has_examples_at_most(self):
+        labels = np.repeat([0, 1, 2], [50, 50, 2])
+        shards = LabelShards(classes_per_client=2).assign(labels, 10, 0)
+        assert set(num_classes(shards, labels)) == {2}
+
+
+class TestMcMahanShards:
+    def test_the_papers_case(self):
+        shards = McMahanShards().assign(np.repeat(np.arange(10), 6000), 100, 0)
+        assert set(sizes(shards)) == {600}
+        assert num_classes(shards, np.repeat(np.arange(10), 6000)).max() == 2
+
+    @given(federation=federations())
+    @settings(max_examples=25, deadline=None)
+    def test_sizes_within_the_number_of_pieces(self, federation):
+        labels, num_clients, seed = federation
+        assert np.ptp(sizes(McMahanShards().assign(labels, num_clients, seed))) <= 2
+
+    def test_refuses_more_pieces_than_examples(self):
+        with pytest.raises(ConfigurationError, match="shards_per_client must be at most"):
+            McMahanShards(shards_per_client=3).assign(np.arange(10), 4, 0)
+
+
+class TestDirichletPerClass:
+    def test_large_alpha_splits_every_class_evenly(self):
+        shards = DirichletPerClass(alpha=1e6).assign(MNIST, 10, 0)
+        counts = np.array([np.bincount(MNIST[shard]) for shard in shards])
+        np.testing.assert_allclose(counts, np.tile(MNIST_SIZES, (10, 1)) / 10, rtol=0.01)
+
+    def test_small_alpha_gives_a_class_to_one_client(self):
+        shards = DirichletPerClass(alpha=1e-3).assign(MNIST, 3, 0)
+        counts = np.array([np.bincount(MNIST[shard], minlength=10) for shard in shards])
+        assert (counts.max(axis=0) >= 0.99 * np.array(MNIST_SIZES)).sum() >= 9
+
+    def test_the_expected_share_is_one_kth(self):
+        rule = DirichletPerClass(alpha=0.5)
+        mean = np.mean([sizes(rule.assign(CIFAR100, 5, seed)) for seed in range(40)], axis=0)
+        np.testing.assert_allclose(mean, 10_000, rtol=0.04)
+
+    def test_redraws_until_all_are_large_enough(self):
+        rule = DirichletPerClass(alpha=0.1, min_examples=100)
+        assert sizes(rule.assign(MNIST, 30, 0)).min() >= 100
+
+    @pytest.mark.parametrize(("alpha", "min_examples"), [(1e-3, 1), (1.0, 91)])
+    def test_gives_up_with_a_way_out(self, alpha, min_examples):
+        rule = DirichletPerClass(alpha=alpha, min_examples=min_examples)
+        with pytest.raises(ConfigurationError, match="Raise alpha, lower min_examples"):
+            rule.assign(DIGITS, 20, 0)
+
+
+class TestDirichletPerClient:
+    def test_large_alpha_gives_the_global_histogram(self):
+        shards = DirichletPerClient(alpha=1e6).assign(MNIST, 10, 0)
+        share = np.array([np.bincount(MNIST[shard]) / 6000 for shard in shards])
+        np.testing.assert_allclose(share, np.tile(MNIST_SIZES, (10, 1)) / 60_000, atol=0.03)
+
+    def test_small_alpha_gives_very_few_classes(self):
+        shards = DirichletPerClient(alpha=1e-3).assign(CIFAR100, 100, 0)
+        assert np.median(num_classes(shards, CIFAR100)) <= 3
+        # a client of 500 from classes of 500: only leftovers make it more than one class
+        shards = DirichletPerClient(alpha=1e-100).assign(CIFAR100, 200, 0)
+        assert num_classes(shards, CIFAR100).tolist() == [1] * 200
+
+    def test_has_the_distribution_of_drawing_one_by_one(self):
+        """Hand-made oracle: example by example, the second client of two, many seeds."""
+        labels, alpha, rng = np.repeat([0, 1, 2], [4, 3, 3]), 2.0, np.random.default_rng(0)
+        plain = np.mean([one_by_one(labels, alpha, rng) for _ in range(3000)], axis=0)
+        rule = DirichletPerClient(alpha=alpha)
+        ours = np.zeros((2, 3, 6))
+        for seed in range(3000):
+            for client, shard in enumerate(rule.assign(labels, 2, seed)):
+                ours[client, range(3), np.bincount(labels[shard], minlength=3)] += 1 / 3000
+        np.testing.assert_allclose(ours, plain, atol=0.05)
+
+    def test_is_fast(self):
+        start = time.perf_counter()
+        DirichletPerClient(alpha=0.1).assign(CIFAR100, 100, 0)
+        assert time.perf_counter() - start < 2
+
+
+class TestQuantitySkew:
+    def test_power_law_by_hand(self):
+        shards = PowerLawSizes(exponent=2.0).assign(np.zeros(490), 3, 0)
+        assert sorted(sizes(shards)) == [40, 90, 360]
+
+    def test_exponent_zero_is_equal(self):
+        assert np.ptp(sizes(PowerLawSizes(exponent=0.0).assign(np.zeros(101), 7, 0))) == 1
+
+    def test_ranks_are_drawn(self):
+        rule = PowerLawSizes(exponent=1.0)
+        largest = {int(np.argmax(sizes(rule.assign(DIGITS, 5, seed)))) for seed in range(30)}
+        assert largest == set(range(5))
+
+    def test_alpha_sets_the_spread(self):
+        wide, narrow = (
+            np.std(sizes(DirichletSizes(alpha=alpha).assign(MNIST, 20, 0))) for alpha in (0.1, 1e6)
+        )
+        assert wide > 1000
+        assert narrow < 30
+
+    def test_examples_are_iid(self):
+        shards = DirichletSizes(alpha=5.0).assign(MNIST, 5, 0)
+        assert set(num_classes(shards, MNIST)) == {10}
+
+    @given(
+        shares=st.lists(st.floats(0, 1e6), min_size=1, max_size=30).filter(lambda s: sum(s) > 1e-3),
+        spare=st.integers(0, 500),
+        least=st.integers(1, 5),
+    )
+    def test_sizes_keep_total_minimum_and_order(self, shares, spare, least):
+        total = least * len(shares) + spare
+        found = proportional_sizes(np.array(shares), total, least)
+        assert found.sum() == total
+        assert found.min() >= least
+        assert (np.diff(found[np.argsort(shares, kind="stable")]) >= -1).all()
+
+    @pytest.mark.parametrize("rule", [DirichletSizes, PowerLawSizes])
+    def test_refuses_a_minimum_beyond_the_data(self, rule):
+        skewed = rule(**{next(iter(rule.__dataclass_fields__)): 1.0}, min_examples=4)
+        with pytest.raises(ConfigurationError, match="min_examples must be at most 3"):
+            skewed.assign(np.zeros(10), 3, 0)
+
+    def test_keeps_the_minimum(self):
+        for rule in (DirichletSizes(alpha=0.05, min_examples=9), PowerLawSizes(exponent=9.0)):
+            assert sizes(rule.assign(DIGITS, 50, 0)).min() == rule.min_examples
+
+
+@pytest.mark.parametrize("alpha", [0.0, -1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("rule", [DirichletPerClass, DirichletPerClient, DirichletSizes])
+def test_refuses_a_concentration_without_distribution(rule, alpha):
+    with pytest.raises(ConfigurationError, match="alpha must be in"):
+        rule(alpha=alpha)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: LabelShards(classes_per_client=0), "classes_per_client must be at least 1, got 0"),
+        (lambda: McMahanShards(shards_per_client=0), "shards_per_client must be at least 1, got 0"),
+        (lambda: DirichletPerClass(alpha=1.0, min_examples=0), "min_examples must be at least 1"),
+        (lambda: DirichletSizes(alpha=1.0, min_examples=0), "min_examples must be at least 1"),
+        (lambda: PowerLawSizes(exponent=-0.5), "exponent must be at least 0"),
+        (lambda: check_sizes(np.zeros((4, 2)), 2), r"labels must have shape \(N,\)"),
+    ],
+)
+def test_refuses_at_the_door(make, message):
+    with pytest.raises(ConfigurationError, match=message):
+        make()

@@ -1,0 +1,98 @@
+import math
+from dataclasses import FrozenInstanceError
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.models import Schedule
+
+
+def factors(schedule, num_rounds):
+    return [schedule.factor(round, num_rounds) for round in range(num_rounds)]
+
+
+def test_the_default_is_the_identity():
+    assert factors(Schedule(), 5) == [1.0] * 5
+
+
+def test_warmup_rises_linearly_to_one():
+    assert factors(Schedule(warmup_rounds=3), 6) == [0.25, 0.5, 0.75, 1, 1, 1]
+
+
+def test_cosine_descends_to_the_final_factor_in_the_last_round():
+    assert factors(Schedule("cosine"), 5) == pytest.approx(
+        [1, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2, 0], abs=1e-12
+    )
+    assert factors(Schedule("cosine", final_factor=0.2), 3) == pytest.approx([1, 0.6, 0.2])
+
+
+def test_cosine_begins_at_one_after_the_warmup():
+    schedule = Schedule("cosine", warmup_rounds=1, final_factor=0.1)
+    assert factors(schedule, 4) == pytest.approx([0.5, 1, 0.55, 0.1])
+
+
+def test_cosine_stays_at_the_final_factor_after_the_last_round():
+    assert Schedule("cosine", final_factor=0.1).factor(9, 4) == pytest.approx(0.1)
+
+
+def test_a_run_as_short_as_its_warmup_ends_at_full_rate():
+    assert factors(Schedule("cosine", warmup_rounds=2), 3) == pytest.approx([1 / 3, 2 / 3, 1])
+    assert Schedule("cosine").factor(0, 1) == 1.0
+
+
+def test_steps_are_counted_from_the_end_of_the_warmup():
+    schedule = Schedule("step", warmup_rounds=1, step_every=2, step_factor=0.5)
+    assert factors(schedule, 7) == [0.5, 1, 1, 0.5, 0.5, 0.25, 0.25]
+
+
+def test_only_the_cosine_needs_a_last_round():
+    assert Schedule().factor(3, -1) == 1.0
+    assert Schedule("step", step_every=3).factor(3, -1) == pytest.approx(0.1)
+    with pytest.raises(ConfigurationError, match=r"number of rounds \(got -1\).*max_epochs"):
+        Schedule("cosine").factor(0, -1)
+
+
+@given(
+    st.sampled_from(["constant", "cosine", "step"]),
+    st.integers(0, 20),
+    st.integers(1, 60),
+    st.floats(0, 1),
+)
+def test_factors_lie_in_the_unit_interval_and_fall_after_the_warmup(
+    kind, warmup, num_rounds, final
+):
+    schedule = Schedule(kind, warmup_rounds=warmup, step_every=7, final_factor=final)
+    values = factors(schedule, num_rounds)
+    assert all(0 <= value <= 1 + 1e-12 for value in values)
+    after = values[warmup:]
+    assert all(later <= earlier + 1e-12 for earlier, later in pairwise(after))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("kind", "linear"),
+        ("warmup_rounds", -1),
+        ("step_every", 0),
+        ("step_factor", 0.0),
+        ("step_factor", 1.5),
+        ("final_factor", -0.1),
+        ("final_factor", math.nan),
+    ],
+)
+def test_values_out_of_range_are_refused(name, value):
+    with pytest.raises(ConfigurationError, match=f"{name} must be .*, got {value!r}"):
+        Schedule(**{name: value})
+
+
+def test_all_faults_are_told_at_once():
+    with pytest.raises(ConfigurationError, match=r"warmup_rounds.*step_every"):
+        Schedule(warmup_rounds=-1, step_every=0)
+
+
+def test_a_schedule_does_not_change():
+    with pytest.raises(FrozenInstanceError):
+        Schedule().kind = "cosine"
