@@ -42,8 +42,8 @@ class FederatedDataModule(LightningDataModule):
 
     Args:
         source: any data module whose ``train_dataloader`` is one `DataLoader` over a map-style
-            data set. Its batch size, collate function and evaluation loaders are used; its
-            sampler is not, because every client shuffles its own shard.
+            data set. Its batch size, ``drop_last``, collate function and evaluation loaders are
+            used; its sampler is not, because every client shuffles its own shard.
         num_clients: how many clients; may be left out where the partition knows (natural ids).
         partition: the rule that divides the examples, `IID` if None.
         batch_size: examples per local batch; the source's own if None.
@@ -144,6 +144,12 @@ class FederatedDataModule(LightningDataModule):
                 "give FederatedDataModule a batch_size"
             )
         return int(size)
+
+    @property
+    def drop_last(self) -> bool:
+        """Whether the source's loader leaves out a smaller last batch; then clients do as well."""
+        own = self._loader.drop_last or getattr(self._loader.sampler, "drop_last", False)
+        return bool(own)
 
     @cached_property
     def labels(self) -> npt.NDArray[Any]:

@@ -106,6 +106,7 @@ def local_batches(
     *,
     num_epochs: int | None = None,
     num_batches: int | None = None,
+    drop_last: bool = False,
 ) -> Iterator[Tensor]:
     """Yield the index batches of one client's local training.
 
@@ -118,6 +119,7 @@ def local_batches(
         generator: where the permutations are drawn from.
         num_epochs: passes over the shard; or else
         num_batches: how many batches.
+        drop_last: leave out an epoch's smaller last batch, unless it is the only one.
 
     Example:
         >>> order = torch.Generator().manual_seed(0)
@@ -129,6 +131,8 @@ def local_batches(
     epoch = 0
     while remaining != 0 and epoch != num_epochs:
         permutation = shard[torch.randperm(len(shard), generator=generator)]
+        if drop_last and len(shard) > batch_size:
+            permutation = permutation[: len(shard) // batch_size * batch_size]
         batches = permutation.split(batch_size)[:remaining]
         yield from batches
         epoch += 1

@@ -27,10 +27,8 @@ class ClientScaler:
 
     def start_round(self) -> None:
         """Take up the scale that the last round led to."""
-        if self._scaler is None:
-            return
-        self._start = self._scaler.state_dict()
-        self._lowest = None
+        if self._scaler is not None:
+            self._start = self._scaler.state_dict()
 
     def end_client(self) -> None:
         """Note where a client ended and wind back for the next."""
@@ -55,6 +53,7 @@ class ClientScaler:
         """Go on with the lowest scale of the round."""
         if self._scaler is not None and self._lowest is not None:
             self._scaler.load_state_dict(self._lowest)
+            self._lowest = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the lowest scale so far; the present one is in the precision plugin's state."""

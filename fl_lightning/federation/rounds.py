@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal
 
+import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
@@ -76,6 +77,7 @@ class RoundRunner:
         self._scaler = ClientScaler(getattr(trainer.precision_plugin, "scaler", None))
         self.server = Server(self._local.read(), aggregator, server_optimizer)
         self.record = RoundRecord()
+        self._is_noted = False
 
     def train_group(self, group: ClientGroup) -> None:
         """Train some clients of the present round and fold in their updates.
@@ -86,8 +88,7 @@ class RoundRunner:
             ClientFailure: if a client's update cannot be used and failures are not skipped.
         """
         began = time.perf_counter()
-        if not self.server.is_open:
-            self._open_round()
+        self._open_round()
         with preserve_global_generators(), self._collector.listening_to(self._module):
             try:
                 for client in group:
@@ -103,12 +104,12 @@ class RoundRunner:
             RoundFailure: if fewer clients than ``min_replies`` sent a valid update.
         """
         began = time.perf_counter()
-        if not self.server.is_open:  # a round without a single group, e.g. after resuming
-            self._open_round()
+        self._open_round()  # there may have been no client
         self._check_replies()
         self.record.update_norm = float(self.server.close_round())
         self.record.pooled = self._collector.collect_metrics()
         self._scaler.end_round()
+        self._is_noted = False
         self._local.restore(self.server.model)
         self.record.seconds += time.perf_counter() - began
 
@@ -117,10 +118,13 @@ class RoundRunner:
         return name == "train/loss" or name in self._collector.prog_bar
 
     def _open_round(self) -> None:
-        self.record = RoundRecord()
-        self.server.open_round()
-        self._local.start_round()
-        self._scaler.start_round()
+        if not self._is_noted:  # by now, unlike in the constructor, Lightning has restored both
+            self._local.start_round()
+            self._scaler.start_round()
+            self._is_noted = True
+        if not self.server.is_open:
+            self.record = RoundRecord()
+            self.server.open_round()
 
     def _train_client(self, client: int) -> None:
         self.record.num_sampled += 1
@@ -164,6 +168,7 @@ class RoundRunner:
             torch_generator(options.seed, "shuffle", self._trainer.current_epoch, client),
             num_epochs=options.local_epochs,
             num_batches=options.local_steps and options.local_steps * options.accumulate,
+            drop_last=self._data.drop_last,
         )
         while chunk := list(islice(indices, options.accumulate)):
             yield [(self._data.train_batch(batch), len(batch)) for batch in chunk]
@@ -186,7 +191,8 @@ class RoundRunner:
     def state_dict(self) -> dict[str, Any]:
         """Return everything but the model, which is among the checkpoint's weights.
 
-        In half precision those are rounded, so the server's own are kept as well.
+        Those are rounded in half precision, and Lightning rounds them to single precision when it
+        loads them; so in any other precision the server's own are kept as well.
         """
         state = {
             "space": self._local.space.fingerprint(),
@@ -196,7 +202,7 @@ class RoundRunner:
             "scaler": self._scaler.state_dict(),
             "metrics": self._collector.metric_states(self._module),
         }
-        if not self._is_lossless:
+        if not self._is_single_precision:
             state["model"] = vars(self.server.model)
         return state
 
@@ -210,14 +216,16 @@ class RoundRunner:
         _check_same("seed", state["seed"], self._options.seed)
         if "model" in state:
             self.server.replace_model(GlobalModel(**state["model"]))
+            self._local.restore(self.server.model)
         self.server.load_state_dict(state["server"])
         self.record = RoundRecord.from_state_dict(state["record"])
         self._scaler.load_state_dict(state["scaler"])
         self._collector.load_metric_states(self._module, state["metrics"])
 
     @property
-    def _is_lossless(self) -> bool:
-        return self._local.space.is_lossless and self._local.buffers.is_lossless
+    def _is_single_precision(self) -> bool:
+        spaces = (self._local.space, self._local.buffers)
+        return all(s.is_lossless and s.dtype == torch.float32 for s in spaces)
 
 
 def _check_same(what: str, saved: Any, present: Any) -> None:

@@ -1,0 +1,175 @@
+"""The Trainer's path against plain loops and closed forms."""
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule, seed_everything
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+from toys import ToyModule, toy_data, toy_trainer, weights
+
+from fl_lightning import Federation, Mean, UniformCohort
+from fl_lightning.core.seeds import derive_seed
+from fl_lightning.data import IID, FederatedDataModule
+
+
+def plain_fedavg(module, data, *, rounds, cohort, epochs, seed, server_lr=1.0):
+    """FedAvg as the paper writes it, with nothing of the package but the seeds and the data."""
+    data.setup("fit")
+    x, y = data.train_dataset.tensors
+    model = {n: p.detach().clone() for n, p in module.named_parameters()}
+    lr = 0.1
+    for r in range(rounds):
+        rng = np.random.default_rng(derive_seed(seed, "cohort", r))
+        chosen = sorted(rng.choice(len(data.clients), cohort, replace=False).tolist())
+        total, delta = 0, {n: torch.zeros_like(p) for n, p in model.items()}
+        for k in chosen:
+            module.load_state_dict(model)
+            optimizer = torch.optim.SGD(module.parameters(), lr=lr, momentum=0.9)
+            torch.manual_seed(derive_seed(seed, "local training", r, k))
+            order = torch.Generator().manual_seed(derive_seed(seed, "shuffle", r, k))
+            shard = data.clients[k]
+            for _ in range(epochs):
+                for batch in shard[torch.randperm(len(shard), generator=order)].split(8):
+                    logits = module.net(x[batch])
+                    loss = F.cross_entropy(logits, y[batch])
+                    module.net(x[batch])  # as the toy's training step does, for its dropout
+                    optimizer.zero_grad()
+                    loss.backward()
+                    optimizer.step()
+            for n, p in module.named_parameters():
+                delta[n].add_(model[n] - p.detach(), alpha=len(shard))
+            total += len(shard)
+        lr *= 0.9
+        model = {n: p - server_lr * delta[n] / total for n, p in model.items()}
+    return torch.cat([p.flatten() for p in model.values()])
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_equals_a_plain_loop_bit_for_bit(dropout):
+    data = toy_data(dtype=torch.float64)
+    seed_everything(0, verbose=False)
+    module = ToyModule(dropout=dropout).double()
+    start = {n: p.clone() for n, p in module.state_dict().items()}
+    federation = Federation(cohort=UniformCohort(size=3), local_epochs=2, seed=5)
+    toy_trainer(federation, precision="64-true").fit(module, datamodule=data)
+    ours = weights(module)
+
+    module.load_state_dict(start)
+    module.train()
+    theirs = plain_fedavg(module, data, rounds=3, cohort=3, epochs=2, seed=5)
+    assert torch.equal(ours, theirs)
+
+
+class Quadratic(LightningModule):
+    """a (x - c)² / 2 with one weight x."""
+
+    def __init__(self):
+        super().__init__()
+        self.x = torch.nn.Parameter(torch.zeros((), dtype=torch.float64))
+
+    def training_step(self, batch, batch_idx):
+        a, c, _ = batch
+        return (0.5 * a * (self.x - c) ** 2).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class TwoQuadratics(LightningDataModule):
+    def __init__(self, copies):
+        super().__init__()
+        self.copies = copies
+
+    def train_dataloader(self):
+        a = torch.tensor([1.0] * self.copies[0] + [4.0] * self.copies[1], dtype=torch.float64)
+        c = torch.where(a == 1, 0.0, 10.0).double()
+        return DataLoader(TensorDataset(a, c, (a == 4).long()), batch_size=1)
+
+
+class ByOwner:
+    """A partition for tests: the label is the owner."""
+
+    def assign(self, labels, num_clients, seed):
+        return [np.flatnonzero(labels == k) for k in range(num_clients)]
+
+
+@pytest.mark.parametrize(
+    ("steps", "trajectory"),
+    [
+        ((10, 10), {1: 4.96976691, 2: 5.85121734, 3: 6.00755362, 200: 6.04126008}),
+        ((2, 10), {1: 4.96976691, 2: 6.99754765, 3: 7.82492946, 200: 8.39520708}),
+    ],
+)
+def test_two_quadratics_have_their_closed_form(steps, trajectory):
+    for rounds, expected in trajectory.items():
+        module = Quadratic()
+        data = FederatedDataModule(TwoQuadratics(steps), num_clients=2, partition=ByOwner())
+        federation = Federation(local_epochs=1, aggregator=Mean(weight_by_examples=False))
+        toy_trainer(federation, max_epochs=rounds, precision="64-true").fit(module, datamodule=data)
+        assert module.x.item() == pytest.approx(expected, abs=5e-9)
+
+
+def test_one_client_with_all_data_is_ordinary_local_training():
+    data = toy_data(num_clients=1, partition=IID(), dtype=torch.float64)
+    module = ToyModule().double()
+    start = {n: p.clone() for n, p in module.state_dict().items()}
+    toy_trainer(Federation(seed=1), max_epochs=1, precision="64-true").fit(module, datamodule=data)
+    ours = weights(module)
+
+    module.load_state_dict(start)
+    theirs = plain_fedavg(module, data, rounds=1, cohort=1, epochs=1, seed=1)
+    local = torch.cat([p.detach().flatten() for p in module.parameters()])  # the client's own end
+    torch.testing.assert_close(ours, local, rtol=1e-14, atol=1e-16)
+    assert torch.equal(ours, theirs)
+
+
+def test_one_full_batch_step_of_everybody_is_one_step_on_the_pooled_data():
+    data = toy_data(dtype=torch.float64, batch_size=1000)
+    module = ToyModule(momentum=0.0).double()
+    start = {n: p.clone() for n, p in module.state_dict().items()}
+    federation = Federation(local_steps=1)
+    toy_trainer(federation, max_epochs=1, precision="64-true").fit(module, datamodule=data)
+    ours = weights(module)
+
+    module.load_state_dict(start)
+    x, y = data.train_dataset.tensors
+    module.zero_grad()
+    F.cross_entropy(module.net(x), y).backward()
+    pooled = torch.cat([(p - 0.1 * p.grad).flatten() for p in module.parameters()])
+    torch.testing.assert_close(ours, pooled, rtol=1e-12, atol=1e-14)
+
+
+def test_the_order_of_clients_does_not_matter():
+    results = []
+    for order in (1, -1):
+
+        class Ordered:
+            def expected_size(self, num_clients):
+                return num_clients
+
+            def sample(self, round_index, population, seed, order=order):
+                return np.arange(population.num_clients)[::order]
+
+        seed_everything(0, verbose=False)
+        module = ToyModule(dropout=0.3).double()
+        trainer = toy_trainer(Federation(cohort=Ordered()), precision="64-true")
+        trainer.fit(module, datamodule=toy_data(dtype=torch.float64))
+        results.append(weights(module))
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-14)
+
+
+def test_server_optimizer_is_any_torch_optimizer():
+    """Server SGD at rate 1/2 moves half as far; with momentum the second round differs."""
+    ends = {}
+    for name, kwargs in {"full": {"lr": 1.0}, "half": {"lr": 0.5}}.items():
+        seed_everything(0, verbose=False)
+        module = ToyModule().double()
+        start = weights(module)
+        federation = Federation(
+            server_optimizer=lambda p, kw=kwargs: torch.optim.SGD(p, **kw), seed=0
+        )
+        trainer = toy_trainer(federation, max_epochs=1, precision="64-true")
+        trainer.fit(module, datamodule=toy_data(dtype=torch.float64))
+        ends[name] = weights(module) - start
+    torch.testing.assert_close(ends["full"], 2 * ends["half"], rtol=1e-12, atol=1e-15)

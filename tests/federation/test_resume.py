@@ -1,0 +1,110 @@
+"""A run taken up from any checkpoint ends in the same bits as one that was never stopped."""
+
+import pytest
+import torch
+from lightning.pytorch import Callback, seed_everything
+from toys import ToyModule, toy_data, toy_trainer, weights
+
+from fl_lightning import ConfigurationError, Federation, PoissonCohort, UniformCohort
+
+
+class SaveEverywhere(Callback):
+    """Saves after every group, after validation and at the end of every round."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def save(self, trainer, moment):
+        trainer.save_checkpoint(self.folder / f"{trainer.current_epoch}-{moment}.ckpt")
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.save(trainer, f"group{batch_idx}")
+
+    def on_validation_end(self, trainer, module):
+        self.save(trainer, "validation")
+
+    def on_train_epoch_end(self, trainer, module):
+        self.save(trainer, "end")
+
+
+def run(ckpt_path=None, callbacks=(), cohort=None, server_optimizer=None, seed=4, **options):
+    seed_everything(0, verbose=False)
+    module = ToyModule(dropout=0.3, batch_norm=True)
+    federation = Federation(
+        cohort=cohort or UniformCohort(size=3),
+        local_epochs=2,
+        server_optimizer=server_optimizer,
+        seed=seed,
+    )
+    trainer = toy_trainer(federation, *callbacks, max_epochs=4, **options)
+    trainer.fit(module, datamodule=toy_data(batch_size=4, drop_last=True), ckpt_path=ckpt_path)
+    return module, trainer
+
+
+MOMENTS = [
+    *(f"{r}-{m}" for r in range(4) for m in ("group0", "group1", "group2", "validation", "end"))
+]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoints")
+    momentum = {"lr": 0.7, "momentum": 0.5}
+    options = {"server_optimizer": lambda p: torch.optim.SGD(p, **momentum)}
+    module, trainer = run(callbacks=[SaveEverywhere(folder)], **options)
+    return folder, options, weights(module), dict(trainer.callback_metrics)
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_resume_anywhere(uninterrupted, moment):
+    folder, options, expected, metrics = uninterrupted
+    module, trainer = run(ckpt_path=folder / f"{moment}.ckpt", **options)
+    assert torch.equal(weights(module), expected)
+    assert trainer.global_step == 4
+    assert trainer.current_epoch == 4
+    if moment not in ("3-group2", "3-end"):  # nothing was left to do, so nothing was logged
+        for name in ("train/loss", "train/accuracy", "round/cohort_size", "train/loss_spread"):
+            assert trainer.callback_metrics[name] == metrics[name], name
+
+
+def test_checkpoints_hold_the_global_model_also_inside_a_round(uninterrupted):
+    folder, *_ = uninterrupted
+    end = torch.load(folder / "0-end.ckpt", weights_only=True)["state_dict"]
+    inside = torch.load(folder / "1-group1.ckpt", weights_only=True)["state_dict"]
+    assert all(torch.equal(end[name], inside[name]) for name in end)
+
+
+def test_checkpoints_hold_no_client_optimizer_state(uninterrupted):
+    folder, *_ = uninterrupted
+    checkpoint = torch.load(folder / "1-group1.ckpt", weights_only=True)
+    assert checkpoint["optimizer_states"][0]["state"] == {}
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed", "64-true"])
+@pytest.mark.parametrize("moment", ["1-group1", "1-end", "2-validation"])
+def test_resume_in_other_precisions(tmp_path, precision, moment):
+    expected, _ = run(callbacks=[SaveEverywhere(tmp_path)], precision=precision)
+    module, _ = run(ckpt_path=tmp_path / f"{moment}.ckpt", precision=precision)
+    assert torch.equal(weights(module), weights(expected))
+
+
+@pytest.mark.parametrize("moment", ["0-end", "1-group0", "1-group2", "2-validation"])
+def test_resume_with_cohorts_of_varying_size(tmp_path, moment):
+    cohort = PoissonCohort(fraction=0.5)
+    expected, _ = run(callbacks=[SaveEverywhere(tmp_path)], cohort=cohort)
+    module, _ = run(ckpt_path=tmp_path / f"{moment}.ckpt", cohort=cohort)
+    assert torch.equal(weights(module), weights(expected))
+
+
+def test_another_seed_is_refused(uninterrupted):
+    folder, options, *_ = uninterrupted
+    with pytest.raises(ConfigurationError, match="another seed"):
+        run(ckpt_path=folder / "1-end.ckpt", seed=5, **options)
+
+
+def test_another_partition_is_refused(uninterrupted):
+    folder, *_ = uninterrupted
+    module = ToyModule(dropout=0.3, batch_norm=True)
+    trainer = toy_trainer(Federation(cohort=UniformCohort(size=3), seed=4))
+    with pytest.raises(ConfigurationError, match="another partition"):
+        trainer.fit(module, datamodule=toy_data(seed=1, batch_size=4, drop_last=True), ckpt_path=folder / "1-end.ckpt")

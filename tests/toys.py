@@ -1,0 +1,102 @@
+"""Small modules and data that the tests train."""
+
+from __future__ import annotations
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from fl_lightning.data.federated import FederatedDataModule
+from fl_lightning.data.quantity_skew import DirichletSizes
+
+
+class ToyModule(LightningModule):
+    """A two-layer network with dropout and batch norm off by default."""
+
+    def __init__(self, lr=0.1, momentum=0.9, dropout=0.0, batch_norm=False, scheduler=True):
+        super().__init__()
+        norm = nn.BatchNorm1d(8) if batch_norm else nn.Identity()
+        self.net = nn.Sequential(
+            nn.Linear(4, 8), norm, nn.ReLU(), nn.Dropout(dropout), nn.Linear(8, 3)
+        )
+        self.lr, self.momentum, self.scheduler = lr, momentum, scheduler
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = F.cross_entropy(self.net(x), y)
+        self.log("train/accuracy", (self.net(x).argmax(1) == y).float().mean())
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        logits = self.net(x)
+        self.log("val/loss", F.cross_entropy(logits, y), batch_size=len(y))
+        self.log("val/accuracy", (logits.argmax(1) == y).float().mean(), batch_size=len(y))
+
+    def test_step(self, batch, batch_idx):
+        x, y = batch
+        self.log("test/loss", F.cross_entropy(self.net(x), y), batch_size=len(y))
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=self.momentum)
+        if not self.scheduler:
+            return optimizer
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)]
+
+
+class ToyData(LightningDataModule):
+    """Gaussian blobs, always the same ones."""
+
+    def __init__(self, num_examples=60, batch_size=8, dtype=torch.float32, drop_last=False):
+        super().__init__()
+        self.num_examples, self.batch_size, self.dtype = num_examples, batch_size, dtype
+        self.drop_last = drop_last
+
+    def setup(self, stage):
+        generator = torch.Generator().manual_seed(3)
+        centres = torch.randn(3, 4, generator=generator)
+        y = torch.arange(self.num_examples) % 3
+        x = centres[y] + 0.7 * torch.randn(self.num_examples, 4, generator=generator)
+        self.train = TensorDataset(x.to(self.dtype), y)
+        self.val = TensorDataset((x + 0.1).to(self.dtype), y)
+
+    def train_dataloader(self):
+        return DataLoader(
+            self.train, batch_size=self.batch_size, shuffle=True, drop_last=self.drop_last
+        )
+
+    def val_dataloader(self):
+        return DataLoader(self.val, batch_size=32)
+
+    def test_dataloader(self):
+        return DataLoader(self.val, batch_size=32)
+
+
+def toy_data(num_clients=6, *, partition=None, seed=0, client_val_fraction=0.0, **options):
+    partition = partition or DirichletSizes(alpha=2.0, min_examples=2)
+    return FederatedDataModule(
+        ToyData(**options),
+        num_clients=num_clients,
+        partition=partition,
+        client_val_fraction=client_val_fraction,
+        seed=seed,
+    )
+
+
+def toy_trainer(*callbacks, max_epochs=3, **options):
+    defaults = {
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+    }
+    return Trainer(callbacks=list(callbacks), max_epochs=max_epochs, **{**defaults, **options})
+
+
+def weights(module):
+    """Return all parameters and buffers as one vector, exactly."""
+    return torch.cat([t.detach().double().flatten() for t in module.state_dict().values()])
