@@ -1,0 +1,156 @@
+"""A round that cannot be trusted stops, with the client named."""
+
+import numpy as np
+import pytest
+import torch
+from toys import ToyModule, toy_data, toy_trainer, weights
+
+from fl_lightning import (
+    ClientFailure,
+    ConfigurationError,
+    Federation,
+    PoissonCohort,
+    RoundFailure,
+    UniformCohort,
+)
+
+
+class Sabotaged(ToyModule):
+    """Fails on clients whose shard holds the example with the given first feature."""
+
+    def __init__(self, how, bad_examples):
+        super().__init__()
+        self.how, self.bad = how, bad_examples
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if not torch.isin(batch[0][:, 0], self.bad).any():
+            return loss
+        if self.how == "raise":
+            raise KeyError("no such thing")
+        return loss * float("nan") if self.how == "nan" else loss * float("inf")
+
+
+def sabotage(how, clients=(2,)):
+    data = toy_data()
+    data.setup("fit")
+    bad = torch.cat([data.train_dataset.tensors[0][data.clients[k], 0] for k in clients])
+    return Sabotaged(how, bad), data
+
+
+def fit(module, data, max_epochs=2, **options):
+    trainer = toy_trainer(Federation(seed=0, **options), max_epochs=max_epochs)
+    trainer.fit(module, datamodule=data)
+    return trainer
+
+
+@pytest.mark.parametrize("how", ["nan", "inf"])
+def test_a_loss_that_is_not_finite_names_the_client(how):
+    with pytest.raises(ClientFailure, match=r"round 0, client 2: its training loss is (nan|inf)"):
+        fit(*sabotage(how))
+
+
+def test_an_exception_names_the_client_and_keeps_its_traceback():
+    with pytest.raises(ClientFailure, match="round 0, client 2: KeyError") as caught:
+        fit(*sabotage("raise"))
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert caught.traceback is not None
+
+
+def test_a_failed_round_leaves_the_global_model_in_the_module():
+    module, data = sabotage("raise")
+    before = weights(module)
+    with pytest.raises(ClientFailure):
+        fit(module, data)
+    assert torch.equal(weights(module), before)
+
+
+@pytest.mark.parametrize("how", ["nan", "raise"])
+def test_skipped_clients_are_counted_and_leave_no_trace(how):
+    module, data = sabotage(how)
+    start = {name: value.clone() for name, value in module.state_dict().items()}
+    with pytest.warns(UserWarning, match="skipped: round 0, client 2"):
+        trainer = fit(module, data, max_epochs=1, on_client_failure="skip")
+    assert trainer.callback_metrics["round/skipped"] == 1
+    assert trainer.callback_metrics["round/cohort_size"] == 6
+
+    class WithoutClient2:
+        def expected_size(self, num_clients):
+            return num_clients - 1
+
+        def sample(self, round_index, population, seed):
+            return np.array([0, 1, 3, 4, 5])
+
+    healthy = ToyModule()
+    healthy.load_state_dict(start)
+    fit(healthy, toy_data(), max_epochs=1, cohort=WithoutClient2())
+    assert torch.equal(weights(module), weights(healthy))
+
+
+def test_too_few_replies_stop_the_run():
+    module, data = sabotage("nan", clients=(0, 1, 2, 3))
+    with pytest.warns(UserWarning, match="skipped"), pytest.raises(RoundFailure, match="2 of 6"):
+        fit(module, data, on_client_failure="skip", min_replies=3)
+
+
+def test_all_clients_failing_is_never_a_success():
+    module, data = sabotage("nan", clients=range(6))
+    with pytest.warns(UserWarning, match="skipped"), pytest.raises(RoundFailure, match="0 of 6"):
+        fit(module, data, on_client_failure="skip")
+
+
+def test_an_update_that_is_not_finite_is_caught_though_the_loss_is_fine():
+    class Explodes(ToyModule):
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=1e38)
+
+    with pytest.raises(ClientFailure, match="client 0: its (update|training loss|buffers)"):
+        fit(Explodes(), toy_data(), local_steps=2)
+
+
+class SomeEmpty:
+    def assign(self, labels, num_clients, seed):
+        return [np.arange(len(labels)), *[np.empty(0, np.int64)] * (num_clients - 1)]
+
+
+def test_clients_without_examples_are_found_at_the_door():
+    data = toy_data(num_clients=3, partition=SomeEmpty())
+    with pytest.raises(ConfigurationError, match=r"2 of 3 clients .* \(client 1, 2\)"):
+        fit(ToyModule(), data)
+
+
+def test_clients_without_examples_can_be_skipped():
+    data = toy_data(num_clients=3, partition=SomeEmpty())
+    with pytest.warns(UserWarning, match="shard is empty"):
+        trainer = fit(ToyModule(), data, on_client_failure="skip")
+    assert trainer.callback_metrics["round/skipped"] == 2
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")
+def test_an_empty_draw_is_a_round_without_movement():
+    module = ToyModule()
+    before = weights(module)
+    trainer = fit(module, toy_data(), cohort=PoissonCohort(fraction=1e-9))
+    assert torch.equal(weights(module), before)
+    assert trainer.global_step == 2
+    assert trainer.callback_metrics["round/cohort_size"] == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"local_steps": 0}, "local_steps must be at least 1, got 0"),
+        ({"local_epochs": -1}, "local_epochs must be at least 1, got -1"),
+        ({"local_epochs": 1, "local_steps": 1}, "either local_steps or local_epochs"),
+        ({"min_replies": 0}, "min_replies must be at least 1"),
+        ({"on_client_failure": "ignore"}, "raise or skip, got 'ignore'"),
+    ],
+)
+def test_settings_out_of_range(options, message):
+    with pytest.raises(ConfigurationError, match=message):
+        Federation(**options)
+
+
+def test_a_cohort_larger_than_the_population():
+    with pytest.raises(ConfigurationError, match="9 clients but there are only 6"):
+        fit(ToyModule(), toy_data(), cohort=UniformCohort(size=9))

@@ -1,0 +1,354 @@
+"""Users' own modules: what works, with the same result, and what is refused."""
+
+import warnings
+
+import pytest
+import torch
+import torchmetrics
+from lightning.pytorch import seed_everything
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.plugins.precision import MixedPrecision
+from toys import ToyData, ToyModule, toy_data, toy_trainer, weights
+from torch.nn import functional as F
+
+from fl_lightning import ConfigurationError, Federation, UniformCohort
+from fl_lightning.federation.hooks import STEP_HOOKS
+
+
+def fit(module, *callbacks, data=None, federation=None, start=None, **options):
+    seed_everything(0, verbose=False)
+    if start is not None:
+        module.load_state_dict(start)
+    federation = federation or Federation(cohort=UniformCohort(size=3), local_epochs=2, seed=0)
+    trainer = toy_trainer(federation, *callbacks, **options)
+    trainer.fit(module, datamodule=data or toy_data())
+    return trainer, federation
+
+
+class WithIdleHook(ToyModule):
+    """An overridden hook that does nothing forces the full path."""
+
+    def on_after_backward(self):
+        self.num_backwards = getattr(self, "num_backwards", 0) + 1
+
+
+@pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-mixed", "bf16-true"])
+def test_lean_and_full_steps_agree_bit_for_bit(precision):
+    ends = []
+    for kind in (ToyModule, WithIdleHook):
+        seed_everything(0, verbose=False)
+        module = kind(dropout=0.3)
+        _, federation = fit(module, precision=precision)
+        assert federation.rounds.step.is_lean == (kind is ToyModule)
+        ends.append(weights(module))
+    assert torch.equal(*ends)
+    assert module.num_backwards > 0
+
+
+def test_gradient_clipping_acts_on_every_local_step():
+    class Spy(ToyModule):
+        def on_before_zero_grad(self, optimizer):
+            gradients = [p.grad.norm() for p in self.parameters() if p.grad is not None]
+            if gradients:
+                self.largest = max(getattr(self, "largest", 0), torch.stack(gradients).norm())
+
+    module = Spy()
+    fit(module, gradient_clip_val=1e-3)
+    assert module.largest <= 1.001e-3
+    unclipped = Spy()
+    fit(unclipped)
+    assert unclipped.largest > 1e-1
+
+
+def test_accumulated_batches_are_one_larger_batch():
+    ends = []
+    for batch_size, accumulate in ((16, 1), (8, 2)):
+        seed_everything(0, verbose=False)
+        module = ToyModule().double()
+        data = toy_data(num_clients=1, num_examples=48, batch_size=batch_size, dtype=torch.float64)
+        federation = Federation(local_epochs=1, seed=0)
+        options = {"accumulate_grad_batches": accumulate, "precision": "64-true"}
+        trainer, _ = fit(module, data=data, federation=federation, **options)
+        assert trainer.accumulate_grad_batches == accumulate  # given back as it was
+        ends.append(weights(module))
+    torch.testing.assert_close(*ends, rtol=1e-12, atol=1e-14)
+
+
+def test_local_steps_count_optimizer_steps():
+    module = WithIdleHook()
+    federation = Federation(cohort=UniformCohort(size=2), local_steps=5, seed=0)
+    fit(module, federation=federation, accumulate_grad_batches=3, max_epochs=1)
+    assert module.num_backwards == 2 * 5 * 3
+
+
+def test_parameter_groups_and_schedules_advance_per_round():
+    class Groups(ToyModule):
+        def configure_optimizers(self):
+            groups = [
+                {"params": self.net[0].parameters(), "lr": 0.1},
+                {"params": self.net[4].parameters(), "lr": 0.0},
+            ]
+            optimizer = torch.optim.SGD(groups)
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": scheduler, "interval": self.interval},
+            }
+
+    for interval in ("epoch", "step"):
+        module = Groups()
+        module.interval = interval
+        start = {n: p.clone() for n, p in module.state_dict().items()}
+        trainer, _ = fit(module, max_epochs=3)
+        assert [g["lr"] for g in trainer.optimizers[0].param_groups] == [0.0125, 0.0]
+        assert torch.equal(module.net[4].weight, start["net.4.weight"])
+        assert not torch.equal(module.net[0].weight, start["net.0.weight"])
+
+
+def test_plateau_and_one_cycle_schedules_count_rounds():
+    class OneCycle(ToyModule):
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+            steps = self.trainer.estimated_stepping_batches
+            assert steps == 3
+            cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=steps + 1)
+            return [optimizer], [{"scheduler": cycle, "interval": "step"}]
+
+    class Plateau(ToyModule):
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(
+                optimizer, factor=0.5, patience=0, threshold=1e9
+            )
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": plateau, "monitor": "val/loss"},
+            }
+
+    fit(OneCycle())
+    trainer, _ = fit(Plateau())
+    assert trainer.optimizers[0].param_groups[0]["lr"] == 0.1 * 0.5**3  # once per round
+
+
+class WithMetrics(ToyModule):
+    """Logs torchmetrics objects, as most modules do."""
+
+    def __init__(self):
+        super().__init__()
+        options = {"task": "multiclass", "num_classes": 3}
+        self.accuracy = torchmetrics.Accuracy(**options)
+        self.f1 = torchmetrics.F1Score(average="macro", **options)
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        logits = self.net(x)
+        self.accuracy(logits, y)
+        self.f1.update(logits, y)
+        self.log("train_acc", self.accuracy, on_step=True, on_epoch=True, prog_bar=True)
+        self.log_dict({"train_f1": self.f1, "half": 0.5, "size": float(len(y))})
+        self.seen.append((logits.detach().argmax(1), y))
+        return {"loss": F.cross_entropy(logits, y), "logits": logits}
+
+
+def test_logged_values_and_torchmetrics_are_those_of_the_pooled_examples():
+    module = WithMetrics()
+    trainer, _ = fit(module, max_epochs=1)
+    logits = torch.cat([p for p, _ in module.seen])
+    labels = torch.cat([y for _, y in module.seen])
+    logged = trainer.callback_metrics
+    sizes = torch.tensor([float(len(y)) for _, y in module.seen])
+    assert logged["train_acc_epoch"].item() == pytest.approx((logits == labels).float().mean())
+    macro = torchmetrics.functional.f1_score(logits, labels, "multiclass", num_classes=3)
+    per_class = torchmetrics.functional.f1_score(
+        logits, labels, "multiclass", num_classes=3, average="macro"
+    )
+    assert logged["train_f1"].item() == pytest.approx(per_class.item())
+    assert logged["train_f1"].item() != pytest.approx(macro.item(), abs=1e-6)
+    assert logged["half"] == 0.5
+    assert logged["size"].item() == pytest.approx((sizes**2).sum() / sizes.sum())
+
+
+@pytest.mark.filterwarnings("ignore:You have overridden:UserWarning")
+def test_modules_see_local_batches_in_their_own_hooks():
+    class Hooks(ToyModule):
+        def __init__(self):
+            super().__init__()
+            self.calls = set()
+
+        def see(self, name, batch):
+            self.calls.add(name)
+            assert isinstance(batch, (tuple, list))
+            assert batch[0].shape[1] == 4
+
+        def on_before_batch_transfer(self, batch, dataloader_idx):
+            self.see("before", batch)
+            return batch
+
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            self.see("after", batch)
+            return [batch[0] + 1, batch[1]]
+
+        def transfer_batch_to_device(self, batch, device, dataloader_idx):
+            self.see("transfer", batch)
+            return batch
+
+        def on_train_batch_start(self, batch, batch_idx):
+            self.see("start", batch)
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            assert outputs["loss"].ndim == 0
+            self.see("end", batch)
+
+    module = Hooks()
+    fit(module)
+    assert module.calls == {"before", "after", "transfer", "start", "end"}
+    assert "on_after_batch_transfer" not in vars(module)
+    assert "log" not in vars(module)
+
+
+def test_every_step_hook_of_the_module_is_called():
+    called = set()
+
+    class Hooks(ToyModule):
+        def backward(self, loss, *args, **kwargs):
+            called.add("backward")
+            super().backward(loss, *args, **kwargs)
+
+        def on_before_backward(self, loss):
+            called.add("on_before_backward")
+
+        def on_after_backward(self):
+            called.add("on_after_backward")
+
+        def on_before_zero_grad(self, optimizer):
+            called.add("on_before_zero_grad")
+
+        def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+            called.add("optimizer_zero_grad")
+            super().optimizer_zero_grad(epoch, batch_idx, optimizer)
+
+        def on_before_optimizer_step(self, optimizer):
+            called.add("on_before_optimizer_step")
+
+        def configure_gradient_clipping(self, *args, **kwargs):
+            called.add("configure_gradient_clipping")
+
+        def optimizer_step(self, *args, **kwargs):
+            called.add("optimizer_step")
+            super().optimizer_step(*args, **kwargs)
+
+    fit(Hooks())
+
+    assert called == set(STEP_HOOKS)
+
+
+def test_a_step_that_returns_none_is_skipped():
+    class SkipsFirst(ToyModule):
+        def training_step(self, batch, batch_idx):
+            return None if batch_idx == 0 else super().training_step(batch, batch_idx)
+
+    _, federation = fit(SkipsFirst(), federation=Federation(local_steps=2))
+    assert federation.rounds.record.num_sampled == 6
+
+
+def test_frozen_parameters_neither_move_nor_travel():
+    module = ToyModule()
+    module.net[0].requires_grad_(False)
+    start = module.net[0].weight.clone()
+    _, federation = fit(module)
+    assert torch.equal(module.net[0].weight, start)
+    assert federation.rounds.record.bytes_up == 3 * 4 * (8 * 3 + 3)
+
+
+def test_batch_norm_statistics_are_averaged_and_counters_kept():
+    module = ToyModule(batch_norm=True)
+    data = toy_data(num_clients=2, batch_size=4, drop_last=True)
+    fit(module, data=data, max_epochs=1, federation=Federation(local_steps=1))
+    assert not torch.equal(module.net[1].running_mean, torch.zeros(8))
+    assert module.net[1].num_batches_tracked == 0
+
+
+def test_fp16_scaler_starts_every_client_from_the_same_scale():
+    """Clients in either order give the same model, though fp16 overflows on the way."""
+    import numpy as np
+
+    ends = []
+    for order in (1, -1):
+
+        class Ordered:
+            def expected_size(self, num_clients):
+                return num_clients
+
+            def sample(self, round_index, population, seed, order=order):
+                return np.arange(population.num_clients)[::order]
+
+        seed_everything(0, verbose=False)
+        module = ToyModule()
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30)
+        plugin = MixedPrecision("16-mixed", "cpu", scaler)
+        federation = Federation(cohort=Ordered(), local_epochs=3, seed=0)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*optimizer.step.*")
+            fit(module, federation=federation, plugins=[plugin])
+        assert scaler.get_scale() < 2.0**30
+        ends.append(weights(module))
+    torch.testing.assert_close(*ends, rtol=1e-4, atol=1e-5)
+
+
+class Manual(ToyModule):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class TwoOptimizers(ToyModule):
+    def configure_optimizers(self):
+        return [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (self.net[0], self.net[4])]
+
+
+class BadLoss(ToyModule):
+    def training_step(self, batch, batch_idx):
+        return "loss"
+
+
+@pytest.mark.parametrize(
+    ("module", "callback", "message"),
+    [
+        (Manual(), None, "manual optimization"),
+        (BadLoss(), None, "must return a loss tensor"),
+        (ToyModule(), GradientAccumulationScheduler({0: 2}), "GradientAccumulationScheduler"),
+        (ToyModule(), StochasticWeightAveraging(1e-2), "StochasticWeightAveraging"),
+        (ToyModule(), LearningRateFinder(), "LearningRateFinder"),
+        (ToyModule(), BatchSizeFinder(), "BatchSizeFinder"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_refusals(module, callback, message):
+    with pytest.raises(ConfigurationError, match=message):
+        fit(module, *([callback] if callback else []))
+
+
+def test_several_optimizers_are_refused():
+    # Lightning itself refuses several optimizers with automatic optimization, before we can
+    with pytest.raises((ConfigurationError, RuntimeError), match="optimizers"):
+        fit(TwoOptimizers())
+
+
+def test_a_plain_data_module_is_refused():
+    with pytest.raises(ConfigurationError, match="wrap yours as FederatedDataModule"):
+        fit(ToyModule(), data=ToyData())
+
+
+def test_the_same_callback_list_without_federation_trains_centrally():
+    module = ToyModule()
+    trainer = toy_trainer(max_epochs=2)
+    trainer.fit(module, datamodule=toy_data())
+    assert trainer.global_step == 2 * 8  # 60 examples in batches of 8
+
+

@@ -1,0 +1,181 @@
+"""Lightning's own features act on rounds of the global model."""
+
+import csv
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    RichProgressBar,
+    Timer,
+)
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from toys import ToyModule, toy_data, toy_trainer
+
+from fl_lightning import (
+    ClientEvaluation,
+    Federation,
+    PartitionReport,
+    RoundProgressBar,
+    UniformCohort,
+)
+
+
+def fit(*callbacks, module=None, cohort_size=3, data=None, **options):
+    module = module or ToyModule()
+    federation = Federation(cohort=UniformCohort(size=cohort_size), seed=0)
+    trainer = toy_trainer(federation, *callbacks, **options)
+    trainer.fit(module, datamodule=data or toy_data())
+    return trainer
+
+
+class Moments(Callback):
+    """Notes the order of events with the global step at each."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_train_batch_end(self, trainer, *_):
+        self.seen.append(("group", trainer.global_step))
+
+    def on_validation_end(self, trainer, module):
+        self.seen.append(("validation", trainer.global_step))
+
+    def on_train_epoch_end(self, trainer, module):
+        self.seen.append(("end", trainer.global_step))
+
+
+def test_the_server_steps_before_validation_once_per_round():
+    moments = Moments()
+    fit(moments, max_epochs=2)
+    assert moments.seen == [
+        *[("group", 0), ("group", 0), ("group", 1), ("validation", 1), ("end", 1)],
+        *[("group", 1), ("group", 1), ("group", 2), ("validation", 2), ("end", 2)],
+    ]
+
+
+def test_check_val_every_n_epoch_counts_rounds():
+    moments = Moments()
+    fit(moments, max_epochs=4, check_val_every_n_epoch=2)
+    assert [step for name, step in moments.seen if name == "validation"] == [2, 4]
+
+
+def test_max_steps_counts_rounds():
+    assert fit(max_epochs=-1, max_steps=3).current_epoch == 3
+
+
+def test_fast_dev_run_is_one_client():
+    trainer = fit(fast_dev_run=True)
+    assert trainer.global_step == 1
+    assert trainer.callback_metrics["round/cohort_size"] == 1
+
+
+@pytest.mark.parametrize(("limit", "clients"), [(2, 2), (0.4, 1), (1.0, 3)])
+def test_limit_train_batches_limits_the_cohort(limit, clients):
+    trainer = fit(limit_train_batches=limit, max_epochs=2)
+    assert trainer.callback_metrics["round/cohort_size"] == clients
+    assert trainer.global_step == 2
+
+
+def test_limit_val_batches_and_validation_inside_a_round():
+    moments = Moments()
+    fit(moments, max_epochs=1, limit_val_batches=1, val_check_interval=1)
+    assert [name for name, _ in moments.seen].count("validation") == 3
+
+
+def test_early_stopping_stops_after_rounds():
+    stopper = EarlyStopping("val/loss", patience=1, min_delta=1e9)
+    assert fit(stopper, max_epochs=10).current_epoch == 2
+
+
+def test_monitoring_a_training_metric():
+    stopper = EarlyStopping("train/loss", patience=0, min_delta=1e9)
+    assert fit(stopper, max_epochs=10).current_epoch == 2
+
+
+def test_model_checkpoint_keeps_the_best_and_the_last_round(tmp_path):
+    best = ModelCheckpoint(tmp_path, monitor="val/loss", filename="{epoch}", save_last=True)
+    by_step = ModelCheckpoint(
+        tmp_path / "steps", every_n_train_steps=2, save_top_k=-1, filename="{step}"
+    )
+    trainer = fit(best, by_step, max_epochs=4, enable_checkpointing=True)
+    assert {p.name for p in (tmp_path / "steps").iterdir()} == {"step=2.ckpt", "step=4.ckpt"}
+    assert (tmp_path / "last.ckpt").exists()
+    saved = torch.load(best.best_model_path, weights_only=True)
+    assert float(best.best_model_score) <= float(trainer.callback_metrics["val/loss"])
+    assert saved["global_step"] == saved["epoch"] + 1
+
+
+def test_timer_and_progress_bars(capsys):
+    timer = Timer(duration={"hours": 1})
+    fit(timer, RichProgressBar(), enable_progress_bar=True, max_epochs=1)
+    assert timer.time_elapsed("train") > 0
+    fit(RoundProgressBar(), enable_progress_bar=True, max_epochs=2)
+    shown = capsys.readouterr()
+    assert "Round 2/2" in shown.out + shown.err
+    assert "train/loss" in shown.out + shown.err
+
+
+def test_csv_logger_has_one_row_per_round(tmp_path):
+    fit(logger=CSVLogger(tmp_path, name="", version=""), max_epochs=3)
+    with (tmp_path / "metrics.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["train/loss"]]
+    assert [row["step"] for row in rows] == ["0", "1", "2"]
+    assert all(float(row["round/seconds"]) > 0 for row in rows)
+    assert all(row["round/bytes_up"] == str(float(3 * 4 * 67)) for row in rows)
+
+
+def test_tensorboard_shows_what_a_user_looks_for(tmp_path):
+    data = toy_data(client_val_fraction=0.3)
+    logger = TensorBoardLogger(tmp_path, name="", version="")
+    monitor = LearningRateMonitor(logging_interval="epoch")
+    fit(PartitionReport(), ClientEvaluation(), monitor, data=data, logger=logger, max_epochs=3)
+    events = EventAccumulator(str(tmp_path), size_guidance={"images": 1}).Reload()
+    scalars = {
+        name: [event.step for event in events.Scalars(name)] for name in events.Tags()["scalars"]
+    }
+    per_round = ("train/loss", "train/loss_spread", "val/loss", "val/accuracy", "lr-SGD")
+    round_facts = ("cohort_size", "update_norm", "seconds", "bytes_up", "bytes_down", "skipped")
+    for name in (*per_round, *(f"round/{fact}" for fact in round_facts)):
+        assert scalars[name] == [0, 1, 2], name
+    for statistic in ("mean", "spread", "worst_decile"):
+        assert scalars[f"clients/val/accuracy_{statistic}"] == [3]
+    assert events.Tags()["images"] == ["partition"]
+    assert "clients/val/accuracy" in events.Tags()["histograms"]
+    assert (tmp_path / "partition.csv").exists()
+    assert (tmp_path / "clients_validation.csv").read_text().startswith("client,num_examples,val/")
+
+
+def test_per_client_evaluation_weighs_up_to_the_pooled_mean():
+    """Over held-out examples the clients' means, weighted, are the plain mean."""
+    from fl_lightning.callbacks.client_evaluation import evaluate_clients
+
+    module, data = ToyModule(), toy_data(client_val_fraction=0.3)
+    trainer = fit(module=module, data=data, max_epochs=1)
+    values = evaluate_clients(trainer, module, data, "validation")
+    sizes = torch.tensor(data.held_out.num_examples[list(values)])
+    means = torch.stack([metrics["val/loss"] for metrics in values.values()])
+    held_out = torch.cat(list(data.held_out))
+    x, y = (tensor[held_out] for tensor in data.train_dataset.tensors)
+    module.eval()
+    pooled = torch.nn.functional.cross_entropy(module.net(x), y)
+    torch.testing.assert_close((means * sizes).sum() / sizes.sum(), pooled.detach())
+
+
+def test_the_trainer_is_given_back_as_it_was():
+    data = toy_data()
+    trainer = fit(data=data, max_epochs=1)
+    assert trainer.accumulate_grad_batches == 1
+    assert hasattr(data.train_dataloader(), "batch_size")  # the source's own loader again
+
+
+def test_fit_can_go_on_with_more_rounds():
+    module, data = ToyModule(), toy_data()
+    trainer = fit(module=module, data=data, max_epochs=2)
+    trainer.fit_loop.max_epochs = 4
+    trainer.fit(module, datamodule=data)
+    assert (trainer.global_step, trainer.current_epoch) == (4, 4)
