@@ -15,12 +15,12 @@ from typing import Any
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from fl_lightning.callbacks.client_evaluation import ClientEvaluation
 from fl_lightning.callbacks.partition_report import PartitionReport
 from fl_lightning.callbacks.progress import RoundProgressBar
-from fl_lightning.core.errors import ClientFailure, ConfigurationError, RoundFailure
+from fl_lightning.cli_errors import Parser, explain
 from fl_lightning.federation.federation import Federation
 
 # A federated run without these among its callbacks gets them; each as it is by default.
@@ -75,8 +75,6 @@ class FederatedCLI(LightningCLI):
 
 
 def _has_test(model: LightningModule, data: LightningDataModule | None) -> bool:
-    from lightning.pytorch.utilities.model_helpers import is_overridden
-
     return (
         data is not None
         and is_overridden("test_dataloader", data, LightningDataModule)
@@ -123,7 +121,9 @@ def report_whereabouts(trainer: Trainer) -> None:
             lines += [f"checkpoint: {_short(path)}" for path in dict.fromkeys(paths) if path]
     if trainer.logger is not None and trainer.log_dir:
         lines.append(f"logs:       {_short(trainer.log_dir)}")
-        lines.append(f"look:       tensorboard --logdir {_short(trainer.loggers[0].save_dir or '')}")
+        lines.append(
+            f"look:       tensorboard --logdir {_short(trainer.loggers[0].save_dir or '')}"
+        )
     print("\n".join(["", *lines]))
 
 
@@ -147,26 +147,14 @@ def main(args: ArgsType = None) -> None:
             subclass_mode_model=True,
             subclass_mode_data=True,
             args=args,
+            parser_class=Parser,
             parser_kwargs={"description": "Federated learning for PyTorch Lightning."},
         )
-    except (ConfigurationError, MisconfigurationException, RoundFailure) as error:
-        sys.exit(f"fl-lightning: {error}")
-    except RuntimeError as error:
-        message = _foreign_checkpoint(error)
-        if message is None or isinstance(error, ClientFailure):
+    except Exception as error:
+        sentence = explain(error)
+        if sentence is None:
             raise
-        sys.exit(f"fl-lightning: {message}")
-
-
-def _foreign_checkpoint(error: RuntimeError) -> str | None:
-    """Return a sentence if the error says that a checkpoint is of another model."""
-    first, *details = str(error).splitlines()
-    if not first.startswith("Error(s) in loading state_dict"):
-        return None
-    return (
-        "the checkpoint belongs to another model: resume with the model that wrote it, or start "
-        f"without ckpt_path. {details[0].strip()[:300] if details else first}"
-    )
+        sys.exit(f"fl-lightning: {sentence}")
 
 
 if __name__ == "__main__":

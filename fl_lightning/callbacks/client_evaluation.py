@@ -94,7 +94,9 @@ def evaluate_clients(
         stage: ``validation`` or ``test``: whose step and whose metrics.
     """
     step = getattr(module, f"{stage}_step")
-    context = getattr(trainer.precision_plugin, f"{'val' if stage == 'validation' else stage}_step_context")
+    context = getattr(
+        trainer.precision_plugin, f"{'val' if stage == 'validation' else stage}_step_context"
+    )
     collector = LogCollector()
     was_training = {m: m.training for m in module.modules()}
     module.eval()

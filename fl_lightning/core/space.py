@@ -65,7 +65,9 @@ class Space:
             )
         devices = {str(p.device) for p in trainable.values()}
         if len(devices) > 1:
-            raise ConfigurationError(f"the model lies on several devices, {sorted(devices)}: use one")
+            raise ConfigurationError(
+                f"the model lies on several devices, {sorted(devices)}: use one"
+            )
         return cls(trainable)
 
     @classmethod
@@ -103,7 +105,9 @@ class Space:
             ValueError: if the vector's shape is not (k,).
         """
         if vector.shape != (self.size,):
-            raise ValueError(f"expected a vector of shape ({self.size},), got {tuple(vector.shape)}")
+            raise ValueError(
+                f"expected a vector of shape ({self.size},), got {tuple(vector.shape)}"
+            )
         parts = vector.split(self._sizes) if self._sizes else ()
         return [part.view_as(tensor) for part, tensor in zip(parts, self._tensors, strict=True)]
 

@@ -76,7 +76,9 @@ class LightningStep:
                 "a client's work is set by local_steps or local_epochs instead"
             )
         with self._precision.train_step_context():
-            output = self._module.training_step(*((batch, index) if self._takes_index else (batch,)))
+            output = self._module.training_step(
+                *((batch, index) if self._takes_index else (batch,))
+            )
         if self._ends:
             outputs = output if isinstance(output, dict) else {"loss": output}
             self._ended.append((outputs, batch))

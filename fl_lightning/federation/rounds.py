@@ -71,9 +71,7 @@ class RoundRunner:
         self._data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
         self._collector = LogCollector()
         self.step = LightningStep(trainer, self._collector, options.accumulate)
-        self._local = LocalTrainer(
-            self._module, trainer.optimizers[0], self.step, self._collector
-        )
+        self._local = LocalTrainer(self._module, trainer.optimizers[0], self.step, self._collector)
         self._scaler = ClientScaler(getattr(trainer.precision_plugin, "scaler", None))
         self.server = Server(self._local.read(), aggregator, server_optimizer)
         self.record = RoundRecord()

@@ -104,7 +104,7 @@ def test_an_update_that_is_not_finite_is_caught_though_the_loss_is_fine():
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=1e38)
 
-    with pytest.raises(ClientFailure, match="client 0: its (update|training loss|buffers)"):
+    with pytest.raises(ClientFailure, match=r"client 0: its (update|training loss|buffers)"):
         fit(Explodes(), toy_data(), local_steps=2)
 
 

@@ -107,4 +107,8 @@ def test_another_partition_is_refused(uninterrupted):
     module = ToyModule(dropout=0.3, batch_norm=True)
     trainer = toy_trainer(Federation(cohort=UniformCohort(size=3), seed=4))
     with pytest.raises(ConfigurationError, match="another partition"):
-        trainer.fit(module, datamodule=toy_data(seed=1, batch_size=4, drop_last=True), ckpt_path=folder / "1-end.ckpt")
+        trainer.fit(
+            module,
+            datamodule=toy_data(seed=1, batch_size=4, drop_last=True),
+            ckpt_path=folder / "1-end.ckpt",
+        )
