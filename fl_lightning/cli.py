@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,6 @@ from fl_lightning.callbacks.partition_report import PartitionReport
 from fl_lightning.callbacks.progress import RoundProgressBar
 from fl_lightning.cli_errors import Parser, explain
 from fl_lightning.federation.federation import Federation
-
-# A federated run without these among its callbacks gets them; each as it is by default.
-_WATCHERS: tuple[type[Callback], ...] = (PartitionReport, ClientEvaluation)
 
 
 class FederatedCLI(LightningCLI):
@@ -52,18 +50,13 @@ class FederatedCLI(LightningCLI):
             resume_newest_run(config)
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Add the federation, and what shows its course, to the Trainer's callbacks."""
+        """Add the federation, and what a federated run needs, to the Trainer's callbacks."""
         federation = self._get(self.config_init, "federation")
-        given = self._get(self.config_init, "trainer").get("callbacks") or []
-        given = given if isinstance(given, list) else [given]
-        extra: list[Callback] = []
         if federation is not None:
-            extra.append(federation)
-            extra += [k() for k in _WATCHERS if not any(isinstance(c, k) for c in given)]
-            bar_wanted = self._get(self.config_init, "trainer")["enable_progress_bar"] is not False
-            if bar_wanted and not any(isinstance(c, ProgressBar) for c in given):
-                extra.append(RoundProgressBar())
-        self._get(self.config_init, "trainer")["callbacks"] = [*given, *extra]
+            trainer = self._get(self.config_init, "trainer")
+            given = trainer.get("callbacks") or []
+            given = given if isinstance(given, list) else [given]
+            trainer["callbacks"] = [*given, federation, *companions(given, trainer)]
         return super().instantiate_trainer(**kwargs)
 
     def after_fit(self) -> None:
@@ -72,6 +65,30 @@ class FederatedCLI(LightningCLI):
         if self.config[self.subcommand].test_after_fit and _has_test(self.model, data):
             self.trainer.test(self.model, datamodule=data)
         report_whereabouts(self.trainer)
+
+
+def companions(given: Sequence[Callback], trainer: Mapping[str, Any]) -> list[Callback]:
+    """Return the callbacks that a federated run has unless the configuration brings its own.
+
+    Args:
+        given: the callbacks of the configuration.
+        trainer: the Trainer's other settings.
+    """
+    watchers: list[Callback] = [PartitionReport(), ClientEvaluation()]
+    if trainer["enable_progress_bar"] is not False:
+        watchers.append(RoundProgressBar())
+    resumable = any(isinstance(c, ModelCheckpoint) and c.save_last for c in given)
+    if trainer["enable_checkpointing"] is not False and not resumable:
+        # every round, so that a killed run loses no more than the round it was in
+        watchers.append(ModelCheckpoint(save_last=True, save_top_k=0, save_on_train_epoch_end=True))
+    taken = (ProgressBar, PartitionReport, ClientEvaluation)
+    return [
+        new
+        for new in watchers
+        if not any(
+            isinstance(new, kind) and isinstance(old, kind) for kind in taken for old in given
+        )
+    ]
 
 
 def _has_test(model: LightningModule, data: LightningDataModule | None) -> bool:
@@ -93,21 +110,21 @@ def resume_newest_run(config: Any) -> None:
     """
     loggers = config.trainer.get("logger")
     for logger in loggers if isinstance(loggers, list) else [loggers]:
-        options = getattr(logger, "init_args", None)
-        if options is None or options.get("save_dir") is None or options.get("version") is not None:
-            continue
-        folder = Path(options["save_dir"]) / (options.get("name") or "")
+        options = getattr(logger, "init_args", {})
+        if options.get("version") is not None:
+            continue  # Lightning finds it
+        save_dir = options.get("save_dir") or config.trainer.get("default_root_dir") or "."
         newest = max(
-            folder.glob("version_*/checkpoints/last*.ckpt"),
+            Path(save_dir, options.get("name") or "").glob("version_*/checkpoints/last*.ckpt"),
             key=lambda path: path.stat().st_mtime,
             default=None,
         )
-        if newest is None:
-            continue
-        config["ckpt_path"] = str(newest)
-        if "TensorBoard" in logger.class_path:  # others would delete what they wrote before
-            options["version"] = newest.parent.parent.name
-        return
+        if newest is not None:
+            config["ckpt_path"] = str(newest)
+            if "TensorBoard" in getattr(logger, "class_path", ""):
+                # goes on in the same folder; other loggers would delete what they wrote there
+                options["version"] = newest.parent.parent.name
+            return
 
 
 def report_whereabouts(trainer: Trainer) -> None:
