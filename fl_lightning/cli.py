@@ -22,7 +22,17 @@ from fl_lightning.callbacks.client_evaluation import ClientEvaluation
 from fl_lightning.callbacks.partition_report import PartitionReport
 from fl_lightning.callbacks.progress import RoundProgressBar
 from fl_lightning.cli_errors import Parser, explain
+from fl_lightning.federation.compatibility import check_one_process
 from fl_lightning.federation.federation import Federation
+
+
+_EXPECTED_WARNINGS = (
+    # the data sets here build whole batches in the main process: workers would only slow them
+    ".*does not have many workers",
+    # a resumed run goes on in its own folder, `validate` and `test` log in a new one
+    "Checkpoint directory .* exists and is not empty",
+    "The dirpath has changed",
+)
 
 
 class FederatedCLI(LightningCLI):
@@ -53,11 +63,14 @@ class FederatedCLI(LightningCLI):
         """Add the federation, and what a federated run needs, to the Trainer's callbacks."""
         federation = self._get(self.config_init, "federation")
         if federation is not None:
-            trainer = self._get(self.config_init, "trainer")
-            given = trainer.get("callbacks") or []
+            options = self._get(self.config_init, "trainer")
+            given = options.get("callbacks") or []
             given = given if isinstance(given, list) else [given]
-            trainer["callbacks"] = [*given, federation, *companions(given, trainer)]
-        return super().instantiate_trainer(**kwargs)
+            options["callbacks"] = [*given, federation, *companions(given, options)]
+        trainer = super().instantiate_trainer(**kwargs)
+        if federation is not None and self.subcommand == "fit":
+            check_one_process(trainer)
+        return trainer
 
     def after_fit(self) -> None:
         """Test the last model and say where everything is."""
@@ -153,8 +166,8 @@ def _short(path: str) -> str:
 
 def main(args: ArgsType = None) -> None:
     """Run the command line; a setting that cannot work ends it with one sentence."""
-    # the data sets here build whole batches in the main process: workers would only slow them
-    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    for expected in _EXPECTED_WARNINGS:
+        warnings.filterwarnings("ignore", message=expected)
     logging.getLogger("lightning.pytorch").setLevel(logging.INFO)
     try:
         FederatedCLI(

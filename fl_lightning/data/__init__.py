@@ -2,15 +2,12 @@
 
 from fl_lightning.data.cohort import AllClients, CohortSampler, PoissonCohort, UniformCohort
 from fl_lightning.data.digits import Digits
+from fl_lightning.data.dirichlet_labels import DirichletPerClass, DirichletPerClient
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.data.image_folder import ImageFolder
 from fl_lightning.data.images import ImageTensors
-from fl_lightning.data.label_skew import (
-    DirichletPerClass,
-    DirichletPerClient,
-    LabelShards,
-    McMahanShards,
-)
+from fl_lightning.data.label_shards import LabelShards
+from fl_lightning.data.mcmahan_shards import McMahanShards
 from fl_lightning.data.partition import IID, NaturalPartition, Partition
 from fl_lightning.data.quantity_skew import DirichletSizes, PowerLawSizes
 from fl_lightning.data.summary import PartitionSummary

@@ -4,7 +4,8 @@
 
 The index arrays are disjoint and together hold every position of ``labels`` once. A rule is a pure
 function of its arguments; each shard comes in ascending order (training shuffles for itself).
-Rules that look at labels: `fl_lightning.data.label_skew`; uneven sizes: `…data.quantity_skew`.
+Rules that look at labels are in `label_shards`, `mcmahan_shards` and `dirichlet_labels`, those of
+uneven sizes in `quantity_skew`.
 """
 
 from __future__ import annotations

@@ -58,12 +58,27 @@ def _module_problems(module: LightningModule) -> Iterator[str]:
         yield f"{name}.training_step takes a dataloader_iter: take (batch, batch_idx) instead"
 
 
-def _trainer_problems(trainer: Trainer) -> Iterator[str]:
+def check_one_process(trainer: Trainer) -> None:
+    """Refuse several processes; to be asked before the Trainer launches them.
+
+    Raises:
+        ConfigurationError: if the Trainer would run on more than one device.
+    """
+    problems = list(_strategy_problems(trainer))
+    if problems:
+        raise ConfigurationError("; ".join(problems))
+
+
+def _strategy_problems(trainer: Trainer) -> Iterator[str]:
     if not isinstance(trainer.strategy, SingleDeviceStrategy):
         yield (
             f"trainer.strategy {type(trainer.strategy).__name__} with {trainer.world_size} "
             "processes: a federation trains its clients in one process; set trainer.devices to 1"
         )
+
+
+def _trainer_problems(trainer: Trainer) -> Iterator[str]:
+    yield from _strategy_problems(trainer)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         for kind, advice in _CALLBACKS.items():
             if isinstance(callback, kind):

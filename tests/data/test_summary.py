@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from sklearn.datasets import load_digits
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.data.label_skew import DirichletPerClient, LabelShards
+from fl_lightning.data.dirichlet_labels import DirichletPerClient
+from fl_lightning.data.label_shards import LabelShards
 from fl_lightning.data.partition import IID
 from fl_lightning.data.summary import PartitionSummary, partition_fingerprint
 

@@ -1,0 +1,163 @@
+"""The command line as a user types it, mistakes included."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from fl_lightning.cli import main
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+QUICK = ["--config", str(CONFIGS / "quickstart.yaml")]
+ONE_ROUND = ["--trainer.max_epochs", "1", "--trainer.enable_progress_bar", "false"]
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["fl-lightning"])
+
+
+def fails(capsys, *args):
+    """Run, expect it to fail, and return what it says, which must be a line without traceback."""
+    with pytest.raises(SystemExit) as exit_:
+        main(list(args))
+    said = capsys.readouterr().err
+    if isinstance(exit_.value.code, str):
+        said = exit_.value.code
+    else:
+        assert exit_.value.code == 2
+    assert "Traceback" not in said
+    return said.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "says"),
+    [
+        ("--federation.cohort.init_args.fraction", "1.5", r"fraction must be in \(0, 1\], got 1.5"),
+        ("--federation.local_epoch", "2", r"'local_epoch' is not accepted.*'local_epochs'"),
+        ("--federation.local_steps", "3", "either local_steps or local_epochs"),
+        ("--federation.on_client_failure", "ignore", "ignore"),
+        ("--model.class_path", "fl_lightning.NoSuchModel", "has no attribute 'NoSuchModel'"),
+        ("--model.init_args.network", "vit_tinny", "no 'vit_tinny' in timm"),
+        ("--data.init_args.num_clients", "5000", "more clients than examples"),
+        ("--data.init_args.num_clients", "0", "num_clients must be at least 1"),
+        ("--data.init_args.client_val_fraction", "1", r"client_val_fraction must be in \[0, 1\)"),
+        (
+            "--data.init_args.partition.init_args.classes_per_client",
+            "11",
+            "classes_per_client must be at most the number of classes, 10, got 11",
+        ),
+        (
+            "--data.init_args.partition.init_args.classes",
+            "3",
+            "'classes' is not accepted.*classes_per_client",
+        ),
+        ("--trainer.devices", "2", "set trainer.devices to 1"),
+        ("--trainer.no_such", "2", "no_such"),
+        ("--config", "no_such.yaml", "no_such.yaml"),
+    ],
+)
+def test_mistakes_are_told_in_a_sentence(capsys, option, value, says):
+    said = fails(capsys, "fit", *QUICK, *ONE_ROUND, option, value)
+    assert re.search(says, said), said
+    assert len(said) < 600
+
+
+def test_unknown_subcommand(capsys):
+    assert "fit" in fails(capsys, "fitt", *QUICK)
+
+
+def test_the_resolved_config_is_printed_and_saved(capsys):
+    with pytest.raises(SystemExit):
+        main(["fit", *QUICK, "--print_config"])
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert printed["federation"]["local_epochs"] == 4
+    assert printed["federation"]["min_replies"] == 1
+
+    main(["fit", *QUICK, *ONE_ROUND, "--federation.local_epochs", "1"])
+    saved = yaml.safe_load(Path("runs/quickstart/version_0/config.yaml").read_text())
+    assert saved["federation"]["local_epochs"] == 1
+
+
+def test_fit_says_where_everything_is(capsys):
+    main(["fit", *QUICK, *ONE_ROUND])
+    said = capsys.readouterr().out
+    folder = "runs/quickstart/version_0"
+    assert f"checkpoint: {folder}/checkpoints/last.ckpt" in said
+    assert f"logs:       {folder}" in said
+    assert "tensorboard --logdir runs" in said
+    assert "test/accuracy" in said
+    for name in ("checkpoints/last.ckpt", "checkpoints/best.ckpt", "partition.csv", "config.yaml"):
+        assert Path(folder, name).exists()
+
+
+def test_validate_and_test_report_global_and_per_client_metrics(capsys, caplog):
+    main(["fit", *QUICK, *ONE_ROUND])
+    checkpoint = ["--ckpt_path", "runs/quickstart/version_0/checkpoints/last.ckpt"]
+    for command, metric in (("validate", "val/accuracy"), ("test", "test/accuracy")):
+        caplog.clear()
+        capsys.readouterr()
+        main([command, *QUICK, "--trainer.enable_progress_bar", "false", *checkpoint])
+        assert metric in capsys.readouterr().out
+        assert re.search(rf"clients: {metric} mean .* over 20 clients", caplog.text)
+
+
+def test_predict_gives_probabilities():
+    main(["fit", *QUICK, *ONE_ROUND, "--test_after_fit", "false"])
+    checkpoint = ["--ckpt_path", "runs/quickstart/version_0/checkpoints/last.ckpt"]
+    main(["predict", *QUICK, "--trainer.enable_progress_bar", "false", *checkpoint])
+
+
+def test_without_the_federation_block_training_is_central():
+    central = ["--config", str(CONFIGS / "centralized.yaml")]
+    main(["fit", *QUICK, *central, *ONE_ROUND])
+    checkpoint = next(Path("runs/quickstart").rglob("best.ckpt"))
+    state = torch.load(checkpoint, weights_only=True)
+    assert state["global_step"] == 81  # 1294 examples in batches of 16
+    assert "Federation" not in state["callbacks"]
+
+
+def test_a_checkpoint_of_another_model_is_refused(capsys):
+    main(["fit", *QUICK, *ONE_ROUND])
+    said = fails(
+        *(capsys, "fit", *QUICK, "--trainer.max_epochs", "2", "--ckpt_path", "last"),
+        *("--model.init_args.network_kwargs.embed_dim", "32"),
+    )
+    assert "another model" in said
+
+
+def test_a_checkpoint_of_another_partition_or_seed_is_refused(capsys):
+    main(["fit", *QUICK, *ONE_ROUND])
+    again = ["fit", *QUICK, "--trainer.max_epochs", "2", "--ckpt_path", "last"]
+    assert "another partition" in fails(capsys, *again, "--data.init_args.num_clients", "10")
+    assert "another seed" in fails(capsys, *again, "--federation.seed", "5")
+
+
+def test_resuming_goes_on_in_the_same_folder():
+    main(["fit", *QUICK, *ONE_ROUND])
+    main(["fit", *QUICK, *ONE_ROUND, "--trainer.max_epochs", "2", "--ckpt_path", "last"])
+    assert [path.name for path in Path("runs/quickstart").iterdir()] == ["version_0"]
+    checkpoints = {p.name for p in Path("runs/quickstart/version_0/checkpoints").iterdir()}
+    assert checkpoints == {"best.ckpt", "last.ckpt"}
+    last = torch.load("runs/quickstart/version_0/checkpoints/last.ckpt", weights_only=True)
+    assert last["global_step"] == 2
+
+
+def test_help_explains_every_option_of_the_block(capsys):
+    with pytest.raises(SystemExit):
+        main(["fit", "--federation.help"])
+    said = capsys.readouterr().out
+    for option in ("cohort", "local_steps", "aggregator", "server_optimizer", "min_replies"):
+        assert f"--federation.{option}" in said or f"--{option}" in said
+    assert "a round with fewer valid updates stops the run" in " ".join(said.split())
+
+
+def test_json_configs_work_as_well():
+    config = yaml.safe_load((CONFIGS / "quickstart.yaml").read_text())
+    Path("quick.json").write_text(json.dumps(config))
+    main(["fit", "--config", "quick.json", *ONE_ROUND, "--trainer.fast_dev_run", "true"])

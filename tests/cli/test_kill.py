@@ -1,0 +1,51 @@
+"""A run killed with SIGKILL and taken up again ends in the same bits."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+ROUNDS = 10
+
+
+def command(folder, *more):
+    return [
+        *(sys.executable, "-m", "fl_lightning", "fit", "--config", str(CONFIG)),
+        *("--trainer.max_epochs", str(ROUNDS), "--trainer.enable_progress_bar", "false"),
+        *("--trainer.logger.init_args.save_dir", str(folder), "--test_after_fit", "false"),
+        *("--federation.cohort.init_args.fraction", "0.5", *more),
+    ]
+
+
+def final_state(folder):
+    last = next(Path(folder).rglob("last.ckpt"))
+    checkpoint = torch.load(last, weights_only=True)
+    assert checkpoint["global_step"] == ROUNDS
+    return checkpoint["state_dict"]
+
+
+def test_killed_and_resumed_is_bit_identical(tmp_path):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    killed = subprocess.Popen(command(tmp_path / "killed"), env=environment)
+    deadline = time.monotonic() + 240
+    while not list((tmp_path / "killed").rglob("last.ckpt")):
+        assert time.monotonic() < deadline
+        assert killed.poll() is None, "it ended before its first checkpoint"
+        time.sleep(0.01)
+    time.sleep(0.15)  # into the next round
+    killed.send_signal(signal.SIGKILL)
+    assert killed.wait() == -signal.SIGKILL
+    saved = torch.load(next((tmp_path / "killed").rglob("last.ckpt")), weights_only=True)
+    assert 1 <= saved["global_step"] < ROUNDS
+
+    whole = command(tmp_path / "whole")
+    resumed = command(tmp_path / "killed", "--ckpt_path", "last")
+    for process in [subprocess.Popen(c, env=environment) for c in (whole, resumed)]:
+        assert process.wait() == 0
+    expected, resumed = final_state(tmp_path / "whole"), final_state(tmp_path / "killed")
+    assert all(torch.equal(expected[name], resumed[name]) for name in expected)

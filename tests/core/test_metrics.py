@@ -1,0 +1,91 @@
+"""Means over clients: pooled examples, spread over clients, state."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fl_lightning.core.metrics import ClientMeans
+
+clients = st.lists(
+    st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=9), min_size=1, max_size=8
+)
+
+
+def filled(entries):
+    means = ClientMeans()
+    for values, num_examples in entries:
+        means.add({name: torch.tensor(v) for name, v in values.items()}, num_examples)
+    return means
+
+
+@given(examples=clients)
+def test_the_mean_is_that_of_the_pooled_examples(examples):
+    means = ClientMeans()
+    for values in examples:
+        means.add({"loss": torch.tensor(values, dtype=torch.float64).mean()}, len(values))
+    pooled = np.concatenate(examples)
+    assert means.mean("loss") == pytest.approx(pooled.mean(), abs=1e-9)
+
+
+@given(examples=clients)
+def test_the_spread_counts_every_client_once(examples):
+    means = ClientMeans()
+    for values in examples:
+        means.add({"loss": torch.tensor(values[0])}, len(values))
+    assert means.spread("loss") == pytest.approx(np.std([v[0] for v in examples]), abs=1e-9)
+
+
+def test_three_clients_by_hand():
+    means = filled([({"loss": 2.0}, 1), ({"loss": 4.0}, 1), ({"loss": 6.0}, 2)])
+    assert means.mean("loss") == 4.5
+    assert means.spread("loss") == pytest.approx((8 / 3) ** 0.5)
+
+
+def test_one_client_has_no_spread():
+    means = filled([({"loss": 3.0}, 5)])
+    assert (means.mean("loss"), means.spread("loss")) == (3.0, 0.0)
+
+
+def test_a_metric_that_some_clients_lack_is_averaged_over_the_others():
+    means = filled([({"loss": 1.0}, 1), ({"loss": 2.0, "extra": 8.0}, 3)])
+    assert means.names == ["loss", "extra"]
+    assert means.mean("loss") == 1.75
+    assert means.mean("extra") == 8.0
+
+
+def test_values_keep_no_graph():
+    means = ClientMeans()
+    means.add({"loss": torch.tensor(1.0, requires_grad=True) * 2}, 1)
+    assert not means.values("loss").requires_grad
+    assert means.values("loss").dtype == torch.float64
+
+
+def test_half_precision_values_are_summed_in_double():
+    means = ClientMeans()
+    for _ in range(4097):  # bfloat16 cannot count so far
+        means.add({"loss": torch.tensor(1.0, dtype=torch.bfloat16)}, 1)
+    assert means.mean("loss") == 1.0
+
+
+def test_state_round_trip_in_the_middle(tmp_path):
+    entries = [({"loss": 0.1 * i, "accuracy": i / 7}, i + 1) for i in range(6)]
+    first, whole = filled(entries[:3]), filled(entries)
+    torch.save(first.state_dict(), tmp_path / "state")
+    resumed = ClientMeans()
+    resumed.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
+    for values, num_examples in entries[3:]:
+        resumed.add({name: torch.tensor(v) for name, v in values.items()}, num_examples)
+    assert resumed.names == whole.names
+    for name in whole.names:
+        assert resumed.mean(name) == whole.mean(name)
+        assert resumed.spread(name) == whole.spread(name)
+
+
+def test_a_state_does_not_change_afterwards():
+    means = filled([({"loss": 1.0}, 1)])
+    state = means.state_dict()
+    means.add({"loss": torch.tensor(3.0)}, 1)
+    assert state["loss"]["num_examples"] == [1]
+    assert state["loss"]["values"].tolist() == [1.0]

@@ -1,0 +1,278 @@
+"""A data module around another: whose examples are whose, and what is handed through."""
+
+import pytest
+import torch
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
+from toys import ToyData, toy_data
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.data.digits import Digits
+from fl_lightning.data.federated import FederatedDataModule
+from fl_lightning.data.label_shards import LabelShards
+from fl_lightning.data.partition import IID, NaturalPartition
+
+
+class Source(LightningDataModule):
+    """A data module whose training loader is given."""
+
+    def __init__(self, loader):
+        super().__init__()
+        self.loader = loader
+
+    def train_dataloader(self):
+        return self.loader
+
+
+class Letters(TensorDataset):
+    """Twelve examples by three writers."""
+
+    def __init__(self):
+        super().__init__(torch.arange(12.0), torch.arange(12) % 4)
+        self.writer = ["bo", "al", "cy", "al"] * 3
+
+
+def owned(data):
+    return [sorted(shard.tolist()) for shard in data.clients]
+
+
+def federated(loader, **options):
+    return FederatedDataModule(Source(loader), **{"num_clients": 3, "seed": 0, **options})
+
+
+class TestShards:
+    @pytest.mark.parametrize("partition", [None, IID(), LabelShards(classes_per_client=2)])
+    def test_are_a_cover_of_the_sources_training_set(self, partition):
+        data = FederatedDataModule(ToyData(), num_clients=7, partition=partition, seed=0)
+        assert len(data.clients) == 7
+        assert sorted(torch.cat(list(data.clients)).tolist()) == list(range(60))
+
+    def test_labels_are_found(self):
+        data = FederatedDataModule(
+            ToyData(), num_clients=6, partition=LabelShards(classes_per_client=1), seed=0
+        )
+        assert data.labels.tolist() == [i % 3 for i in range(60)]
+        assert data.summary().classes_per_client.tolist() == [1] * 6
+
+    def test_labels_can_be_named(self):
+        partition = LabelShards(classes_per_client=1)
+        data = federated(DataLoader(Letters()), partition=partition, labels="writer")
+        assert sorted(owned(data)) == [[0, 4, 8], [1, 3, 5, 7, 9, 11], [2, 6, 10]]
+
+    def test_natural_owners_need_no_number(self):
+        partition = NaturalPartition(attribute="writer")
+        data = federated(DataLoader(Letters()), num_clients=None, partition=partition)
+        assert owned(data) == [[1, 3, 5, 7, 9, 11], [0, 4, 8], [2, 6, 10]]
+        assert data.labels.tolist() == [0, 1, 2, 3] * 3
+
+    def test_natural_owners_through_a_subset(self):
+        loader = DataLoader(Subset(Letters(), [0, 1, 3, 4]))
+        data = federated(loader, num_clients=None, partition=NaturalPartition(attribute="writer"))
+        assert owned(data) == [[1, 2], [0, 3]]
+
+    def test_held_out_examples_are_never_trained_on(self):
+        plain, data = toy_data(), toy_data(client_val_fraction=0.25)
+        for whole, train, held in zip(plain.clients, data.clients, data.held_out, strict=True):
+            assert set(train.tolist()) | set(held.tolist()) == set(whole.tolist())
+            assert not set(train.tolist()) & set(held.tolist())
+            assert len(held) == max(1, round(0.25 * len(whole)))
+        assert [len(held) for held in plain.held_out] == [0] * 6
+
+
+class TestFingerprint:
+    def test_is_the_same_every_time(self):
+        assert toy_data().fingerprint == toy_data().fingerprint
+
+    @pytest.mark.parametrize(
+        "options", [{"seed": 1}, {"client_val_fraction": 0.1}, {"partition": IID()}]
+    )
+    def test_changes_with_what_clients_train_on(self, options):
+        assert toy_data(**options).fingerprint != toy_data().fingerprint
+
+    def test_the_held_out_choice_depends_on_the_seed(self):
+        partition = NaturalPartition(attribute="writer")
+        options = {"partition": partition, "client_val_fraction": 0.5}
+        held = []
+        for seed in (0, 0, 1):
+            data = federated(DataLoader(Letters()), seed=seed, **options)
+            held.append([sorted(shard.tolist()) for shard in data.held_out])
+        assert held[0] == held[1] != held[2]
+
+    def test_the_runs_seed_is_the_default(self, monkeypatch):
+        monkeypatch.setenv("PL_GLOBAL_SEED", "5")
+        assert toy_data(seed=None).fingerprint == toy_data(seed=5).fingerprint
+
+
+class TestBatches:
+    def test_are_the_data_sets_examples(self):
+        data = toy_data()
+        x, y = data.train_batch(data.clients[2])
+        expected = data.source.train[data.clients[2]]
+        assert torch.equal(x, expected[0])
+        assert torch.equal(y, expected[1])
+
+    def test_have_the_sources_size_unless_given(self):
+        assert toy_data(batch_size=5).batch_size == 5
+        assert (
+            FederatedDataModule(ToyData(batch_size=5), num_clients=2, batch_size=9).batch_size == 9
+        )
+
+    def test_have_the_size_of_a_sampler_of_whole_batches(self):
+        sampler = torch.utils.data.BatchSampler(range(12), batch_size=4, drop_last=True)
+        data = federated(DataLoader(Letters(), sampler=sampler, batch_size=None))
+        assert (data.batch_size, data.drop_last) == (4, True)
+
+    def test_drop_last_is_the_sources(self):
+        assert [toy_data(drop_last=drop).drop_last for drop in (False, True)] == [False, True]
+
+    def test_are_put_together_by_the_sources_collate(self):
+        loader = DataLoader(Letters(), collate_fn=lambda rows: [int(y) for _, y in rows])
+        assert federated(loader).train_batch(torch.tensor([3, 1])) == [3, 1]
+
+    def test_held_out_batches_hold_every_example_once(self):
+        data = toy_data(client_val_fraction=0.5, batch_size=4)
+        for client, held in enumerate(data.held_out):
+            batches = list(data.held_out_batches(client))
+            assert [size for _, size in batches] == [len(part) for part in held.split(4)]
+            found = torch.cat([x for (x, _), _ in batches])
+            assert torch.equal(found, data.source.train.tensors[0][held])
+
+    def test_without_held_out_examples_there_are_none(self):
+        assert list(toy_data().held_out_batches(0)) == []
+
+    def test_held_out_batches_are_not_augmented(self):
+        data = FederatedDataModule(
+            Digits(augment=True, seed=0), num_clients=5, client_val_fraction=0.5, seed=0
+        )
+        (first, _), (second, _) = (next(data.held_out_batches(0))[0] for _ in range(2))
+        assert torch.equal(first, second)
+        one, other = (data.train_batch(data.clients[0])[0] for _ in range(2))
+        assert not torch.equal(one, other)
+
+
+class TestSource:
+    def test_its_loaders_are_handed_through(self):
+        data = toy_data()
+        data.setup("fit")
+        assert len(data.val_dataloader().dataset) == 60
+        assert data.test_dataloader().batch_size == 32
+
+    def test_only_what_it_has_is_handed_through(self):
+        """Lightning asks `is_overridden` whether to validate, test and predict."""
+        stages = ("val_dataloader", "test_dataloader", "predict_dataloader")
+        bare, full = federated(DataLoader(Letters())), toy_data()
+        assert [is_overridden(s, bare, LightningDataModule) for s in stages] == [False] * 3
+        assert [is_overridden(s, full, LightningDataModule) for s in stages] == [True, True, False]
+
+    def test_its_batch_hooks_are_handed_through(self):
+        class Shifting(ToyData):
+            def on_after_batch_transfer(self, batch, dataloader_idx):
+                return batch + 1
+
+        data = FederatedDataModule(Shifting(), num_clients=3, seed=0)
+        assert data.on_after_batch_transfer(1, 0) == 2
+        assert toy_data().on_after_batch_transfer(1, 0) == 1
+
+    def test_its_own_training_loader_serves_central_training(self):
+        data = toy_data(batch_size=7)
+        data.setup("fit")
+        assert isinstance(data.train_dataloader(), DataLoader)
+        assert data.train_dataloader().batch_size == 7
+        rounds = [[0, 1], [2]]
+        data.train_in_rounds(rounds)
+        assert data.train_dataloader() is rounds
+        data.train_in_rounds(None)
+        assert isinstance(data.train_dataloader(), DataLoader)
+
+    def test_is_set_up_once_and_only_if_need_be(self):
+        class Counting(ToyData):
+            stages = ()
+
+            def setup(self, stage):
+                self.stages = (*self.stages, stage)
+                super().setup(stage)
+
+        data = FederatedDataModule(Counting(), num_clients=3, seed=0)
+        assert data.source.stages == ()
+        assert len(data.clients) == len(data.held_out) == 3
+        assert data.source.stages == ("fit",)
+        trained = FederatedDataModule(Counting(), num_clients=3, seed=0)
+        trained.setup("fit")
+        assert len(trained.clients) == 3
+        assert trained.source.stages == ("fit",)
+
+    def test_prepares_and_cleans_up(self):
+        class Noting(ToyData):
+            seen = ()
+
+            def prepare_data(self):
+                self.seen = (*self.seen, "prepare")
+
+            def teardown(self, stage):
+                self.seen = (*self.seen, stage)
+
+        data = FederatedDataModule(Noting(), num_clients=3, seed=0)
+        data.prepare_data()
+        data.teardown("fit")
+        assert data.source.seen == ("prepare", "fit")
+
+    def test_its_state_travels_along(self):
+        class Remembering(ToyData):
+            memory = 0
+
+            def state_dict(self):
+                return {"memory": self.memory}
+
+            def load_state_dict(self, state_dict):
+                self.memory = state_dict["memory"]
+
+        one, other = (FederatedDataModule(Remembering(), num_clients=3, seed=0) for _ in range(2))
+        one.source.memory = 7
+        state = one.state_dict()
+        assert state["partition"] == one.fingerprint
+        other.load_state_dict(state)
+        assert other.source.memory == 7
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(4))
+
+
+class TestRefuses:
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"num_clients": 0}, "num_clients must be at least 1, got 0"),
+            ({"num_clients": 3, "batch_size": 0}, "batch_size must be at least 1 example, got 0"),
+            ({"num_clients": 3, "client_val_fraction": 1.0}, r"must be in \[0, 1\), got 1.0"),
+            ({"num_clients": 3, "client_val_fraction": -0.1}, r"must be in \[0, 1\), got -0.1"),
+        ],
+    )
+    def test_values_out_of_range_at_once(self, options, message):
+        with pytest.raises(ConfigurationError, match=message):
+            FederatedDataModule(ToyData(), **options)
+
+    def test_no_number_where_the_partition_does_not_know(self):
+        with pytest.raises(ConfigurationError, match="FederatedDataModule needs num_clients"):
+            _ = FederatedDataModule(ToyData()).clients
+
+    @pytest.mark.parametrize(
+        "loader",
+        [[DataLoader(Letters())], {"a": DataLoader(Letters())}, Letters()],
+        ids=["list", "dict", "no loader"],
+    )
+    def test_what_cannot_be_divided_by_index(self, loader):
+        with pytest.raises(ConfigurationError, match="must return one DataLoader over a map-style"):
+            _ = federated(loader).clients
+
+    def test_a_stream(self):
+        with pytest.raises(ConfigurationError):
+            _ = federated(DataLoader(Stream())).clients
+
+    def test_batches_without_a_size(self):
+        loader = DataLoader(Letters(), batch_sampler=[[0, 1], [2]])
+        with pytest.raises(ConfigurationError, match="give FederatedDataModule a batch_size"):
+            _ = federated(loader).batch_size
+        assert federated(loader, batch_size=2).batch_size == 2

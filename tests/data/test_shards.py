@@ -1,0 +1,221 @@
+"""From indices to batches: epochs are permutations, batches the data set's own examples."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.data.shards import ClientShards, gather, local_batches, read_column
+
+X, Y = torch.arange(24.0).view(12, 2), torch.arange(12) % 5
+
+
+class Pairs(Dataset):
+    """Examples one by one, (x, y), without an attribute that holds the labels."""
+
+    def __len__(self):
+        return len(X)
+
+    def __getitem__(self, index):
+        return X[index], int(Y[index])
+
+
+class Whole(Pairs):
+    """The same, and whole batches at once."""
+
+    def gather(self, indices):
+        return X[indices], Y[indices]
+
+
+def drawn(num_examples, batch_size, *, seed=0, **options):
+    shard = torch.arange(100, 100 + num_examples)
+    generator = torch.Generator().manual_seed(seed)
+    return [b.tolist() for b in local_batches(shard, batch_size, generator, **options)]
+
+
+class TestLocalBatches:
+    @given(
+        num_examples=st.integers(1, 40),
+        batch_size=st.integers(1, 50),
+        num_epochs=st.integers(1, 4),
+        seed=st.integers(0, 99),
+    )
+    def test_every_epoch_is_a_permutation(self, num_examples, batch_size, num_epochs, seed):
+        found = drawn(num_examples, batch_size, seed=seed, num_epochs=num_epochs)
+        per_epoch = math.ceil(num_examples / batch_size)
+        assert len(found) == per_epoch * num_epochs
+        for epoch in range(num_epochs):
+            batches = found[epoch * per_epoch : (epoch + 1) * per_epoch]
+            assert sorted(itertools.chain(*batches)) == list(range(100, 100 + num_examples))
+            assert all(len(batch) == batch_size for batch in batches[:-1])
+
+    @given(
+        num_examples=st.integers(1, 40),
+        batch_size=st.integers(1, 50),
+        num_batches=st.integers(0, 30),
+        drop_last=st.booleans(),
+    )
+    def test_a_number_of_batches_wraps_around(
+        self, num_examples, batch_size, num_batches, drop_last
+    ):
+        options = {"drop_last": drop_last, "seed": 1}
+        found = drawn(num_examples, batch_size, num_batches=num_batches, **options)
+        assert len(found) == num_batches
+        epochs = drawn(num_examples, batch_size, num_epochs=30, **options)
+        assert found == epochs[:num_batches]
+
+    @given(num_examples=st.integers(1, 40), batch_size=st.integers(1, 50))
+    def test_drop_last_leaves_full_batches_or_the_only_one(self, num_examples, batch_size):
+        found = drawn(num_examples, batch_size, num_epochs=2, drop_last=True)
+        if num_examples < batch_size:
+            assert [len(batch) for batch in found] == [num_examples] * 2
+        else:
+            assert [len(batch) for batch in found] == [batch_size] * (
+                num_examples // batch_size * 2
+            )
+
+    def test_epochs_and_generators_differ(self):
+        first, second = drawn(30, 30, num_epochs=2)
+        assert first != second
+        assert drawn(30, 30, num_epochs=1) != drawn(30, 30, num_epochs=1, seed=1)
+
+    def test_nothing_is_drawn_before_it_is_needed(self):
+        generator = torch.Generator().manual_seed(0)
+        before = generator.get_state()
+        batches = local_batches(torch.arange(4), 2, generator, num_epochs=1)
+        assert torch.equal(generator.get_state(), before)
+        next(batches)
+        assert not torch.equal(generator.get_state(), before)
+
+
+class TestClientShards:
+    def test_by_hand(self):
+        shards = ClientShards([np.array([4, 0]), np.array([], dtype=np.int64), np.array([2])])
+        assert [shard.tolist() for shard in shards] == [[4, 0], [], [2]]
+        assert len(shards) == 3
+        assert shards.num_examples.tolist() == [2, 0, 1]
+        assert shards[2].dtype == torch.int64
+
+    def test_without_clients(self):
+        assert list(ClientShards([])) == []
+
+    @given(
+        lengths=st.lists(st.integers(0, 30), min_size=1, max_size=12),
+        fraction=st.floats(0, 1, exclude_max=True),
+        seed=st.integers(0, 99),
+    )
+    def test_hold_out_splits_every_shard(self, lengths, fraction, seed):
+        cuts = np.cumsum(lengths)[:-1]
+        order = np.random.default_rng(seed).permutation(sum(lengths))
+        shards = ClientShards(np.split(order, cuts))
+        kept, held = shards.hold_out(fraction, np.random.default_rng(seed))
+        for shard, stays, goes in zip(shards, kept, held, strict=True):
+            assert sorted([*stays.tolist(), *goes.tolist()]) == sorted(shard.tolist())
+            if fraction == 0 or len(shard) < 2:
+                assert len(goes) == 0
+            else:
+                assert 1 <= len(goes) <= len(shard) - 1
+                wanted = np.clip(round(fraction * len(shard)), 1, len(shard) - 1)
+                assert len(goes) == wanted
+
+    def test_hold_out_is_drawn(self):
+        shards = ClientShards([np.arange(100)])
+        found = [shards.hold_out(0.3, np.random.default_rng(seed))[1][0] for seed in (0, 0, 1)]
+        assert torch.equal(found[0], found[1])
+        assert not torch.equal(found[0], found[2])
+        assert sorted(found[0].tolist()) != list(range(30))
+
+
+class TestGather:
+    @pytest.mark.parametrize(
+        "dataset",
+        [
+            TensorDataset(X, Y),
+            Pairs(),
+            Whole(),
+            [(x, int(y)) for x, y in zip(X, Y, strict=True)],
+            ConcatDataset([TensorDataset(X[:5], Y[:5]), TensorDataset(X[5:], Y[5:])]),
+        ],
+        ids=["tensors", "one by one", "whole batches", "list", "concatenated"],
+    )
+    @pytest.mark.parametrize(
+        "indices_of_subset",
+        [None, [7, 3, 11, 0], torch.tensor([7, 3, 11, 0]), np.array([7, 3, 11, 0]), range(2, 8)],
+        ids=["all", "list", "tensor", "array", "range"],
+    )
+    def test_equals_a_loaders_batch(self, dataset, indices_of_subset):
+        if indices_of_subset is not None:
+            dataset = Subset(dataset, indices_of_subset)
+        indices = torch.tensor([2, 0, 3, 2])
+        found = gather(dataset, indices)
+        loader = DataLoader(dataset, batch_sampler=[indices.tolist()])
+        for one, other in zip(found, next(iter(loader)), strict=True):
+            assert torch.equal(one, other)
+
+    def test_sees_through_nested_subsets(self):
+        nested = Subset(Subset(Whole(), [5, 6, 7, 8]), [3, 1])
+        x, y = gather(nested, torch.tensor([1, 0]))
+        assert torch.equal(x, X[[6, 8]])
+        assert torch.equal(y, Y[[6, 8]])
+
+    def test_a_collate_function_of_ones_own_gets_examples(self):
+        for dataset in (TensorDataset(X, Y), Pairs(), Subset(Pairs(), range(12))):
+            labels = gather(dataset, torch.tensor([3, 4]), lambda rows: [int(y) for _, y in rows])
+            assert labels == [3, 4]
+
+    def test_a_subclass_of_a_tensor_data_set_keeps_its_own_examples(self):
+        class Negated(TensorDataset):
+            def __getitem__(self, index):
+                x, y = super().__getitem__(index)
+                return -x, y
+
+        x, _ = gather(Negated(X, Y), torch.tensor([1]))
+        assert torch.equal(x, -X[[1]])
+
+
+class TestReadColumn:
+    @pytest.mark.parametrize("name", ["targets", "labels", "y"])
+    @pytest.mark.parametrize("of", [list, np.array, torch.tensor])
+    def test_finds_the_usual_names(self, name, of):
+        dataset = Pairs()
+        setattr(dataset, name, of([3, 1, 2]))
+        assert read_column(dataset, None).tolist() == [3, 1, 2]
+
+    def test_finds_the_last_tensor(self):
+        assert read_column(TensorDataset(X, X, Y), None).tolist() == Y.tolist()
+
+    def test_falls_back_on_the_second_part_of_every_example(self):
+        assert read_column(Pairs(), None).tolist() == Y.tolist()
+
+    def test_a_name_goes_first(self):
+        dataset = Pairs()
+        dataset.targets, dataset.writer = [0, 0], ["bo", "al"]
+        assert read_column(dataset, "writer").tolist() == ["bo", "al"]
+
+    def test_follows_subsets(self):
+        dataset = Pairs()
+        dataset.writer = np.arange(12) * 10
+        nested = Subset(Subset(dataset, [5, 6, 7]), torch.tensor([2, 0]))
+        assert read_column(nested, "writer").tolist() == [70, 50]
+        assert read_column(nested, None).tolist() == Y[[7, 5]].tolist()
+
+    def test_refuses_a_name_that_is_not_there(self):
+        with pytest.raises(ConfigurationError, match="Pairs has no attribute 'writer'"):
+            read_column(Pairs(), "writer")
+
+    @pytest.mark.parametrize(
+        "example", [torch.tensor(1.0), {"x": 1, "y": 2}, (1,), (1, "cat"), (1, None)], ids=str
+    )
+    def test_refuses_examples_without_a_label(self, example):
+        class Odd(Pairs):
+            def __getitem__(self, index):
+                return example
+
+        with pytest.raises(ConfigurationError, match=r"labels of Odd .*labels='…'"):
+            read_column(Odd(), None)

@@ -1,0 +1,213 @@
+"""The server's step: FedAvg, momentum and Adam by their formulas; buffers; state inside a round.
+
+The vectors of FedAvgM were worked out from its recursion for x0 and three rounds of one client.
+"""
+
+import io
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fl_lightning.client.local_training import GlobalModel
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.update import ClientUpdate
+from fl_lightning.server.aggregators import Mean
+from fl_lightning.server.server import Server
+
+X0 = [1.0, -2.0, 0.5, 0.0]
+MOVES = [[0.1, -0.2, 0.0, 0.3], [-0.05, 0.1, 0.02, 0.3], [0.2, 0.0, -0.01, -0.1]]  # end - start
+
+numbers = st.floats(-10, 10, width=32)
+rounds = st.lists(
+    st.tuples(st.lists(numbers, min_size=2, max_size=2), st.integers(1, 99)), min_size=1, max_size=5
+)
+
+
+def model(params, buffers=()):
+    return GlobalModel(torch.tensor(params), torch.tensor(buffers))
+
+
+def update(delta, num_examples=1, buffers=(), client_id=0):
+    return ClientUpdate(client_id, torch.tensor(delta), torch.tensor(buffers), num_examples, 1)
+
+
+def play(server, *updates):
+    server.open_round()
+    for each in updates:
+        server.receive(each)
+    return server.close_round()
+
+
+def sgd(**options):
+    return lambda params: torch.optim.SGD(params, **options)
+
+
+def adam(params):
+    return torch.optim.Adam(params, lr=0.1, betas=(0.8, 0.95), eps=1e-3)
+
+
+def saved(state):
+    """Return the state as a checkpoint would bring it back."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@given(start=st.lists(numbers, min_size=2, max_size=2), entries=rounds)
+def test_fedavg_is_start_minus_mean_delta(start, entries):
+    server, mean = Server(model(start)), Mean()
+    mean.open(torch.empty(2))
+    for delta, num_examples in entries:
+        mean.add(update(delta, num_examples))
+    norm = play(server, *(update(*entry) for entry in entries))
+    assert torch.equal(server.model.params, torch.tensor(start) - mean.close())
+    assert float(norm) == pytest.approx(float(mean.close().norm()))
+
+
+def test_fedavg_by_hand():
+    server = Server(model([10.0]))
+    play(server, update([2.0], 1), update([4.0], 1), update([6.0], 2))
+    assert server.model.params.tolist() == [5.5]
+
+
+def test_one_client_brings_its_own_model():
+    start, end = [3.0, -1.0], torch.tensor([2.5, 7.0])
+    server = Server(model(start))
+    play(server, update((torch.tensor(start) - end).tolist(), 4))
+    assert torch.equal(server.model.params, end)
+
+
+def test_clients_may_count_alike():
+    server = Server(model([0.0]), Mean(weight_by_examples=False))
+    play(server, update([-1.0], 1), update([-3.0], 99))
+    assert server.model.params.tolist() == [2.0]
+
+
+@pytest.mark.parametrize(
+    ("nesterov", "expected"),
+    [(False, [1.376, -2.352, 0.528, 1.283]), (True, [1.5884, -2.4168, 0.5352, 1.6547])],
+)
+def test_fedavgm_after_three_rounds(nesterov, expected):
+    server = Server(model(X0), None, sgd(lr=1.0, momentum=0.9, nesterov=nesterov))
+    for move in MOVES:
+        play(server, update([-m for m in move]))
+    np.testing.assert_allclose(server.model.params.numpy(), expected, rtol=1e-6)
+
+
+@given(
+    deltas=st.lists(st.lists(numbers, min_size=2, max_size=2), min_size=1, max_size=6),
+    lr=st.floats(0.01, 2),
+    momentum=st.floats(0, 0.99),
+)
+def test_momentum_is_the_heavy_ball(deltas, lr, momentum):
+    server = Server(model([1.0, -1.0]), None, sgd(lr=lr, momentum=momentum))
+    x, velocity = np.array([1.0, -1.0]), np.zeros(2)
+    for delta in deltas:
+        play(server, update(delta, 2), update(delta, 2))
+        velocity = momentum * velocity + np.array(delta)
+        x = x - lr * velocity
+    np.testing.assert_allclose(server.model.params.numpy(), x, rtol=1e-4, atol=1e-3)
+
+
+def test_adam_by_its_formula():
+    server = Server(model(X0), None, adam)
+    x, first, second = np.array(X0), np.zeros(4), np.zeros(4)
+    for step, move in enumerate(MOVES, start=1):
+        gradient = -np.array(move)
+        play(server, update(gradient.tolist(), 3))
+        first = 0.8 * first + 0.2 * gradient
+        second = 0.95 * second + 0.05 * gradient**2
+        unbiased = first / (1 - 0.8**step), second / (1 - 0.95**step)
+        x = x - 0.1 * unbiased[0] / (np.sqrt(unbiased[1]) + 1e-3)
+    np.testing.assert_allclose(server.model.params.numpy(), x, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("make_optimizer", [sgd(lr=1.0, momentum=0.9, weight_decay=0.1), adam])
+def test_a_round_without_reply_changes_nothing(make_optimizer):
+    server = Server(model(X0, [5.0]), None, make_optimizer)
+    play(server, update(MOVES[0], buffers=[6.0]))
+    params, state = server.model.params.clone(), saved(server.state_dict())
+    assert play(server) == 0
+    assert torch.equal(server.model.params, params)
+    assert server.model.buffers.tolist() == [6.0]
+    assert str(server.state_dict()) == str(state)
+
+
+class TestBuffers:
+    @pytest.mark.parametrize("make_optimizer", [sgd(lr=0.1, momentum=0.9, weight_decay=1.0), adam])
+    def test_are_means_by_examples_whatever_the_optimizer(self, make_optimizer):
+        server = Server(model([0.0], [1.0, 1.0]), Mean(weight_by_examples=False), make_optimizer)
+        replies = [update([1.0], 1, [2.0, 0.0]), update([1.0], 3, [6.0, 4.0])]
+        for _ in range(2):
+            play(server, *replies)
+            assert server.model.buffers.tolist() == [5.0, 3.0]
+
+    def test_may_be_none(self):
+        server = Server(model([0.0]))
+        play(server, update([1.0]))
+        assert server.model.buffers.shape == (0,)
+
+
+class TestModel:
+    def test_is_a_copy_of_what_came_in(self):
+        start = model([1.0], [2.0])
+        server = Server(start)
+        play(server, update([1.0], 1, [3.0]))
+        assert (start.params.tolist(), start.buffers.tolist()) == ([1.0], [2.0])
+        assert not server.model.params.requires_grad
+
+    def test_can_be_replaced_under_the_same_optimizer(self):
+        server = Server(model([1.0]), None, sgd(lr=1.0, momentum=0.5))
+        play(server, update([4.0]))
+        server.replace_model(model([10.0]))
+        play(server, update([0.0]))
+        assert server.model.params.tolist() == [8.0]
+
+
+@pytest.mark.parametrize("make_optimizer", [sgd(lr=0.5, momentum=0.9), adam])
+@pytest.mark.parametrize("cut", [0, 1, 2, 3])
+def test_a_round_goes_on_from_its_state_bitwise(make_optimizer, cut):
+    replies = [update(move, 2 * i + 1, [0.3 * i], i) for i, move in enumerate(MOVES)]
+
+    def started():
+        server = Server(model(X0, [1.0]), None, make_optimizer)
+        play(server, *replies[:2])
+        server.open_round()
+        for each in replies[:cut]:
+            server.receive(each)
+        return server
+
+    def finished(server):
+        for each in replies[cut:]:
+            server.receive(each)
+        server.close_round()
+        play(server, *replies)
+        return server.model
+
+    before = started()
+    resumed = Server(model([0.0] * 4, [0.0]), None, make_optimizer)
+    resumed.replace_model(before.model)
+    resumed.load_state_dict(saved(before.state_dict()))
+    assert resumed.is_open
+    assert resumed.num_replies == cut
+    one, other = finished(before), finished(resumed)
+    assert torch.equal(one.params, other.params)
+    assert torch.equal(one.buffers, other.buffers)
+
+
+def test_between_rounds_there_is_no_round_in_the_state():
+    server = Server(model([0.0]))
+    play(server, update([1.0]))
+    assert list(server.state_dict()) == ["optimizer"]
+    other = Server(model([0.0]))
+    other.load_state_dict(saved(server.state_dict()))
+    assert not other.is_open
+
+
+def test_something_else_than_an_optimizer_is_refused():
+    with pytest.raises(ConfigurationError, match=r"must make a torch\.optim\.Optimizer, it made"):
+        Server(model([0.0]), None, list)
