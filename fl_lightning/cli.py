@@ -25,7 +25,6 @@ from fl_lightning.cli_errors import Parser, explain
 from fl_lightning.federation.compatibility import check_one_process
 from fl_lightning.federation.federation import Federation
 
-
 _EXPECTED_WARNINGS = (
     # the data sets here build whole batches in the main process: workers would only slow them
     ".*does not have many workers",
@@ -90,10 +89,9 @@ def companions(given: Sequence[Callback], trainer: Mapping[str, Any]) -> list[Ca
     watchers: list[Callback] = [PartitionReport(), ClientEvaluation()]
     if trainer["enable_progress_bar"] is not False:
         watchers.append(RoundProgressBar())
-    resumable = any(isinstance(c, ModelCheckpoint) and c.save_last for c in given)
-    if trainer["enable_checkpointing"] is not False and not resumable:
-        # every round, so that a killed run loses no more than the round it was in
-        watchers.append(ModelCheckpoint(save_last=True, save_top_k=0, save_on_train_epoch_end=True))
+    keeps_last = any(isinstance(c, ModelCheckpoint) and c.save_last for c in given)
+    if trainer["enable_checkpointing"] is not False and not keeps_last:
+        watchers.append(every_round_checkpoint())
     taken = (ProgressBar, PartitionReport, ClientEvaluation)
     return [
         new
@@ -102,6 +100,17 @@ def companions(given: Sequence[Callback], trainer: Mapping[str, Any]) -> list[Ca
             isinstance(new, kind) and isinstance(old, kind) for kind in taken for old in given
         )
     ]
+
+
+def every_round_checkpoint() -> ModelCheckpoint:
+    """Return a callback that overwrites ``last.ckpt`` at the end of every round.
+
+    A killed run loses no more than the round it was in. (``save_last`` alone saves only when the
+    callback saves another checkpoint as well.)
+    """
+    return ModelCheckpoint(
+        filename="last", enable_version_counter=False, save_on_train_epoch_end=True
+    )
 
 
 def _has_test(model: LightningModule, data: LightningDataModule | None) -> bool:

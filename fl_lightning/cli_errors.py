@@ -14,8 +14,8 @@ import sys
 from importlib import import_module
 from typing import NoReturn
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError, RoundFailure

@@ -97,7 +97,7 @@ class LocalTrainer:
         These are the optimizer's options, as the learning-rate schedule left them (some optimizers
         write to them while they step), and integer buffers such as batch norm's counter.
         """
-        self._options = [_without_params(group) for group in self._optimizer.param_groups]
+        self._options = [_copied(group) for group in self._optimizer.param_groups]
         self._integers = [buffer.clone() for buffer in self._integer_buffers]
 
     def restore(self, model: GlobalModel) -> None:
@@ -108,7 +108,9 @@ class LocalTrainer:
             buffer.copy_(value)
         self._optimizer.state.clear()
         for group, options in zip(self._optimizer.param_groups, self._options, strict=True):
-            group.update(options)
+            for added in group.keys() - options.keys() - {"params"}:
+                del group[added]
+            group.update(_copied(options))
 
     def train(
         self,
@@ -213,16 +215,19 @@ def loss_of(output: Any) -> Tensor | None:
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if loss is None and output is None:
         return None
-    if not isinstance(loss, Tensor):
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        shape = f" with a loss of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""
         raise ConfigurationError(
-            "training_step must return a loss tensor, a dict with the key 'loss', or None to skip "
-            f"the batch; it returned {type(output).__name__}"
+            "training_step must return a loss tensor with one element, a dict with the key 'loss', "
+            f"or None to skip the batch; it returned {type(output).__name__}{shape}"
         )
-    return loss
+    return loss if loss.ndim == 0 else loss.reshape(())
 
 
-def _without_params(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
+def _copied(options: dict[str, Any]) -> dict[str, Any]:
+    # a learning rate may be a tensor, which an optimizer or a schedule changes in place
+    values = ((k, v.clone() if isinstance(v, Tensor) else v) for k, v in options.items())
+    return {key: value for key, value in values if key != "params"}
 
 
 def _mean_loss(losses: list[Tensor], sizes: list[int]) -> dict[str, Tensor]:

@@ -74,15 +74,21 @@ class LogCollector:
         """Keep one value; the arguments are those of `LightningModule.log`.
 
         Raises:
-            ConfigurationError: for a ``reduce_fx`` other than mean, sum, min and max.
+            ConfigurationError: for a ``reduce_fx`` other than mean, sum, min and max, and for a
+                tensor with more than one element.
         """
         if name not in self._reductions:
             self._first_time(name, reduce_fx, prog_bar, bool(on_step and on_epoch))
         if isinstance(value, Metric):
             self._metrics[name] = value
             return
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise ConfigurationError(
+                f"self.log({name!r}, …) takes one number, got a tensor of shape "
+                f"{tuple(value.shape)}: reduce it first"
+            )
         self._values.setdefault(name, []).append(
-            value.detach() if isinstance(value, Tensor) else float(value)
+            value.detach().reshape(()) if isinstance(value, Tensor) else float(value)
         )
         self._weights.setdefault(name, []).append(batch_size or self._batch_size)
 

@@ -34,7 +34,8 @@ def derive_seed(root: int, purpose: str, *ids: int) -> int:
         False
     """
     name = purpose.encode()
-    message = struct.pack(f"<qq{len(ids)}q", root, len(name), *ids) + name
+    numbers = [number % 2**64 for number in (root, len(name), *ids)]
+    message = struct.pack(f"<{len(numbers)}Q", *numbers) + name
     return int.from_bytes(blake2b(message, digest_size=8).digest(), "little") >> 1
 
 

@@ -63,6 +63,12 @@ class Space:
                 f"{type(module).__name__} has no parameter with requires_grad=True: "
                 "there is nothing to train. Unfreeze at least one."
             )
+        unknown = [name for name, p in trainable.items() if not p.is_floating_point()]
+        if unknown:
+            raise ConfigurationError(
+                f"parameter {unknown[0]} is {trainable[unknown[0]].dtype}: updates are vectors of "
+                "real numbers. Store real and imaginary parts as two parameters."
+            )
         devices = {str(p.device) for p in trainable.values()}
         if len(devices) > 1:
             raise ConfigurationError(

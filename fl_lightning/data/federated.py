@@ -15,7 +15,7 @@ import numpy.typing as npt
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import numpy_generator, run_seed
@@ -62,7 +62,7 @@ class FederatedDataModule(LightningDataModule):
         >>> data.prepare_data(), data.setup("fit")
         (None, None)
         >>> len(data.clients), int(data.clients.num_examples.sum())
-        (10, 1293)
+        (10, 1294)
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class FederatedDataModule(LightningDataModule):
         if not self._is_set_up:  # once only: a source may split at random
             self.setup("fit")
         loader = self.source.train_dataloader()
-        if not isinstance(loader, DataLoader) or not hasattr(loader.dataset, "__getitem__"):
+        if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
             raise ConfigurationError(
                 f"{type(self.source).__name__}.train_dataloader() must return one DataLoader over "
                 f"a map-style data set (with __len__ and __getitem__), got {type(loader).__name__}"
@@ -135,9 +135,7 @@ class FederatedDataModule(LightningDataModule):
     @property
     def batch_size(self) -> int:
         """Examples per local batch."""
-        # loaders that index whole batches carry the size in their sampler
-        own = self._loader.batch_size or getattr(self._loader.sampler, "batch_size", None)
-        size = self._batch_size or own
+        size = self._batch_size or self._loader_option("batch_size")
         if size is None:
             raise ConfigurationError(
                 "the source's loader does not tell its batch size: "
@@ -148,8 +146,12 @@ class FederatedDataModule(LightningDataModule):
     @property
     def drop_last(self) -> bool:
         """Whether the source's loader leaves out a smaller last batch; then clients do as well."""
-        own = self._loader.drop_last or getattr(self._loader.sampler, "drop_last", False)
-        return bool(own)
+        return bool(self._loader_option("drop_last"))
+
+    def _loader_option(self, name: str) -> Any:
+        # a loader with a batch sampler, or one that is asked for whole batches, keeps it there
+        places = (self._loader, self._loader.batch_sampler, self._loader.sampler)
+        return next((value for place in places if (value := getattr(place, name, None))), None)
 
     @cached_property
     def labels(self) -> npt.NDArray[Any]:
@@ -159,12 +161,18 @@ class FederatedDataModule(LightningDataModule):
     @cached_property
     def _split(self) -> tuple[ClientShards, ClientShards]:
         attribute = getattr(self.partition, "attribute", None)
-        column = read_column(self.train_dataset, attribute) if attribute else self.labels
         num_clients = self.num_clients
+        if attribute is not None:
+            column = read_column(self.train_dataset, attribute)
+            num_clients = num_clients or len(np.unique(column))
+        elif getattr(self.partition, "uses_labels", True):
+            column = self.labels
+        else:
+            column = np.zeros(len(self.train_dataset), np.int64)  # type: ignore[arg-type]
         if num_clients is None:
-            if attribute is None:
-                raise ConfigurationError("FederatedDataModule needs num_clients")
-            num_clients = len(np.unique(column))
+            raise ConfigurationError(
+                f"FederatedDataModule needs num_clients with {type(self.partition).__name__}"
+            )
         shards = ClientShards(self.partition.assign(column, num_clients, self.seed))
         generator = numpy_generator(self.seed, "client validation")
         return shards.hold_out(self.client_val_fraction, generator)
@@ -185,8 +193,17 @@ class FederatedDataModule(LightningDataModule):
         return partition_fingerprint([shard.numpy() for shard in self.clients])
 
     def summary(self) -> PartitionSummary:
-        """Return sizes and classes of every client's training examples."""
-        return PartitionSummary.of([shard.numpy() for shard in self.clients], self.labels)
+        """Return sizes and classes of every client's training examples.
+
+        Examples whose labels are no classes (none, vectors, real numbers) count as of one class.
+        """
+        try:
+            labels = self.labels
+        except ConfigurationError:
+            labels = np.empty(0)
+        if labels.ndim != 1 or labels.dtype.kind not in "iubUS":
+            labels = np.zeros(len(self.train_dataset), np.int64)  # type: ignore[arg-type]
+        return PartitionSummary.of([shard.numpy() for shard in self.clients], labels)
 
     def train_batch(self, indices: Tensor) -> Any:
         """Return one training batch, shape (B, …), of the examples at ``indices``."""

@@ -11,7 +11,7 @@ uneven sizes in `quantity_skew`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 
@@ -22,7 +22,11 @@ MIN_ALPHA, MAX_ALPHA = 1e-100, 1e100  # floating point holds; far beyond any vis
 
 
 class Partition(Protocol):
-    """A rule that gives every example to exactly one client."""
+    """A rule that gives every example to exactly one client.
+
+    A rule that only counts examples may say so with a class attribute ``uses_labels = False``:
+    then data without labels can be divided as well.
+    """
 
     def assign(self, labels: np.ndarray, num_clients: int, seed: int) -> list[np.ndarray]:
         """Return one int64 array of positions in ``labels`` per client: a disjoint cover.
@@ -47,6 +51,8 @@ class IID:
         >>> sorted(len(shard) for shard in shards)
         [3, 3, 4]
     """
+
+    uses_labels: ClassVar[bool] = False
 
     def assign(self, labels: np.ndarray, num_clients: int, seed: int) -> list[np.ndarray]:
         """Return the shards, as `Partition.assign` says."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -43,6 +44,8 @@ class DirichletSizes:
         >>> sum(len(shard) for shard in shards), min(len(shard) for shard in shards) >= 1
         (100, True)
     """
+
+    uses_labels: ClassVar[bool] = False
 
     alpha: float
     min_examples: int = 1
@@ -72,6 +75,8 @@ class PowerLawSizes:
         >>> sorted(len(shard) for shard in shards)
         [20, 30, 60]
     """
+
+    uses_labels: ClassVar[bool] = False
 
     exponent: float
     min_examples: int = 1

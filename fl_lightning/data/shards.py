@@ -124,7 +124,7 @@ def local_batches(
     Example:
         >>> order = torch.Generator().manual_seed(0)
         >>> [b.tolist() for b in local_batches(torch.arange(5), 2, order, num_epochs=1)]
-        [[4, 1], [2, 3], [0]]
+        [[4, 0], [1, 3], [2]]
     """
     assert (num_epochs is None) != (num_batches is None)
     remaining = num_batches
@@ -167,7 +167,12 @@ def read_column(dataset: Dataset[Any], attribute: str | None) -> npt.NDArray[Any
 
 def _second_parts(dataset: Dataset[Any]) -> npt.NDArray[Any]:
     try:
-        return np.asarray([int(dataset[index][1]) for index in range(len(dataset))])  # type: ignore[arg-type]
+        values: npt.NDArray[Any] = np.asarray(
+            [np.asarray(dataset[i][1]).item() for i in range(len(dataset))]
+        )  # type: ignore[arg-type]
+        if values.dtype.kind not in "biufU":
+            raise TypeError(f"{values.dtype} is no label")
+        return values
     except (TypeError, ValueError, KeyError, IndexError) as error:
         raise ConfigurationError(
             f"cannot tell the labels of {type(dataset).__name__} for the partition: name the "

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from typing import Any, Literal, final
 
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import run_seed
 from fl_lightning.data.cohort import AllClients, CohortSampler, Population
 from fl_lightning.data.federated import FederatedDataModule
+from fl_lightning.federation.atomic_checkpoint import AtomicCheckpointIO
 from fl_lightning.federation.compatibility import check_compatible, check_one_optimizer
 from fl_lightning.federation.groups import RoundGroups
 from fl_lightning.federation.hooks import GroupsPassBy
@@ -99,6 +101,8 @@ class Federation(Callback):
         self._accumulate = trainer.accumulate_grad_batches
         trainer.accumulate_grad_batches = len(groups)
         trainer.log_every_n_steps = 1  # type: ignore[attr-defined]
+        if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
+            trainer.strategy.checkpoint_io = AtomicCheckpointIO()
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Build the round runner on the weights and the optimizer that are now in place."""

@@ -35,7 +35,7 @@ class RoundGroups:
         >>> groups = RoundGroups(UniformCohort(size=2), Population(np.full(5, 10)), seed=0)
         >>> groups.set_epoch(7)
         >>> len(groups), list(groups)
-        (2, [(0,), (3,)])
+        (2, [(2,), (3,)])
     """
 
     def __init__(self, sampler: CohortSampler, population: Population, seed: int) -> None:

@@ -39,6 +39,8 @@ class Aggregator(Protocol):
 class RunningMean:
     """A weighted mean of vectors, one pass over each, one accumulator.
 
+    m ← m + w / Σw (x - m): one vector, and any number of equal ones, come out bit for bit.
+
     Example:
         >>> mean = RunningMean(torch.empty(1))
         >>> mean.add(torch.tensor([1.0]), weight=1)
@@ -48,25 +50,25 @@ class RunningMean:
     """
 
     def __init__(self, like: Tensor) -> None:
-        self._sum = torch.zeros_like(like)
+        self._mean = torch.zeros_like(like)
         self._weight = 0.0
 
     def add(self, vector: Tensor, weight: float) -> None:
         """Take in one vector."""
-        self._sum.add_(vector, alpha=weight)
         self._weight += weight
+        self._mean.lerp_(vector, weight / self._weight)
 
     def value(self) -> Tensor:
         """Return the mean so far; zeros if nothing was added."""
-        return self._sum / self._weight if self._weight else self._sum.clone()
+        return self._mean.clone()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return sum and weight."""
-        return {"sum": self._sum, "weight": self._weight}
+        """Return mean and weight."""
+        return {"mean": self._mean, "weight": self._weight}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""
-        self._sum.copy_(state["sum"])
+        self._mean.copy_(state["mean"])
         self._weight = state["weight"]
 
 
@@ -102,7 +104,7 @@ class Mean:
         return self._mean.value()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sum and its weight."""
+        """Return the mean so far and its weight."""
         return self._mean.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -67,7 +67,7 @@ class Server:
 
     @property
     def model(self) -> GlobalModel:
-        """The present global model."""
+        """The present global model, live: `close_round` changes it in place."""
         return GlobalModel(self._params.detach(), self._buffers)
 
     def replace_model(self, model: GlobalModel) -> None:
@@ -97,7 +97,7 @@ class Server:
         self._params.grad = pseudo_gradient
         self.optimizer.step()
         self._params.grad = None
-        self._buffers = self._mean_buffers.value()
+        self._buffers.copy_(self._mean_buffers.value())
         norm: Tensor = torch.linalg.vector_norm(pseudo_gradient)
         return norm
 
@@ -118,6 +118,7 @@ class Server:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up where `state_dict` left off."""
         self.optimizer.load_state_dict(state["optimizer"])
+        self.is_open = False
         if "round" in state:
             self.open_round()
             self.num_replies = state["round"]["num_replies"]

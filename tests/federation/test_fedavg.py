@@ -22,7 +22,7 @@ def plain_fedavg(module, data, *, rounds, cohort, epochs, seed, server_lr=1.0):
     for r in range(rounds):
         rng = np.random.default_rng(derive_seed(seed, "cohort", r))
         chosen = sorted(rng.choice(len(data.clients), cohort, replace=False).tolist())
-        total, delta = 0, {n: torch.zeros_like(p) for n, p in model.items()}
+        total, delta = 0, {n: torch.zeros_like(p) for n, p in model.items()}  # a running mean
         for k in chosen:
             module.load_state_dict(model)
             optimizer = torch.optim.SGD(module.parameters(), lr=lr, momentum=0.9)
@@ -37,11 +37,11 @@ def plain_fedavg(module, data, *, rounds, cohort, epochs, seed, server_lr=1.0):
                     optimizer.zero_grad()
                     loss.backward()
                     optimizer.step()
-            for n, p in module.named_parameters():
-                delta[n].add_(model[n] - p.detach(), alpha=len(shard))
             total += len(shard)
+            for n, p in module.named_parameters():
+                delta[n].lerp_(model[n] - p.detach(), len(shard) / total)
         lr *= 0.9
-        model = {n: p - server_lr * delta[n] / total for n, p in model.items()}
+        model = {n: p - server_lr * delta[n] for n, p in model.items()}
     return torch.cat([p.flatten() for p in model.values()])
 
 
