@@ -6,7 +6,7 @@ loaders are the source's own; only its training set is divided among clients.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import numpy_generator, run_seed
 from fl_lightning.data.partition import IID, Partition
-from fl_lightning.data.shards import ClientShards, gather, read_column
+from fl_lightning.data.shards import ClientShards, batch_reader, read_column
 from fl_lightning.data.summary import PartitionSummary, partition_fingerprint
 
 # What a source may define and Lightning looks for on the data module: handed through if it does.
@@ -205,16 +205,21 @@ class FederatedDataModule(LightningDataModule):
             labels = np.zeros(len(self.train_dataset), np.int64)  # type: ignore[arg-type]
         return PartitionSummary.of([shard.numpy() for shard in self.clients], labels)
 
-    def train_batch(self, indices: Tensor) -> Any:
-        """Return one training batch, shape (B, …), of the examples at ``indices``."""
-        return gather(self.train_dataset, indices, self._loader.collate_fn)
+    @cached_property
+    def train_batch(self) -> Callable[[Tensor], Any]:
+        """The function from indices, shape (B,), to a training batch."""
+        return batch_reader(self.train_dataset, self._loader.collate_fn)
 
     def held_out_batches(self, client: int) -> Iterator[tuple[Any, int]]:
         """Yield (batch, size) over a client's held-out examples, without augmentation if known."""
-        dataset = _without_augmentation(self.train_dataset)
         for indices in self.held_out[client].split(self.batch_size):
             if len(indices):
-                yield gather(dataset, indices, self._loader.collate_fn), len(indices)
+                yield self._held_out_batch(indices), len(indices)
+
+    @cached_property
+    def _held_out_batch(self) -> Callable[[Tensor], Any]:
+        dataset = _without_augmentation(self.train_dataset)
+        return batch_reader(dataset, self._loader.collate_fn)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run must find unchanged."""

@@ -28,25 +28,28 @@ class BatchedDataset(Protocol):
         """Return the batch of the examples at `indices`, shape (B,), int64."""
 
 
-def gather(dataset: Dataset[Any], indices: Tensor, collate: Collate = default_collate) -> Any:
-    """Return one batch of a map-style data set.
+def batch_reader(
+    dataset: Dataset[Any], collate: Collate = default_collate
+) -> Callable[[Tensor], Any]:
+    """Return the fastest function from indices, shape (B,), to a batch of a map-style data set.
 
-    Tensor data sets and those with a ``gather`` method are indexed once; of others each example
-    is fetched and then collated, as a DataLoader without workers does.
+    Tensor data sets and those with a ``gather`` method are indexed once a batch; of others each
+    example is fetched and then collated, as a DataLoader without workers does.
 
     Example:
         >>> data = TensorDataset(torch.arange(4.0), torch.tensor([0, 1, 0, 1]))
-        >>> gather(data, torch.tensor([2, 3]))
+        >>> batch_reader(data)(torch.tensor([2, 3]))
         (tensor([2., 3.]), tensor([0, 1]))
     """
     if isinstance(dataset, BatchedDataset):
-        return dataset.gather(indices)
+        return dataset.gather
     if type(dataset) is TensorDataset and collate is default_collate:
-        return tuple(tensor[indices] for tensor in dataset.tensors)
+        tensors = dataset.tensors
+        return lambda indices: tuple([tensor[indices] for tensor in tensors])
     if type(dataset) is Subset:
-        inner = torch.as_tensor(dataset.indices)[indices]
-        return gather(dataset.dataset, inner, collate)
-    return collate([dataset[index] for index in indices.tolist()])
+        inner, places = batch_reader(dataset.dataset, collate), torch.as_tensor(dataset.indices)
+        return lambda indices: inner(places[indices])
+    return lambda indices: collate([dataset[index] for index in indices.tolist()])
 
 
 class ClientShards:
@@ -150,7 +153,8 @@ def read_column(dataset: Dataset[Any], attribute: str | None) -> npt.NDArray[Any
         ConfigurationError: if there is no such attribute, or examples do not have two parts.
     """
     if isinstance(dataset, Subset):
-        return read_column(dataset.dataset, attribute)[np.asarray(dataset.indices)]
+        inner: npt.NDArray[Any] = read_column(dataset.dataset, attribute)
+        return inner[np.asarray(dataset.indices)]  # type: ignore[no-any-return]
     for name in [attribute] if attribute else ["targets", "labels", "y"]:
         values = getattr(dataset, name, None)
         if values is not None:
@@ -166,15 +170,16 @@ def read_column(dataset: Dataset[Any], attribute: str | None) -> npt.NDArray[Any
 
 
 def _second_parts(dataset: Dataset[Any]) -> npt.NDArray[Any]:
+    count = len(dataset)  # type: ignore[arg-type]
     try:
         values: npt.NDArray[Any] = np.asarray(
-            [np.asarray(dataset[i][1]).item() for i in range(len(dataset))]
-        )  # type: ignore[arg-type]
+            [np.asarray(dataset[i][1]).item() for i in range(count)]
+        )
         if values.dtype.kind not in "biufU":
             raise TypeError(f"{values.dtype} is no label")
-        return values
     except (TypeError, ValueError, KeyError, IndexError) as error:
         raise ConfigurationError(
             f"cannot tell the labels of {type(dataset).__name__} for the partition: name the "
             "attribute that holds one label per example, as FederatedDataModule(labels='…')"
         ) from error
+    return values

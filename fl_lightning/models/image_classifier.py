@@ -192,8 +192,8 @@ def _build_timm(
     except Exception as error:  # timm raises what its layers raise
         given = {"image_size": image_size, **arguments}
         raise ConfigurationError(
-            f"network: timm cannot build {name!r} with {given} ({error}). Change image_size or "
-            "network_kwargs."
+            f"network: timm cannot build {name!r} with {given} ({error}). Change network, "
+            "image_size or network_kwargs."
         ) from error
     _check_patches(name, network, image_size)
     if not pretrained:

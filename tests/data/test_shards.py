@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.data.shards import ClientShards, gather, local_batches, read_column
+from fl_lightning.data.shards import ClientShards, batch_reader, local_batches, read_column
 
 X, Y = torch.arange(24.0).view(12, 2), torch.arange(12) % 5
 
@@ -153,20 +153,21 @@ class TestGather:
         if indices_of_subset is not None:
             dataset = Subset(dataset, indices_of_subset)
         indices = torch.tensor([2, 0, 3, 2])
-        found = gather(dataset, indices)
+        found = batch_reader(dataset)(indices)
         loader = DataLoader(dataset, batch_sampler=[indices.tolist()])
         for one, other in zip(found, next(iter(loader)), strict=True):
             assert torch.equal(one, other)
 
     def test_sees_through_nested_subsets(self):
         nested = Subset(Subset(Whole(), [5, 6, 7, 8]), [3, 1])
-        x, y = gather(nested, torch.tensor([1, 0]))
+        x, y = batch_reader(nested)(torch.tensor([1, 0]))
         assert torch.equal(x, X[[6, 8]])
         assert torch.equal(y, Y[[6, 8]])
 
     def test_a_collate_function_of_ones_own_gets_examples(self):
         for dataset in (TensorDataset(X, Y), Pairs(), Subset(Pairs(), range(12))):
-            labels = gather(dataset, torch.tensor([3, 4]), lambda rows: [int(y) for _, y in rows])
+            reader = batch_reader(dataset, lambda rows: [int(y) for _, y in rows])
+            labels = reader(torch.tensor([3, 4]))
             assert labels == [3, 4]
 
     def test_a_subclass_of_a_tensor_data_set_keeps_its_own_examples(self):
@@ -175,7 +176,7 @@ class TestGather:
                 x, y = super().__getitem__(index)
                 return -x, y
 
-        x, _ = gather(Negated(X, Y), torch.tensor([1]))
+        x, _ = batch_reader(Negated(X, Y))(torch.tensor([1]))
         assert torch.equal(x, -X[[1]])
 
 

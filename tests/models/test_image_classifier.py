@@ -288,7 +288,7 @@ class Rates(Callback):
     def __init__(self):
         self.rates = []
 
-    def on_train_batch_end(self, trainer, *_):
+    def on_train_batch_start(self, trainer, *_):
         self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
 
 

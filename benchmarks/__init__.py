@@ -1,0 +1,1 @@
+"""Measurements against bare PyTorch, each printed by a command."""
