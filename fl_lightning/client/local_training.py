@@ -85,6 +85,7 @@ class LocalTrainer:
         self._optimizer = optimizer
         self._step = step
         self._options: list[dict[str, Any]] = []
+        self._holds: GlobalModel | None = None
         self.start_round()
 
     def read(self) -> GlobalModel:
@@ -98,6 +99,7 @@ class LocalTrainer:
         write to them while they step), and integer buffers such as batch norm's counter.
         """
         self._options = [_copied(group) for group in self._optimizer.param_groups]
+        self._holds = None
         self._integers = [buffer.clone() for buffer in self._integer_buffers]
 
     def restore(self, model: GlobalModel) -> None:
@@ -111,6 +113,7 @@ class LocalTrainer:
             for added in group.keys() - options.keys() - {"params"}:
                 del group[added]
             group.update(_copied(options))
+        self._holds = model
 
     def train(
         self,
@@ -132,7 +135,9 @@ class LocalTrainer:
             ClientFailure: if a step raised (its error is the cause), if there was no step, or if
                 a loss or the delta is not finite.
         """
-        self.restore(start)
+        if self._holds is not start:
+            self.restore(start)
+        self._holds = None
         try:
             num_steps, losses, sizes = self._take_steps(batches)
         except ConfigurationError:
@@ -242,7 +247,7 @@ def _check_finite(update: ClientUpdate) -> None:
     loss = update.metrics.get("train/loss")
     if loss is not None and not bool(torch.isfinite(loss)):
         raise ClientFailure(update.client_id, f"its training loss is {float(loss)}")
-    if not bool(torch.isfinite(update.norm())):
+    if not bool(torch.isfinite(update.norm)):
         raise ClientFailure(update.client_id, "its update holds NaN or infinite values")
     if not bool(torch.isfinite(update.buffers).all()):
         raise ClientFailure(update.client_id, "its buffers hold NaN or infinite values")

@@ -9,7 +9,7 @@ so that small updates to a half-precision module are not lost on the server.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,7 @@ class Space:
         self.size = sum(self._sizes)
         self.dtype = torch.float64 if self._any_double() else torch.float32
         self.device = self._tensors[0].device if self._tensors else torch.device("cpu")
+        self._written: tuple[Tensor, list[Tensor]] = (torch.empty(0), [])
 
     def _any_double(self) -> bool:
         return any(tensor.dtype == torch.float64 for tensor in self._tensors)
@@ -96,13 +97,12 @@ class Space:
 
     def write(self, vector: Tensor) -> None:
         """Copy a vector of shape (k,) into the live tensors, in place."""
-        self.write_views(self.views(vector))
-
-    def write_views(self, views: Sequence[Tensor]) -> None:
-        """Copy what `views` returned into the live tensors: for a vector that is written often."""
+        if not self._tensors:
+            return
+        if self._written[0] is not vector:  # the same one is written for every client of a round
+            self._written = (vector, self.views(vector))
         with torch.no_grad():
-            if self._tensors:
-                torch._foreach_copy_(self._tensors, list(views))
+            torch._foreach_copy_(self._tensors, self._written[1])
 
     def views(self, vector: Tensor) -> list[Tensor]:
         """Return the vector's parts in the shapes of the tensors they belong to, without a copy.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -29,7 +30,8 @@ class ClientUpdate:
     num_steps: int
     metrics: dict[str, Tensor] = field(default_factory=dict)
 
+    @cached_property
     def norm(self) -> Tensor:
-        """Return the L2 norm of the delta; it is finite only if every coordinate is."""
+        """The L2 norm of the delta; it is finite only if every coordinate is."""
         norm: Tensor = torch.linalg.vector_norm(self.delta)
         return norm

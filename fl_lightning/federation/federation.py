@@ -7,13 +7,15 @@ Lightning's calendar: set up, log, save, restore, clean up.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any, Literal, final
 
+import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.core.seeds import run_seed
+from fl_lightning.core.seeds import preserve_global_generators, run_seed
 from fl_lightning.data.cohort import AllClients, CohortSampler, Population
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.atomic_checkpoint import AtomicCheckpointIO
@@ -85,7 +87,7 @@ class Federation(Callback):
         self.rounds: RoundRunner | None = None
         self._saved: dict[str, Any] = {}
         self._accumulate = 1
-        self._hooks: list[GroupsPassBy] = []
+        self._cleanup = ExitStack()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Have the fit loop ask for groups of clients instead of batches."""
@@ -96,9 +98,11 @@ class Federation(Callback):
         self._check_shards(data)
         groups = RoundGroups(self.cohort, Population(data.clients.num_examples), self.seed)
         data.train_in_rounds(groups)
+        self._cleanup.callback(data.train_in_rounds, None)
         # A client accumulates its own batches. For Lightning a round accumulates its groups: so
         # global_step, step-wise schedules and the loggers' x axis advance once per round.
         self._accumulate = trainer.accumulate_grad_batches
+        self._cleanup.callback(setattr, trainer, "accumulate_grad_batches", self._accumulate)
         trainer.accumulate_grad_batches = len(groups)
         trainer.log_every_n_steps = 1  # type: ignore[attr-defined]
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
@@ -120,25 +124,30 @@ class Federation(Callback):
             self.rounds.load_state_dict(self._saved)
             self._saved = {}
         install(trainer, self.rounds)
-        owners = (pl_module, trainer.datamodule)  # type: ignore[attr-defined]
-        self._hooks = [GroupsPassBy(owner) for owner in owners]
+        self._cleanup.enter_context(preserve_global_generators())
+        for owner in (pl_module, trainer.datamodule):  # type: ignore[attr-defined]
+            self._cleanup.callback(GroupsPassBy(owner).remove)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the round."""
+        """Log the round: metrics through the module, as any other; facts to the loggers alone."""
         assert self.rounds is not None
-        for name, value in self.rounds.record.as_logs().items():
+        record = self.rounds.record
+        for name, value in record.metrics().items():
             pl_module.log(name, value, prog_bar=self.rounds.in_progress_bar(name))
+        facts = record.facts()
+        trainer.callback_metrics.update({name: torch.tensor(v) for name, v in facts.items()})
+        for logger in trainer.loggers:
+            logger.log_metrics(facts, step=trainer.global_step - 1)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Give Trainer, module and data module back as they were."""
-        if stage != "fit":
-            return
-        for hooks in self._hooks:
-            hooks.remove()
-        self._hooks = []
-        trainer.accumulate_grad_batches = self._accumulate
-        if isinstance(trainer.datamodule, FederatedDataModule):  # type: ignore[attr-defined]
-            trainer.datamodule.train_in_rounds(None)  # type: ignore[attr-defined]
+        self._cleanup.close()
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Clean up after a run that failed or was interrupted as well."""
+        self._cleanup.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the server's state for the checkpoint."""

@@ -36,11 +36,11 @@ class RoundRecord:
     def add(self, update: ClientUpdate) -> None:
         """Take in one client's metrics and the norm of its update."""
         self.means.add(update.metrics, update.num_examples)
-        self.means.add({"round/client_update_norm": update.norm()}, update.num_examples)
+        self.means.add({"round/client_update_norm": update.norm}, update.num_examples)
 
-    def as_logs(self) -> dict[str, float]:
-        """Return what is logged for the round, by name."""
-        logs = {
+    def facts(self) -> dict[str, float]:
+        """Return what is known of the round whatever the model is."""
+        return {
             "round/cohort_size": float(self.num_sampled),
             "round/skipped": float(self.num_skipped),
             "round/update_norm": self.update_norm,
@@ -48,6 +48,10 @@ class RoundRecord:
             "round/bytes_up": float(self.bytes_up),
             "round/bytes_down": float(self.bytes_down),
         }
+
+    def metrics(self) -> dict[str, float]:
+        """Return the clients' metrics: mean over examples and spread over clients."""
+        logs = {}
         for name in self.means.names:
             logs[name] = self.means.mean(name)
             logs[f"{name}_spread"] = self.means.spread(name)

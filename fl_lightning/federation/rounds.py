@@ -21,7 +21,6 @@ from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.core.errors import ClientFailure, ConfigurationError, RoundFailure
 from fl_lightning.core.seeds import (
     derive_seed,
-    preserve_global_generators,
     seed_global_generators,
     torch_generator,
 )
@@ -87,7 +86,7 @@ class RoundRunner:
         """
         began = time.perf_counter()
         self._open_round()
-        with preserve_global_generators(), self._collector.listening_to(self._module):
+        with self._collector.listening_to(self._module):
             try:
                 for client in group:
                     self._train_client(client)

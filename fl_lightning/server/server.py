@@ -37,6 +37,11 @@ class Server:
         aggregator: how the deltas become one.
         make_optimizer: builds an optimizer over one flat parameter of shape (k,).
 
+    Attributes:
+        model: the present global model, which `close_round` changes in place.
+        num_replies: updates received in the open round.
+        is_open: whether a round has begun and not ended.
+
     Example:
         >>> server = Server(GlobalModel(torch.tensor([1.0]), torch.empty(0)))
         >>> server.open_round()
@@ -55,6 +60,8 @@ class Server:
     ) -> None:
         self._params = nn.Parameter(model.params.clone())
         self._buffers = model.buffers.clone()
+        # live: `close_round` changes it in place
+        self.model = GlobalModel(self._params.detach(), self._buffers)
         self._aggregator = aggregator if aggregator is not None else Mean()
         self.optimizer = make_optimizer([self._params])
         if not isinstance(self.optimizer, Optimizer):
@@ -64,11 +71,6 @@ class Server:
             )
         self.num_replies = 0
         self.is_open = False
-
-    @property
-    def model(self) -> GlobalModel:
-        """The present global model, live: `close_round` changes it in place."""
-        return GlobalModel(self._params.detach(), self._buffers)
 
     def replace_model(self, model: GlobalModel) -> None:
         """Go on from another global model, with the same optimizer."""

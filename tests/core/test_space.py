@@ -61,10 +61,9 @@ def test_views_share_the_vectors_memory():
 def test_views_can_be_written_again_and_again():
     space = Space.of_parameters(network())
     vector = torch.zeros(space.size)
-    views = space.views(vector)
     for value in (1.0, 2.0):
         vector.fill_(value)
-        space.write_views(views)
+        space.write(vector)
         assert torch.equal(space.read(), vector)
 
 

@@ -120,13 +120,18 @@ def test_timer_and_progress_bars(capsys):
     assert "train/loss" in shown.out + shown.err
 
 
-def test_csv_logger_has_one_row_per_round(tmp_path):
+def test_csv_logger_counts_rounds(tmp_path):
     fit(logger=CSVLogger(tmp_path, name="", version=""), max_epochs=3)
     with (tmp_path / "metrics.csv").open() as file:
-        rows = [row for row in csv.DictReader(file) if row["train/loss"]]
-    assert [row["step"] for row in rows] == ["0", "1", "2"]
-    assert all(float(row["round/seconds"]) > 0 for row in rows)
-    assert all(row["round/bytes_up"] == str(float(3 * 4 * 67)) for row in rows)
+        rows = list(csv.DictReader(file))
+
+    def column(name):
+        return {row["step"]: float(row[name]) for row in rows if row[name]}
+
+    for name in ("train/loss", "val/loss", "round/seconds"):
+        assert list(column(name)) == ["0", "1", "2"], name
+        assert min(column(name).values()) > 0
+    assert set(column("round/bytes_up").values()) == {3 * 4 * 67}
 
 
 def test_tensorboard_shows_what_a_user_looks_for(tmp_path):
