@@ -1,0 +1,95 @@
+"""Every file in configs/ runs for a round, on small data."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torchvision
+import yaml
+from small_sets import write_folder, write_pickles
+
+from fl_lightning.cli import main
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+SOURCE = "--data.init_args.source.init_args."
+ONE_ROUND = {
+    "--trainer.max_epochs": "1",
+    "--trainer.check_val_every_n_epoch": "1",
+    "--trainer.enable_progress_bar": "false",
+    "--trainer.accelerator": "cpu",
+}
+# what makes a base small enough for a test; diffs are tried over the base that they name
+SMALL = {
+    "quickstart.yaml": {},
+    "cifar10_images.yaml": {
+        "--federation.local_epochs": "1",
+        f"{SOURCE}root": "images",
+    },
+    "cifar100.yaml": {
+        "--model.init_args.pretrained": "false",
+        "--model.init_args.network_kwargs": "{embed_dim: 12, depth: 1, num_heads: 3, patch_size: 8}",
+        "--model.init_args.image_size": "32",
+        f"{SOURCE}download": "false",
+        f"{SOURCE}image_size": "32",
+        "--data.init_args.num_clients": "20",
+        "--trainer.precision": "bf16-mixed",  # what 16-mixed is on a CPU, after a warning
+    },
+}
+DIFFS = {"centralized.yaml": "quickstart.yaml", "noniid.yaml": "cifar100.yaml"}
+
+
+@pytest.fixture(autouse=True)
+def small_data(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["fl-lightning"])
+    monkeypatch.setattr(
+        torchvision.datasets.cifar, "check_integrity", lambda path, md5=None: Path(path).is_file()
+    )
+    names = [f"class {i}" for i in range(100)]
+    write_pickles(
+        *(tmp_path / "data" / "cifar-100-python", {"train": 800, "test": 200}, "fine_labels"),
+        *(("meta", "fine_label_names"), names),
+    )
+    write_folder(tmp_path / "images", "train", names[:10], 30, size=(32, 32))
+    write_folder(tmp_path / "images", "test", names[:10], 4, size=(32, 32))
+
+
+def run(config, base=None):
+    files = [base, config] if base else [config]
+    options = {**ONE_ROUND, **SMALL[files[0]]}
+    layers = [word for file in files for word in ("--config", str(CONFIGS / file))]
+    main(["fit", *layers, *(word for pair in options.items() for word in pair)])
+
+
+@pytest.mark.parametrize("config", SMALL)
+def test_every_base_runs_a_round(config):
+    run(config)
+    assert list(Path("runs").rglob("last.ckpt"))
+
+
+@pytest.mark.parametrize(("config", "base"), DIFFS.items())
+def test_every_diff_runs_over_its_base(config, base):
+    run(config, base)
+    assert list(Path("runs").rglob("best.ckpt"))
+    assert f"--config configs/{base} --config configs/{config}" in (CONFIGS / config).read_text()
+
+
+def test_no_config_is_left_out():
+    assert {path.name for path in CONFIGS.rglob("*.yaml")} == {*SMALL, *DIFFS}
+
+
+def test_diffs_change_only_what_they_are_about():
+    assert yaml.safe_load((CONFIGS / "centralized.yaml").read_text()) == {"federation": None}
+    assert list(yaml.safe_load((CONFIGS / "noniid.yaml").read_text())) == ["data"]
+
+
+def test_the_published_setting_is_the_one_in_the_file():
+    config = yaml.safe_load((CONFIGS / "cifar100.yaml").read_text())
+    model, data = config["model"]["init_args"], config["data"]["init_args"]
+    assert model["network"] == "vit_small_patch16_224.dino"
+    assert model["optimizer"]["init_args"] == {"lr": 1e-3, "momentum": 0.9, "weight_decay": 1e-4}
+    assert model["schedule"] == {"kind": "cosine"}
+    assert (data["num_clients"], data["source"]["init_args"]["batch_size"]) == (100, 64)
+    assert config["federation"]["cohort"]["init_args"] == {"fraction": 0.1}
+    assert config["federation"]["local_steps"] == 4
+    assert config["trainer"]["max_epochs"] == 500

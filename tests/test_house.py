@@ -1,0 +1,108 @@
+"""The plan of the house: imports run downhill, the README tells the truth."""
+
+import ast
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "fl_lightning"
+FLOORS = {
+    "core": 0,
+    "data": 1,
+    "models": 1,
+    "client": 2,
+    "server": 3,
+    "federation": 4,
+    "callbacks": 4,
+    "cli": 5,
+    "cli_errors": 5,
+    "__main__": 6,
+    "__init__": 6,
+}
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def imported(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module
+
+
+def room(path):
+    inside = path.relative_to(PACKAGE)
+    return inside.parts[0] if len(inside.parts) > 1 else inside.stem
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_file_imports_its_own_room_and_lower_floors(path):
+    own = room(path)
+    for module in imported(path):
+        if module.startswith("fl_lightning."):
+            other = module.split(".")[1]
+            assert other == own or FLOORS[other] < FLOORS[own], f"{path.name} imports {module}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_protected_names_of_lightning_stay_in_one_file(path):
+    source = path.read_text()
+    if path.name != "loop.py":
+        assert not re.search(r"fit_loop|epoch_loop|trainer\._|_logger_connector", source)
+    if room(path) in ("core", "client", "server"):
+        assert not any(module.startswith("lightning") for module in imported(path))
+
+
+def test_every_room_has_a_floor():
+    assert {room(path) for path in FILES} == set(FLOORS)
+
+
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_map_in_the_readme_is_the_disk():
+    block = re.search(r"```\nfl_lightning/\n(.*?)```", README, re.DOTALL).group(1)
+    names = {line.split()[0].rstrip("/") for line in block.splitlines() if line.strip()}
+    disk = {p.name for p in PACKAGE.iterdir() if p.name not in ("__pycache__", "py.typed")}
+    assert names == disk
+
+
+def commands():
+    blocks = re.findall(r"```(?:bash|sh)\n(.*?)```", README, re.DOTALL)
+    return [line for block in blocks for line in block.splitlines() if line and line[0] != "#"]
+
+
+def test_every_file_that_a_command_names_exists():
+    assert len(commands()) > 5
+    for command in commands():
+        for word in shlex.split(command):
+            if word.startswith(("configs/", "benchmarks/", "notebooks/")):
+                assert (ROOT / word).exists(), command
+
+
+@pytest.mark.parametrize("command", [c for c in commands() if "fl-lightning" in c])
+def test_the_command_line_of_every_command_is_understood(command, capsys, monkeypatch):
+    """The same words with --print_config: parsed, checked, resolved, but nothing is trained."""
+    from fl_lightning.cli import main
+
+    monkeypatch.chdir(ROOT)
+    words = shlex.split(command.split("#")[0].split("&&")[-1])
+    arguments = words[words.index("fl-lightning") + 1 :]
+    if "--help" in arguments or "--federation.help" in arguments:
+        pytest.skip("nothing to parse")
+    monkeypatch.setattr("sys.argv", ["fl-lightning"])
+    with pytest.raises(SystemExit) as exit_:
+        main([*arguments, "--print_config"])
+    assert exit_.value.code == 0
+    assert "class_path: fl_lightning" in capsys.readouterr().out
+
+
+def test_python_in_the_readme_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert blocks
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), {})  # noqa: S102 - our own words
