@@ -17,10 +17,10 @@ FLOORS = {
     "server": 3,
     "federation": 4,
     "callbacks": 4,
-    "cli": 5,
     "cli_errors": 5,
-    "__main__": 6,
-    "__init__": 6,
+    "cli": 6,
+    "__main__": 7,
+    "__init__": 7,
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
 
