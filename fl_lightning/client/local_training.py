@@ -162,12 +162,14 @@ class LocalTrainer:
         self, steps: Iterable[Sequence[SizedBatch]]
     ) -> tuple[int, list[Tensor], list[int]]:
         num_steps, losses, sizes = 0, [], []
+        step = self._step
         for step_batches in steps:
-            loss = self._step(step_batches, num_steps)
+            loss = step(step_batches, num_steps)
             num_steps += 1
             if loss is not None:
                 losses.append(loss)
-                sizes.append(sum(size for _, size in step_batches))
+                one = len(step_batches) == 1
+                sizes.append(step_batches[0][1] if one else sum(size for _, size in step_batches))
         return num_steps, losses, sizes
 
     def _delta(self, start: GlobalModel) -> Tensor:
@@ -217,6 +219,8 @@ def loss_of(output: Any) -> Tensor | None:
     Raises:
         ConfigurationError: for anything else.
     """
+    if type(output) is Tensor and output.ndim == 0:  # what it nearly always is
+        return output
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if loss is None and output is None:
         return None

@@ -42,6 +42,7 @@ class LightningStep:
         self._collector = collector
         self._accumulate = accumulate
         self._precision = trainer.precision_plugin
+        self._has_context = _has_context(self._precision)
         self._prepare = _batch_preparation(trainer)
         self._starts = overrides(self._module, "on_train_batch_start")
         self._ends = overrides(self._module, "on_train_batch_end")
@@ -52,9 +53,10 @@ class LightningStep:
     def __call__(self, batches: Sequence[SizedBatch], index: int) -> Tensor | None:
         """Take one optimizer step and return the mean loss, detached."""
         loss = self._lean(batches[0], index) if self.is_lean else self._full(batches, index)
-        for outputs, batch in self._ended:
-            self._module.on_train_batch_end(outputs, batch, index)
-        self._ended.clear()
+        if self._ended:
+            for outputs, batch in self._ended:
+                self._module.on_train_batch_end(outputs, batch, index)
+            self._ended.clear()
         return loss
 
     def _lean(self, sized_batch: SizedBatch, index: int) -> Tensor | None:
@@ -75,10 +77,12 @@ class LightningStep:
                 "on_train_batch_start returned -1 to skip the rest of the epoch: in a federation "
                 "a client's work is set by local_steps or local_epochs instead"
             )
-        with self._precision.train_step_context():
-            output = self._module.training_step(
-                *((batch, index) if self._takes_index else (batch,))
-            )
+        arguments = (batch, index) if self._takes_index else (batch,)
+        if self._has_context:
+            with self._precision.train_step_context():
+                output = self._module.training_step(*arguments)
+        else:
+            output = self._module.training_step(*arguments)
         if self._ends:
             outputs = output if isinstance(output, dict) else {"loss": output}
             self._ended.append((outputs, batch))
@@ -108,6 +112,12 @@ class LightningStep:
             callback.on_before_zero_grad(self._trainer, self._module, self._optimizer)
         self._module.on_before_zero_grad(self._optimizer)
         self._module.optimizer_zero_grad(self._trainer.current_epoch, index, self._optimizer)
+
+
+def _has_context(precision: Precision) -> bool:
+    """Return whether the training step runs in a context; that of full precision does nothing."""
+    names = ("train_step_context", "forward_context")
+    return any(getattr(type(precision), name) is not getattr(Precision, name) for name in names)
 
 
 def _batch_preparation(trainer: Trainer) -> Callable[[Any], Any] | None:

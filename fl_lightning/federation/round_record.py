@@ -21,6 +21,7 @@ class RoundRecord:
         bytes_up: received from clients, all together.
         update_norm: L2 norm of the aggregate.
         means: per-client metrics.
+        norms: L2 norm of each client's update.
         pooled: metrics over the examples of all clients together.
     """
 
@@ -31,15 +32,20 @@ class RoundRecord:
     bytes_up: int = 0
     update_norm: float = 0.0
     means: ClientMeans = field(default_factory=ClientMeans)
+    norms: ClientMeans = field(default_factory=ClientMeans)
     pooled: dict[str, float] = field(default_factory=dict)
 
     def add(self, update: ClientUpdate) -> None:
         """Take in one client's metrics and the norm of its update."""
         self.means.add(update.metrics, update.num_examples)
-        self.means.add({"round/client_update_norm": update.norm}, update.num_examples)
+        self.norms.add({"round/client_update_norm": update.norm}, update.num_examples)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the clients' metrics, each a mean over examples."""
+        return {name: self.means.mean(name) for name in self.means.names} | self.pooled
 
     def facts(self) -> dict[str, float]:
-        """Return what is known of the round whatever the model is."""
+        """Return what is known of the round besides: counts, bytes, norms, spreads over clients."""
         return {
             "round/cohort_size": float(self.num_sampled),
             "round/skipped": float(self.num_skipped),
@@ -47,24 +53,19 @@ class RoundRecord:
             "round/seconds": self.seconds,
             "round/bytes_up": float(self.bytes_up),
             "round/bytes_down": float(self.bytes_down),
+            **{name: self.norms.mean(name) for name in self.norms.names},
+            **{f"{name}_spread": self.means.spread(name) for name in self.means.names},
         }
-
-    def metrics(self) -> dict[str, float]:
-        """Return the clients' metrics: mean over examples and spread over clients."""
-        logs = {}
-        for name in self.means.names:
-            logs[name] = self.means.mean(name)
-            logs[f"{name}_spread"] = self.means.spread(name)
-        return logs | self.pooled
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain numbers and tensors."""
-        counts = {key: value for key, value in vars(self).items() if key != "means"}
-        return {**counts, "means": self.means.state_dict()}
+        values = dict(vars(self))
+        return values | {"means": self.means.state_dict(), "norms": self.norms.state_dict()}
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> RoundRecord:
         """Return the record that `state_dict` described."""
-        record = cls(**{key: value for key, value in state.items() if key != "means"})
+        record = cls(**{k: v for k, v in state.items() if k not in ("means", "norms")})
         record.means.load_state_dict(state["means"])
+        record.norms.load_state_dict(state["norms"])
         return record
