@@ -17,8 +17,8 @@ class RoundRecord:
         num_sampled: clients that were asked.
         num_skipped: those whose update could not be used.
         seconds: wall time of local training and the server's step.
-        bytes_down: sent to clients, all together.
-        bytes_up: received from clients, all together.
+        total_bytes_down: sent to the clients, all together.
+        total_bytes_up: received from the clients, all together.
         update_norm: L2 norm of the aggregate.
         means: per-client metrics.
         norms: L2 norm of each client's update.
@@ -28,8 +28,8 @@ class RoundRecord:
     num_sampled: int = 0
     num_skipped: int = 0
     seconds: float = 0.0
-    bytes_down: int = 0
-    bytes_up: int = 0
+    total_bytes_down: int = 0
+    total_bytes_up: int = 0
     update_norm: float = 0.0
     means: ClientMeans = field(default_factory=ClientMeans)
     norms: ClientMeans = field(default_factory=ClientMeans)
@@ -45,14 +45,19 @@ class RoundRecord:
         return {name: self.means.mean(name) for name in self.means.names} | self.pooled
 
     def facts(self) -> dict[str, float]:
-        """Return what is known of the round besides: counts, bytes, norms, spreads over clients."""
+        """Return what is known of the round besides: counts, norms, spreads over clients, bytes.
+
+        ``bytes_up`` and ``bytes_down`` are the payload of one client, the totals that of all.
+        """
         return {
             "round/cohort_size": float(self.num_sampled),
             "round/skipped": float(self.num_skipped),
             "round/update_norm": self.update_norm,
             "round/seconds": self.seconds,
-            "round/bytes_up": float(self.bytes_up),
-            "round/bytes_down": float(self.bytes_down),
+            "round/bytes_up": self.total_bytes_up / max(1, self.num_sampled - self.num_skipped),
+            "round/bytes_down": self.total_bytes_down / max(1, self.num_sampled),
+            "round/total_bytes_up": float(self.total_bytes_up),
+            "round/total_bytes_down": float(self.total_bytes_down),
             **{name: self.norms.mean(name) for name in self.norms.names},
             **{f"{name}_spread": self.means.spread(name) for name in self.means.names},
         }

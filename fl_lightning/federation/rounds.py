@@ -125,7 +125,7 @@ class RoundRunner:
 
     def _train_client(self, client: int) -> None:
         self.record.num_sampled += 1
-        self.record.bytes_down += self._num_bytes
+        self.record.total_bytes_down += self._num_bytes
         seed_global_generators(self._seed_of("local training", client))
         try:
             update = self._local.train(
@@ -144,7 +144,7 @@ class RoundRunner:
     def _receive(self, update: ClientUpdate) -> None:
         self.server.receive(update)
         self.record.add(update)
-        self.record.bytes_up += self._num_bytes
+        self.record.total_bytes_up += self._num_bytes
 
     def _skip_or_raise(self, failure: ClientFailure) -> None:
         located = f"round {self._trainer.current_epoch}, {failure}"

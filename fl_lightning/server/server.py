@@ -37,6 +37,9 @@ class Server:
         aggregator: how the deltas become one.
         make_optimizer: builds an optimizer over one flat parameter of shape (k,).
 
+    Raises:
+        ConfigurationError: if that is no optimizer that can step on a dense vector.
+
     Attributes:
         model: the present global model, which `close_round` changes in place.
         num_replies: updates received in the open round.
@@ -63,12 +66,8 @@ class Server:
         # live: `close_round` changes it in place
         self.model = GlobalModel(self._params.detach(), self._buffers)
         self._aggregator = aggregator if aggregator is not None else Mean()
+        _check_steps(make_optimizer)
         self.optimizer = make_optimizer([self._params])
-        if not isinstance(self.optimizer, Optimizer):
-            raise ConfigurationError(
-                f"server_optimizer must make a torch.optim.Optimizer, "
-                f"it made {type(self.optimizer).__name__}"
-            )
         self.num_replies = 0
         self.is_open = False
 
@@ -126,3 +125,23 @@ class Server:
             self.num_replies = state["round"]["num_replies"]
             self._aggregator.load_state_dict(state["round"]["aggregator"])
             self._mean_buffers.load_state_dict(state["round"]["buffers"])
+
+
+def _check_steps(make_optimizer: ServerOptimizer) -> None:
+    """Try a step on two numbers: some optimizers want matrices, sparse gradients or a closure."""
+    probe = nn.Parameter(torch.zeros(2))
+    probe.grad = torch.zeros(2)
+    try:
+        optimizer = make_optimizer([probe])
+        if isinstance(optimizer, Optimizer):
+            optimizer.step()
+    except Exception as error:
+        raise ConfigurationError(
+            f"server_optimizer cannot step on a vector of numbers ({type(error).__name__}: {error})"
+            ": use one like torch.optim.SGD, Adam or Adagrad"
+        ) from error
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigurationError(
+            "server_optimizer must make a torch.optim.Optimizer, "
+            f"it made {type(optimizer).__name__}"
+        )

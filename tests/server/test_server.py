@@ -211,3 +211,9 @@ def test_between_rounds_there_is_no_round_in_the_state():
 def test_something_else_than_an_optimizer_is_refused():
     with pytest.raises(ConfigurationError, match=r"must make a torch\.optim\.Optimizer, it made"):
         Server(model([0.0]), None, list)
+
+
+@pytest.mark.parametrize("make", [torch.optim.LBFGS, torch.optim.SparseAdam, lambda p: None])
+def test_optimizers_that_cannot_step_on_a_vector_are_refused(make):
+    with pytest.raises(ConfigurationError, match="server_optimizer"):
+        Server(GlobalModel(torch.zeros(3), torch.empty(0)), make_optimizer=make)
