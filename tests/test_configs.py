@@ -38,6 +38,10 @@ SMALL = {
 DIFFS = {"centralized.yaml": "quickstart.yaml", "noniid.yaml": "cifar100.yaml"}
 
 
+# Lightning's summary of a model in mixed precision counts bytes as if it were not
+pytestmark = pytest.mark.filterwarnings("ignore:Precision bf16-mixed is not supported")
+
+
 @pytest.fixture(autouse=True)
 def small_data(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

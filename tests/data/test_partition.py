@@ -1,5 +1,6 @@
 """Partitions: what every rule promises, what each adds, closed limits, measured cases, messages."""
 
+import dataclasses
 import itertools
 import time
 
@@ -407,7 +408,8 @@ class TestQuantitySkew:
 
     @pytest.mark.parametrize("rule", [DirichletSizes, PowerLawSizes])
     def test_refuses_a_minimum_beyond_the_data(self, rule):
-        skewed = rule(**{next(iter(rule.__dataclass_fields__)): 1.0}, min_examples=4)
+        concentration = dataclasses.fields(rule)[0].name
+        skewed = rule(**{concentration: 1.0}, min_examples=4)
         with pytest.raises(ConfigurationError, match="min_examples must be at most 3"):
             skewed.assign(np.zeros(10), 3, 0)
 
