@@ -144,7 +144,10 @@ def resume_newest_run(config: Any) -> None:
     """
     loggers = config.trainer.get("logger")
     for logger in loggers if isinstance(loggers, list) else [loggers]:
-        options = getattr(logger, "init_args", {})
+        # without a logger of its own Lightning writes to lightning_logs
+        options = getattr(
+            logger, "init_args", {} if logger is False else {"name": "lightning_logs"}
+        )
         if options.get("version") is not None:
             continue  # Lightning finds it
         save_dir = options.get("save_dir") or config.trainer.get("default_root_dir") or "."

@@ -12,6 +12,7 @@ import inspect
 import re
 import sys
 from importlib import import_module
+from pickle import UnpicklingError
 from typing import NoReturn
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -78,6 +79,13 @@ def explain(error: BaseException) -> str | None:
         if isinstance(cause, (ConfigurationError, MisconfigurationException, RoundFailure)):
             return str(cause)
         cause = cause.__cause__
+    text = str(error)
+    if isinstance(error, FileNotFoundError) and "heckpoint" in text:
+        return f"ckpt_path: {text} Give the path of a .ckpt file, or last."
+    if isinstance(error, UnpicklingError):
+        return "ckpt_path: the file is no checkpoint of Lightning, or a damaged one"
+    if text.startswith("Early stopping conditioned on metric"):
+        return text
     return _foreign_checkpoint(error)
 
 

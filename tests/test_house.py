@@ -16,7 +16,7 @@ FLOORS = {
     "client": 2,
     "server": 3,
     "federation": 4,
-    "callbacks": 4,
+    "callbacks": 5,
     "cli_errors": 5,
     "cli": 6,
     "__main__": 7,

@@ -1,1 +1,1 @@
-"""Floor 4: what is watched while rounds go by."""
+"""Floor 5: what is watched while rounds go by."""

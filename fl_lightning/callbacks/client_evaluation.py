@@ -21,7 +21,9 @@ from torch import Tensor
 
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.metric_states import MetricStates, metrics_of
 from fl_lightning.data.federated import FederatedDataModule
+from fl_lightning.federation.batches import batch_preparation, takes_index
 
 
 class ClientEvaluation(Callback):
@@ -94,25 +96,29 @@ def evaluate_clients(
         stage: ``validation`` or ``test``: whose step and whose metrics.
     """
     step = getattr(module, f"{stage}_step")
-    context = getattr(
-        trainer.precision_plugin, f"{'val' if stage == 'validation' else stage}_step_context"
-    )
+    prepare = batch_preparation(trainer) or (lambda batch: batch)
+    short = "val" if stage == "validation" else stage
+    context = getattr(trainer.precision_plugin, f"{short}_step_context")
     collector = LogCollector()
     was_training = {m: m.training for m in module.modules()}
-    module.eval()
+    before = MetricStates(metrics_of(module))
     values = {}
-    with collector.listening_to(module), context():
-        for client in range(len(data.held_out)):
-            for index, (batch, size) in enumerate(data.held_out_batches(client)):
-                collector.start_step(size)
-                batch = trainer.precision_plugin.convert_input(batch)
-                step(trainer.strategy.batch_to_device(batch, dataloader_idx=0), index)
-            metrics = collector.collect()
-            metrics |= {k: torch.tensor(v) for k, v in collector.collect_metrics().items()}
-            if metrics:
-                values[client] = metrics
-    for submodule, training in was_training.items():
-        submodule.training = training
+    module.eval()
+    try:
+        with collector.listening_to(module), context():
+            for client in range(len(data.held_out)):
+                for index, (batch, size) in enumerate(data.held_out_batches(client)):
+                    collector.start_step(size)
+                    arguments = (prepare(batch), index) if takes_index(step) else (prepare(batch),)
+                    step(*arguments)
+                metrics = collector.collect()
+                metrics |= {k: torch.tensor(v) for k, v in collector.collect_metrics().items()}
+                if metrics:
+                    values[client] = metrics
+    finally:
+        before.put_back()  # the clients' examples are no part of the module's own validation
+        for submodule, training in was_training.items():
+            submodule.training = training
     return values
 
 

@@ -98,6 +98,13 @@ class LocalTrainer:
         These are the optimizer's options, as the learning-rate schedule left them (some optimizers
         write to them while they step), and integer buffers such as batch norm's counter.
         """
+        present = [name for name, p in self._module.named_parameters() if p.requires_grad]
+        if present != self.space.names:
+            changed = sorted(set(present) ^ set(self.space.names))
+            raise ConfigurationError(
+                f"{changed[0]} was frozen or unfrozen during the run: what travels between clients "
+                "and server is settled when it starts. Freeze before, or start another run."
+            )
         self._options = [_copied(group) for group in self._optimizer.param_groups]
         self._holds = None
         self._integers = [buffer.clone() for buffer in self._integer_buffers]
@@ -147,15 +154,17 @@ class LocalTrainer:
             raise ClientFailure(client_id, f"{type(error).__name__}: {error}") from error
         if num_steps == 0:
             raise ClientFailure(client_id, "it took no local step: its shard is empty")
+        logged = self.collector.collect()
         update = ClientUpdate(
             client_id=client_id,
             delta=self._delta(start),
             buffers=self.buffers.read(),
             num_examples=num_examples,
             num_steps=num_steps,
-            metrics=_mean_loss(losses, sizes) | self.collector.collect(),
+            metrics=_mean_loss(losses, sizes),
         )
         _check_finite(update)
+        update.metrics.update(logged)  # a module may log a train/loss of its own
         return update
 
     def _take_steps(

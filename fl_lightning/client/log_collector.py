@@ -128,6 +128,7 @@ class LogCollector:
         values = {}
         for name, metric in self._metrics.items():
             values[self.epoch_names[name]] = float(metric.compute())
+        for metric in self._metrics.values():  # one object may be logged under several names
             metric.reset()
         self._metrics.clear()
         return values

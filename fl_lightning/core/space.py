@@ -64,6 +64,11 @@ class Space:
                 f"{type(module).__name__} has no parameter with requires_grad=True: "
                 "there is nothing to train. Unfreeze at least one."
             )
+        if any(isinstance(p, nn.UninitializedParameter) for p in trainable.values()):
+            raise ConfigurationError(
+                f"{type(module).__name__} has lazy layers: call it once on a dummy batch in "
+                "__init__ or configure_model, so that its parameters have shapes"
+            )
         unknown = [name for name, p in trainable.items() if not p.is_floating_point()]
         if unknown:
             raise ConfigurationError(

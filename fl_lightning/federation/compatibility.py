@@ -73,12 +73,18 @@ def _strategy_problems(trainer: Trainer) -> Iterator[str]:
     if not isinstance(trainer.strategy, SingleDeviceStrategy):
         yield (
             f"trainer.strategy {type(trainer.strategy).__name__} with {trainer.world_size} "
-            "processes: a federation trains its clients in one process; set trainer.devices to 1"
+            "processes: a federation trains its clients in one process; set trainer.devices to 1 and "
+            "leave trainer.strategy at auto"
         )
 
 
 def _trainer_problems(trainer: Trainer) -> Iterator[str]:
     yield from _strategy_problems(trainer)
+    if trainer.accumulate_grad_batches < 1:
+        yield (
+            "trainer.accumulate_grad_batches must be at least 1 batch, "
+            f"got {trainer.accumulate_grad_batches}"
+        )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         for kind, advice in _CALLBACKS.items():
             if isinstance(callback, kind):

@@ -15,7 +15,12 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.core.seeds import preserve_global_generators, run_seed
+from fl_lightning.core.seeds import (
+    derive_seed,
+    preserve_global_generators,
+    run_seed,
+    seed_global_generators,
+)
 from fl_lightning.data.cohort import AllClients, CohortSampler, Population
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.atomic_checkpoint import AtomicCheckpointIO
@@ -97,6 +102,7 @@ class Federation(Callback):
         data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
         self._check_shards(data)
         groups = RoundGroups(self.cohort, Population(data.clients.num_examples), self.seed)
+        self._groups = groups
         data.train_in_rounds(groups)
         self._cleanup.callback(data.train_in_rounds, None)
         # A client accumulates its own batches. For Lightning a round accumulates its groups: so
@@ -104,6 +110,7 @@ class Federation(Callback):
         self._accumulate = trainer.accumulate_grad_batches
         self._cleanup.callback(setattr, trainer, "accumulate_grad_batches", self._accumulate)
         trainer.accumulate_grad_batches = len(groups)
+        self._cleanup.callback(setattr, trainer, "log_every_n_steps", trainer.log_every_n_steps)  # type: ignore[attr-defined]
         trainer.log_every_n_steps = 1  # type: ignore[attr-defined]
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
             trainer.strategy.checkpoint_io = AtomicCheckpointIO()
@@ -111,6 +118,8 @@ class Federation(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Build the round runner on the weights and the optimizer that are now in place."""
         check_one_optimizer(trainer)
+        for config in trainer.lr_scheduler_configs:
+            config.interval = "epoch"  # a step is a round, however many groups of clients it has
         options = RoundOptions(
             local_steps=self.local_steps,
             local_epochs=self.local_epochs,
@@ -119,7 +128,9 @@ class Federation(Callback):
             min_replies=self.min_replies,
             seed=self.seed,
         )
-        self.rounds = RoundRunner(trainer, options, self.aggregator, self.server_optimizer)
+        self.rounds = RoundRunner(
+            trainer, options, self._groups, self.aggregator, self.server_optimizer
+        )
         if self._saved:
             self.rounds.load_state_dict(self._saved)
             self._saved = {}
@@ -127,6 +138,10 @@ class Federation(Callback):
         self._cleanup.enter_context(preserve_global_generators())
         for owner in (pl_module, trainer.datamodule):  # type: ignore[attr-defined]
             self._cleanup.callback(GroupsPassBy(owner).remove)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Let what hooks draw between rounds depend on the round alone."""
+        seed_global_generators(derive_seed(self.seed, "round", trainer.current_epoch))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the round: metrics through the module, as any other; facts to the loggers alone."""
@@ -173,7 +188,7 @@ def _check(
 ) -> None:
     problems = []
     if local_steps is not None and local_epochs is not None:
-        problems.append("give either local_steps or local_epochs, not both")
+        problems.append("give either local_steps or local_epochs, not both: set the other to null")
     for name, value in (("local_steps", local_steps), ("local_epochs", local_epochs)):
         if value is not None and value < 1:
             problems.append(f"{name} must be at least 1, got {value}")

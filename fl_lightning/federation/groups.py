@@ -65,10 +65,11 @@ class RoundGroups:
         return [ClientGroup(part.tolist()) for part in np.array_split(ids, self._num_groups)]
 
     def __iter__(self) -> Iterator[ClientGroup]:
-        groups = self.groups(self._round)
-        while self._position < len(groups):
-            self._position += 1
-            yield groups[self._position - 1]
+        yield from self.groups(self._round)[self._position :]
+
+    def advance(self) -> None:
+        """Say that a group is done; one that was interrupted is yielded again after resuming."""
+        self._position += 1
 
     def state_dict(self) -> dict[str, Any]:
         """Return round and position."""

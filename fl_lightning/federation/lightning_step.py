@@ -10,8 +10,7 @@ Two ways with one result:
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from torch.optim import LBFGS, Optimizer
 from fl_lightning.client.local_training import SizedBatch, loss_of
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.federation.batches import batch_preparation, takes_index
 from fl_lightning.federation.hooks import STEP_HOOKS, overrides
 
 
@@ -43,10 +43,10 @@ class LightningStep:
         self._accumulate = accumulate
         self._precision = trainer.precision_plugin
         self._has_context = _has_context(self._precision)
-        self._prepare = _batch_preparation(trainer)
+        self._prepare = batch_preparation(trainer)
         self._starts = overrides(self._module, "on_train_batch_start")
         self._ends = overrides(self._module, "on_train_batch_end")
-        self._takes_index = _takes_index(self._module)
+        self._takes_index = takes_index(self._module.training_step)
         self._ended: list[tuple[Any, Any]] = []
         self.is_lean = accumulate == 1 and _nothing_asked_for(trainer)
 
@@ -90,22 +90,25 @@ class LightningStep:
 
     def _full(self, batches: Sequence[SizedBatch], index: int) -> Tensor | None:
         losses: list[Tensor] = []
+        sizes: list[int] = []
 
         def closure() -> Tensor | None:
             losses.clear()  # an optimizer may evaluate the closure several times
+            sizes.clear()
             for number, (batch, size) in enumerate(batches):
-                loss = self._loss(batch, size, index)
+                loss = self._loss(batch, size, index * self._accumulate + number)
                 if number == 0:
                     self._zero_grad(index)
                 if loss is not None:
                     scaled = loss / self._accumulate if self._accumulate > 1 else loss
                     self._trainer.strategy.backward(scaled, self._optimizer)
-                    losses.append(loss.detach())
+                    losses.append(loss.detach() * size)
+                    sizes.append(size)
             return losses[-1] if losses else None
 
         optimizer = self._module.optimizers()
         self._module.optimizer_step(self._trainer.current_epoch, index, optimizer, closure)  # type: ignore[arg-type]
-        return torch.stack(losses).mean() if losses else None
+        return torch.stack(losses).sum() / sum(sizes) if losses else None
 
     def _zero_grad(self, index: int) -> None:
         for callback in self._trainer.callbacks:  # type: ignore[attr-defined]
@@ -118,33 +121,6 @@ def _has_context(precision: Precision) -> bool:
     """Return whether the training step runs in a context; that of full precision does nothing."""
     names = ("train_step_context", "forward_context")
     return any(getattr(type(precision), name) is not getattr(Precision, name) for name in names)
-
-
-def _batch_preparation(trainer: Trainer) -> Callable[[Any], Any] | None:
-    """Return what happens to a batch before the training step; None if nothing does."""
-    module, data = trainer.lightning_module, trainer.datamodule  # type: ignore[attr-defined]
-    precision, strategy = trainer.precision_plugin, trainer.strategy
-    before = next(
-        (o.on_before_batch_transfer for o in (data, module) if overrides(o, _BEFORE)), None
-    )
-    converts = type(precision).convert_input is not Precision.convert_input
-    moves = strategy.root_device.type != "cpu" or any(
-        overrides(owner, hook) for owner in (module, data) for hook in _TRANSFER
-    )
-    if before is None and not converts and not moves:
-        return None
-
-    def prepare(batch: Any) -> Any:
-        batch = precision.convert_input(batch)
-        if before is not None:
-            batch = before(batch, 0)
-        return strategy.batch_to_device(batch, dataloader_idx=0)
-
-    return prepare
-
-
-_BEFORE = "on_before_batch_transfer"
-_TRANSFER = ("transfer_batch_to_device", "on_after_batch_transfer")
 
 
 def _nothing_asked_for(trainer: Trainer) -> bool:
@@ -162,7 +138,3 @@ def _nothing_asked_for(trainer: Trainer) -> bool:
         and not trainer.gradient_clip_val
         and getattr(trainer.precision_plugin, "scaler", None) is None
     )
-
-
-def _takes_index(module: LightningModule) -> bool:
-    return len(inspect.signature(module.training_step).parameters) > 1

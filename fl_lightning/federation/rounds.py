@@ -19,16 +19,16 @@ from lightning.pytorch.utilities import rank_zero_warn
 from fl_lightning.client.local_training import GlobalModel, LocalTrainer, SizedBatch
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.core.errors import ClientFailure, ConfigurationError, RoundFailure
+from fl_lightning.core.metric_states import MetricStates, metrics_of
 from fl_lightning.core.seeds import (
     derive_seed,
     seed_global_generators,
     torch_generator,
 )
-from fl_lightning.core.update import ClientUpdate
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.data.shards import local_batches
 from fl_lightning.federation.client_scaler import ClientScaler
-from fl_lightning.federation.groups import ClientGroup
+from fl_lightning.federation.groups import ClientGroup, RoundGroups
 from fl_lightning.federation.lightning_step import LightningStep
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.server.aggregators import Aggregator
@@ -54,6 +54,7 @@ class RoundRunner:
         trainer: set up, with its optimizer built and its module on its device.
         options: what a round does.
         aggregator: how updates become one.
+        groups: learns when a group is done.
         server_optimizer: how the global model moves.
     """
 
@@ -61,11 +62,14 @@ class RoundRunner:
         self,
         trainer: Trainer,
         options: RoundOptions,
+        groups: RoundGroups,
         aggregator: Aggregator,
         server_optimizer: ServerOptimizer,
     ) -> None:
         self._trainer = trainer
         self._options = options
+        self._groups = groups
+        self._metrics = metrics_of(trainer.lightning_module)
         self._module = trainer.lightning_module
         self._data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
         self._collector = LogCollector()
@@ -74,7 +78,13 @@ class RoundRunner:
         self._scaler = ClientScaler(getattr(trainer.precision_plugin, "scaler", None))
         self.server = Server(self._local.read(), aggregator, server_optimizer)
         self.record = RoundRecord()
+        spaces = (self._local.space, self._local.buffers)
+        saved = self._module.state_dict().keys()
+        self._is_kept_by_lightning = all(
+            s.is_lossless and s.dtype == torch.float32 and saved >= set(s.names) for s in spaces
+        )
         self._is_noted = False
+        self._finished: list[int] = []  # clients of the open round, for the case of interruption
 
     def train_group(self, group: ClientGroup) -> None:
         """Train some clients of the present round and fold in their updates.
@@ -89,9 +99,12 @@ class RoundRunner:
         with self._collector.listening_to(self._module):
             try:
                 for client in group:
-                    self._train_client(client)
+                    if client not in self._finished:
+                        self._train_client(client)
             finally:
                 self._local.restore(self.server.model)
+                self._scaler.wind_back()
+        self._groups.advance()
         self.record.seconds += time.perf_counter() - began
 
     def close_round(self) -> None:
@@ -107,6 +120,7 @@ class RoundRunner:
         self.record.pooled = self._collector.collect_metrics()
         self._scaler.end_round()
         self._is_noted = False
+        self._finished.clear()
         self._local.restore(self.server.model)
         self.record.seconds += time.perf_counter() - began
 
@@ -121,12 +135,13 @@ class RoundRunner:
             self._is_noted = True
         if not self.server.is_open:
             self.record = RoundRecord()
+            if self._is_kept_by_lightning:  # hooks between rounds may have changed it
+                self.server.replace_model(self._local.read())
             self.server.open_round()
 
     def _train_client(self, client: int) -> None:
-        self.record.num_sampled += 1
-        self.record.total_bytes_down += self._num_bytes
         seed_global_generators(self._seed_of("local training", client))
+        metrics = MetricStates(self._metrics)
         try:
             update = self._local.train(
                 self.server.model,
@@ -134,17 +149,20 @@ class RoundRunner:
                 num_examples=int(self._data.clients.num_examples[client]),
                 batches=self._steps_of(client),
             )
-        except ClientFailure as failure:
+        except BaseException as error:  # also an interruption, after which a checkpoint may follow
+            metrics.put_back()
             self._scaler.wind_back()
-            self._skip_or_raise(failure)
-            return
-        self._scaler.end_client()
-        self._receive(update)
-
-    def _receive(self, update: ClientUpdate) -> None:
-        self.server.receive(update)
-        self.record.add(update)
-        self.record.total_bytes_up += self._num_bytes
+            if not isinstance(error, ClientFailure):
+                raise
+            self._skip_or_raise(error)
+        else:
+            self._scaler.end_client()
+            self.server.receive(update)
+            self.record.add(update)
+            self.record.total_bytes_up += self._num_bytes
+        self.record.num_sampled += 1
+        self.record.total_bytes_down += self._num_bytes
+        self._finished.append(client)
 
     def _skip_or_raise(self, failure: ClientFailure) -> None:
         located = f"round {self._trainer.current_epoch}, {failure}"
@@ -188,8 +206,8 @@ class RoundRunner:
     def state_dict(self) -> dict[str, Any]:
         """Return everything but the model, which is among the checkpoint's weights.
 
-        Those are rounded in half precision, and Lightning rounds them to single precision when it
-        loads them; so in any other precision the server's own are kept as well.
+        That holds only for single precision (others are rounded on the way) and for buffers that
+        are saved; otherwise the server's own model is kept as well.
         """
         state = {
             "space": self._local.space.fingerprint(),
@@ -198,8 +216,9 @@ class RoundRunner:
             "record": self.record.state_dict(),
             "scaler": self._scaler.state_dict(),
             "metrics": self._collector.metric_states(self._module),
+            "finished": list(self._finished),
         }
-        if not self._is_single_precision:
+        if not self._is_kept_by_lightning:
             state["model"] = vars(self.server.model)
         return state
 
@@ -218,11 +237,7 @@ class RoundRunner:
         self.record = RoundRecord.from_state_dict(state["record"])
         self._scaler.load_state_dict(state["scaler"])
         self._collector.load_metric_states(self._module, state["metrics"])
-
-    @property
-    def _is_single_precision(self) -> bool:
-        spaces = (self._local.space, self._local.buffers)
-        return all(s.is_lossless and s.dtype == torch.float32 for s in spaces)
+        self._finished = list(state["finished"])
 
 
 def _check_same(what: str, saved: Any, present: Any) -> None:
