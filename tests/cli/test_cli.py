@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fl_lightning.cli import main
 
@@ -60,6 +61,10 @@ def fails(capsys, *args):
         ("--trainer.devices", "2", "set trainer.devices to 1"),
         ("--trainer.no_such", "2", "no_such"),
         ("--config", "no_such.yaml", "no_such.yaml"),
+        ("--ckpt_path", "no_such.ckpt", r"no_such\.ckpt.*path of a \.ckpt file"),
+        ("--ckpt_path", __file__, "no checkpoint of Lightning"),
+        ("--trainer.accumulate_grad_batches", "0", "accumulate_grad_batches must be at least 1"),
+        ("--federation.server_optimizer", "torch.optim.LBFGS", "server_optimizer cannot step"),
     ],
 )
 def test_mistakes_are_told_in_a_sentence(capsys, option, value, says):
@@ -146,6 +151,17 @@ def test_resuming_goes_on_in_the_same_folder():
     assert checkpoints == {"best.ckpt", "last.ckpt"}
     last = torch.load("runs/quickstart/version_0/checkpoints/last.ckpt", weights_only=True)
     assert last["global_step"] == 2
+
+
+def test_a_run_with_lightnings_own_logger_is_resumed_as_well():
+    config = yaml.safe_load((CONFIGS / "quickstart.yaml").read_text())
+    del config["trainer"]["logger"], config["trainer"]["callbacks"]
+    Path("plain.yaml").write_text(yaml.safe_dump(config))
+    main(["fit", "--config", "plain.yaml", *ONE_ROUND])
+    more = ["--trainer.max_epochs", "2", "--ckpt_path", "last"]
+    main(["fit", "--config", "plain.yaml", *ONE_ROUND, *more])
+    events = EventAccumulator("lightning_logs/version_1").Reload()
+    assert [event.step for event in events.Scalars("round/seconds")] == [1]  # not round 0 again
 
 
 def test_help_explains_every_option_of_the_block(capsys):
