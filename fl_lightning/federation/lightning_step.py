@@ -2,7 +2,7 @@
 
 Two ways with one result:
 
-- *lean*: ``training_step`` under the precision plugin's context, zero_grad, backward, step. Taken
+- *lean*: zero_grad, ``training_step`` under the precision plugin's context, backward, step. Taken
   where nothing else was asked for; it costs a few microseconds over bare PyTorch.
 - *full*: Lightning's own chain through ``LightningModule.optimizer_step`` and the strategy, with
   gradient scaler, clipping, accumulation and every hook. It costs about 0.2 ms.
@@ -39,6 +39,7 @@ class LightningStep:
         self._trainer = trainer
         self._module: LightningModule = trainer.lightning_module
         self._optimizer: Optimizer = trainer.optimizers[0]
+        self._params = [p for group in self._optimizer.param_groups for p in group["params"]]
         self._collector = collector
         self._accumulate = accumulate
         self._precision = trainer.precision_plugin
@@ -60,10 +61,11 @@ class LightningStep:
         return loss
 
     def _lean(self, sized_batch: SizedBatch, index: int) -> Tensor | None:
+        for param in self._params:  # zero_grad, without the 20 µs of its profiling hook
+            param.grad = None
         loss = self._loss(*sized_batch, index)
         if loss is None:
             return None
-        self._optimizer.zero_grad()
         loss.backward()
         self._optimizer.step()
         return loss.detach()
@@ -127,6 +129,7 @@ def _nothing_asked_for(trainer: Trainer) -> bool:
     """Return whether forward, backward, step is all that Lightning would do."""
     optimizer = trainer.optimizers[0]
     needs_closure = isinstance(optimizer, LBFGS)
+    own_zero_grad = type(optimizer).zero_grad is not Optimizer.zero_grad
     no_hooks = not any(
         overrides(owner, hook)
         for owner in (trainer.lightning_module, *trainer.callbacks)  # type: ignore[attr-defined]
@@ -135,6 +138,7 @@ def _nothing_asked_for(trainer: Trainer) -> bool:
     return (
         no_hooks
         and not needs_closure
+        and not own_zero_grad
         and not trainer.gradient_clip_val
         and getattr(trainer.precision_plugin, "scaler", None) is None
     )
