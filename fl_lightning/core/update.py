@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -35,3 +36,46 @@ class ClientUpdate:
         """The L2 norm of the delta; it is finite only if every coordinate is."""
         norm: Tensor = torch.linalg.vector_norm(self.delta)
         return norm
+
+
+@dataclass(frozen=True)
+class GroupUpdate:
+    """The contributions of m clients that trained together: a row each.
+
+    Attributes:
+        client_ids: whose they are, m of them.
+        deltas: shape (m, k).
+        buffers: shape (m, b).
+        num_examples: aggregation weights.
+        num_steps: local steps taken.
+        metrics: means over each client's local steps by name, each of shape (m,).
+
+    Example:
+        >>> group = GroupUpdate([4, 7], torch.eye(2), torch.empty(2, 0), [10, 20], [1, 2])
+        >>> [update.delta for update in group]
+        [tensor([1., 0.]), tensor([0., 1.])]
+    """
+
+    client_ids: list[int]
+    deltas: Tensor
+    buffers: Tensor
+    num_examples: list[int]
+    num_steps: list[int]
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+
+    def __iter__(self) -> Iterator[ClientUpdate]:
+        for row, client_id in enumerate(self.client_ids):
+            yield ClientUpdate(
+                client_id,
+                self.deltas[row],
+                self.buffers[row],
+                self.num_examples[row],
+                self.num_steps[row],
+                {name: values[row] for name, values in self.metrics.items()},
+            )
+
+    @cached_property
+    def norms(self) -> Tensor:
+        """The L2 norm of each delta, shape (m,)."""
+        norms: Tensor = torch.linalg.vector_norm(self.deltas, dim=1)
+        return norms

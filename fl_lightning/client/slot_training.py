@@ -1,0 +1,160 @@
+"""Many clients at once: G slots train side by side, and each takes the next client when one is done.
+
+What comes out is what one client after the other would give: every slot starts from the global
+model with an empty optimizer state and sees its client's batches in their order. Only the order of
+floating-point operations inside a batch differs. Nothing waits for the largest client: a slot is
+reset and refilled on its own (see `pack`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fl_lightning.client.local_training import GlobalModel
+from fl_lightning.client.packing import Stay, pack
+from fl_lightning.client.stacked_step import StackedStep, map_tensors
+from fl_lightning.core.space import Space
+from fl_lightning.core.update import GroupUpdate
+
+# Builds the batch of many indices, shape (N,), on the device where the model is.
+ReadBatch = Callable[[Tensor], Any]
+
+
+@dataclass(frozen=True)
+class ClientWork:
+    """What one client has to do in a round.
+
+    Attributes:
+        client_id: whose it is.
+        num_examples: its aggregation weight.
+        batches: indices of the examples of every local step, each of shape (b,), 1 ≤ b ≤ B.
+    """
+
+    client_id: int
+    num_examples: int
+    batches: Sequence[Tensor]
+
+
+class SlotTrainer:
+    """Trains groups of clients in the slots of one stacked step.
+
+    Args:
+        step: holds the slots.
+        space: layout of the parameters that train.
+        buffers: layout of the floating-point buffers.
+        read: builds batches.
+        batch_size: examples of a full batch, B.
+    """
+
+    def __init__(
+        self, step: StackedStep, space: Space, buffers: Space, read: ReadBatch, batch_size: int
+    ) -> None:
+        self._step = step
+        self._read = read
+        self._batch_size = batch_size
+        self._num_slots = step.options.num_slots
+        self._space, self._buffers = space, buffers
+        self._params = [step.params[name] for name in space.names]
+        self._stacked_buffers = [step.buffers[name] for name in buffers.names if step.buffers]
+        self._integers = [b for b in step.buffers.values() if not b.is_floating_point()]
+        self._integer_starts = [b[0].clone() for b in self._integers]
+
+    def train(self, start: GlobalModel, work: Sequence[ClientWork]) -> Iterator[GroupUpdate]:
+        """Train the clients and yield their updates, those that end together at once.
+
+        Args:
+            start: the global model.
+            work: of each client, with at least one batch.
+        """
+        self._step.read_options()
+        self._start = self._space.views(start.params)
+        self._start_buffers = self._buffers.views(start.buffers) if self._step.buffers else []
+        self._state_rows = [t for states in self._step.states.values() for t in states]
+        stays = pack([len(client.batches) for client in work], self._num_slots)
+        indices, valid = self._plan(stays, work)
+        begins = {begin: list(group) for begin, group in groupby(stays, lambda s: s.begin)}
+        by_end = sorted(stays, key=lambda s: (s.end, s.slot))
+        ends = {end: list(group) for end, group in groupby(by_end, lambda s: s.end)}
+        for number, (step_indices, step_valid) in enumerate(zip(indices, valid, strict=True)):
+            self._reset([stay.slot for stay in begins.get(number, [])])
+            batch = self._read(step_indices.reshape(-1))
+            shape = step_indices.shape
+            self._step(map_tensors(lambda x, s=shape: x.unflatten(0, s), batch), step_valid)
+            if number + 1 in ends:
+                yield self._updates(start, ends[number + 1], work)
+
+    def _plan(self, stays: list[Stay], work: Sequence[ClientWork]) -> tuple[Tensor, Tensor]:
+        """Return the indices of every step, slot and example, and which of them count.
+
+        Both have shape (T, G, B). What is padded repeats an example of the same client; a slot
+        without a client repeats one that somebody has.
+        """
+        num_steps = max(stay.end for stay in stays)
+        size = self._batch_size
+        indices = work[0].batches[0][:1].repeat(num_steps, self._num_slots, size)
+        valid = torch.zeros(num_steps, self._num_slots, size)
+        for stay in stays:
+            batches = work[stay.client].batches
+            rows = indices[stay.begin : stay.end, stay.slot]
+            counts = valid[stay.begin : stay.end, stay.slot]
+            full = [len(batch) == size for batch in batches]
+            if all(full):
+                rows.copy_(torch.cat(list(batches)).view(-1, size))
+                counts.fill_(1)
+                continue
+            for row, count, batch in zip(rows, counts, batches, strict=True):
+                row[: len(batch)] = batch
+                row[len(batch) :] = batch[0]
+                count[: len(batch)] = 1
+        return indices, valid.to(self._step.count.device)
+
+    @torch.no_grad()
+    def _reset(self, slots: list[int]) -> None:
+        step = self._step
+        everywhere = len(slots) == self._num_slots
+        fresh = [*step.sums.values(), *self._state_rows, step.count]
+        starts = [*self._start, *self._start_buffers, *self._integer_starts]
+        stacked = [*self._params, *self._stacked_buffers, *self._integers]
+        if everywhere:
+            torch._foreach_zero_(fresh)
+            for tensor, value in zip(stacked, starts, strict=True):
+                tensor.copy_(value)
+            return
+        for slot in slots:
+            torch._foreach_zero_([tensor[slot] for tensor in fresh])
+            torch._foreach_copy_([tensor[slot] for tensor in stacked], starts)
+
+    @torch.no_grad()
+    def _updates(
+        self, start: GlobalModel, stays: list[Stay], work: Sequence[ClientWork]
+    ) -> GroupUpdate:
+        clients = [work[stay.client] for stay in stays]
+        slots = [stay.slot for stay in stays]
+        rows: Any = slice(None) if slots == list(range(self._num_slots)) else slots
+        sums = {name: value[rows] for name, value in self._step.sums.items()}
+        return GroupUpdate(
+            client_ids=[client.client_id for client in clients],
+            deltas=self._deltas(rows, len(slots)),
+            buffers=self._final_buffers(start, rows, len(slots)),
+            num_examples=[client.num_examples for client in clients],
+            num_steps=[len(client.batches) for client in clients],
+            metrics={name: value[:, 0] / value[:, 1] for name, value in sums.items()},
+        )
+
+    def _deltas(self, rows: Any, count: int) -> Tensor:
+        parts = [
+            (first - tensor[rows]).view(count, -1)
+            for first, tensor in zip(self._start, self._params, strict=True)
+        ]
+        return torch.cat(parts, 1)
+
+    def _final_buffers(self, start: GlobalModel, rows: Any, count: int) -> Tensor:
+        if not self._stacked_buffers:
+            return start.buffers.expand(count, -1)
+        return torch.cat([buffer[rows].reshape(count, -1) for buffer in self._stacked_buffers], 1)

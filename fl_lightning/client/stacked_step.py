@@ -1,0 +1,273 @@
+"""One local step of G clients at once: forward, backward and optimizer as one function of tensors.
+
+    (params, state) of shape (G, …), batches (G, B, …)  ->  updated in place
+
+The user's own ``training_step`` is run on stacked parameters by `torch.func`: its gradient under
+`vmap` over the clients. Fixed shapes and no Python between the operators let the compiler turn the
+whole step into one graph, which is where the speed comes from.
+
+A batch smaller than B is padded, and a padded example must count for nothing. So where the loss is
+a mean over examples, the step evaluates it example by example (a second `vmap`, which costs nothing)
+and takes the mean with weights 0 and 1. Where it is not (batch norm, contrastive losses), the batch
+stays whole and only full batches can be stacked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad_and_value, vmap
+from torch.optim import Optimizer
+
+from fl_lightning.client.stacked_optimizers import StackedRule, stacked_rule
+
+Tensors = dict[str, Tensor]
+
+
+class CannotStack(Exception):  # noqa: N818 - a finding, not a fault
+    """Why a module, an optimizer or its data cannot be trained in slots."""
+
+
+@dataclass(frozen=True)
+class StackedOptions:
+    """How a local step is stacked.
+
+    Attributes:
+        num_slots: clients side by side, G.
+        weighted: evaluate the loss by example, so that batches may be padded.
+        clip_norm: largest norm of a client's gradient; None for no clipping.
+        clip_value: largest absolute value of a gradient's numbers; None for no clipping.
+        compiled: have the compiler turn the step into one graph.
+    """
+
+    num_slots: int
+    weighted: bool = True
+    clip_norm: float | None = None
+    clip_value: float | None = None
+    compiled: bool = False
+
+
+class StackedStep:
+    """Parameters, optimizer state and sums of G clients, and the step that moves them.
+
+    Args:
+        module: the LightningModule; its parameters are read, never written.
+        optimizer: over all parameters that train; its options are read before every round.
+        takes_index: whether ``training_step`` has a second parameter.
+        options: how to stack.
+
+    Raises:
+        CannotStack: if the optimizer has no rule or leaves out a parameter that trains.
+
+    Attributes:
+        params: by name, shape (G, …).
+        states: of the optimizer, by name.
+        buffers: floating-point buffers by name, shape (G, …); empty if ``weighted``.
+        sums: loss and logged values by name: Σ value · weight and Σ weight, shape (G, 2).
+        count: steps that each client has taken, float64 of shape (G,).
+    """
+
+    def __init__(
+        self, module: nn.Module, optimizer: Optimizer, takes_index: bool, options: StackedOptions
+    ) -> None:
+        self.options = options
+        self._call = _TrainingStep(module, takes_index)
+        trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self._optimizer = optimizer
+        self._group_of = _groups(optimizer, trained)
+        self._rules: list[StackedRule] = []
+        first = next(iter(trained.values()))
+        self._device, self._dtype = first.device, first.dtype
+        self.params = {name: self._stacked(p.detach()) for name, p in trained.items()}
+        stacked_buffers = {} if options.weighted else dict(module.named_buffers())
+        self.buffers = {n: self._stacked(b) for n, b in stacked_buffers.items()}
+        self.count = torch.zeros(options.num_slots, device=self._device, dtype=torch.float64)
+        self.sums: Tensors = {}
+        self.states: dict[str, list[Tensor]] = {}
+        self.read_options()
+
+    def read_options(self) -> None:
+        """Take over the optimizer's present options; changed ones need another graph."""
+        groups = self._optimizer.param_groups
+        rules = [stacked_rule(self._optimizer, group) for group in groups]
+        if any(rule is None for rule in rules):
+            raise CannotStack(f"there is no stacked form of {type(self._optimizer).__name__}")
+        # tensors, because a changed number would mean another graph
+        self._lrs = [
+            torch.tensor(float(g["lr"]), dtype=self._dtype, device=self._device) for g in groups
+        ]
+        if rules == self._rules:
+            return
+        self._rules = [rule for rule in rules if rule is not None]
+        self.states = {
+            name: [torch.zeros_like(p) for _ in range(self._rules[self._group_of[name]].num_states)]
+            for name, p in self.params.items()
+        }
+        step = self._step
+        self._run: Callable[..., Tensors] = (
+            torch.compile(step, fullgraph=True, dynamic=False) if self.options.compiled else step
+        )
+
+    def __call__(self, batch: Any, valid: Tensor) -> None:
+        """Take one step in every slot.
+
+        Args:
+            batch: tensors in tuples, lists and dicts, each of shape (G, B, …).
+            valid: 1 where an example counts, 0 where it is padding, shape (G, B).
+        """
+        logged = self._run(
+            self.params, self.states, self.buffers, self.count, self._lrs, batch, valid
+        )
+        for name, sums in logged.items():
+            if name in self.sums:
+                self.sums[name] += sums
+            else:
+                self.sums[name] = sums
+
+    def _step(
+        self,
+        params: Tensors,
+        states: dict[str, list[Tensor]],
+        buffers: Tensors,
+        count: Tensor,
+        lrs: list[Tensor],
+        batch: Any,
+        valid: Tensor,
+    ) -> Tensors:
+        loss = self._weighted_loss if self.options.weighted else self._whole_loss
+        gradient = grad_and_value(loss, has_aux=True)
+        grads, (_, (logged, new_buffers)) = vmap(gradient, randomness="error")(
+            params, buffers, batch, valid, count
+        )
+        grads = self._clipped(grads)
+        for name, param in params.items():
+            group = self._group_of[name]
+            moved, state = self._rules[group].step(
+                param, grads[name], states[name], lrs[group], count
+            )
+            param.copy_(moved)
+            for old, new in zip(states[name], state, strict=True):
+                old.copy_(new)
+        for name, buffer in buffers.items():
+            buffer.copy_(new_buffers[name])
+        count.add_(1)
+        return dict(logged)
+
+    def _whole_loss(
+        self, params: Tensors, buffers: Tensors, batch: Any, valid: Tensor, count: Tensor
+    ) -> tuple[Tensor, tuple[Tensors, Tensors]]:
+        buffers = {name: buffer.clone() for name, buffer in buffers.items()}
+        loss, logged = self._call(params | buffers, batch, count)
+        size = valid.sum()
+        sums = {
+            name: torch.stack([value * (weight or size), torch.ones_like(value) * (weight or size)])
+            for name, (value, weight) in logged.items()
+        }
+        return loss, (sums, buffers)
+
+    def _weighted_loss(
+        self, params: Tensors, buffers: Tensors, batch: Any, valid: Tensor, count: Tensor
+    ) -> tuple[Tensor, tuple[Tensors, Tensors]]:
+        weights: dict[str, float | None] = {}
+
+        def one(example: Any) -> tuple[Tensor, Tensors]:
+            loss, logged = self._call(params, map_tensors(lambda x: x.unsqueeze(0), example), count)
+            weights.update({name: weight for name, (_, weight) in logged.items()})
+            return loss, {name: value for name, (value, _) in logged.items()}
+
+        losses, logged = vmap(one, randomness="error")(batch)
+        sums = {
+            name: torch.stack([(value * valid).sum(), valid.sum()]) * (weights[name] or 1)
+            for name, value in logged.items()
+        }
+        return (losses * valid).sum() / valid.sum().clamp(min=1), (sums, {})
+
+    def _clipped(self, grads: Tensors) -> Tensors:
+        if self.options.clip_value is not None:
+            bound = self.options.clip_value
+            return {name: grad.clamp(-bound, bound) for name, grad in grads.items()}
+        if self.options.clip_norm is None:
+            return grads
+        squares = [grad.flatten(1).square().sum(1) for grad in grads.values()]
+        norms = torch.stack(squares).sum(0).sqrt()
+        factors = (self.options.clip_norm / (norms + 1e-6)).clamp(max=1.0)
+        return {n: g * factors.view(-1, *[1] * (g.ndim - 1)) for n, g in grads.items()}
+
+    def _stacked(self, tensor: Tensor) -> Tensor:
+        return tensor.unsqueeze(0).repeat(self.options.num_slots, *[1] * tensor.ndim)
+
+
+class _TrainingStep:
+    """A module's ``training_step`` as a function of its tensors, with what it logs returned."""
+
+    def __init__(self, module: nn.Module, takes_index: bool) -> None:
+        self._wrapper = _Wrapper(module)
+        self._takes_index = takes_index
+
+    def __call__(
+        self, tensors: Mapping[str, Tensor], batch: Any, count: Tensor
+    ) -> tuple[Tensor, dict[str, tuple[Tensor, float | None]]]:
+        """Return the loss and, by name, logged values with their batch sizes if given."""
+        inner = {f"module.{name}": tensor for name, tensor in tensors.items()}
+        # no number: a step that decides something by its index cannot be the same for all slots
+        arguments = (batch, count.long()) if self._takes_index else (batch,)
+        logged: dict[str, tuple[Tensor, float | None]] = {}
+        output = functional_call(self._wrapper, inner, (logged, *arguments))
+        loss = output["loss"] if isinstance(output, dict) else output
+        if not isinstance(loss, Tensor):
+            raise CannotStack("its training_step returned no loss")
+        loss = loss.reshape(())
+        return loss, {"train/loss": (loss.detach(), None), **logged}
+
+
+class _Wrapper(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, logged: dict[str, tuple[Tensor, float | None]], *arguments: Any) -> Any:
+        def log(name: str, value: Any, *args: Any, **options: Any) -> None:
+            if not isinstance(value, Tensor | float | int):
+                raise CannotStack(f"it logs a {type(value).__name__} as {name!r}")
+            if options.get("reduce_fx", "mean") != "mean":
+                raise CannotStack(f"it logs {name!r} with a reduce_fx other than mean")
+            tensor = torch.as_tensor(value).detach().reshape(()).float()
+            logged[name] = tensor, options.get("batch_size")
+
+        before = self.module.__dict__.get("log")
+        self.module.__dict__["log"] = log
+        try:
+            return self.module.training_step(*arguments)  # type: ignore[operator]
+        finally:
+            if before is None:
+                del self.module.__dict__["log"]
+            else:
+                self.module.__dict__["log"] = before
+
+
+def _groups(optimizer: Optimizer, trained: Tensors) -> dict[str, int]:
+    """Return the number of the parameter group that each name is in."""
+    numbers = {id(p): i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}
+    missing = [name for name, p in trained.items() if id(p) not in numbers]
+    if missing:
+        raise CannotStack(f"its optimizer leaves out the parameter {missing[0]}, which trains")
+    return {name: numbers[id(p)] for name, p in trained.items()}
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
+    """Apply a function to every tensor of a batch, in tuples, lists and dicts.
+
+    Raises:
+        CannotStack: if the batch holds anything else.
+    """
+    if isinstance(batch, Tensor):
+        return function(batch)
+    if isinstance(batch, list | tuple):
+        return type(batch)([map_tensors(function, part) for part in batch])
+    if isinstance(batch, dict):
+        return {key: map_tensors(function, part) for key, part in batch.items()}
+    raise CannotStack(f"its batches hold a {type(batch).__name__}")

@@ -1,0 +1,148 @@
+"""Slots against one client after the other: the same updates, whoever trains beside whom."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from toys import ToyModule
+
+from fl_lightning.client.local_training import LocalTrainer, plain_step
+from fl_lightning.client.log_collector import LogCollector
+from fl_lightning.client.packing import pack
+from fl_lightning.client.slot_training import ClientWork, SlotTrainer
+from fl_lightning.client.stacked_step import CannotStack, StackedOptions, StackedStep
+
+X = torch.randn(60, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+Y = torch.randint(3, (60,), generator=torch.Generator().manual_seed(2))
+SIZES = [3, 17, 8, 4, 1, 12, 9]
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "dampened": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5, maximize=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
+}
+
+
+def read(indices):
+    return X[indices], Y[indices]
+
+
+def works(sizes=SIZES, batch_size=4, epochs=2):
+    made = []
+    for client, size in enumerate(sizes):
+        generator = torch.Generator().manual_seed(client)
+        drawn = [torch.randperm(size, generator=generator) + client for _ in range(epochs)]
+        made.append(ClientWork(client, size, [b for d in drawn for b in d.split(batch_size)]))
+    return made
+
+
+def sequential(module, make_optimizer, todo):
+    collector = LogCollector()
+    object.__setattr__(module, "log", collector.log)
+    optimizer = make_optimizer(module.parameters())
+    trainer = LocalTrainer(module, optimizer, plain_step(module, optimizer, collector), collector)
+    start = trainer.read()
+    updates = [
+        trainer.train(
+            start,
+            client_id=work.client_id,
+            num_examples=work.num_examples,
+            batches=[[(read(batch), len(batch))] for batch in work.batches],
+        )
+        for work in todo
+    ]
+    trainer.restore(start)
+    return trainer, start, updates
+
+
+def in_slots(module, make_optimizer, todo, num_slots=3, **options):
+    trainer, start, expected = sequential(module, make_optimizer, todo)
+    optimizer = make_optimizer(module.parameters())
+    step = StackedStep(module, optimizer, True, StackedOptions(num_slots, **options))
+    slots = SlotTrainer(step, trainer.space, trainer.buffers, read, 4)
+    updates = [update for group in slots.train(start, todo) for update in group]
+    return sorted(updates, key=lambda update: update.client_id), expected
+
+
+def assert_same(updates, expected, tolerance=1e-12):
+    assert [u.client_id for u in updates] == [u.client_id for u in expected]
+    for ours, theirs in zip(updates, expected, strict=True):
+        assert (ours.num_examples, ours.num_steps) == (theirs.num_examples, theirs.num_steps)
+        torch.testing.assert_close(ours.delta, theirs.delta, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(ours.buffers, theirs.buffers, rtol=tolerance, atol=tolerance)
+        assert ours.metrics.keys() == theirs.metrics.keys()
+        for name, value in theirs.metrics.items():
+            assert float(ours.metrics[name]) == pytest.approx(float(value), rel=1e-6)
+
+
+def toy(**options):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return ToyModule(**options).double()
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_unequal_clients_with_smaller_last_batches(optimizer):
+    assert_same(*in_slots(toy(), OPTIMIZERS[optimizer], works()))
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 7, 20])
+def test_any_number_of_slots(num_slots):
+    assert_same(*in_slots(toy(), OPTIMIZERS["momentum"], works(), num_slots))
+
+
+def test_batch_norm_on_full_batches():
+    todo = works([8, 4, 12, 4, 16])
+    module = toy(batch_norm=True)
+    before = module.state_dict()
+    assert_same(*in_slots(module, OPTIMIZERS["momentum"], todo, weighted=False))
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
+def test_one_client_twice_in_other_company():
+    todo = works()
+    first, _ = in_slots(toy(), OPTIMIZERS["momentum"], todo)
+    second, _ = in_slots(toy(), OPTIMIZERS["momentum"], [todo[3], todo[1]])
+    assert torch.equal(first[1].delta, second[0].delta)
+    assert torch.equal(first[3].delta, second[1].delta)
+
+
+def test_the_compiled_step_is_the_same_step():
+    assert_same(*in_slots(toy(), OPTIMIZERS["momentum"], works(), compiled=True))
+
+
+def test_clipping_each_client_for_itself():
+    def clipped(params):
+        optimizer = OPTIMIZERS["momentum"](params)
+
+
+        def clip(optimizer, *_):
+            params = [p for group in optimizer.param_groups for p in group["params"]]
+            torch.nn.utils.clip_grad_norm_(params, 0.1)
+
+        optimizer.register_step_pre_hook(clip)
+        return optimizer
+
+    updates, _ = in_slots(toy(), OPTIMIZERS["momentum"], works(), clip_norm=0.1)
+    _, _, expected = sequential(toy(), clipped, works())
+    assert_same(updates, expected)
+
+
+def test_an_optimizer_without_a_rule():
+    module = toy()
+    lbfgs = torch.optim.LBFGS(module.parameters())
+    with pytest.raises(CannotStack, match="LBFGS"):
+        StackedStep(module, lbfgs, True, StackedOptions(2))
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=30), st.integers(1, 8))
+def test_packing_covers_every_step_once_and_ends_early(num_steps, num_slots):
+    stays = pack(num_steps, num_slots)
+    assert sorted(stay.client for stay in stays) == list(range(len(num_steps)))
+    taken = [(stay.slot, step) for stay in stays for step in range(stay.begin, stay.end)]
+    assert len(set(taken)) == len(taken) == sum(num_steps)
+    assert all(stay.end - stay.begin == num_steps[stay.client] for stay in stays)
+    best = max(max(num_steps), -(-sum(num_steps) // num_slots))
+    assert max(stay.end for stay in stays) <= 4 / 3 * best + 1
