@@ -19,6 +19,7 @@ from torch import Tensor
 from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.client.packing import Stay, pack
 from fl_lightning.client.stacked_step import StackedStep, map_tensors
+from fl_lightning.core.errors import ClientFailure
 from fl_lightning.core.space import Space
 from fl_lightning.core.update import GroupUpdate
 
@@ -83,11 +84,13 @@ class SlotTrainer:
         ends = {end: list(group) for end, group in groupby(by_end, lambda s: s.end)}
         for number, (step_indices, step_valid) in enumerate(zip(indices, valid, strict=True)):
             self._reset([stay.slot for stay in begins.get(number, [])])
-            batch = self._read(step_indices.reshape(-1))
-            shape = step_indices.shape
-            self._step(map_tensors(lambda x, s=shape: x.unflatten(0, s), batch), step_valid)
+            batch = map_tensors(self._by_slot, self._read(step_indices.reshape(-1)))
+            self._step(batch, step_valid)
             if number + 1 in ends:
                 yield self._updates(start, ends[number + 1], work)
+
+    def _by_slot(self, tensor: Tensor) -> Tensor:
+        return tensor.view(self._num_slots, self._batch_size, *tensor.shape[1:])
 
     def _plan(self, stays: list[Stay], work: Sequence[ClientWork]) -> tuple[Tensor, Tensor]:
         """Return the indices of every step, slot and example, and which of them count.
@@ -158,3 +161,29 @@ class SlotTrainer:
         if not self._stacked_buffers:
             return start.buffers.expand(count, -1)
         return torch.cat([buffer[rows].reshape(count, -1) for buffer in self._stacked_buffers], 1)
+
+
+def usable_rows(group: GroupUpdate) -> tuple[GroupUpdate, list[ClientFailure]]:
+    """Return the group without the clients whose update is not finite, and who they are."""
+    checks = {
+        "its training loss": group.metrics["train/loss"].isfinite(),
+        "its update": group.norms.isfinite(),
+        "one of its buffers": group.buffers.isfinite().all(1),
+    }
+    usable = torch.stack(list(checks.values())).all(0)
+    if bool(usable.all()):
+        return group, []
+    failures = []
+    for row in (~usable).nonzero().flatten().tolist():
+        what = next(name for name, finite in checks.items() if not finite[row])
+        failures.append(ClientFailure(group.client_ids[row], f"{what} is NaN or infinite"))
+    rows = usable.nonzero().flatten()
+    kept = rows.tolist()
+    return GroupUpdate(
+        client_ids=[group.client_ids[row] for row in kept],
+        deltas=group.deltas[rows],
+        buffers=group.buffers[rows],
+        num_examples=[group.num_examples[row] for row in kept],
+        num_steps=[group.num_steps[row] for row in kept],
+        metrics={name: values[rows] for name, values in group.metrics.items()},
+    ), failures

@@ -249,7 +249,7 @@ class _Wrapper(nn.Module):
                 self.module.__dict__["log"] = before
 
 
-def _groups(optimizer: Optimizer, trained: Tensors) -> dict[str, int]:
+def _groups(optimizer: Optimizer, trained: Mapping[str, Tensor]) -> dict[str, int]:
     """Return the number of the parameter group that each name is in."""
     numbers = {id(p): i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}
     missing = [name for name, p in trained.items() if id(p) not in numbers]

@@ -8,7 +8,7 @@ the spread counts every client once, because it is a statement about clients.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,9 +32,13 @@ class ClientMeans:
 
     def add(self, values: Mapping[str, Tensor], num_examples: int) -> None:
         """Take in one client's scalars."""
+        self.add_group(values, [num_examples])
+
+    def add_group(self, values: Mapping[str, Tensor], num_examples: Sequence[int]) -> None:
+        """Take in the values of m clients, each tensor with m elements."""
         for name, value in values.items():
-            self._values.setdefault(name, []).append(value.detach())
-            self._num_examples.setdefault(name, []).append(num_examples)
+            self._values.setdefault(name, []).append(value.detach().reshape(-1))
+            self._num_examples.setdefault(name, []).extend(num_examples)
 
     @property
     def names(self) -> list[str]:
@@ -43,7 +47,7 @@ class ClientMeans:
 
     def values(self, name: str) -> Tensor:
         """Return one metric's values, shape (number of clients,), float64 on the CPU."""
-        return torch.stack(self._values[name]).double().cpu()
+        return torch.cat(self._values[name]).double().cpu()
 
     def mean(self, name: str) -> float:
         """Return the mean weighted by examples."""
@@ -63,5 +67,5 @@ class ClientMeans:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up where `state_dict` left off."""
-        self._values = {name: list(entry["values"]) for name, entry in state.items()}
+        self._values = {name: [entry["values"]] for name, entry in state.items()}
         self._num_examples = {name: list(e["num_examples"]) for name, e in state.items()}

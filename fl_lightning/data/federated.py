@@ -20,7 +20,12 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import numpy_generator, run_seed
 from fl_lightning.data.partition import IID, Partition
-from fl_lightning.data.shards import ClientShards, batch_reader, read_column
+from fl_lightning.data.shards import (
+    ClientShards,
+    batch_reader,
+    read_column,
+    reads_by_index,
+)
 from fl_lightning.data.summary import PartitionSummary, partition_fingerprint
 
 # What a source may define and Lightning looks for on the data module: handed through if it does.
@@ -209,6 +214,11 @@ class FederatedDataModule(LightningDataModule):
     def train_batch(self) -> Callable[[Tensor], Any]:
         """The function from indices, shape (B,), to a training batch."""
         return batch_reader(self.train_dataset, self._loader.collate_fn)
+
+    @property
+    def reads_by_index(self) -> bool:
+        """Whether a batch is a plain selection of rows in memory, the same at every reading."""
+        return reads_by_index(self.train_dataset, self._loader.collate_fn)
 
     def held_out_batches(self, client: int) -> Iterator[tuple[Any, int]]:
         """Yield (batch, size) over a client's held-out examples, without augmentation if known."""

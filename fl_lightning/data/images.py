@@ -46,6 +46,11 @@ class ImageSet(Dataset[tuple[Tensor, Tensor]], ABC):
     def evaluation(self) -> Self:
         """Return a view of the same storage whose pipeline does not augment."""
 
+    @property
+    def is_deterministic(self) -> bool:
+        """Whether `gather` gives the same batch every time: it does without augmentation."""
+        return self.pipeline == self.pipeline.evaluation()
+
     def gather(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Return a batch: images (B, C, h, w) in float32 and labels (B,) in int64.
 

@@ -52,6 +52,18 @@ def batch_reader(
     return lambda indices: collate([dataset[index] for index in indices.tolist()])
 
 
+def reads_by_index(dataset: Dataset[Any], collate: Collate = default_collate) -> bool:
+    """Return whether `batch_reader` selects rows from memory, the same ones at every reading.
+
+    So it is for tensor data sets and for those with a ``gather`` that say ``is_deterministic``.
+    """
+    if type(dataset) is Subset:
+        return reads_by_index(dataset.dataset, collate)
+    if isinstance(dataset, BatchedDataset):
+        return bool(getattr(dataset, "is_deterministic", False))
+    return type(dataset) is TensorDataset and collate is default_collate
+
+
 class ClientShards:
     """Which examples are whose: one flat array of indices and where each client's part begins.
 

@@ -13,7 +13,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.precision import Precision
 
-from fl_lightning.federation.hooks import overrides
+from fl_lightning.federation.hooks import BATCH_HOOKS, overrides
 
 _BEFORE = "on_before_batch_transfer"
 _TRANSFER = ("transfer_batch_to_device", "on_after_batch_transfer")
@@ -40,6 +40,12 @@ def batch_preparation(trainer: Trainer) -> Callable[[Any], Any] | None:
         return strategy.batch_to_device(batch, dataloader_idx=0)
 
     return prepare
+
+
+def has_batch_hooks(trainer: Trainer) -> bool:
+    """Return whether module or data module act on batches before or after a step."""
+    owners = trainer.lightning_module, trainer.datamodule  # type: ignore[attr-defined]
+    return any(overrides(owner, hook) for owner in owners for hook in BATCH_HOOKS)
 
 
 def takes_index(step: Callable[..., Any]) -> bool:

@@ -7,6 +7,7 @@ Lightning's calendar: set up, log, save, restore, clean up.
 
 from __future__ import annotations
 
+import math
 from contextlib import ExitStack
 from typing import Any, Literal, final
 
@@ -25,6 +26,11 @@ from fl_lightning.data.cohort import AllClients, CohortSampler, Population
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.atomic_checkpoint import AtomicCheckpointIO
 from fl_lightning.federation.compatibility import check_compatible, check_one_optimizer
+from fl_lightning.federation.engine import (
+    EngineName,
+    EngineOptions,
+    trains_in_large_groups,
+)
 from fl_lightning.federation.groups import RoundGroups
 from fl_lightning.federation.hooks import GroupsPassBy
 from fl_lightning.federation.loop import install
@@ -50,6 +56,9 @@ class Federation(Callback):
         on_client_failure: what to do when a client's step raises, its loss or update is not
             finite, or it has no examples: ``raise``, naming it, or ``skip`` it and count it.
         min_replies: a round with fewer valid updates stops the run.
+        engine: ``sequential`` trains clients one after the other, ``slots`` many at once, which is
+            faster for small models; ``auto`` measures and says in one line what it chose.
+        slots: how many clients at once; chosen by the model's size if None.
         seed: root of every draw (cohorts, shuffling, dropout, augmentation); the run's seed,
             as given to `lightning.seed_everything`, if None.
 
@@ -77,6 +86,8 @@ class Federation(Callback):
         server_optimizer: ServerOptimizer | None = None,
         on_client_failure: Literal["raise", "skip"] = "raise",
         min_replies: int = 1,
+        engine: EngineName = "auto",
+        slots: int | None = None,
         seed: int | None = None,
     ) -> None:
         super().__init__()
@@ -88,6 +99,7 @@ class Federation(Callback):
         self.server_optimizer = server_optimizer or fedavg_optimizer
         self.on_client_failure: Literal["raise", "skip"] = on_client_failure
         self.min_replies = min_replies
+        self.engine = EngineOptions(engine, slots)
         self.seed = run_seed(seed)
         self.rounds: RoundRunner | None = None
         self._saved: dict[str, Any] = {}
@@ -101,7 +113,15 @@ class Federation(Callback):
         check_compatible(trainer, pl_module)
         data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
         self._check_shards(data)
-        groups = RoundGroups(self.cohort, Population(data.clients.num_examples), self.seed)
+        population = Population(data.clients.num_examples)
+        num_steps = self._num_local_steps(trainer, data)
+        together = trains_in_large_groups(self.engine, pl_module, num_steps)
+        groups = RoundGroups(
+            self.cohort,
+            population,
+            self.seed,
+            clients_per_group=population.num_clients if together else 1,
+        )
         self._groups = groups
         data.train_in_rounds(groups)
         self._cleanup.callback(data.train_in_rounds, None)
@@ -127,6 +147,7 @@ class Federation(Callback):
             on_client_failure=self.on_client_failure,
             min_replies=self.min_replies,
             seed=self.seed,
+            engine=self.engine,
         )
         self.rounds = RoundRunner(
             trainer, options, self._groups, self.aggregator, self.server_optimizer
@@ -171,6 +192,15 @@ class Federation(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep a checkpoint's state until the fit starts."""
         self._saved = dict(state_dict)
+
+    def _num_local_steps(self, trainer: Trainer, data: FederatedDataModule) -> float:
+        """Return about how many local steps the whole run has."""
+        if trainer.max_epochs is None or trainer.max_epochs < 0:
+            return math.inf
+        per_epoch = data.clients.num_examples.mean() / data.batch_size
+        per_client = self.local_steps or per_epoch * (self.local_epochs or 1)
+        cohort = self.cohort.expected_size(len(data.clients))
+        return float(trainer.max_epochs * cohort * per_client)
 
     def _check_shards(self, data: FederatedDataModule) -> None:
         empty = [k for k, n in enumerate(data.clients.num_examples) if n == 0]

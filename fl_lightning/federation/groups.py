@@ -29,6 +29,7 @@ class RoundGroups:
         sampler: draws the cohort.
         population: the clients to draw from.
         seed: root seed of the draws.
+        clients_per_group: how many clients train together, ≥ 1.
 
     Example:
         >>> from fl_lightning.data.cohort import UniformCohort
@@ -38,11 +39,18 @@ class RoundGroups:
         (2, [(2,), (3,)])
     """
 
-    def __init__(self, sampler: CohortSampler, population: Population, seed: int) -> None:
+    def __init__(
+        self,
+        sampler: CohortSampler,
+        population: Population,
+        seed: int,
+        *,
+        clients_per_group: int = 1,
+    ) -> None:
         self._sampler = sampler
         self._population = population
         self._seed = seed
-        self._num_groups = sampler.expected_size(population.num_clients)
+        self._num_groups = -(-sampler.expected_size(population.num_clients) // clients_per_group)
         self._round = 0
         self._position = 0
 

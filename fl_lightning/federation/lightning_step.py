@@ -49,7 +49,9 @@ class LightningStep:
         self._ends = overrides(self._module, "on_train_batch_end")
         self._takes_index = takes_index(self._module.training_step)
         self._ended: list[tuple[Any, Any]] = []
-        self.is_lean = accumulate == 1 and _nothing_asked_for(trainer)
+        self.is_lean = (
+            accumulate == 1 and not trainer.gradient_clip_val and extra_work(trainer) is None
+        )
 
     def __call__(self, batches: Sequence[SizedBatch], index: int) -> Tensor | None:
         """Take one optimizer step and return the mean loss, detached."""
@@ -125,20 +127,17 @@ def _has_context(precision: Precision) -> bool:
     return any(getattr(type(precision), name) is not getattr(Precision, name) for name in names)
 
 
-def _nothing_asked_for(trainer: Trainer) -> bool:
-    """Return whether forward, backward, step is all that Lightning would do."""
+def extra_work(trainer: Trainer) -> str | None:
+    """Return what a step does besides forward, backward, clipping and step; None if nothing."""
     optimizer = trainer.optimizers[0]
-    needs_closure = isinstance(optimizer, LBFGS)
-    own_zero_grad = type(optimizer).zero_grad is not Optimizer.zero_grad
-    no_hooks = not any(
-        overrides(owner, hook)
-        for owner in (trainer.lightning_module, *trainer.callbacks)  # type: ignore[attr-defined]
-        for hook in STEP_HOOKS
-    )
-    return (
-        no_hooks
-        and not needs_closure
-        and not own_zero_grad
-        and not trainer.gradient_clip_val
-        and getattr(trainer.precision_plugin, "scaler", None) is None
-    )
+    if isinstance(optimizer, LBFGS):
+        return "LBFGS evaluates its closure several times"
+    if type(optimizer).zero_grad is not Optimizer.zero_grad:
+        return f"{type(optimizer).__name__} has a zero_grad of its own"
+    if getattr(trainer.precision_plugin, "scaler", None) is not None:
+        return "gradients are scaled"
+    for owner in (trainer.lightning_module, *trainer.callbacks):  # type: ignore[attr-defined]
+        for hook in STEP_HOOKS:
+            if overrides(owner, hook):
+                return f"{type(owner).__name__} defines {hook}"
+    return None

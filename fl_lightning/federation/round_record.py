@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fl_lightning.core.metrics import ClientMeans
-from fl_lightning.core.update import ClientUpdate
+from fl_lightning.core.update import ClientUpdate, GroupUpdate
 
 
 @dataclass
@@ -39,6 +39,11 @@ class RoundRecord:
         """Take in one client's metrics and the norm of its update."""
         self.means.add(update.metrics, update.num_examples)
         self.norms.add({"round/client_update_norm": update.norm}, update.num_examples)
+
+    def add_group(self, group: GroupUpdate) -> None:
+        """Take in those of clients that trained together."""
+        self.means.add_group(group.metrics, group.num_examples)
+        self.norms.add_group({"round/client_update_norm": group.norms}, group.num_examples)
 
     def metrics(self) -> dict[str, float]:
         """Return the clients' metrics, each a mean over examples."""

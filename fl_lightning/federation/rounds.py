@@ -6,6 +6,7 @@ everything that a checkpoint inside a round must hold.
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,9 +16,11 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
 
 from fl_lightning.client.local_training import GlobalModel, LocalTrainer, SizedBatch
 from fl_lightning.client.log_collector import LogCollector
+from fl_lightning.client.slot_training import ClientWork, usable_rows
 from fl_lightning.core.errors import ClientFailure, ConfigurationError, RoundFailure
 from fl_lightning.core.metric_states import MetricStates, metrics_of
 from fl_lightning.core.seeds import (
@@ -25,12 +28,15 @@ from fl_lightning.core.seeds import (
     seed_global_generators,
     torch_generator,
 )
+from fl_lightning.core.update import ClientUpdate
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.data.shards import local_batches
 from fl_lightning.federation.client_scaler import ClientScaler
+from fl_lightning.federation.engine import EngineChooser, EngineOptions
 from fl_lightning.federation.groups import ClientGroup, RoundGroups
 from fl_lightning.federation.lightning_step import LightningStep
 from fl_lightning.federation.round_record import RoundRecord
+from fl_lightning.federation.slot_engine import SlotEngine
 from fl_lightning.server.aggregators import Aggregator
 from fl_lightning.server.server import Server, ServerOptimizer
 
@@ -45,6 +51,7 @@ class RoundOptions:
     on_client_failure: Literal["raise", "skip"]
     min_replies: int
     seed: int
+    engine: EngineOptions
 
 
 class RoundRunner:
@@ -84,7 +91,8 @@ class RoundRunner:
             s.is_lossless and s.dtype == torch.float32 and saved >= set(s.names) for s in spaces
         )
         self._is_noted = False
-        self._finished: list[int] = []  # clients of the open round, for the case of interruption
+        self._finished: set[int] = set()  # clients of the open round, for the case of interruption
+        self._engine = EngineChooser(trainer, self._local, options.engine, options.accumulate)
 
     def train_group(self, group: ClientGroup) -> None:
         """Train some clients of the present round and fold in their updates.
@@ -96,14 +104,18 @@ class RoundRunner:
         """
         began = time.perf_counter()
         self._open_round()
-        with self._collector.listening_to(self._module):
-            try:
-                for client in group:
-                    if client not in self._finished:
-                        self._train_client(client)
-            finally:
-                self._local.restore(self.server.model)
-                self._scaler.wind_back()
+        work = [self._work_of(client) for client in group if client not in self._finished]
+        try:
+            with self._collector.listening_to(self._module):
+                self._engine.choose(self.server.model, work, self._try_one)
+            if self._engine.slots is not None:
+                work = self._train_in_slots(self._engine.slots, work)
+            with self._collector.listening_to(self._module):
+                for client in work:
+                    self._train_client(client)
+        finally:
+            self._local.restore(self.server.model)
+            self._scaler.wind_back()
         self._groups.advance()
         self.record.seconds += time.perf_counter() - began
 
@@ -139,16 +151,11 @@ class RoundRunner:
                 self.server.replace_model(self._local.read())
             self.server.open_round()
 
-    def _train_client(self, client: int) -> None:
-        seed_global_generators(self._seed_of("local training", client))
+    def _train_client(self, work: ClientWork) -> None:
+        seed_global_generators(self._seed_of("local training", work.client_id))
         metrics = MetricStates(self._metrics)
         try:
-            update = self._local.train(
-                self.server.model,
-                client_id=client,
-                num_examples=int(self._data.clients.num_examples[client]),
-                batches=self._steps_of(client),
-            )
+            update = self._local_update(work)
         except BaseException as error:  # also an interruption, after which a checkpoint may follow
             metrics.put_back()
             self._scaler.wind_back()
@@ -160,9 +167,31 @@ class RoundRunner:
             self.server.receive(update)
             self.record.add(update)
             self.record.total_bytes_up += self._num_bytes
-        self.record.num_sampled += 1
-        self.record.total_bytes_down += self._num_bytes
-        self._finished.append(client)
+        self._finish([work.client_id])
+
+    def _train_in_slots(self, slots: SlotEngine, work: Sequence[ClientWork]) -> list[ClientWork]:
+        """Train those clients that slots can train and return the others."""
+        stackable, others = slots.split(work)
+        before = copy.deepcopy((self.server.state_dict(), self.record.state_dict()))
+        try:
+            for update in slots.train(self.server.model, stackable):
+                usable, failures = usable_rows(update)
+                for failure in failures:
+                    self._skip_or_raise(failure)
+                self.server.receive_group(usable)
+                self.record.add_group(usable)
+                self.record.total_bytes_up += self._num_bytes * len(usable.client_ids)
+        except BaseException:  # the group counts as a whole or not at all
+            self.server.load_state_dict(before[0])
+            self.record = RoundRecord.from_state_dict(before[1])
+            raise
+        self._finish([client.client_id for client in stackable])
+        return others
+
+    def _finish(self, clients: list[int]) -> None:
+        self.record.num_sampled += len(clients)
+        self.record.total_bytes_down += self._num_bytes * len(clients)
+        self._finished.update(clients)
 
     def _skip_or_raise(self, failure: ClientFailure) -> None:
         located = f"round {self._trainer.current_epoch}, {failure}"
@@ -172,20 +201,42 @@ class RoundRunner:
         self.record.num_skipped += 1
         rank_zero_warn(f"skipped: {located}")
 
-    def _steps_of(self, client: int) -> Iterator[Sequence[SizedBatch]]:
-        """Yield the batches of every local step, built when they are needed."""
-        options, shard = self._options, self._data.clients[client]
-        if len(shard) == 0:
-            return
-        indices = local_batches(
-            shard,
-            self._data.batch_size,
-            torch_generator(options.seed, "shuffle", self._trainer.current_epoch, client),
-            num_epochs=options.local_epochs,
-            num_batches=options.local_steps and options.local_steps * options.accumulate,
-            drop_last=self._data.drop_last,
+    def _try_one(self, work: ClientWork) -> ClientUpdate:
+        """Train a client without consequences."""
+        seed_global_generators(self._seed_of("local training", work.client_id))
+        metrics = MetricStates(self._metrics)
+        try:
+            return self._local_update(work)
+        finally:
+            metrics.put_back()
+
+    def _local_update(self, work: ClientWork) -> ClientUpdate:
+        return self._local.train(
+            self.server.model,
+            client_id=work.client_id,
+            num_examples=work.num_examples,
+            batches=self._steps_of(work),
         )
-        while chunk := list(islice(indices, options.accumulate)):
+
+    def _work_of(self, client: int) -> ClientWork:
+        options, shard = self._options, self._data.clients[client]
+        batches: list[Tensor] = []
+        if len(shard):
+            drawn = local_batches(
+                shard,
+                self._data.batch_size,
+                torch_generator(options.seed, "shuffle", self._trainer.current_epoch, client),
+                num_epochs=options.local_epochs,
+                num_batches=options.local_steps and options.local_steps * options.accumulate,
+                drop_last=self._data.drop_last,
+            )
+            batches = list(drawn)
+        return ClientWork(client, int(self._data.clients.num_examples[client]), batches)
+
+    def _steps_of(self, work: ClientWork) -> Iterator[Sequence[SizedBatch]]:
+        """Yield the batches of every local step, built when they are needed."""
+        indices = iter(work.batches)
+        while chunk := list(islice(indices, self._options.accumulate)):
             yield [(self._data.train_batch(batch), len(batch)) for batch in chunk]
 
     def _check_replies(self) -> None:
@@ -216,7 +267,8 @@ class RoundRunner:
             "record": self.record.state_dict(),
             "scaler": self._scaler.state_dict(),
             "metrics": self._collector.metric_states(self._module),
-            "finished": list(self._finished),
+            "finished": sorted(self._finished),
+            "engine": self._engine.state_dict(),
         }
         if not self._is_kept_by_lightning:
             state["model"] = vars(self.server.model)
@@ -237,7 +289,8 @@ class RoundRunner:
         self.record = RoundRecord.from_state_dict(state["record"])
         self._scaler.load_state_dict(state["scaler"])
         self._collector.load_metric_states(self._module, state["metrics"])
-        self._finished = list(state["finished"])
+        self._finished = set(state["finished"])
+        self._engine.load_state_dict(state["engine"])
 
 
 def _check_same(what: str, saved: Any, present: Any) -> None:

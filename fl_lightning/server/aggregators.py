@@ -58,6 +58,11 @@ class RunningMean:
         self._weight += weight
         self._mean.lerp_(vector, weight / self._weight)
 
+    def add_group(self, vectors: Tensor, weights: Tensor) -> None:
+        """Take in vectors of shape (m, k) with weights of shape (m,)."""
+        for vector, weight in zip(vectors, weights.tolist(), strict=True):
+            self.add(vector, weight)
+
     def value(self) -> Tensor:
         """Return the mean so far; zeros if nothing was added."""
         return self._mean.clone()
@@ -98,6 +103,11 @@ class Mean:
     def add(self, update: ClientUpdate) -> None:
         """Add one update."""
         self._mean.add(update.delta, update.num_examples if self.weight_by_examples else 1)
+
+    def add_group(self, deltas: Tensor, num_examples: Tensor) -> None:
+        """Add the updates of several clients at once."""
+        alike = (num_examples > 0).to(num_examples.dtype)
+        self._mean.add_group(deltas, num_examples if self.weight_by_examples else alike)
 
     def close(self) -> Tensor:
         """Return the mean."""

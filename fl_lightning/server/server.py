@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.core.update import ClientUpdate
+from fl_lightning.core.update import ClientUpdate, GroupUpdate
 from fl_lightning.server.aggregators import Aggregator, Mean, RunningMean
 
 ServerOptimizer = Callable[[Iterable[Any]], Optimizer]
@@ -88,6 +88,19 @@ class Server:
         self._aggregator.add(update)
         self._mean_buffers.add(update.buffers, update.num_examples)
         self.num_replies += 1
+
+    def receive_group(self, group: GroupUpdate) -> None:
+        """Fold in the updates of clients that trained together."""
+        add_group = getattr(self._aggregator, "add_group", None)
+        if add_group is None:  # a rule that looks at each update for itself
+            for update in group:
+                self.receive(update)
+            return
+        weights = torch.tensor(group.num_examples, dtype=torch.float64, device=group.deltas.device)
+        add_group(group.deltas, weights)
+        if group.buffers.shape[1]:
+            self._mean_buffers.add_group(group.buffers, weights)
+        self.num_replies += len(group.client_ids)
 
     def close_round(self) -> Tensor:
         """Step on the aggregate and return its L2 norm; without a reply the model stays."""

@@ -1,0 +1,204 @@
+"""How clients are trained: one after the other, or many at once in slots.
+
+Both give the same updates, so the choice is one of speed. Slots are several times faster for small
+models, whose steps are too small to keep the hardware busy, but their step must be compiled first.
+``auto`` asks whether slots are possible and the run long enough to repay the compiler, and then
+measures. What was chosen, and why, is said in one line and kept in the checkpoint: a resumed run
+does not choose again.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import nn
+
+from fl_lightning.client.local_training import GlobalModel, LocalTrainer
+from fl_lightning.client.packing import pack
+from fl_lightning.client.slot_training import ClientWork
+from fl_lightning.client.stacked_step import CannotStack
+from fl_lightning.core.errors import ClientFailure, ConfigurationError
+from fl_lightning.federation.slot_engine import (
+    SlotEngine,
+    Stacking,
+    TrainOne,
+    agreeing,
+    fitting_slots,
+    raise_if_impossible,
+)
+
+EngineName = Literal["auto", "sequential", "slots"]
+
+# One client's step of a larger model fills a core by itself.
+MOST_PARAMETERS = 2_000_000
+# Compiling takes 5 to 20 seconds: less local training than this does not repay it, and fewer
+# steps than this do not take so long where slots are faster.
+SHORT_RUN_SECONDS = 60.0
+SHORT_RUN_STEPS = 10_000
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What the user asked for: the engine, and the number of slots (None: chosen by size)."""
+
+    engine: EngineName = "auto"
+    num_slots: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.engine not in ("auto", "sequential", "slots"):
+            raise ConfigurationError(
+                f"federation: engine must be auto, sequential or slots, got {self.engine!r}"
+            )
+        if self.num_slots is not None and self.num_slots < 1:
+            raise ConfigurationError(
+                f"federation: slots must be at least 1 client at once, got {self.num_slots}"
+            )
+
+
+def trains_in_large_groups(options: EngineOptions, module: nn.Module, num_steps: float) -> bool:
+    """Return whether a round's clients should come in one group, so that slots can pack them.
+
+    Args:
+        options: what was asked for.
+        module: the model.
+        num_steps: local steps of the whole run, about.
+    """
+    if options.engine != "auto" or num_steps < SHORT_RUN_STEPS:
+        return options.engine == "slots"
+    params = [p for p in module.parameters() if p.requires_grad]
+    if any(isinstance(p, nn.UninitializedParameter) for p in params):
+        return False
+    return sum(p.numel() for p in params) <= MOST_PARAMETERS
+
+
+class EngineChooser:
+    """Chooses once in a run.
+
+    Args:
+        trainer: set up for fitting.
+        local: the sequential engine.
+        options: what was asked for.
+        accumulate: batches per local step.
+
+    Attributes:
+        slots: the engine for many at once; None while, and if, clients train one after the other.
+    """
+
+    def __init__(
+        self, trainer: Trainer, local: LocalTrainer, options: EngineOptions, accumulate: int
+    ) -> None:
+        self._trainer, self._local = trainer, local
+        self._options, self._accumulate = options, accumulate
+        self._is_chosen = options.engine == "sequential"
+        self._is_resumed = False
+        self.slots: SlotEngine | None = None
+
+    def choose(self, model: GlobalModel, work: Sequence[ClientWork], train_one: TrainOne) -> None:
+        """Choose, if that has not been done and there is any work to choose by.
+
+        Args:
+            model: the global model.
+            work: of the first group of clients.
+            train_one: trains a client sequentially, without consequences.
+        """
+        work = [client for client in work if client.batches]
+        if self._is_resumed and work:
+            train_one(work[0])  # tells under which names the module logs, and what is shown
+            self._is_resumed = False
+        if self._is_chosen or not work:
+            return
+        self._is_chosen = True
+        try:
+            raise_if_impossible(self._trainer, self._accumulate)
+            if self._options.engine == "slots":
+                self.slots, why = self._forced(model, work, train_one), "as asked for"
+            else:
+                self.slots, why = self._measured(model, work, train_one)
+        except ClientFailure as failure:  # it will be met again, where it counts
+            rank_zero_info(f"engine: sequential, because a trial failed: {failure}")
+        except CannotStack as reason:
+            if self._options.engine == "slots":
+                rank_zero_warn(f"engine: sequential and not slots as asked for: {reason}")
+            else:
+                rank_zero_info(f"engine: sequential, because {reason}")
+        else:
+            rank_zero_info(f"engine: {self.slots.stacking.num_slots} slots, {why}")
+
+    def _forced(
+        self, model: GlobalModel, work: Sequence[ClientWork], train_one: TrainOne
+    ) -> SlotEngine:
+        num_slots = self._options.num_slots or self._fitting_slots(work)
+        weighted = agreeing(self._trainer, self._local, model, work, train_one)
+        compiled = self._num_steps(work) >= SHORT_RUN_STEPS
+        return SlotEngine(self._trainer, self._local, Stacking(num_slots, weighted, compiled))
+
+    def _measured(
+        self, model: GlobalModel, work: Sequence[ClientWork], train_one: TrainOne
+    ) -> tuple[SlotEngine, str]:
+        num_steps, size = self._num_steps(work), self._local.space.size
+        if num_steps < SHORT_RUN_STEPS:
+            raise CannotStack(f"{num_steps:.0f} local steps do not repay a compiler")
+        if size > MOST_PARAMETERS:
+            raise CannotStack(f"the steps of a model of {size:,} parameters are large enough")
+        longest = max(work, key=lambda client: len(client.batches))
+        sample = ClientWork(longest.client_id, longest.num_examples, longest.batches[:10])
+        one = _seconds(lambda: train_one(sample)) / len(sample.batches)
+        if one * num_steps < SHORT_RUN_SECONDS:
+            raise CannotStack(f"{one * num_steps:.0f} s of training do not repay a compiler")
+        weighted = agreeing(self._trainer, self._local, model, work, train_one)
+        num_slots = self._options.num_slots or self._fitting_slots(work)
+        slots = SlotEngine(self._trainer, self._local, Stacking(num_slots, weighted, True))
+        group = [sample] * num_slots
+        began = time.perf_counter()
+        list(slots.train(model, group))
+        compiling = time.perf_counter() - began
+        all_slots = _seconds(lambda: list(slots.train(model, group))) / len(sample.batches)
+        steps = [len(client.batches) for client in work]
+        ratio = one * sum(steps) / (all_slots * max(stay.end for stay in pack(steps, num_slots)))
+        if ratio < 1.1:
+            raise CannotStack(f"{num_slots} slots were measured at {ratio:.2f} times its speed")
+        return (
+            slots,
+            f"measured at {ratio:.1f} times the sequential speed, compiled in {compiling:.0f} s",
+        )
+
+    def _fitting_slots(self, work: Sequence[ClientWork]) -> int:
+        return min(fitting_slots(self._trainer, self._local.space.size), len(work))
+
+    def _num_steps(self, work: Sequence[ClientWork]) -> float:
+        """Return about how many local steps the whole run has; it is not shorter when resumed."""
+        rounds = self._trainer.max_epochs
+        if rounds is None or rounds < 0:
+            return math.inf
+        return rounds * self._trainer.num_training_batches * sum(len(w.batches) for w in work)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was chosen."""
+        return {
+            "is_chosen": self._is_chosen,
+            "slots": None if self.slots is None else asdict(self.slots.stacking),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Keep to what the run that is resumed had chosen, unless told otherwise."""
+        if self._options.engine == "sequential" or not state["is_chosen"]:
+            return
+        self._is_chosen = True
+        if state["slots"] is not None:
+            self.slots = SlotEngine(self._trainer, self._local, Stacking(**state["slots"]))
+            self._is_resumed = True
+
+
+def _seconds(run: Callable[[], Any]) -> float:
+    times = []
+    for _ in range(3):
+        began = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - began)
+    return min(times)

@@ -1,0 +1,217 @@
+"""Clients in slots under a Trainer: whether that is possible, and if so, how.
+
+Slots train any module whose ``training_step`` is a function of tensors: no ``.item()``, no branch
+that depends on values, no random draw, nothing done by Lightning's hooks inside a step. What can be
+read off the Trainer is checked first; the rest is tried on one client, whose update must be the one
+of the sequential engine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+
+from fl_lightning.client.local_training import GlobalModel, LocalTrainer
+from fl_lightning.client.slot_training import ClientWork, SlotTrainer
+from fl_lightning.client.stacked_optimizers import stacked_rule
+from fl_lightning.client.stacked_step import CannotStack, StackedOptions, StackedStep
+from fl_lightning.core.metric_states import metrics_of
+from fl_lightning.core.update import ClientUpdate, GroupUpdate
+from fl_lightning.data.federated import FederatedDataModule
+from fl_lightning.federation.batches import batch_preparation, has_batch_hooks, takes_index
+from fl_lightning.federation.lightning_step import extra_work
+
+TrainOne = Callable[[ClientWork], ClientUpdate]
+
+# Parameters, gradients and state of all slots should stay in a core's cache: the fastest numbers
+# of slots for networks from 8 thousand to 215 thousand parameters lie near this line.
+_CACHE_BYTES = 8 * 2**20
+_MOST_SLOTS = 32
+# Of the largest number in a client's update; slots and sequential engine differ by rounding only.
+_TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True)
+class Stacking:
+    """How clients are stacked.
+
+    Attributes:
+        num_slots: clients at once, ≥ 1.
+        weighted: whether the loss is a mean over examples, so that batches may be padded; if not,
+            clients with smaller batches train one after the other.
+        compiled: whether the stacked step is compiled.
+    """
+
+    num_slots: int
+    weighted: bool = True
+    compiled: bool = False
+
+
+class SlotEngine:
+    """Trains the clients of a fit in slots.
+
+    Args:
+        trainer: set up for fitting.
+        local: the sequential engine, on the same module.
+        stacking: how.
+
+    Raises:
+        CannotStack: if the optimizer has no stacked form.
+    """
+
+    def __init__(self, trainer: Trainer, local: LocalTrainer, stacking: Stacking) -> None:
+        self.stacking = stacking
+        self._names = local.collector.epoch_names
+        self._data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
+        prepare, read = batch_preparation(trainer), self._data.train_batch
+        step = StackedStep(
+            trainer.lightning_module,
+            trainer.optimizers[0],
+            takes_index(trainer.lightning_module.training_step),
+            StackedOptions(
+                stacking.num_slots,
+                stacking.weighted,
+                compiled=stacking.compiled,
+                **_clipping(trainer),
+            ),
+        )
+        self._slots = SlotTrainer(
+            step,
+            local.space,
+            local.buffers,
+            read if prepare is None else lambda indices: prepare(read(indices)),
+            self._data.batch_size,
+        )
+
+    def split(self, work: Sequence[ClientWork]) -> tuple[list[ClientWork], list[ClientWork]]:
+        """Return (whom the slots can train, who must train one after the other)."""
+        stackable: list[ClientWork] = []
+        others: list[ClientWork] = []
+        for client in work:
+            full = all(len(batch) == self._data.batch_size for batch in client.batches)
+            fits = client.batches and (self.stacking.weighted or full)
+            (stackable if fits else others).append(client)
+        return stackable, others
+
+    def train(self, model: GlobalModel, work: Sequence[ClientWork]) -> Iterator[GroupUpdate]:
+        """Train clients and yield their updates as they end."""
+        for update in self._slots.train(model, work) if work else ():
+            metrics = {self._names.get(name, name): v for name, v in update.metrics.items()}
+            yield replace(update, metrics=metrics)
+
+
+def raise_if_impossible(trainer: Trainer, accumulate: int) -> None:
+    """Find what rules out slots before anything runs.
+
+    Raises:
+        CannotStack: saying what it is.
+    """
+    data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
+    optimizer = trainer.optimizers[0]
+    if any(stacked_rule(optimizer, group) is None for group in optimizer.param_groups):
+        raise CannotStack(f"{type(optimizer).__name__} with these options has no stacked form")
+    if accumulate > 1:
+        raise CannotStack("a local step accumulates several batches")
+    if trainer.precision not in ("32-true", "64-true"):
+        raise CannotStack(f"the precision is {trainer.precision}")
+    if extra := extra_work(trainer):
+        raise CannotStack(extra)
+    if has_batch_hooks(trainer):
+        raise CannotStack("module or data module have hooks around batches")
+    if not data.reads_by_index:
+        raise CannotStack(
+            f"batches of {type(data.train_dataset).__name__} are read example by example or "
+            "augmented at random"
+        )
+
+
+def fitting_slots(trainer: Trainer, num_parameters: int) -> int:
+    """Return the power of two of slots that fill a core's cache, between 1 and 32."""
+    optimizer = trainer.optimizers[0]
+    rules = [stacked_rule(optimizer, group) for group in optimizer.param_groups]
+    num_copies = 2 + max(rule.num_states for rule in rules if rule is not None)
+    slots = 2 ** round(math.log2(_CACHE_BYTES / (4 * num_parameters * num_copies)))
+    return int(min(_MOST_SLOTS, max(1, slots)))
+
+
+def agreeing(
+    trainer: Trainer,
+    local: LocalTrainer,
+    model: GlobalModel,
+    work: Sequence[ClientWork],
+    train_one: TrainOne,
+) -> bool:
+    """Train a client both ways and return whether its loss is a mean over examples.
+
+    Args:
+        trainer: set up for fitting.
+        local: the sequential engine.
+        model: the global model.
+        work: of some clients.
+        train_one: trains a client sequentially.
+
+    Raises:
+        CannotStack: with the operation that slots cannot run, or how the updates differ.
+    """
+    full = next((w for w in work if len(w.batches[0]) == trainer.datamodule.batch_size), None)  # type: ignore[attr-defined]
+    reasons = []
+    for weighted in (True, False):
+        client = work[0] if weighted or full is None else full
+        batch = client.batches[0]
+        # with padding, where that should be possible
+        batches = [batch, batch[: (len(batch) + 1) // 2]] if weighted else [batch]
+        sample = ClientWork(client.client_id, client.num_examples, batches)
+        try:
+            _compare(trainer, local, model, sample, train_one, Stacking(2, weighted))
+        except CannotStack as error:
+            reasons.append(str(error))
+        else:
+            return weighted
+        if full is None:
+            break
+    raise CannotStack(reasons[0])
+
+
+def _compare(
+    trainer: Trainer,
+    local: LocalTrainer,
+    model: GlobalModel,
+    sample: ClientWork,
+    train_one: TrainOne,
+    stacking: Stacking,
+) -> None:
+    module = trainer.lightning_module
+    expected = train_one(sample)
+    counts = [metric._update_count for metric in metrics_of(module)]
+    try:
+        ((found,),) = SlotEngine(trainer, local, stacking).train(model, [sample])
+    except CannotStack:
+        raise
+    except Exception as error:
+        raise CannotStack(f"vmap cannot run training_step: {_first_line(error)}") from error
+    if counts != [metric._update_count for metric in metrics_of(module)]:
+        raise CannotStack("training_step updates a torchmetrics object")
+    pairs = [("update", expected.delta, found.delta), ("buffers", expected.buffers, found.buffers)]
+    for name, value in expected.metrics.items():
+        pairs.append((name, value, found.metrics.get(name, torch.tensor(torch.nan))))
+    for name, value, other in pairs:
+        bound = _TOLERANCE * float(value.abs().max()) if value.numel() else 0.0
+        if value.numel() and not bool(((value - other).abs() <= bound + 1e-12).all()):
+            raise CannotStack(f"a trial client's {name} was not the sequential one")
+
+
+def _clipping(trainer: Trainer) -> dict[str, Any]:
+    if not trainer.gradient_clip_val:
+        return {}
+    by_value = str(trainer.gradient_clip_algorithm or "norm").endswith("value")
+    return {"clip_value" if by_value else "clip_norm": float(trainer.gradient_clip_val)}
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0][:200]
