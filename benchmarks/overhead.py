@@ -99,7 +99,7 @@ def vit_tiny() -> nn.Module:
 
 WORKLOADS = [
     Workload("logistic regression", logistic_regression, (1, 28, 28), 10, 20, 500, 10, 10, 60),
-    Workload("ViT, dim 192, depth 6", vit_tiny, (3, 32, 32), 100, 20, 128, 32, 4, 6),
+    Workload("ViT, dim 192, depth 6", vit_tiny, (3, 32, 32), 100, 8, 64, 32, 2, 12),
 ]
 
 

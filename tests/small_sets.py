@@ -1,5 +1,6 @@
 """Small data sets that the tests write, in the formats that users have on disk."""
 
+import colorsys
 import pickle
 
 import numpy as np
@@ -37,9 +38,11 @@ def write_pickles(folder, files, label_key, meta, class_names):
 
 
 def write_folder(root, part, classes, num_images, *, size=(8, 8), extension="png"):
-    for class_name in classes:
+    """Noise, tinted with the colour of its class, so that there is something to learn."""
+    for number, class_name in enumerate(classes):
         folder = root / part / class_name
         folder.mkdir(parents=True)
+        tint = 255 * np.array(colorsys.hsv_to_rgb(number / len(classes), 1, 1))
         for i in range(num_images):
-            image = Image.fromarray(random_bytes(size[1], size[0], 3))
-            image.save(folder / f"{i:03}.{extension}")
+            pixels = (random_bytes(size[1], size[0], 3) + tint) / 2
+            Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{i:03}.{extension}")

@@ -47,10 +47,11 @@ BEFORE = {
     TWO_CLASSES: [IID],
     PLOT: [IID, TWO_CLASSES],
 }
-# words after a command's own that make it short; no other words are changed
+# words after a command's own, to be quick and need no network; its own words are never changed
 SHORTER = {
     CIFAR100: "--trainer.max_epochs 1 --model.init_args.pretrained false"
-    " --model.init_args.image_size 32 --data.init_args.source.init_args.image_size 32",
+    " --model.init_args.network_kwargs '{depth: 1, embed_dim: 48}' --model.init_args.image_size 32"
+    " --data.init_args.source.init_args.image_size 32",
     OVERHEAD: "--turns 1",
 }
 # Python runs this file when it starts: small files cannot have the checksums of the real ones
@@ -72,29 +73,39 @@ def make_clone(folder):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("*.png"))
     names = [f"class {i:02}" for i in range(100)]
     for part, num_images in (("train", 40), ("test", 10)):
-        size = {"size": (32, 32), "extension": "jpg"}
-        write_folder(folder / "cifar10", part, names[:10], num_images, **size)
-    files = {"train": 800, "test": 100}
+        write_folder(
+            folder / "cifar10", part, names[:10], num_images, size=(32, 32), extension="jpg"
+        )
+    files = {"train": 2000, "test": 100}
     meta = ("meta", "fine_label_names")
     write_pickles(folder / "data" / "cifar-100-python", files, "fine_labels", meta, names)
     (folder / "any_checksum").mkdir()
     (folder / "any_checksum" / "sitecustomize.py").write_text(ANY_CHECKSUM)
 
 
-def run(command, folder):
-    """Run a command in the folder with this environment's programs."""
-    assert command.startswith("uv run "), command
-    words = shlex.split(f"{command} {SHORTER.get(command, '')}", comments=True)[2:]
+def environment(command, folder):
+    """Where this environment's programs come first, and compiled files are kept for the next."""
     programs = str(Path(sys.executable).parent)
-    environment = {**os.environ, "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
+    variables = {
+        "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONDONTWRITEBYTECODE": "",
+        "PYTHONPYCACHEPREFIX": str(folder / "compiled"),
+    }
     if command == CIFAR100:
-        environment["PYTHONPATH"] = str(folder / "any_checksum")
+        variables["PYTHONPATH"] = str(folder / "any_checksum")
+    return {**os.environ, **variables}
+
+
+def run(command, folder):
+    """Run a command in the folder, as ``uv run`` would."""
+    assert command.startswith("uv run "), command
+    words = shlex.split(command, comments=True)[2:] + shlex.split(SHORTER.get(command, ""))
     began = time.monotonic()
     done = subprocess.run(
         words,
         check=False,
         cwd=folder,
-        env=environment,
+        env=environment(command, folder),
         text=True,
         capture_output=True,
         timeout=300,
@@ -123,10 +134,10 @@ def type_in(folder):
     return type_in
 
 
-@pytest.mark.parametrize("command", [c for c in commands() if c not in NOT_TYPED])
+@pytest.mark.parametrize("command", [c for c in commands() if c not in NOT_TYPED], ids=str)
 def test_every_command_of_the_readme_runs(command, type_in):
     """A new command runs here too; if it cannot as it stands, the tables above are the place."""
-    assert type_in(command).text
+    type_in(command)
 
 
 def test_commands_that_are_not_typed_are_still_in_the_readme():
@@ -174,9 +185,10 @@ def test_layered_files_give_cifar100_clients_of_five_classes(type_in, folder):
     assert classes_of_clients(folder / "runs/cifar100/version_0") == [5] * 100
 
 
-def test_the_two_runs_on_images_differ_in_the_classes_of_clients(type_in, folder):
+def test_both_runs_on_images_learn_from_the_clients_that_they_name(type_in, folder):
     for command in (IID, TWO_CLASSES):
         assert "Round 10/10" in type_in(command).text
+        assert accuracy(type_in(command)) >= 0.2  # twice what guessing gives
     assert min(classes_of_clients(folder / "runs/cifar10_images/version_0")) > 5
     assert classes_of_clients(folder / "runs/cifar10_images/version_1") == [2] * 10
 
@@ -187,7 +199,7 @@ def test_the_figure_shows_both_runs_in_both_panels(type_in, folder):
     for panel in np.array_split(pixels, 2, axis=1):
         for color in ("tab:blue", "tab:orange"):
             is_color = np.isclose(panel, matplotlib.colors.to_rgb(color), atol=0.01).all(axis=2)
-            assert is_color.sum() > 100  # more than a marker of the legend
+            assert is_color.sum() > 500  # more than in the legend
 
 
 def test_the_overhead_is_measured_for_the_models_in_the_readme(type_in):

@@ -163,7 +163,7 @@ class LocalTrainer:
             num_steps=num_steps,
             metrics=_mean_loss(losses, sizes),
         )
-        _check_finite(update)
+        check_finite(update)
         update.metrics.update(logged)  # a module may log a train/loss of its own
         return update
 
@@ -256,7 +256,12 @@ def _mean_loss(losses: list[Tensor], sizes: list[int]) -> dict[str, Tensor]:
     return {"train/loss": (stacked * weights).sum() / weights.sum()}
 
 
-def _check_finite(update: ClientUpdate) -> None:
+def check_finite(update: ClientUpdate) -> None:
+    """Refuse an update that would spoil the global model.
+
+    Raises:
+        ClientFailure: if its loss, its delta or its buffers are not finite.
+    """
     loss = update.metrics.get("train/loss")
     if loss is not None and not bool(torch.isfinite(loss)):
         raise ClientFailure(update.client_id, f"its training loss is {float(loss)}")

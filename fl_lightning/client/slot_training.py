@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fl_lightning.client.local_training import GlobalModel
+from fl_lightning.client.local_training import GlobalModel, check_finite
 from fl_lightning.client.packing import Stay, pack
 from fl_lightning.client.stacked_step import StackedStep, map_tensors
 from fl_lightning.core.errors import ClientFailure
@@ -165,18 +165,16 @@ class SlotTrainer:
 
 def usable_rows(group: GroupUpdate) -> tuple[GroupUpdate, list[ClientFailure]]:
     """Return the group without the clients whose update is not finite, and who they are."""
-    checks = {
-        "its training loss": group.metrics["train/loss"].isfinite(),
-        "its update": group.norms.isfinite(),
-        "one of its buffers": group.buffers.isfinite().all(1),
-    }
-    usable = torch.stack(list(checks.values())).all(0)
+    finite = group.metrics["train/loss"].isfinite() & group.norms.isfinite()
+    usable = finite & group.buffers.isfinite().all(1)
     if bool(usable.all()):
         return group, []
     failures = []
-    for row in (~usable).nonzero().flatten().tolist():
-        what = next(name for name, finite in checks.items() if not finite[row])
-        failures.append(ClientFailure(group.client_ids[row], f"{what} is NaN or infinite"))
+    for update in group:
+        try:
+            check_finite(update)
+        except ClientFailure as failure:
+            failures.append(failure)
     rows = usable.nonzero().flatten()
     kept = rows.tolist()
     return GroupUpdate(

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 
 from fl_lightning.client.stacked_optimizers import StackedRule, stacked_rule
@@ -216,7 +217,8 @@ class _TrainingStep:
         # no number: a step that decides something by its index cannot be the same for all slots
         arguments = (batch, count.long()) if self._takes_index else (batch,)
         logged: dict[str, tuple[Tensor, float | None]] = {}
-        output = functional_call(self._wrapper, inner, (logged, *arguments))
+        with sdpa_kernel(SDPBackend.MATH):  # vmap would run the fused ones client by client
+            output = functional_call(self._wrapper, inner, (logged, *arguments))
         loss = output["loss"] if isinstance(output, dict) else output
         if not isinstance(loss, Tensor):
             raise CannotStack("its training_step returned no loss")

@@ -117,7 +117,6 @@ def test_clipping_each_client_for_itself():
     def clipped(params):
         optimizer = OPTIMIZERS["momentum"](params)
 
-
         def clip(optimizer, *_):
             params = [p for group in optimizer.param_groups for p in group["params"]]
             torch.nn.utils.clip_grad_norm_(params, 0.1)
