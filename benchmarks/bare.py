@@ -65,17 +65,21 @@ class Visit:
 
 
 def own_plan(work: Workload, round_index: int) -> list[Visit]:
-    """Return a random cohort's visits, each with freshly shuffled batches."""
+    """Return a random cohort's visits."""
     generator = np.random.default_rng((SEED, round_index))
-    ids = generator.choice(work.num_clients, work.cohort, replace=False)
-    visits = []
-    for client in ids:
-        size, start = int(work.sizes[client]), int(work.starts[client])
-        passes = -(-work.steps_of(client) * work.batch_size // size)
-        order = [torch.randperm(size).add_(start).split(work.batch_size) for _ in range(passes)]
-        batches = [batch for each in order for batch in each][: work.steps_of(client)]
-        visits.append(Visit(batches, size / float(work.sizes[ids].sum())))
-    return visits
+    ids = generator.choice(work.num_clients, work.cohort, replace=False).tolist()
+    total = float(work.sizes[ids].sum())
+    return [Visit(shuffled(work, client), work.sizes[client] / total) for client in ids]
+
+
+def shuffled(work: Workload, client: int) -> list[Tensor]:
+    """Return the indices of a client's batches, each pass over its examples in a new order."""
+    size, num_steps = int(work.sizes[client]), work.steps_of(client)
+    batches: list[Tensor] = []
+    while len(batches) < num_steps:
+        order = torch.randperm(size).add_(int(work.starts[client]))
+        batches += order.split(work.batch_size)
+    return batches[:num_steps]
 
 
 class BareLoop:

@@ -22,6 +22,7 @@ TORCH = "torch==2.15.0"  # for the data and the initial weights, also where noth
 RIVALS: dict[str, tuple[str, list[str]]] = {
     "pfl": ("3.11", ["pfl==0.6.0", TORCH]),
     "blazefl": ("3.13", ["blazefl==2.0.3", "numpy==2.4.6", "tqdm", TORCH]),
+    "flwr": ("3.11", ["flwr[simulation]==1.41.0", TORCH]),
     "fedjax": (
         "3.11",
         # its last release: what of JAX was current then, and what that goes with

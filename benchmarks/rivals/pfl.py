@@ -65,8 +65,8 @@ def train(work: Workload, num_rounds: int) -> Column:
 
     users = get_user_sampler("minimize_reuse", range(work.num_clients))
     network = work.initial_network()
-    network.loss = types.MethodType(loss, network)
-    network.metrics = types.MethodType(metrics, network)
+    network.loss = types.MethodType(loss, network)  # type: ignore[assignment]
+    network.metrics = types.MethodType(metrics, network)  # type: ignore[assignment]
     sgd = partial(torch.optim.SGD, momentum=work.momentum, weight_decay=work.weight_decay)
     central = torch.optim.SGD(network.parameters(), lr=1.0)
     watch = Watch()
