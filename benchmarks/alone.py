@@ -1,0 +1,59 @@
+"""One column in a process of its own: ``python -m benchmarks.alone ours W3``.
+
+Tells what only a fresh process can: how long it takes to the first round, and the peak memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import torch
+
+from benchmarks.bare import VARIANTS, BareLoop, Variant, own_plan
+from benchmarks.options import Options, add_options
+from benchmarks.process import Column, Stopwatch
+from benchmarks.workloads import WORKLOADS, Workload
+
+
+def bare(work: Workload, options: Options, variant: Variant) -> Column:
+    """Train rounds of the bare loop."""
+    stopwatch = Stopwatch()
+    loop = BareLoop(work, work.data(), variant, options.precision)
+    for round_index in range(1 + options.rounds):
+        loop.train_round(own_plan(work, round_index))
+        stopwatch.round_done()
+    return stopwatch.report()
+
+
+def ours(work: Workload, options: Options) -> Column:
+    """Train rounds of a federation."""
+    # not above: the bare loop's process must not pay for Lightning
+    from lightning.pytorch.callbacks import LambdaCallback
+
+    from benchmarks.ours import fit
+
+    stopwatch = Stopwatch()
+    watch = LambdaCallback(on_train_epoch_end=lambda *_: stopwatch.round_done())
+    fit(work, work.data(), options, 1 + options.rounds, watch)
+    return stopwatch.report()
+
+
+def main() -> None:
+    """Print the column as a line of JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("column", choices=["bare", "ours"])
+    parser.add_argument("workload", choices=WORKLOADS)
+    parser.add_argument("--variant", choices=VARIANTS, default="sgd", help="of the bare loop")
+    add_options(parser)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    options = Options.of_arguments(arguments)
+    work = options.workload(arguments.workload)
+    variant = VARIANTS[arguments.variant]
+    column = bare(work, options, variant) if arguments.column == "bare" else ours(work, options)
+    print(json.dumps(column))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""The bare loop that everything is compared with: FedAvg in plain PyTorch, as fast as it gets.
+
+    for each client: copy the weights in, train, mean ← mean + share · weights
+
+Tensors in memory, one network reused, copies in place over lists of tensors, one running mean.
+Which clients train on which batches is a plan made beforehand, outside of the timed part: a
+federation's own (see `plan`), so that the two aggregates can be compared, or one of its own here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812 - as everyone writes it
+
+from benchmarks.workloads import SEED, Workload
+
+Data = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to write the local step, with the same result.
+
+    Attributes:
+        update: ``sgd`` (torch's own as it comes), ``fused`` (its fused one) or ``by hand``
+            (`torch.autograd.grad` and a few operations on lists).
+        channels_last: the memory layout of images and convolutions.
+    """
+
+    update: str = "sgd"
+    channels_last: bool = False
+
+    def __str__(self) -> str:
+        return self.update + (", channels last" if self.channels_last else "")
+
+
+PLAIN = Variant()
+VARIANTS = {
+    str(variant): variant
+    for update in ("sgd", "fused", "by hand")
+    for variant in (Variant(update), Variant(update, channels_last=True))
+}
+
+
+@dataclass(frozen=True)
+class Visit:
+    """One client's turn in a round.
+
+    Attributes:
+        batches: its batches' indices, in order.
+        share: of the round's examples, its weight in the mean.
+        seed: of what the network draws, for networks that do.
+    """
+
+    batches: Sequence[Tensor]
+    share: float
+    seed: int = SEED
+
+
+def own_plan(work: Workload, round_index: int) -> list[Visit]:
+    """Return a random cohort's visits."""
+    generator = np.random.default_rng((SEED, round_index))
+    ids = generator.choice(work.num_clients, work.cohort, replace=False).tolist()
+    total = float(work.sizes[ids].sum())
+    return [Visit(shuffled(work, client), work.sizes[client] / total) for client in ids]
+
+
+def shuffled(work: Workload, client: int) -> list[Tensor]:
+    """Return the indices of a client's batches, each pass over its examples in a new order."""
+    size, num_steps = int(work.sizes[client]), work.steps_of(client)
+    batches: list[Tensor] = []
+    while len(batches) < num_steps:
+        order = torch.randperm(size).add_(int(work.starts[client]))
+        batches += order.split(work.batch_size)
+    return batches[:num_steps]
+
+
+class BareLoop:
+    """Trains rounds of a workload.
+
+    Args:
+        work: what to train.
+        data: its examples.
+        variant: how.
+        precision: Lightning's name: ``32-true``, ``bf16-mixed`` or ``16-mixed``.
+
+    Attributes:
+        start: the global weights that the next round starts from.
+    """
+
+    def __init__(
+        self, work: Workload, data: Data, variant: Variant = PLAIN, precision: str = "32-true"
+    ) -> None:
+        self.work, self.variant = work, variant
+        self._x, self._y = data
+        network = work.initial_network()
+        if variant.channels_last:
+            network = network.to(memory_format=torch.channels_last)
+            self._x = self._x.to(memory_format=torch.channels_last)
+        self._network = network
+        self._leaves = list(network.parameters())
+        self._params = [p.detach() for p in self._leaves]
+        self.start = [p.clone() for p in self._params]
+        self._mean = [torch.zeros_like(p) for p in self._params]
+        by_hand = variant.update == "by hand" and work.momentum
+        self._velocity = [torch.zeros_like(p) for p in self._params] if by_hand else []
+        self._optimizer = torch.optim.SGD(
+            self._leaves,
+            lr=work.lr,
+            momentum=work.momentum,
+            weight_decay=work.weight_decay,
+            fused=True if variant.update == "fused" else None,
+        )
+        self._is_mixed = _is_mixed(precision)
+        self._draws = any(isinstance(layer, nn.Dropout) for layer in network.modules())
+
+    def train_round(self, plan: Sequence[Visit]) -> float:
+        """Train a round and return its seconds."""
+        began = time.perf_counter()
+        step = self._step_by_hand if self.variant.update == "by hand" else self._step
+        for visit in plan:
+            torch._foreach_copy_(self._params, self.start)
+            self._optimizer.state.clear()
+            if self._velocity:
+                torch._foreach_zero_(self._velocity)
+            torch.randperm(sum(map(len, visit.batches)))  # any such loop shuffles
+            if self._draws:
+                torch.default_generator.manual_seed(visit.seed)
+            for batch in visit.batches:
+                step(self._x[batch], self._y[batch])
+            torch._foreach_add_(self._mean, self._params, alpha=visit.share)
+        torch._foreach_copy_(self.start, self._mean)
+        torch._foreach_zero_(self._mean)
+        return time.perf_counter() - began
+
+    def _loss(self, x: Tensor, y: Tensor) -> Tensor:
+        mixed = torch.autocast("cpu", torch.bfloat16) if self._is_mixed else _nothing
+        with mixed:
+            return F.cross_entropy(self._network(x), y)
+
+    def _step(self, x: Tensor, y: Tensor) -> None:
+        self._optimizer.zero_grad()
+        self._loss(x, y).backward()
+        self._optimizer.step()
+
+    def _step_by_hand(self, x: Tensor, y: Tensor) -> None:
+        gradients = torch.autograd.grad(self._loss(x, y), self._leaves)
+        if self.work.weight_decay:
+            torch._foreach_add_(gradients, self._params, alpha=self.work.weight_decay)
+        if self._velocity:
+            torch._foreach_mul_(self._velocity, self.work.momentum)
+            torch._foreach_add_(self._velocity, gradients)
+            gradients = tuple(self._velocity)
+        torch._foreach_add_(self._params, gradients, alpha=-self.work.lr)
+
+
+_nothing = contextlib.nullcontext()
+
+
+def _is_mixed(precision: str) -> bool:
+    if precision not in ("32-true", "bf16-mixed", "16-mixed"):
+        raise ValueError(f"precision must be 32-true, bf16-mixed or 16-mixed, got {precision!r}")
+    return precision != "32-true"  # on a CPU, 16-mixed is bfloat16 as well
+
+
+def best_variant(work: Workload, data: Data, precision: str, repetitions: int = 3) -> Variant:
+    """Return the variant that trains clients fastest: of each the best of some tries in turn."""
+    layers = work.initial_network().modules()
+    is_convolutional = sum(isinstance(layer, nn.Conv2d) for layer in layers) > 1
+    candidates = [v for v in VARIANTS.values() if is_convolutional or not v.channels_last]
+    loops = [BareLoop(work, data, variant, precision) for variant in candidates]
+    one_client = [loops[0].train_round(own_plan(work, 0)[:1]) for _ in range(2)][-1]
+    num_clients = max(1, int(0.2 / one_client))  # a try takes about 0.2 s
+    seconds = dict.fromkeys(candidates, float("inf"))
+    for number in range(1 + repetitions):
+        plan = own_plan(work, number)[:num_clients]
+        for loop in loops:
+            took = loop.train_round(plan)
+            if number:  # the first one warms up
+                seconds[loop.variant] = min(seconds[loop.variant], took)
+    return min(candidates, key=lambda variant: seconds[variant])

@@ -1,0 +1,106 @@
+"""The networks of the workloads, as plain sequences of layers that any framework can take.
+
+Each is built from torch alone (the ViT from timm), so that a rival's environment, which has no
+`fl_lightning`, trains exactly the same one.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+def logistic_regression(in_features: int, num_classes: int) -> nn.Module:
+    """Return one dense layer."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(in_features, num_classes))
+
+
+def mlp() -> nn.Module:
+    """Return 784-200-200-10, the "2NN" of McMahan et al. 2017: 199,210 parameters."""
+    return nn.Sequential(nn.Flatten(), *_dense(784, 200), *_dense(200, 200), nn.Linear(200, 10))
+
+
+def mcmahan_cnn() -> nn.Module:
+    """Return the CNN of McMahan et al. 2017 for 28×28×1 images: 1,663,370 parameters."""
+    return nn.Sequential(
+        *_pooled(1, 32, padding=2),
+        *_pooled(32, 64, padding=2),
+        nn.Flatten(),
+        *_dense(64 * 7 * 7, 512),
+        nn.Linear(512, 10),
+    )
+
+
+def lenet5() -> nn.Module:
+    """Return LeNet-5 for 32×32×1 images, with ReLU and max-pooling: 61,706 parameters."""
+    return nn.Sequential(
+        *_pooled(1, 6),
+        *_pooled(6, 16),
+        nn.Flatten(),
+        *_dense(16 * 5 * 5, 120),
+        *_dense(120, 84),
+        nn.Linear(84, 10),
+    )
+
+
+def wide_lenet() -> nn.Module:
+    """Return a wider, shallower LeNet for 32×32×3 images: 215,730 parameters."""
+    return nn.Sequential(
+        *_pooled(3, 20),
+        *_pooled(20, 50),
+        nn.Flatten(),
+        *_dense(50 * 5 * 5, 150),
+        nn.Linear(150, 10),
+    )
+
+
+def pfl_cnn(*, dropout: bool) -> nn.Module:
+    """Return the ``simple_cnn`` of pfl-research's CIFAR-10 benchmark: 1,626,442 parameters.
+
+    Source: apple/pfl-research, benchmarks/model/pytorch/cnn.py: two unpadded 3×3 convolutions, one
+    pooling, dropout 0.25 before and 0.5 after the dense layer, Glorot-uniform weights.
+
+    Args:
+        dropout: with its dropouts. Engines that train several clients at once draw other random
+            numbers than a plain loop, so that only without them results can be compared.
+    """
+    network = nn.Sequential(
+        nn.Conv2d(3, 32, kernel_size=3),
+        nn.ReLU(),
+        nn.Conv2d(32, 64, kernel_size=3),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        *([nn.Dropout(0.25)] if dropout else []),
+        nn.Flatten(),
+        *_dense(64 * 14 * 14, 128),
+        *([nn.Dropout(0.5)] if dropout else []),
+        nn.Linear(128, 10),
+    )
+    for layer in network:
+        if isinstance(layer, (nn.Conv2d, nn.Linear)):
+            nn.init.xavier_uniform_(layer.weight)
+    return network
+
+
+def small_vit() -> nn.Module:
+    """Return a ViT for 32×32×3 images and 100 classes: patches of 4, width 192, depth 6."""
+    import timm
+
+    network: nn.Module = timm.create_model(
+        "vit_tiny_patch16_224",
+        img_size=32,
+        patch_size=4,
+        embed_dim=192,
+        depth=6,
+        num_heads=3,
+        num_classes=100,
+    )
+    return network
+
+
+def _dense(in_features: int, out_features: int) -> tuple[nn.Module, ...]:
+    return nn.Linear(in_features, out_features), nn.ReLU()
+
+
+def _pooled(in_channels: int, out_channels: int, padding: int = 0) -> tuple[nn.Module, ...]:
+    convolution = nn.Conv2d(in_channels, out_channels, kernel_size=5, padding=padding)
+    return convolution, nn.ReLU(), nn.MaxPool2d(2)

@@ -1,0 +1,94 @@
+"""A workload as a run of `fl_lightning`, the way its users write one."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import warnings
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812 - as everyone writes it
+from torch.utils.data import TensorDataset
+
+from benchmarks.options import Options
+from benchmarks.overhead import InMemory
+from benchmarks.workloads import SEED, Workload
+from fl_lightning import FederatedDataModule, Federation, UniformCohort
+
+
+class Classifier(LightningModule):
+    """Cross entropy and the workload's SGD, nothing logged."""
+
+    def __init__(self, network: nn.Module, work: Workload) -> None:
+        super().__init__()
+        self.network, self.work = network, work
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """Return the loss."""
+        x, y = batch
+        return F.cross_entropy(self.network(x), y)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return the clients' optimizer."""
+        work = self.work
+        return torch.optim.SGD(
+            self.parameters(),
+            lr=work.lr,
+            momentum=work.momentum,
+            weight_decay=work.weight_decay,
+        )
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The workload's own rule of whose examples are whose; shards may overlap."""
+
+    work: Workload
+    uses_labels: ClassVar[bool] = False
+
+    def assign(self, labels: np.ndarray, num_clients: int, seed: int) -> list[np.ndarray]:
+        """Return windows into one array of indices, so that a million clients cost little."""
+        every = np.arange(len(labels))
+        ends = self.work.starts + self.work.sizes
+        return [every[a:b] for a, b in zip(self.work.starts, ends, strict=True)]
+
+
+def federation(work: Workload, options: Options) -> Federation:
+    """Return the federation; the engine is passed to it only if it can be chosen."""
+    arguments: dict[str, Any] = {"local_steps": work.local_steps, "seed": SEED}
+    if "engine" in inspect.signature(Federation).parameters:
+        arguments["engine"] = options.engine
+    return Federation(cohort=UniformCohort(size=work.cohort), **arguments)
+
+
+def fit(
+    work: Workload, data: tuple[Tensor, Tensor], options: Options, num_rounds: int, watch: Callback
+) -> None:
+    """Train some rounds on the CPU; the callback comes after the federation's."""
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    clients = FederatedDataModule(
+        InMemory(TensorDataset(*data), work.batch_size),
+        num_clients=work.num_clients,
+        partition=Shards(work),
+        seed=SEED,
+    )
+    several: dict[str, Any] = {"strategy": "federated"} if options.devices > 1 else {}
+    trainer = Trainer(
+        max_epochs=num_rounds,
+        accelerator="cpu",
+        devices=options.devices,
+        precision=options.precision,  # type: ignore[arg-type]
+        callbacks=[federation(work, options), watch],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **several,
+    )
+    trainer.fit(Classifier(work.initial_network(), work), datamodule=clients)

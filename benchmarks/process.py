@@ -1,0 +1,114 @@
+"""What a process knows of itself: how long it has lived, its peak memory; and its result line.
+
+Standard library only: rivals use it in their own environments. Every measurement runs in a process
+of its own and ends by printing one line of JSON, which `run` reads.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, TypedDict
+
+ROOT = Path(__file__).parents[1]
+_imported = time.monotonic()
+
+
+class Column(TypedDict):
+    """What every column of the table reports.
+
+    Attributes:
+        seconds: of each round after the first.
+        start_up: seconds from the start of the process to the end of its first round, less a
+            median round: everything that is paid once, imports and compilation as well.
+        peak_mb: peak resident memory.
+    """
+
+    seconds: list[float]
+    start_up: float
+    peak_mb: float
+
+
+def seconds_alive() -> float:
+    """Return the seconds since this process started; where /proc is missing, since this import."""
+    stat = Path("/proc/self/stat")
+    if not stat.exists():
+        return time.monotonic() - _imported
+    ticks = int(stat.read_text().rpartition(")")[2].split()[19])  # proc(5), field 22
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+
+
+def peak_mb() -> float:
+    """Return this process's peak resident memory in MB."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (2**20 if sys.platform == "darwin" else 2**10)
+
+
+class Stopwatch:
+    """Notes when rounds end, and reports them as a `Column`.
+
+    Attributes:
+        seconds: of each round after the first.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self._first_done = 0.0
+        self._last = 0.0
+
+    def round_done(self) -> None:
+        """Say that a round, with the server's step, is over."""
+        now = time.perf_counter()
+        if self._first_done:
+            self.seconds.append(now - self._last)
+        else:
+            self._first_done = seconds_alive()
+        self._last = now
+
+    def report(self, extra_mb: float = 0.0) -> Column:
+        """Return the column; ``extra_mb`` is the peak memory of other processes that took part."""
+        usual = sorted(self.seconds)[len(self.seconds) // 2]
+        start_up = max(0.0, self._first_done - usual)
+        return Column(seconds=self.seconds, start_up=start_up, peak_mb=peak_mb() + extra_mb)
+
+
+class MeasurementError(Exception):
+    """A measurement that ended without a result; says why."""
+
+
+def run(command: list[str], timeout: float | None = None) -> Any:
+    """Run a command with one thread a process and return what its last line of JSON says.
+
+    Raises:
+        MeasurementError: if it ended with an error, took longer than ``timeout`` seconds or printed none.
+    """
+    one_thread = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | one_thread | {"PYTHONPATH": os.pathsep.join(paths)}
+    try:
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            env=environment,
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise MeasurementError(_one_line(str(error))) from error
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or not lines:
+        told = [line for line in done.stderr.splitlines() if line.strip()]
+        raise MeasurementError(_one_line(told[-1] if told else f"exit status {done.returncode}"))
+    return json.loads(lines[-1])
+
+
+def _one_line(text: str, most: int = 100) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= most else f"{line[: most - 1]}…"

@@ -1,0 +1,73 @@
+"""Other frameworks on the same workloads, each in an environment of its own.
+
+One adapter a file, run as ``python -m benchmarks.rivals.<name> <workload>`` under ``uv run
+--isolated`` with the pins below. It takes data, network and steps from `benchmarks.workloads`, does
+the rest as its framework's own examples do, and prints one line of JSON, a `process.Column`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from typing import cast
+
+from benchmarks import process
+from benchmarks.options import Options, add_options
+from benchmarks.process import Column
+from benchmarks.workloads import WORKLOADS, Workload
+
+TORCH = "torch==2.15.0"  # for the data and the initial weights, also where nothing else needs it
+# of each rival: the version of Python, and what is installed
+RIVALS: dict[str, tuple[str, list[str]]] = {
+    "pfl": ("3.11", ["pfl==0.6.0", TORCH]),
+    "blazefl": ("3.13", ["blazefl==2.0.3", "numpy==2.4.6", "tqdm", TORCH]),
+    "flwr": ("3.11", ["flwr[simulation]==1.41.0", TORCH]),
+    "fedjax": (
+        "3.11",
+        # its last release: what of JAX was current then, and what that goes with
+        [
+            "fedjax==0.0.17",
+            "jax==0.4.13",
+            "jaxlib==0.4.13",
+            "dm-haiku==0.0.10",
+            "optax==0.1.5",
+            "chex<0.1.82",
+            "numpy<1.25",
+            "scipy<1.11",
+            "typing-extensions",
+            TORCH,
+        ],
+    ),
+}
+TIMEOUT = 1800.0  # seconds, with the installation
+
+
+def run(name: str, workload: str, options: Options) -> Column:
+    """Return a rival's column.
+
+    Raises:
+        MeasurementError: if it cannot be installed, does not support the workload, or fails.
+    """
+    python, pins = RIVALS[name]
+    environment = [word for pin in pins for word in ("--with", pin)]
+    command = ["uv", "run", "--isolated", "--no-project", "--python", python, *environment]
+    module = ["python", "-m", f"benchmarks.rivals.{name}", workload]
+    return cast(Column, process.run([*command, *module, *options.as_arguments()], TIMEOUT))
+
+
+def adapter(train: Callable[[Workload, int], Column]) -> None:
+    """Do what the command line says and print the column.
+
+    Args:
+        train: trains so many rounds of a workload.
+    """
+    parser = argparse.ArgumentParser()
+    parser.add_argument("workload", choices=WORKLOADS)
+    add_options(parser)
+    arguments = parser.parse_args()
+    options = Options.of_arguments(arguments)
+    if options.devices > 1 or options.precision != "32-true":
+        parser.exit(1, "compared in one process and 32-true only\n")
+    column = train(options.workload(arguments.workload), 1 + options.rounds)
+    print(json.dumps(column))

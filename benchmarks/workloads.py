@@ -1,0 +1,194 @@
+"""What is measured: a network, and how much of which data its clients train on.
+
+Everything is synthetic and from fixed seeds. Imports torch and NumPy only, because the rivals'
+environments have nothing else: they train on the same tensors from the same initial weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from benchmarks import networks
+
+SEED = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A federation to simulate.
+
+    Attributes:
+        title: what the table says.
+        network: builds the model.
+        shape: of one example.
+        num_classes: of the labels.
+        num_clients: the population.
+        examples: of the smallest and of the largest client; in between evenly on a log scale.
+        cohort: clients of a round.
+        batch_size: examples of a local step.
+        local_steps: of a client in a round; one pass over its examples if None.
+        lr: learning rate of the clients' SGD.
+        momentum: of the clients' SGD.
+        weight_decay: of the clients' SGD.
+        pool: if given, all clients' examples are windows into so many, which overlap; otherwise
+            every client owns its own.
+    """
+
+    title: str
+    network: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    num_classes: int
+    num_clients: int
+    examples: tuple[int, int]
+    cohort: int
+    batch_size: int
+    local_steps: int | None = None
+    lr: float = 0.01
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    pool: int | None = None
+
+    @cached_property
+    def sizes(self) -> npt.NDArray[np.int64]:
+        """Number of examples of each client, shape (num_clients,)."""
+        sizes = np.geomspace(*self.examples, self.num_clients).round().astype(np.int64)
+        return np.random.default_rng(SEED).permutation(sizes)
+
+    @cached_property
+    def starts(self) -> npt.NDArray[np.int64]:
+        """Where each client's examples begin, shape (num_clients,)."""
+        if self.pool is None:
+            return np.cumsum(self.sizes) - self.sizes
+        stride = 7  # less than a client's examples: neighbours share some
+        return np.arange(self.num_clients) * stride % (self.pool - self.sizes + 1)
+
+    def shard(self, client: int) -> slice:
+        """Return where a client's examples are."""
+        start = int(self.starts[client])
+        return slice(start, start + int(self.sizes[client]))
+
+    def steps_of(self, client: int) -> int:
+        """Return the number of local steps of one client in a round."""
+        return self.local_steps or -(-int(self.sizes[client]) // self.batch_size)
+
+    def data(self) -> tuple[Tensor, Tensor]:
+        """Return all examples, shape (N, *shape), and their labels, shape (N,)."""
+        count = self.pool or int(self.sizes.sum())
+        generator = torch.Generator().manual_seed(SEED)
+        x = torch.randn(count, *self.shape, generator=generator)
+        return x, torch.randint(self.num_classes, (count,), generator=generator)
+
+    def initial_network(self) -> nn.Module:
+        """Return the network with the weights that every column starts from."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(SEED)
+            return self.network()
+
+    def scaled(self, factor: float) -> Workload:
+        """Return the same workload with ``factor`` times the clients and the examples of each."""
+        if factor == 1:
+            return self
+        cohort = max(2, round(self.cohort * factor))
+        smallest, largest = (max(3, round(count * factor)) for count in self.examples)
+        return replace(
+            self,
+            cohort=cohort,
+            num_clients=max(cohort, round(self.num_clients * factor)),
+            examples=(smallest, largest),
+            pool=self.pool and max(100, round(self.pool * factor)),
+        )
+
+
+_letters = partial(networks.logistic_regression, 784, 62)
+_digits = partial(networks.logistic_regression, 784, 10)
+_cifar = Workload(
+    title="CNN of pfl-research, 50 of 1,000 clients",
+    network=partial(networks.pfl_cnn, dropout=False),
+    shape=(3, 32, 32),
+    num_classes=10,
+    num_clients=1000,
+    examples=(50, 50),
+    cohort=50,
+    batch_size=10,
+)
+_cross_device = Workload(
+    title="logistic regression, 200 of 10,000 clients",
+    network=_letters,
+    shape=(784,),
+    num_classes=62,
+    num_clients=10_000,
+    examples=(20, 20),
+    cohort=200,
+    batch_size=20,
+    lr=0.1,
+    pool=60_000,
+)
+_unequal = Workload(
+    title="logistic regression, 40 unequal clients",
+    network=_digits,
+    shape=(784,),
+    num_classes=10,
+    num_clients=40,
+    examples=(44, 317),
+    cohort=40,
+    batch_size=10,
+    momentum=0.9,
+    weight_decay=1e-4,
+)
+
+WORKLOADS = {
+    "W1": _cifar,
+    "W1-dropout": replace(
+        _cifar, title=f"{_cifar.title}, dropout", network=partial(networks.pfl_cnn, dropout=True)
+    ),
+    "W2": Workload(
+        title="CNN of McMahan et al., 10 of 100 clients",
+        network=networks.mcmahan_cnn,
+        shape=(1, 28, 28),
+        num_classes=10,
+        num_clients=100,
+        examples=(600, 600),
+        cohort=10,
+        batch_size=10,
+    ),
+    "W3": _cross_device,
+    "W4": Workload(
+        title="ViT, 4 local steps, 10 of 100 clients",
+        network=networks.small_vit,
+        shape=(3, 32, 32),
+        num_classes=100,
+        num_clients=100,
+        examples=(450, 450),
+        cohort=10,
+        batch_size=32,
+        local_steps=4,
+        momentum=0.9,
+    ),
+    "W5": replace(
+        _cross_device,
+        title="logistic regression, 1,000 of 1,000,000 clients",
+        num_clients=1_000_000,
+        cohort=1000,
+    ),
+    "U-logreg": _unequal,
+    "U-mlp": replace(_unequal, title="MLP, 40 unequal clients", network=networks.mlp),
+    "U-lenet5": replace(
+        _unequal,
+        title="LeNet-5, 40 unequal clients",
+        network=networks.lenet5,
+        shape=(1, 32, 32),
+    ),
+    "U-lenet": replace(
+        _unequal,
+        title="wider LeNet, 40 unequal clients",
+        network=networks.wide_lenet,
+        shape=(3, 32, 32),
+    ),
+}

@@ -1,0 +1,126 @@
+"""The benchmark's harness at a tiny scale: every workload runs, and the results agree."""
+
+import json
+
+import pytest
+from torch.nn.utils import parameters_to_vector
+
+from benchmarks import __main__ as command
+from benchmarks import alone, rivals
+from benchmarks.bare import PLAIN, VARIANTS, BareLoop, own_plan
+from benchmarks.options import Options
+from benchmarks.process import MeasurementError, run, seconds_alive
+from benchmarks.report import HEADER, Row, ratio
+from benchmarks.turns import measure
+from benchmarks.workloads import WORKLOADS
+
+TINY = Options(rounds=1, scale=0.01)
+SIZES = {
+    "W1": 1_626_442,
+    "W2": 1_663_370,
+    "W3": 48_670,
+    "U-logreg": 7_850,
+    "U-mlp": 199_210,
+    "U-lenet5": 61_706,
+    "U-lenet": 215_730,
+}
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_federation_and_bare_loop_agree(name, monkeypatch):
+    # by hand, the most different from torch's own; but the ViT is slow, once is enough
+    variant = PLAIN if name == "W4" else VARIANTS["by hand"]
+    monkeypatch.setattr("benchmarks.turns.best_variant", lambda *_: variant)
+    turns = measure(name, TINY)
+    assert len(turns.ours) == len(turns.bare) == len(turns.bare_best) == 1
+    assert 0 < turns.difference <= 1e-5
+
+
+def test_a_wrong_result_shows(monkeypatch):
+    monkeypatch.setattr("benchmarks.turns.best_variant", lambda *_: PLAIN)
+    monkeypatch.setattr("benchmarks.plan.derive_seed", lambda *_: 0)
+    assert measure("W1-dropout", TINY).difference > 0.01
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_networks_have_the_size_of_their_sources(name):
+    assert parameters_to_vector(WORKLOADS[name].network().parameters()).numel() == SIZES[name]
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_shards_lie_inside_the_data(name):
+    work = WORKLOADS[name]
+    ends = work.starts + work.sizes
+    assert len(ends) == work.num_clients
+    assert (work.sizes.min(), work.sizes.max()) == work.examples
+    if work.pool is None:
+        assert (work.starts[1:] == ends[:-1]).all()
+    else:
+        assert ends.max() <= work.pool
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_of_the_bare_loop_agree(variant):
+    work = WORKLOADS["U-lenet5"].scaled(0.1)
+    data, plan = work.data(), own_plan(WORKLOADS["U-lenet5"].scaled(0.1), 0)
+    plain, other = BareLoop(work, data), BareLoop(work, data, VARIANTS[variant])
+    for loop in (plain, other):
+        loop.train_round(plan)
+    ends = [parameters_to_vector([p.contiguous() for p in loop.start]) for loop in (plain, other)]
+    assert (ends[0] - ends[1]).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("column", ["bare", "ours"])
+def test_a_column_alone(column, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["alone", column, "W3", *TINY.as_arguments()])
+    alone.main()
+    line = json.loads(capsys.readouterr().out)
+    assert len(line["seconds"]) == 1
+    assert line["peak_mb"] > 50
+    assert 0 < line["start_up"] < seconds_alive()
+
+
+def test_the_table(monkeypatch, capsys):
+    """The processes are imitated here: starting them takes longer than all they do."""
+
+    def imitated(command, timeout=None):
+        if "benchmarks.turns" in command:
+            seconds = {"bare": [1.0, 2.0], "bare_best": [0.5, 1.0], "ours": [1.5, 3.0]}
+            return {"best": "fused", "difference": 1e-7, **seconds}
+        if "benchmarks.rivals.pfl" in command:
+            raise MeasurementError("no such package")
+        return {"seconds": [3.0], "start_up": 2.0, "peak_mb": 1000.0}
+
+    monkeypatch.setattr("benchmarks.__main__.run", imitated)
+    monkeypatch.setattr("benchmarks.process.run", imitated)
+    monkeypatch.setattr(rivals, "RIVALS", {"pfl": [], "flwr": []})
+    monkeypatch.setattr("sys.argv", ["benchmarks", "--workloads", "W3", "--rivals", "pfl,flwr"])
+    command.main()
+    header, title, *rows = capsys.readouterr().out.splitlines()
+    assert header == HEADER
+    assert title.startswith("W3: ")
+    labels = [row[:44].strip() for row in rows]
+    assert labels == ["bare", "bare (best: fused)", "ours", "pfl", "flwr"]
+    assert rows[3].endswith("n/a: no such package")
+    assert all(len(row) == len(HEADER) for row in (*rows[:3], rows[4]))
+    assert rows[2].split()[1:] == ["2.25", "1.50", "3.00", "2.0", "1,000", "1.0e-07"]
+
+
+def test_unknown_names_are_refused(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["benchmarks", "--workloads", "W9"])
+    with pytest.raises(SystemExit):
+        command.main()
+    assert "there are W1" in capsys.readouterr().err
+
+
+def test_a_command_that_fails_says_why():
+    with pytest.raises(MeasurementError, match="no such file"):
+        run(["python", "-c", "raise SystemExit('no such file')"])
+    with pytest.raises(MeasurementError, match="nonsense"):
+        run(["a-nonsense-command"])
+
+
+def test_ratios():
+    assert ratio([2.0, 6.0, 4.0], [1.0, 2.0, 4.0]) == 2
+    assert ratio([4.0], [1.0, 2.0, 4.0]) == 2
+    assert "n/a: out of reach" in str(Row("pfl", failure="out of reach"))
