@@ -21,6 +21,21 @@ from benchmarks.workloads import SEED, Workload
 from fl_lightning import FederatedDataModule, Federation, UniformCohort
 
 
+# Rounds that a run would have, if it were not stopped.
+LONG_RUN = 100_000
+
+
+class StopAfter(Callback):
+    """Ends a run early."""
+
+    def __init__(self, num_rounds: int) -> None:
+        self.num_rounds = num_rounds
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stop after the last round that is wanted."""
+        trainer.should_stop = trainer.current_epoch + 1 >= self.num_rounds
+
+
 class Classifier(LightningModule):
     """Cross entropy and the workload's SGD, nothing logged."""
 
@@ -69,7 +84,10 @@ def federation(work: Workload, options: Options) -> Federation:
 def fit(
     work: Workload, data: tuple[Tensor, Tensor], options: Options, num_rounds: int, watch: Callback
 ) -> None:
-    """Train some rounds on the CPU; the callback comes after the federation's."""
+    """Train some rounds on the CPU; the callback comes after the federation's.
+
+    They are the first rounds of a long run: compiling is for those.
+    """
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     clients = FederatedDataModule(
@@ -80,11 +98,11 @@ def fit(
     )
     several: dict[str, Any] = {"strategy": "federated"} if options.devices > 1 else {}
     trainer = Trainer(
-        max_epochs=num_rounds,
+        max_epochs=LONG_RUN,
         accelerator="cpu",
         devices=options.devices,
         precision=options.precision,  # type: ignore[arg-type]
-        callbacks=[federation(work, options), watch],
+        callbacks=[federation(work, options), watch, StopAfter(num_rounds)],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
