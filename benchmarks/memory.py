@@ -1,7 +1,12 @@
-"""What clients cost in memory: ``python -m benchmarks.memory``.
+"""What clients cost in memory and at the start: ``python -m benchmarks.memory``.
 
-The same run, logistic regression on 60,000 random examples with 10 clients of 10 a round, once
-with 10 and once with 10,000 clients, each in a process of its own. Prints the peak resident memory.
+Logistic regression on 60,000 random examples, each run in a process of its own:
+
+- with 10 and with 10,000 clients, 10 of them a round, who divide the examples;
+- with 1,000,000 clients of 20 examples each, 1,000 of them a round. Their shards overlap.
+
+Prints the peak resident memory, and of the million the seconds from the data set to the first round
+and those of a round.
 """
 
 from __future__ import annotations
@@ -9,57 +14,105 @@ from __future__ import annotations
 import argparse
 import logging
 import resource
-import subprocess
-import sys
+import time
 import warnings
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 
+import numpy as np
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import TensorDataset
 
 from benchmarks.overhead import Classifier, InMemory, logistic_regression
-from fl_lightning import FederatedDataModule, Federation, UniformCohort
+from fl_lightning import FederatedDataModule, Federation, PartitionReport, UniformCohort
+from fl_lightning.core.seeds import numpy_generator
+from fl_lightning.data import FlatShards
 
 NUM_EXAMPLES = 60_000
+MANY = 1_000_000  # from so many clients on they cannot all have examples of their own
 
 
-def run(num_clients: int) -> None:
-    """Train three rounds and print this process's peak memory in MB."""
-    warnings.filterwarnings("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+class Windows:
+    """Every client has some neighbouring examples, from a random place on: shards overlap."""
+
+    uses_labels = False
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def assign(self, labels: np.ndarray, num_clients: int, seed: int) -> FlatShards:
+        """Return ``num_clients`` windows of ``size`` examples."""
+        rng = numpy_generator(seed, "partition", num_clients)
+        first = rng.integers(len(labels) - self.size, size=num_clients, dtype=np.int32)
+        indices = first[:, None] + np.arange(self.size, dtype=np.int32)
+        return FlatShards(indices.ravel(), np.full(num_clients, self.size))
+
+
+class Stopwatch(Callback):
+    """Notes when rounds begin and end."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note the time."""
+        self.times.append(time.perf_counter())
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note the time."""
+        self.times.append(time.perf_counter())
+
+
+def run(num_clients: int) -> tuple[int, float, float]:
+    """Train three rounds; return peak memory in MB, seconds of set-up and of the last round."""
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(NUM_EXAMPLES, 1, 28, 28), torch.randint(10, (NUM_EXAMPLES,)))
-    clients = FederatedDataModule(InMemory(data, batch_size=10), num_clients=num_clients)
+    began = time.perf_counter()
+    million = num_clients >= MANY
+    clients = FederatedDataModule(
+        InMemory(data, batch_size=10),
+        num_clients=num_clients,
+        partition=Windows(20) if million else None,
+    )
+    # without a number of steps a client takes an epoch
+    federation = Federation(
+        cohort=UniformCohort(size=1000 if million else 10), local_steps=None if million else 2
+    )
+    watch = Stopwatch()
     trainer = Trainer(
         max_epochs=3,
         accelerator="cpu",
-        callbacks=[Federation(cohort=UniformCohort(size=10), local_steps=2)],
+        callbacks=[federation, PartitionReport(), watch],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
     trainer.fit(Classifier(logistic_regression()), datamodule=clients)
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+    return peak, watch.times[0] - began, watch.times[-1] - watch.times[-2]
 
 
-def peak(num_clients: int) -> int:
-    """Return the peak memory of a run in a fresh process, in MB."""
-    command = [sys.executable, "-m", "benchmarks.memory", "--num-clients", str(num_clients)]
-    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    return int(output.splitlines()[-1])
+def measure(num_clients: int) -> tuple[int, float, float]:
+    """Return what `run` does in a process of its own, forked so that it need not import."""
+    with ProcessPoolExecutor(1, mp_context=get_context("fork")) as process:
+        return process.submit(run, num_clients).result()
 
 
 def main() -> None:
-    """Print both peaks and their difference."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--num-clients", type=int, help="only this run, in this process")
-    num_clients = parser.parse_args().num_clients
-    if num_clients is not None:
-        run(num_clients)
-        return
-    few, many = peak(10), peak(10_000)
+    """Print peaks, differences and seconds."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    few, many = measure(10)[0], measure(10_000)[0]
     print(f"peak memory: 10 clients {few} MB, 10,000 clients {many} MB, {many - few:+} MB")
+    million, setup, seconds = measure(MANY)
+    print(
+        f"1,000,000 clients: {million} MB, {million - few:+} MB; set-up {setup:.1f} s, "
+        f"a round of 1,000 clients {seconds:.1f} s"
+    )
 
 
 if __name__ == "__main__":

@@ -12,15 +12,19 @@ A map of the house; every room imports only from those above it in this list:
 - `fl_lightning.cli`: ``fl-lightning fit | validate | test | predict``
 """
 
-from fl_lightning.callbacks.client_evaluation import ClientEvaluation
-from fl_lightning.callbacks.partition_report import PartitionReport
-from fl_lightning.callbacks.progress import RoundProgressBar
-from fl_lightning.core.errors import ClientFailure, ConfigurationError, RoundFailure
-from fl_lightning.data.cohort import AllClients, PoissonCohort, UniformCohort
-from fl_lightning.data.federated import FederatedDataModule
-from fl_lightning.federation.federation import Federation
-from fl_lightning.models.image_classifier import ImageClassifier
-from fl_lightning.server.aggregators import Mean
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fl_lightning.callbacks.client_evaluation import ClientEvaluation
+    from fl_lightning.callbacks.partition_report import PartitionReport
+    from fl_lightning.callbacks.progress import RoundProgressBar
+    from fl_lightning.core.errors import ClientFailure, ConfigurationError, RoundFailure
+    from fl_lightning.data.cohort import AllClients, PoissonCohort, UniformCohort
+    from fl_lightning.data.federated import FederatedDataModule
+    from fl_lightning.federation.federation import Federation
+    from fl_lightning.models.image_classifier import ImageClassifier
+    from fl_lightning.server.aggregators import Mean
 
 __all__ = [
     "AllClients",
@@ -37,3 +41,34 @@ __all__ = [
     "RoundProgressBar",
     "UniformCohort",
 ]
+
+# Imported when first asked for: PyTorch and Lightning take seconds (PEP 562).
+_HOMES = {
+    "AllClients": "fl_lightning.data.cohort",
+    "ClientEvaluation": "fl_lightning.callbacks.client_evaluation",
+    "ClientFailure": "fl_lightning.core.errors",
+    "ConfigurationError": "fl_lightning.core.errors",
+    "FederatedDataModule": "fl_lightning.data.federated",
+    "Federation": "fl_lightning.federation.federation",
+    "ImageClassifier": "fl_lightning.models.image_classifier",
+    "Mean": "fl_lightning.server.aggregators",
+    "PartitionReport": "fl_lightning.callbacks.partition_report",
+    "PoissonCohort": "fl_lightning.data.cohort",
+    "RoundFailure": "fl_lightning.core.errors",
+    "RoundProgressBar": "fl_lightning.callbacks.progress",
+    "UniformCohort": "fl_lightning.data.cohort",
+}
+_ROOMS = ("callbacks", "client", "core", "data", "federation", "models", "server")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return import_module(f"{__name__}.{name}")
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_ROOMS})

@@ -209,5 +209,9 @@ def test_the_overhead_is_measured_for_the_models_in_the_readme(type_in):
 
 
 def test_ten_thousand_clients_cost_no_more_memory_than_ten(type_in):
-    added = re.search(r"([+-]\d+) MB$", type_in(MEMORY).text.strip()).group(1)
+    text = type_in(MEMORY).text
+    added = re.search(r"10,000 clients \d+ MB, ([+-]\d+) MB", text).group(1)
     assert int(added) <= 200
+    million = re.search(r"1,000,000 clients: \d+ MB, ([+-]\d+) MB; set-up ([\d.]+) s", text)
+    assert int(million.group(1)) <= 2000
+    assert float(million.group(2)) <= 20

@@ -4,6 +4,7 @@ from fl_lightning.data.cohort import AllClients, CohortSampler, PoissonCohort, U
 from fl_lightning.data.digits import Digits
 from fl_lightning.data.dirichlet_labels import DirichletPerClass, DirichletPerClient
 from fl_lightning.data.federated import FederatedDataModule
+from fl_lightning.data.flat_shards import FlatShards
 from fl_lightning.data.image_folder import ImageFolder
 from fl_lightning.data.images import ImageTensors
 from fl_lightning.data.label_shards import LabelShards
@@ -26,6 +27,7 @@ __all__ = [
     "DirichletSizes",
     "FashionMNIST",
     "FederatedDataModule",
+    "FlatShards",
     "ImageFolder",
     "ImageTensors",
     "LabelShards",

@@ -107,6 +107,7 @@ class UniformCohort:
         """Return `expected_size` distinct client ids."""
         generator = numpy_generator(seed, "cohort", round_index)
         size = self.expected_size(population.num_clients)
+        # of a cohort below a fiftieth of the clients NumPy draws only the cohort (Floyd's algorithm)
         return np.sort(generator.choice(population.num_clients, size, replace=False))
 
 

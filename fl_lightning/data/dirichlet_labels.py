@@ -17,6 +17,7 @@ import numpy as np
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import numpy_generator
+from fl_lightning.data.flat_shards import FlatShards
 from fl_lightning.data.partition import (
     check_at_least,
     check_concentration,
@@ -55,7 +56,7 @@ class DirichletPerClass:
         check_concentration(self.alpha)
         check_at_least("min_examples", self.min_examples, 1)
 
-    def assign(self, labels: np.ndarray, num_clients: int, seed: int) -> list[np.ndarray]:
+    def assign(self, labels: np.ndarray, num_clients: int, seed: int) -> FlatShards:
         """Return the shards, as `Partition.assign` says."""
         check_sizes(labels, num_clients)
         _, classes, class_sizes = np.unique(labels, return_inverse=True, return_counts=True)
@@ -105,7 +106,7 @@ class DirichletPerClient:
     def __post_init__(self) -> None:
         check_concentration(self.alpha)
 
-    def assign(self, labels: np.ndarray, num_clients: int, seed: int) -> list[np.ndarray]:
+    def assign(self, labels: np.ndarray, num_clients: int, seed: int) -> FlatShards:
         """Return the shards, as `Partition.assign` says."""
         check_sizes(labels, num_clients)
         _, classes, class_sizes = np.unique(labels, return_inverse=True, return_counts=True)

@@ -28,6 +28,8 @@ from fl_lightning.data.shards import (
 )
 from fl_lightning.data.summary import PartitionSummary, partition_fingerprint
 
+MAX_CLIENTS_COUNTED = 10_000  # by `FederatedDataModule.summary`, class by class
+
 # What a source may define and Lightning looks for on the data module: handed through if it does.
 _HANDED_THROUGH = (
     "val_dataloader",
@@ -173,14 +175,24 @@ class FederatedDataModule(LightningDataModule):
         elif getattr(self.partition, "uses_labels", True):
             column = self.labels
         else:
-            column = np.zeros(len(self.train_dataset), np.int64)  # type: ignore[arg-type]
+            column = np.zeros(len(self.train_dataset), np.int8)  # type: ignore[arg-type]
         if num_clients is None:
             raise ConfigurationError(
                 f"FederatedDataModule needs num_clients with {type(self.partition).__name__}"
             )
         shards = ClientShards(self.partition.assign(column, num_clients, self.seed))
+        self._check_range(shards)
         generator = numpy_generator(self.seed, "client validation")
         return shards.hold_out(self.client_val_fraction, generator)
+
+    def _check_range(self, shards: ClientShards) -> None:
+        total: int = len(self.train_dataset)  # type: ignore[arg-type]
+        last = int(shards.flat.indices.max(initial=-1))
+        if last >= total:
+            raise ConfigurationError(
+                f"{type(self.partition).__name__}.assign must return indices below the number of "
+                f"training examples, {total}, got {last}"
+            )
 
     @property
     def clients(self) -> ClientShards:
@@ -195,12 +207,12 @@ class FederatedDataModule(LightningDataModule):
     @cached_property
     def fingerprint(self) -> str:
         """Hash of the partition: of every client's training examples."""
-        return partition_fingerprint([shard.numpy() for shard in self.clients])
+        return partition_fingerprint(self.clients.flat)
 
     def summary(self) -> PartitionSummary:
         """Return sizes and classes of every client's training examples.
 
-        Examples whose labels are no classes (none, vectors, real numbers) count as of one class.
+        Of more than 10,000 clients the classes of 10,000, evenly spaced, are counted. Examples whose labels are no classes (none, vectors, real numbers) count as of one class.
         """
         try:
             labels = self.labels
@@ -208,7 +220,7 @@ class FederatedDataModule(LightningDataModule):
             labels = np.empty(0)
         if labels.ndim != 1 or labels.dtype.kind not in "iubUS":
             labels = np.zeros(len(self.train_dataset), np.int64)  # type: ignore[arg-type]
-        return PartitionSummary.of([shard.numpy() for shard in self.clients], labels)
+        return PartitionSummary.of(self.clients.flat, labels, max_clients=MAX_CLIENTS_COUNTED)
 
     @cached_property
     def train_batch(self) -> Callable[[Tensor], Any]:

@@ -15,6 +15,7 @@ import numpy as np
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import numpy_generator
 from fl_lightning.data.class_graph import class_slots, draw_holders, even_counts, size_excess
+from fl_lightning.data.flat_shards import FlatShards
 from fl_lightning.data.partition import check_at_least, check_sizes, deal
 
 MAX_GRAPHS = 16  # nearly always the first or second will do
@@ -44,7 +45,7 @@ class LabelShards:
     def __post_init__(self) -> None:
         check_at_least("classes_per_client", self.classes_per_client, 1)
 
-    def assign(self, labels: np.ndarray, num_clients: int, seed: int) -> list[np.ndarray]:
+    def assign(self, labels: np.ndarray, num_clients: int, seed: int) -> FlatShards:
         """Return the shards, as `Partition.assign` says."""
         check_sizes(labels, num_clients)
         _, classes, class_sizes = np.unique(labels, return_inverse=True, return_counts=True)

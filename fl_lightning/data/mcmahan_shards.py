@@ -13,6 +13,7 @@ import numpy as np
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import numpy_generator
+from fl_lightning.data.flat_shards import FlatShards
 from fl_lightning.data.partition import check_at_least, check_sizes, shards_of
 
 
@@ -38,7 +39,7 @@ class McMahanShards:
     def __post_init__(self) -> None:
         check_at_least("shards_per_client", self.shards_per_client, 1)
 
-    def assign(self, labels: np.ndarray, num_clients: int, seed: int) -> list[np.ndarray]:
+    def assign(self, labels: np.ndarray, num_clients: int, seed: int) -> FlatShards:
         """Return the shards, as `Partition.assign` says."""
         check_sizes(labels, num_clients)
         num_pieces, num_examples = num_clients * self.shards_per_client, len(labels)

@@ -4,6 +4,8 @@
 
 The index arrays are disjoint and together hold every position of ``labels`` once. A rule is a pure
 function of its arguments; each shard comes in ascending order (training shuffles for itself).
+The rules here return `FlatShards`, which reads like a list and holds a million clients in one array;
+a rule of one's own may return a list as well, or shards that overlap.
 Rules that look at labels are in `label_shards`, `mcmahan_shards` and `dirichlet_labels`, those of
 uneven sizes in `quantity_skew`.
 """
@@ -11,12 +13,13 @@ uneven sizes in `quantity_skew`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import numpy_generator
+from fl_lightning.data.flat_shards import FlatShards
 
 MIN_ALPHA, MAX_ALPHA = 1e-100, 1e100  # floating point holds; far beyond any visible effect
 
@@ -28,8 +31,11 @@ class Partition(Protocol):
     then data without labels can be divided as well.
     """
 
-    def assign(self, labels: np.ndarray, num_clients: int, seed: int) -> list[np.ndarray]:
-        """Return one int64 array of positions in ``labels`` per client: a disjoint cover.
+    # Any: the command line compares annotations by letter, and these may say list or FlatShards
+    def assign(self, labels: np.ndarray, num_clients: int, seed: int) -> Any:
+        """Return one integer array of positions in ``labels`` per client: a disjoint cover.
+
+        A list of arrays, or for many clients `FlatShards`.
 
         Args:
             labels: one sortable value per example, shape (N,); they need not be contiguous.
@@ -54,7 +60,7 @@ class IID:
 
     uses_labels: ClassVar[bool] = False
 
-    def assign(self, labels: np.ndarray, num_clients: int, seed: int) -> list[np.ndarray]:
+    def assign(self, labels: np.ndarray, num_clients: int, seed: int) -> FlatShards:
         """Return the shards, as `Partition.assign` says."""
         check_sizes(labels, num_clients)
         rng = numpy_generator(seed, "partition", num_clients)
@@ -73,7 +79,7 @@ class NaturalPartition:
 
     Example:
         >>> writers = np.array(["bo", "al", "bo", "cy"])
-        >>> NaturalPartition(attribute="writer").assign(writers, num_clients=3, seed=0)
+        >>> list(NaturalPartition(attribute="writer").assign(writers, num_clients=3, seed=0))
         [array([1]), array([0, 2]), array([3])]
     """
 
@@ -83,7 +89,7 @@ class NaturalPartition:
         if not self.attribute:
             raise ConfigurationError("attribute must name a column of the data, got an empty name")
 
-    def assign(self, labels: np.ndarray, num_clients: int, seed: int) -> list[np.ndarray]:
+    def assign(self, labels: np.ndarray, num_clients: int, seed: int) -> FlatShards:
         """Return the shards, as `Partition.assign` says; ``labels`` are the attribute's values."""
         check_sizes(labels, num_clients)
         values, owner = np.unique(labels, return_inverse=True)
@@ -137,19 +143,18 @@ def check_concentration(alpha: float) -> None:
         )
 
 
-def shards_of(owner: np.ndarray, num_clients: int) -> list[np.ndarray]:
+def shards_of(owner: np.ndarray, num_clients: int) -> FlatShards:
     """Return each client's positions, ascending, given the owner of every position.
 
     Example:
-        >>> shards_of(np.array([1, 0, 1]), num_clients=2)
+        >>> list(shards_of(np.array([1, 0, 1]), num_clients=2))
         [array([1]), array([0, 2])]
     """
-    order = np.argsort(owner, kind="stable").astype(np.int64, copy=False)
     sizes = np.bincount(owner, minlength=num_clients)
-    return np.split(order, np.cumsum(sizes)[:-1])
+    return FlatShards(np.argsort(owner, kind="stable"), sizes)
 
 
-def deal(counts: np.ndarray, classes: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
+def deal(counts: np.ndarray, classes: np.ndarray, rng: np.random.Generator) -> FlatShards:
     """Deal every class's examples at random, ``counts[i, c]`` of class c to client i.
 
     Args:
@@ -159,7 +164,7 @@ def deal(counts: np.ndarray, classes: np.ndarray, rng: np.random.Generator) -> l
 
     Example:
         >>> counts = np.array([[2, 0], [0, 1]])
-        >>> deal(counts, np.array([0, 1, 0]), np.random.default_rng(0))
+        >>> list(deal(counts, np.array([0, 1, 0]), np.random.default_rng(0)))
         [array([0, 2]), array([1])]
     """
     num_clients, num_classes = counts.shape

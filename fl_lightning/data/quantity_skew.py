@@ -23,6 +23,7 @@ import numpy as np
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import numpy_generator
+from fl_lightning.data.flat_shards import FlatShards
 from fl_lightning.data.partition import (
     check_at_least,
     check_concentration,
@@ -54,7 +55,7 @@ class DirichletSizes:
         check_concentration(self.alpha)
         check_at_least("min_examples", self.min_examples, 1)
 
-    def assign(self, labels: np.ndarray, num_clients: int, seed: int) -> list[np.ndarray]:
+    def assign(self, labels: np.ndarray, num_clients: int, seed: int) -> FlatShards:
         """Return the shards, as `Partition.assign` says."""
         check_sizes(labels, num_clients)
         rng = numpy_generator(seed, "partition", num_clients)
@@ -88,7 +89,7 @@ class PowerLawSizes:
             )
         check_at_least("min_examples", self.min_examples, 1)
 
-    def assign(self, labels: np.ndarray, num_clients: int, seed: int) -> list[np.ndarray]:
+    def assign(self, labels: np.ndarray, num_clients: int, seed: int) -> FlatShards:
         """Return the shards, as `Partition.assign` says."""
         check_sizes(labels, num_clients)
         rng = numpy_generator(seed, "partition", num_clients)
@@ -131,6 +132,6 @@ def proportional_sizes(shares: np.ndarray, total: int, min_examples: int) -> np.
     return sizes
 
 
-def _deal_sizes(sizes: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
+def _deal_sizes(sizes: np.ndarray, rng: np.random.Generator) -> FlatShards:
     owner = np.repeat(np.arange(len(sizes)), sizes)
     return shards_of(rng.permutation(owner), len(sizes))

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.data.flat_shards import FlatShards
 
 Collate = Callable[[list[Any]], Any]
 
@@ -65,12 +66,15 @@ def reads_by_index(dataset: Dataset[Any], collate: Collate = default_collate) ->
 
 
 class ClientShards:
-    """Which examples are whose: one flat array of indices and where each client's part begins.
+    """Which examples are whose, as tensors, and the way to hold some of them out.
 
-    Costs 8 bytes an example and 8 a client, however many clients there are.
+    Costs 4 bytes an example and 16 a client, however many clients there are: see `FlatShards`.
 
     Args:
         shards: one index array per client.
+
+    Attributes:
+        flat: the shards as one array of indices.
 
     Example:
         >>> shards = ClientShards([np.array([4, 0]), np.array([2])])
@@ -79,16 +83,18 @@ class ClientShards:
     """
 
     def __init__(self, shards: Sequence[npt.NDArray[np.int64]]) -> None:
-        self.num_examples = np.fromiter((len(s) for s in shards), np.int64, len(shards))
-        self._starts = np.concatenate([[0], np.cumsum(self.num_examples)])
-        flat = np.concatenate(shards) if len(shards) else np.empty(0)
-        self._indices = torch.from_numpy(flat.astype(np.int64))
+        self.flat = FlatShards.of(shards)
+
+    @property
+    def num_examples(self) -> npt.NDArray[np.int64]:
+        """Examples of each client, shape (num_clients,)."""
+        return self.flat.sizes
 
     def __len__(self) -> int:
-        return len(self.num_examples)
+        return len(self.flat)
 
     def __getitem__(self, client: int) -> Tensor:
-        return self._indices[self._starts[client] : self._starts[client + 1]]
+        return torch.from_numpy(self.flat[client])
 
     def __iter__(self) -> Iterator[Tensor]:
         return (self[client] for client in range(len(self)))
@@ -101,17 +107,26 @@ class ClientShards:
         ``fraction`` of each client's examples, rounded, is held out; a client with two examples or
         more keeps at least one and gives at least one.
         """
-        owners = np.repeat(np.arange(len(self)), self.num_examples)
-        shuffled = np.lexsort((generator.random(len(owners)), owners))
-        flat = self._indices.numpy()[shuffled]
-        wanted = np.maximum(np.rint(fraction * self.num_examples), 1).astype(np.int64)
-        num_held = np.clip(wanted, 0, np.maximum(self.num_examples - 1, 0))
+        flat, sizes = self.flat, self.num_examples
+        wanted = np.maximum(np.rint(fraction * sizes), 1).astype(np.int64)
+        num_held = np.clip(wanted, 0, np.maximum(sizes - 1, 0))
         if fraction == 0:
             num_held[:] = 0
-        parts = np.split(flat, self._starts[1:-1])
-        held = [part[:count] for part, count in zip(parts, num_held, strict=True)]
-        kept = [part[count:] for part, count in zip(parts, num_held, strict=True)]
-        return ClientShards(kept), ClientShards(held)
+        shuffled = np.empty_like(flat.indices)
+        is_held = np.empty(len(shuffled), dtype=bool)
+        for first, end in flat.blocks():  # the draws are those of all clients at once
+            part = slice(flat.starts[first], flat.starts[end])
+            owners = np.repeat(np.arange(end - first), sizes[first:end])
+            # by owner, then by draw, in one sort; where rounding makes two equal, their order is
+            # kept, so that none leaves its owner
+            order = np.argsort(owners + generator.random(len(owners)), kind="stable")
+            shuffled[part] = flat.indices[part][order]
+            rank = np.arange(part.start, part.stop) - flat.starts[first:end][owners]
+            is_held[part] = rank < num_held[first:end][owners]
+        return (
+            ClientShards(FlatShards(shuffled[~is_held], sizes - num_held)),
+            ClientShards(FlatShards(shuffled[is_held], num_held)),
+        )
 
 
 def local_batches(

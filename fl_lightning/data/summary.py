@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.data.flat_shards import BLOCK, FlatShards
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,10 +35,11 @@ def partition_fingerprint(shards: Sequence[np.ndarray]) -> str:
         >>> one == partition_fingerprint([np.array([0]), np.array([1, 2])])
         False
     """
+    flat = FlatShards.of(shards)
     digest = blake2b(digest_size=16)
-    digest.update(np.array([len(shard) for shard in shards], dtype="<i8").tobytes())
-    for shard in shards:
-        digest.update(np.asarray(shard).astype("<i8").tobytes())
+    digest.update(flat.sizes.astype("<i8").tobytes())
+    for start in range(0, len(flat.indices), BLOCK):  # eight bytes an index need not exist at once
+        digest.update(flat.indices[start : start + BLOCK].astype("<i8").tobytes())
     return digest.hexdigest()
 
 
@@ -46,9 +48,11 @@ class PartitionSummary:
     """What each client holds; build it with `PartitionSummary.of`.
 
     Attributes:
-        counts: examples of each class that each client has, shape (num_clients, num_classes).
+        counts: examples of each class that each counted client has, (num_counted, num_classes).
         classes: the label that each column stands for, shape (num_classes,).
         fingerprint: `partition_fingerprint` of the shards.
+        clients: whose classes were counted, shape (num_counted,): all clients if they are few.
+        sizes: examples of every client, counted or not, shape (num_clients,).
 
     Example:
         >>> labels = np.array([0, 0, 1, 1])
@@ -60,10 +64,17 @@ class PartitionSummary:
     counts: np.ndarray
     classes: np.ndarray
     fingerprint: str
+    clients: np.ndarray
+    sizes: np.ndarray
 
     @classmethod
     def of(
-        cls, shards: Sequence[np.ndarray], labels: np.ndarray, num_classes: int | None = None
+        cls,
+        shards: Sequence[np.ndarray],
+        labels: np.ndarray,
+        num_classes: int | None = None,
+        *,
+        max_clients: int | None = None,
     ) -> PartitionSummary:
         """Count.
 
@@ -72,6 +83,9 @@ class PartitionSummary:
             labels: one per example, shape (N,).
             num_classes: how many there are if labels are 0 … num_classes - 1 and some may be
                 missing from ``labels``; None counts the distinct labels.
+            max_clients: count the classes of at most so many clients, evenly spaced by number;
+                None counts those of all. A million clients of a thousand classes are a billion
+                numbers.
 
         Raises:
             ConfigurationError: if there is no client, or a label is not below ``num_classes``.
@@ -82,26 +96,24 @@ class PartitionSummary:
         if num_classes is not None:
             _check_labels(classes, num_classes)
             classes, column = np.arange(num_classes), np.asarray(labels).astype(np.int64)
-        sizes = [len(shard) for shard in shards]
-        client = np.repeat(np.arange(len(shards)), sizes)
-        cell = client * len(classes) + column[np.concatenate(shards).astype(np.int64)]
-        counts = np.bincount(cell, minlength=len(shards) * len(classes))
-        return cls(counts.reshape(len(shards), -1), classes, partition_fingerprint(shards))
-
-    @property
-    def sizes(self) -> np.ndarray:
-        """Examples per client, shape (num_clients,)."""
-        return np.asarray(self.counts.sum(axis=1))
+        flat = FlatShards.of(shards)
+        clients = _evenly_spaced(len(flat), max_clients or len(flat))
+        counted = flat if len(clients) == len(flat) else FlatShards.of([flat[i] for i in clients])
+        row = np.repeat(np.arange(len(clients)), counted.sizes)
+        cell = row * len(classes) + column[counted.indices]
+        counts = np.bincount(cell, minlength=len(clients) * len(classes))
+        counts = counts.reshape(len(clients), -1)
+        return cls(counts, classes, partition_fingerprint(flat), clients, flat.sizes)
 
     @property
     def classes_per_client(self) -> np.ndarray:
-        """Distinct classes per client, shape (num_clients,)."""
+        """Distinct classes of each counted client, shape (num_counted,)."""
         return np.asarray((self.counts > 0).sum(axis=1))
 
     @property
     def label_entropy(self) -> np.ndarray:
-        """Entropy of each client's labels in bits, in [0, log2(num_classes)]; 0 if it has none."""
-        share = self.counts / np.maximum(self.sizes, 1)[:, None]
+        """Entropy of each counted client's labels in bits, in [0, log2(C)]; 0 if it has none."""
+        share = self.counts / np.maximum(self.counts.sum(axis=1), 1)[:, None]
         logarithm = np.log2(share, out=np.zeros_like(share), where=share > 0)
         return np.asarray(np.abs((share * logarithm).sum(axis=1)))  # abs: no "-0.0"
 
@@ -113,19 +125,22 @@ class PartitionSummary:
             "label entropy (bits)": (self.label_entropy, ".2f"),
         }
         lines = [
-            f"{len(self.counts)} clients, {self.sizes.sum()} examples, {len(self.classes)} classes"
+            f"{len(self.sizes)} clients, {self.sizes.sum()} examples, {len(self.classes)} classes"
         ]
+        if len(self.clients) < len(self.sizes):
+            lines[0] += f" (classes and entropy of {len(self.clients)} clients, evenly spaced)"
         for name, (values, form) in rows.items():
             least, middle, most = (format(f(values), form) for f in (np.min, np.median, np.max))
             lines.append(f"  {name:<21} min {least}, median {middle}, max {most}")
         return "\n".join([*lines, f"  fingerprint           {self.fingerprint}"])
 
     def save(self, path: str | Path) -> None:
-        """Write a CSV with one row per client; folders that are missing are made."""
+        """Write a CSV with one row per counted client; folders that are missing are made."""
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         header = ["client", "num_examples", "num_classes", "label_entropy_bits"]
         columns = zip(
-            self.sizes.tolist(),
+            self.clients.tolist(),
+            self.sizes[self.clients].tolist(),
             self.classes_per_client.tolist(),
             self.label_entropy.tolist(),
             self.counts.tolist(),
@@ -134,7 +149,7 @@ class PartitionSummary:
         with Path(path).open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
             writer.writerow(header + [f"class_{name}" for name in self.classes.tolist()])
-            for client, (size, num_classes, entropy, counts) in enumerate(columns):
+            for client, size, num_classes, entropy, counts in columns:
                 writer.writerow([client, size, num_classes, f"{entropy:.6f}", *counts])
 
     def figure(self) -> Figure:
@@ -147,15 +162,15 @@ class PartitionSummary:
         from matplotlib.layout_engine import ConstrainedLayoutEngine
         from matplotlib.ticker import MaxNLocator
 
-        num_clients = len(self.counts)
-        num_shown = min(num_clients, MAX_CLIENTS_SHOWN)
-        shown = np.arange(num_shown) * num_clients // num_shown
+        rows = _evenly_spaced(len(self.clients), MAX_CLIENTS_SHOWN)
+        shown = self.clients[rows]
+        num_clients, num_shown = len(self.sizes), len(shown)
         figure = Figure(figsize=(9.0, 6.0), layout=ConstrainedLayoutEngine(wspace=0.06))
         grid, bars = figure.subplots(1, 2, sharey=True, width_ratios=[3, 1])
         # the square root keeps one example apart from none where another cell has a hundred
         norm = PowerNorm(0.5, vmin=0, vmax=max(1, int(self.counts.max())))
         image = grid.imshow(
-            self.counts[shown], aspect="auto", interpolation="nearest", cmap="Blues", norm=norm
+            self.counts[rows], aspect="auto", interpolation="nearest", cmap="Blues", norm=norm
         )
         height = 0.8 if num_shown <= 40 else 1.0  # gaps thinner than a pixel make stripes
         bars.barh(np.arange(num_shown), self.sizes[shown], height=height, color="#4878a8")
@@ -171,6 +186,12 @@ class PartitionSummary:
         total = f"{self.sizes.sum()} examples of {len(self.classes)} classes"
         figure.suptitle(f"{total} on {num_clients} clients{sample}")
         return figure
+
+
+def _evenly_spaced(count: int, most: int) -> np.ndarray:
+    """Return at most ``most`` of the numbers below ``count``."""
+    shown = min(count, most)
+    return np.arange(shown) * count // shown
 
 
 def _check_labels(classes: np.ndarray, num_classes: int) -> None:

@@ -11,6 +11,7 @@ import math
 from contextlib import ExitStack
 from typing import Any, Literal, final
 
+import numpy as np
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -203,8 +204,8 @@ class Federation(Callback):
         return float(trainer.max_epochs * cohort * per_client)
 
     def _check_shards(self, data: FederatedDataModule) -> None:
-        empty = [k for k, n in enumerate(data.clients.num_examples) if n == 0]
-        if empty and self.on_client_failure == "raise":
+        empty = np.flatnonzero(data.clients.num_examples == 0)
+        if len(empty) and self.on_client_failure == "raise":
             shown = ", ".join(map(str, empty[:5])) + (", …" if len(empty) > 5 else "")
             raise ConfigurationError(
                 f"{len(empty)} of {len(data.clients)} clients have no training example "

@@ -80,6 +80,25 @@ class TestUniformCohort:
         counts = np.bincount(np.concatenate(draws), minlength=20)
         np.testing.assert_allclose(counts, 500, atol=100)  # five standard deviations
 
+    @given(
+        num_clients=st.integers(10_001, 10**7),
+        size=st.integers(1, 200),
+        seed=st.integers(0, 2**62),
+    )
+    def test_of_many_clients_is_distinct_and_increasing(self, num_clients, size, seed):
+        many = Population(np.broadcast_to(np.int64(1), num_clients))
+        ids = UniformCohort(size=size).sample(0, many, seed)
+        assert len(ids) == size
+        assert (np.diff(ids) > 0).all()
+        assert ids[0] >= 0
+        assert ids[-1] < num_clients
+
+    def test_of_many_clients_every_region_is_as_likely(self):
+        many = Population(np.broadcast_to(np.int64(1), 1_000_000))
+        ids = np.concatenate([UniformCohort(size=100).sample(r, many, 0) for r in range(400)])
+        counts = np.bincount(ids // 50_000, minlength=20)
+        np.testing.assert_allclose(counts, 2000, atol=220)  # five standard deviations
+
     @pytest.mark.parametrize(
         ("settings", "message"),
         [

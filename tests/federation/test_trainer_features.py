@@ -18,11 +18,13 @@ from toys import ToyModule, toy_data, toy_trainer
 
 from fl_lightning import (
     ClientEvaluation,
+    ConfigurationError,
     Federation,
     PartitionReport,
     RoundProgressBar,
     UniformCohort,
 )
+from fl_lightning.callbacks.client_evaluation import chosen_clients
 
 
 def fit(*callbacks, module=None, cohort_size=3, data=None, **options):
@@ -170,6 +172,20 @@ def test_per_client_evaluation_weighs_up_to_the_pooled_mean():
     module.eval()
     pooled = torch.nn.functional.cross_entropy(module.net(x), y)
     torch.testing.assert_close((means * sizes).sum() / sizes.sum(), pooled.detach())
+
+
+def test_per_client_evaluation_of_many_clients_takes_some_of_them(tmp_path):
+    data = toy_data(client_val_fraction=0.3)
+    logger = CSVLogger(tmp_path, name="", version="")
+    fit(ClientEvaluation(every_n_rounds=1, max_clients=4), data=data, logger=logger, max_epochs=2)
+    rows = (tmp_path / "clients_validation.csv").read_text().splitlines()[1:]
+    clients = [int(row.split(",")[0]) for row in rows]
+    assert clients == chosen_clients(data, 4).tolist() == sorted(set(clients))
+    assert len(clients) == 4
+    assert chosen_clients(toy_data(client_val_fraction=0.3), 4).tolist() == clients
+    assert chosen_clients(data, 6).tolist() == list(range(6))
+    with pytest.raises(ConfigurationError, match="max_clients must be at least 1 client, got 0"):
+        ClientEvaluation(max_clients=0)
 
 
 def test_the_trainer_is_given_back_as_it_was():

@@ -1,0 +1,64 @@
+"""What is imported when: the front door opens at once, and heavy libraries wait until needed."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from sklearn.datasets import load_digits
+
+import fl_lightning
+from fl_lightning.data import Digits
+
+HEAVY = (
+    "lightning",
+    "matplotlib",
+    "scipy",
+    "sklearn",
+    "tensorboard",
+    "timm",
+    "torch",
+    "torchvision",
+)
+
+
+def loaded_after(code):
+    """Return which heavy libraries a fresh process has loaded after running ``code``."""
+    show = f"import sys; print(*(name for name in {HEAVY} if name in sys.modules))"
+    process = [sys.executable, "-c", f"{code}\n{show}"]
+    output = subprocess.run(process, check=True, capture_output=True, text=True).stdout
+    return set(output.splitlines()[-1].split())
+
+
+def test_the_front_door_loads_nothing_heavy():
+    assert loaded_after("import fl_lightning; dir(fl_lightning)") == set()
+
+
+def test_everything_but_the_model_and_the_logger_comes_without_theirs():
+    """Torchmetrics, which Lightning imports, loads matplotlib, scipy and torchvision by itself."""
+    code = "import fl_lightning.cli\nfrom fl_lightning.data import Digits\nDigits().setup()"
+    assert not loaded_after(code) & {"sklearn", "tensorboard", "timm"}
+
+
+def test_rooms_are_reached_through_the_front_door():
+    assert "torch" in loaded_after("import fl_lightning; fl_lightning.data.IID()")
+
+
+def test_every_public_name_is_there_and_no_other():
+    for name in fl_lightning.__all__:
+        assert getattr(fl_lightning, name).__name__ == name
+    assert set(fl_lightning.__all__) <= set(dir(fl_lightning))
+    assert set(fl_lightning._HOMES) == set(fl_lightning.__all__)
+    rooms = {path.parent.name for path in Path(fl_lightning.__file__).parent.glob("*/__init__.py")}
+    assert set(fl_lightning._ROOMS) == rooms
+    with pytest.raises(AttributeError, match="'fl_lightning' has no attribute 'Fedaration'"):
+        _ = fl_lightning.Fedaration
+
+
+def test_the_digits_are_those_that_scikit_learn_loads():
+    found, expected = Digits().load(), load_digits()
+    pixels = np.round(expected.images * 255 / 16).astype(np.uint8)
+    np.testing.assert_array_equal(found.train.images[:, 0], pixels)
+    np.testing.assert_array_equal(found.train.targets, expected.target)
+    assert found.class_names == tuple(str(name) for name in expected.target_names)
