@@ -20,7 +20,6 @@ from benchmarks.overhead import InMemory
 from benchmarks.workloads import SEED, Workload
 from fl_lightning import FederatedDataModule, Federation, UniformCohort
 
-
 # Rounds that a run would have, if it were not stopped.
 LONG_RUN = 100_000
 

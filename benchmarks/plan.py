@@ -11,7 +11,7 @@ from benchmarks.workloads import SEED, Workload
 from fl_lightning import UniformCohort
 from fl_lightning.core.seeds import derive_seed, torch_generator
 from fl_lightning.data.cohort import Population
-from fl_lightning.data.shards import ClientShards, local_batches
+from fl_lightning.data.shards import ClientShards, local_order
 
 
 def federation_plan(work: Workload, clients: ClientShards, round_index: int) -> list[Visit]:
@@ -21,7 +21,7 @@ def federation_plan(work: Workload, clients: ClientShards, round_index: int) -> 
     total = float(clients.num_examples[ids].sum())
     visits = []
     for client in ids.tolist():
-        batches = local_batches(
+        order, sizes = local_order(
             clients[client],
             work.batch_size,
             torch_generator(SEED, "shuffle", round_index, client),
@@ -30,5 +30,5 @@ def federation_plan(work: Workload, clients: ClientShards, round_index: int) -> 
         )
         share = float(clients.num_examples[client]) / total
         seed = derive_seed(SEED, "local training", round_index, client)
-        visits.append(Visit(tuple(batches), share, seed))
+        visits.append(Visit(order.split(sizes), share, seed))
     return visits

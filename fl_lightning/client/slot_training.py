@@ -9,7 +9,7 @@ reset and refilled on its own (see `pack`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -34,12 +34,24 @@ class ClientWork:
     Attributes:
         client_id: whose it is.
         num_examples: its aggregation weight.
-        batches: indices of the examples of every local step, each of shape (b,), 1 ≤ b ≤ B.
+        order: indices of its examples in the order in which local steps see them, shape (n,).
+        sizes: how many of them each local step takes, Σ sizes = n.
     """
 
     client_id: int
     num_examples: int
-    batches: Sequence[Tensor]
+    order: Tensor
+    sizes: list[int]
+
+    @property
+    def batches(self) -> tuple[Tensor, ...]:
+        """The indices of every local step."""
+        return tuple(self.order.split(self.sizes))
+
+    def head(self, num_steps: int) -> ClientWork:
+        """Return its first local steps."""
+        sizes = self.sizes[:num_steps]
+        return replace(self, order=self.order[: sum(sizes)], sizes=sizes)
 
 
 class SlotTrainer:
@@ -77,7 +89,7 @@ class SlotTrainer:
         self._start = self._space.views(start.params)
         self._start_buffers = self._buffers.views(start.buffers) if self._step.buffers else []
         self._state_rows = [t for states in self._step.states.values() for t in states]
-        stays = pack([len(client.batches) for client in work], self._num_slots)
+        stays = pack([len(client.sizes) for client in work], self._num_slots)
         indices, valid = self._plan(stays, work)
         begins = {begin: list(group) for begin, group in groupby(stays, lambda s: s.begin)}
         by_end = sorted(stays, key=lambda s: (s.end, s.slot))
@@ -98,24 +110,21 @@ class SlotTrainer:
         Both have shape (T, G, B). What is padded repeats an example of the same client; a slot
         without a client repeats one that somebody has.
         """
-        num_steps = max(stay.end for stay in stays)
-        size = self._batch_size
-        indices = work[0].batches[0][:1].repeat(num_steps, self._num_slots, size)
-        valid = torch.zeros(num_steps, self._num_slots, size)
+        num_steps, size = max(stay.end for stay in stays), self._batch_size
+        columns = torch.arange(size)
+        indices = work[0].order[:1].repeat(num_steps, self._num_slots, size)
+        sizes = torch.zeros(num_steps, self._num_slots, dtype=torch.int64)
         for stay in stays:
-            batches = work[stay.client].batches
-            rows = indices[stay.begin : stay.end, stay.slot]
-            counts = valid[stay.begin : stay.end, stay.slot]
-            full = [len(batch) == size for batch in batches]
-            if all(full):
-                rows.copy_(torch.cat(list(batches)).view(-1, size))
-                counts.fill_(1)
-                continue
-            for row, count, batch in zip(rows, counts, batches, strict=True):
-                row[: len(batch)] = batch
-                row[len(batch) :] = batch[0]
-                count[: len(batch)] = 1
-        return indices, valid.to(self._step.count.device)
+            client = work[stay.client]
+            order = client.order
+            if len(order) != len(client.sizes) * size:
+                ends = torch.tensor(client.sizes).cumsum(0)
+                first = ends - torch.tensor(client.sizes)
+                order = order[torch.minimum(first[:, None] + columns, ends[:, None] - 1)]
+            indices[stay.begin : stay.end, stay.slot] = order.view(-1, size)
+            sizes[stay.begin : stay.end, stay.slot] = torch.tensor(client.sizes)
+        valid = columns < sizes[:, :, None]
+        return indices, valid.to(self._step.count.device, torch.float32)
 
     @torch.no_grad()
     def _reset(self, slots: list[int]) -> None:
@@ -146,16 +155,17 @@ class SlotTrainer:
             deltas=self._deltas(rows, len(slots)),
             buffers=self._final_buffers(start, rows, len(slots)),
             num_examples=[client.num_examples for client in clients],
-            num_steps=[len(client.batches) for client in clients],
+            num_steps=[len(client.sizes) for client in clients],
             metrics={name: value[:, 0] / value[:, 1] for name, value in sums.items()},
         )
 
     def _deltas(self, rows: Any, count: int) -> Tensor:
-        parts = [
-            (first - tensor[rows]).view(count, -1)
-            for first, tensor in zip(self._start, self._params, strict=True)
-        ]
-        return torch.cat(parts, 1)
+        first = self._start[0]
+        deltas = torch.empty(count, self._space.size, dtype=first.dtype, device=first.device)
+        parts = deltas.split([start.numel() for start in self._start], 1)
+        for part, start, tensor in zip(parts, self._start, self._params, strict=True):
+            torch.sub(start, tensor[rows], out=part.view(count, *start.shape))
+        return deltas
 
     def _final_buffers(self, start: GlobalModel, rows: Any, count: int) -> Tensor:
         if not self._stacked_buffers:

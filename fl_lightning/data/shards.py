@@ -129,7 +129,7 @@ class ClientShards:
         )
 
 
-def local_batches(
+def local_order(
     shard: Tensor,
     batch_size: int,
     generator: torch.Generator,
@@ -137,8 +137,8 @@ def local_batches(
     num_epochs: int | None = None,
     num_batches: int | None = None,
     drop_last: bool = False,
-) -> Iterator[Tensor]:
-    """Yield the index batches of one client's local training.
+) -> tuple[Tensor, list[int]]:
+    """Return in which order one client's local training sees its examples, and its batches' sizes.
 
     Every epoch is a fresh permutation of the shard; its last batch may be smaller. ``num_batches``
     goes through as many epochs as it takes.
@@ -152,22 +152,20 @@ def local_batches(
         drop_last: leave out an epoch's smaller last batch, unless it is the only one.
 
     Example:
-        >>> order = torch.Generator().manual_seed(0)
-        >>> [b.tolist() for b in local_batches(torch.arange(5), 2, order, num_epochs=1)]
-        [[4, 0], [1, 3], [2]]
+        >>> generator = torch.Generator().manual_seed(0)
+        >>> local_order(torch.arange(5), 2, generator, num_epochs=1)
+        (tensor([4, 0, 1, 3, 2]), [2, 2, 1])
     """
     assert (num_epochs is None) != (num_batches is None)
-    remaining = num_batches
-    epoch = 0
-    while remaining != 0 and epoch != num_epochs:
-        permutation = shard[torch.randperm(len(shard), generator=generator)]
-        if drop_last and len(shard) > batch_size:
-            permutation = permutation[: len(shard) // batch_size * batch_size]
-        batches = permutation.split(batch_size)[:remaining]
-        yield from batches
-        epoch += 1
-        if remaining is not None:
-            remaining -= len(batches)
+    full, rest = divmod(len(shard), batch_size)
+    epoch = [batch_size] * full + [rest] * (rest > 0 and not (drop_last and full > 0))
+    if num_epochs is None:
+        num_epochs = -(-num_batches // len(epoch))  # type: ignore[operator]
+    sizes = (epoch * num_epochs)[:num_batches]
+    parts = [shard[torch.randperm(len(shard), generator=generator)] for _ in range(num_epochs)]
+    parts = [part[: sum(epoch)] for part in parts]
+    order = parts[0] if num_epochs == 1 else torch.cat([shard[:0], *parts])
+    return order[: sum(sizes)], sizes
 
 
 def read_column(dataset: Dataset[Any], attribute: str | None) -> npt.NDArray[Any]:

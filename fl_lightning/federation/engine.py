@@ -107,7 +107,7 @@ class EngineChooser:
             work: of the first group of clients.
             train_one: trains a client sequentially, without consequences.
         """
-        work = [client for client in work if client.batches]
+        work = [client for client in work if client.sizes]
         if self._is_resumed and work:
             train_one(work[0])  # tells under which names the module logs, and what is shown
             self._is_resumed = False
@@ -146,9 +146,9 @@ class EngineChooser:
             raise CannotStack(f"{num_steps:.0f} local steps do not repay a compiler")
         if size > MOST_PARAMETERS:
             raise CannotStack(f"the steps of a model of {size:,} parameters are large enough")
-        longest = max(work, key=lambda client: len(client.batches))
-        sample = ClientWork(longest.client_id, longest.num_examples, longest.batches[:10])
-        one = _seconds(lambda: train_one(sample)) / len(sample.batches)
+        longest = max(work, key=lambda client: len(client.sizes))
+        sample = longest.head(10)
+        one = _seconds(lambda: train_one(sample)) / len(sample.sizes)
         if one * num_steps < SHORT_RUN_SECONDS:
             raise CannotStack(f"{one * num_steps:.0f} s of training do not repay a compiler")
         weighted = agreeing(self._trainer, self._local, model, work, train_one)
@@ -158,8 +158,8 @@ class EngineChooser:
         began = time.perf_counter()
         list(slots.train(model, group))
         compiling = time.perf_counter() - began
-        all_slots = _seconds(lambda: list(slots.train(model, group))) / len(sample.batches)
-        steps = [len(client.batches) for client in work]
+        all_slots = _seconds(lambda: list(slots.train(model, group))) / len(sample.sizes)
+        steps = [len(client.sizes) for client in work]
         ratio = one * sum(steps) / (all_slots * max(stay.end for stay in pack(steps, num_slots)))
         if ratio < 1.1:
             raise CannotStack(f"{num_slots} slots were measured at {ratio:.2f} times its speed")
@@ -176,7 +176,7 @@ class EngineChooser:
         rounds = self._trainer.max_epochs
         if rounds is None or rounds < 0:
             return math.inf
-        return rounds * self._trainer.num_training_batches * sum(len(w.batches) for w in work)
+        return rounds * self._trainer.num_training_batches * sum(len(w.sizes) for w in work)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was chosen."""

@@ -16,7 +16,6 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor
 
 from fl_lightning.client.local_training import GlobalModel, LocalTrainer, SizedBatch
 from fl_lightning.client.log_collector import LogCollector
@@ -30,7 +29,7 @@ from fl_lightning.core.seeds import (
 )
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.data.federated import FederatedDataModule
-from fl_lightning.data.shards import local_batches
+from fl_lightning.data.shards import local_order
 from fl_lightning.federation.client_scaler import ClientScaler
 from fl_lightning.federation.engine import EngineChooser, EngineOptions
 from fl_lightning.federation.groups import ClientGroup, RoundGroups
@@ -79,6 +78,8 @@ class RoundRunner:
         self._metrics = metrics_of(trainer.lightning_module)
         self._module = trainer.lightning_module
         self._data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
+        self._clients, self._batch_size = self._data.clients, self._data.batch_size
+        self._drop_last = self._data.drop_last
         self._collector = LogCollector()
         self.step = LightningStep(trainer, self._collector, options.accumulate)
         self._local = LocalTrainer(self._module, trainer.optimizers[0], self.step, self._collector)
@@ -219,19 +220,18 @@ class RoundRunner:
         )
 
     def _work_of(self, client: int) -> ClientWork:
-        options, shard = self._options, self._data.clients[client]
-        batches: list[Tensor] = []
-        if len(shard):
-            drawn = local_batches(
-                shard,
-                self._data.batch_size,
-                torch_generator(options.seed, "shuffle", self._trainer.current_epoch, client),
-                num_epochs=options.local_epochs,
-                num_batches=options.local_steps and options.local_steps * options.accumulate,
-                drop_last=self._data.drop_last,
-            )
-            batches = list(drawn)
-        return ClientWork(client, int(self._data.clients.num_examples[client]), batches)
+        options, shard = self._options, self._clients[client]
+        if not len(shard):
+            return ClientWork(client, 0, shard, [])
+        order, sizes = local_order(
+            shard,
+            self._batch_size,
+            torch_generator(options.seed, "shuffle", self._trainer.current_epoch, client),
+            num_epochs=options.local_epochs,
+            num_batches=options.local_steps and options.local_steps * options.accumulate,
+            drop_last=self._drop_last,
+        )
+        return ClientWork(client, len(shard), order, sizes)
 
     def _steps_of(self, work: ClientWork) -> Iterator[Sequence[SizedBatch]]:
         """Yield the batches of every local step, built when they are needed."""

@@ -67,9 +67,11 @@ class SlotEngine:
 
     def __init__(self, trainer: Trainer, local: LocalTrainer, stacking: Stacking) -> None:
         self.stacking = stacking
+        self._batch_size = self._data.batch_size
         self._names = local.collector.epoch_names
-        self._data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
-        prepare, read = batch_preparation(trainer), self._data.train_batch
+        data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
+        self._batch_size = data.batch_size
+        prepare, read = batch_preparation(trainer), data.train_batch
         step = StackedStep(
             trainer.lightning_module,
             trainer.optimizers[0],
@@ -86,7 +88,7 @@ class SlotEngine:
             local.space,
             local.buffers,
             read if prepare is None else lambda indices: prepare(read(indices)),
-            self._data.batch_size,
+            self._batch_size,
         )
 
     def split(self, work: Sequence[ClientWork]) -> tuple[list[ClientWork], list[ClientWork]]:
@@ -94,8 +96,8 @@ class SlotEngine:
         stackable: list[ClientWork] = []
         others: list[ClientWork] = []
         for client in work:
-            full = all(len(batch) == self._data.batch_size for batch in client.batches)
-            fits = client.batches and (self.stacking.weighted or full)
+            full = len(client.order) == len(client.sizes) * self._batch_size
+            fits = client.sizes and (self.stacking.weighted or full)
             (stackable if fits else others).append(client)
         return stackable, others
 
@@ -159,14 +161,16 @@ def agreeing(
     Raises:
         CannotStack: with the operation that slots cannot run, or how the updates differ.
     """
-    full = next((w for w in work if len(w.batches[0]) == trainer.datamodule.batch_size), None)  # type: ignore[attr-defined]
+    batch_size = trainer.datamodule.batch_size  # type: ignore[attr-defined]
+    full = next((client for client in work if client.sizes[0] == batch_size), None)
     reasons = []
     for weighted in (True, False):
         client = work[0] if weighted or full is None else full
-        batch = client.batches[0]
-        # with padding, where that should be possible
-        batches = [batch, batch[: (len(batch) + 1) // 2]] if weighted else [batch]
-        sample = ClientWork(client.client_id, client.num_examples, batches)
+        sample = client.head(1)
+        if weighted:  # with padding
+            size, half = sample.sizes[0], (sample.sizes[0] + 1) // 2
+            order = torch.cat([sample.order, sample.order[:half]])
+            sample = replace(sample, order=order, sizes=[size, half])
         try:
             _compare(trainer, local, model, sample, train_one, Stacking(2, weighted))
         except CannotStack as error:

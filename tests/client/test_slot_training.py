@@ -34,7 +34,8 @@ def works(sizes=SIZES, batch_size=4, epochs=2):
     for client, size in enumerate(sizes):
         generator = torch.Generator().manual_seed(client)
         drawn = [torch.randperm(size, generator=generator) + client for _ in range(epochs)]
-        made.append(ClientWork(client, size, [b for d in drawn for b in d.split(batch_size)]))
+        sizes = [len(batch) for order in drawn for batch in order.split(batch_size)]
+        made.append(ClientWork(client, size, torch.cat(drawn), sizes))
     return made
 
 

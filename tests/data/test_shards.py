@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.data.shards import ClientShards, batch_reader, local_batches, read_column
+from fl_lightning.data.shards import ClientShards, batch_reader, local_order, read_column
 
 X, Y = torch.arange(24.0).view(12, 2), torch.arange(12) % 5
 
@@ -36,10 +36,11 @@ class Whole(Pairs):
 def drawn(num_examples, batch_size, *, seed=0, **options):
     shard = torch.arange(100, 100 + num_examples)
     generator = torch.Generator().manual_seed(seed)
-    return [b.tolist() for b in local_batches(shard, batch_size, generator, **options)]
+    order, sizes = local_order(shard, batch_size, generator, **options)
+    return [batch.tolist() for batch in order.split(sizes)]
 
 
-class TestLocalBatches:
+class TestLocalOrder:
     @given(
         num_examples=st.integers(1, 40),
         batch_size=st.integers(1, 50),
@@ -84,14 +85,6 @@ class TestLocalBatches:
         first, second = drawn(30, 30, num_epochs=2)
         assert first != second
         assert drawn(30, 30, num_epochs=1) != drawn(30, 30, num_epochs=1, seed=1)
-
-    def test_nothing_is_drawn_before_it_is_needed(self):
-        generator = torch.Generator().manual_seed(0)
-        before = generator.get_state()
-        batches = local_batches(torch.arange(4), 2, generator, num_epochs=1)
-        assert torch.equal(generator.get_state(), before)
-        next(batches)
-        assert not torch.equal(generator.get_state(), before)
 
 
 class TestClientShards:
