@@ -188,7 +188,7 @@ class TestManyClients:
             for array in (part.indices, part.sizes, part.starts)
         )
         assert kept < numbers + 5e6
-        assert peak < 5 * numbers  # of which two are the partition's own int64 indices
+        assert peak < 4 * numbers  # of which two are the partition's own int64 indices
 
     def test_a_cohort_costs_a_cohort(self):
         population = Population(np.full(5_000_000, 20))
