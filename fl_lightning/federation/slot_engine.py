@@ -67,7 +67,6 @@ class SlotEngine:
 
     def __init__(self, trainer: Trainer, local: LocalTrainer, stacking: Stacking) -> None:
         self.stacking = stacking
-        self._batch_size = self._data.batch_size
         self._names = local.collector.epoch_names
         data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
         self._batch_size = data.batch_size
