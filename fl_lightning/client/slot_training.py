@@ -94,10 +94,16 @@ class SlotTrainer:
         begins = {begin: list(group) for begin, group in groupby(stays, lambda s: s.begin)}
         by_end = sorted(stays, key=lambda s: (s.end, s.slot))
         ends = {end: list(group) for end, group in groupby(by_end, lambda s: s.end)}
+        # with clients of one size all slots begin together
+        together = self._step.options.weighted and len({len(w.sizes) for w in work}) == 1
+        named_start = self._space.named_views(start.params)
         for number, (step_indices, step_valid) in enumerate(zip(indices, valid, strict=True)):
-            self._reset([stay.slot for stay in begins.get(number, [])])
             batch = map_tensors(self._by_slot, self._read(step_indices.reshape(-1)))
-            self._step(batch, step_valid)
+            if together and number in begins:
+                self._step.first(named_start, batch, step_valid)
+            else:
+                self._reset([stay.slot for stay in begins.get(number, [])])
+                self._step(batch, step_valid)
             if number + 1 in ends:
                 yield self._updates(start, ends[number + 1], work)
 

@@ -108,10 +108,8 @@ class StackedStep:
             name: [torch.zeros_like(p) for _ in range(self._rules[self._group_of[name]].num_states)]
             for name, p in self.params.items()
         }
-        step = self._step
-        self._run: Callable[..., Tensors] = (
-            torch.compile(step, fullgraph=True, dynamic=False) if self.options.compiled else step
-        )
+        self._run = self._maybe_compiled(self._step)
+        self._run_first = self._maybe_compiled(self._first_step)
 
     def __call__(self, batch: Any, valid: Tensor) -> None:
         """Take one step in every slot.
@@ -120,14 +118,59 @@ class StackedStep:
             batch: tensors in tuples, lists and dicts, each of shape (G, B, …).
             valid: 1 where an example counts, 0 where it is padding, shape (G, B).
         """
-        logged = self._run(
-            self.params, self.states, self.buffers, self.count, self._lrs, batch, valid
+        self._add(
+            self._run(self.params, self.states, self.buffers, self.count, self._lrs, batch, valid)
         )
+
+    def first(self, start: Tensors, batch: Any, valid: Tensor) -> None:
+        """Begin with a new client in every slot and take its first step.
+
+        All clients start from the same parameters, so the forward pass is that of one model on
+        all batches: cheaper than a reset and a step.
+
+        Args:
+            start: parameters by name, without the axis of clients.
+            batch: as for a step.
+            valid: as for a step.
+        """
+        torch._foreach_zero_([self.count, *self.sums.values()])
+        self._add(
+            self._run_first(start, self.params, self.states, self.count, self._lrs, batch, valid)
+        )
+
+    def _add(self, logged: Tensors) -> None:
         for name, sums in logged.items():
             if name in self.sums:
                 self.sums[name] += sums
             else:
                 self.sums[name] = sums
+
+    def _maybe_compiled(self, function: Callable[..., Tensors]) -> Callable[..., Tensors]:
+        if not self.options.compiled:
+            return function
+        compiled: Callable[..., Tensors] = torch.compile(function, fullgraph=True, dynamic=False)
+        return compiled
+
+    def _first_step(
+        self,
+        start: Tensors,
+        params: Tensors,
+        states: dict[str, list[Tensor]],
+        count: Tensor,
+        lrs: list[Tensor],
+        batch: Any,
+        valid: Tensor,
+    ) -> Tensors:
+        gradient = grad_and_value(self._weighted_loss, has_aux=True)
+        grads, (_, (logged, _)) = vmap(gradient, (None, None, 0, 0, 0), randomness="error")(
+            start, {}, batch, valid, count
+        )
+        stacked = {name: value.unsqueeze(0) for name, value in start.items()}
+        empty = {
+            name: [torch.zeros_like(grads[name]) for _ in state] for name, state in states.items()
+        }
+        self._move(stacked, empty, grads, params, states, count, lrs)
+        return dict(logged)
 
     def _step(
         self,
@@ -144,19 +187,32 @@ class StackedStep:
         grads, (_, (logged, new_buffers)) = vmap(gradient, randomness="error")(
             params, buffers, batch, valid, count
         )
+        self._move(params, states, grads, params, states, count, lrs)
+        for name, buffer in buffers.items():
+            buffer.copy_(new_buffers[name])
+        return dict(logged)
+
+    def _move(
+        self,
+        old_params: Tensors,
+        old_states: dict[str, list[Tensor]],
+        grads: Tensors,
+        params: Tensors,
+        states: dict[str, list[Tensor]],
+        count: Tensor,
+        lrs: list[Tensor],
+    ) -> None:
+        """Write the optimizer's step from the old values into the slots."""
         grads = self._clipped(grads)
         for name, param in params.items():
             group = self._group_of[name]
             moved, state = self._rules[group].step(
-                param, grads[name], states[name], lrs[group], count
+                old_params[name], grads[name], old_states[name], lrs[group], count
             )
             param.copy_(moved)
-            for old, new in zip(states[name], state, strict=True):
-                old.copy_(new)
-        for name, buffer in buffers.items():
-            buffer.copy_(new_buffers[name])
+            for slot, new in zip(states[name], state, strict=True):
+                slot.copy_(new)
         count.add_(1)
-        return dict(logged)
 
     def _whole_loss(
         self, params: Tensors, buffers: Tensors, batch: Any, valid: Tensor, count: Tensor

@@ -144,5 +144,6 @@ def test_packing_covers_every_step_once_and_ends_early(num_steps, num_slots):
     taken = [(stay.slot, step) for stay in stays for step in range(stay.begin, stay.end)]
     assert len(set(taken)) == len(taken) == sum(num_steps)
     assert all(stay.end - stay.begin == num_steps[stay.client] for stay in stays)
-    best = max(max(num_steps), -(-sum(num_steps) // num_slots))
-    assert max(stay.end for stay in stays) <= 4 / 3 * best + 1
+    # Graham's bound: when the last client begins, every slot is busy
+    last = max(num_steps) * (1 - 1 / num_slots)
+    assert max(stay.end for stay in stays) <= sum(num_steps) / num_slots + last + 1e-9
