@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -116,21 +117,22 @@ class SlotTrainer:
         Both have shape (T, G, B). What is padded repeats an example of the same client; a slot
         without a client repeats one that somebody has.
         """
-        num_steps, size = max(stay.end for stay in stays), self._batch_size
-        columns = torch.arange(size)
-        indices = work[0].order[:1].repeat(num_steps, self._num_slots, size)
-        sizes = torch.zeros(num_steps, self._num_slots, dtype=torch.int64)
-        for stay in stays:
-            client = work[stay.client]
-            order = client.order
-            if len(order) != len(client.sizes) * size:
-                ends = torch.tensor(client.sizes).cumsum(0)
-                first = ends - torch.tensor(client.sizes)
-                order = order[torch.minimum(first[:, None] + columns, ends[:, None] - 1)]
-            indices[stay.begin : stay.end, stay.slot] = order.view(-1, size)
-            sizes[stay.begin : stay.end, stay.slot] = torch.tensor(client.sizes)
-        valid = columns < sizes[:, :, None]
-        return indices, valid.to(self._step.count.device, torch.float32)
+        in_order = [work[stay.client] for stay in stays]
+        steps = np.array([stay.end - stay.begin for stay in stays])
+        rows = np.arange(steps.sum()) - np.repeat(np.cumsum(steps) - steps, steps)
+        when = torch.from_numpy(rows + np.repeat([stay.begin for stay in stays], steps))
+        where = torch.from_numpy(np.repeat([stay.slot for stay in stays], steps))
+        sizes = torch.tensor([size for client in in_order for size in client.sizes])
+        order = torch.cat([client.order for client in in_order])
+        columns = torch.arange(self._batch_size)
+        places = (sizes.cumsum(0) - sizes)[:, None] + torch.minimum(columns, sizes[:, None] - 1)
+
+        shape = max(stay.end for stay in stays), self._num_slots, self._batch_size
+        indices = order[:1].expand(shape).clone()
+        indices[when, where] = order[places]
+        valid = torch.zeros(shape)
+        valid[when, where] = (columns < sizes[:, None]).float()
+        return indices, valid.to(self._step.count.device)
 
     @torch.no_grad()
     def _reset(self, slots: list[int]) -> None:
