@@ -1,9 +1,9 @@
 """What the framework adds to a local step: ``python -m benchmarks.overhead``.
 
 The same model, data, batches and number of optimizer steps, trained by a bare PyTorch loop and by a
-federation inside the Trainer, in one process on one thread. The two alternate client by client, so
-that whatever slows the machine down for a while slows both: between two clients of the federation
-the bare loop trains one. Everything that the federation does from the start of its first round to
+federation inside the Trainer with its sequential engine, in one process on one thread. The two
+alternate client by client, so that whatever slows the machine down for a while slows both: between
+two clients of the federation the bare loop trains one. Everything that the federation does from the start of its first round to
 the end of its last is counted as its own, with Lightning's loops and the server's steps. Times are
 process CPU time, a round against the bare clients inside it; the table shows medians over rounds.
 """
@@ -172,7 +172,7 @@ def measure(work: Workload, rounds: int) -> tuple[float, float, float]:
     trainer = Trainer(
         max_epochs=1 + rounds,  # the first one warms up
         accelerator="cpu",
-        callbacks=[Federation(cohort=UniformCohort(size=work.cohort)), turns],
+        callbacks=[Federation(cohort=UniformCohort(size=work.cohort), engine="sequential"), turns],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
