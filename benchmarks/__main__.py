@@ -1,10 +1,10 @@
 """Rounds against bare PyTorch and against other frameworks: ``python -m benchmarks``.
 
-Of each workload: seconds per round (median), their ratio to a bare loop that took turns with the
-federation in one process, and to that loop's fastest variant; seconds from the start of a process
-to its first round, and peak memory, each in a fresh process; and how far the federation's
-aggregates were from the bare loop's. One thread a process. Rivals run in environments of their own
-and not in turn with anything: on a machine that does other work, their ratio is rough.
+Of each workload: seconds per round (median); their ratio to a bare loop that trained a round in
+turn with each of them, in the same process, and to that loop's fastest variant; seconds from the
+start of a process to its first round, and peak memory, each in a fresh process; and how far the
+federation's aggregates were from the bare loop's. One thread a process. Rivals run in environments
+of their own; seconds of different rows compare only on a machine that does nothing else.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from statistics import median
-from typing import Any, cast
+from typing import Any
 
 from benchmarks import rivals
 from benchmarks.options import Options, add_options
 from benchmarks.process import Column, MeasurementError, run
-from benchmarks.report import HEADER, Row
+from benchmarks.report import HEADER, Row, ratio
 from benchmarks.workloads import WORKLOADS
 
 
@@ -37,25 +37,30 @@ def rows(name: str, options: Options, rival_names: list[str]) -> Iterator[Row]:
         except MeasurementError as error:
             yield Row(rival, failure=str(error))
         else:
-            seconds = column["seconds"]
-            bare, best = (turns["bare"], turns["bare_best"]) if turns else (seconds, seconds)
-            yield Row.of(rival, [median(seconds)], bare, best, column)
+            of_bare = ratio(column["seconds"], column["bare"])
+            of_best = of_bare * ratio(turns["bare"], turns["bare_best"]) if turns else None
+            yield _row(rival, column["seconds"], (of_bare, of_best), column)
 
 
 def _own_rows(name: str, options: Options, turns: dict[str, Any]) -> Iterator[Row]:
     bare, best, ours = turns["bare"], turns["bare_best"], turns["ours"]
     words = [name, *replace(options, rounds=1).as_arguments()]
 
-    def alone(column: str, *arguments: str) -> Column:
+    def row(label: str, seconds: list[float], column: str, *arguments: str) -> Row:
         line = run([sys.executable, "-m", "benchmarks.alone", column, *words, *arguments])
-        return cast(Column, line)
+        return _row(label, seconds, (ratio(seconds, bare), ratio(seconds, best)), line)
 
-    yield Row.of("bare", bare, bare, best, alone("bare"))
+    yield row("bare", bare, "bare")
     if turns["best"] != "sgd":
-        paid_once = alone("bare", "--variant", turns["best"])
-        yield Row.of(f"bare (best: {turns['best']})", best, bare, best, paid_once)
+        yield row(f"bare (best: {turns['best']})", best, "bare", "--variant", turns["best"])
     label = f"ours ({options.devices} processes)" if options.devices > 1 else "ours"
-    yield Row.of(label, ours, bare, best, alone("ours"), turns["difference"])
+    yield replace(row(label, ours, "ours"), difference=turns["difference"])
+
+
+def _row(
+    label: str, seconds: list[float], ratios: tuple[float, float | None], alone: Column
+) -> Row:
+    return Row(label, median(seconds), *ratios, alone["start_up"], alone["peak_mb"])
 
 
 def main() -> None:

@@ -90,13 +90,21 @@ class BareLoop:
         data: its examples.
         variant: how.
         precision: Lightning's name: ``32-true``, ``bf16-mixed`` or ``16-mixed``.
+        mean_dtype: of the running mean. In float32 a mean of 1,000 clients' weights is off by 1e-4
+            of a small step: enough for training, not for comparing.
 
     Attributes:
         start: the global weights that the next round starts from.
     """
 
     def __init__(
-        self, work: Workload, data: Data, variant: Variant = PLAIN, precision: str = "32-true"
+        self,
+        work: Workload,
+        data: Data,
+        variant: Variant = PLAIN,
+        precision: str = "32-true",
+        *,
+        mean_dtype: torch.dtype = torch.float32,
     ) -> None:
         self.work, self.variant = work, variant
         self._x, self._y = data
@@ -108,7 +116,7 @@ class BareLoop:
         self._leaves = list(network.parameters())
         self._params = [p.detach() for p in self._leaves]
         self.start = [p.clone() for p in self._params]
-        self._mean = [torch.zeros_like(p) for p in self._params]
+        self._mean = [torch.zeros_like(p, dtype=mean_dtype) for p in self._params]
         by_hand = variant.update == "by hand" and work.momentum
         self._velocity = [torch.zeros_like(p) for p in self._params] if by_hand else []
         self._optimizer = torch.optim.SGD(

@@ -12,7 +12,9 @@ import resource
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any, TypedDict
 
 ROOT = Path(__file__).parents[1]
@@ -24,12 +26,14 @@ class Column(TypedDict):
 
     Attributes:
         seconds: of each round after the first.
+        bare: of the bare loop's round that followed each of them, if one did.
         start_up: seconds from the start of the process to the end of its first round, less a
             median round: everything that is paid once, imports and compilation as well.
         peak_mb: peak resident memory.
     """
 
     seconds: list[float]
+    bare: list[float]
     start_up: float
     peak_mb: float
 
@@ -52,29 +56,39 @@ def peak_mb() -> float:
 class Stopwatch:
     """Notes when rounds end, and reports them as a `Column`.
 
-    Attributes:
-        seconds: of each round after the first.
+    Args:
+        train_bare: trains a round of the bare loop and returns its seconds; it is called after
+            every round, so that whatever slows the machine down for a while slows both.
     """
 
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
+    def __init__(self, train_bare: Callable[[], float] | None = None) -> None:
+        self._train_bare = train_bare
+        self._seconds: list[float] = []
+        self._bare: list[float] = []
         self._first_done = 0.0
         self._last = 0.0
 
     def round_done(self) -> None:
         """Say that a round, with the server's step, is over."""
-        now = time.perf_counter()
-        if self._first_done:
-            self.seconds.append(now - self._last)
-        else:
+        is_first = not self._first_done
+        if is_first:
             self._first_done = seconds_alive()
-        self._last = now
+        else:
+            self._seconds.append(time.perf_counter() - self._last)
+        if self._train_bare is not None:
+            took = self._train_bare()
+            if not is_first:
+                self._bare.append(took)
+        self._last = time.perf_counter()
 
     def report(self, extra_mb: float = 0.0) -> Column:
         """Return the column; ``extra_mb`` is the peak memory of other processes that took part."""
-        usual = sorted(self.seconds)[len(self.seconds) // 2]
-        start_up = max(0.0, self._first_done - usual)
-        return Column(seconds=self.seconds, start_up=start_up, peak_mb=peak_mb() + extra_mb)
+        return Column(
+            seconds=self._seconds,
+            bare=self._bare,
+            start_up=max(0.0, self._first_done - median(self._seconds)),
+            peak_mb=peak_mb() + extra_mb,
+        )
 
 
 class MeasurementError(Exception):

@@ -8,8 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import median
 
-from benchmarks.process import Column
-
 HEADER = (
     f"{'':44}{'s/round':>9}{'of bare':>9}{'of best':>9}{'start-up s':>12}{'peak MB':>9}"
     f"{'difference':>12}"
@@ -40,21 +38,6 @@ class Row:
     difference: float | None = None
     failure: str | None = None
 
-    @classmethod
-    def of(
-        cls,
-        column: str,
-        seconds: list[float],
-        bare: list[float],
-        best: list[float],
-        paid_once: Column,
-        difference: float | None = None,
-    ) -> Row:
-        """Return a row of measurements; rounds that took turns are compared one by one."""
-        start_up, peak_mb = paid_once["start_up"], paid_once["peak_mb"]
-        ratios = ratio(seconds, bare), ratio(seconds, best)
-        return cls(column, median(seconds), *ratios, start_up, peak_mb, difference)
-
     def __str__(self) -> str:
         if self.failure is not None:
             return f"  {self.column:42} n/a: {self.failure}"
@@ -74,14 +57,10 @@ def _cell(value: float | None, width: int, form: str) -> str:
 
 
 def ratio(seconds: list[float], others: list[float]) -> float:
-    """Return the median over rounds of one's time to the other's, or else the medians' ratio.
-
-    Rounds correspond if there are as many of both.
+    """Return the median over rounds of one's time to the other's, which took turns.
 
     Example:
         >>> ratio([2.0, 4.0, 9.0], [1.0, 2.0, 3.0])
         2.0
     """
-    if len(seconds) != len(others):
-        return median(seconds) / median(others)
     return median(a / b for a, b in zip(seconds, others, strict=True))

@@ -2,8 +2,9 @@
 
 Both run in one process on one thread, so that whatever slows the machine down for a while slows
 both. What the federation does from the end of one round to the end of the next is its own, with
-Lightning's loops and the server's step. After every round the two aggregates are compared; then
-the bare loop goes on from the federation's weights, so that differences do not pile up.
+Lightning's loops and the server's step. After every round the federation's aggregate is compared
+with that of a third, untimed loop, whose mean is in double precision; then all go on from the
+federation's weights, so that differences do not pile up.
 """
 
 from __future__ import annotations
@@ -32,9 +33,8 @@ class Turns:
         bare: seconds of the plain bare loop.
         bare_best: seconds of its fastest variant.
         ours: seconds of the federation.
-        difference: the largest difference between an entry of the federation's and of the plain
-            loop's aggregate in any round, as a share of that aggregate's largest entry. A mean of
-            1,000 float32 weights is no better than about 1e-5 of a small step.
+        difference: the largest difference between an entry of the federation's and of the bare
+            loop's aggregate in any round, as a share of that aggregate's largest entry.
     """
 
     best: str
@@ -45,10 +45,16 @@ class Turns:
 
 
 class TakeTurns(Callback):
-    """Trains rounds of the bare loops after each of the federation's."""
+    """Trains rounds of the bare loops after each of the federation's.
 
-    def __init__(self, plain: BareLoop, best: BareLoop) -> None:
-        self.plain, self.best = plain, best
+    Args:
+        plain: timed.
+        best: timed as well, if it is another one.
+        exact: compared with.
+    """
+
+    def __init__(self, plain: BareLoop, best: BareLoop, exact: BareLoop) -> None:
+        self.plain, self.best, self.exact = plain, best, exact
         self.turns = Turns(best=str(best.variant))
         self._began = 0.0
 
@@ -68,13 +74,14 @@ class TakeTurns(Callback):
     def _train_bare(self, trainer: Trainer, module: LightningModule, ours: float) -> None:
         clients = trainer.datamodule.clients  # type: ignore[attr-defined]
         plan = federation_plan(self.plain.work, clients, trainer.current_epoch)
-        before = [p.clone() for p in self.plain.start]
+        before = [p.clone() for p in self.exact.start]
         bare = best = self.plain.train_round(plan)
         if self.best is not self.plain:
             best = self.best.train_round(plan)
+        self.exact.train_round(plan)
         after = [p.detach() for p in module.parameters()]
         self._compare(before, after)
-        for loop in (self.plain, self.best):
+        for loop in (self.plain, self.best, self.exact):
             torch._foreach_copy_(loop.start, after)
         if trainer.current_epoch:  # the first one warms up
             self.turns.ours.append(ours)
@@ -82,8 +89,8 @@ class TakeTurns(Callback):
             self.turns.bare_best.append(best)
 
     def _compare(self, before: list[torch.Tensor], after: list[torch.Tensor]) -> None:
-        gaps = torch._foreach_norm(torch._foreach_sub(self.plain.start, after), torch.inf)
-        moves = torch._foreach_norm(torch._foreach_sub(self.plain.start, before), torch.inf)
+        gaps = torch._foreach_norm(torch._foreach_sub(self.exact.start, after), torch.inf)
+        moves = torch._foreach_norm(torch._foreach_sub(self.exact.start, before), torch.inf)
         share = torch.stack(gaps).max() / torch.stack(moves).max()
         so_far = torch.tensor(self.turns.difference)
         self.turns.difference = float(torch.maximum(share, so_far))  # a NaN stays and shows
@@ -97,7 +104,8 @@ def measure(name: str, options: Options) -> Turns:
     variant = best_variant(work, data, options.precision)
     plain = BareLoop(work, data, PLAIN, options.precision)
     best = plain if variant == PLAIN else BareLoop(work, data, variant, options.precision)
-    turns = TakeTurns(plain, best)
+    exact = BareLoop(work, data, PLAIN, options.precision, mean_dtype=torch.float64)
+    turns = TakeTurns(plain, best, exact)
     ours.fit(work, data, options, 1 + options.rounds, turns)
     return turns.turns
 

@@ -2,19 +2,22 @@
 
 One adapter a file, run as ``python -m benchmarks.rivals.<name> <workload>`` under ``uv run
 --isolated`` with the pins below. It takes data, network and steps from `benchmarks.workloads`, does
-the rest as its framework's own examples do, and prints one line of JSON, a `process.Column`.
+the rest as its framework's own examples do, and prints one line of JSON, a `process.Column`. After
+each of its rounds the plain bare loop trains one in the same process: their ratio is the result.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from collections.abc import Callable
 from typing import cast
 
 from benchmarks import process
+from benchmarks.bare import BareLoop, Data, own_plan
 from benchmarks.options import Options, add_options
-from benchmarks.process import Column
+from benchmarks.process import Column, Stopwatch
 from benchmarks.workloads import WORKLOADS, Workload
 
 TORCH = "torch==2.15.0"  # for the data and the initial weights, also where nothing else needs it
@@ -54,6 +57,12 @@ def run(name: str, workload: str, options: Options) -> Column:
     command = ["uv", "run", "--isolated", "--no-project", "--python", python, *environment]
     module = ["python", "-m", f"benchmarks.rivals.{name}", workload]
     return cast(Column, process.run([*command, *module, *options.as_arguments()], TIMEOUT))
+
+
+def stopwatch(work: Workload, data: Data) -> Stopwatch:
+    """Return a stopwatch that has the bare loop train a round after each of the rival's."""
+    loop, rounds = BareLoop(work, data), itertools.count()
+    return Stopwatch(lambda: loop.train_round(own_plan(work, next(rounds))))
 
 
 def adapter(train: Callable[[Workload, int], Column]) -> None:

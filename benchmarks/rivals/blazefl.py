@@ -15,8 +15,8 @@ from blazefl.contrib.fedavg import (
 from torch import Generator, Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
-from benchmarks.process import Column, Stopwatch
-from benchmarks.rivals import adapter
+from benchmarks.process import Column
+from benchmarks.rivals import adapter, stopwatch
 from benchmarks.workloads import SEED, Workload
 
 
@@ -58,11 +58,12 @@ class TheNetwork:
 def train(work: Workload, num_rounds: int) -> Column:
     """Train so many rounds."""
     torch.set_num_threads(1)
-    stopwatch = Stopwatch()
+    shards = Shards(work)
+    watch = stopwatch(work, (shards.x, shards.y))
     common = {
         "model_selector": TheNetwork(work),
         "model_name": "",
-        "dataset": Shards(work),
+        "dataset": shards,
         "num_clients": work.num_clients,
         "device": "cpu",
         "batch_size": work.batch_size,
@@ -85,8 +86,8 @@ def train(work: Workload, num_rounds: int) -> Column:
         clients.local_process(server.downlink_package(), cohort)
         for package in clients.uplink_package():
             server.load(package)
-        stopwatch.round_done()
-    return stopwatch.report()
+        watch.round_done()
+    return watch.report()
 
 
 if __name__ == "__main__":

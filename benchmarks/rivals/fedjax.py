@@ -22,8 +22,8 @@ import numpy as np
 from fedjax.algorithms import fed_avg
 from torch import nn
 
-from benchmarks.process import Column, Stopwatch
-from benchmarks.rivals import adapter
+from benchmarks.process import Column
+from benchmarks.rivals import adapter, stopwatch
 from benchmarks.workloads import SEED, Workload
 
 Layer = Callable[[Any, Any], Any]  # from parameters and input to output
@@ -60,7 +60,8 @@ def train(work: Workload, num_rounds: int) -> Column:
     if not isinstance(network, nn.Sequential):
         raise SystemExit(f"{type(network).__name__} is not translated to JAX")
     layers, params = zip(*map(translate, network), strict=True)
-    x, y = (tensor.numpy() for tensor in work.data())
+    data = work.data()
+    x, y = (tensor.numpy() for tensor in data)
 
     def loss(params: Any, batch: dict[str, Any]) -> Any:
         output = batch["x"]
@@ -86,7 +87,7 @@ def train(work: Workload, num_rounds: int) -> Column:
         ),
     )
     state = algorithm.init(list(params))
-    stopwatch = Stopwatch()
+    watch = stopwatch(work, data)
     draws = np.random.default_rng(SEED)
     for number in range(num_rounds):
         ids = draws.choice(work.num_clients, work.cohort, replace=False).tolist()
@@ -94,8 +95,8 @@ def train(work: Workload, num_rounds: int) -> Column:
         shards = [fedjax.ClientDataset({"x": x[s], "y": y[s]}) for s in map(work.shard, ids)]
         state, _ = algorithm.apply(state, list(zip(ids, shards, keys, strict=True)))
         jax.block_until_ready(state.params)
-        stopwatch.round_done()
-    return stopwatch.report()
+        watch.round_done()
+    return watch.report()
 
 
 if __name__ == "__main__":

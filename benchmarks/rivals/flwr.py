@@ -1,7 +1,8 @@
 """Flower: its FedAvg in its simulation over Ray, with one worker process.
 
 Network and data stay in the worker from one client to the next; a client shuffles and gathers from
-tensors, as the bare loop does.
+tensors, as the bare loop does. The memory is that of worker and server; the server holds the data
+for the bare loop's rounds only.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - as everyone writes it
 
 from benchmarks.bare import shuffled
-from benchmarks.process import Column, Stopwatch, peak_mb
+from benchmarks.process import Column, peak_mb
+from benchmarks.rivals import adapter, stopwatch
 from benchmarks.workloads import Workload
 
 
@@ -82,7 +84,7 @@ class Watch(FedAvg):  # type: ignore[misc]
             fraction_evaluate=0.0,
             min_available_nodes=work.num_clients,
         )
-        self.stopwatch = Stopwatch()
+        self.stopwatch = stopwatch(work, work.data())
         self.worker_mb = 0.0
 
     def aggregate_train(
@@ -121,6 +123,6 @@ def train(work: Workload, num_rounds: int) -> Column:
 
 if __name__ == "__main__":
     # by its importable name: the worker process would not find what __main__ defines
-    from benchmarks.rivals import adapter, flwr  # noqa: PLW0406 - that is the point
+    from benchmarks.rivals import flwr  # noqa: PLW0406 - that is the point
 
     adapter(flwr.train)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - as everyone writes it
 
 from benchmarks.process import Column, Stopwatch
-from benchmarks.rivals import adapter
+from benchmarks.rivals import adapter, stopwatch
 from benchmarks.workloads import SEED, Workload
 
 
@@ -42,8 +42,8 @@ def metrics(network: nn.Module, x: Tensor, y: Tensor) -> dict[str, Any]:
 class Watch(TrainingProcessCallback):  # type: ignore[misc]
     """Notes when each round ends."""
 
-    def __init__(self) -> None:
-        self.stopwatch = Stopwatch()
+    def __init__(self, watch: Stopwatch) -> None:
+        self.stopwatch = watch
 
     def after_central_iteration(
         self, aggregate_metrics: Metrics, model: Any, *, central_iteration: int
@@ -69,7 +69,7 @@ def train(work: Workload, num_rounds: int) -> Column:
     network.metrics = types.MethodType(metrics, network)  # type: ignore[assignment]
     sgd = partial(torch.optim.SGD, momentum=work.momentum, weight_decay=work.weight_decay)
     central = torch.optim.SGD(network.parameters(), lr=1.0)
-    watch = Watch()
+    watch = stopwatch(work, (x, y))
     FederatedAveraging().run(
         algorithm_params=NNAlgorithmParams(
             central_num_iterations=num_rounds,
@@ -89,9 +89,9 @@ def train(work: Workload, num_rounds: int) -> Column:
             local_num_steps=work.local_steps,
             local_learning_rate=work.lr,
         ),
-        callbacks=[watch],
+        callbacks=[Watch(watch)],
     )
-    return watch.stopwatch.report()
+    return watch.report()
 
 
 if __name__ == "__main__":
