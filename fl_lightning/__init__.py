@@ -19,6 +19,7 @@ from fl_lightning.core.errors import ClientFailure, ConfigurationError, RoundFai
 from fl_lightning.data.cohort import AllClients, PoissonCohort, UniformCohort
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.federation import Federation
+from fl_lightning.federation.strategy import FederatedStrategy
 from fl_lightning.models.image_classifier import ImageClassifier
 from fl_lightning.server.aggregators import Mean
 
@@ -28,6 +29,7 @@ __all__ = [
     "ClientFailure",
     "ConfigurationError",
     "FederatedDataModule",
+    "FederatedStrategy",
     "Federation",
     "ImageClassifier",
     "Mean",

@@ -24,7 +24,7 @@ from fl_lightning.callbacks.client_evaluation import ClientEvaluation
 from fl_lightning.callbacks.partition_report import PartitionReport
 from fl_lightning.callbacks.progress import RoundProgressBar
 from fl_lightning.cli_errors import Parser, explain
-from fl_lightning.federation.compatibility import check_one_process
+from fl_lightning.federation.compatibility import check_strategy
 from fl_lightning.federation.federation import Federation
 
 _EXPECTED_WARNINGS = (
@@ -80,7 +80,7 @@ class FederatedCLI(LightningCLI):
             options["callbacks"] = [*given, federation, *companions(given, options)]
         trainer = super().instantiate_trainer(**kwargs)
         if federation is not None and self.subcommand == "fit":
-            check_one_process(trainer)
+            check_strategy(trainer)
         return trainer
 
     def after_fit(self) -> None:

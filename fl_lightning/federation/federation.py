@@ -25,16 +25,18 @@ from fl_lightning.data.cohort import AllClients, CohortSampler, Population
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.atomic_checkpoint import AtomicCheckpointIO
 from fl_lightning.federation.compatibility import check_compatible, check_one_optimizer
-from fl_lightning.federation.groups import RoundGroups
+from fl_lightning.federation.evaluation_logs import EvaluationLogs
+from fl_lightning.federation.groups import RoundGroups, Share
 from fl_lightning.federation.hooks import GroupsPassBy
-from fl_lightning.federation.loop import install
+from fl_lightning.federation.loop import install, renumber_groups
 from fl_lightning.federation.rounds import RoundOptions, RoundRunner
+from fl_lightning.federation.shares import local_work
 from fl_lightning.server.aggregators import Aggregator, Mean
 from fl_lightning.server.server import ServerOptimizer, fedavg_optimizer
 
 
 @final
-class Federation(Callback):
+class Federation(EvaluationLogs, Callback):
     """Trains over many clients: one epoch is one round.
 
     The module's optimizer is the clients' (its state starts empty whenever a client trains), its
@@ -101,7 +103,12 @@ class Federation(Callback):
         check_compatible(trainer, pl_module)
         data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
         self._check_shards(data)
-        groups = RoundGroups(self.cohort, Population(data.clients.num_examples), self.seed)
+        groups = RoundGroups(
+            self.cohort,
+            Population(data.clients.num_examples),
+            self.seed,
+            share=self._share(trainer, data),
+        )
         self._groups = groups
         data.train_in_rounds(groups)
         self._cleanup.callback(data.train_in_rounds, None)
@@ -131,6 +138,7 @@ class Federation(Callback):
         self.rounds = RoundRunner(
             trainer, options, self._groups, self.aggregator, self.server_optimizer
         )
+        self._groups_before = self._saved.get("groups", len(self._groups))
         if self._saved:
             self.rounds.load_state_dict(self._saved)
             self._saved = {}
@@ -138,6 +146,11 @@ class Federation(Callback):
         self._cleanup.enter_context(preserve_global_generators())
         for owner in (pl_module, trainer.datamodule):  # type: ignore[attr-defined]
             self._cleanup.callback(GroupsPassBy(owner).remove)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Go on from a checkpoint of a run whose rounds had another number of groups."""
+        if self._groups_before != len(self._groups):
+            renumber_groups(trainer, self._groups_before, len(self._groups))
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let what hooks draw between rounds depend on the round alone."""
@@ -147,8 +160,10 @@ class Federation(Callback):
         """Log the round: metrics through the module, as any other; facts to the loggers alone."""
         assert self.rounds is not None
         record = self.rounds.record
+        several = trainer.world_size > 1  # which all know the same: their maximum is exact
+        how = {"sync_dist": True, "reduce_fx": "max"} if several else {}
         for name, value in record.metrics().items():
-            pl_module.log(name, value, prog_bar=self.rounds.in_progress_bar(name))
+            pl_module.log(name, value, prog_bar=self.rounds.in_progress_bar(name), **how)  # type: ignore[arg-type]
         facts = record.facts()
         trainer.callback_metrics.update({name: torch.tensor(v) for name, v in facts.items()})
         for logger in trainer.loggers:
@@ -171,6 +186,18 @@ class Federation(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep a checkpoint's state until the fit starts."""
         self._saved = dict(state_dict)
+
+    def _share(self, trainer: Trainer, data: FederatedDataModule) -> Share | None:
+        if trainer.world_size == 1:
+            return None
+        work = local_work(
+            data.clients.num_examples,
+            data.batch_size,
+            drop_last=data.drop_last,
+            num_epochs=self.local_epochs,
+            num_steps=self.local_steps,
+        )
+        return Share(work, trainer.global_rank, trainer.world_size)
 
     def _check_shards(self, data: FederatedDataModule) -> None:
         empty = [k for k, n in enumerate(data.clients.num_examples) if n == 0]

@@ -1,6 +1,7 @@
 """A round: broadcast, local training, aggregation, server step.
 
-`RoundRunner` is what the loop drives. It owns the server and the local trainer of one fit and
+`RoundRunner` is what the loop drives. In several processes there are as many of them, which train
+different clients, meet once per round and then step the same. It owns the server and the local trainer of one fit and
 everything that a checkpoint inside a round must hold.
 """
 
@@ -13,13 +14,14 @@ from itertools import islice
 from typing import Any, Literal
 
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
 from fl_lightning.client.local_training import GlobalModel, LocalTrainer, SizedBatch
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.core.errors import ClientFailure, ConfigurationError, RoundFailure
-from fl_lightning.core.metric_states import MetricStates, metrics_of
+from fl_lightning.core.metric_states import MetricStates, kept_apart, metrics_of
 from fl_lightning.core.seeds import (
     derive_seed,
     seed_global_generators,
@@ -30,6 +32,15 @@ from fl_lightning.data.shards import local_batches
 from fl_lightning.federation.client_scaler import ClientScaler
 from fl_lightning.federation.groups import ClientGroup, RoundGroups
 from fl_lightning.federation.lightning_step import LightningStep
+from fl_lightning.federation.meeting import (
+    Failure,
+    Report,
+    first_failure,
+    logged_metrics,
+    merged_record,
+    pool_metrics,
+)
+from fl_lightning.federation.ranks import Ranks
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.server.aggregators import Aggregator
 from fl_lightning.server.server import Server, ServerOptimizer
@@ -85,6 +96,9 @@ class RoundRunner:
         )
         self._is_noted = False
         self._finished: list[int] = []  # clients of the open round, for the case of interruption
+        self._ranks = Ranks(trainer)
+        self._failure: Failure | None = None
+        self._skipped: dict[int, str] = {}
 
     def train_group(self, group: ClientGroup) -> None:
         """Train some clients of the present round and fold in their updates.
@@ -92,15 +106,20 @@ class RoundRunner:
         Afterwards the module holds the global model again, whatever happened.
 
         Raises:
-            ClientFailure: if a client's update cannot be used and failures are not skipped.
+            ClientFailure: if a client's update cannot be used and failures are not skipped. Of
+                several processes all raise it, when they meet.
         """
         began = time.perf_counter()
         self._open_round()
-        with self._collector.listening_to(self._module):
+        with self._collector.listening_to(self._module), kept_apart(self._metrics):
             try:
                 for client in group:
-                    if client not in self._finished:
+                    if client not in self._finished and self._failure is None:
                         self._train_client(client)
+            except (ClientFailure, ConfigurationError) as failure:
+                if self._ranks.size == 1:
+                    raise
+                self._failure = failure
             finally:
                 self._local.restore(self.server.model)
                 self._scaler.wind_back()
@@ -111,18 +130,53 @@ class RoundRunner:
         """Step the server and put the new model into the module.
 
         Raises:
+            ClientFailure: in all processes, if a client failed in one.
             RoundFailure: if fewer clients than ``min_replies`` sent a valid update.
         """
-        began = time.perf_counter()
         self._open_round()  # there may have been no client
+        reports = self._ranks.gather(self._report()) if self._ranks.size > 1 else []
+        began = time.perf_counter()  # waiting for other processes is no work
+        if reports:
+            self._take_in(reports)
+        self._warn_of_skipped()
         self._check_replies()
         self.record.update_norm = float(self.server.close_round())
-        self.record.pooled = self._collector.collect_metrics()
+        with kept_apart(self._metrics):
+            self.record.pooled = self._collector.collect_metrics()
         self._scaler.end_round()
         self._is_noted = False
         self._finished.clear()
         self._local.restore(self.server.model)
         self.record.seconds += time.perf_counter() - began
+
+    def _report(self) -> Report:
+        states = self._collector.metric_states(self._module)
+        return Report(
+            failure=self._failure,
+            skipped=self._skipped,
+            record=self.record.state_dict(),
+            scaler=self._scaler.state_dict(),
+            logged=logged_metrics(self._collector, self._module),
+            metric_states=move_data_to_device(states, "cpu"),
+            prog_bar=self._collector.prog_bar,
+        )
+
+    def _take_in(self, reports: Sequence[Report]) -> None:
+        """Know and have what all processes know and have of this round."""
+        failure = first_failure(reports)
+        if failure is not None:
+            own = self._failure  # knows its cause
+            raise own if own is not None and own.args == failure.args else failure
+        self.record = merged_record(reports)
+        self._scaler.merge(report.scaler for report in reports)
+        pool_metrics(reports, self._collector, self._module)
+        self._skipped = {c: words for r in reports for c, words in r.skipped.items()}
+        self.server.reduce(self._ranks.all_reduce)
+
+    def _warn_of_skipped(self) -> None:
+        for client in sorted(self._skipped):
+            rank_zero_warn(f"skipped: {self._skipped[client]}")
+        self._skipped = {}
 
     def in_progress_bar(self, name: str) -> bool:
         """Return whether a logged value is shown beside the progress bar."""
@@ -154,7 +208,7 @@ class RoundRunner:
             self._scaler.wind_back()
             if not isinstance(error, ClientFailure):
                 raise
-            self._skip_or_raise(error)
+            self._skip_or_raise(client, error)
         else:
             self._scaler.end_client()
             self.server.receive(update)
@@ -164,13 +218,13 @@ class RoundRunner:
         self.record.total_bytes_down += self._num_bytes
         self._finished.append(client)
 
-    def _skip_or_raise(self, failure: ClientFailure) -> None:
+    def _skip_or_raise(self, client: int, failure: ClientFailure) -> None:
         located = f"round {self._trainer.current_epoch}, {failure}"
         if self._options.on_client_failure == "raise":
             failure.args = (located,)
             raise failure
         self.record.num_skipped += 1
-        rank_zero_warn(f"skipped: {located}")
+        self._skipped[client] = located
 
     def _steps_of(self, client: int) -> Iterator[Sequence[SizedBatch]]:
         """Yield the batches of every local step, built when they are needed."""
@@ -207,16 +261,21 @@ class RoundRunner:
         """Return everything but the model, which is among the checkpoint's weights.
 
         That holds only for single precision (others are rounded on the way) and for buffers that
-        are saved; otherwise the server's own model is kept as well.
+        are saved; otherwise the server's own model is kept as well. Of several processes one writes
+        the checkpoint: it leaves out the open round, which is then trained again from its start.
         """
+        open_here = self.server.is_open and self._ranks.size == 1
         state = {
             "space": self._local.space.fingerprint(),
             "seed": self._options.seed,
-            "server": self.server.state_dict(),
+            "server": self.server.state_dict(with_round=open_here),
             "record": self.record.state_dict(),
-            "scaler": self._scaler.state_dict(),
-            "metrics": self._collector.metric_states(self._module),
-            "finished": list(self._finished),
+            "scaler": self._scaler.state_dict() if open_here else {},
+            "metrics": self._collector.metric_states(self._module) if open_here else {},
+            "finished": list(self._finished) if open_here else [],
+            "ranks": self._ranks.size,
+            "groups": len(self._groups),
+            "inside": self.server.is_open,
         }
         if not self._is_kept_by_lightning:
             state["model"] = vars(self.server.model)
@@ -230,6 +289,9 @@ class RoundRunner:
         """
         _check_same("model", state["space"], self._local.space.fingerprint())
         _check_same("seed", state["seed"], self._options.seed)
+        if state["inside"]:
+            _check_same("number of processes", state["ranks"], self._ranks.size)
+            _check_same("number of groups of clients", state["groups"], len(self._groups))
         if "model" in state:
             self.server.replace_model(GlobalModel(**state["model"]))
             self._local.restore(self.server.model)
