@@ -80,9 +80,6 @@ class ClientMeans:
     def merge(self, other: ClientMeans) -> None:
         """Take in the clients of another, of which none is in this one."""
         for name in other.names:
-            for own, more in (
-                (self._values, [value.cpu() for value in other._values[name]]),
-                (self._num_examples, other._num_examples[name]),
-                (self._clients, other._clients[name]),
-            ):
-                own.setdefault(name, []).extend(more)
+            self._values.setdefault(name, []).extend(v.cpu() for v in other._values[name])
+            self._num_examples.setdefault(name, []).extend(other._num_examples[name])
+            self._clients.setdefault(name, []).extend(other._clients[name])

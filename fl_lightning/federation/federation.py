@@ -25,7 +25,6 @@ from fl_lightning.data.cohort import AllClients, CohortSampler, Population
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.atomic_checkpoint import AtomicCheckpointIO
 from fl_lightning.federation.compatibility import check_compatible, check_one_optimizer
-from fl_lightning.federation.evaluation_logs import EvaluationLogs
 from fl_lightning.federation.groups import RoundGroups, Share
 from fl_lightning.federation.hooks import GroupsPassBy
 from fl_lightning.federation.loop import install, renumber_groups
@@ -36,7 +35,7 @@ from fl_lightning.server.server import ServerOptimizer, fedavg_optimizer
 
 
 @final
-class Federation(EvaluationLogs, Callback):
+class Federation(Callback):
     """Trains over many clients: one epoch is one round.
 
     The module's optimizer is the clients' (its state starts empty whenever a client trains), its

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.multiprocessing
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.trainer.states import TrainerFn
+from torch.multiprocessing.spawn import start_processes
 
 from fl_lightning.core.errors import ConfigurationError, ProcessFailure
 from fl_lightning.federation.outcome import Outcome
@@ -70,14 +70,13 @@ class ForkLauncher:
         ):
             # newer Pythons warn of threads when they fork: one thread each is left to the children
             warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)
-            context = torch.multiprocessing.start_processes(
+            context = start_processes(
                 _run,
                 args=(self._strategy, trainer, Path(folder), function, args, kwargs),
                 nprocs=self._strategy.num_processes,
                 start_method="fork",
                 join=False,
             )
-            assert context is not None
             self._processes = context.processes
             try:
                 _wait(self._processes, Path(folder))
@@ -131,7 +130,7 @@ def _wait(processes: list[Any], folder: Path) -> None:
     running = {process.sentinel: process for process in processes}
     while running:
         for sentinel in multiprocessing.connection.wait(list(running)):
-            running.pop(sentinel).join()  # type: ignore[call-overload]
+            running.pop(sentinel).join()
         ended = [rank for rank, process in enumerate(processes) if process.exitcode]
         notes = {rank: folder / f"error_{rank}" for rank in ended}
         for rank, note in notes.items():

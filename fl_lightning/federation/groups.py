@@ -63,7 +63,7 @@ class RoundGroups:
         >>> groups = RoundGroups(UniformCohort(size=3), population, seed=0)
         >>> groups.set_epoch(7)
         >>> len(groups), list(groups)
-        (3, [(0,), (2,), (3,)])
+        (3, [(2,), (3,), (4,)])
         >>> second = Share(population.num_examples, rank=1, num_ranks=2)
         >>> groups = RoundGroups(UniformCohort(size=3), population, seed=0, share=second)
         >>> groups.groups(round_index=7)

@@ -19,8 +19,8 @@ def write_error(error: BaseException, path: Path) -> None:
     where = "".join(traceback.format_exception(error))
     try:
         content = pickle.dumps((error, where))
-        pickle.loads(content)  # noqa: S301 - some errors can be written but not read
-    except Exception:
+        pickle.loads(content)  # some errors can be written but not read
+    except Exception:  # noqa: BLE001 - whatever a user's error does when it is pickled
         content = pickle.dumps((RuntimeError(f"{type(error).__name__}: {error}"), where))
     unfinished = path.with_name(f"{path.name}.unfinished")
     unfinished.write_bytes(content)
@@ -29,7 +29,7 @@ def write_error(error: BaseException, path: Path) -> None:
 
 def read_error(path: Path) -> BaseException:
     """Return the error, whose cause tells where it was raised."""
-    error, where = pickle.loads(path.read_bytes())  # noqa: S301 - our own process wrote it
+    error, where = pickle.loads(path.read_bytes())
     assert isinstance(error, BaseException)
     error.__cause__ = ProcessTraceback(where)
     return error

@@ -28,7 +28,7 @@ def shares(work: Numbers, num_shares: int) -> list[Numbers]:
 
     Example:
         >>> [share.tolist() for share in shares(np.array([5, 1, 4, 1, 3]), 2)]
-        [[0, 3, 4], [1, 2]]
+        [[0, 1, 3], [2, 4]]
     """
     loads = [(0, share) for share in range(num_shares)]
     parts: list[list[int]] = [[] for _ in range(num_shares)]

@@ -6,14 +6,19 @@ from the same weights, meet once per round (see `RoundRunner`) and share out val
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import warnings
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch.utils.data import DistributedSampler
 from typing_extensions import override
 
+from fl_lightning.federation.evaluation_logs import EvaluationLogs
 from fl_lightning.federation.fork import ForkLauncher
 
 
@@ -34,6 +39,7 @@ class FederatedStrategy(DDPStrategy):
     """
 
     _fork: ForkLauncher | None = None
+    _logs: EvaluationLogs | None = None
 
     @property
     @override
@@ -72,6 +78,39 @@ class FederatedStrategy(DDPStrategy):
             if isinstance(sampler, DistributedSampler) and not sampler.drop_last:
                 _without_padding(sampler)
         return super().process_dataloader(dataloader)
+
+    def on_validation_start(self) -> None:
+        """Begin to reduce what the module logs."""
+        assert self.lightning_module is not None
+        self._logs = EvaluationLogs(self.lightning_module).start()
+
+    def on_validation_end(self) -> None:
+        """Let the module log by itself again."""
+        if self._logs is not None:
+            self._logs.stop()
+
+    on_test_start, on_test_end = on_validation_start, on_validation_end
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Evaluate a batch, whose size weighs what is logged."""
+        with self._weighing(*args):
+            return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Evaluate a batch, whose size weighs what is logged."""
+        with self._weighing(*args):
+            return super().test_step(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _weighing(self, batch: Any, *args: Any) -> Iterator[None]:
+        assert self._logs is not None
+        self._logs.batch = batch
+        try:
+            yield
+        finally:
+            self._logs.batch = None
 
     @override
     def on_exception(self, exception: BaseException) -> None:

@@ -58,7 +58,7 @@ def fails(capsys, *args):
             "3",
             "'classes' is not accepted.*classes_per_client",
         ),
-        ("--trainer.devices", "2", "set trainer.devices to 1"),
+        ("--trainer.strategy", "ddp", "set trainer.strategy to federated"),
         ("--trainer.no_such", "2", "no_such"),
         ("--config", "no_such.yaml", "no_such.yaml"),
         ("--ckpt_path", "no_such.ckpt", r"no_such\.ckpt.*path of a \.ckpt file"),
