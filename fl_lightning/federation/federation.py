@@ -13,6 +13,7 @@ from typing import Any, Literal, final
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import (
@@ -159,10 +160,11 @@ class Federation(Callback):
         """Log the round: metrics through the module, as any other; facts to the loggers alone."""
         assert self.rounds is not None
         record = self.rounds.record
-        several = trainer.world_size > 1  # which all know the same: their maximum is exact
-        how = {"sync_dist": True, "reduce_fx": "max"} if several else {}
+        # where there are processes all know the same, so that the maximum is exact
+        apart = isinstance(trainer.strategy, SingleDeviceStrategy)
+        how: dict[str, Any] = {} if apart else {"sync_dist": True, "reduce_fx": "max"}
         for name, value in record.metrics().items():
-            pl_module.log(name, value, prog_bar=self.rounds.in_progress_bar(name), **how)  # type: ignore[arg-type]
+            pl_module.log(name, value, prog_bar=self.rounds.in_progress_bar(name), **how)
         facts = record.facts()
         trainer.callback_metrics.update({name: torch.tensor(v) for name, v in facts.items()})
         for logger in trainer.loggers:

@@ -273,6 +273,7 @@ class RoundRunner:
             "scaler": self._scaler.state_dict() if open_here else {},
             "metrics": self._collector.metric_states(self._module) if open_here else {},
             "finished": list(self._finished) if open_here else [],
+            "prog_bar": sorted(self._collector.prog_bar),
             "ranks": self._ranks.size,
             "groups": len(self._groups),
             "inside": self.server.is_open,
@@ -300,6 +301,7 @@ class RoundRunner:
         self._scaler.load_state_dict(state["scaler"])
         self._collector.load_metric_states(self._module, state["metrics"])
         self._finished = list(state["finished"])
+        self._collector.prog_bar |= set(state["prog_bar"])
 
 
 def _check_same(what: str, saved: Any, present: Any) -> None:
