@@ -112,7 +112,7 @@ class RunningMean:
 
 def _divided(numerator: Tensor, denominator: Tensor) -> Tensor:
     """Divide, where the denominator is 0 to 0."""
-    return numerator / denominator.clamp(min=torch.finfo(denominator.dtype).tiny)
+    return numerator / denominator.clamp(min=torch.finfo(torch.float32).tiny)
 
 
 def new_mean(like: Tensor, *, exact: bool) -> RunningMean | ExactMean:
