@@ -51,8 +51,6 @@ def _data_problems(trainer: Trainer) -> Iterator[str]:
 
 def _module_problems(module: LightningModule) -> Iterator[str]:
     name = type(module).__name__
-    if any(isinstance(child, nn.SyncBatchNorm) for child in module.modules()):
-        yield f"{name} has SyncBatchNorm, which keeps processes in step: set sync_batchnorm to false"
     if not module.automatic_optimization:
         yield (
             f"{name} uses manual optimization, where a local step is not defined: "
@@ -97,8 +95,17 @@ def _trainer_problems(trainer: Trainer) -> Iterator[str]:
         yield "trainer.overfit_batches does not work with a federation: use limit_train_batches"
 
 
-def check_one_optimizer(trainer: Trainer) -> None:
-    """Refuse modules with several optimizers, known once Lightning has built them."""
+def check_set_up(trainer: Trainer) -> None:
+    """Refuse what is known only once Lightning has set up module and optimizers.
+
+    Raises:
+        ConfigurationError: for several optimizers, and for layers that exchange statistics.
+    """
+    if any(isinstance(child, nn.SyncBatchNorm) for child in trainer.lightning_module.modules()):
+        raise ConfigurationError(
+            "SyncBatchNorm averages over processes, where clients train apart: set "
+            "trainer.sync_batchnorm to false"
+        )
     if len(trainer.optimizers) != 1:
         raise ConfigurationError(
             f"a federation trains modules with one optimizer, "

@@ -61,6 +61,7 @@ class ForkLauncher:
                 "the first: build another Trainer, and continue with fit(ckpt_path=…)"
             )
         self._has_fitted |= fits
+        self._processes = []  # the new ones have nothing to do with those of another run
         _settle_folders(trainer)
         assert self._strategy.cluster_environment is not None
         _ = self._strategy.cluster_environment.main_port  # chosen now, the same for all

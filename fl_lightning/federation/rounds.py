@@ -123,7 +123,8 @@ class RoundRunner:
             finally:
                 self._local.restore(self.server.model)
                 self._scaler.wind_back()
-        self._groups.advance()
+        if not self._trainer.is_last_batch:
+            self._groups.advance()
         self.record.seconds += time.perf_counter() - began
 
     def close_round(self) -> None:
@@ -147,6 +148,7 @@ class RoundRunner:
         self._is_noted = False
         self._finished.clear()
         self._local.restore(self.server.model)
+        self._groups.advance()  # only now: a round that failed is no finished one
         self.record.seconds += time.perf_counter() - began
 
     def _report(self) -> Report:

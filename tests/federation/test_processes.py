@@ -345,6 +345,20 @@ class TestResuming:
         assert torch.equal(weights(module), expected)
         assert (trainer.global_step, trainer.current_epoch) == (3, 3)
 
+    def test_a_failed_round_is_trained_again(self, tmp_path):
+        """What is saved after the round's clients have trained, before the server's step."""
+
+        class SavesThen(Callback):
+            def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+                trainer.save_checkpoint(tmp_path / "inside.ckpt")
+
+        data = toy_data(batch_size=4, drop_last=True)
+        with pytest.raises(ClientFailure):
+            fit(2, sabotaged(data, [0], "raise"), data, SavesThen(), cohort=None)
+        module, _ = fit(2, ToyModule, data, ckpt_path=tmp_path / "inside.ckpt", cohort=None)
+        expected, _ = fit(2, ToyModule, data, cohort=None)
+        assert torch.equal(weights(module), weights(expected))
+
     def test_inside_a_round_with_another_number_is_refused(self, uninterrupted):
         folder, *_ = uninterrupted
         with pytest.raises(ConfigurationError, match="another number of processes"):
@@ -370,6 +384,16 @@ def test_other_strategies_are_refused():
     trainer = toy_trainer(Federation(), devices=2, strategy="ddp")  # not started: it would stay
     with pytest.raises(ConfigurationError, match=r"set trainer\.strategy to federated"):
         check_compatible(trainer, ToyModule())
+
+
+def test_layers_that_exchange_statistics_are_refused():
+    class Synchronised(ToyModule):
+        def __init__(self):
+            super().__init__()
+            self.norm = torch.nn.SyncBatchNorm(8)
+
+    with pytest.raises(ConfigurationError, match="sync_batchnorm to false"):
+        fit(2, Synchronised)
 
 
 def one_of_two(rank, port, folder):
