@@ -67,7 +67,7 @@ class RoundGroups:
         >>> second = Share(population.num_examples, rank=1, num_ranks=2)
         >>> groups = RoundGroups(UniformCohort(size=3), population, seed=0, share=second)
         >>> groups.groups(round_index=7)
-        [(2,), ()]
+        [(3,), ()]
     """
 
     def __init__(

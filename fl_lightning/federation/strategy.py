@@ -7,17 +7,21 @@ from the same weights, meet once per round (see `RoundRunner`) and share out val
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import signal
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch.utils.data import DistributedSampler
 from typing_extensions import override
 
+from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.federation.evaluation_logs import EvaluationLogs
 from fl_lightning.federation.fork import ForkLauncher
 
@@ -48,7 +52,8 @@ class FederatedStrategy(DDPStrategy):
         environment = self.cluster_environment
         if self._fork is None and environment is not None and self.parallel_devices:
             on_cpu = self.parallel_devices[0].type == "cpu"
-            if on_cpu and not environment.creates_processes_externally:
+            can_fork = on_cpu and "fork" in multiprocessing.get_all_start_methods()
+            if can_fork and not environment.creates_processes_externally:
                 self._fork = ForkLauncher(self)
         return self._fork or super().launcher  # type: ignore[return-value]
 
@@ -58,6 +63,21 @@ class FederatedStrategy(DDPStrategy):
         # which is about repeated examples; there are none, see `process_dataloader`
         warnings.filterwarnings("ignore", message="Using `DistributedSampler` with the dataloaders")
         super().setup_environment()
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        """Set up module and optimizers.
+
+        Raises:
+            ConfigurationError: for a fit without rounds, which would train a module per process.
+        """
+        in_rounds = getattr(trainer.datamodule, "trains_in_rounds", False)  # type: ignore[attr-defined]
+        if trainer.state.fn == TrainerFn.FITTING and not in_rounds:
+            raise ConfigurationError(
+                "trainer.strategy federated exchanges no gradients, and there is no federation: add "
+                "a federation block (or a Federation to the callbacks), or use trainer.strategy ddp"
+            )
+        super().setup(trainer)
 
     @override
     def configure_ddp(self) -> None:

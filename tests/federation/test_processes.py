@@ -386,6 +386,12 @@ def test_other_strategies_are_refused():
         check_compatible(trainer, ToyModule())
 
 
+def test_central_training_without_gradient_exchange_is_refused():
+    trainer = toy_trainer(devices=2, strategy="federated")
+    with pytest.raises(ConfigurationError, match=r"use trainer\.strategy ddp"):
+        trainer.fit(ToyModule(), datamodule=some_data())
+
+
 def test_layers_that_exchange_statistics_are_refused():
     class Synchronised(ToyModule):
         def __init__(self):
