@@ -190,6 +190,7 @@ def resume_newest_run(config: Any) -> None:
 
 def report_whereabouts(trainer: Trainer) -> None:
     """Print where checkpoints and logs are, and how to look at them."""
+    log_dir = trainer.log_dir  # which processes agree on: all must ask
     if trainer.fast_dev_run or not trainer.is_global_zero:  # type: ignore[attr-defined]
         return
     lines = []
@@ -197,8 +198,8 @@ def report_whereabouts(trainer: Trainer) -> None:
         if isinstance(callback, ModelCheckpoint):
             paths = (callback.best_model_path, callback.last_model_path)
             lines += [f"checkpoint: {_short(path)}" for path in dict.fromkeys(paths) if path]
-    if trainer.logger is not None and trainer.log_dir:
-        lines.append(f"logs:       {_short(trainer.log_dir)}")
+    if trainer.logger is not None and log_dir:
+        lines.append(f"logs:       {_short(log_dir)}")
         lines.append(
             f"look:       tensorboard --logdir {_short(trainer.loggers[0].save_dir or '')}"
         )
