@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from fl_lightning.data.cohort import AllClients, PoissonCohort, UniformCohort
     from fl_lightning.data.federated import FederatedDataModule
     from fl_lightning.federation.federation import Federation
+    from fl_lightning.federation.strategy import FederatedStrategy
     from fl_lightning.models.image_classifier import ImageClassifier
     from fl_lightning.server.aggregators import Mean
 
@@ -32,6 +33,7 @@ __all__ = [
     "ClientFailure",
     "ConfigurationError",
     "FederatedDataModule",
+    "FederatedStrategy",
     "Federation",
     "ImageClassifier",
     "Mean",

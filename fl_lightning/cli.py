@@ -18,13 +18,14 @@ from jsonargparse.typing import PositiveInt
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from fl_lightning.callbacks.client_evaluation import ClientEvaluation
 from fl_lightning.callbacks.partition_report import PartitionReport
 from fl_lightning.callbacks.progress import RoundProgressBar
 from fl_lightning.cli_errors import Parser, explain
-from fl_lightning.federation.compatibility import check_one_process
+from fl_lightning.federation.compatibility import check_strategy
 from fl_lightning.federation.federation import Federation
 
 _EXPECTED_WARNINGS = (
@@ -78,9 +79,12 @@ class FederatedCLI(LightningCLI):
             given = options.get("callbacks") or []
             given = given if isinstance(given, list) else [given]
             options["callbacks"] = [*given, federation, *companions(given, options)]
+            if options["strategy"] == "auto" and asks_for_several(options):
+                options["strategy"] = "federated"
+                rank_zero_info("trainer.strategy: federated, because there are several devices")
         trainer = super().instantiate_trainer(**kwargs)
         if federation is not None and self.subcommand == "fit":
-            check_one_process(trainer)
+            check_strategy(trainer)
         return trainer
 
     def after_fit(self) -> None:
@@ -112,6 +116,26 @@ def companions(given: Sequence[Callback], trainer: Mapping[str, Any]) -> list[Ca
             isinstance(new, kind) and isinstance(old, kind) for kind in taken for old in given
         )
     ]
+
+
+def asks_for_several(trainer: Mapping[str, Any]) -> bool:
+    """Return whether a Trainer with these settings would have several processes.
+
+    Example:
+        >>> asks_for_several({"accelerator": "cpu", "devices": "2", "num_nodes": 1})
+        True
+        >>> asks_for_several({"accelerator": "cpu", "devices": "auto", "num_nodes": 1})
+        False
+    """
+    devices = trainer["devices"]
+    if trainer["num_nodes"] > 1:
+        return True
+    if str(devices) in ("auto", "-1"):
+        on_gpu = trainer["accelerator"] in ("auto", "gpu", "cuda")
+        return on_gpu and torch.cuda.device_count() > 1
+    if isinstance(devices, str):
+        devices = int(devices) if devices.isdecimal() else devices.split(",")
+    return (devices if isinstance(devices, int) else len(devices)) > 1
 
 
 def every_round_checkpoint() -> ModelCheckpoint:
@@ -166,15 +190,16 @@ def resume_newest_run(config: Any) -> None:
 
 def report_whereabouts(trainer: Trainer) -> None:
     """Print where checkpoints and logs are, and how to look at them."""
-    if trainer.fast_dev_run:  # type: ignore[attr-defined]
+    log_dir = trainer.log_dir  # which processes agree on: all must ask
+    if trainer.fast_dev_run or not trainer.is_global_zero:  # type: ignore[attr-defined]
         return
     lines = []
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint):
             paths = (callback.best_model_path, callback.last_model_path)
             lines += [f"checkpoint: {_short(path)}" for path in dict.fromkeys(paths) if path]
-    if trainer.logger is not None and trainer.log_dir:
-        lines.append(f"logs:       {_short(trainer.log_dir)}")
+    if trainer.logger is not None and log_dir:
+        lines.append(f"logs:       {_short(log_dir)}")
         lines.append(
             f"look:       tensorboard --logdir {_short(trainer.loggers[0].save_dir or '')}"
         )

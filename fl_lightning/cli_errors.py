@@ -19,13 +19,19 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser
 from typing_extensions import override
 
-from fl_lightning.core.errors import ConfigurationError, RoundFailure
+from fl_lightning.core.errors import ConfigurationError, ProcessFailure, RoundFailure
 
 # What the parser says besides the reason: the types it tried and the values it was given.
 _NOISE = re.compile(
     r"^[\s-]*(Does not validate against any of|Subtypes: |Errors:$|Given value|Expected a <class 'N)"
 )
 _REFUSED_OPTION = re.compile(r"'(?P<option>\w+)' is not accepted")
+_TOLD_IN_A_SENTENCE = (
+    ConfigurationError,
+    MisconfigurationException,
+    RoundFailure,
+    ProcessFailure,
+)
 _CLASS_PATH = re.compile(r"class_path '([\w.]+)'")
 
 
@@ -76,7 +82,7 @@ def explain(error: BaseException) -> str | None:
     """
     cause: BaseException | None = error
     while cause is not None:  # the parser wraps what a class raises while it is built
-        if isinstance(cause, (ConfigurationError, MisconfigurationException, RoundFailure)):
+        if isinstance(cause, _TOLD_IN_A_SENTENCE):
             return str(cause)
         cause = cause.__cause__
     text = str(error)

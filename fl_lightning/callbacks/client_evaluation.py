@@ -23,10 +23,11 @@ from torch import Tensor
 
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.core.metric_states import MetricStates, metrics_of
+from fl_lightning.core.metric_states import MetricStates, kept_apart, metrics_of
 from fl_lightning.core.seeds import numpy_generator
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.batches import batch_preparation, takes_index
+from fl_lightning.federation.ranks import Ranks
 
 
 class ClientEvaluation(Callback):
@@ -84,12 +85,16 @@ class ClientEvaluation(Callback):
                 "(data.client_val_fraction is 0)."
             )
             return
-        values = evaluate_clients(trainer, module, data, stage, clients)
+        shares = Ranks(trainer).gather(evaluate_clients(trainer, module, data, stage, clients))
+        values = dict(sorted(pair for share in shares for pair in share.items()))
+        folder = trainer.log_dir  # which processes agree on: all must ask
+        if not trainer.is_global_zero:
+            return
         for name in sorted({name for metrics in values.values() for name in metrics}):
             per_client = torch.stack([m[name] for m in values.values() if name in m]).double()
             _log(trainer, name, per_client)
-        if trainer.logger is not None and trainer.log_dir and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            _save(Path(trainer.log_dir) / f"clients_{stage}.csv", values, data)
+        if trainer.logger is not None and folder and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            _save(Path(folder) / f"clients_{stage}.csv", values, data)
 
 
 def chosen_clients(data: FederatedDataModule, most: int) -> npt.NDArray[np.int64]:
@@ -115,7 +120,9 @@ def evaluate_clients(
     stage: str,
     clients: npt.NDArray[np.int64] | None = None,
 ) -> dict[int, dict[str, Tensor]]:
-    """Return the metrics that the module logs on each client's held-out examples.
+    """Return the metrics that the module logs on each client's held-out examples, on the CPU.
+
+    Of several processes each evaluates its own share of the clients.
 
     Args:
         trainer: whose precision and device are used.
@@ -131,20 +138,21 @@ def evaluate_clients(
     context = getattr(trainer.precision_plugin, f"{short}_step_context")
     collector = LogCollector()
     was_training = {m: m.training for m in module.modules()}
-    before = MetricStates(metrics_of(module))
+    metrics = metrics_of(module)
+    before = MetricStates(metrics)
     values = {}
     module.eval()
     try:
-        with collector.listening_to(module), context():
-            for client in ids:
+        with collector.listening_to(module), kept_apart(metrics), context():
+            for client in ids[trainer.global_rank :: trainer.world_size]:
                 for index, (batch, size) in enumerate(data.held_out_batches(client)):
                     collector.start_step(size)
                     arguments = (prepare(batch), index) if takes_index(step) else (prepare(batch),)
                     step(*arguments)
-                metrics = collector.collect()
-                metrics |= {k: torch.tensor(v) for k, v in collector.collect_metrics().items()}
-                if metrics:
-                    values[client] = metrics
+                logged = {name: value.cpu() for name, value in collector.collect().items()}
+                logged |= {k: torch.tensor(v) for k, v in collector.collect_metrics().items()}
+                if logged:
+                    values[client] = logged
     finally:
         before.put_back()  # the clients' examples are no part of the module's own validation
         for submodule, training in was_training.items():

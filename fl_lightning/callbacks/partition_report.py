@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
+from lightning.pytorch.utilities import rank_zero_info
 
 from fl_lightning.data.federated import FederatedDataModule
 
@@ -18,18 +18,20 @@ class PartitionReport(Callback):
     ``partition.csv``, one row per client, in the logger's directory.
     """
 
-    @rank_zero_only
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Report once, before the first round."""
         data = trainer.datamodule  # type: ignore[attr-defined]
         if not isinstance(data, FederatedDataModule):
             return
+        folder = trainer.log_dir  # which processes agree on: all must ask
+        if not trainer.is_global_zero:
+            return
         summary = data.summary()
         rank_zero_info(summary.as_text())
-        if trainer.logger is None or trainer.log_dir is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if trainer.logger is None or folder is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        Path(trainer.log_dir).mkdir(parents=True, exist_ok=True)
-        summary.save(Path(trainer.log_dir) / "partition.csv")
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        summary.save(Path(folder) / "partition.csv")
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger):
                 logger.experiment.add_figure("partition", summary.figure(), global_step=0)

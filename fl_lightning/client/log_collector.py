@@ -119,6 +119,16 @@ class LogCollector:
         self._values.clear()
         self._weights.clear()
 
+    @property
+    def metrics(self) -> dict[str, Metric]:
+        """The torchmetrics objects logged since the last `collect_metrics`, by name."""
+        return dict(self._metrics)
+
+    def add_metric(self, name: str, epoch_name: str, metric: Metric) -> None:
+        """Take a torchmetrics object for logged here, which was logged in another process."""
+        self.epoch_names[name] = epoch_name
+        self._metrics[name] = metric
+
     def collect_metrics(self) -> dict[str, float]:
         """Return the values of logged torchmetrics objects and reset them.
 

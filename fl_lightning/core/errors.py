@@ -1,5 +1,7 @@
 """What can go wrong, by who can mend it."""
 
+from typing import Any
+
 
 class ConfigurationError(ValueError):
     """A setting that cannot work: the message names it, what was given, what is allowed.
@@ -23,6 +25,14 @@ class ClientFailure(RuntimeError):  # noqa: N818 - "failure" is the field's word
         self.client_id = client_id
         self.reason = reason
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # an exception is by default rebuilt from its message, of which there is more than one part
+        return type(self), (self.client_id, self.reason), {"args": self.args}
+
 
 class RoundFailure(RuntimeError):  # noqa: N818
     """A round that cannot be trusted: too few clients replied."""
+
+
+class ProcessFailure(RuntimeError):  # noqa: N818
+    """One of several processes ended without a word; the others were stopped."""

@@ -1,11 +1,13 @@
-"""Winding torchmetrics objects back, wherever in a module they are."""
+"""Winding torchmetrics objects back, and pooling them over processes, without their own exchange."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torchmetrics import Metric
 
@@ -40,6 +42,52 @@ class MetricStates:
 def metrics_of(module: nn.Module) -> list[Metric]:
     """Return all torchmetrics objects in a module."""
     return [child for child in module.modules() if isinstance(child, Metric)]
+
+
+@contextlib.contextmanager
+def kept_apart(metrics: Iterable[Metric]) -> Iterator[None]:
+    """Keep torchmetrics objects from exchanging anything between processes while the block runs.
+
+    Where processes do different work, one that waits for the others in ``compute`` waits for ever.
+    """
+    found = [(metric, metric.distributed_available_fn) for metric in metrics]
+    for metric, _ in found:
+        metric.distributed_available_fn = _alone
+    try:
+        yield
+    finally:
+        for metric, available in found:
+            metric.distributed_available_fn = available
+
+
+def _alone() -> bool:
+    return False
+
+
+def pool(metric: Metric, states: Sequence[Mapping[str, Any]]) -> None:
+    """Give a torchmetrics object the states of several together, as its own exchange would.
+
+    Example:
+        >>> from torchmetrics import SumMetric
+        >>> one, other = SumMetric(), SumMetric()
+        >>> one.update(1.0), other.update(2.0)
+        (None, None)
+        >>> pool(one, [one.metric_state, other.metric_state])
+        >>> one.compute()
+        tensor(3.)
+    """
+    if not states:
+        return
+    for name, reduction in metric._reductions.items():
+        values = [state[name] for state in states]
+        if isinstance(values[0], list):
+            pooled: Any = [entry.to(metric.device) for value in values for entry in value]
+        else:
+            pooled = torch.stack([value.to(metric.device) for value in values])
+            pooled = reduction(pooled) if callable(reduction) else pooled
+        setattr(metric, name, pooled)
+    metric._update_count = max(1, metric._update_count)
+    metric._computed = None
 
 
 def _attributes(metric: Metric) -> dict[str, Any]:

@@ -29,16 +29,23 @@ class ClientMeans:
     def __init__(self) -> None:
         self._values: dict[str, list[Tensor]] = {}
         self._num_examples: dict[str, list[int]] = {}
+        self._clients: dict[str, list[int]] = {}
 
-    def add(self, values: Mapping[str, Tensor], num_examples: int) -> None:
-        """Take in one client's scalars."""
-        self.add_group(values, [num_examples])
+    def add(self, values: Mapping[str, Tensor], num_examples: int, client_id: int = 0) -> None:
+        """Take in one client's scalars; results do not depend on the order of different clients."""
+        self.add_group(values, [num_examples], [client_id])
 
-    def add_group(self, values: Mapping[str, Tensor], num_examples: Sequence[int]) -> None:
+    def add_group(
+        self,
+        values: Mapping[str, Tensor],
+        num_examples: Sequence[int],
+        client_ids: Sequence[int],
+    ) -> None:
         """Take in the values of m clients, each tensor with m elements."""
         for name, value in values.items():
             self._values.setdefault(name, []).append(value.detach().reshape(-1))
             self._num_examples.setdefault(name, []).extend(num_examples)
+            self._clients.setdefault(name, []).extend(client_ids)
 
     @property
     def names(self) -> list[str]:
@@ -46,12 +53,16 @@ class ClientMeans:
         return list(self._values)
 
     def values(self, name: str) -> Tensor:
-        """Return one metric's values, shape (number of clients,), float64 on the CPU."""
-        return torch.cat(self._values[name]).double().cpu()
+        """Return one metric's values by client, shape (number of clients,), float64 on the CPU."""
+        return torch.cat(self._values[name])[self._order(name)].double().cpu()
+
+    def _order(self, name: str) -> list[int]:
+        return sorted(range(len(self._clients[name])), key=self._clients[name].__getitem__)
 
     def mean(self, name: str) -> float:
         """Return the mean weighted by examples."""
-        weights = torch.tensor(self._num_examples[name], dtype=torch.float64)
+        in_turn = self._num_examples[name]
+        weights = torch.tensor([in_turn[i] for i in self._order(name)], dtype=torch.float64)
         return float((self.values(name) * weights).sum() / weights.sum())
 
     def spread(self, name: str) -> float:
@@ -61,7 +72,11 @@ class ClientMeans:
     def state_dict(self) -> dict[str, Any]:
         """Return tensors and integers only, for a checkpoint."""
         return {
-            name: {"values": self.values(name), "num_examples": list(self._num_examples[name])}
+            name: {
+                "values": torch.cat(self._values[name]).double().cpu(),
+                "num_examples": list(self._num_examples[name]),
+                "clients": list(self._clients[name]),
+            }
             for name in self._values
         }
 
@@ -69,3 +84,11 @@ class ClientMeans:
         """Take up where `state_dict` left off."""
         self._values = {name: [entry["values"]] for name, entry in state.items()}
         self._num_examples = {name: list(e["num_examples"]) for name, e in state.items()}
+        self._clients = {name: list(entry["clients"]) for name, entry in state.items()}
+
+    def merge(self, other: ClientMeans) -> None:
+        """Take in the clients of another, of which none is in this one."""
+        for name in other.names:
+            self._values.setdefault(name, []).extend(v.cpu() for v in other._values[name])
+            self._num_examples.setdefault(name, []).extend(other._num_examples[name])
+            self._clients.setdefault(name, []).extend(other._clients[name])

@@ -121,6 +121,11 @@ class FederatedDataModule(LightningDataModule):
         """Have `train_dataloader` return these groups of clients; None for central training."""
         self._rounds = rounds
 
+    @property
+    def trains_in_rounds(self) -> bool:
+        """Whether `train_dataloader` returns groups of clients."""
+        return self._rounds is not None
+
     @cached_property
     def _loader(self) -> DataLoader[Any]:
         if not self._is_set_up:  # once only: a source may split at random

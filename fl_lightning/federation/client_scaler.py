@@ -8,6 +8,7 @@ trained before it, and the scale still falls where gradients overflow and grows 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from typing import Any
 
 from torch.amp import GradScaler
@@ -48,6 +49,11 @@ class ClientScaler:
             with contextlib.suppress(AssertionError):
                 self._scaler.update(self._start["scale"])
                 self._scaler.load_state_dict(self._start)
+
+    def merge(self, states: Iterable[dict[str, Any]]) -> None:
+        """Take in how low the scale fell in every process, given their `state_dict`."""
+        ends = [state["lowest"] for state in states if "lowest" in state]
+        self._lowest = min(ends, key=_rank, default=None)
 
     def end_round(self) -> None:
         """Go on with the lowest scale of the round."""

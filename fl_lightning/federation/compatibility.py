@@ -13,9 +13,11 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import nn
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.federated import FederatedDataModule
+from fl_lightning.federation.strategy import FederatedStrategy
 
 _CALLBACKS = {
     GradientAccumulationScheduler: "set accumulate_grad_batches, which counts a client's batches",
@@ -58,11 +60,11 @@ def _module_problems(module: LightningModule) -> Iterator[str]:
         yield f"{name}.training_step takes a dataloader_iter: take (batch, batch_idx) instead"
 
 
-def check_one_process(trainer: Trainer) -> None:
-    """Refuse several processes; to be asked before the Trainer launches them.
+def check_strategy(trainer: Trainer) -> None:
+    """Refuse strategies that train in step; to be asked before the Trainer launches processes.
 
     Raises:
-        ConfigurationError: if the Trainer would run on more than one device.
+        ConfigurationError: if the Trainer's strategy would exchange gradients or shard the model.
     """
     problems = list(_strategy_problems(trainer))
     if problems:
@@ -70,11 +72,11 @@ def check_one_process(trainer: Trainer) -> None:
 
 
 def _strategy_problems(trainer: Trainer) -> Iterator[str]:
-    if not isinstance(trainer.strategy, SingleDeviceStrategy):
+    if not isinstance(trainer.strategy, (SingleDeviceStrategy, FederatedStrategy)):
         yield (
-            f"trainer.strategy {type(trainer.strategy).__name__} with {trainer.world_size} "
-            "processes: a federation trains its clients in one process; set trainer.devices to 1 and "
-            "leave trainer.strategy at auto"
+            f"trainer.strategy {type(trainer.strategy).__name__} keeps {trainer.world_size} "
+            "processes in step, where clients train apart: set trainer.strategy to federated, or "
+            "trainer.devices to 1 and trainer.strategy to auto"
         )
 
 
@@ -93,8 +95,17 @@ def _trainer_problems(trainer: Trainer) -> Iterator[str]:
         yield "trainer.overfit_batches does not work with a federation: use limit_train_batches"
 
 
-def check_one_optimizer(trainer: Trainer) -> None:
-    """Refuse modules with several optimizers, known once Lightning has built them."""
+def check_set_up(trainer: Trainer) -> None:
+    """Refuse what is known only once Lightning has set up module and optimizers.
+
+    Raises:
+        ConfigurationError: for several optimizers, and for layers that exchange statistics.
+    """
+    if any(isinstance(child, nn.SyncBatchNorm) for child in trainer.lightning_module.modules()):
+        raise ConfigurationError(
+            "SyncBatchNorm averages over processes, where clients train apart: set "
+            "trainer.sync_batchnorm to false"
+        )
     if len(trainer.optimizers) != 1:
         raise ConfigurationError(
             f"a federation trains modules with one optimizer, "

@@ -88,6 +88,7 @@ class EngineChooser:
 
     Attributes:
         slots: the engine for many at once; None while, and if, clients train one after the other.
+        is_settled: whether the choice has been made.
     """
 
     def __init__(
@@ -95,12 +96,11 @@ class EngineChooser:
     ) -> None:
         self._trainer, self._local = trainer, local
         self._options, self._accumulate = options, accumulate
-        self._is_chosen = options.engine == "sequential"
-        self._is_resumed = False
+        self.is_settled = options.engine == "sequential"
         self.slots: SlotEngine | None = None
 
     def choose(self, model: GlobalModel, work: Sequence[ClientWork], train_one: TrainOne) -> None:
-        """Choose, if that has not been done and there is any work to choose by.
+        """Choose, if that has not been done and there is any work to choose by; never fails.
 
         Args:
             model: the global model.
@@ -108,19 +108,19 @@ class EngineChooser:
             train_one: trains a client sequentially, without consequences.
         """
         work = [client for client in work if client.sizes]
-        if self._is_resumed and work:
-            train_one(work[0])  # tells under which names the module logs, and what is shown
-            self._is_resumed = False
-        if self._is_chosen or not work:
+        if self.is_settled or not work:
             return
-        self._is_chosen = True
+        self.is_settled = True
         try:
             raise_if_impossible(self._trainer, self._accumulate)
             if self._options.engine == "slots":
                 self.slots, why = self._forced(model, work, train_one), "as asked for"
             else:
                 self.slots, why = self._measured(model, work, train_one)
-        except ClientFailure as failure:  # it will be met again, where it counts
+        except (
+            ClientFailure,
+            ConfigurationError,
+        ) as failure:  # it will be met again, where it counts
             rank_zero_info(f"engine: sequential, because a trial failed: {failure}")
         except CannotStack as reason:
             if self._options.engine == "slots":
@@ -181,18 +181,19 @@ class EngineChooser:
     def state_dict(self) -> dict[str, Any]:
         """Return what was chosen."""
         return {
-            "is_chosen": self._is_chosen,
+            "is_settled": self.is_settled,
             "slots": None if self.slots is None else asdict(self.slots.stacking),
+            "names": dict(self._local.collector.epoch_names),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Keep to what the run that is resumed had chosen, unless told otherwise."""
-        if self._options.engine == "sequential" or not state["is_chosen"]:
+        """Keep to what the run that is resumed, or another process, has chosen."""
+        if self._options.engine == "sequential" or not state["is_settled"]:
             return
-        self._is_chosen = True
+        self.is_settled = True
+        self._local.collector.epoch_names.update(state["names"])
         if state["slots"] is not None:
             self.slots = SlotEngine(self._trainer, self._local, Stacking(**state["slots"]))
-            self._is_resumed = True
 
 
 def _seconds(run: Callable[[], Any]) -> float:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import (
@@ -26,16 +27,17 @@ from fl_lightning.core.seeds import (
 from fl_lightning.data.cohort import AllClients, CohortSampler, Population
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.atomic_checkpoint import AtomicCheckpointIO
-from fl_lightning.federation.compatibility import check_compatible, check_one_optimizer
+from fl_lightning.federation.compatibility import check_compatible, check_set_up
 from fl_lightning.federation.engine import (
     EngineName,
     EngineOptions,
     trains_in_large_groups,
 )
-from fl_lightning.federation.groups import RoundGroups
+from fl_lightning.federation.groups import RoundGroups, Share
 from fl_lightning.federation.hooks import GroupsPassBy
-from fl_lightning.federation.loop import install
+from fl_lightning.federation.loop import install, renumber_groups
 from fl_lightning.federation.rounds import RoundOptions, RoundRunner
+from fl_lightning.federation.shares import local_work
 from fl_lightning.server.aggregators import Aggregator, Mean
 from fl_lightning.server.server import ServerOptimizer, fedavg_optimizer
 
@@ -121,6 +123,7 @@ class Federation(Callback):
             self.cohort,
             population,
             self.seed,
+            share=self._share(trainer, data),
             clients_per_group=population.num_clients if together else 1,
         )
         self._groups = groups
@@ -138,7 +141,7 @@ class Federation(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Build the round runner on the weights and the optimizer that are now in place."""
-        check_one_optimizer(trainer)
+        check_set_up(trainer)
         for config in trainer.lr_scheduler_configs:
             config.interval = "epoch"  # a step is a round, however many groups of clients it has
         options = RoundOptions(
@@ -153,6 +156,7 @@ class Federation(Callback):
         self.rounds = RoundRunner(
             trainer, options, self._groups, self.aggregator, self.server_optimizer
         )
+        self._groups_before = self._saved.get("groups", len(self._groups))
         if self._saved:
             self.rounds.load_state_dict(self._saved)
             self._saved = {}
@@ -160,6 +164,11 @@ class Federation(Callback):
         self._cleanup.enter_context(preserve_global_generators())
         for owner in (pl_module, trainer.datamodule):  # type: ignore[attr-defined]
             self._cleanup.callback(GroupsPassBy(owner).remove)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Go on from a checkpoint of a run whose rounds had another number of groups."""
+        if self._groups_before != len(self._groups):
+            renumber_groups(trainer, self._groups_before, len(self._groups))
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let what hooks draw between rounds depend on the round alone."""
@@ -169,8 +178,11 @@ class Federation(Callback):
         """Log the round: metrics through the module, as any other; facts to the loggers alone."""
         assert self.rounds is not None
         record = self.rounds.record
+        # where there are processes all know the same, so that the maximum is exact
+        apart = isinstance(trainer.strategy, SingleDeviceStrategy)
+        how: dict[str, Any] = {} if apart else {"sync_dist": True, "reduce_fx": "max"}
         for name, value in record.metrics().items():
-            pl_module.log(name, value, prog_bar=self.rounds.in_progress_bar(name))
+            pl_module.log(name, value, prog_bar=self.rounds.in_progress_bar(name), **how)
         facts = record.facts()
         trainer.callback_metrics.update({name: torch.tensor(v) for name, v in facts.items()})
         for logger in trainer.loggers:
@@ -202,6 +214,18 @@ class Federation(Callback):
         per_client = self.local_steps or per_epoch * (self.local_epochs or 1)
         cohort = self.cohort.expected_size(len(data.clients))
         return float(trainer.max_epochs * cohort * per_client)
+
+    def _share(self, trainer: Trainer, data: FederatedDataModule) -> Share | None:
+        if trainer.world_size == 1:
+            return None
+        work = local_work(
+            data.clients.num_examples,
+            data.batch_size,
+            drop_last=data.drop_last,
+            num_epochs=self.local_epochs,
+            num_steps=self.local_steps,
+        )
+        return Share(work, trainer.global_rank, trainer.world_size)
 
     def _check_shards(self, data: FederatedDataModule) -> None:
         empty = np.flatnonzero(data.clients.num_examples == 0)

@@ -1,17 +1,25 @@
 """The "train dataloader" of a federated run: the groups of clients that make up a round.
 
 Lightning's training epoch is one pass over it, each batch one group. It knows its position, which
-Lightning saves with its loops, so that a checkpoint taken inside a round resumes inside it.
+Lightning saves with its loops, so that a checkpoint taken inside a round resumes inside it. Of
+several processes each goes through its own share of the cohort, all in the same number of groups;
+resumed inside a round they train its clients from the first one on, to the same result.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from fl_lightning.data.cohort import CohortSampler, Population
+from fl_lightning.federation.shares import shares
+
+# Lightning lets the processes wait for each other at every batch: few groups, few waits.
+MAX_GROUPS_OF_SEVERAL_PROCESSES = 4
 
 
 class ClientGroup(tuple[int, ...]):
@@ -20,23 +28,46 @@ class ClientGroup(tuple[int, ...]):
     __slots__ = ()
 
 
+@dataclass(frozen=True)
+class Share:
+    """Which part of every cohort a process trains.
+
+    Attributes:
+        work: of every client of the population, e.g. local batches; shape (num_clients,).
+        rank: of this process, in [0, num_ranks).
+        num_ranks: number of processes.
+    """
+
+    work: npt.NDArray[np.int64]
+    rank: int
+    num_ranks: int
+
+
 class RoundGroups:
     """A sized iterable over a round's groups, the same number of groups in every round.
 
-    Where the cohort's size varies (Poisson sampling) a group may be empty or hold several clients.
+    Where the cohort's size varies (Poisson sampling), or the clients do not divide evenly, a group
+    may be empty or hold more clients than asked for.
 
     Args:
         sampler: draws the cohort.
         population: the clients to draw from.
         seed: root seed of the draws.
-        clients_per_group: how many clients train together, ≥ 1.
+        share: the part of this process; everything if None.
+        clients_per_group: how many clients train together, ≥ 1; several processes take larger
+            groups where there would be many.
 
     Example:
         >>> from fl_lightning.data.cohort import UniformCohort
-        >>> groups = RoundGroups(UniformCohort(size=2), Population(np.full(5, 10)), seed=0)
+        >>> population = Population(np.full(5, 10))
+        >>> groups = RoundGroups(UniformCohort(size=3), population, seed=0)
         >>> groups.set_epoch(7)
         >>> len(groups), list(groups)
-        (2, [(2,), (3,)])
+        (3, [(2,), (3,), (4,)])
+        >>> second = Share(population.num_examples, rank=1, num_ranks=2)
+        >>> groups = RoundGroups(UniformCohort(size=3), population, seed=0, share=second)
+        >>> groups.groups(round_index=7)
+        [(3,), ()]
     """
 
     def __init__(
@@ -45,12 +76,20 @@ class RoundGroups:
         population: Population,
         seed: int,
         *,
+        share: Share | None = None,
         clients_per_group: int = 1,
     ) -> None:
         self._sampler = sampler
         self._population = population
         self._seed = seed
-        self._num_groups = -(-sampler.expected_size(population.num_clients) // clients_per_group)
+        self._share = share
+        num_ranks = share.num_ranks if share is not None else 1
+        expected = sampler.expected_size(population.num_clients)
+        self._num_groups = -(-expected // (num_ranks * clients_per_group))
+        # a checkpoint is written by one process, and holds no sums of the others
+        self._restarts = num_ranks > 1
+        if num_ranks > 1:
+            self._num_groups = min(self._num_groups, MAX_GROUPS_OF_SEVERAL_PROCESSES)
         self._round = 0
         self._position = 0
 
@@ -70,10 +109,17 @@ class RoundGroups:
     def groups(self, round_index: int) -> list[ClientGroup]:
         """Return all groups of a round."""
         ids = self._sampler.sample(round_index, self._population, self._seed)
+        if self._share is not None:
+            work = self._share.work[ids]
+            ids = ids[shares(work, self._share.num_ranks)[self._share.rank]]
         return [ClientGroup(part.tolist()) for part in np.array_split(ids, self._num_groups)]
 
     def __iter__(self) -> Iterator[ClientGroup]:
-        yield from self.groups(self._round)[self._position :]
+        groups, position = self.groups(self._round), self._position
+        if self._restarts and 0 < position < len(groups):
+            so_far = (client for group in groups[: position + 1] for client in group)
+            groups[position] = ClientGroup(so_far)
+        yield from groups[position:]
 
     def advance(self) -> None:
         """Say that a group is done; one that was interrupted is yielded again after resuming."""
@@ -81,8 +127,10 @@ class RoundGroups:
 
     def state_dict(self) -> dict[str, Any]:
         """Return round and position."""
-        return {"round": self._round, "position": self._position}
+        return {"round": self._round, "position": self._position, "groups": self._num_groups}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""
-        self._round, self._position = state["round"], state["position"]
+        is_done = state["position"] == state.get("groups", self._num_groups)
+        self._round = state["round"]
+        self._position = self._num_groups if is_done else state["position"]

@@ -7,7 +7,8 @@ server steps, ahead of validation and checkpoints, and ``global_step`` advances 
 This is the only file that touches protected names of Lightning:
 `_AutomaticOptimization` with its ``run`` and ``optim_progress``, and
 ``trainer.fit_loop.epoch_loop.automatic_optimization``. They are unchanged in Lightning 2.5 and 2.6
-and are checked when this file is imported and when the loop is installed.
+and are checked when this file is imported and when the loop is installed. The counters of rounds
+and groups, ``epoch_progress`` and ``batch_progress``, are read and set here as well.
 """
 
 from __future__ import annotations
@@ -76,3 +77,35 @@ def install(trainer: Trainer, rounds: Rounds) -> None:
     loop = FederatedLoop(trainer, rounds)
     loop.optim_progress = stock.optim_progress
     epoch_loop.automatic_optimization = loop
+
+
+def progress(trainer: Trainer) -> dict[str, Any]:
+    """Return how many rounds were done."""
+    loop = trainer.fit_loop
+    steps = loop.epoch_loop.automatic_optimization.optim_progress
+    return {"epochs": loop.epoch_progress.state_dict(), "steps": steps.state_dict()}
+
+
+def load_progress(trainer: Trainer, state: dict[str, Any]) -> None:
+    """Have ``current_epoch`` and ``global_step`` say that so many rounds were done."""
+    loop = trainer.fit_loop
+    loop.epoch_progress.load_state_dict(state["epochs"])
+    loop.epoch_loop.automatic_optimization.optim_progress.load_state_dict(state["steps"])
+
+
+def renumber_groups(trainer: Trainer, saved: int, present: int) -> None:
+    """After resuming from a checkpoint between rounds, count its round as one of another length.
+
+    Else a finished round would look unfinished if rounds now have more groups.
+
+    Args:
+        trainer: whose progress has been restored.
+        saved: groups per round in the run that wrote the checkpoint.
+        present: groups per round now.
+    """
+    current = trainer.fit_loop.epoch_loop.batch_progress.current
+    for name in ("ready", "started", "processed", "completed"):
+        if getattr(current, name) == saved:
+            setattr(current, name, present)
+        elif getattr(current, name) == saved - 1:  # the last group's end was being dealt with
+            setattr(current, name, present - 1)

@@ -37,13 +37,25 @@ class RoundRecord:
 
     def add(self, update: ClientUpdate) -> None:
         """Take in one client's metrics and the norm of its update."""
-        self.means.add(update.metrics, update.num_examples)
-        self.norms.add({"round/client_update_norm": update.norm}, update.num_examples)
+        n, client = update.num_examples, update.client_id
+        self.means.add(update.metrics, n, client)
+        self.norms.add({"round/client_update_norm": update.norm}, n, client)
+
+    def merge(self, other: RoundRecord) -> None:
+        """Take in what another process did in the same round, at the same time."""
+        self.num_sampled += other.num_sampled
+        self.num_skipped += other.num_skipped
+        self.seconds = max(self.seconds, other.seconds)
+        self.total_bytes_down += other.total_bytes_down
+        self.total_bytes_up += other.total_bytes_up
+        self.means.merge(other.means)
+        self.norms.merge(other.norms)
 
     def add_group(self, group: GroupUpdate) -> None:
         """Take in those of clients that trained together."""
-        self.means.add_group(group.metrics, group.num_examples)
-        self.norms.add_group({"round/client_update_norm": group.norms}, group.num_examples)
+        counts, clients = group.num_examples, group.client_ids
+        self.means.add_group(group.metrics, counts, clients)
+        self.norms.add_group({"round/client_update_norm": group.norms}, counts, clients)
 
     def metrics(self) -> dict[str, float]:
         """Return the clients' metrics, each a mean over examples."""

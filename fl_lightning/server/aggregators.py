@@ -4,7 +4,8 @@
 
 Source: McMahan et al. 2017, Algorithm 1 with the paper's own erratum: the sum of weights runs over
 the clients that were sampled, not over all. Updates are added in the order in which they arrive;
-clients train in increasing order of their ids, so the sum is the same in every run.
+clients train in increasing order of their ids, so the sum is the same in every run. Several
+processes each fold the updates of their own clients; what they have then is added up.
 """
 
 from __future__ import annotations
@@ -15,16 +16,30 @@ import torch
 from torch import Tensor
 
 from fl_lightning.core.update import ClientUpdate
+from fl_lightning.server.exact_mean import ExactMean
 
 
 class Aggregator(Protocol):
-    """A fold over a round's updates."""
+    """A fold over a round's updates.
+
+    Attributes:
+        exact: whether the aggregate has the same bits in whatever order the updates come and over
+            however many processes they are spread. Buffers are then averaged in the same way.
+    """
+
+    exact: bool
 
     def open(self, like: Tensor) -> None:
         """Start a round; updates have shape, dtype and device of ``like``, shape (k,)."""
 
     def add(self, update: ClientUpdate) -> None:
         """Take in one update."""
+
+    def sums(self) -> list[Tensor]:
+        """Return tensors which, added up over processes, are those of all updates together."""
+
+    def load_sums(self, sums: list[Tensor]) -> None:
+        """Take the updates of all processes for one's own, given the added `sums`."""
 
     def close(self) -> Tensor:
         """End the round and return the aggregate, shape (k,)."""
@@ -51,21 +66,39 @@ class RunningMean:
 
     def __init__(self, like: Tensor) -> None:
         self._mean = torch.zeros_like(like)
-        self._weight = 0.0
+        # a tensor, so that a group's weights need not leave the device
+        wide = torch.float32 if like.device.type == "mps" else torch.float64
+        self._weight = torch.zeros((), dtype=wide, device=like.device)
 
     def add(self, vector: Tensor, weight: float) -> None:
         """Take in one vector."""
         self._weight += weight
-        self._mean.lerp_(vector, weight / self._weight)
+        self._mean.lerp_(vector, (weight / self._weight).to(self._mean.dtype))
 
     def add_group(self, vectors: Tensor, weights: Tensor) -> None:
-        """Take in vectors of shape (m, k) with weights of shape (m,)."""
-        for vector, weight in zip(vectors, weights.tolist(), strict=True):
-            self.add(vector, weight)
+        """Take in vectors of shape (m, k) with weights of shape (m,), without leaving the device.
+
+        The result has the bits of adding one after the other. A vector of weight 0 must be finite,
+        and counts for nothing.
+        """
+        totals = self._weight + weights.to(self._weight.dtype).cumsum(0)
+        fractions = _divided(weights, totals).to(self._mean.dtype)
+        for vector, fraction in zip(vectors, fractions, strict=True):
+            self._mean.lerp_(vector, fraction)
+        self._weight += weights.sum()
 
     def value(self) -> Tensor:
         """Return the mean so far; zeros if nothing was added."""
         return self._mean.clone()
+
+    def sums(self) -> list[Tensor]:
+        """Return what adds up over processes."""
+        return [self._mean * self._weight, self._weight]
+
+    def load_sums(self, sums: list[Tensor]) -> None:
+        """Go on with the sums of all processes."""
+        total, self._weight = sums
+        self._mean = _divided(total, self._weight)
 
     def state_dict(self) -> dict[str, Any]:
         """Return mean and weight."""
@@ -74,7 +107,17 @@ class RunningMean:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""
         self._mean.copy_(state["mean"])
-        self._weight = state["weight"]
+        self._weight.copy_(torch.as_tensor(state["weight"]))
+
+
+def _divided(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """Divide, where the denominator is 0 to 0."""
+    return numerator / denominator.clamp(min=torch.finfo(torch.float32).tiny)
+
+
+def new_mean(like: Tensor, *, exact: bool) -> RunningMean | ExactMean:
+    """Return an empty mean for vectors of the shape, dtype and device of ``like``."""
+    return ExactMean(like) if exact else RunningMean(like)
 
 
 class Mean:
@@ -82,6 +125,8 @@ class Mean:
 
     Args:
         weight_by_examples: weigh each update by its ``num_examples``; else count clients alike.
+        exact: give the same bits over any number of processes, see `ExactMean`, for four times the
+            memory. Else results over different numbers of processes agree to about 1e-6.
 
     Example:
         >>> def aggregate(aggregator):
@@ -93,21 +138,35 @@ class Mean:
         (tensor([3.5000]), tensor([3.]))
     """
 
-    def __init__(self, weight_by_examples: bool = True) -> None:
+    def __init__(self, weight_by_examples: bool = True, exact: bool = False) -> None:
         self.weight_by_examples = weight_by_examples
+        self.exact = exact
 
     def open(self, like: Tensor) -> None:
         """Start from zero."""
-        self._mean = RunningMean(like)
+        self._mean = new_mean(like, exact=self.exact)
 
     def add(self, update: ClientUpdate) -> None:
         """Add one update."""
         self._mean.add(update.delta, update.num_examples if self.weight_by_examples else 1)
 
     def add_group(self, deltas: Tensor, num_examples: Tensor) -> None:
-        """Add the updates of several clients at once."""
+        """Add the updates of several clients at once, without leaving the device.
+
+        Args:
+            deltas: one row per client, shape (m, k), finite.
+            num_examples: floating point, shape (m,); a row with 0 counts for nothing.
+        """
         alike = (num_examples > 0).to(num_examples.dtype)
         self._mean.add_group(deltas, num_examples if self.weight_by_examples else alike)
+
+    def sums(self) -> list[Tensor]:
+        """Return what adds up over processes."""
+        return self._mean.sums()
+
+    def load_sums(self, sums: list[Tensor]) -> None:
+        """Go on with the updates of all processes."""
+        self._mean.load_sums(sums)
 
     def close(self) -> Tensor:
         """Return the mean."""

@@ -19,9 +19,11 @@ from torch.optim import Optimizer
 from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.update import ClientUpdate, GroupUpdate
-from fl_lightning.server.aggregators import Aggregator, Mean, RunningMean
+from fl_lightning.server.aggregators import Aggregator, Mean, new_mean
 
 ServerOptimizer = Callable[[Iterable[Any]], Optimizer]
+# Replaces a tensor by its sum over all processes, in place
+AllReduce = Callable[[Tensor], None]
 
 
 def fedavg_optimizer(params: Iterable[Any]) -> Optimizer:
@@ -81,7 +83,7 @@ class Server:
         self.num_replies = 0
         self.is_open = True
         self._aggregator.open(self._params.detach())
-        self._mean_buffers = RunningMean(self._buffers)
+        self._mean_buffers = new_mean(self._buffers, exact=self._aggregator.exact)
 
     def receive(self, update: ClientUpdate) -> None:
         """Fold in one update; only its sums are kept."""
@@ -102,6 +104,21 @@ class Server:
             self._mean_buffers.add_group(group.buffers, weights)
         self.num_replies += len(group.client_ids)
 
+    def reduce(self, all_reduce: AllReduce) -> None:
+        """Take the updates that the servers of all processes received for one's own.
+
+        To be called by all of them before `close_round`, which then does the same everywhere.
+
+        Args:
+            all_reduce: called once per dtype, on one vector with everything of that dtype.
+        """
+        deltas, buffers = self._aggregator.sums(), self._mean_buffers.sums()
+        replies = torch.full_like(buffers[-1], self.num_replies)  # travels with the weights
+        *sums, replies = added_up([*deltas, *buffers, replies], all_reduce)
+        self._aggregator.load_sums(sums[: len(deltas)])
+        self._mean_buffers.load_sums(sums[len(deltas) :])
+        self.num_replies = int(replies)
+
     def close_round(self) -> Tensor:
         """Step on the aggregate and return its L2 norm; without a reply the model stays."""
         self.is_open = False
@@ -115,13 +132,13 @@ class Server:
         norm: Tensor = torch.linalg.vector_norm(pseudo_gradient)
         return norm
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state and, inside a round, the sums so far.
+    def state_dict(self, *, with_round: bool = True) -> dict[str, Any]:
+        """Return the optimizer's state and, inside a round, the sums so far if they are wanted.
 
         The model itself is among the checkpoint's weights.
         """
         state: dict[str, Any] = {"optimizer": self.optimizer.state_dict()}
-        if self.is_open:
+        if self.is_open and with_round:
             state["round"] = {
                 "num_replies": self.num_replies,
                 "aggregator": self._aggregator.state_dict(),
@@ -138,6 +155,25 @@ class Server:
             self.num_replies = state["round"]["num_replies"]
             self._aggregator.load_state_dict(state["round"]["aggregator"])
             self._mean_buffers.load_state_dict(state["round"]["buffers"])
+
+
+def added_up(tensors: list[Tensor], all_reduce: AllReduce) -> list[Tensor]:
+    """Return the tensors' sums over all processes, packed into one vector per dtype on the way.
+
+    Example:
+        >>> def with_an_equal_twin(vector):
+        ...     vector *= 2
+        >>> added_up([torch.tensor(1.0), torch.tensor([2, 3])], with_an_equal_twin)
+        [tensor(2.), tensor([4, 6])]
+    """
+    sums = list(tensors)
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        places = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype]
+        packed = torch.cat([tensors[i].flatten() for i in places])
+        all_reduce(packed)
+        for i, part in zip(places, packed.split([tensors[i].numel() for i in places]), strict=True):
+            sums[i] = part.view_as(tensors[i])
+    return sums
 
 
 def _check_steps(make_optimizer: ServerOptimizer) -> None:

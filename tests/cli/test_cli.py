@@ -58,7 +58,7 @@ def fails(capsys, *args):
             "3",
             "'classes' is not accepted.*classes_per_client",
         ),
-        ("--trainer.devices", "2", "set trainer.devices to 1"),
+        ("--trainer.strategy", "ddp", "set trainer.strategy to federated"),
         ("--trainer.no_such", "2", "no_such"),
         ("--config", "no_such.yaml", "no_such.yaml"),
         ("--ckpt_path", "no_such.ckpt", r"no_such\.ckpt.*path of a \.ckpt file"),
@@ -99,6 +99,22 @@ def test_fit_says_where_everything_is(capsys):
     assert "test/accuracy" in said
     for name in ("checkpoints/last.ckpt", "checkpoints/best.ckpt", "partition.csv", "config.yaml"):
         assert Path(folder, name).exists()
+
+
+def test_two_processes_are_one_run(capsys, caplog):
+    two = [*QUICK, "--trainer.devices", "2", "--trainer.enable_progress_bar", "false"]
+    main(["fit", *two, "--trainer.max_epochs", "1"])
+    assert "trainer.strategy: federated, because there are several devices" in caplog.text
+    assert "checkpoint: runs/quickstart/version_0/checkpoints/last.ckpt" in capsys.readouterr().out
+    main(["fit", *two, "--trainer.max_epochs", "2", "--ckpt_path", "last"])
+    assert [path.name for path in Path("runs/quickstart").iterdir()] == ["version_0"]
+    folder = Path("runs/quickstart/version_0")
+    for name in ("checkpoints/best.ckpt", "partition.csv", "clients_validation.csv", "config.yaml"):
+        assert (folder / name).exists()
+    assert torch.load(folder / "checkpoints/last.ckpt", weights_only=True)["global_step"] == 2
+    events = EventAccumulator(str(folder)).Reload()
+    assert [event.step for event in events.Scalars("round/seconds")] == [0, 1]
+    assert len((folder / "clients_test.csv").read_text().splitlines()) == 1 + 20
 
 
 def test_validate_and_test_report_global_and_per_client_metrics(capsys, caplog):

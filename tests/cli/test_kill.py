@@ -1,5 +1,6 @@
 """A run killed with SIGKILL and taken up again ends in the same bits."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -8,6 +9,8 @@ import time
 from pathlib import Path
 
 import torch
+
+from fl_lightning.cli import main
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 ROUNDS = 10
@@ -49,3 +52,35 @@ def test_killed_and_resumed_is_bit_identical(tmp_path):
         assert process.wait() == 0
     expected, resumed = final_state(tmp_path / "whole"), final_state(tmp_path / "killed")
     assert all(torch.equal(expected[name], resumed[name]) for name in expected)
+
+
+def started(arguments):
+    """The command line in a process of its own, which forks the run's processes."""
+    process = multiprocessing.get_context("fork").Process(target=main, args=(arguments,))
+    process.start()
+    return process
+
+
+def test_two_processes_killed_and_resumed_are_bit_identical(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["fl-lightning"])
+    more = ("--trainer.devices", "2", "--federation.local_epochs", "1")
+    arguments = [command(tmp_path / name, *more)[3:] for name in ("whole", "killed")]
+    killed = started(arguments[1])
+    deadline = time.monotonic() + 120
+    while not list((tmp_path / "killed").rglob("last.ckpt")):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(0.1)  # into another round
+    killed.kill()
+    killed.join()
+    saved = torch.load(next((tmp_path / "killed").rglob("last.ckpt")), weights_only=True)
+    assert 1 <= saved["global_step"] < ROUNDS
+
+    for each in (arguments[0], [*arguments[1], "--ckpt_path", "last"]):
+        process = started(each)
+        process.join()
+        assert process.exitcode == 0
+    expected, resumed = final_state(tmp_path / "whole"), final_state(tmp_path / "killed")
+    assert all(torch.equal(expected[name], resumed[name]) for name in expected)
+    folders = [path.name for path in (tmp_path / "killed" / "quickstart").iterdir()]
+    assert folders == ["version_0"]

@@ -1,0 +1,66 @@
+"""What each client does in a round: which examples it sees, in which order, in which steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from fl_lightning.client.local_training import SizedBatch
+from fl_lightning.client.slot_training import ClientWork
+from fl_lightning.core.seeds import torch_generator
+from fl_lightning.data.federated import FederatedDataModule
+from fl_lightning.data.shards import local_order
+
+
+@dataclass(frozen=True)
+class LocalWork:
+    """How much a client trains per round.
+
+    Attributes:
+        local_steps: optimizer steps; or
+        local_epochs: passes over its shard.
+        accumulate: batches per step.
+        seed: root seed of the shuffling.
+    """
+
+    local_steps: int | None
+    local_epochs: int | None
+    accumulate: int
+    seed: int
+
+
+class WorkPlan:
+    """Draws the work of the clients of one data module.
+
+    Args:
+        data: whose clients they are.
+        local_work: how much they train.
+    """
+
+    def __init__(self, data: FederatedDataModule, local_work: LocalWork) -> None:
+        self._local_work = local_work
+        self._data = data
+        self._clients, self._batch_size = data.clients, data.batch_size
+        self._drop_last = data.drop_last
+
+    def of(self, client: int, round_index: int) -> ClientWork:
+        """Return one client's work in a round; without a step if it has no examples."""
+        amount, shard = self._local_work, self._clients[client]
+        if not len(shard):
+            return ClientWork(client, 0, shard, [])
+        order, sizes = local_order(
+            shard,
+            self._batch_size,
+            torch_generator(amount.seed, "shuffle", round_index, client),
+            num_epochs=amount.local_epochs,
+            num_batches=amount.local_steps and amount.local_steps * amount.accumulate,
+            drop_last=self._drop_last,
+        )
+        return ClientWork(client, len(shard), order, sizes)
+
+    def steps(self, work: ClientWork) -> Iterator[Sequence[SizedBatch]]:
+        """Yield the batches of every local step, built when they are needed."""
+        batches = iter(work.batches)
+        while chunk := list(islice(batches, self._local_work.accumulate)):
+            yield [(self._data.train_batch(indices), len(indices)) for indices in chunk]

@@ -1,0 +1,150 @@
+"""Processes forked from this one, and what comes back from them.
+
+Forking takes milliseconds, needs nothing to be picklable and works in notebooks. When all are done
+the first one's results are brought into this process, so that what follows a fit (a test, a message
+about checkpoints) goes on as if it had happened here. When one fails, its error is raised here and
+the others are ended at once: they may be waiting for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing.connection
+import os
+import signal
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.multiprocessing.spawn import start_processes
+
+from fl_lightning.core.errors import ConfigurationError, ProcessFailure
+from fl_lightning.federation.outcome import Outcome
+from fl_lightning.federation.remote_error import read_error, write_error
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import DDPStrategy
+
+
+class ForkLauncher:
+    """What Lightning calls to run a Trainer's function in several processes on CPUs.
+
+    Args:
+        strategy: whose processes they are.
+    """
+
+    is_interactive_compatible = True
+
+    def __init__(self, strategy: DDPStrategy) -> None:
+        self._strategy = strategy
+        self._processes: list[Any] = []
+        self._has_fitted = False
+
+    def launch(
+        self, function: Callable[..., Any], *args: Any, trainer: Trainer, **kwargs: Any
+    ) -> Any:
+        """Run a function in every process and return the first one's result.
+
+        Raises:
+            ProcessFailure: if a process was ended from outside. Its own error, if it raised one.
+        """
+        fits = trainer.state.fn == TrainerFn.FITTING
+        if fits and self._has_fitted:
+            raise ConfigurationError(
+                "fit was called twice on a Trainer with several processes, whose state ended with "
+                "the first: build another Trainer, and continue with fit(ckpt_path=…)"
+            )
+        self._has_fitted |= fits
+        self._processes = []  # the new ones have nothing to do with those of another run
+        _settle_folders(trainer)
+        assert self._strategy.cluster_environment is not None
+        _ = self._strategy.cluster_environment.main_port  # chosen now, the same for all
+        with (
+            tempfile.TemporaryDirectory(prefix="fl_lightning_") as folder,
+            warnings.catch_warnings(),
+        ):
+            # newer Pythons warn of threads when they fork: one thread each is left to the children
+            warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)
+            context = start_processes(
+                _run,
+                args=(self._strategy, trainer, Path(folder), function, args, kwargs),
+                nprocs=self._strategy.num_processes,
+                start_method="fork",
+                join=False,
+            )
+            self._processes = context.processes
+            try:
+                _wait(self._processes, Path(folder))
+            finally:
+                self.kill(signal.SIGKILL)
+            outcome: Outcome = torch.load(Path(folder) / "outcome", weights_only=False)
+        return outcome.bring_into(trainer)
+
+    def kill(self, signum: int) -> None:
+        """Send a signal to the processes that still run."""
+        for process in self._processes:
+            if process.is_alive():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signum)
+        if signum == signal.SIGKILL:
+            for process in self._processes:
+                process.join()
+
+
+def _settle_folders(trainer: Trainer) -> None:
+    """Have loggers choose their version_N here, not one each as soon as the first one exists."""
+    for logger in trainer.loggers:
+        if isinstance(logger, (TensorBoardLogger, CSVLogger)):
+            _ = logger.version
+
+
+def _run(
+    local_rank: int,
+    strategy: DDPStrategy,
+    trainer: Trainer,
+    folder: Path,
+    function: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+) -> None:
+    """What a process does."""
+    torch.set_num_threads(1)
+    os.environ["LOCAL_RANK"] = str(local_rank)
+    strategy.set_world_ranks()
+    try:
+        result = function(*args, **kwargs)
+        if local_rank == 0:
+            torch.save(Outcome.of(trainer, result), folder / "outcome")
+    except BaseException as error:
+        write_error(error, folder / f"error_{local_rank}")
+        raise
+
+
+def _wait(processes: list[Any], folder: Path) -> None:
+    """Return when all are done; raise what the first one that failed raised."""
+    running = {process.sentinel: process for process in processes}
+    while running:
+        for sentinel in multiprocessing.connection.wait(list(running)):
+            running.pop(sentinel).join()
+        ended = [rank for rank, process in enumerate(processes) if process.exitcode]
+        notes = {rank: folder / f"error_{rank}" for rank in ended}
+        for rank, note in notes.items():
+            if not note.exists():
+                raise ProcessFailure(_ended_silently(rank, processes))
+        if notes:  # the first error may be the reason of the others
+            raise read_error(min(notes.values(), key=lambda note: note.stat().st_mtime_ns))
+
+
+def _ended_silently(rank: int, processes: list[Any]) -> str:
+    code = processes[rank].exitcode
+    how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
+    return (
+        f"process {rank} of {len(processes)} was ended {how}, without an error of its own: free "
+        "memory if there was too little, and go on from the last round with ckpt_path: last"
+    )

@@ -1,0 +1,61 @@
+"""Which process trains which of a round's clients: as even as the clients' work allows.
+
+Longest processing time first: clients in decreasing order of their work, each to the process with
+the least so far. The busiest process then has at most 4/3 of the best possible share (Graham 1969,
+Bounds on multiprocessing timing anomalies, Theorem 2). A pure function: every process works out
+all shares for itself.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+import numpy.typing as npt
+
+Numbers = npt.NDArray[np.int64]
+
+
+def shares(work: Numbers, num_shares: int) -> list[Numbers]:
+    """Divide clients among processes.
+
+    Args:
+        work: of each client, e.g. local batches, shape (number of clients,).
+        num_shares: number of processes; some get nothing if there are fewer clients.
+
+    Returns:
+        For every process the positions in ``work``, increasing.
+
+    Example:
+        >>> [share.tolist() for share in shares(np.array([5, 1, 4, 1, 3]), 2)]
+        [[0, 1, 3], [2, 4]]
+    """
+    loads = [(0, share) for share in range(num_shares)]
+    parts: list[list[int]] = [[] for _ in range(num_shares)]
+    for client in np.argsort(-work, kind="stable").tolist():
+        load, share = heapq.heappop(loads)
+        parts[share].append(client)
+        heapq.heappush(loads, (load + int(work[client]), share))
+    return [np.sort(np.array(part, np.int64)) for part in parts]
+
+
+def local_work(
+    num_examples: Numbers,
+    batch_size: int,
+    *,
+    drop_last: bool,
+    num_epochs: int | None = None,
+    num_steps: int | None = None,
+) -> Numbers:
+    """Return the number of local batches of every client, in units that compare clients.
+
+    Example:
+        >>> local_work(np.array([7, 8]), 4, drop_last=True, num_epochs=3).tolist()
+        [3, 6]
+        >>> local_work(np.array([7, 8]), 4, drop_last=True, num_steps=5).tolist()
+        [5, 5]
+    """
+    if num_epochs is None:
+        return np.full_like(num_examples, num_steps or 1)
+    per_epoch = num_examples // batch_size if drop_last else -(-num_examples // batch_size)
+    return num_epochs * np.maximum(per_epoch, np.minimum(num_examples, 1))

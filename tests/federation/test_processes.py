@@ -1,0 +1,458 @@
+"""Several processes: the same model as in one, whatever is shared out, fails or is resumed."""
+
+import csv
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from lightning.fabric.plugins.environments.lightning import find_free_network_port
+from lightning.pytorch import Callback, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch.nn import functional as F
+from torchmetrics.classification import MulticlassAccuracy
+from toys import ToyData, ToyModule, toy_data, toy_trainer, weights
+
+from fl_lightning import (
+    ClientEvaluation,
+    ClientFailure,
+    ConfigurationError,
+    FederatedDataModule,
+    Federation,
+    Mean,
+    PoissonCohort,
+    RoundFailure,
+    UniformCohort,
+)
+from fl_lightning.core.errors import ProcessFailure
+from fl_lightning.federation.compatibility import check_compatible
+from fl_lightning.federation.ranks import Ranks
+
+
+class AllAgree(Callback):
+    """Every process ends every round with the same model, server and metrics."""
+
+    def on_train_epoch_end(self, trainer, module):
+        rounds = next(c for c in trainer.callbacks if isinstance(c, Federation)).rounds
+        mine = weights(module), str(rounds.server.state_dict()), rounds.record.state_dict()
+        mine[2].pop("seconds")
+        first, *others = Ranks(trainer).gather(mine)
+        for other in others:
+            assert torch.equal(first[0], other[0])
+            assert first[1] == other[1]
+            assert str(first[2]) == str(other[2])
+
+
+class Counting(ToyModule):
+    """Logs what the pooling of metrics could get wrong."""
+
+    def __init__(self, **options):
+        super().__init__(dropout=0.3, batch_norm=True, **options)
+        self.train_accuracy = MulticlassAccuracy(num_classes=3)
+        self.val_accuracy = MulticlassAccuracy(num_classes=3)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        logits = self.net(x)
+        self.train_accuracy(logits, y)
+        self.log("train/pooled", self.train_accuracy, prog_bar=True)
+        self.log("train/size", float(len(y)), reduce_fx="sum")
+        return F.cross_entropy(logits, y)
+
+    def validation_step(self, batch, batch_idx):
+        super().validation_step(batch, batch_idx)
+        x, y = batch
+        self.val_accuracy(self.net(x), y)
+        self.log("val/object", self.val_accuracy)
+        self.log("val/examples", float(len(y)), reduce_fx="sum")
+        self.log("val/inferred", F.cross_entropy(self.net(x), y))
+
+
+def some_data(**options):
+    return toy_data(num_examples=61, batch_size=4, drop_last=True, **options)
+
+
+def fit(devices, make=None, data=None, *callbacks, ckpt_path=None, exact=False, **options):
+    seed_everything(0, verbose=False)
+    trainer_options = {
+        name: options.pop(name)
+        for name in ("max_epochs", "logger", "enable_checkpointing")
+        if name in options
+    }
+    federation = Federation(
+        **{"cohort": UniformCohort(size=4), "local_epochs": 2, "seed": 4, **options},
+        aggregator=Mean(exact=exact),
+        server_optimizer=lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.5),
+    )
+    trainer = toy_trainer(
+        *(federation, AllAgree(), *callbacks),
+        devices=devices,
+        strategy="federated" if devices > 1 else "auto",
+        **trainer_options,
+    )
+    module = (make or Counting)()
+    data = data if data is not None else some_data()
+    trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
+    return module, trainer
+
+
+def far(module, other):
+    """The relative distance of two models."""
+    expected = weights(other)
+    return float((weights(module) - expected).norm() / expected.norm())
+
+
+COHORTS = {
+    "several each": UniformCohort(size=5),
+    "fewer than processes": UniformCohort(size=1),
+    "of varying size": PoissonCohort(fraction=0.4),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")
+@pytest.mark.parametrize("cohort", COHORTS)
+@pytest.mark.parametrize("exact", [False, True])
+def test_the_number_of_processes_does_not_change_the_model(cohort, exact):
+    # what float32 rounds differently in one round, training magnifies in the next
+    options = {"cohort": COHORTS[cohort], "exact": exact, "max_epochs": 3 if exact else 1}
+    one, others = fit(1, **options), [fit(devices, **options) for devices in (2, 3)]
+    for module, trainer in others:
+        if exact:
+            assert torch.equal(weights(module), weights(one[0]))
+        else:
+            assert far(module, one[0]) < 1e-6
+        rounds = options["max_epochs"]
+        assert (trainer.global_step, trainer.current_epoch) == (rounds, rounds)
+        assert trainer.callback_metrics.keys() == one[1].callback_metrics.keys()
+        for name, value in one[1].callback_metrics.items():
+            found = float(trainer.callback_metrics[name])
+            if exact and name.startswith(("train/", "round/")) and name != "round/seconds":
+                assert found == value, name
+            elif name != "round/seconds":
+                assert found == pytest.approx(float(value), rel=2e-6), name
+
+
+def test_one_process_of_the_strategy_is_one_process():
+    expected, _ = fit(1)
+    seed_everything(0, verbose=False)
+    module = Counting()
+    momentum = {"server_optimizer": lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.5)}
+    federation = Federation(cohort=UniformCohort(size=4), local_epochs=2, seed=4, **momentum)
+    trainer = toy_trainer(federation, devices=1, strategy="federated")
+    trainer.fit(module, datamodule=some_data())
+    assert torch.equal(weights(module), weights(expected))
+
+
+def test_accumulation_and_clipping_are_the_clients_own():
+    def run(devices):
+        module = ToyModule(momentum=0.0)
+        trainer = toy_trainer(
+            Federation(local_steps=3, seed=1),
+            devices=devices,
+            strategy="federated",
+            accumulate_grad_batches=2,
+            gradient_clip_val=0.1,
+        )
+        trainer.fit(module, datamodule=toy_data())
+        return weights(module)
+
+    torch.manual_seed(0)
+    one = run(1)
+    torch.manual_seed(0)
+    torch.testing.assert_close(run(2), one, rtol=2e-6, atol=1e-6)
+
+
+class TestEvaluation:
+    def test_every_example_counts_once(self):
+        data = toy_data(
+            num_examples=65, drop_last=True
+        )  # 33 and 32, in batches of 32: a batch more in one process
+        module, trainer = fit(2, None, data)
+        assert trainer.callback_metrics["val/examples"] == 65
+        evaluator = toy_trainer()
+        evaluator.validate(module, datamodule=toy_data(num_examples=65), verbose=False)
+        for name, value in evaluator.callback_metrics.items():
+            found = float(trainer.callback_metrics[name])
+            assert found == pytest.approx(float(value), rel=1e-6), name
+
+    def test_fewer_examples_than_processes(self):
+        class Two(ToyData):
+            def setup(self, stage):
+                super().setup(stage)
+                self.val = torch.utils.data.Subset(self.val, [0, 1])
+
+        data = FederatedDataModule(Two(), num_clients=3, seed=0)
+        module, trainer = fit(3, ToyModule, data, cohort=None)
+        evaluator = toy_trainer()
+        evaluator.validate(module, datamodule=data, verbose=False)
+        expected = float(evaluator.callback_metrics["val/loss"])
+        assert float(trainer.callback_metrics["val/loss"]) == pytest.approx(expected, rel=1e-6)
+
+    def test_a_fitted_trainer_goes_on_to_test(self):
+        module, trainer = fit(2, ToyModule)
+        found = trainer.test(module, datamodule=toy_data(num_examples=61), verbose=False)
+        expected = toy_trainer().test(module, datamodule=toy_data(num_examples=61), verbose=False)
+        assert found[0]["test/loss"] == pytest.approx(expected[0]["test/loss"], rel=1e-6)
+
+    def test_per_client_evaluation_is_shared_out(self, tmp_path):
+        rows = []
+        for devices in (1, 2):
+            logger = CSVLogger(tmp_path, name=str(devices))
+            data = some_data(client_val_fraction=0.3)
+            options = {"exact": True, "logger": logger, "max_epochs": 1}
+            fit(devices, ToyModule, data, ClientEvaluation(), **options)
+            with Path(logger.log_dir, "clients_validation.csv").open() as file:
+                rows.append(list(csv.reader(file)))
+            assert os.listdir(tmp_path / str(devices)) == ["version_0"]
+        assert rows[0] == rows[1]
+        assert len(rows[0]) == 1 + 6
+
+
+class Sabotaged(ToyModule):
+    """Fails on the clients whose shard holds an example with one of the given first features."""
+
+    def __init__(self, data, clients, how):
+        super().__init__()
+        data.setup("fit")
+        self.bad = torch.cat([data.train_dataset.tensors[0][data.clients[k], 0] for k in clients])
+        self.how = how
+
+    def training_step(self, batch, batch_idx):
+        if torch.isin(batch[0][:, 0], self.bad).any():
+            if self.how == "raise":
+                raise KeyError("no such thing")
+            return super().training_step(batch, batch_idx) * float("nan")
+        return super().training_step(batch, batch_idx)
+
+
+def sabotaged(data, clients, how):
+    return lambda: Sabotaged(data, clients, how)
+
+
+class TestFailures:
+    @pytest.mark.parametrize("client", [0, 5])
+    def test_a_client_failing_anywhere_is_named(self, client):
+        data = toy_data()
+        with pytest.raises(ClientFailure, match=f"round 0, client {client}: KeyError") as caught:
+            fit(2, sabotaged(data, [client], "raise"), data, cohort=None)
+        assert caught.value.client_id == client
+        assert "no such thing" in str(caught.value.__cause__)
+
+    def test_of_several_the_one_is_named_that_one_process_would_name(self):
+        data = toy_data()
+        for devices in (1, 3):
+            with pytest.raises(ClientFailure, match="client 1: its training loss is nan"):
+                fit(devices, sabotaged(data, [5, 4, 3, 2, 1], "nan"), data, cohort=None)
+
+    def test_skipped_clients_are_counted_over_all(self, capfd):
+        data = toy_data()
+        options = {"cohort": None, "on_client_failure": "skip", "max_epochs": 1}
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            warnings.showwarning = lambda message, *_: print(message, file=sys.stderr, flush=True)
+            module, trainer = fit(2, sabotaged(data, [1, 4], "nan"), data, **options)
+            said = capfd.readouterr().err
+            expected, _ = fit(1, sabotaged(data, [1, 4], "nan"), data, **options)
+        assert trainer.callback_metrics["round/skipped"] == 2
+        assert trainer.callback_metrics["round/cohort_size"] == 6
+        torch.testing.assert_close(weights(module), weights(expected), rtol=2e-6, atol=1e-6)
+        for client in (1, 4):
+            assert said.count(f"skipped: round 0, client {client}: its training loss") == 1
+
+    @pytest.mark.filterwarnings("ignore:skipped")
+    def test_replies_are_counted_over_all(self):
+        data = toy_data()
+        options = {"cohort": None, "on_client_failure": "skip", "max_epochs": 1}
+        make = sabotaged(data, [0, 1, 2, 3], "nan")
+        fit(2, make, data, min_replies=2, **options)
+        with pytest.raises(RoundFailure, match="2 of 6"):
+            fit(2, make, data, min_replies=3, **options)
+
+    @pytest.mark.parametrize("hook", ["on_train_batch_start", "on_validation_epoch_end"])
+    @pytest.mark.parametrize("rank", [0, 1])
+    def test_an_error_in_one_process_ends_all(self, hook, rank):
+        class Breaks(Callback):
+            pass
+
+        def broken(self, trainer, *args):
+            if trainer.global_rank == rank:
+                raise ZeroDivisionError("in a hook")
+
+        setattr(Breaks, hook, broken)
+        began = time.monotonic()
+        with pytest.raises(ZeroDivisionError, match="in a hook"):
+            fit(2, None, None, Breaks())
+        assert time.monotonic() - began < 20
+
+    def test_a_killed_process_ends_all(self):
+        class Killed(Callback):
+            def on_train_epoch_start(self, trainer, module):
+                if trainer.current_epoch == 1 and trainer.global_rank == 1:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        with pytest.raises(ProcessFailure, match="process 1 of 2 was ended by SIGKILL"):
+            fit(2, None, None, Killed())
+
+
+class SaveEverywhere(Callback):
+    def __init__(self, folder):
+        self.folder = folder
+
+    def save(self, trainer, moment):
+        trainer.save_checkpoint(self.folder / f"{trainer.current_epoch}-{moment}.ckpt")
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.save(trainer, f"group{batch_idx}")
+
+    def on_validation_end(self, trainer, module):
+        self.save(trainer, "validation")
+
+    def on_train_epoch_end(self, trainer, module):
+        self.save(trainer, "end")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoints")
+    module, trainer = fit(2, None, None, SaveEverywhere(folder), exact=True)
+    return folder, weights(module), dict(trainer.callback_metrics)
+
+
+class TestResuming:
+    @pytest.mark.parametrize(
+        "moment", ["0-group0", "0-group1", "0-validation", "0-end", "1-group0", "2-validation"]
+    )
+    def test_anywhere_ends_in_the_same_bits(self, uninterrupted, moment):
+        folder, expected, metrics = uninterrupted
+        module, trainer = fit(2, ckpt_path=folder / f"{moment}.ckpt", exact=True)
+        assert torch.equal(weights(module), expected)
+        assert (trainer.global_step, trainer.current_epoch) == (3, 3)
+        for name in ("train/pooled", "train/loss", "round/cohort_size"):
+            assert trainer.callback_metrics[name] == metrics[name], name
+
+    @pytest.mark.parametrize("devices", [1, 3])
+    @pytest.mark.parametrize("moment", ["0-end", "1-validation", "1-group1"])
+    def test_with_another_number_of_processes(self, uninterrupted, devices, moment):
+        folder, expected, _ = uninterrupted
+        module, trainer = fit(devices, ckpt_path=folder / f"{moment}.ckpt", exact=True)
+        assert torch.equal(weights(module), expected)
+        assert (trainer.global_step, trainer.current_epoch) == (3, 3)
+
+    def test_a_failed_round_is_trained_again(self, tmp_path):
+        """What is saved after the round's clients have trained, before the server's step."""
+
+        class SavesThen(Callback):
+            def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+                trainer.save_checkpoint(tmp_path / "inside.ckpt")
+
+        data = toy_data(batch_size=4, drop_last=True)
+        with pytest.raises(ClientFailure):
+            fit(2, sabotaged(data, [0], "raise"), data, SavesThen(), cohort=None)
+        module, _ = fit(2, ToyModule, data, ckpt_path=tmp_path / "inside.ckpt", cohort=None)
+        expected, _ = fit(2, ToyModule, data, cohort=None)
+        assert torch.equal(weights(module), weights(expected))
+
+    def test_inside_a_round_with_another_number_is_refused(self, uninterrupted):
+        folder, *_ = uninterrupted
+        with pytest.raises(ConfigurationError, match="another number of processes"):
+            fit(3, ckpt_path=folder / "1-group0.ckpt")
+
+    def test_the_checkpoint_is_of_the_rounds_start(self, uninterrupted):
+        folder, *_ = uninterrupted
+        end = torch.load(folder / "0-end.ckpt", weights_only=True)["state_dict"]
+        inside = torch.load(folder / "1-group0.ckpt", weights_only=True)["state_dict"]
+        assert all(torch.equal(end[name], inside[name]) for name in end)
+
+
+def test_what_a_fit_leaves_behind_comes_home(tmp_path):
+    callback = ModelCheckpoint(tmp_path, monitor="val/loss", save_last=True)
+    _, trainer = fit(2, None, None, callback, enable_checkpointing=True)
+    assert Path(callback.best_model_path).exists()
+    assert Path(callback.last_model_path).exists()
+    with pytest.raises(ConfigurationError, match="build another Trainer"):
+        trainer.fit(Counting(), datamodule=toy_data())
+
+
+def test_other_strategies_are_refused():
+    trainer = toy_trainer(Federation(), devices=2, strategy="ddp")  # not started: it would stay
+    with pytest.raises(ConfigurationError, match=r"set trainer\.strategy to federated"):
+        check_compatible(trainer, ToyModule())
+
+
+def test_central_training_without_gradient_exchange_is_refused():
+    trainer = toy_trainer(devices=2, strategy="federated")
+    with pytest.raises(ConfigurationError, match=r"use trainer\.strategy ddp"):
+        trainer.fit(ToyModule(), datamodule=some_data())
+
+
+def test_layers_that_exchange_statistics_are_refused():
+    class Synchronised(ToyModule):
+        def __init__(self):
+            super().__init__()
+            self.norm = torch.nn.SyncBatchNorm(8)
+
+    with pytest.raises(ConfigurationError, match="sync_batchnorm to false"):
+        fit(2, Synchronised)
+
+
+def one_of_two(rank, port, folder):
+    """As torchrun or a scheduler starts a process."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE="2")
+    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0")
+    module, _ = fit(2)
+    torch.save(weights(module), folder / f"weights_{rank}")
+    data = toy_data()
+    try:
+        fit(2, sabotaged(data, [0], "raise"), data, cohort=None)
+    except ClientFailure as failure:
+        (folder / f"failure_{rank}").write_text(str(failure))
+
+
+def test_processes_started_from_outside_all_know_everything(tmp_path):
+    context = multiprocessing.get_context("fork")
+    arguments = (find_free_network_port(), tmp_path)
+    processes = [context.Process(target=one_of_two, args=(r, *arguments)) for r in range(2)]
+    for process in processes:
+        process.start()
+    expected, _ = fit(2)
+    for rank, process in enumerate(processes):
+        process.join(timeout=60)
+        assert process.exitcode == 0
+        assert torch.equal(torch.load(tmp_path / f"weights_{rank}"), weights(expected))
+        failure = (tmp_path / f"failure_{rank}").read_text()
+        assert failure == "round 0, client 0: KeyError: 'no such thing'"
+
+
+def test_every_client_is_in_one_share():
+    from fl_lightning.data.cohort import Population
+    from fl_lightning.federation.groups import RoundGroups, Share
+
+    work = np.arange(1, 31)
+    for num_ranks in (1, 2, 3, 7):
+        parts = [
+            RoundGroups(
+                PoissonCohort(fraction=0.3),
+                Population(work),
+                seed=0,
+                share=Share(work, rank, num_ranks),
+                clients_per_group=2,
+            )
+            for rank in range(num_ranks)
+        ]
+        assert len({len(part) for part in parts}) == 1
+        for round_index in range(5):
+            shares = [
+                [client for group in part.groups(round_index) for client in group] for part in parts
+            ]
+            assert all(share == sorted(share) for share in shares)
+            cohort = PoissonCohort(fraction=0.3).sample(round_index, Population(work), 0)
+            assert sorted(client for share in shares for client in share) == cohort.tolist()
+            loads = [work[share].sum() for share in shares]
+            assert max(loads) <= 4 / 3 * max(work[cohort].sum() / num_ranks, work[cohort].max())
