@@ -51,6 +51,7 @@ _HOMES = {
     "ClientFailure": "fl_lightning.core.errors",
     "ConfigurationError": "fl_lightning.core.errors",
     "FederatedDataModule": "fl_lightning.data.federated",
+    "FederatedStrategy": "fl_lightning.federation.strategy",
     "Federation": "fl_lightning.federation.federation",
     "ImageClassifier": "fl_lightning.models.image_classifier",
     "Mean": "fl_lightning.server.aggregators",

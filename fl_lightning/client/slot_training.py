@@ -17,9 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fl_lightning.client.functional_step import map_tensors
 from fl_lightning.client.local_training import GlobalModel, check_finite
 from fl_lightning.client.packing import Stay, pack
-from fl_lightning.client.stacked_step import StackedStep, map_tensors
+from fl_lightning.client.stacked_step import StackedStep
 from fl_lightning.core.errors import ClientFailure
 from fl_lightning.core.space import Space
 from fl_lightning.core.update import GroupUpdate

@@ -14,23 +14,18 @@ stays whole and only full batches can be stacked.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad_and_value, vmap
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.func import grad_and_value, vmap
 from torch.optim import Optimizer
 
+from fl_lightning.client.compiling import Compiled
+from fl_lightning.client.functional_step import CannotStack, Tensors, TrainingStep, map_tensors
 from fl_lightning.client.stacked_optimizers import StackedRule, stacked_rule
-
-Tensors = dict[str, Tensor]
-
-
-class CannotStack(Exception):  # noqa: N818 - a finding, not a fault
-    """Why a module, an optimizer or its data cannot be trained in slots."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +71,7 @@ class StackedStep:
         self, module: nn.Module, optimizer: Optimizer, takes_index: bool, options: StackedOptions
     ) -> None:
         self.options = options
-        self._call = _TrainingStep(module, takes_index)
+        self._call = TrainingStep(module, takes_index)
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._optimizer = optimizer
         self._group_of = _groups(optimizer, trained)
@@ -108,8 +103,9 @@ class StackedStep:
             name: [torch.zeros_like(p) for _ in range(self._rules[self._group_of[name]].num_states)]
             for name, p in self.params.items()
         }
-        self._run = self._maybe_compiled(self._step)
-        self._run_first = self._maybe_compiled(self._first_step)
+        is_compiled = self.options.compiled
+        self._run = Compiled(self._step) if is_compiled else self._step
+        self._run_first = Compiled(self._first_step) if is_compiled else self._first_step
 
     def __call__(self, batch: Any, valid: Tensor) -> None:
         """Take one step in every slot.
@@ -144,12 +140,6 @@ class StackedStep:
                 self.sums[name] += sums
             else:
                 self.sums[name] = sums
-
-    def _maybe_compiled(self, function: Callable[..., Tensors]) -> Callable[..., Tensors]:
-        if not self.options.compiled:
-            return function
-        compiled: Callable[..., Tensors] = torch.compile(function, fullgraph=True, dynamic=False)
-        return compiled
 
     def _first_step(
         self,
@@ -258,55 +248,6 @@ class StackedStep:
         return tensor.unsqueeze(0).repeat(self.options.num_slots, *[1] * tensor.ndim)
 
 
-class _TrainingStep:
-    """A module's ``training_step`` as a function of its tensors, with what it logs returned."""
-
-    def __init__(self, module: nn.Module, takes_index: bool) -> None:
-        self._wrapper = _Wrapper(module)
-        self._takes_index = takes_index
-
-    def __call__(
-        self, tensors: Mapping[str, Tensor], batch: Any, count: Tensor
-    ) -> tuple[Tensor, dict[str, tuple[Tensor, float | None]]]:
-        """Return the loss and, by name, logged values with their batch sizes if given."""
-        inner = {f"module.{name}": tensor for name, tensor in tensors.items()}
-        # no number: a step that decides something by its index cannot be the same for all slots
-        arguments = (batch, count.long()) if self._takes_index else (batch,)
-        logged: dict[str, tuple[Tensor, float | None]] = {}
-        with sdpa_kernel(SDPBackend.MATH):  # vmap would run the fused ones client by client
-            output = functional_call(self._wrapper, inner, (logged, *arguments))
-        loss = output["loss"] if isinstance(output, dict) else output
-        if not isinstance(loss, Tensor):
-            raise CannotStack("its training_step returned no loss")
-        loss = loss.reshape(())
-        return loss, {"train/loss": (loss.detach(), None), **logged}
-
-
-class _Wrapper(nn.Module):
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, logged: dict[str, tuple[Tensor, float | None]], *arguments: Any) -> Any:
-        def log(name: str, value: Any, *args: Any, **options: Any) -> None:
-            if not isinstance(value, Tensor | float | int):
-                raise CannotStack(f"it logs a {type(value).__name__} as {name!r}")
-            if options.get("reduce_fx", "mean") != "mean":
-                raise CannotStack(f"it logs {name!r} with a reduce_fx other than mean")
-            tensor = torch.as_tensor(value).detach().reshape(()).float()
-            logged[name] = tensor, options.get("batch_size")
-
-        before = self.module.__dict__.get("log")
-        self.module.__dict__["log"] = log
-        try:
-            return self.module.training_step(*arguments)  # type: ignore[operator]
-        finally:
-            if before is None:
-                del self.module.__dict__["log"]
-            else:
-                self.module.__dict__["log"] = before
-
-
 def _groups(optimizer: Optimizer, trained: Mapping[str, Tensor]) -> dict[str, int]:
     """Return the number of the parameter group that each name is in."""
     numbers = {id(p): i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}
@@ -314,18 +255,3 @@ def _groups(optimizer: Optimizer, trained: Mapping[str, Tensor]) -> dict[str, in
     if missing:
         raise CannotStack(f"its optimizer leaves out the parameter {missing[0]}, which trains")
     return {name: numbers[id(p)] for name, p in trained.items()}
-
-
-def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
-    """Apply a function to every tensor of a batch, in tuples, lists and dicts.
-
-    Raises:
-        CannotStack: if the batch holds anything else.
-    """
-    if isinstance(batch, Tensor):
-        return function(batch)
-    if isinstance(batch, list | tuple):
-        return type(batch)([map_tensors(function, part) for part in batch])
-    if isinstance(batch, dict):
-        return {key: map_tensors(function, part) for key, part in batch.items()}
-    raise CannotStack(f"its batches hold a {type(batch).__name__}")

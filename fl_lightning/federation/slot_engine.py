@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 
+from fl_lightning.client.functional_step import CannotStack
 from fl_lightning.client.local_training import GlobalModel, LocalTrainer
 from fl_lightning.client.slot_training import ClientWork, SlotTrainer
 from fl_lightning.client.stacked_optimizers import stacked_rule
-from fl_lightning.client.stacked_step import CannotStack, StackedOptions, StackedStep
+from fl_lightning.client.stacked_step import StackedOptions, StackedStep
 from fl_lightning.core.metric_states import MetricStates, metrics_of
 from fl_lightning.core.update import ClientUpdate, GroupUpdate
 from fl_lightning.data.federated import FederatedDataModule

@@ -33,7 +33,8 @@ def test_federation_and_bare_loop_agree(name, monkeypatch):
     monkeypatch.setattr("benchmarks.turns.best_variant", lambda *_: variant)
     turns = measure(name, TINY)
     assert len(turns.ours) == len(turns.bare) == len(turns.bare_best) == 1
-    assert 0 < turns.difference <= 1e-5
+    # of the largest change, which a step of this size computes in float32 to a few 1e-6
+    assert 0 < turns.difference <= 5e-5
 
 
 def test_a_wrong_result_shows(monkeypatch):

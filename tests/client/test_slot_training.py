@@ -6,11 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from toys import ToyModule
 
+from fl_lightning.client.functional_step import CannotStack
 from fl_lightning.client.local_training import LocalTrainer, plain_step
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.packing import pack
 from fl_lightning.client.slot_training import ClientWork, SlotTrainer
-from fl_lightning.client.stacked_step import CannotStack, StackedOptions, StackedStep
+from fl_lightning.client.stacked_step import StackedOptions, StackedStep
 
 X = torch.randn(60, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 Y = torch.randint(3, (60,), generator=torch.Generator().manual_seed(2))

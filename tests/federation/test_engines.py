@@ -159,7 +159,7 @@ def test_precision_and_accumulation_are_reasons_too():
 
 
 def test_auto_does_not_compile_for_a_short_run(caplog):
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, logger="lightning.pytorch"):
         run(toy(), "auto", slots=None)
     assert "engine: sequential, because" in caplog.text
     assert "local steps do not repay a compiler" in caplog.text
