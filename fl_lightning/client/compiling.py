@@ -8,7 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from torch._dynamo import exc
+
+# the name of the second is newer than the oldest PyTorch supported
+_FAILURES = (
+    exc.TorchDynamoException,
+    getattr(exc, "FailOnRecompileLimitHit", exc.TorchDynamoException),
+)
 
 
 class Compiled:
@@ -36,7 +42,7 @@ class Compiled:
         if not self.is_given_up:
             try:
                 return self._compiled(*args)
-            except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+            except _FAILURES as error:
                 self.is_given_up = True
                 reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
                 warnings.warn(

@@ -11,6 +11,7 @@ nothing leaves the device before the client is done.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -251,9 +252,11 @@ def _copied(options: dict[str, Any]) -> dict[str, Any]:
 def _mean_loss(losses: list[Tensor], sizes: list[int]) -> dict[str, Tensor]:
     if not losses:
         return {}
+    if len(losses) == 1:
+        return {"train/loss": losses[0].float()}
     stacked = torch.stack(losses).float()
-    weights = torch.tensor(sizes, dtype=torch.float32).to(stacked.device)
-    return {"train/loss": (stacked * weights).sum() / weights.sum()}
+    weights = torch.tensor(sizes, dtype=torch.float32, device=stacked.device)
+    return {"train/loss": torch.dot(stacked, weights) / sum(sizes)}
 
 
 def check_finite(update: ClientUpdate) -> None:
@@ -262,10 +265,11 @@ def check_finite(update: ClientUpdate) -> None:
     Raises:
         ClientFailure: if its loss, its delta or its buffers are not finite.
     """
-    loss = update.metrics.get("train/loss")
-    if loss is not None and not bool(torch.isfinite(loss)):
-        raise ClientFailure(update.client_id, f"its training loss is {float(loss)}")
-    if not bool(torch.isfinite(update.norm)):
+    loss = update.metrics.get("train/loss", update.norm)
+    loss_value, norm = torch.stack([loss.to(update.norm.dtype), update.norm]).tolist()
+    if not math.isfinite(loss_value) and "train/loss" in update.metrics:
+        raise ClientFailure(update.client_id, f"its training loss is {loss_value}")
+    if not math.isfinite(norm):
         raise ClientFailure(update.client_id, "its update holds NaN or infinite values")
-    if not bool(torch.isfinite(update.buffers).all()):
+    if update.buffers.numel() and not bool(torch.isfinite(update.buffers).all()):
         raise ClientFailure(update.client_id, "its buffers hold NaN or infinite values")

@@ -131,7 +131,7 @@ class SlotTrainer:
         shape = max(stay.end for stay in stays), self._num_slots, self._batch_size
         indices = order[:1].expand(shape).clone()
         indices[when, where] = order[places]
-        valid = torch.zeros(shape)
+        valid = torch.zeros(shape, dtype=torch.float32)
         valid[when, where] = (columns < sizes[:, None]).float()
         return indices, valid.to(self._step.count.device)
 

@@ -10,21 +10,23 @@ does not choose again.
 from __future__ import annotations
 
 import math
+import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from fl_lightning.client.functional_step import CannotStack
 from fl_lightning.client.local_training import GlobalModel, LocalTrainer
-from fl_lightning.client.packing import pack
 from fl_lightning.client.slot_training import ClientWork
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.federation.slot_engine import (
+    MOST_SLOTS,
     SlotEngine,
     Stacking,
     TrainOne,
@@ -32,6 +34,7 @@ from fl_lightning.federation.slot_engine import (
     fitting_slots,
     raise_if_impossible,
 )
+from fl_lightning.federation.slot_tuning import Remembered, fastest
 
 EngineName = Literal["auto", "sequential", "slots"]
 
@@ -41,6 +44,10 @@ MOST_PARAMETERS = 2_000_000
 # steps than this do not take so long where slots are faster.
 SHORT_RUN_SECONDS = 60.0
 SHORT_RUN_STEPS = 10_000
+# Trying out several numbers of slots means as many compilations.
+LONG_RUN_SECONDS = 600.0
+# Local steps that a trial gives to the longest client, and the most clients in it.
+_TRIAL_STEPS, _TRIAL_CLIENTS = 20, 128
 
 
 @dataclass(frozen=True)
@@ -146,27 +153,65 @@ class EngineChooser:
             raise CannotStack(f"{num_steps:.0f} local steps do not repay a compiler")
         if size > MOST_PARAMETERS:
             raise CannotStack(f"the steps of a model of {size:,} parameters are large enough")
-        longest = max(work, key=lambda client: len(client.sizes))
-        sample = longest.head(10)
+        trial = _shortened(work)
+        sample = max(trial, key=lambda client: len(client.sizes))
         one = _seconds(lambda: train_one(sample)) / len(sample.sizes)
         if one * num_steps < SHORT_RUN_SECONDS:
             raise CannotStack(f"{one * num_steps:.0f} s of training do not repay a compiler")
         weighted = agreeing(self._trainer, self._local, model, work, train_one)
-        num_slots = self._options.num_slots or self._fitting_slots(work)
-        slots = SlotEngine(self._trainer, self._local, Stacking(num_slots, weighted, True))
-        group = [sample] * num_slots
+        engines: dict[int, SlotEngine] = {}
+
+        def seconds(num_slots: int) -> float:
+            stacking = Stacking(num_slots, weighted, compiled=True)
+            engines[num_slots] = SlotEngine(self._trainer, self._local, stacking)
+            list(engines[num_slots].train(model, trial))  # compiles
+            return _seconds(lambda: list(engines[num_slots].train(model, trial)))
+
         began = time.perf_counter()
-        list(slots.train(model, group))
-        compiling = time.perf_counter() - began
-        all_slots = _seconds(lambda: list(slots.train(model, group))) / len(sample.sizes)
-        steps = [len(client.sizes) for client in work]
-        ratio = one * sum(steps) / (all_slots * max(stay.end for stay in pack(steps, num_slots)))
+        num_slots = self._number(work, seconds, is_long=one * num_steps > LONG_RUN_SECONDS)
+        if num_slots not in engines:
+            seconds(num_slots)
+        all_slots = _seconds(lambda: list(engines[num_slots].train(model, trial)))
+        ratio = one * sum(len(client.sizes) for client in trial) / all_slots
+        spent = time.perf_counter() - began
         if ratio < 1.1:
             raise CannotStack(f"{num_slots} slots were measured at {ratio:.2f} times its speed")
         return (
-            slots,
-            f"measured at {ratio:.1f} times the sequential speed, compiled in {compiling:.0f} s",
+            engines[num_slots],
+            f"measured at {ratio:.1f} times the sequential speed, compiled in {spent:.0f} s",
         )
+
+    def _number(
+        self, work: Sequence[ClientWork], seconds: Callable[[int], float], *, is_long: bool
+    ) -> int:
+        """Return how many slots to take: as told, as remembered, tried out, or by size."""
+        if self._options.num_slots is not None:
+            return self._options.num_slots
+        start = self._fitting_slots(work)
+        if not is_long:
+            return start
+        remembered, key = Remembered(), self._key(len(work))
+        found = remembered.get(key)
+        if found is None:
+            found = fastest(seconds, start, len(work))
+            remembered.put(key, found)
+        return min(found, len(work))
+
+    def _key(self, num_clients: int) -> str:
+        """Name what the best number of slots depends on."""
+        trainer = self._trainer
+        parts = (
+            self._local.space.fingerprint(),
+            trainer.datamodule.batch_size,  # type: ignore[attr-defined]
+            type(trainer.optimizers[0]).__name__,
+            trainer.precision,
+            str(trainer.strategy.root_device),
+            platform.processor() or platform.machine(),
+            torch.get_num_threads(),
+            torch.__version__,
+            min(num_clients, MOST_SLOTS),
+        )
+        return " ".join(map(str, parts))
 
     def _fitting_slots(self, work: Sequence[ClientWork]) -> int:
         return min(fitting_slots(self._trainer, self._local.space.size), len(work))
@@ -194,6 +239,13 @@ class EngineChooser:
         self._local.collector.epoch_names.update(state["names"])
         if state["slots"] is not None:
             self.slots = SlotEngine(self._trainer, self._local, Stacking(**state["slots"]))
+
+
+def _shortened(work: Sequence[ClientWork]) -> list[ClientWork]:
+    """Return some clients' first steps, in proportion to all that they have."""
+    longest = max(len(client.sizes) for client in work)
+    share = min(1.0, _TRIAL_STEPS / longest)
+    return [c.head(max(1, round(share * len(c.sizes)))) for c in work[:_TRIAL_CLIENTS]]
 
 
 def _seconds(run: Callable[[], Any]) -> float:

@@ -33,7 +33,7 @@ TrainOne = Callable[[ClientWork], ClientUpdate]
 # Parameters, gradients and state of all slots should stay in a core's cache: the fastest numbers
 # of slots for networks from 8 thousand to 215 thousand parameters lie near this line.
 _CACHE_BYTES = 8 * 2**20
-_MOST_SLOTS = 32
+MOST_SLOTS = 32
 # Of the largest number in a client's update; slots and sequential engine differ by rounding only.
 _TOLERANCE = 1e-3
 
@@ -139,7 +139,7 @@ def fitting_slots(trainer: Trainer, num_parameters: int) -> int:
     rules = [stacked_rule(optimizer, group) for group in optimizer.param_groups]
     num_copies = 2 + max(rule.num_states for rule in rules if rule is not None)
     slots = 2 ** round(math.log2(_CACHE_BYTES / (4 * num_parameters * num_copies)))
-    return int(min(_MOST_SLOTS, max(1, slots)))
+    return int(min(MOST_SLOTS, max(1, slots)))
 
 
 def agreeing(
