@@ -32,6 +32,7 @@ IID = first_with("configs/cifar10_images.yaml")
 TWO_CLASSES = first_with("classes_per_client 2")
 PLOT = first_with("benchmarks.plot_runs")
 OVERHEAD = first_with("benchmarks.overhead")
+ROUNDS = first_with("benchmarks --workloads")
 MEMORY = first_with("benchmarks.memory")
 
 NOT_TYPED = {
@@ -53,6 +54,7 @@ SHORTER = {
     " --model.init_args.network_kwargs '{depth: 1, embed_dim: 48}' --model.init_args.image_size 32"
     " --data.init_args.source.init_args.image_size 32",
     OVERHEAD: "--turns 1",
+    ROUNDS: "--rounds 1 --scale 0.02 --engine sequential",
 }
 # Python runs this file when it starts: small files cannot have the checksums of the real ones
 ANY_CHECKSUM = """
@@ -206,6 +208,15 @@ def test_the_overhead_is_measured_for_the_models_in_the_readme(type_in):
     rows = re.findall(r"^(\S.*?) {2,}\d+ µs", type_in(OVERHEAD).text, re.MULTILINE)
     assert len(rows) == 2
     assert all(f"\n{row} " in README for row in rows)
+
+
+def test_the_rounds_are_those_of_the_bare_loop(type_in):
+    text = type_in(ROUNDS).text
+    workloads = re.findall(r"^(\S+): ", text, re.MULTILINE)
+    assert all(f"\n{name}: " in README for name in workloads)
+    differences = re.findall(r"^  ours .* (\S+)$", text, re.MULTILINE)
+    assert len(differences) == len(workloads) >= 4
+    assert all(float(difference) <= 1e-3 for difference in differences)
 
 
 def test_ten_thousand_clients_cost_no_more_memory_than_ten(type_in):

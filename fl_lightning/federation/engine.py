@@ -46,8 +46,8 @@ SHORT_RUN_SECONDS = 60.0
 SHORT_RUN_STEPS = 10_000
 # Trying out several numbers of slots means as many compilations.
 LONG_RUN_SECONDS = 600.0
-# Local steps that a trial gives to the longest client, and the most clients in it.
-_TRIAL_STEPS, _TRIAL_CLIENTS = 20, 128
+# What one run of a trial would take one client after the other.
+_TRIAL_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -153,12 +153,12 @@ class EngineChooser:
             raise CannotStack(f"{num_steps:.0f} local steps do not repay a compiler")
         if size > MOST_PARAMETERS:
             raise CannotStack(f"the steps of a model of {size:,} parameters are large enough")
-        trial = _shortened(work)
-        sample = max(trial, key=lambda client: len(client.sizes))
+        sample = max(work, key=lambda client: len(client.sizes)).head(10)
         one = _seconds(lambda: train_one(sample)) / len(sample.sizes)
         if one * num_steps < SHORT_RUN_SECONDS:
             raise CannotStack(f"{one * num_steps:.0f} s of training do not repay a compiler")
         weighted = agreeing(self._trainer, self._local, model, work, train_one)
+        trial = _shortened(work, max_steps=math.ceil(_TRIAL_SECONDS / one))
         engines: dict[int, SlotEngine] = {}
 
         def seconds(num_slots: int) -> float:
@@ -241,11 +241,10 @@ class EngineChooser:
             self.slots = SlotEngine(self._trainer, self._local, Stacking(**state["slots"]))
 
 
-def _shortened(work: Sequence[ClientWork]) -> list[ClientWork]:
-    """Return some clients' first steps, in proportion to all that they have."""
-    longest = max(len(client.sizes) for client in work)
-    share = min(1.0, _TRIAL_STEPS / longest)
-    return [c.head(max(1, round(share * len(c.sizes)))) for c in work[:_TRIAL_CLIENTS]]
+def _shortened(work: Sequence[ClientWork], max_steps: int) -> list[ClientWork]:
+    """Return clients' first steps, in proportion to all that they have."""
+    share = min(1.0, max_steps / sum(len(client.sizes) for client in work))
+    return [c.head(max(1, round(share * len(c.sizes)))) for c in work[:max_steps]]
 
 
 def _seconds(run: Callable[[], Any]) -> float:
