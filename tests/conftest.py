@@ -1,13 +1,22 @@
 """What all tests share."""
 
 import os
+import sys
 
 # Lightning calls jsonargparse by names that it has renamed: not ours to mend
 os.environ["JSONARGPARSE_DEPRECATION_WARNINGS"] = "off"
 os.environ.setdefault("MPLBACKEND", "agg")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # small tensors gain nothing from more, see below
+# Tests start Python dozens of times: without bytecode each start compiles every library for 10 s
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 import torch
 
 # On a busy machine two threads wait for each other: some tests took twenty times as long.
 torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items):
+    """Begin with the files that take minutes, so that no worker is left with them at the end."""
+    items.sort(key=lambda item: item.path.stem not in ("test_readme_session", "test_kill"))
