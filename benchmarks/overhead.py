@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - as everyone writes it
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks.networks import small_vit
 from fl_lightning import Federation, UniformCohort
 from fl_lightning.data import IID, FederatedDataModule
 
@@ -82,24 +83,9 @@ def logistic_regression() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
 
 
-def vit_tiny() -> nn.Module:
-    import timm
-
-    network: nn.Module = timm.create_model(
-        "vit_tiny_patch16_224",
-        img_size=32,
-        patch_size=4,
-        embed_dim=192,
-        depth=6,
-        num_heads=3,
-        num_classes=100,
-    )
-    return network
-
-
 WORKLOADS = [
     Workload("logistic regression", logistic_regression, (1, 28, 28), 10, 20, 500, 10, 10, 60),
-    Workload("ViT, dim 192, depth 6", vit_tiny, (3, 32, 32), 100, 8, 64, 32, 2, 12),
+    Workload("ViT, dim 192, depth 6", small_vit, (3, 32, 32), 100, 8, 64, 32, 2, 12),
 ]
 
 

@@ -17,6 +17,11 @@ import torch
 torch.set_num_threads(1)
 
 
+# The first two take minutes: no worker should be left with them at the end. The third forks, which
+# PyTorch allows only before the process has compiled anything.
+FIRST = ("test_readme_session", "test_kill", "test_processes")
+
+
 def pytest_collection_modifyitems(items):
-    """Begin with the files that take minutes, so that no worker is left with them at the end."""
-    items.sort(key=lambda item: item.path.stem not in ("test_readme_session", "test_kill"))
+    """Begin with those files."""
+    items.sort(key=lambda item: item.path.stem not in FIRST)

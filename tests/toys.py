@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -100,3 +100,22 @@ def toy_trainer(*callbacks, max_epochs=3, **options):
 def weights(module):
     """Return all parameters and buffers as one vector, exactly."""
     return torch.cat([t.detach().double().flatten() for t in module.state_dict().values()])
+
+
+class SaveEverywhere(Callback):
+    """Saves after every group, after validation and at the end of every round."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def save(self, trainer, moment):
+        trainer.save_checkpoint(self.folder / f"{trainer.current_epoch}-{moment}.ckpt")
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.save(trainer, f"group{batch_idx}")
+
+    def on_validation_end(self, trainer, module):
+        self.save(trainer, "validation")
+
+    def on_train_epoch_end(self, trainer, module):
+        self.save(trainer, "end")

@@ -11,6 +11,8 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 Tensors = dict[str, Tensor]
+# Among logged values the name of the loss itself, which no module can take
+OWN_LOSS = ""
 
 
 class CannotStack(Exception):  # noqa: N818 - a finding, not a fault
@@ -38,7 +40,7 @@ class TrainingStep:
         if not isinstance(loss, Tensor):
             raise CannotStack("its training_step returned no loss")
         loss = loss.reshape(())
-        return loss, {"train/loss": (loss.detach(), None), **logged}
+        return loss, {OWN_LOSS: (loss.detach(), None), **logged}
 
 
 class _Wrapper(nn.Module):

@@ -8,7 +8,7 @@ reset and refilled on its own (see `pack`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning.client.functional_step import map_tensors
+from fl_lightning.client.functional_step import OWN_LOSS, map_tensors
 from fl_lightning.client.local_training import GlobalModel, check_finite
 from fl_lightning.client.packing import Stay, pack
 from fl_lightning.client.stacked_step import StackedStep
@@ -65,11 +65,19 @@ class SlotTrainer:
         buffers: layout of the floating-point buffers.
         read: builds batches.
         batch_size: examples of a full batch, B.
+        names: under which names logged values appear in updates, where those differ.
     """
 
     def __init__(
-        self, step: StackedStep, space: Space, buffers: Space, read: ReadBatch, batch_size: int
+        self,
+        step: StackedStep,
+        space: Space,
+        buffers: Space,
+        read: ReadBatch,
+        batch_size: int,
+        names: Mapping[str, str] | None = None,
     ) -> None:
+        self._names = names if names is not None else {}
         self._step = step
         self._read = read
         self._batch_size = batch_size
@@ -158,14 +166,15 @@ class SlotTrainer:
         clients = [work[stay.client] for stay in stays]
         slots = [stay.slot for stay in stays]
         rows: Any = slice(None) if slots == list(range(self._num_slots)) else slots
-        sums = {name: value[rows] for name, value in self._step.sums.items()}
+        means = {name: s[rows, 0] / s[rows, 1] for name, s in self._step.sums.items()}
+        own = {"train/loss": means.pop(OWN_LOSS)}  # a module may log a train/loss of its own
         return GroupUpdate(
             client_ids=[client.client_id for client in clients],
             deltas=self._deltas(rows, len(slots)),
             buffers=self._final_buffers(start, rows, len(slots)),
             num_examples=[client.num_examples for client in clients],
             num_steps=[len(client.sizes) for client in clients],
-            metrics={name: value[:, 0] / value[:, 1] for name, value in sums.items()},
+            metrics=own | {self._names.get(name, name): v for name, v in means.items()},
         )
 
     def _deltas(self, rows: Any, count: int) -> Tensor:

@@ -27,6 +27,9 @@ from fl_lightning.client.compiling import Compiled
 from fl_lightning.client.functional_step import CannotStack, Tensors, TrainingStep, map_tensors
 from fl_lightning.client.stacked_optimizers import StackedRule, stacked_rule
 
+# Compiled anew for changed momentum, weight decay, …; beyond, the step runs as it is.
+MOST_GRAPHS = 3
+
 
 @dataclass(frozen=True)
 class StackedOptions:
@@ -76,6 +79,7 @@ class StackedStep:
         self._optimizer = optimizer
         self._group_of = _groups(optimizer, trained)
         self._rules: list[StackedRule] = []
+        self._num_graphs = 0
         first = next(iter(trained.values()))
         self._device, self._dtype = first.device, first.dtype
         self.params = {name: self._stacked(p.detach()) for name, p in trained.items()}
@@ -103,7 +107,9 @@ class StackedStep:
             name: [torch.zeros_like(p) for _ in range(self._rules[self._group_of[name]].num_states)]
             for name, p in self.params.items()
         }
-        is_compiled = self.options.compiled
+        # a schedule that changes more than the learning rate would want a graph every round
+        self._num_graphs += 1
+        is_compiled = self.options.compiled and self._num_graphs <= MOST_GRAPHS
         self._run = Compiled(self._step) if is_compiled else self._step
         self._run_first = Compiled(self._first_step) if is_compiled else self._first_step
 

@@ -1,8 +1,8 @@
 """A round: broadcast, local training, aggregation, server step.
 
 `RoundRunner` is what the loop drives. In several processes there are as many of them, which train
-different clients, meet once per round and then step the same. It owns the server and the local trainer of one fit and
-everything that a checkpoint inside a round must hold.
+different clients, meet once per round and then step the same. It owns the server and the local
+trainer of one fit and everything that a checkpoint inside a round must hold.
 """
 
 from __future__ import annotations

@@ -68,7 +68,6 @@ class SlotEngine:
 
     def __init__(self, trainer: Trainer, local: LocalTrainer, stacking: Stacking) -> None:
         self.stacking = stacking
-        self._names = local.collector.epoch_names
         data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
         self._batch_size = data.batch_size
         prepare, read = batch_preparation(trainer), data.train_batch
@@ -89,6 +88,7 @@ class SlotEngine:
             local.buffers,
             read if prepare is None else lambda indices: prepare(read(indices)),
             self._batch_size,
+            local.collector.epoch_names,
         )
 
     def split(self, work: Sequence[ClientWork]) -> tuple[list[ClientWork], list[ClientWork]]:
@@ -103,9 +103,7 @@ class SlotEngine:
 
     def train(self, model: GlobalModel, work: Sequence[ClientWork]) -> Iterator[GroupUpdate]:
         """Train clients and yield their updates as they end."""
-        for update in self._slots.train(model, work) if work else ():
-            metrics = {self._names.get(name, name): v for name, v in update.metrics.items()}
-            yield replace(update, metrics=metrics)
+        return self._slots.train(model, work) if work else iter(())
 
 
 def raise_if_impossible(trainer: Trainer, accumulate: int) -> None:

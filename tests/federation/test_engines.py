@@ -79,6 +79,22 @@ def test_batch_norm_trains_full_batches_in_slots_and_others_in_sequence():
     torch.testing.assert_close(weights(one), weights(many), rtol=1e-4, atol=1e-5)
 
 
+class LogsEveryStep(ToyModule):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("train/loss", 2 * loss, on_step=True, on_epoch=True)
+        return loss
+
+
+def test_a_loss_of_the_modules_own_stands_beside_ours():
+    first, second = run(toy(LogsEveryStep), "sequential"), run(toy(LogsEveryStep), "slots")
+    for name, value in first.callback_metrics.items():
+        if name != "round/seconds":
+            assert float(second.callback_metrics[name]) == pytest.approx(float(value), rel=1e-4)
+    logged = second.callback_metrics
+    assert float(logged["train/loss_epoch"]) == pytest.approx(2 * float(logged["train/loss"]))
+
+
 class Item(ToyModule):
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)

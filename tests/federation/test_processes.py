@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch.nn import functional as F
 from torchmetrics.classification import MulticlassAccuracy
-from toys import ToyData, ToyModule, toy_data, toy_trainer, weights
+from toys import SaveEverywhere, ToyData, ToyModule, toy_data, toy_trainer, weights
 
 from fl_lightning import (
     ClientEvaluation,
@@ -299,23 +299,6 @@ class TestFailures:
 
         with pytest.raises(ProcessFailure, match="process 1 of 2 was ended by SIGKILL"):
             fit(2, None, None, Killed())
-
-
-class SaveEverywhere(Callback):
-    def __init__(self, folder):
-        self.folder = folder
-
-    def save(self, trainer, moment):
-        trainer.save_checkpoint(self.folder / f"{trainer.current_epoch}-{moment}.ckpt")
-
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        self.save(trainer, f"group{batch_idx}")
-
-    def on_validation_end(self, trainer, module):
-        self.save(trainer, "validation")
-
-    def on_train_epoch_end(self, trainer, module):
-        self.save(trainer, "end")
 
 
 @pytest.fixture(scope="module")

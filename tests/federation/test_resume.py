@@ -2,29 +2,10 @@
 
 import pytest
 import torch
-from lightning.pytorch import Callback, seed_everything
-from toys import ToyModule, toy_data, toy_trainer, weights
+from lightning.pytorch import seed_everything
+from toys import SaveEverywhere, ToyModule, toy_data, toy_trainer, weights
 
 from fl_lightning import ConfigurationError, Federation, PoissonCohort, UniformCohort
-
-
-class SaveEverywhere(Callback):
-    """Saves after every group, after validation and at the end of every round."""
-
-    def __init__(self, folder):
-        self.folder = folder
-
-    def save(self, trainer, moment):
-        trainer.save_checkpoint(self.folder / f"{trainer.current_epoch}-{moment}.ckpt")
-
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        self.save(trainer, f"group{batch_idx}")
-
-    def on_validation_end(self, trainer, module):
-        self.save(trainer, "validation")
-
-    def on_train_epoch_end(self, trainer, module):
-        self.save(trainer, "end")
 
 
 def run(ckpt_path=None, callbacks=(), cohort=None, server_optimizer=None, seed=4, **options):
