@@ -37,11 +37,20 @@ class Compiled:
         self._plain = function
         self._compiled = torch.compile(_with_own_code(function), fullgraph=True, dynamic=False)
         self.is_given_up = False
+        self._is_checked = False
+
+    def recheck(self) -> None:
+        """Have the next call find out whether what Python reads has changed."""
+        self._is_checked = False
 
     def __call__(self, *args: Any) -> Any:
         """Run it."""
         if not self.is_given_up:
             try:
+                if self._is_checked:
+                    with torch.compiler.set_stance(skip_guard_eval_unsafe=True):
+                        return self._compiled(*args)
+                self._is_checked = True
                 return self._compiled(*args)
             except _FAILURES as error:
                 self.is_given_up = True
