@@ -36,7 +36,8 @@ from fl_lightning.federation.engine import (
 from fl_lightning.federation.groups import RoundGroups, Share
 from fl_lightning.federation.hooks import GroupsPassBy
 from fl_lightning.federation.loop import install, renumber_groups
-from fl_lightning.federation.rounds import RoundOptions, RoundRunner
+from fl_lightning.federation.round_options import RoundOptions
+from fl_lightning.federation.rounds import RoundRunner
 from fl_lightning.federation.shares import local_work
 from fl_lightning.server.aggregators import Aggregator, Mean
 from fl_lightning.server.server import ServerOptimizer, fedavg_optimizer
