@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
+from fl_lightning.core.metrics import weighted_mean
 from fl_lightning.core.space import Space
 from fl_lightning.core.update import ClientUpdate
 
@@ -162,7 +163,7 @@ class LocalTrainer:
             buffers=self.buffers.read(),
             num_examples=num_examples,
             num_steps=num_steps,
-            metrics=_mean_loss(losses, sizes),
+            metrics={"train/loss": weighted_mean(losses, sizes)} if losses else {},
         )
         check_finite(update)
         update.metrics.update(logged)  # a module may log a train/loss of its own
@@ -247,16 +248,6 @@ def _copied(options: dict[str, Any]) -> dict[str, Any]:
     # a learning rate may be a tensor, which an optimizer or a schedule changes in place
     values = ((k, v.clone() if isinstance(v, Tensor) else v) for k, v in options.items())
     return {key: value for key, value in values if key != "params"}
-
-
-def _mean_loss(losses: list[Tensor], sizes: list[int]) -> dict[str, Tensor]:
-    if not losses:
-        return {}
-    if len(losses) == 1:
-        return {"train/loss": losses[0].float()}
-    stacked = torch.stack(losses).float()
-    weights = torch.tensor(sizes, dtype=torch.float32, device=stacked.device)
-    return {"train/loss": torch.dot(stacked, weights) / sum(sizes)}
 
 
 def check_finite(update: ClientUpdate) -> None:

@@ -94,11 +94,10 @@ class Space:
 
     def read(self) -> Tensor:
         """Return the live values as a new vector of shape (k,)."""
-        vector = torch.empty(self.size, dtype=self.dtype, device=self.device)
+        if not self._tensors:
+            return torch.empty(0, dtype=self.dtype, device=self.device)
         with torch.no_grad():
-            if self._tensors:
-                torch._foreach_copy_(self.views(vector), self._tensors)
-        return vector
+            return torch.cat([tensor.reshape(-1) for tensor in self._tensors]).to(self.dtype)
 
     def write(self, vector: Tensor) -> None:
         """Copy a vector of shape (k,) into the live tensors, in place."""

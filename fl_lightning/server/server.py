@@ -88,7 +88,8 @@ class Server:
     def receive(self, update: ClientUpdate) -> None:
         """Fold in one update; only its sums are kept."""
         self._aggregator.add(update)
-        self._mean_buffers.add(update.buffers, update.num_examples)
+        if update.buffers.numel():
+            self._mean_buffers.add(update.buffers, update.num_examples)
         self.num_replies += 1
 
     def receive_group(self, group: GroupUpdate) -> None:
