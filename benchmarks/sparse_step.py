@@ -14,6 +14,7 @@ import argparse
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import timm
@@ -84,7 +85,8 @@ def report_steps(density: float, turns: int) -> None:
         param.grad = torch.randn_like(param)
     spread = [random_mask(p, density) for p in params]
     clustered = [clustered_mask(p, density) for p in params]
-    sgd, adamw = {"lr": 1e-4, "momentum": 0.9, "weight_decay": 1e-3}, {"lr": 1e-4}
+    sgd: dict[str, Any] = {"lr": 1e-4, "momentum": 0.9, "weight_decay": 1e-3}
+    adamw: dict[str, Any] = {"lr": 1e-4}
 
     fused = torch.optim.SGD(params, **sgd, fused=True)
     foreach = torch.optim.SGD(params, **sgd, foreach=True)

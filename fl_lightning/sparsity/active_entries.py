@@ -19,17 +19,6 @@ from torch import Tensor
 DENSE_FROM = 0.7
 
 
-def _can_write_by_int32() -> bool:
-    try:
-        torch.zeros(1).scatter_(0, torch.zeros(1, dtype=torch.int32), torch.ones(1))
-    except RuntimeError:  # older than about 2.9
-        return False
-    return True
-
-
-CAN_WRITE_BY_INT32 = _can_write_by_int32()
-
-
 @dataclass(frozen=True)
 class Split:
     """Which entries of one tensor move; both None if all do.
@@ -88,7 +77,7 @@ class Split:
         return whole
 
     def fitted(self, param: Tensor) -> Split:
-        """Return it on a parameter's device, with indices of the type that is used here.
+        """Return it on a parameter's device, sure to lie inside it.
 
         Raises:
             ValueError: if an index lies outside the parameter.
@@ -101,7 +90,7 @@ class Split:
                 f"masks: one has an entry {int(index[-1])}, but the parameter is of shape "
                 f"{tuple(param.shape)}: the state belongs to another model"
             )
-        index = index.to(param.device, _index_dtype(param.numel()))
+        index = index.to(param.device)
         return Split(active=index) if self.active is not None else Split(frozen=index)
 
 
@@ -127,7 +116,7 @@ def put(tensor: Tensor, index: Tensor, values: Tensor) -> None:
         [[0.0, 5.0], [0.0, 0.0]]
     """
     if tensor.is_contiguous():
-        tensor.view(-1).scatter_(0, index, values)
+        tensor.view(-1).scatter_(0, index.long(), values)
     else:
         tensor.put_(index.long(), values)
 
@@ -137,6 +126,5 @@ def _indices(flat: Tensor) -> Tensor:
 
 
 def _index_dtype(numel: int) -> torch.dtype:
-    """Return int32, half the memory, where it is enough and PyTorch takes it."""
-    fits = numel <= torch.iinfo(torch.int32).max
-    return torch.int32 if fits and CAN_WRITE_BY_INT32 else torch.int64
+    """Return int32, half the memory, where it is enough."""
+    return torch.int32 if numel <= torch.iinfo(torch.int32).max else torch.int64
