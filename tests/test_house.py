@@ -12,6 +12,7 @@ FLOORS = {
     "core": 0,
     "data": 1,
     "models": 1,
+    "sparsity": 1,
     "client": 2,
     "server": 3,
     "federation": 4,
