@@ -5,6 +5,7 @@ A map of the house; every room imports only from those above it in this list:
 - `fl_lightning.core`: the vector space, updates, seeds, metrics, errors
 - `fl_lightning.data`: partitions, shards, cohorts, data modules
 - `fl_lightning.models`: LightningModules and small networks
+- `fl_lightning.sparsity`: which parameters may move: masks, sensitivity, calibration
 - `fl_lightning.client`: one client's local training
 - `fl_lightning.server`: aggregation and the server's step
 - `fl_lightning.federation`: rounds inside Lightning's fit loop
@@ -61,7 +62,7 @@ _HOMES = {
     "RoundProgressBar": "fl_lightning.callbacks.progress",
     "UniformCohort": "fl_lightning.data.cohort",
 }
-_ROOMS = ("callbacks", "client", "core", "data", "federation", "models", "server")
+_ROOMS = ("callbacks", "client", "core", "data", "federation", "models", "server", "sparsity")
 
 
 def __getattr__(name: str) -> Any:

@@ -1,9 +1,9 @@
 """Several masks into one, and how alike two are.
 
-    union:         an entry moves if any mask lets it          m_1 ∨ … ∨ m_n
-    intersection:  if all do                                   m_1 ∧ … ∧ m_n
-    majority:      if more than half do                        Σ m_i > n / 2
-    Jaccard:       |a ∧ b| / |a ∨ b|
+union:         an entry moves if any mask lets it          m_1 ∨ … ∨ m_n
+intersection:  if all do                                   m_1 ∧ … ∧ m_n
+majority:      if more than half do                        Σ m_i > n / 2
+Jaccard:       |a ∧ b| / |a ∨ b|
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ limit); one by one through plain autograd where vmap cannot run the module.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ from fl_lightning.sparsity.sensitivity import Scores
 Given = Callable[[Any, int], Tensor]
 # (logits (C,), given) -> labels (S,) and weights (S,) of one example
 Choose = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-_Pullback = Callable[[Tensor], Mapping[str, Tensor]]
+_Pullback = Callable[[Tensor], Sequence[Tensor]]
 _Linearise = Callable[
     [Callable[[Tensors], tuple[Tensor, Tensor]], Tensors], tuple[Tensor, _Pullback, Tensor]
 ]
@@ -92,7 +92,7 @@ class _Squares:
             p.numel() * (p.element_size() + self.sums[name].element_size())
             for name, p in values.items()
         )
-        self._chunk = scoring.memory_limit // bytes_per_example
+        self._chunk = scoring.memory_on(next(iter(values.values())).device) // bytes_per_example
         self._vectorize = scoring.vectorize and self._chunk > 1
 
     def add(self, examples: tuple[Any, Tensor]) -> None:
@@ -109,9 +109,7 @@ class _Squares:
     def _try_at_once(self, examples: tuple[Any, Tensor]) -> None:
         try:
             with torch.no_grad():
-                squares = torch.vmap(self._of_one, in_dims=(None, None, 0))(
-                    _by_vjp, self._values, examples
-                )
+                squares = torch.vmap(self._of_one, in_dims=(None, 0))(self._values, examples)
         except ConfigurationError:
             raise
         except Exception as error:  # whatever the module does that vmap cannot
@@ -123,25 +121,30 @@ class _Squares:
                 stacklevel=2,
             )
             return
-        for name, square in squares.items():
-            self.sums[name] += square.sum(dim=0)
+        for total, square in zip(self.sums.values(), squares, strict=True):
+            total += square.sum(dim=0)
 
     def _one_by_one(self, examples: tuple[Any, Tensor]) -> None:
+        leaves = {name: value.detach().requires_grad_() for name, value in self._values.items()}
+        sums = list(self.sums.values())
         for example in chunks(examples, 1):
-            leaves = {name: value.requires_grad_() for name, value in self._fresh().items()}
+            single = map_batch(lambda tensor: tensor[0], example)
             with torch.enable_grad():
-                single = map_batch(lambda tensor: tensor[0], example)
-                squares = self._of_one(_by_autograd, leaves, single)
-            for name, square in squares.items():
-                self.sums[name] += square
+                for gradients in self._gradients(_by_autograd, leaves, single):
+                    torch._foreach_addcmul_(sums, gradients, gradients)
 
-    def _fresh(self) -> dict[str, Tensor]:
-        return {name: value.detach() for name, value in self._values.items()}
+    def _of_one(self, values: Tensors, example: tuple[Any, Tensor]) -> list[Tensor]:
+        """Return the weighted sum of one example's squares."""
+        first, *others = self._gradients(_by_vjp, values, example)
+        total = [gradient.square() for gradient in first]
+        for gradients in others:
+            total = [old + new.square() for old, new in zip(total, gradients, strict=True)]
+        return total
 
-    def _of_one(
+    def _gradients(
         self, linearise: _Linearise, values: Tensors, example: tuple[Any, Tensor]
-    ) -> dict[str, Tensor]:
-        """Return the weighted sum of squares of one example."""
+    ) -> Iterator[list[Tensor]]:
+        """Yield one example's gradients, a list for each label, times the root of its weight."""
         inputs, given = example
         batch = map_batch(lambda tensor: tensor.unsqueeze(0), inputs)
 
@@ -152,20 +155,19 @@ class _Squares:
         quantity, pullback, logits = linearise(score, values)
         classes = torch.arange(len(logits), device=logits.device)
         labels, weights = self._choose(logits, given)
-        total: dict[str, Tensor] = {}
-        for label, weight in zip(labels.unbind(), weights.unbind(), strict=True):
-            gradients = pullback((classes == label).to(quantity.dtype))
-            for name, gradient in gradients.items():
-                square = gradient.to(self.sums[name].dtype).square() * weight
-                total[name] = total[name] + square if name in total else square
-        return total
+        for label, weight in zip(labels.unbind(), weights.sqrt().unbind(), strict=True):
+            gradients = pullback((classes == label) * weight.to(quantity.dtype))
+            yield [
+                gradient.to(total.dtype)
+                for gradient, total in zip(gradients, self.sums.values(), strict=True)
+            ]
 
 
 def _by_vjp(
     score: Callable[[Tensors], tuple[Tensor, Tensor]], values: Tensors
 ) -> tuple[Tensor, _Pullback, Tensor]:
     quantity, pullback, logits = vjp(score, dict(values), has_aux=True)
-    return quantity, lambda cotangent: pullback(cotangent)[0], logits
+    return quantity, lambda cotangent: list(pullback(cotangent)[0].values()), logits
 
 
 def _by_autograd(
@@ -174,10 +176,9 @@ def _by_autograd(
     quantity, logits = score(values)
     leaves = list(values.values())
 
-    def pullback(cotangent: Tensor) -> Mapping[str, Tensor]:
-        gradients = torch.autograd.grad(
+    def pullback(cotangent: Tensor) -> Sequence[Tensor]:
+        return torch.autograd.grad(
             quantity, leaves, cotangent, retain_graph=True, materialize_grads=True
         )
-        return dict(zip(values, gradients, strict=True))
 
     return quantity, pullback, logits

@@ -28,7 +28,9 @@ class Scoring:
             released code).
         logits: ``(module, batch) -> (B, classes)``, with at least two classes.
         max_examples: of the batches only the first so many examples; None is all of them.
-        memory_limit: bytes of per-example gradients at a time; activations come on top.
+        memory_limit: bytes of per-example gradients at a time; activations come on top. None is
+            64 MiB on a CPU, where gradients of many examples that leave its caches are slower than
+            one example after the other, and 2 GiB on an accelerator.
         vectorize: compute the gradients of many examples at once where the module can.
 
     Raises:
@@ -38,7 +40,7 @@ class Scoring:
     quantity: Scored = log_probabilities
     logits: Logits = module_logits
     max_examples: int | None = None
-    memory_limit: int = 2**30
+    memory_limit: int | None = None
     vectorize: bool = True
 
     def __post_init__(self) -> None:
@@ -46,11 +48,16 @@ class Scoring:
             raise ConfigurationError(
                 f"max_examples must be at least 1, got {self.max_examples}; leave it out for all"
             )
-        if self.memory_limit < 1:
+        if self.memory_limit is not None and self.memory_limit < 1:
             raise ConfigurationError(
                 f"memory_limit must be at least 1 byte, got {self.memory_limit}; what does not fit "
                 "is computed example by example"
             )
+
+    def memory_on(self, device: torch.device) -> int:
+        """Return the memory limit on a device, in bytes."""
+        default = 2**26 if device.type == "cpu" else 2**31
+        return default if self.memory_limit is None else self.memory_limit
 
     def of_values(self, module: nn.Module) -> Callable[[Tensors, Any], tuple[Tensor, Tensor]]:
         """Return ``(parameters, batch) -> (quantity, logits)``, both (B, classes).

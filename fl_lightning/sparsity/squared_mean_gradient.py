@@ -59,9 +59,7 @@ class SquaredMeanGradient:
             for batch, size in limited(batches, self.scoring.max_examples, device):
                 quantity, _ = score(leaves, batch)
                 mean = quantity.gather(1, self.labels(batch).reshape(-1, 1)).mean()
-                gradients = torch.autograd.grad(
-                    mean, list(leaves.values()), materialize_grads=True
-                )
+                gradients = torch.autograd.grad(mean, list(leaves.values()), materialize_grads=True)
                 for total, gradient in zip(sums.values(), gradients, strict=True):
                     total += size * gradient.to(total.dtype).square()
                 num_examples += size
