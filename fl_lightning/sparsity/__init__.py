@@ -1,7 +1,6 @@
 """Floor 1: which parameters may move, found from a model's sensitivity to them."""
 
-from fl_lightning.sparsity.calibrate import calibrate
-from fl_lightning.sparsity.calibration import Calibration, next_mask, soften
+from fl_lightning.sparsity.calibration import Calibration, calibrate
 from fl_lightning.sparsity.fisher import EmpiricalFisher, ExactFisher, SampledFisher
 from fl_lightning.sparsity.logits import log_probabilities, raw_logits
 from fl_lightning.sparsity.mask import Mask
@@ -19,7 +18,9 @@ from fl_lightning.sparsity.rules import (
     Rule,
 )
 from fl_lightning.sparsity.scoring import Scoring
+from fl_lightning.sparsity.selection import next_mask
 from fl_lightning.sparsity.sensitivity import Scores, Sensitivity
+from fl_lightning.sparsity.soft_mask import soften
 from fl_lightning.sparsity.squared_mean_gradient import SquaredMeanGradient
 
 __all__ = [

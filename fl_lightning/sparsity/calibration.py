@@ -13,16 +13,21 @@ Differs: N · density is rounded to the nearest, the code cuts it off.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.seeds import derive_seed, preserve_global_generators, seed_global_generators
+from fl_lightning.sparsity.fisher import SampledFisher
 from fl_lightning.sparsity.mask import Mask, some
+from fl_lightning.sparsity.maskable import maskable_names
 from fl_lightning.sparsity.plan import CalibrationPlan
-from fl_lightning.sparsity.selection import apportion, keep_lowest
-from fl_lightning.sparsity.sensitivity import Scores
+from fl_lightning.sparsity.rules import Rule
+from fl_lightning.sparsity.selection import next_mask
+from fl_lightning.sparsity.sensitivity import Scores, Sensitivity
+from fl_lightning.sparsity.soft_mask import soften
 
 
 class Calibration:
@@ -34,6 +39,7 @@ class Calibration:
         seed: of rules that draw.
 
     Example:
+        >>> import torch
         >>> weight = torch.tensor([1.0, 2.0, 3.0, 4.0])
         >>> calibration = Calibration(CalibrationPlan(density=0.25, rounds=2), {"weight": weight})
         >>> while not calibration.is_done:
@@ -106,50 +112,84 @@ class Calibration:
             )
 
 
-def next_mask(order: Mapping[str, Tensor], mask: Mask, k: int, *, per_tensor: bool = False) -> Mask:
-    """Return the mask of the k entries with the lowest values among those that a mask keeps.
+def calibrate(
+    module: nn.Module,
+    batches: Iterable[Any],
+    *,
+    density: float | None = None,
+    sparsity: float | None = None,
+    rule: Rule | None = None,
+    sensitivity: Sensitivity | None = None,
+    rounds: int = 4,
+    progressive: bool = True,
+    soft_mask: float = 0.01,
+    per_tensor: bool = False,
+    names: Sequence[str] | None = None,
+    seed: int = 0,
+) -> Mask:
+    """Return the mask of a module on some examples; the module stays as it is.
 
     Args:
-        order: values by name, without nan; ties are kept by flat index, in the mask's order.
-        mask: what may be kept.
-        k: how many, in [0, mask.num_active].
-        per_tensor: share k over the tensors by what the mask keeps of each, choose in each.
+        module: the model.
+        batches: a loader or a list of batches; read once a round. Rules without scores read none.
+        density: fraction of the maskable entries that train, in (0, 1].
+        sparsity: 1 - density, instead of it.
+        rule: which entries train; None is the least sensitive.
+        sensitivity: how they are scored; None is `SampledFisher`, as in the paper.
+        rounds: R ≥ 1; 1 is one-shot.
+        progressive: False scores R times without masking anything, adds up, and drops once.
+        soft_mask: factor of dropped entries while others are scored, in [0, 1]; 1 is off.
+        per_tensor: one threshold a tensor, all with the same density, instead of a global one.
+        names: the parameters that the mask covers; None is `maskable_names`.
+        seed: of everything drawn, the order of a shuffling loader among it.
 
     Raises:
-        ConfigurationError: if k is out of range.
+        ConfigurationError: if an option is out of range, or ``batches`` can be read only once.
 
     Example:
-        >>> order = {"a": torch.tensor([0.0, 0.0, 4.0]), "b": torch.tensor([0.0])}
-        >>> dict(next_mask(order, Mask.ones(order), 2))
-        {'a': tensor([ True,  True, False]), 'b': tensor([False])}
-        >>> dict(next_mask(order, Mask.ones(order), 2, per_tensor=True))
-        {'a': tensor([ True, False, False]), 'b': tensor([ True])}
+        >>> import torch
+        >>> module = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> mask = calibrate(module, [torch.ones(3, 4)], density=0.25)
+        >>> mask.num_active, mask.num_entries
+        (14, 58)
     """
-    if not 0 <= k <= mask.num_active:
+    plan = CalibrationPlan(
+        density=density,
+        sparsity=sparsity,
+        rule=rule,
+        rounds=rounds,
+        progressive=progressive,
+        soft_mask=soft_mask,
+        per_tensor=per_tensor,
+    )
+    parameters = _named(module, names)
+    calibration = Calibration(plan, parameters, seed=seed)
+    if calibration.needs_scores and len(calibration.num_kept) > 1 and iter(batches) is batches:
         raise ConfigurationError(
-            f"k must be in 0 to {mask.num_active}, the entries left to keep, got {k}"
+            f"batches are read once in each of {rounds} rounds, but an iterator only once: give a "
+            "loader or a list"
         )
-    values = {name: order[name].flatten() for name in mask}
-    allowed = {name: mask[name].flatten().to(values[name].device) for name in mask}
-    if per_tensor:
-        counts = apportion(list(mask.active_per_tensor.values()), k)
-        kept = [keep_lowest(values[n], allowed[n], c) for n, c in zip(mask, counts, strict=True)]
-    else:
-        sizes = [value.numel() for value in values.values()]
-        flat = keep_lowest(torch.cat([*values.values()]), torch.cat([*allowed.values()]), k)
-        kept = list(flat.split(sizes))
-    return Mask({n: part.view(mask[n].shape) for n, part in zip(mask, kept, strict=True)})
+    score = sensitivity or SampledFisher()
+    while not calibration.is_done:
+        scores = None
+        if calibration.needs_scores:
+            own = derive_seed(seed, "calibration", calibration.round)
+            with preserve_global_generators():
+                seed_global_generators(own)
+                values = calibration.soft_parameters()
+                scores = score(module, batches, parameters=values, seed=own)
+        calibration.step(scores)
+    return calibration.mask
 
 
-def soften(parameters: Mapping[str, Tensor], mask: Mask, factor: float) -> dict[str, Tensor]:
-    """Return parameters with the entries outside the mask times a factor, as new tensors.
-
-    Example:
-        >>> weight = torch.tensor([2.0, 4.0])
-        >>> soften({"weight": weight}, Mask({"weight": weight > 3}), 0.5)
-        {'weight': tensor([1., 4.])}
-    """
-    return {
-        name: torch.where(mask[name].to(tensor.device), tensor, tensor * factor)
-        for name, tensor in parameters.items()
-    }
+def _named(module: nn.Module, names: Sequence[str] | None) -> dict[str, Tensor]:
+    own: dict[str, Tensor] = dict(module.named_parameters())
+    chosen = maskable_names(module) if names is None else list(names)
+    if unknown := [name for name in chosen if name not in own]:
+        raise ConfigurationError(
+            f"{type(module).__name__} has no parameters {some(unknown)}; there are "
+            f"{some(list(own))}"
+        )
+    if not chosen:
+        raise ConfigurationError("names is empty: there is nothing to mask")
+    return {name: own[name] for name in chosen}

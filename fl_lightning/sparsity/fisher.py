@@ -12,7 +12,7 @@ its log-probability: ``scoring: {quantity: fl_lightning.sparsity.raw_logits}``.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -47,7 +47,7 @@ class SampledFisher:
     """
 
     num_samples: int = 1
-    scoring: Scoring = Scoring()
+    scoring: Scoring = field(default_factory=Scoring)
 
     def __post_init__(self) -> None:
         if self.num_samples < 1:
@@ -87,7 +87,7 @@ class ExactFisher:
                 [0.2500]])
     """
 
-    scoring: Scoring = Scoring()
+    scoring: Scoring = field(default_factory=Scoring)
 
     def __call__(
         self,
@@ -113,7 +113,7 @@ class EmpiricalFisher:
     """
 
     labels: Labels = batch_labels
-    scoring: Scoring = Scoring()
+    scoring: Scoring = field(default_factory=Scoring)
 
     def __call__(
         self,

@@ -112,7 +112,7 @@ class _Squares:
                 squares = torch.vmap(self._of_one, in_dims=(None, 0))(self._values, examples)
         except ConfigurationError:
             raise
-        except Exception as error:  # whatever the module does that vmap cannot
+        except Exception as error:  # noqa: BLE001 - whatever the module does that vmap cannot
             self._vectorize = False
             self._one_by_one(examples)  # a fault of the module's own shows here again
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -166,7 +166,7 @@ class _Squares:
 def _by_vjp(
     score: Callable[[Tensors], tuple[Tensor, Tensor]], values: Tensors
 ) -> tuple[Tensor, _Pullback, Tensor]:
-    quantity, pullback, logits = vjp(score, dict(values), has_aux=True)
+    quantity, pullback, logits = vjp(score, dict(values), has_aux=True)  # type: ignore[misc]
     return quantity, lambda cotangent: list(pullback(cotangent)[0].values()), logits
 
 

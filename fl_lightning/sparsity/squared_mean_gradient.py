@@ -9,7 +9,7 @@ converged, depends on the batch size, and ranks entries unlike any Fisher inform
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ class SquaredMeanGradient:
     """
 
     labels: Labels = batch_labels
-    scoring: Scoring = Scoring()
+    scoring: Scoring = field(default_factory=Scoring)
 
     def __call__(
         self,
