@@ -30,9 +30,11 @@ def test_ridge_is_scikit_learns(strength, has_bias):
 
 
 @pytest.mark.parametrize("has_bias", [True, False])
-@pytest.mark.parametrize("strength", [0.1, 10.0])
+@pytest.mark.parametrize("strength", [1.0, 10.0])
 def test_logistic_regression_is_scikit_learns(strength, has_bias):
-    theirs = LogisticRegression(C=1 / strength, fit_intercept=has_bias, tol=1e-8, max_iter=5000)
+    theirs = LogisticRegression(
+        C=1 / strength, fit_intercept=has_bias, tol=1e-10, max_iter=5000, solver="newton-cholesky"
+    )
     theirs.fit(X.double(), Y)
     exact = LinearHead(regularisation=strength, tolerance=1e-9, max_iterations=1000)
     ours = exact.fit([(X, Y)], 64, 10, has_bias=has_bias)
