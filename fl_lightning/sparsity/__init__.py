@@ -1,6 +1,7 @@
 """Floor 1: which parameters may move, found from a model's sensitivity to them."""
 
 from fl_lightning.sparsity.calibration import Calibration, calibrate
+from fl_lightning.sparsity.figure import density_figure
 from fl_lightning.sparsity.fisher import EmpiricalFisher, ExactFisher, SampledFisher
 from fl_lightning.sparsity.freezing import freeze_masked
 from fl_lightning.sparsity.head_fit import FittedHead, HeadFit, head_features
@@ -56,6 +57,7 @@ __all__ = [
     "SparseSGDM",
     "SquaredMeanGradient",
     "calibrate",
+    "density_figure",
     "density_per_layer",
     "density_per_tensor",
     "freeze_masked",

@@ -115,17 +115,22 @@ def check_regularisation(value: float) -> None:
         )
 
 
-def double_rows(owner: Features, num_classes: int) -> Iterator[Features]:
-    """Yield an owner's examples some at a time, features in double precision.
+def check_labels(labels: Tensor, num_classes: int) -> None:
+    """Refuse labels that are no classes of the head.
 
     Raises:
-        ConfigurationError: if a label is no class of the head.
+        ConfigurationError: with the labels' range.
     """
-    features, labels = owner
     if len(labels) and (int(labels.min()) < 0 or int(labels.max()) >= num_classes):
         raise ConfigurationError(
             f"labels are {int(labels.min())} to {int(labels.max())}, but the head has "
             f"{num_classes} classes: set the model's num_classes"
         )
+
+
+def double_rows(owner: Features, num_classes: int) -> Iterator[Features]:
+    """Yield an owner's examples some at a time, features in double precision."""
+    features, labels = owner
+    check_labels(labels, num_classes)
     for part in range(0, len(labels), _ROWS):
         yield features[part : part + _ROWS].double(), labels[part : part + _ROWS].long()
