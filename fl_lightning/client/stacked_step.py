@@ -10,6 +10,9 @@ A batch smaller than B is padded, and a padded example must count for nothing. S
 a mean over examples, the step evaluates it example by example (a second `vmap`, which costs nothing)
 and takes the mean with weights 0 and 1. Where it is not (batch norm, contrastive losses), the batch
 stays whole and only full batches can be stacked.
+
+Random numbers (dropout) are inputs of the step like the batch, drawn beforehand from each client's
+own generator. What the step would give to torchmetrics objects is among its outputs.
 """
 
 from __future__ import annotations
@@ -23,8 +26,10 @@ from torch import Tensor, nn
 from torch.func import grad_and_value, vmap
 from torch.optim import Optimizer
 
+from fl_lightning.client.cannot_stack import CannotStack
 from fl_lightning.client.compiling import Compiled
-from fl_lightning.client.functional_step import CannotStack, Tensors, TrainingStep, map_tensors
+from fl_lightning.client.functional_step import Tensors, TrainingStep, map_tensors
+from fl_lightning.client.rehearsal import Rehearsal, rehearse
 from fl_lightning.client.stacked_optimizers import StackedRule, stacked_rule
 
 # Compiled anew for changed momentum, weight decay, …; beyond, the step runs as it is.
@@ -68,6 +73,7 @@ class StackedStep:
         buffers: floating-point buffers by name, shape (G, …); empty if ``weighted``.
         sums: loss and logged values by name: Σ value · weight and Σ weight, shape (G, 2).
         count: steps that each client has taken, float64 of shape (G,).
+        rehearsal: what the step draws and logs; None before `rehearse`.
     """
 
     def __init__(
@@ -75,6 +81,8 @@ class StackedStep:
     ) -> None:
         self.options = options
         self._call = TrainingStep(module, takes_index)
+        self._module = module
+        self.rehearsal: Rehearsal | None = None
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._optimizer = optimizer
         self._group_of = _groups(optimizer, trained)
@@ -113,18 +121,35 @@ class StackedStep:
         self._run = Compiled(self._step) if is_compiled else self._step
         self._run_first = Compiled(self._first_step) if is_compiled else self._first_step
 
-    def __call__(self, batch: Any, valid: Tensor) -> None:
-        """Take one step in every slot.
+    def rehearse(self, batch: Any) -> Rehearsal:
+        """Find out on a full batch what the step draws and logs, unless it is known to do neither.
+
+        That may change from round to round, e.g. with a dropout that grows.
+        """
+        if self.rehearsal is None or not self.rehearsal.found_nothing:
+            options = self.options
+            self.rehearsal = rehearse(
+                self._call,
+                self._module,
+                batch,
+                num_slots=options.num_slots,
+                by_example=options.weighted,
+            )
+        return self.rehearsal
+
+    def __call__(self, batch: Any, valid: Tensor) -> list[Tensor]:
+        """Take one step in every slot and return what it gives to metrics.
 
         Args:
             batch: tensors in tuples, lists and dicts, each of shape (G, B, …).
             valid: 1 where an example counts, 0 where it is padding, shape (G, B).
         """
-        self._add(
-            self._run(self.params, self.states, self.buffers, self.count, self._lrs, batch, valid)
+        return self._taken(
+            self._run,
+            (self.params, self.states, self.buffers, self.count, self._lrs, batch, valid),
         )
 
-    def first(self, start: Tensors, batch: Any, valid: Tensor) -> None:
+    def first(self, start: Tensors, batch: Any, valid: Tensor) -> list[Tensor]:
         """Begin with a new client in every slot and take its first step.
 
         All clients start from the same parameters, so the forward pass is that of one model on
@@ -136,16 +161,21 @@ class StackedStep:
             valid: as for a step.
         """
         torch._foreach_zero_([self.count, *self.sums.values()])
-        self._add(
-            self._run_first(start, self.params, self.states, self.count, self._lrs, batch, valid)
+        return self._taken(
+            self._run_first,
+            (start, self.params, self.states, self.count, self._lrs, batch, valid),
         )
 
-    def _add(self, logged: Tensors) -> None:
+    def _taken(self, run: Any, arguments: tuple[Any, ...]) -> list[Tensor]:
+        draws = [] if self.rehearsal is None else self.rehearsal.draws.numbers
+        with self._call.stand_ins.in_place():
+            logged, given = run(*arguments, draws)
         for name, sums in logged.items():
             if name in self.sums:
                 self.sums[name] += sums
             else:
                 self.sums[name] = sums
+        return list(given)
 
     def _first_step(
         self,
@@ -156,17 +186,19 @@ class StackedStep:
         lrs: list[Tensor],
         batch: Any,
         valid: Tensor,
-    ) -> Tensors:
+        draws: list[Tensor],
+    ) -> tuple[Tensors, list[Tensor]]:
         gradient = grad_and_value(self._weighted_loss, has_aux=True)
-        grads, (_, (logged, _)) = vmap(gradient, (None, None, 0, 0, 0), randomness="error")(
-            start, {}, batch, valid, count
+        axes = (None, None, 0, 0, 0, 0)
+        grads, (_, (logged, given, _)) = vmap(gradient, axes, randomness="error")(
+            start, {}, batch, valid, count, draws
         )
         stacked = {name: value.unsqueeze(0) for name, value in start.items()}
         empty = {
             name: [torch.zeros_like(grads[name]) for _ in state] for name, state in states.items()
         }
         self._move(stacked, empty, grads, params, states, count, lrs)
-        return dict(logged)
+        return dict(logged), given
 
     def _step(
         self,
@@ -177,16 +209,17 @@ class StackedStep:
         lrs: list[Tensor],
         batch: Any,
         valid: Tensor,
-    ) -> Tensors:
+        draws: list[Tensor],
+    ) -> tuple[Tensors, list[Tensor]]:
         loss = self._weighted_loss if self.options.weighted else self._whole_loss
         gradient = grad_and_value(loss, has_aux=True)
-        grads, (_, (logged, new_buffers)) = vmap(gradient, randomness="error")(
-            params, buffers, batch, valid, count
+        grads, (_, (logged, given, new_buffers)) = vmap(gradient, randomness="error")(
+            params, buffers, batch, valid, count, draws
         )
         self._move(params, states, grads, params, states, count, lrs)
         for name, buffer in buffers.items():
             buffer.copy_(new_buffers[name])
-        return dict(logged)
+        return dict(logged), given
 
     def _move(
         self,
@@ -211,33 +244,48 @@ class StackedStep:
         count.add_(1)
 
     def _whole_loss(
-        self, params: Tensors, buffers: Tensors, batch: Any, valid: Tensor, count: Tensor
-    ) -> tuple[Tensor, tuple[Tensors, Tensors]]:
+        self,
+        params: Tensors,
+        buffers: Tensors,
+        batch: Any,
+        valid: Tensor,
+        count: Tensor,
+        draws: list[Tensor],
+    ) -> tuple[Tensor, tuple[Tensors, list[Tensor], Tensors]]:
         buffers = {name: buffer.clone() for name, buffer in buffers.items()}
-        loss, logged = self._call(params | buffers, batch, count)
+        result = self._call(params | buffers, batch, count, draws)
         size = valid.sum()
         sums = {
             name: torch.stack([value * (weight or size), torch.ones_like(value) * (weight or size)])
-            for name, (value, weight) in logged.items()
+            for name, (value, weight) in result.logged.items()
         }
-        return loss, (sums, buffers)
+        return result.loss, (sums, result.given, buffers)
 
     def _weighted_loss(
-        self, params: Tensors, buffers: Tensors, batch: Any, valid: Tensor, count: Tensor
-    ) -> tuple[Tensor, tuple[Tensors, Tensors]]:
+        self,
+        params: Tensors,
+        buffers: Tensors,
+        batch: Any,
+        valid: Tensor,
+        count: Tensor,
+        draws: list[Tensor],
+    ) -> tuple[Tensor, tuple[Tensors, list[Tensor], Tensors]]:
         weights: dict[str, float | None] = {}
 
-        def one(example: Any) -> tuple[Tensor, Tensors]:
-            loss, logged = self._call(params, map_tensors(lambda x: x.unsqueeze(0), example), count)
-            weights.update({name: weight for name, (_, weight) in logged.items()})
-            return loss, {name: value for name, (value, _) in logged.items()}
+        def one(example: Any, draws: list[Tensor]) -> tuple[Tensor, Tensors, list[Tensor]]:
+            batch = map_tensors(lambda x: x.unsqueeze(0), example)
+            result = self._call(params, batch, count, draws)
+            weights.update({name: weight for name, (_, weight) in result.logged.items()})
+            logged = {name: value for name, (value, _) in result.logged.items()}
+            return result.loss, logged, result.given
 
-        losses, logged = vmap(one, randomness="error")(batch)
+        axes = (0, [] if self.rehearsal is None else self.rehearsal.draws.axes)
+        losses, logged, given = vmap(one, axes, randomness="error")(batch, draws)
         sums = {
             name: torch.stack([(value * valid).sum(), valid.sum()]) * (weights[name] or 1)
             for name, value in logged.items()
         }
-        return (losses * valid).sum() / valid.sum().clamp(min=1), (sums, {})
+        return (losses * valid).sum() / valid.sum().clamp(min=1), (sums, given, {})
 
     def _clipped(self, grads: Tensors) -> Tensors:
         if self.options.clip_value is not None:

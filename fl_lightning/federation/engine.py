@@ -21,7 +21,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
-from fl_lightning.client.functional_step import CannotStack
+from fl_lightning.client.cannot_stack import CannotStack
 from fl_lightning.client.local_training import GlobalModel, LocalTrainer
 from fl_lightning.client.slot_training import ClientWork
 from fl_lightning.core.errors import ClientFailure, ConfigurationError

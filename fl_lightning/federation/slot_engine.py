@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 
-from fl_lightning.client.functional_step import CannotStack
+from fl_lightning.client.cannot_stack import CannotStack
 from fl_lightning.client.local_training import GlobalModel, LocalTrainer
 from fl_lightning.client.slot_training import ClientWork, SlotTrainer
 from fl_lightning.client.stacked_optimizers import stacked_rule

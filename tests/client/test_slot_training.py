@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from toys import ToyModule
 
-from fl_lightning.client.functional_step import CannotStack
+from fl_lightning.client.cannot_stack import CannotStack
 from fl_lightning.client.local_training import LocalTrainer, plain_step
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.packing import pack
