@@ -17,7 +17,7 @@ own generator. What the step would give to torchmetrics objects is among its out
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,7 +73,8 @@ class StackedStep:
         buffers: floating-point buffers by name, shape (G, …); empty if ``weighted``.
         sums: loss and logged values by name: Σ value · weight and Σ weight, shape (G, 2).
         count: steps that each client has taken, float64 of shape (G,).
-        rehearsal: what the step draws and logs; None before `rehearse`.
+        rehearsal: what the step draws and gives to metrics; None before `rehearse`.
+        given: what the last step gave to metrics.
     """
 
     def __init__(
@@ -95,11 +96,16 @@ class StackedStep:
         self.buffers = {n: self._stacked(b) for n, b in stacked_buffers.items()}
         self.count = torch.zeros(options.num_slots, device=self._device, dtype=torch.float64)
         self.sums: Tensors = {}
+        self.given: list[Tensor] = []
         self.states: dict[str, list[Tensor]] = {}
+        self._graphs: list[Compiled] = []
         self.read_options()
 
     def read_options(self) -> None:
-        """Take over the optimizer's present options; changed ones need another graph."""
+        """Take over the optimizer's present options; changed ones need another graph.
+
+        What else Python reads in a step may have changed as well, since the last time.
+        """
         groups = self._optimizer.param_groups
         rules = [stacked_rule(self._optimizer, group) for group in groups]
         if any(rule is None for rule in rules):
@@ -109,6 +115,8 @@ class StackedStep:
             torch.tensor(float(g["lr"]), dtype=self._dtype, device=self._device) for g in groups
         ]
         if rules == self._rules:
+            for graph in self._graphs:
+                graph.recheck()
             return
         self._rules = [rule for rule in rules if rule is not None]
         self.states = {
@@ -117,9 +125,15 @@ class StackedStep:
         }
         # a schedule that changes more than the learning rate would want a graph every round
         self._num_graphs += 1
-        is_compiled = self.options.compiled and self._num_graphs <= MOST_GRAPHS
-        self._run = Compiled(self._step) if is_compiled else self._step
-        self._run_first = Compiled(self._first_step) if is_compiled else self._first_step
+        self._graphs = []
+        self._run, self._run_first = self._graph(self._step), self._graph(self._first_step)
+        self._run_only = self._graph(self._only_step)
+
+    def _graph(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        if not self.options.compiled or self._num_graphs > MOST_GRAPHS:
+            return function
+        self._graphs.append(Compiled(function))
+        return self._graphs[-1]
 
     def rehearse(self, batch: Any) -> Rehearsal:
         """Find out on a full batch what the step draws and logs, unless it is known to do neither.
@@ -137,19 +151,17 @@ class StackedStep:
             )
         return self.rehearsal
 
-    def __call__(self, batch: Any, valid: Tensor) -> list[Tensor]:
-        """Take one step in every slot and return what it gives to metrics.
+    def __call__(self, batch: Any, valid: Tensor) -> None:
+        """Take one step in every slot.
 
         Args:
             batch: tensors in tuples, lists and dicts, each of shape (G, B, …).
             valid: 1 where an example counts, 0 where it is padding, shape (G, B).
         """
-        return self._taken(
-            self._run,
-            (self.params, self.states, self.buffers, self.count, self._lrs, batch, valid),
-        )
+        states = self.params, self.states, self.buffers
+        self._add(self._done(self._run, *states, self.count, self._lrs, batch, valid))
 
-    def first(self, start: Tensors, batch: Any, valid: Tensor) -> list[Tensor]:
+    def first(self, start: Tensors, batch: Any, valid: Tensor) -> None:
         """Begin with a new client in every slot and take its first step.
 
         All clients start from the same parameters, so the forward pass is that of one model on
@@ -161,21 +173,40 @@ class StackedStep:
             valid: as for a step.
         """
         torch._foreach_zero_([self.count, *self.sums.values()])
-        return self._taken(
-            self._run_first,
-            (start, self.params, self.states, self.count, self._lrs, batch, valid),
-        )
+        states = start, self.params, self.states
+        self._add(self._done(self._run_first, *states, self.count, self._lrs, batch, valid))
 
-    def _taken(self, run: Any, arguments: tuple[Any, ...]) -> list[Tensor]:
+    def only(self, start: Tensors, batch: Any, valid: Tensor) -> tuple[Tensor, Tensors]:
+        """Return what the only step of a new client in every slot comes to.
+
+        Args:
+            start: as for the first step; its order is that of the deltas' coordinates.
+            batch: as for a step.
+            valid: as for a step.
+
+        Returns:
+            The clients' deltas, shape (G, k), and what `sums` would hold.
+        """
+        self.count.zero_()
+        only: tuple[Tensor, Tensors]
+        only = self._done(
+            self._run_only, start, self.states, self.count, self._lrs, batch, valid
+        )
+        return only
+
+    def _done(self, run: Callable[..., Any], *arguments: Any) -> Any:
+        """Run a step with its random numbers, and keep what it gives to metrics."""
         draws = [] if self.rehearsal is None else self.rehearsal.draws.numbers
         with self._call.stand_ins.in_place():
-            logged, given = run(*arguments, draws)
+            result, self.given = run(*arguments, draws)
+        return result
+
+    def _add(self, logged: Tensors) -> None:
         for name, sums in logged.items():
             if name in self.sums:
                 self.sums[name] += sums
             else:
                 self.sums[name] = sums
-        return list(given)
 
     def _first_step(
         self,
@@ -188,17 +219,25 @@ class StackedStep:
         valid: Tensor,
         draws: list[Tensor],
     ) -> tuple[Tensors, list[Tensor]]:
-        gradient = grad_and_value(self._weighted_loss, has_aux=True)
-        axes = (None, None, 0, 0, 0, 0)
-        grads, (_, (logged, given, _)) = vmap(gradient, axes, randomness="error")(
-            start, {}, batch, valid, count, draws
+        moved, new_states, logged, given = self._moved_from(
+            start, states, count, lrs, batch, valid, draws
         )
-        stacked = {name: value.unsqueeze(0) for name, value in start.items()}
-        empty = {
-            name: [torch.zeros_like(grads[name]) for _ in state] for name, state in states.items()
-        }
-        self._move(stacked, empty, grads, params, states, count, lrs)
-        return dict(logged), given
+        self._write(params, states, count, moved, new_states)
+        return logged, given
+
+    def _only_step(
+        self,
+        start: Tensors,
+        states: dict[str, list[Tensor]],
+        count: Tensor,
+        lrs: list[Tensor],
+        batch: Any,
+        valid: Tensor,
+        draws: list[Tensor],
+    ) -> tuple[tuple[Tensor, Tensors], list[Tensor]]:
+        moved, _, logged, given = self._moved_from(start, states, count, lrs, batch, valid, draws)
+        deltas = [(start[name] - moved[name]).flatten(1) for name in start]
+        return (torch.cat(deltas, 1), logged), given
 
     def _step(
         self,
@@ -216,30 +255,63 @@ class StackedStep:
         grads, (_, (logged, given, new_buffers)) = vmap(gradient, randomness="error")(
             params, buffers, batch, valid, count, draws
         )
-        self._move(params, states, grads, params, states, count, lrs)
+        moved, new_states = self._moved(params, states, grads, count, lrs)
+        self._write(params, states, count, moved, new_states)
         for name, buffer in buffers.items():
             buffer.copy_(new_buffers[name])
         return dict(logged), given
 
-    def _move(
+    def _moved_from(
         self,
-        old_params: Tensors,
-        old_states: dict[str, list[Tensor]],
-        grads: Tensors,
-        params: Tensors,
+        start: Tensors,
         states: dict[str, list[Tensor]],
         count: Tensor,
         lrs: list[Tensor],
-    ) -> None:
-        """Write the optimizer's step from the old values into the slots."""
+        batch: Any,
+        valid: Tensor,
+        draws: list[Tensor],
+    ) -> tuple[Tensors, dict[str, list[Tensor]], Tensors, list[Tensor]]:
+        """Return parameters and states after a first step, what was logged and given to metrics."""
+        gradient = grad_and_value(self._weighted_loss, has_aux=True)
+        axes = (None, None, 0, 0, 0, 0)
+        grads, (_, (logged, given, _)) = vmap(gradient, axes, randomness="error")(
+            start, {}, batch, valid, count, draws
+        )
+        stacked = {name: value.unsqueeze(0) for name, value in start.items()}
+        empty = {
+            name: [torch.zeros_like(grads[name]) for _ in state] for name, state in states.items()
+        }
+        return *self._moved(stacked, empty, grads, count, lrs), dict(logged), given
+
+    def _moved(
+        self,
+        params: Tensors,
+        states: dict[str, list[Tensor]],
+        grads: Tensors,
+        count: Tensor,
+        lrs: list[Tensor],
+    ) -> tuple[Tensors, dict[str, list[Tensor]]]:
+        """Return the optimizer's new parameters and states."""
         grads = self._clipped(grads)
+        moved, new_states = {}, {}
         for name, param in params.items():
             group = self._group_of[name]
-            moved, state = self._rules[group].step(
-                old_params[name], grads[name], old_states[name], lrs[group], count
+            moved[name], new_states[name] = self._rules[group].step(
+                param, grads[name], states[name], lrs[group], count
             )
-            param.copy_(moved)
-            for slot, new in zip(states[name], state, strict=True):
+        return moved, new_states
+
+    def _write(
+        self,
+        params: Tensors,
+        states: dict[str, list[Tensor]],
+        count: Tensor,
+        moved: Tensors,
+        new_states: dict[str, list[Tensor]],
+    ) -> None:
+        for name, param in params.items():
+            param.copy_(moved[name])
+            for slot, new in zip(states[name], new_states[name], strict=True):
                 slot.copy_(new)
         count.add_(1)
 
