@@ -77,7 +77,9 @@ class DrawnRows:
         axes = [_axis(d, s, batch_size) for d, s in zip(full, single or full, strict=True)]
         self._rows = []
         for draw, one, axis in zip(full, single or full, axes, strict=True):
-            shape = (num_slots, *draw.shape) if axis is None else (num_slots, batch_size, *one.shape)
+            shape = (
+                (num_slots, *draw.shape) if axis is None else (num_slots, batch_size, *one.shape)
+            )
             numbers = torch.zeros(shape, dtype=draw.dtype, device=draw.device)
             self._rows.append(_Rows(draw, axis, numbers))
         for slot in range(num_slots):  # also one that stays empty holds numbers of its kind

@@ -110,7 +110,9 @@ class TrainingStep:
             with sdpa_kernel(SDPBackend.MATH):  # vmap would run the fused ones client by client
                 if draws:
                     with ReplayedDraws(draws):
-                        output = functional_call(self._wrapper, inner, (logged, metrics, *arguments))
+                        output = functional_call(
+                            self._wrapper, inner, (logged, metrics, *arguments)
+                        )
                 else:
                     output = functional_call(self._wrapper, inner, (logged, metrics, *arguments))
         finally:

@@ -17,7 +17,6 @@ from torchmetrics import Metric, MetricCollection
 
 from fl_lightning.client.cannot_stack import CannotStack
 
-
 # One update of a metric: its stand-in, and what it was given.
 MetricCall = tuple["StandIn", tuple[Any, ...], dict[str, Any]]
 

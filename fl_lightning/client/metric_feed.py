@@ -46,7 +46,8 @@ class _Update:
 
     @property
     def metric(self) -> Metric | MetricCollection:
-        return self.call[0].metric
+        metric: Metric | MetricCollection = self.call[0].metric
+        return metric
 
     @property
     def is_pooled(self) -> bool:

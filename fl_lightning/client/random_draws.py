@@ -71,14 +71,13 @@ class Draw:
             True
         """
         shape = self.shape if shape is None else shape
-        options = {"dtype": self.dtype, "device": self.device}
-        empty = torch.empty_permuted(tuple(shape), self.order, **options)
+        empty = torch.empty_permuted(tuple(shape), self.order, dtype=self.dtype, device=self.device)
         return self.into(empty)
 
     def into(self, empty: Tensor) -> Tensor:
         """Draw into a tensor."""
         if self.method == "native_dropout":
-            mask = torch.native_dropout(torch.ones_like(empty), *self.parameters, train=True)[1]
+            mask = torch.native_dropout(torch.ones_like(empty), self.parameters[0], True)[1]
             return empty.copy_(mask)
         drawn: Tensor = getattr(empty, self.method)(*self.parameters)
         return drawn
@@ -98,7 +97,7 @@ class DrawRecorder(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.draws: list[Draw] = []
 
     def __torch_dispatch__(

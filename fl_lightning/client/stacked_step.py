@@ -135,17 +135,20 @@ class StackedStep:
         self._graphs.append(Compiled(function))
         return self._graphs[-1]
 
-    def rehearse(self, batch: Any) -> Rehearsal:
-        """Find out on a full batch what the step draws and logs, unless it is known to do neither.
+    def rehearse(self, batch: Callable[[], Any]) -> Rehearsal:
+        """Find out what the step draws and gives to metrics, unless it is known to do neither.
 
         That may change from round to round, e.g. with a dropout that grows.
+
+        Args:
+            batch: makes a full one.
         """
         if self.rehearsal is None or not self.rehearsal.found_nothing:
             options = self.options
             self.rehearsal = rehearse(
                 self._call,
                 self._module,
-                batch,
+                batch(),
                 num_slots=options.num_slots,
                 by_example=options.weighted,
             )
@@ -189,9 +192,7 @@ class StackedStep:
         """
         self.count.zero_()
         only: tuple[Tensor, Tensors]
-        only = self._done(
-            self._run_only, start, self.states, self.count, self._lrs, batch, valid
-        )
+        only = self._done(self._run_only, start, self.states, self.count, self._lrs, batch, valid)
         return only
 
     def _done(self, run: Callable[..., Any], *arguments: Any) -> Any:

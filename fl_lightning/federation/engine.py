@@ -23,8 +23,9 @@ from torch import nn
 
 from fl_lightning.client.cannot_stack import CannotStack
 from fl_lightning.client.local_training import GlobalModel, LocalTrainer
-from fl_lightning.client.slot_training import ClientWork
+from fl_lightning.client.work import ClientWork
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
+from fl_lightning.core.metric_states import MetricStates, metrics_of
 from fl_lightning.federation.slot_engine import (
     MOST_SLOTS,
     SlotEngine,
@@ -112,12 +113,13 @@ class EngineChooser:
         Args:
             model: the global model.
             work: of the first group of clients.
-            train_one: trains a client sequentially, without consequences.
+            train_one: trains a client sequentially; only the module's metrics remember it.
         """
         work = [client for client in work if client.sizes]
         if self.is_settled or not work:
             return
         self.is_settled = True
+        metrics = MetricStates(metrics_of(self._trainer.lightning_module))
         try:
             raise_if_impossible(self._trainer, self._accumulate)
             if self._options.engine == "slots":
@@ -136,6 +138,8 @@ class EngineChooser:
                 rank_zero_info(f"engine: sequential, because {reason}")
         else:
             rank_zero_info(f"engine: {self.slots.stacking.num_slots} slots, {why}")
+        finally:
+            metrics.put_back()
 
     def _forced(
         self, model: GlobalModel, work: Sequence[ClientWork], train_one: TrainOne

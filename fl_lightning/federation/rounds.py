@@ -20,13 +20,11 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from fl_lightning.client.local_training import GlobalModel, LocalTrainer
 from fl_lightning.client.log_collector import LogCollector
-from fl_lightning.client.slot_training import ClientWork, usable_rows
+from fl_lightning.client.slot_training import usable_rows
+from fl_lightning.client.work import ClientWork
 from fl_lightning.core.errors import ClientFailure, ConfigurationError, RoundFailure
 from fl_lightning.core.metric_states import MetricStates, kept_apart, metrics_of
-from fl_lightning.core.seeds import (
-    derive_seed,
-    seed_global_generators,
-)
+from fl_lightning.core.seeds import seed_global_generators
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.federation.client_scaler import ClientScaler
 from fl_lightning.federation.client_work import LocalWork, WorkPlan
@@ -226,7 +224,7 @@ class RoundRunner:
                 self._train_client(client)
 
     def _train_client(self, work: ClientWork) -> None:
-        seed_global_generators(self._seed_of("local training", work.client_id))
+        seed_global_generators(work.seed)
         metrics = MetricStates(self._metrics)
         try:
             update = self._local_update(work)
@@ -278,13 +276,9 @@ class RoundRunner:
         self._skipped[failure.client_id] = located
 
     def _try_one(self, work: ClientWork) -> ClientUpdate:
-        """Train a client without consequences."""
-        seed_global_generators(self._seed_of("local training", work.client_id))
-        metrics = MetricStates(self._metrics)
-        try:
-            return self._local_update(work)
-        finally:
-            metrics.put_back()
+        """Train a client without consequences but for the module's metrics."""
+        seed_global_generators(work.seed)
+        return self._local_update(work)
 
     def _local_update(self, work: ClientWork) -> ClientUpdate:
         return self._local.train(
@@ -301,9 +295,6 @@ class RoundRunner:
                 f"round {self._trainer.current_epoch}: {self.server.num_replies} of "
                 f"{record.num_sampled} clients sent a valid update, min_replies is {wanted}"
             )
-
-    def _seed_of(self, purpose: str, client: int) -> int:
-        return derive_seed(self._options.seed, purpose, self._trainer.current_epoch, client)
 
     @property
     def _num_bytes(self) -> int:

@@ -10,8 +10,9 @@ from fl_lightning.client.cannot_stack import CannotStack
 from fl_lightning.client.local_training import LocalTrainer, plain_step
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.packing import pack
-from fl_lightning.client.slot_training import ClientWork, SlotTrainer
+from fl_lightning.client.slot_training import SlotTrainer
 from fl_lightning.client.stacked_step import StackedOptions, StackedStep
+from fl_lightning.client.work import ClientWork
 
 X = torch.randn(60, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 Y = torch.randint(3, (60,), generator=torch.Generator().manual_seed(2))
