@@ -21,7 +21,7 @@ from fl_lightning.client.metric_calls import (
     tensors_of,
 )
 from fl_lightning.client.random_draws import Draw, DrawRecorder
-from fl_lightning.client.replayed_draws import ReplayedDraws
+from fl_lightning.client.replayed_draws import DropoutWatch, ReplayedDraws
 
 Tensors = dict[str, Tensor]
 # Logged values by name, with their batch sizes if given.
@@ -51,11 +51,13 @@ class Observed:
 
     Attributes:
         draws: the random numbers that it draws.
+        has_dropout: whether it calls any, be it switched off.
         calls: of torchmetrics objects.
         metrics: the objects that it logs, by name.
     """
 
     draws: list[Draw]
+    has_dropout: bool
     calls: list[MetricCall]
     metrics: dict[str, Metric]
 
@@ -93,14 +95,18 @@ class TrainingStep:
 
     def observe(self, tensors: Mapping[str, Tensor], batch: Any, count: Tensor) -> Observed:
         """Run it as the sequential engine would, and tell what it does besides arithmetic."""
-        with DrawRecorder() as recorder:
+        with DrawRecorder() as recorder, DropoutWatch() as watch:
             _, _, calls, metrics = self._run(tensors, batch, count, ())
-        return Observed(recorder.draws, calls, metrics)
+        return Observed(recorder.draws, watch.has_seen_one, calls, metrics)
 
     def _run(
         self, tensors: Mapping[str, Tensor], batch: Any, count: Tensor, draws: Sequence[Tensor]
     ) -> tuple[Tensor, Logged, list[MetricCall], dict[str, Metric]]:
-        inner = {f"module.{name}": tensor for name, tensor in tensors.items()}
+        inner = {
+            f"module.{name}": tensor
+            for name, tensor in tensors.items()
+            if not name.startswith(self.stand_ins.prefixes)
+        }
         # no number: a step that decides something by its index cannot be the same for all slots
         arguments = (batch, count.long()) if self._takes_index else (batch,)
         logged: Logged = {}
@@ -171,3 +177,23 @@ def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
     if isinstance(batch, dict):
         return {key: map_tensors(function, part) for key, part in batch.items()}
     raise CannotStack(f"its batches hold a {type(batch).__name__}")
+
+
+def tensors_in(batch: Any) -> list[Tensor]:
+    """Return every tensor of a batch, in order.
+
+    Raises:
+        CannotStack: if the batch holds anything else.
+
+    Example:
+        >>> tensors_in({"x": torch.tensor(1), "y": [torch.tensor(2)]})
+        [tensor(1), tensor(2)]
+    """
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(note, batch)
+    return found

@@ -77,6 +77,9 @@ class BatchValue:
 class StandIns:
     """The stand-ins for all metrics of a module.
 
+    Attributes:
+        prefixes: with which the names of metrics' own buffers begin.
+
     Example:
         >>> from torchmetrics import SumMetric
         >>> module = nn.ModuleDict({"total": SumMetric()})
@@ -92,6 +95,7 @@ class StandIns:
         self._places: list[tuple[nn.Module, str, nn.Module, StandIn]] = []
         self._all: dict[int, StandIn] = {}
         self._visit(module, "", set())
+        self.prefixes = tuple(f"{stand_in.path}." for stand_in in self._all.values())
 
     def _visit(self, module: nn.Module, prefix: str, seen: set[int]) -> None:
         if id(module) in seen:

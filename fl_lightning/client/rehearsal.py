@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from fl_lightning.client.drawn_rows import DrawnRows
-from fl_lightning.client.functional_step import TrainingStep, map_tensors
+from fl_lightning.client.functional_step import Observed, TrainingStep, map_tensors, tensors_in
 from fl_lightning.client.metric_feed import MetricFeed
 from fl_lightning.core.seeds import preserve_global_generators
 
@@ -23,16 +23,14 @@ class Rehearsal:
         draws: the step's random numbers.
         feed: the metrics that it updates.
         metrics: those that it logs, by name.
+        is_final: whether later rounds will find the same: the step is arithmetic only, and calls no
+            dropout that may be switched on.
     """
 
     draws: DrawnRows
     feed: MetricFeed
     metrics: dict[str, Metric]
-
-    @property
-    def found_nothing(self) -> bool:
-        """Whether the step is arithmetic only."""
-        return not self.draws.numbers and not len(self.feed) and not self.metrics
+    is_final: bool
 
 
 def rehearse(
@@ -50,17 +48,17 @@ def rehearse(
     Raises:
         CannotStack: naming a draw or a metric that slots cannot do.
     """
-    sizes: list[int] = []
-    map_tensors(lambda tensor: sizes.append(len(tensor)) or tensor, batch)  # type: ignore[func-returns-value]
-    size = sizes[0]
+    size = len(tensors_in(batch)[0])
     count = torch.zeros((), dtype=torch.float64, device=next(module.parameters()).device)
 
-    def observed(part: Any) -> Any:
+    def observed(part: Any) -> Observed:
         buffers: dict[str, Tensor] = {n: b.clone() for n, b in module.named_buffers()}
         return step.observe(buffers, part, count)
 
     with preserve_global_generators(), step.stand_ins.in_place():
         full = observed(batch)
         one = observed(map_tensors(lambda tensor: tensor[:1], batch)) if by_example else None
-        draws = DrawnRows(full.draws, one and one.draws, num_slots, size)
-    return Rehearsal(draws, MetricFeed(full.calls, one and one.calls, size), full.metrics)
+        draws = DrawnRows(full.draws, None if one is None else one.draws, num_slots, size)
+    feed = MetricFeed(full.calls, None if one is None else one.calls, size)
+    is_final = not full.draws and not full.has_dropout and not len(feed) and not full.metrics
+    return Rehearsal(draws, feed, full.metrics, is_final)

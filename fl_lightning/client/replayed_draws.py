@@ -58,6 +58,29 @@ def _opened(function: Any) -> Any:
 _OPENED = {f: _opened(f) for f in (F.multi_head_attention_forward, F.gumbel_softmax)}
 
 
+class DropoutWatch(TorchFunctionMode):
+    """Learns whether any dropout is called inside it, be it switched off at present.
+
+    Example:
+        >>> with DropoutWatch() as watch:
+        ...     _ = torch.nn.functional.dropout(torch.ones(2), 0.0)
+        >>> watch.has_seen_one
+        True
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_seen_one = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run a function."""
+        is_one = func in _DROPOUTS | _FEATURE_DROPOUTS | _ALPHA_DROPOUTS or func in _OPENED
+        self.has_seen_one = self.has_seen_one or is_one
+        return func(*args, **(kwargs or {}))
+
+
 class ReplayedDraws(TorchFunctionMode):
     """Gives the functions inside it their random numbers, one entry a call.
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fl_lightning.client.cannot_stack import CannotStack
 from fl_lightning.client.drawn_rows import DrawnRows
-from fl_lightning.client.functional_step import map_tensors
+from fl_lightning.client.functional_step import map_tensors, tensors_in
 from fl_lightning.client.packing import Stay
 from fl_lightning.client.work import ClientWork
 from fl_lightning.core.seeds import GlobalGenerators, seed_global_generators
@@ -90,7 +90,7 @@ class SlotInputs:
     def _stacked(self, batches: dict[int, Any]) -> Any:
         """Return padded batches side by side; an empty slot repeats one that somebody has."""
         anyone = next(iter(batches.values()))
-        leaves = [_leaves(batches.get(slot, anyone)) for slot in range(self._num_slots)]
+        leaves = [tensors_in(batches.get(slot, anyone)) for slot in range(self._num_slots)]
         if len({len(of_slot) for of_slot in leaves}) > 1:
             raise CannotStack("its batches differ in their parts")
         parts = iter(zip(*leaves, strict=True))
@@ -101,14 +101,3 @@ class SlotInputs:
         if not missing:
             return tensor
         return torch.cat([tensor, tensor[-1:].expand(missing, *tensor.shape[1:])])
-
-
-def _leaves(batch: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(note, batch)
-    return found

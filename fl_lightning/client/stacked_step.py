@@ -136,14 +136,14 @@ class StackedStep:
         return self._graphs[-1]
 
     def rehearse(self, batch: Callable[[], Any]) -> Rehearsal:
-        """Find out what the step draws and gives to metrics, unless it is known to do neither.
+        """Find out what the step draws and gives to metrics, if that is not known for good.
 
-        That may change from round to round, e.g. with a dropout that grows.
+        It may change from round to round, e.g. with a dropout that grows.
 
         Args:
             batch: makes a full one.
         """
-        if self.rehearsal is None or not self.rehearsal.found_nothing:
+        if self.rehearsal is None or not self.rehearsal.is_final:
             options = self.options
             self.rehearsal = rehearse(
                 self._call,
