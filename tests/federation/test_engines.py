@@ -263,6 +263,17 @@ class Shuffling(ToyModule):
         return super().training_step((x + 0.1 * x[torch.randperm(len(x))], y), batch_idx)
 
 
+class Valued(ToyModule):
+    def __init__(self):
+        super().__init__()
+        self.metric = torchmetrics.MeanMetric()
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("metric", self.metric(loss.detach()))
+        return loss
+
+
 class Smoothed(ToyModule):
     def __init__(self):
         super().__init__()
@@ -292,6 +303,7 @@ class Lion(ToyModule):
         (Branch, "data-dependent control flow"),
         (Index, "data-dependent control flow"),
         (Recurrent, "lstm"),
+        (Valued, "a batch's MeanMetric as 'metric', not the MeanMetric object"),
         (Smoothed, "uses compute of MeanMetric 'metric'"),
         (Hooked, "Hooked defines on_after_backward"),
         (Lion, "RMSprop"),
