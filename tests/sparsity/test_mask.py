@@ -54,7 +54,7 @@ def test_counts_and_round_trips(mask):
     assert mask.density + mask.sparsity == 1
     again = Mask.from_state_dict(mask.state_dict())
     assert all(torch.equal(again[name], mask[name]) for name in SHAPES)
-    assert again == mask == pickle.loads(pickle.dumps(mask))  # noqa: S301 - our own bytes
+    assert again == mask == pickle.loads(pickle.dumps(mask))
     assert hash(again) == hash(mask)
     assert sum(bits.numel() for bits in mask.state_dict()["bits"].values()) == 2 + 1 + 0 + 2
 
@@ -70,7 +70,9 @@ def test_the_hash_is_that_of_names_shapes_and_bits_in_any_order():
     others = [mask_of(a=[1, 0], c=[0, 1]), mask_of(a=[[1, 0]], b=[0, 1]), mask_of(a=[1, 0])]
     others += [mask_of(a=[1, 0], b=[0, 1, 0]), mask_of(a=[1, 0], b=[1, 1])]
     assert len({mask.hash(), *(other.hash() for other in others)}) == 6
-    assert mask.hash() == "caa9d87d5b38ae63efcb3bb185ffd885"  # another layout of packed bits needs another VERSION
+    assert (
+        mask.hash() == "caa9d87d5b38ae63efcb3bb185ffd885"
+    )  # another layout of packed bits needs another VERSION
 
 
 def test_a_mask_does_not_change_with_what_it_was_made_of():
