@@ -25,8 +25,8 @@ Tensors = Mapping[str, Tensor]
 class Rule(Protocol):
     """Orders entries.
 
-    `needs_scores` says whether sensitivities matter. `order_by` returns a tensor a parameter, of its shape: entries with the lowest values are kept
-    first. Rules that do not need scores are given none.
+    `needs_scores` says whether sensitivities matter; rules that do not need them are given none.
+    `order_by` returns a tensor a parameter, of its shape: the lowest values are kept first.
     """
 
     needs_scores: ClassVar[bool]
