@@ -25,6 +25,7 @@ from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.metrics import weighted_mean
 from fl_lightning.core.space import Space
 from fl_lightning.core.update import ClientUpdate
+from fl_lightning.sparsity.masked_optimizer import MaskedOptimizer
 
 # A batch and the number of examples in it.
 SizedBatch = tuple[Any, int]
@@ -79,7 +80,6 @@ class LocalTrainer:
         step: LocalStep,
         collector: LogCollector | None = None,
     ) -> None:
-        self.space = Space.of_parameters(module)
         self.buffers = Space.of_buffers(module)
         self.collector = collector if collector is not None else LogCollector()
         self._module = module
@@ -88,7 +88,20 @@ class LocalTrainer:
         self._step = step
         self._options: list[dict[str, Any]] = []
         self._holds: GlobalModel | None = None
+        self.renew_space()
         self.start_round()
+
+    def renew_space(self) -> None:
+        """Have vectors hold what may move now: parameters that train, as the masks allow."""
+        masked = self._optimizer if isinstance(self._optimizer, MaskedOptimizer) else None
+        self.space = Space.of_parameters(self._module, masked.active if masked else None)
+        self._masks_version = masked.masks_version if masked else 0
+        self._holds = None
+
+    @property
+    def has_new_masks(self) -> bool:
+        """Whether the optimizer's masks were set since the space was made."""
+        return getattr(self._optimizer, "masks_version", 0) != self._masks_version
 
     def read(self) -> GlobalModel:
         """Return the module's present values as a global model."""

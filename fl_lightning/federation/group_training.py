@@ -61,6 +61,11 @@ class GroupTraining:
         self.scaler = ClientScaler(getattr(trainer.precision_plugin, "scaler", None))
         self.engine = EngineChooser(trainer, self.local, options.engine, options.accumulate)
 
+    def renew_space(self) -> None:
+        """Have vectors hold what may move now."""
+        self.local.renew_space()
+        self.engine.renew()
+
     def start_round(self) -> None:
         """Note what every client of the round starts from, besides the weights."""
         self.local.start_round()

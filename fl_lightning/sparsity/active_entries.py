@@ -68,6 +68,15 @@ class Split:
             mask.view(-1)[index.long()] = self.active is not None
         return mask
 
+    def indices(self, like: Tensor) -> Tensor:
+        """Return which entries of a tensor move, in rising order, shape (k,).
+
+        Example:
+            >>> Split(frozen=torch.tensor([1])).indices(torch.zeros(3)).tolist()
+            [0, 2]
+        """
+        return self.active if self.active is not None else _indices(self.mask(like).flatten())
+
     def spread(self, state: Tensor, like: Tensor) -> Tensor:
         """Return state in the shape of a tensor; what it says of frozen entries means nothing."""
         if self.active is None:

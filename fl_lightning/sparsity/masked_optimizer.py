@@ -34,7 +34,12 @@ class MaskedOptimizer(Optimizer, ABC):
     """An optimizer of torch that moves only the entries its masks allow.
 
     A subclass has one of torch's optimizers as its second base, and says how values move.
+
+    Attributes:
+        masks_version: how often masks were set.
     """
+
+    masks_version: int = 0
 
     @abstractmethod
     def move(
@@ -68,6 +73,12 @@ class MaskedOptimizer(Optimizer, ABC):
         pairs = chain.from_iterable(map(_pairs, self.param_groups))
         return {param: split.mask(param) for param, split in pairs if not split.is_whole}
 
+    @property
+    def active(self) -> dict[Tensor, Tensor]:
+        """Of every parameter with frozen entries, those that move: indices, shape (k,)."""
+        pairs = chain.from_iterable(map(_pairs, self.param_groups))
+        return {p: split.indices(p) for p, split in pairs if not split.is_whole}
+
     @torch.no_grad()
     def set_masks(self, masks: Masks | None) -> None:
         """Replace all masks; a parameter without one moves as a whole.
@@ -85,6 +96,7 @@ class MaskedOptimizer(Optimizer, ABC):
             ValueError: if there is no such parameter, or number, shape or dtype do not fit.
         """
         chosen = iter(self._in_order(masks))
+        self.masks_version += 1
         for group in self.param_groups:
             splits = []
             for param, before in _pairs(group):
