@@ -36,7 +36,7 @@ sgd_options = st.fixed_dictionaries(
 ).filter(lambda o: not o["nesterov"] or (o["momentum"] and not o["dampening"]))
 adamw_options = st.fixed_dictionaries(
     {
-        "betas": st.sampled_from([(0.9, 0.999), (0.5, 0.9), (0, 0.9)]),
+        "betas": st.sampled_from([(0.9, 0.999), (0.5, 0.9), (0.0, 0.9)]),
         "weight_decay": st.sampled_from([0, 0.1]),
         "amsgrad": st.booleans(),
         "maximize": st.booleans(),
@@ -156,7 +156,7 @@ def test_the_trajectory_by_hand():
     for grad in ([1, 1, -1, -1], [0.5, 2, 0, 1], [0, 0, 0, 0]):
         param.grad = torch.tensor(grad, dtype=torch.float64)
         optimizer.step()
-    assert param.tolist() == pytest.approx([0.62882465, 2.0, 3.25380468, 4.0], abs=1e-8)
+    assert param.tolist() == pytest.approx([0.62882465, 2.0, 3.25380468, 4.0], abs=1e-6)
 
 
 @pytest.mark.parametrize("make", [SparseSGDM, SparseAdamW])
