@@ -16,7 +16,7 @@ from torch import Tensor
 
 # From this fraction of moving entries on, a step of the whole tensor is faster (measured on a CPU
 # with SGD, momentum and weight decay), and whole state is smaller than values with their indices.
-DENSE_FROM = 0.7
+DENSE_FROM = 0.5
 
 
 @dataclass(frozen=True)
