@@ -93,15 +93,33 @@ class LocalTrainer:
 
     def renew_space(self) -> None:
         """Have vectors hold what may move now: parameters that train, as the masks allow."""
-        masked = self._optimizer if isinstance(self._optimizer, MaskedOptimizer) else None
-        self.space = Space.of_parameters(self._module, masked.active if masked else None)
-        self._masks_version = masked.masks_version if masked else 0
+        masked = isinstance(self._optimizer, MaskedOptimizer)
+        active = self._masked_optimizer.active if masked else None
+        self.space = Space.of_parameters(self._module, active)
+        self._masks = self._present_masks()
         self._holds = None
 
     @property
     def has_new_masks(self) -> bool:
         """Whether the optimizer's masks were set since the space was made."""
-        return getattr(self._optimizer, "masks_version", 0) != self._masks_version
+        pairs = zip(self._masks, self._present_masks(), strict=True)
+        return any(known is not present for known, present in pairs)
+
+    @property
+    def _masked_optimizer(self) -> MaskedOptimizer:
+        if not isinstance(self._optimizer, MaskedOptimizer):
+            raise ConfigurationError(
+                f"masks need an optimizer that keeps to them, like SparseSGDM, the module has "
+                f"{type(self._optimizer).__name__}"
+            )
+        return self._optimizer
+
+    def _by_parameter(self, masks: Mapping[str, Tensor]) -> dict[Tensor, Tensor]:
+        params = dict(self._module.named_parameters())
+        return {params[name]: mask.to(params[name].device) for name, mask in masks.items()}
+
+    def _present_masks(self) -> list[Any]:
+        return [group.get("active") for group in self._optimizer.param_groups]
 
     def read(self) -> GlobalModel:
         """Return the module's present values as a global model."""
@@ -144,6 +162,7 @@ class LocalTrainer:
         client_id: int,
         num_examples: int,
         batches: Iterable[Sequence[SizedBatch]],
+        masks: Mapping[str, Tensor] | None = None,
     ) -> ClientUpdate:
         """Return the update of one client.
 
@@ -152,6 +171,8 @@ class LocalTrainer:
             client_id: whose data the batches are.
             num_examples: the client's aggregation weight.
             batches: for every local step one batch, or several to accumulate, with their sizes.
+            masks: the client's own, by parameter name, of parameters that the optimizer's masks
+                let move in part; each allows at most as much. None for the optimizer's.
 
         Raises:
             ClientFailure: if a step raised (its error is the cause), if there was no step, or if
@@ -160,6 +181,10 @@ class LocalTrainer:
         if self._holds is not start:
             self.restore(start)
         self._holds = None
+        active = None
+        if masks is not None:  # until the next `restore`
+            active = self.space.coordinates(masks)
+            self._masked_optimizer.set_masks(self._by_parameter(masks))
         try:
             num_steps, losses, sizes = self._take_steps(batches)
         except ConfigurationError:
@@ -177,6 +202,7 @@ class LocalTrainer:
             num_examples=num_examples,
             num_steps=num_steps,
             metrics={"train/loss": weighted_mean(losses, sizes)} if losses else {},
+            active=active,
         )
         check_finite(update)
         update.metrics.update(logged)  # a module may log a train/loss of its own

@@ -163,6 +163,30 @@ class Space:
                 _put(tensors[name], index, view)
         return tensors
 
+    def coordinates(self, masks: Mapping[str, Tensor]) -> Tensor:
+        """Return which coordinates masks allow: bool, shape (k,).
+
+        Args:
+            masks: bool tensors by name; a tensor without one is allowed as a whole.
+
+        Raises:
+            ValueError: if they allow an entry that is not part of the space.
+
+        Example:
+            >>> space = Space({"w": torch.zeros(3), "b": torch.zeros(1)}, {"w": torch.tensor([0, 2])})
+            >>> space.coordinates({"w": torch.tensor([False, False, True])})
+            tensor([False,  True,  True])
+        """
+        parts = []
+        for name, tensor, index in zip(self.names, self._tensors, self._indices, strict=True):
+            mask = masks.get(name)
+            if mask is None:
+                mask = torch.ones_like(tensor, dtype=torch.bool)
+            parts.append(_entries(mask.to(tensor.device), index))
+            if name in masks and parts[-1].count_nonzero() != mask.count_nonzero():
+                raise ValueError(f"the mask of {name} allows entries that are frozen for everybody")
+        return torch.cat(parts)
+
     def positions_in(self, other: Space) -> Tensor:
         """Return where in another space's vectors each coordinate is; -1 where it is not.
 

@@ -75,7 +75,9 @@ class Split:
             >>> Split(frozen=torch.tensor([1])).indices(torch.zeros(3)).tolist()
             [0, 2]
         """
-        return self.active if self.active is not None else _indices(self.mask(like).flatten())
+        if self.active is not None:
+            return self.active
+        return self.mask(like).flatten().nonzero().view(-1)
 
     def spread(self, state: Tensor, like: Tensor) -> Tensor:
         """Return state in the shape of a tensor; what it says of frozen entries means nothing."""

@@ -37,12 +37,7 @@ class MaskedOptimizer(Optimizer, ABC):
     """An optimizer of torch that moves only the entries its masks allow.
 
     A subclass has one of torch's optimizers as its second base, and says how values move.
-
-    Attributes:
-        masks_version: how often masks were set.
     """
-
-    masks_version: int = 0
 
     @abstractmethod
     def move(
@@ -99,7 +94,6 @@ class MaskedOptimizer(Optimizer, ABC):
             ValueError: if there is no such parameter, or number, shape or dtype do not fit.
         """
         chosen = iter(self._in_order(masks))
-        self.masks_version += 1
         for group in self.param_groups:
             splits = []
             for param, before in _pairs(group):
