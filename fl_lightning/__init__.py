@@ -5,7 +5,7 @@ A map of the house; every room imports only from those above it in this list:
 - `fl_lightning.core`: the vector space, updates, seeds, metrics, errors
 - `fl_lightning.data`: partitions, shards, cohorts, data modules
 - `fl_lightning.models`: LightningModules and small networks
-- `fl_lightning.sparsity`: which parameters may move, and optimizers that move only those
+- `fl_lightning.sparsity`: which parameters may move: masks, calibration, optimizers
 - `fl_lightning.client`: one client's local training
 - `fl_lightning.server`: aggregation and the server's step
 - `fl_lightning.federation`: rounds inside Lightning's fit loop

@@ -17,6 +17,7 @@ FLOORS = {
     "server": 3,
     "federation": 4,
     "callbacks": 5,
+    "cli_devices": 5,
     "cli_errors": 5,
     "cli": 6,
     "__main__": 7,

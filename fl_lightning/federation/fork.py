@@ -61,6 +61,7 @@ class ForkLauncher:
                 "the first: build another Trainer, and continue with fit(ckpt_path=…)"
             )
         self._has_fitted |= fits
+        _check_can_fork()
         self._processes = []  # the new ones have nothing to do with those of another run
         _settle_folders(trainer)
         assert self._strategy.cluster_environment is not None
@@ -95,6 +96,22 @@ class ForkLauncher:
         if signum == signal.SIGKILL:
             for process in self._processes:
                 process.join()
+
+
+def can_fork() -> bool:
+    """Return whether this process can be divided: not on every system, nor once it has threads."""
+    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    has_threads = any(name.startswith("pt_autograd") for name in names)
+    return "fork" in multiprocessing.get_all_start_methods() and not has_threads
+
+
+def _check_can_fork() -> None:
+    if not can_fork():
+        raise ConfigurationError(
+            "this process cannot be divided in several any more: PyTorch has started threads in "
+            "it, for a GPU or because something was compiled before the first backward pass. "
+            "Restart it (the notebook's kernel) and start with this fit, or use devices: 1"
+        )
 
 
 def _settle_folders(trainer: Trainer) -> None:

@@ -44,7 +44,7 @@ def test_lean_and_full_steps_agree_bit_for_bit(precision):
         seed_everything(0, verbose=False)
         module = kind(dropout=0.3)
         _, federation = fit(module, precision=precision)
-        assert federation.rounds.step.is_lean == (kind is ToyModule)
+        assert federation.rounds.clients.step.is_lean == (kind is ToyModule)
         ends.append(weights(module))
     assert torch.equal(*ends)
     assert module.num_backwards > 0
