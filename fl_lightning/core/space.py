@@ -126,11 +126,6 @@ class Space:
         """Return `views` by name."""
         return dict(zip(self.names, self.views(vector), strict=True))
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of one vector on its way: every number in the dtype that its tensor has."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors)
-
     def fingerprint(self) -> str:
         """Return a hash of names and shapes: two spaces with the same one exchange vectors."""
         shapes = [(name, tuple(t.shape)) for name, t in zip(self.names, self._tensors, strict=True)]

@@ -46,6 +46,7 @@ from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.slot_engine import SlotEngine
 from fl_lightning.server.aggregators import Aggregator
 from fl_lightning.server.server import Server, ServerOptimizer
+from fl_lightning.updates.traffic import bytes_down, bytes_up
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,7 +241,7 @@ class RoundRunner:
             self._scaler.end_client()
             self.server.receive(update)
             self.record.add(update)
-            self.record.total_bytes_up += self._num_bytes
+            self.record.total_bytes_up += bytes_up(update)
         self._finish([work.client_id])
 
     def _train_in_slots(self, slots: SlotEngine, work: Sequence[ClientWork]) -> list[ClientWork]:
@@ -255,7 +256,7 @@ class RoundRunner:
                     self._skip_or_raise(failure)
                 self.server.receive_group(usable)
                 self.record.add_group(usable)
-                self.record.total_bytes_up += self._num_bytes * len(usable.client_ids)
+                self.record.total_bytes_up += bytes_up(usable) * len(usable.client_ids)
         except BaseException:  # the group counts as a whole or not at all
             self.server.load_state_dict(before[0])
             self.record = RoundRecord.from_state_dict(before[1])
@@ -266,7 +267,8 @@ class RoundRunner:
 
     def _finish(self, clients: list[int]) -> None:
         self.record.num_sampled += len(clients)
-        self.record.total_bytes_down += self._num_bytes * len(clients)
+        model = self.server.model
+        self.record.total_bytes_down += bytes_down(model.params, model.buffers) * len(clients)
         self._finished.update(clients)
 
     def _skip_or_raise(self, failure: ClientFailure) -> None:
@@ -304,10 +306,6 @@ class RoundRunner:
 
     def _seed_of(self, purpose: str, client: int) -> int:
         return derive_seed(self._options.seed, purpose, self._trainer.current_epoch, client)
-
-    @property
-    def _num_bytes(self) -> int:
-        return self._local.space.num_bytes + self._local.buffers.num_bytes
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything but the model, which is among the checkpoint's weights.

@@ -1,10 +1,10 @@
 """Strangers' bytes: damaged, made up, or damaged with care so that the checksum fits."""
 
+import random
 import struct
 import zlib
 
 import numpy as np
-import pytest
 import torch
 from updates.payloads import agreement, dense, message, payload, quantised
 
@@ -26,19 +26,20 @@ def messages():
 def damaged(rng, data, other):
     """Return the bytes after one to three changes of any kind."""
     data = bytearray(data)
-    for _ in range(rng.integers(1, 4)):
-        at = int(rng.integers(0, len(data) + 1))
-        end = at + int(rng.integers(1, 9))
-        changes = (
-            (at, at + 1, bytes(b ^ 1 << end % 8 for b in data[at : at + 1])),
-            (at, end, rng.bytes(end - at)),
-            (at, at + 8, struct.pack("<Q", HOSTILE[int(rng.integers(len(HOSTILE)))])),
-            (at, at, rng.bytes(end - at)),
-            (at, end, b""),
-            (at, len(data), b""),
-            (at, len(data), other[at:]),
+    for _ in range(rng.randrange(1, 4)):
+        at = rng.randrange(len(data) + 1)
+        end = at + rng.randrange(1, 9)
+        first, last, put = rng.choice(
+            [
+                (at, at + 1, bytes(b ^ 1 << end % 8 for b in data[at : at + 1])),
+                (at, end, rng.randbytes(end - at)),
+                (at, at + 8, struct.pack("<Q", rng.choice(HOSTILE))),
+                (at, at, rng.randbytes(end - at)),
+                (at, end, b""),
+                (at, len(data), b""),
+                (at, len(data), other[at:]),
+            ]
         )
-        first, last, put = changes[int(rng.integers(len(changes)))]
         data[first:last] = put
     return bytes(data)
 
@@ -53,20 +54,16 @@ def with_checksum(data):
 
 def outcomes(count, seed):
     """Decode ``count`` strings; return how many were accepted and changed."""
-    rng = np.random.default_rng(seed)
+    rng = random.Random(seed)  # ten times as fast as NumPy's for single numbers
     sent = messages()
     encoded = [encode(each) for each in sent]
     agreed = agreement(sent[0], SIZE)
     accepted = 0
     for number in range(count):
-        one, other = rng.integers(0, len(encoded), 2)
-        original = encoded[one]
-        data = (
-            rng.bytes(int(rng.integers(0, 300)))
-            if number % 10 == 0
-            else (damaged(rng, original, encoded[other]))
-        )
-        careful = number % 2
+        original, other = rng.choices(encoded, k=2)
+        made_up = number % 5 == 0
+        data = rng.randbytes(rng.randrange(300)) if made_up else damaged(rng, original, other)
+        careful = number % 4 == 1
         if careful:
             data = with_checksum(data)
         try:
@@ -85,9 +82,3 @@ def outcomes(count, seed):
 def test_fuzz():
     accepted = outcomes(100_000, seed=0)
     assert 0 < accepted < 50_000  # care pays: other numbers in the same places are a message
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1, 11))
-def test_more_fuzz(seed):
-    outcomes(100_000, seed)
