@@ -112,10 +112,10 @@ class Quantised:
 
     def to_dense(self) -> Tensor:
         """Return the numbers in float32, shape (n,)."""
-        values = self.codes.float() * _spread(self.scales, self.size, self.block)
+        values = self.codes.float() * per_member(self.scales, self.size, self.block)
         if self.offsets is None:
             return values
-        return values.add_(_spread(self.offsets, self.size, self.block))
+        return values.add_(per_member(self.offsets, self.size, self.block))
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,7 +162,7 @@ def num_blocks(size: int, block: int | None) -> int:
     return -(-size // (block or max(size, 1)))
 
 
-def _spread(per_block: Tensor, size: int, block: int | None) -> Tensor:
+def per_member(per_block: Tensor, size: int, block: int | None) -> Tensor:
     """Return each block's number for each of its members; one block's as it is."""
     if block is None or len(per_block) == 1:
         return per_block

@@ -49,12 +49,8 @@ def repaired(data):
     return bytes(body) + struct.pack("<I", zlib.crc32(body))
 
 
-def size_of(params):
-    return params.size
-
-
 class TestRoundTrip:
-    @settings(max_examples=300)
+    @settings(deadline=None)
     @given(data=st.data(), size=st.integers(0, 300))
     def test_every_payload_arrives_bit_for_bit_and_its_size_is_known(self, data, size):
         sent = message(data.draw(payloads(size)), data.draw(payloads(size % 7)))
@@ -153,6 +149,7 @@ class TestSizes:
         entropy = -size * (share * np.log2(share)).sum() / 8
         assert taken <= 1.04 * entropy + 1
 
+    @settings(deadline=None)
     @given(indices=st.sets(st.integers(0, 9999), min_size=1))
     def test_any_indices_are_within_their_bound(self, indices):
         sparse = Sparse(torch.tensor(sorted(indices)), Dense(torch.ones(len(indices))), 10_000)
@@ -220,7 +217,7 @@ class TestRefusals:
         data = bytearray(encode(sent))
         data[HEADER + at : HEADER + at + len(put)] = put
         with pytest.raises(DecodeError, match=says):
-            decode(repaired(data), agreement(sent, size_of(params)))
+            decode(repaired(data), agreement(sent, params.size))
 
     def test_a_payload_inside_a_payload_inside_a_payload(self):
         inner = payload(rng(), 3, FLOAT32, 3)
