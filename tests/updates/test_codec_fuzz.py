@@ -23,25 +23,26 @@ def messages():
     return [message(each) for each in params]
 
 
+# what may happen to some bytes behind a place: what stands there instead
+CHANGES = (
+    lambda rng, there, _: bytes([there[0] ^ 1 << rng.randrange(8)]) + there[1:],
+    lambda rng, there, _: rng.randbytes(len(there)),
+    lambda rng, there, _: struct.pack("<Q", rng.choice(HOSTILE)) + there[8:],
+    lambda rng, there, _: rng.randbytes(rng.randrange(1, 9)) + there,
+    lambda rng, there, _: there[rng.randrange(1, 9) :],
+    lambda rng, there, _: b"",
+    lambda rng, _, other: other,
+)
+
+
 def damaged(rng, data, other):
-    """Return the bytes after one to three changes of any kind."""
-    data = bytearray(data)
+    """Return the bytes after one to three changes of any kind, behind places or between them."""
     for _ in range(rng.randrange(1, 4)):
-        at = rng.randrange(len(data) + 1)
-        end = at + rng.randrange(1, 9)
-        first, last, put = rng.choice(
-            [
-                (at, at + 1, bytes(b ^ 1 << end % 8 for b in data[at : at + 1])),
-                (at, end, rng.randbytes(end - at)),
-                (at, at + 8, struct.pack("<Q", rng.choice(HOSTILE))),
-                (at, at, rng.randbytes(end - at)),
-                (at, end, b""),
-                (at, len(data), b""),
-                (at, len(data), other[at:]),
-            ]
-        )
-        data[first:last] = put
-    return bytes(data)
+        if data:
+            at = rng.randrange(len(data))
+            end = rng.choice((at + 8, len(data)))
+            data = data[:at] + rng.choice(CHANGES)(rng, data[at:end], other[at:]) + data[end:]
+    return data
 
 
 def with_checksum(data):
