@@ -6,6 +6,8 @@ repeat its round.
 
 from __future__ import annotations
 
+from functools import partial
+
 from benchmarks.bare import Visit
 from benchmarks.workloads import SEED, Workload
 from fl_lightning import UniformCohort
@@ -24,7 +26,7 @@ def federation_plan(work: Workload, clients: ClientShards, round_index: int) -> 
         order, sizes = local_order(
             clients[client],
             work.batch_size,
-            torch_generator(SEED, "shuffle", round_index, client),
+            partial(torch_generator, SEED, "shuffle", round_index, client),
             num_epochs=None if work.local_steps else 1,
             num_batches=work.local_steps,
         )

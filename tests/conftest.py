@@ -17,8 +17,7 @@ import torch
 torch.set_num_threads(1)
 
 
-# The first two take minutes: no worker should be left with them at the end. The third forks, which
-# PyTorch allows only before the process has compiled anything.
+# They take minutes: no worker should be left with them at the end.
 FIRST = ("test_readme_session", "test_kill", "test_processes")
 
 

@@ -33,14 +33,24 @@ class Compiled:
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
+        _start_autograd()
         self._plain = function
         self._compiled = torch.compile(_with_own_code(function), fullgraph=True, dynamic=False)
         self.is_given_up = False
+        self._is_checked = False
+
+    def recheck(self) -> None:
+        """Have the next call find out whether what Python reads has changed."""
+        self._is_checked = False
 
     def __call__(self, *args: Any) -> Any:
         """Run it."""
         if not self.is_given_up:
             try:
+                if self._is_checked:
+                    with torch.compiler.set_stance(skip_guard_eval_unsafe=True):
+                        return self._compiled(*args)
+                self._is_checked = True
                 return self._compiled(*args)
             except _FAILURES as error:
                 self.is_given_up = True
@@ -50,6 +60,15 @@ class Compiled:
                     stacklevel=2,
                 )
         return self._plain(*args)
+
+
+def _start_autograd() -> None:
+    """Run a first backward pass, if there was none.
+
+    That is when PyTorch starts a thread for every device, and a process with such threads cannot
+    be forked. To the compiler even a machine without any seems to have eight of them.
+    """
+    torch.zeros((), requires_grad=True).backward()
 
 
 def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:

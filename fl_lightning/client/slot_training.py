@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning.client.functional_step import OWN_LOSS, map_tensors
+from fl_lightning.client.functional_step import OWN_LOSS, Tensors, map_tensors
 from fl_lightning.client.local_training import GlobalModel, check_finite
 from fl_lightning.client.packing import Stay, pack
 from fl_lightning.client.stacked_step import StackedStep
@@ -109,13 +109,18 @@ class SlotTrainer:
         named_start = self._space.named_views(start.params)
         for number, (step_indices, step_valid) in enumerate(zip(indices, valid, strict=True)):
             batch = map_tensors(self._by_slot, self._read(step_indices.reshape(-1)))
+            if together and number in begins and number + 1 in ends:
+                deltas, sums = self._step.only(named_start, batch, step_valid)
+                count = len(ends[number + 1])
+                yield self._updates(start, ends[number + 1], work, sums, deltas[:count])
+                continue
             if together and number in begins:
                 self._step.first(named_start, batch, step_valid)
             else:
                 self._reset([stay.slot for stay in begins.get(number, [])])
                 self._step(batch, step_valid)
             if number + 1 in ends:
-                yield self._updates(start, ends[number + 1], work)
+                yield self._updates(start, ends[number + 1], work, self._step.sums)
 
     def _by_slot(self, tensor: Tensor) -> Tensor:
         return tensor.view(self._num_slots, self._batch_size, *tensor.shape[1:])
@@ -161,16 +166,21 @@ class SlotTrainer:
 
     @torch.no_grad()
     def _updates(
-        self, start: GlobalModel, stays: list[Stay], work: Sequence[ClientWork]
+        self,
+        start: GlobalModel,
+        stays: list[Stay],
+        work: Sequence[ClientWork],
+        sums: Tensors,
+        deltas: Tensor | None = None,
     ) -> GroupUpdate:
         clients = [work[stay.client] for stay in stays]
         slots = [stay.slot for stay in stays]
         rows: Any = slice(None) if slots == list(range(self._num_slots)) else slots
-        means = {name: s[rows, 0] / s[rows, 1] for name, s in self._step.sums.items()}
+        means = {name: s[rows, 0] / s[rows, 1] for name, s in sums.items()}
         own = {"train/loss": means.pop(OWN_LOSS)}  # a module may log a train/loss of its own
         return GroupUpdate(
             client_ids=[client.client_id for client in clients],
-            deltas=self._deltas(rows, len(slots)),
+            deltas=self._deltas(rows, len(slots)) if deltas is None else deltas,
             buffers=self._final_buffers(start, rows, len(slots)),
             num_examples=[client.num_examples for client in clients],
             num_steps=[len(client.sizes) for client in clients],
@@ -193,9 +203,11 @@ class SlotTrainer:
 
 def usable_rows(group: GroupUpdate) -> tuple[GroupUpdate, list[ClientFailure]]:
     """Return the group without the clients whose update is not finite, and who they are."""
-    finite = group.metrics["train/loss"].isfinite() & group.norms.isfinite()
-    usable = finite & group.buffers.isfinite().all(1)
-    if bool(usable.all()):
+    loss = group.metrics["train/loss"]
+    if bool((loss.sum() + group.norms.sum() + group.buffers.sum()).isfinite()):
+        return group, []
+    usable = loss.isfinite() & group.norms.isfinite() & group.buffers.isfinite().all(1)
+    if bool(usable.all()):  # their sum was too large
         return group, []
     failures = []
     for update in group:

@@ -14,7 +14,7 @@ stays whole and only full batches can be stacked.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,10 +88,14 @@ class StackedStep:
         self.count = torch.zeros(options.num_slots, device=self._device, dtype=torch.float64)
         self.sums: Tensors = {}
         self.states: dict[str, list[Tensor]] = {}
+        self._graphs: list[Compiled] = []
         self.read_options()
 
     def read_options(self) -> None:
-        """Take over the optimizer's present options; changed ones need another graph."""
+        """Take over the optimizer's present options; changed ones need another graph.
+
+        What else Python reads in a step may have changed as well, since the last time.
+        """
         groups = self._optimizer.param_groups
         rules = [stacked_rule(self._optimizer, group) for group in groups]
         if any(rule is None for rule in rules):
@@ -101,6 +105,8 @@ class StackedStep:
             torch.tensor(float(g["lr"]), dtype=self._dtype, device=self._device) for g in groups
         ]
         if rules == self._rules:
+            for graph in self._graphs:
+                graph.recheck()
             return
         self._rules = [rule for rule in rules if rule is not None]
         self.states = {
@@ -109,9 +115,15 @@ class StackedStep:
         }
         # a schedule that changes more than the learning rate would want a graph every round
         self._num_graphs += 1
-        is_compiled = self.options.compiled and self._num_graphs <= MOST_GRAPHS
-        self._run = Compiled(self._step) if is_compiled else self._step
-        self._run_first = Compiled(self._first_step) if is_compiled else self._first_step
+        self._graphs = []
+        self._run, self._run_first = self._graph(self._step), self._graph(self._first_step)
+        self._run_only = self._graph(self._only_step)
+
+    def _graph(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        if not self.options.compiled or self._num_graphs > MOST_GRAPHS:
+            return function
+        self._graphs.append(Compiled(function))
+        return self._graphs[-1]
 
     def __call__(self, batch: Any, valid: Tensor) -> None:
         """Take one step in every slot.
@@ -140,6 +152,22 @@ class StackedStep:
             self._run_first(start, self.params, self.states, self.count, self._lrs, batch, valid)
         )
 
+    def only(self, start: Tensors, batch: Any, valid: Tensor) -> tuple[Tensor, Tensors]:
+        """Return what the only step of a new client in every slot comes to.
+
+        Args:
+            start: as for the first step; its order is that of the deltas' coordinates.
+            batch: as for a step.
+            valid: as for a step.
+
+        Returns:
+            The clients' deltas, shape (G, k), and what `sums` would hold.
+        """
+        self.count.zero_()
+        only: tuple[Tensor, Tensors]
+        only = self._run_only(start, self.states, self.count, self._lrs, batch, valid)
+        return only
+
     def _add(self, logged: Tensors) -> None:
         for name, sums in logged.items():
             if name in self.sums:
@@ -157,16 +185,22 @@ class StackedStep:
         batch: Any,
         valid: Tensor,
     ) -> Tensors:
-        gradient = grad_and_value(self._weighted_loss, has_aux=True)
-        grads, (_, (logged, _)) = vmap(gradient, (None, None, 0, 0, 0), randomness="error")(
-            start, {}, batch, valid, count
-        )
-        stacked = {name: value.unsqueeze(0) for name, value in start.items()}
-        empty = {
-            name: [torch.zeros_like(grads[name]) for _ in state] for name, state in states.items()
-        }
-        self._move(stacked, empty, grads, params, states, count, lrs)
-        return dict(logged)
+        moved, new_states, logged = self._moved_from(start, states, count, lrs, batch, valid)
+        self._write(params, states, count, moved, new_states)
+        return logged
+
+    def _only_step(
+        self,
+        start: Tensors,
+        states: dict[str, list[Tensor]],
+        count: Tensor,
+        lrs: list[Tensor],
+        batch: Any,
+        valid: Tensor,
+    ) -> tuple[Tensor, Tensors]:
+        moved, _, logged = self._moved_from(start, states, count, lrs, batch, valid)
+        deltas = [(start[name] - moved[name]).flatten(1) for name in start]
+        return torch.cat(deltas, 1), logged
 
     def _step(
         self,
@@ -183,30 +217,61 @@ class StackedStep:
         grads, (_, (logged, new_buffers)) = vmap(gradient, randomness="error")(
             params, buffers, batch, valid, count
         )
-        self._move(params, states, grads, params, states, count, lrs)
+        moved, new_states = self._moved(params, states, grads, count, lrs)
+        self._write(params, states, count, moved, new_states)
         for name, buffer in buffers.items():
             buffer.copy_(new_buffers[name])
         return dict(logged)
 
-    def _move(
+    def _moved_from(
         self,
-        old_params: Tensors,
-        old_states: dict[str, list[Tensor]],
-        grads: Tensors,
-        params: Tensors,
+        start: Tensors,
         states: dict[str, list[Tensor]],
         count: Tensor,
         lrs: list[Tensor],
-    ) -> None:
-        """Write the optimizer's step from the old values into the slots."""
+        batch: Any,
+        valid: Tensor,
+    ) -> tuple[Tensors, dict[str, list[Tensor]], Tensors]:
+        """Return parameters and states after a first step, and what was logged."""
+        gradient = grad_and_value(self._weighted_loss, has_aux=True)
+        grads, (_, (logged, _)) = vmap(gradient, (None, None, 0, 0, 0), randomness="error")(
+            start, {}, batch, valid, count
+        )
+        stacked = {name: value.unsqueeze(0) for name, value in start.items()}
+        empty = {
+            name: [torch.zeros_like(grads[name]) for _ in state] for name, state in states.items()
+        }
+        return *self._moved(stacked, empty, grads, count, lrs), dict(logged)
+
+    def _moved(
+        self,
+        params: Tensors,
+        states: dict[str, list[Tensor]],
+        grads: Tensors,
+        count: Tensor,
+        lrs: list[Tensor],
+    ) -> tuple[Tensors, dict[str, list[Tensor]]]:
+        """Return the optimizer's new parameters and states."""
         grads = self._clipped(grads)
+        moved, new_states = {}, {}
         for name, param in params.items():
             group = self._group_of[name]
-            moved, state = self._rules[group].step(
-                old_params[name], grads[name], old_states[name], lrs[group], count
+            moved[name], new_states[name] = self._rules[group].step(
+                param, grads[name], states[name], lrs[group], count
             )
-            param.copy_(moved)
-            for slot, new in zip(states[name], state, strict=True):
+        return moved, new_states
+
+    def _write(
+        self,
+        params: Tensors,
+        states: dict[str, list[Tensor]],
+        count: Tensor,
+        moved: Tensors,
+        new_states: dict[str, list[Tensor]],
+    ) -> None:
+        for name, param in params.items():
+            param.copy_(moved[name])
+            for slot, new in zip(states[name], new_states[name], strict=True):
                 slot.copy_(new)
         count.add_(1)
 

@@ -132,7 +132,7 @@ class ClientShards:
 def local_order(
     shard: Tensor,
     batch_size: int,
-    generator: torch.Generator,
+    generator: Callable[[], torch.Generator],
     *,
     num_epochs: int | None = None,
     num_batches: int | None = None,
@@ -141,28 +141,34 @@ def local_order(
     """Return in which order one client's local training sees its examples, and its batches' sizes.
 
     Every epoch is a fresh permutation of the shard; its last batch may be smaller. ``num_batches``
-    goes through as many epochs as it takes.
+    goes through as many epochs as it takes. A shard that fits in one batch stays as it is: a batch
+    has no order.
 
     Args:
         shard: the client's indices, shape (n,), n ≥ 1.
         batch_size: examples per batch, ≥ 1.
-        generator: where the permutations are drawn from.
+        generator: makes what the permutations are drawn from.
         num_epochs: passes over the shard; or else
         num_batches: how many batches.
         drop_last: leave out an epoch's smaller last batch, unless it is the only one.
 
     Example:
         >>> generator = torch.Generator().manual_seed(0)
-        >>> local_order(torch.arange(5), 2, generator, num_epochs=1)
+        >>> local_order(torch.arange(5), 2, lambda: generator, num_epochs=1)
         (tensor([4, 0, 1, 3, 2]), [2, 2, 1])
     """
-    assert (num_epochs is None) != (num_batches is None)
-    full, rest = divmod(len(shard), batch_size)
+    count, *more = [number for number in (num_epochs, num_batches) if number is not None]
+    assert not more
+    num_examples = shard.shape[0]
+    if num_examples <= batch_size:
+        return shard if count == 1 else shard.repeat(count), [num_examples] * count
+    draws = generator()
+    full, rest = divmod(num_examples, batch_size)
     epoch = [batch_size] * full + [rest] * (rest > 0 and not (drop_last and full > 0))
     if num_epochs is None:
         num_epochs = -(-num_batches // len(epoch))  # type: ignore[operator]
     sizes = (epoch * num_epochs)[:num_batches]
-    parts = [shard[torch.randperm(len(shard), generator=generator)] for _ in range(num_epochs)]
+    parts = [shard[torch.randperm(num_examples, generator=draws)] for _ in range(num_epochs)]
     parts = [part[: sum(epoch)] for part in parts]
     order = parts[0] if num_epochs == 1 else torch.cat([shard[:0], *parts])
     return order[: sum(sizes)], sizes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 
 from fl_lightning.client.local_training import SizedBatch
@@ -47,17 +48,18 @@ class WorkPlan:
     def of(self, client: int, round_index: int) -> ClientWork:
         """Return one client's work in a round; without a step if it has no examples."""
         amount, shard = self._local_work, self._clients[client]
-        if not len(shard):
+        num_examples = shard.shape[0]
+        if not num_examples:
             return ClientWork(client, 0, shard, [])
         order, sizes = local_order(
             shard,
             self._batch_size,
-            torch_generator(amount.seed, "shuffle", round_index, client),
+            partial(torch_generator, amount.seed, "shuffle", round_index, client),
             num_epochs=amount.local_epochs,
             num_batches=amount.local_steps and amount.local_steps * amount.accumulate,
             drop_last=self._drop_last,
         )
-        return ClientWork(client, len(shard), order, sizes)
+        return ClientWork(client, num_examples, order, sizes)
 
     def steps(self, work: ClientWork) -> Iterator[Sequence[SizedBatch]]:
         """Yield the batches of every local step, built when they are needed."""

@@ -61,6 +61,7 @@ class ForkLauncher:
                 "the first: build another Trainer, and continue with fit(ckpt_path=…)"
             )
         self._has_fitted |= fits
+        _check_can_fork()
         self._processes = []  # the new ones have nothing to do with those of another run
         _settle_folders(trainer)
         assert self._strategy.cluster_environment is not None
@@ -95,6 +96,16 @@ class ForkLauncher:
         if signum == signal.SIGKILL:
             for process in self._processes:
                 process.join()
+
+
+def _check_can_fork() -> None:
+    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    if any(name.startswith("pt_autograd") for name in names):
+        raise ConfigurationError(
+            "this process cannot be divided in several any more: PyTorch has started threads in "
+            "it, for a GPU or because something was compiled before the first backward pass. "
+            "Restart it (the notebook's kernel) and start with this fit, or use devices: 1"
+        )
 
 
 def _settle_folders(trainer: Trainer) -> None:

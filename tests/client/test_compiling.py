@@ -34,6 +34,17 @@ def test_a_function_that_cannot_be_one_graph_runs_as_it_is():
     assert torch.equal(run(X), 3 * X)
 
 
+def test_a_changed_value_is_found_when_asked_for():
+    scaled = Scaled(2)
+    run = Compiled(scaled.times)
+    assert torch.equal(run(X), 2 * X)
+    assert torch.equal(run(X), 2 * X)
+    scaled.factor = 5
+    run.recheck()
+    assert torch.equal(run(X), 5 * X)
+    assert torch.equal(run(X), 5 * X)
+
+
 def test_a_value_that_changes_every_round_is_given_up_in_time():
     scaled = Scaled(0)
     run = Compiled(scaled.times)
@@ -41,6 +52,7 @@ def test_a_value_that_changes_every_round_is_given_up_in_time():
     def rounds():
         for factor in range(12):
             scaled.factor = factor
+            run.recheck()
             assert torch.equal(run(X), X * factor)
 
     with pytest.warns(UserWarning, match="not compiled from here on"):

@@ -36,7 +36,7 @@ class Whole(Pairs):
 def drawn(num_examples, batch_size, *, seed=0, **options):
     shard = torch.arange(100, 100 + num_examples)
     generator = torch.Generator().manual_seed(seed)
-    order, sizes = local_order(shard, batch_size, generator, **options)
+    order, sizes = local_order(shard, batch_size, lambda: generator, **options)
     return [batch.tolist() for batch in order.split(sizes)]
 
 
@@ -82,9 +82,13 @@ class TestLocalOrder:
             )
 
     def test_epochs_and_generators_differ(self):
-        first, second = drawn(30, 30, num_epochs=2)
+        first, _, second, _ = drawn(30, 29, num_epochs=2)
         assert first != second
-        assert drawn(30, 30, num_epochs=1) != drawn(30, 30, num_epochs=1, seed=1)
+        assert drawn(30, 29, num_epochs=1) != drawn(30, 29, num_epochs=1, seed=1)
+
+    def test_one_batch_has_no_order(self):
+        assert drawn(3, 3, num_epochs=2) == [[100, 101, 102]] * 2
+        assert drawn(3, 7, num_batches=3, drop_last=True) == [[100, 101, 102]] * 3
 
 
 class TestClientShards:

@@ -30,7 +30,10 @@ def plain_fedavg(module, data, *, rounds, cohort, epochs, seed, server_lr=1.0):
             order = torch.Generator().manual_seed(derive_seed(seed, "shuffle", r, k))
             shard = data.clients[k]
             for _ in range(epochs):
-                for batch in shard[torch.randperm(len(shard), generator=order)].split(8):
+                epoch = shard  # one batch has no order
+                if len(shard) > 8:
+                    epoch = shard[torch.randperm(len(shard), generator=order)]
+                for batch in epoch.split(8):
                     logits = module.net(x[batch])
                     loss = F.cross_entropy(logits, y[batch])
                     module.net(x[batch])  # as the toy's training step does, for its dropout

@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,7 @@ from fl_lightning import (
     RoundFailure,
     UniformCohort,
 )
+from fl_lightning.client.compiling import Compiled
 from fl_lightning.core.errors import ProcessFailure
 from fl_lightning.federation.compatibility import check_compatible
 from fl_lightning.federation.ranks import Ranks
@@ -383,6 +385,34 @@ def test_layers_that_exchange_statistics_are_refused():
 
     with pytest.raises(ConfigurationError, match="sync_batchnorm to false"):
         fit(2, Synchronised)
+
+
+def square(x):
+    return x * x
+
+
+def fit_after_compiling(compile_, folder):
+    """In a process that has not seen a backward pass before its first graph."""
+    x = torch.ones(2, requires_grad=True)
+    compile_(square)(x.detach())
+    x.sum().backward()
+    try:
+        fit(2, max_epochs=1)
+    except ConfigurationError as error:
+        (folder / "refused").write_text(str(error))
+
+
+@pytest.mark.parametrize("compile_", [Compiled, partial(torch.compile, backend="eager")])
+def test_a_process_that_has_compiled_forks_or_says_why_not(tmp_path, compile_):
+    context = multiprocessing.get_context("spawn")
+    process = context.Process(target=fit_after_compiling, args=(compile_, tmp_path))
+    process.start()
+    process.join(timeout=120)
+    assert process.exitcode == 0
+    if compile_ is Compiled:
+        assert not (tmp_path / "refused").exists()
+    else:
+        assert "Restart it" in (tmp_path / "refused").read_text()
 
 
 def one_of_two(rank, port, folder):
