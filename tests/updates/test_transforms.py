@@ -281,3 +281,19 @@ class TestChain:
 def test_bad_options_are_refused_at_the_door(make, says):
     with pytest.raises(ValueError, match=says):
         make()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(
+    "transform",
+    [Chain(), TopK(0.1), RandomK(0.1), QSGD(4, block=7), Affine(8, block=7)],
+    ids=lambda transform: transform.name,
+)
+def test_bytes_do_not_depend_on_the_device(transform):
+    values = vector()
+    here, there = (
+        encode(message(transform.on_client(Dense(each), seed=0)))
+        for each in (values, values.cuda())
+    )
+    assert here == there
