@@ -131,7 +131,8 @@ class Agreement:
         kind: whether an update or a model is waited for.
         space: fingerprint of the space and its mask.
         round_index: the round.
-        num_params: numbers that the params' payload stands for, k without transforms.
+        num_params: numbers that the params' payload stands for: `Chain.sent_size` of k, which is k
+            itself for all transforms but `RandomK`.
         num_buffers: of the floating-point buffers.
         transforms: what is done to a delta, in order.
     """

@@ -144,7 +144,7 @@ def _read_dense(reader: Reader, variant: int, count: int, size: int) -> Dense:
 
 def _bad_scales(scales: Tensor, offsets: Tensor | None, bits: int) -> str | None:
     if not bool((scales >= 0).all()):
-        return "scales must not be negative"
+        return "scales must be numbers of at least 0"
     largest = scales.double() * (2 ** (bits - 1) if offsets is None else 2**bits - 1)
     if offsets is not None:
         largest = largest + offsets.double().abs()
@@ -210,7 +210,7 @@ def _read_sparse(reader: Reader, num_low_bits: int, count: int, size: int) -> Sp
     if count > size:
         raise DecodeError(f"{count} indices into {size} numbers")
     # the shortest code never has more; the remainders then add up to less than 2 size
-    if num_low_bits and count << num_low_bits > 2 * size:
+    if num_low_bits and max(1, count) << num_low_bits > 2 * size:
         raise DecodeError(f"indices with remainders of {num_low_bits} bits are not the shortest")
     (unary_size,) = reader.fields(_COUNT, "size of the indices")
     # each quotient is a one and zeros, no more zeros than the gaps have room for
