@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,7 +37,7 @@ class RandomK:
         >>> payload.size
         2
         >>> half.on_server(payload, seed=1, size=4).to_dense()
-        tensor([0., 4., 0., 8.])
+        tensor([2., 0., 6., 0.])
     """
 
     fraction: float
@@ -70,6 +71,14 @@ class RandomK:
         return Sparse(self._indices(seed, size).to(values.device), Dense(values), size)
 
     def _indices(self, seed: int, size: int) -> Tensor:
-        generator = torch.Generator().manual_seed(seed)
-        drawn = torch.randperm(size, generator=generator)[: num_kept(size, self.fraction)]
-        return drawn.sort().values
+        """Return the places of the smallest of as many random keys, in order.
+
+        Of PCG64 the raw integers are promised to be the same in every version of NumPy; what makes
+        choices and permutations out of them, there and in PyTorch, is not.
+        """
+        kept = num_kept(size, self.fraction)
+        if not kept:
+            return torch.empty(0, dtype=torch.int64)
+        keys = np.random.PCG64(seed).random_raw(size)
+        largest = np.partition(keys, kept - 1)[kept - 1]
+        return torch.from_numpy(np.flatnonzero(keys <= largest)[:kept])

@@ -57,7 +57,7 @@ class TopK:
         if not kept:
             return payload
         sizes = values.abs()
-        least = sizes.topk(kept).values[-1]
+        least = sizes.kthvalue(values.numel() - kept + 1).values
         sure = (sizes > least).nonzero().flatten()
         ties = ((sizes == least) & (sizes > 0)).nonzero().flatten()[: kept - len(sure)]
         indices = torch.cat([sure, ties]).sort().values
