@@ -218,12 +218,6 @@ class Space:
         """Return `views` by name."""
         return dict(zip(self.names, self.views(vector), strict=True))
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of one vector on its way: every number in the dtype that its tensor has."""
-        pairs = zip(self._sizes, self._tensors, strict=True)
-        return sum(size * tensor.element_size() for size, tensor in pairs)
-
     def fingerprint(self) -> str:
         """Return a hash of names and shapes: two spaces with the same one exchange vectors."""
         shapes = [(name, tuple(t.shape)) for name, t in zip(self.names, self._tensors, strict=True)]
