@@ -68,7 +68,7 @@ def _start_autograd() -> None:
     That is when PyTorch starts a thread for every device, and a process with such threads cannot
     be forked. To the compiler even a machine without any seems to have eight of them.
     """
-    torch.zeros((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
+    torch.zeros((), requires_grad=True).backward()
 
 
 def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ stays whole and only full batches can be stacked.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,6 +88,7 @@ class StackedStep:
         self.count = torch.zeros(options.num_slots, device=self._device, dtype=torch.float64)
         self.sums: Tensors = {}
         self.states: dict[str, list[Tensor]] = {}
+        self._graphs: list[Compiled] = []
         self.read_options()
 
     def read_options(self) -> None:
@@ -104,9 +105,8 @@ class StackedStep:
             torch.tensor(float(g["lr"]), dtype=self._dtype, device=self._device) for g in groups
         ]
         if rules == self._rules:
-            for run in (self._run, self._run_first, self._run_only):
-                if isinstance(run, Compiled):
-                    run.recheck()
+            for graph in self._graphs:
+                graph.recheck()
             return
         self._rules = [rule for rule in rules if rule is not None]
         self.states = {
@@ -115,10 +115,15 @@ class StackedStep:
         }
         # a schedule that changes more than the learning rate would want a graph every round
         self._num_graphs += 1
-        is_compiled = self.options.compiled and self._num_graphs <= MOST_GRAPHS
-        self._run = Compiled(self._step) if is_compiled else self._step
-        self._run_first = Compiled(self._first_step) if is_compiled else self._first_step
-        self._run_only = Compiled(self._only_step) if is_compiled else self._only_step
+        self._graphs = []
+        self._run, self._run_first = self._graph(self._step), self._graph(self._first_step)
+        self._run_only = self._graph(self._only_step)
+
+    def _graph(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        if not self.options.compiled or self._num_graphs > MOST_GRAPHS:
+            return function
+        self._graphs.append(Compiled(function))
+        return self._graphs[-1]
 
     def __call__(self, batch: Any, valid: Tensor) -> None:
         """Take one step in every slot.
@@ -159,7 +164,9 @@ class StackedStep:
             The clients' deltas, shape (G, k), and what `sums` would hold.
         """
         self.count.zero_()
-        return self._run_only(start, self.states, self.count, self._lrs, batch, valid)
+        only: tuple[Tensor, Tensors]
+        only = self._run_only(start, self.states, self.count, self._lrs, batch, valid)
+        return only
 
     def _add(self, logged: Tensors) -> None:
         for name, sums in logged.items():
