@@ -87,7 +87,7 @@ class StandIns:
         >>> with stand_ins.in_place():
         ...     calls = stand_ins.listen()
         ...     _ = module["total"](2.0)
-        >>> calls[0].args, float(module["total"].sum_value)
+        >>> calls[0][1], float(module["total"].sum_value)
         ((2.0,), 0.0)
     """
 

@@ -83,7 +83,8 @@ class SlotTrainer:
         with preserve_global_generators():
             rehearsal = self._step.rehearse(lambda: self._inputs.batch_like(work[0]))
         draws = rehearsal.draws if rehearsal.draws.numbers else None
-        self._start = self._space.views(start.params)
+        named_start = self._space.full(start.params)
+        self._start = list(named_start.values())
         self._start_buffers = self._buffers.views(start.buffers) if self._step.buffers else []
         self._state_rows = [t for states in self._step.states.values() for t in states]
         stays = pack([len(client.sizes) for client in work], self._num_slots)
@@ -93,7 +94,6 @@ class SlotTrainer:
         ends = {end: list(group) for end, group in groupby(by_end, lambda s: s.end)}
         # with clients of one size all slots begin together
         together = self._step.options.weighted and len({len(w.sizes) for w in work}) == 1
-        named_start = self._space.named_views(start.params)
         given: list[list[Tensor]] = []
         for number, (step_indices, step_valid) in enumerate(zip(indices, valid, strict=True)):
             new, done = begins.get(number, []), ends.get(number + 1, [])
@@ -101,7 +101,7 @@ class SlotTrainer:
             batch = self._inputs.next(number, step_indices, guests, draws)
             deltas, sums = None, self._step.sums
             if together and new and done:
-                deltas, sums = self._step.only(named_start, batch, step_valid)
+                deltas, sums = self._step.only(named_start, batch, step_valid, self._space.active)
                 deltas = deltas[: len(done)]
             elif together and new:
                 self._step.first(named_start, batch, step_valid)
@@ -192,9 +192,17 @@ class SlotTrainer:
     def _deltas(self, rows: Any, count: int) -> Tensor:
         first = self._start[0]
         deltas = torch.empty(count, self._space.size, dtype=first.dtype, device=first.device)
-        parts = deltas.split([start.numel() for start in self._start], 1)
-        for part, start, tensor in zip(parts, self._start, self._params, strict=True):
-            torch.sub(start, tensor[rows], out=part.view(count, *start.shape))
+        begin = 0
+        for name, start, tensor in zip(self._space.names, self._start, self._params, strict=True):
+            index = self._space.active.get(name)
+            size = start.numel() if index is None else len(index)
+            part = deltas[:, begin : begin + size]
+            if index is None:
+                torch.sub(start, tensor[rows], out=part.view(count, *start.shape))
+            else:
+                ends = tensor.flatten(1)[:, index][rows]
+                torch.sub(start.flatten()[index], ends, out=part)
+            begin += size
         return deltas
 
     def _final_buffers(self, start: GlobalModel, rows: Any, count: int) -> Tensor:
