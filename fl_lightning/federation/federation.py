@@ -17,6 +17,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
+from fl_lightning.client.speedups import Speedup
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import (
     derive_seed,
@@ -62,6 +63,10 @@ class Federation(Callback):
         engine: ``sequential`` trains clients one after the other, ``slots`` many at once, which is
             faster for small models; ``auto`` measures and says in one line what it chose.
         slots: how many clients at once; chosen by the model's size if None.
+        speedups: of the steps of clients that train one after the other, any of
+            ``channels_last``, ``fused_optimizer``, ``thin_gradients`` and ``math_attention``, see
+            `fl_lightning.client.speedups`; updates are the same but for rounding. If None,
+            ``engine: auto`` measures which pay, if the run is long, and other engines use none.
         seed: root of every draw (cohorts, shuffling, dropout, augmentation); the run's seed,
             as given to `lightning.seed_everything`, if None.
 
@@ -91,6 +96,7 @@ class Federation(Callback):
         min_replies: int = 1,
         engine: EngineName = "auto",
         slots: int | None = None,
+        speedups: list[Speedup] | None = None,
         seed: int | None = None,
     ) -> None:
         super().__init__()
@@ -102,7 +108,7 @@ class Federation(Callback):
         self.server_optimizer = server_optimizer or fedavg_optimizer
         self.on_client_failure: Literal["raise", "skip"] = on_client_failure
         self.min_replies = min_replies
-        self.engine = EngineOptions(engine, slots)
+        self.engine = EngineOptions(engine, slots, None if speedups is None else tuple(speedups))
         self.seed = run_seed(seed)
         self.rounds: RoundRunner | None = None
         self._saved: dict[str, Any] = {}
@@ -160,6 +166,7 @@ class Federation(Callback):
         if self._saved:
             self.rounds.load_state_dict(self._saved)
             self._saved = {}
+        self._cleanup.callback(self.rounds.step.use, ())
         install(trainer, self.rounds)
         self._cleanup.enter_context(preserve_global_generators())
         for owner in (pl_module, trainer.datamodule):  # type: ignore[attr-defined]

@@ -102,7 +102,9 @@ class RoundRunner:
         )
         self._is_noted = False
         self._finished: set[int] = set()  # clients of the open round, for the case of interruption
-        self._engine = EngineChooser(trainer, self._local, options.engine, options.accumulate)
+        self._engine = EngineChooser(
+            trainer, self._local, self.step, options.engine, options.accumulate
+        )
         self._ranks = Ranks(trainer)
         self._failure: Failure | None = None
         self._skipped: dict[int, str] = {}
