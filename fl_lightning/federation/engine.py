@@ -169,8 +169,8 @@ class EngineChooser:
         else:
             if self._options.speedups is None:
                 self._step.use(())
-        self._kept = self._step.speedups
             rank_zero_info(f"engine: {self.slots.stacking.num_slots} slots, {why}")
+        self._kept = self._step.speedups
 
     def _choose_speedups(self, work: Sequence[ClientWork], train_one: TrainOne) -> str:
         """Settle the speedups of clients that train one after the other; return it in words."""

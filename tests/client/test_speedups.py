@@ -88,7 +88,8 @@ def test_the_same_training_in_single_precision(speedups):
 def test_adam_can_be_fused():
     speedups = ("channels_last", "fused_optimizer")
     one, other = (trained(s, lambda net: Adam(net.parameters())) for s in (speedups, ()))
-    assert_same(one, other, 1e-13)
+    # batch norm leaves the bias before it a gradient of rounding alone, which Adam enlarges
+    assert_same(one, other, 1e-9)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
