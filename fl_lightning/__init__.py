@@ -5,6 +5,7 @@ A map of the house; every room imports only from those above it in this list:
 - `fl_lightning.core`: the vector space, updates, seeds, metrics, errors
 - `fl_lightning.data`: partitions, shards, cohorts, data modules
 - `fl_lightning.models`: LightningModules and small networks
+- `fl_lightning.sparsity`: which parameters may move: masks, calibration, optimizers
 - `fl_lightning.client`: one client's local training
 - `fl_lightning.server`: aggregation and the server's step
 - `fl_lightning.federation`: rounds inside Lightning's fit loop
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from fl_lightning.federation.strategy import FederatedStrategy
     from fl_lightning.models.image_classifier import ImageClassifier
     from fl_lightning.server.aggregators import Mean
+    from fl_lightning.sparsity.sparse_adamw import SparseAdamW
+    from fl_lightning.sparsity.sparse_sgdm import SparseSGDM
 
 __all__ = [
     "AllClients",
@@ -41,6 +44,8 @@ __all__ = [
     "PoissonCohort",
     "RoundFailure",
     "RoundProgressBar",
+    "SparseAdamW",
+    "SparseSGDM",
     "UniformCohort",
 ]
 
@@ -59,9 +64,11 @@ _HOMES = {
     "PoissonCohort": "fl_lightning.data.cohort",
     "RoundFailure": "fl_lightning.core.errors",
     "RoundProgressBar": "fl_lightning.callbacks.progress",
+    "SparseAdamW": "fl_lightning.sparsity.sparse_adamw",
+    "SparseSGDM": "fl_lightning.sparsity.sparse_sgdm",
     "UniformCohort": "fl_lightning.data.cohort",
 }
-_ROOMS = ("callbacks", "client", "core", "data", "federation", "models", "server")
+_ROOMS = ("callbacks", "client", "core", "data", "federation", "models", "server", "sparsity")
 
 
 def __getattr__(name: str) -> Any:

@@ -32,6 +32,8 @@ _TOLD_IN_A_SENTENCE = (
     RoundFailure,
     ProcessFailure,
 )
+# "Invalid learning rate: -0.1", as every optimizer of PyTorch says it
+_REFUSED_BY_OPTIMIZER = re.compile(r"Invalid [\w ]+: ")
 _CLASS_PATH = re.compile(r"class_path '([\w.]+)'")
 
 
@@ -86,6 +88,10 @@ def explain(error: BaseException) -> str | None:
             return str(cause)
         cause = cause.__cause__
     text = str(error)
+    if isinstance(error, ValueError) and _REFUSED_BY_OPTIMIZER.match(text):
+        return f"the optimizer refuses one of its options: {text}"
+    if isinstance(error, ValueError) and "`val_check_interval`" in text:
+        return f"trainer.val_check_interval: {' '.join(text.split())}"
     if isinstance(error, FileNotFoundError) and "heckpoint" in text:
         return f"ckpt_path: {text} Give the path of a .ckpt file, or last."
     if isinstance(error, UnpicklingError):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.metrics import weighted_mean
 
 _REDUCTIONS = {"mean", "sum", "min", "max", "avg"}
 
@@ -158,13 +159,9 @@ class LogCollector:
 
     def _reduce(self, name: str, values: list[Tensor | float]) -> Tensor:
         reference = next((v for v in values if isinstance(v, Tensor)), torch.empty(()))
-        stacked = torch.stack(
-            [torch.as_tensor(v, dtype=torch.float32, device=reference.device) for v in values]
-        )
+        tensors = [torch.as_tensor(value, device=reference.device) for value in values]
         reduction = self._reductions[name]
         if reduction in ("mean", "avg"):
-            weights = torch.tensor(self._weights[name], dtype=torch.float32)
-            weights = weights.to(stacked.device)
-            return (stacked * weights).sum() / weights.sum()
-        reduced: Tensor = getattr(stacked, reduction)()
+            return weighted_mean(tensors, self._weights[name])
+        reduced: Tensor = getattr(torch.stack(tensors).float(), reduction)()
         return reduced

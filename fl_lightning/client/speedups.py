@@ -22,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from fl_lightning.client.thin_gradients import ThinGradients, reason_against_thin_gradients
+from fl_lightning.sparsity.masked_optimizer import MaskedOptimizer
 
 Speedup = Literal["channels_last", "fused_optimizer", "thin_gradients", "math_attention"]
 SPEEDUPS: tuple[Speedup, ...] = get_args(Speedup)
@@ -121,6 +122,8 @@ def reason_against(speedup: Speedup, module: nn.Module, optimizer: Optimizer) ->
         'foreach or fused are given to the optimizer'
     """
     if speedup == "channels_last":
+        if isinstance(optimizer, MaskedOptimizer):
+            return "masks count a parameter's entries in the usual layout"
         has_any = any(isinstance(layer, _CONVOLUTIONS) for layer in module.modules())
         return None if has_any else "the model has no convolution over images"
     if speedup == "fused_optimizer":

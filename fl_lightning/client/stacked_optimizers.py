@@ -4,7 +4,8 @@
     Adam   m ← β₁ m + (1 - β₁) g,  v ← β₂ v + (1 - β₂) g²,  p ← p - η m̂ / (√v̂ + ε)
 
 The same arithmetic as `torch.optim`, step by step. All act on each number for itself, so stacking
-changes nothing; optimizers that do more (LBFGS, Muon, …) have no rule here.
+changes nothing; optimizers that do more (LBFGS, Muon, …) have no rule here. Masked optimizers have
+the rule of the dense ones: what their masks freeze, the stacked step leaves alone.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from fl_lightning.sparsity.sparse_adamw import SparseAdamW
+from fl_lightning.sparsity.sparse_sgdm import SparseSGDM
 
 
 class StackedRule(Protocol):
@@ -113,11 +117,11 @@ def stacked_rule(optimizer: Optimizer, group: Mapping[str, Any]) -> StackedRule 
         >>> stacked_rule(lbfgs, lbfgs.param_groups[0]) is None
         True
     """
-    if type(optimizer) is SGD:
+    if type(optimizer) in (SGD, SparseSGDM):
         names = ("momentum", "dampening", "weight_decay", "nesterov", "maximize")
         return StackedSGD(*(group[name] for name in names))
-    if type(optimizer) in (Adam, AdamW) and not group["amsgrad"]:
-        decoupled = type(optimizer) is AdamW or bool(group.get("decoupled_weight_decay"))
+    if type(optimizer) in (Adam, AdamW, SparseAdamW) and not group["amsgrad"]:
+        decoupled = isinstance(optimizer, AdamW) or bool(group.get("decoupled_weight_decay"))
         betas = (float(group["betas"][0]), float(group["betas"][1]))
         options = group["eps"], group["weight_decay"], decoupled, group["maximize"]
         return StackedAdam(betas, *options)

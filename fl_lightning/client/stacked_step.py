@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from fl_lightning.client.compiling import Compiled
 from fl_lightning.client.functional_step import CannotStack, Tensors, TrainingStep, map_tensors
 from fl_lightning.client.stacked_optimizers import StackedRule, stacked_rule
+from fl_lightning.sparsity.masked_optimizer import MaskedOptimizer
 
 # Compiled anew for changed momentum, weight decay, …; beyond, the step runs as it is.
 MOST_GRAPHS = 3
@@ -55,7 +56,8 @@ class StackedStep:
 
     Args:
         module: the LightningModule; its parameters are read, never written.
-        optimizer: over all parameters that train; its options are read before every round.
+        optimizer: over all parameters that train; its options and masks are read before every
+            round.
         takes_index: whether ``training_step`` has a second parameter.
         options: how to stack.
 
@@ -65,6 +67,7 @@ class StackedStep:
     Attributes:
         params: by name, shape (G, …).
         states: of the optimizer, by name.
+        masks: ``True`` where an entry may move, of parameters with frozen entries, by name.
         buffers: floating-point buffers by name, shape (G, …); empty if ``weighted``.
         sums: loss and logged values by name: Σ value · weight and Σ weight, shape (G, 2).
         count: steps that each client has taken, float64 of shape (G,).
@@ -77,6 +80,7 @@ class StackedStep:
         self._call = TrainingStep(module, takes_index)
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._optimizer = optimizer
+        self._trained = trained
         self._group_of = _groups(optimizer, trained)
         self._rules: list[StackedRule] = []
         self._num_graphs = 0
@@ -92,7 +96,7 @@ class StackedStep:
         self.read_options()
 
     def read_options(self) -> None:
-        """Take over the optimizer's present options; changed ones need another graph.
+        """Take over the optimizer's present options and masks; some need another graph.
 
         What else Python reads in a step may have changed as well, since the last time.
         """
@@ -104,6 +108,8 @@ class StackedStep:
         self._lrs = [
             torch.tensor(float(g["lr"]), dtype=self._dtype, device=self._device) for g in groups
         ]
+        masks = self._optimizer.masks if isinstance(self._optimizer, MaskedOptimizer) else {}
+        self.masks = {name: masks[p] for name, p in self._trained.items() if p in masks}
         if rules == self._rules:
             for graph in self._graphs:
                 graph.recheck()
@@ -152,20 +158,23 @@ class StackedStep:
             self._run_first(start, self.params, self.states, self.count, self._lrs, batch, valid)
         )
 
-    def only(self, start: Tensors, batch: Any, valid: Tensor) -> tuple[Tensor, Tensors]:
+    def only(
+        self, start: Tensors, batch: Any, valid: Tensor, active: Tensors
+    ) -> tuple[Tensor, Tensors]:
         """Return what the only step of a new client in every slot comes to.
 
         Args:
             start: as for the first step; its order is that of the deltas' coordinates.
             batch: as for a step.
             valid: as for a step.
+            active: of parameters whose deltas have only some entries, which, as indices.
 
         Returns:
             The clients' deltas, shape (G, k), and what `sums` would hold.
         """
         self.count.zero_()
         only: tuple[Tensor, Tensors]
-        only = self._run_only(start, self.states, self.count, self._lrs, batch, valid)
+        only = self._run_only(start, self.states, self.count, self._lrs, batch, valid, active)
         return only
 
     def _add(self, logged: Tensors) -> None:
@@ -197,10 +206,13 @@ class StackedStep:
         lrs: list[Tensor],
         batch: Any,
         valid: Tensor,
+        active: Tensors,
     ) -> tuple[Tensor, Tensors]:
         moved, _, logged = self._moved_from(start, states, count, lrs, batch, valid)
-        deltas = [(start[name] - moved[name]).flatten(1) for name in start]
-        return torch.cat(deltas, 1), logged
+        deltas = {name: (start[name] - moved[name]).flatten(1) for name in start}
+        for name, index in active.items():
+            deltas[name] = deltas[name][:, index]
+        return torch.cat(list(deltas.values()), 1), logged
 
     def _step(
         self,
@@ -259,6 +271,8 @@ class StackedStep:
             moved[name], new_states[name] = self._rules[group].step(
                 param, grads[name], states[name], lrs[group], count
             )
+            if name in self.masks:
+                moved[name] = torch.where(self.masks[name], moved[name], param)
         return moved, new_states
 
     def _write(

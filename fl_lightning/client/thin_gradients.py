@@ -146,7 +146,12 @@ def _forward(layer: nn.Linear, factors: Factors) -> Callable[[Tensor], Tensor]:
         weight, bias = layer.weight, layer.bias
         rows = value.numel() / layer.in_features
         # another weight may stand there for a moment, as in `torch.func.functional_call`
-        is_other = weight is not own or torch.is_autocast_enabled(value.device.type)
+        # frozen meanwhile, it needs no gradient at all
+        is_other = (
+            weight is not own
+            or not weight.requires_grad
+            or torch.is_autocast_enabled(value.device.type)
+        )
         if is_other or rows > most_rows or not torch.is_grad_enabled():
             return F.linear(value, weight, bias)
         result: Tensor = _ThinLinear.apply(value, weight, bias, factors)

@@ -15,6 +15,20 @@ import torch
 from torch import Tensor
 
 
+def weighted_mean(values: Sequence[Tensor], weights: Sequence[int]) -> Tensor:
+    """Return the mean of scalars in float32, a scalar on their device.
+
+    Example:
+        >>> weighted_mean([torch.tensor(1.0), torch.tensor(4.0)], [1, 2])
+        tensor(3.)
+    """
+    if len(values) == 1:
+        return values[0].float()
+    stacked = torch.stack(tuple(values)).float()
+    shares = torch.tensor(weights, dtype=torch.float32, device=stacked.device)
+    return torch.dot(stacked, shares) / sum(weights)
+
+
 class ClientMeans:
     """Values of named metrics, one per client, with the number of examples behind each.
 

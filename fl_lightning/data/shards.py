@@ -46,10 +46,11 @@ def batch_reader(
         return dataset.gather
     if type(dataset) is TensorDataset and collate is default_collate:
         tensors = dataset.tensors
-        return lambda indices: tuple([tensor[indices] for tensor in tensors])
+        # several times as fast as tensor[indices]
+        return lambda indices: tuple([tensor.index_select(0, indices) for tensor in tensors])
     if type(dataset) is Subset:
         inner, places = batch_reader(dataset.dataset, collate), torch.as_tensor(dataset.indices)
-        return lambda indices: inner(places[indices])
+        return lambda indices: inner(places.index_select(0, indices))
     return lambda indices: collate([dataset[index] for index in indices.tolist()])
 
 

@@ -87,12 +87,33 @@ def _trainer_problems(trainer: Trainer) -> Iterator[str]:
             "trainer.accumulate_grad_batches must be at least 1 batch, "
             f"got {trainer.accumulate_grad_batches}"
         )
+    if trainer.gradient_clip_val is not None and trainer.gradient_clip_val < 0:
+        yield (
+            f"trainer.gradient_clip_val must not be negative, got {trainer.gradient_clip_val}: it "
+            "is the largest norm (or value) of a gradient; 0 or null is no clipping"
+        )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         for kind, advice in _CALLBACKS.items():
             if isinstance(callback, kind):
                 yield f"{kind.__name__} does not work with a federation: {advice}"
     if trainer.overfit_batches:  # type: ignore[attr-defined]
         yield "trainer.overfit_batches does not work with a federation: use limit_train_batches"
+
+
+def check_validation_interval(trainer: Trainer, num_groups: int) -> None:
+    """Refuse to validate less often than once per round, by a count of what a round consists of.
+
+    Raises:
+        ConfigurationError: naming the setting that counts rounds.
+    """
+    interval = trainer.val_check_interval
+    counts_in_round = isinstance(interval, int) and trainer.check_val_every_n_epoch is not None
+    if counts_in_round and interval > num_groups and trainer.limit_val_batches > 0:
+        raise ConfigurationError(
+            f"trainer.val_check_interval counts the batches of a round, which are groups of "
+            f"clients: it must be at most {num_groups} here, got {interval}. To validate every N "
+            "rounds set trainer.check_val_every_n_epoch to N"
+        )
 
 
 def check_set_up(trainer: Trainer) -> None:

@@ -25,19 +25,25 @@ from fl_lightning.core.seeds import (
     run_seed,
     seed_global_generators,
 )
-from fl_lightning.data.cohort import AllClients, CohortSampler, Population
+from fl_lightning.data.cohort import AllClients, CohortSampler, Population, UniformCohort
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.atomic_checkpoint import AtomicCheckpointIO
-from fl_lightning.federation.compatibility import check_compatible, check_set_up
+from fl_lightning.federation.compatibility import (
+    check_compatible,
+    check_set_up,
+    check_validation_interval,
+)
 from fl_lightning.federation.engine import (
     EngineName,
     EngineOptions,
     trains_in_large_groups,
 )
+from fl_lightning.federation.group_size import num_short_clients
 from fl_lightning.federation.groups import RoundGroups, Share
 from fl_lightning.federation.hooks import GroupsPassBy
 from fl_lightning.federation.loop import install, renumber_groups
-from fl_lightning.federation.rounds import RoundOptions, RoundRunner
+from fl_lightning.federation.round_options import RoundOptions
+from fl_lightning.federation.rounds import RoundRunner
 from fl_lightning.federation.shares import local_work
 from fl_lightning.server.aggregators import Aggregator, Mean
 from fl_lightning.server.server import ServerOptimizer, fedavg_optimizer
@@ -67,6 +73,9 @@ class Federation(Callback):
             ``channels_last``, ``fused_optimizer``, ``thin_gradients`` and ``math_attention``, see
             `fl_lightning.client.speedups`; updates are the same but for rounding. If None,
             ``engine: auto`` measures which pay, if the run is long, and other engines use none.
+        clients_per_group: how many clients Lightning's loop takes for a batch: so often the
+            progress bar moves and callbacks' batch hooks are called. Results do not depend on it.
+            If None, one after the other as many as take about 0.2 s, in slots the whole cohort.
         seed: root of every draw (cohorts, shuffling, dropout, augmentation); the run's seed,
             as given to `lightning.seed_everything`, if None.
 
@@ -97,10 +106,11 @@ class Federation(Callback):
         engine: EngineName = "auto",
         slots: int | None = None,
         speedups: list[Speedup] | None = None,
+        clients_per_group: int | None = None,
         seed: int | None = None,
     ) -> None:
         super().__init__()
-        _check(local_steps, local_epochs, on_client_failure, min_replies)
+        _check(local_steps, local_epochs, on_client_failure, min_replies, clients_per_group)
         self.cohort = cohort if cohort is not None else AllClients()
         self.local_steps = local_steps
         self.local_epochs = local_epochs if local_steps or local_epochs else 1
@@ -109,6 +119,7 @@ class Federation(Callback):
         self.on_client_failure: Literal["raise", "skip"] = on_client_failure
         self.min_replies = min_replies
         self.engine = EngineOptions(engine, slots, None if speedups is None else tuple(speedups))
+        self.clients_per_group = clients_per_group
         self.seed = run_seed(seed)
         self.rounds: RoundRunner | None = None
         self._saved: dict[str, Any] = {}
@@ -123,25 +134,26 @@ class Federation(Callback):
         data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
         self._check_shards(data)
         population = Population(data.clients.num_examples)
-        num_steps = self._num_local_steps(trainer, data)
-        together = trains_in_large_groups(self.engine, pl_module, num_steps)
         groups = RoundGroups(
             self.cohort,
             population,
             self.seed,
             share=self._share(trainer, data),
-            clients_per_group=population.num_clients if together else 1,
+            clients_per_group=self._num_together(trainer, pl_module, data),
+            limit=trainer.limit_train_batches or 1.0,  # with 0 Lightning does not train
         )
+        check_validation_interval(trainer, len(groups))
+        self._check_min_replies(groups, population)
         self._groups = groups
         data.train_in_rounds(groups)
         self._cleanup.callback(data.train_in_rounds, None)
         # A client accumulates its own batches. For Lightning a round accumulates its groups: so
         # global_step, step-wise schedules and the loggers' x axis advance once per round.
         self._accumulate = trainer.accumulate_grad_batches
-        self._cleanup.callback(setattr, trainer, "accumulate_grad_batches", self._accumulate)
-        trainer.accumulate_grad_batches = len(groups)
-        self._cleanup.callback(setattr, trainer, "log_every_n_steps", trainer.log_every_n_steps)  # type: ignore[attr-defined]
-        trainer.log_every_n_steps = 1  # type: ignore[attr-defined]
+        self._set(trainer, "accumulate_grad_batches", len(groups))
+        self._set(trainer, "log_every_n_steps", 1)
+        if trainer.limit_train_batches:  # which counts clients and not groups of them
+            self._set(trainer, "limit_train_batches", 1.0)
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
             trainer.strategy.checkpoint_io = AtomicCheckpointIO()
 
@@ -166,7 +178,7 @@ class Federation(Callback):
         if self._saved:
             self.rounds.load_state_dict(self._saved)
             self._saved = {}
-        self._cleanup.callback(self.rounds.step.use, ())
+        self._cleanup.callback(self.rounds.clients.step.use, ())
         install(trainer, self.rounds)
         self._cleanup.enter_context(preserve_global_generators())
         for owner in (pl_module, trainer.datamodule):  # type: ignore[attr-defined]
@@ -213,14 +225,30 @@ class Federation(Callback):
         """Keep a checkpoint's state until the fit starts."""
         self._saved = dict(state_dict)
 
-    def _num_local_steps(self, trainer: Trainer, data: FederatedDataModule) -> float:
-        """Return about how many local steps the whole run has."""
-        if trainer.max_epochs is None or trainer.max_epochs < 0:
-            return math.inf
+    def _set(self, trainer: Trainer, name: str, value: Any) -> None:
+        """Change a setting of the Trainer until the fit is over."""
+        self._cleanup.callback(setattr, trainer, name, getattr(trainer, name))
+        setattr(trainer, name, value)
+
+    def _num_together(
+        self, trainer: Trainer, module: LightningModule, data: FederatedDataModule
+    ) -> int:
+        """Return how many clients make up a group."""
+        if self.clients_per_group is not None:
+            return self.clients_per_group
         per_epoch = data.clients.num_examples.mean() / data.batch_size
-        per_client = self.local_steps or per_epoch * (self.local_epochs or 1)
+        per_client = float(self.local_steps or per_epoch * (self.local_epochs or 1))
+        rounds: float | None = trainer.max_epochs
+        rounds = math.inf if rounds is None or rounds < 0 else rounds
         cohort = self.cohort.expected_size(len(data.clients))
-        return float(trainer.max_epochs * cohort * per_client)
+        if trains_in_large_groups(self.engine, module, rounds * cohort * per_client):
+            return cohort
+        interval = trainer.val_check_interval  # counts groups; 1.0, unlike 1, is the whole round
+        if isinstance(interval, int) or interval != 1.0:
+            return 1
+        return num_short_clients(
+            module, max(1.0, per_client * trainer.accumulate_grad_batches), data.batch_size
+        )
 
     def _share(self, trainer: Trainer, data: FederatedDataModule) -> Share | None:
         if trainer.world_size == 1:
@@ -234,6 +262,15 @@ class Federation(Callback):
         )
         return Share(work, trainer.global_rank, trainer.world_size)
 
+    def _check_min_replies(self, groups: RoundGroups, population: Population) -> None:
+        fixed = isinstance(self.cohort, (AllClients, UniformCohort))
+        most = groups.num_clients if fixed else population.num_clients
+        if self.min_replies > most:
+            raise ConfigurationError(
+                f"federation.min_replies is {self.min_replies}, but a round has at most {most} "
+                "clients: lower it, or raise the cohort's size"
+            )
+
     def _check_shards(self, data: FederatedDataModule) -> None:
         empty = np.flatnonzero(data.clients.num_examples == 0)
         if len(empty) and self.on_client_failure == "raise":
@@ -246,12 +283,21 @@ class Federation(Callback):
 
 
 def _check(
-    local_steps: int | None, local_epochs: int | None, on_client_failure: str, min_replies: int
+    local_steps: int | None,
+    local_epochs: int | None,
+    on_client_failure: str,
+    min_replies: int,
+    clients_per_group: int | None,
 ) -> None:
     problems = []
     if local_steps is not None and local_epochs is not None:
         problems.append("give either local_steps or local_epochs, not both: set the other to null")
-    for name, value in (("local_steps", local_steps), ("local_epochs", local_epochs)):
+    counts = {
+        "local_steps": local_steps,
+        "local_epochs": local_epochs,
+        "clients_per_group": clients_per_group,
+    }
+    for name, value in counts.items():
         if value is not None and value < 1:
             problems.append(f"{name} must be at least 1, got {value}")
     if on_client_failure not in ("raise", "skip"):

@@ -98,9 +98,15 @@ class ForkLauncher:
                 process.join()
 
 
-def _check_can_fork() -> None:
+def can_fork() -> bool:
+    """Return whether this process can be divided: not on every system, nor once it has threads."""
     names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
-    if any(name.startswith("pt_autograd") for name in names):
+    has_threads = any(name.startswith("pt_autograd") for name in names)
+    return "fork" in multiprocessing.get_all_start_methods() and not has_threads
+
+
+def _check_can_fork() -> None:
+    if not can_fork():
         raise ConfigurationError(
             "this process cannot be divided in several any more: PyTorch has started threads in "
             "it, for a GPU or because something was compiled before the first backward pass. "

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.cohort import CohortSampler, Population
 from fl_lightning.federation.shares import shares
 
@@ -56,6 +57,14 @@ class RoundGroups:
         share: the part of this process; everything if None.
         clients_per_group: how many clients train together, ≥ 1; several processes take larger
             groups where there would be many.
+        limit: of every cohort only so many clients, those with the lowest ids, or that share of
+            them: the Trainer's ``limit_train_batches``.
+
+    Raises:
+        ConfigurationError: if the limit leaves no client.
+
+    Attributes:
+        num_clients: in a round, as many as are expected.
 
     Example:
         >>> from fl_lightning.data.cohort import UniformCohort
@@ -78,14 +87,22 @@ class RoundGroups:
         *,
         share: Share | None = None,
         clients_per_group: int = 1,
+        limit: float = 1.0,
     ) -> None:
         self._sampler = sampler
         self._population = population
         self._seed = seed
         self._share = share
+        self._limit = limit
         num_ranks = share.num_ranks if share is not None else 1
         expected = sampler.expected_size(population.num_clients)
-        self._num_groups = -(-expected // (num_ranks * clients_per_group))
+        self.num_clients = limited(expected, limit)
+        if self.num_clients < 1:
+            raise ConfigurationError(
+                f"trainer.limit_train_batches {limit} of {expected} clients leaves none: it limits "
+                "the clients of a round, by their number or as a share of them"
+            )
+        self._num_groups = -(-self.num_clients // (num_ranks * clients_per_group))
         # a checkpoint is written by one process, and holds no sums of the others
         self._restarts = num_ranks > 1
         if num_ranks > 1:
@@ -109,6 +126,7 @@ class RoundGroups:
     def groups(self, round_index: int) -> list[ClientGroup]:
         """Return all groups of a round."""
         ids = self._sampler.sample(round_index, self._population, self._seed)
+        ids = ids[: limited(len(ids), self._limit)]
         if self._share is not None:
             work = self._share.work[ids]
             ids = ids[shares(work, self._share.num_ranks)[self._share.rank]]
@@ -134,3 +152,13 @@ class RoundGroups:
         is_done = state["position"] == state.get("groups", self._num_groups)
         self._round = state["round"]
         self._position = self._num_groups if is_done else state["position"]
+
+
+def limited(count: int, limit: float) -> int:
+    """Return how many of so many are left: at most ``limit``, or as a float that share.
+
+    Example:
+        >>> limited(10, 3), limited(10, 0.25), limited(10, 1.0)
+        (3, 2, 10)
+    """
+    return int(count * limit) if isinstance(limit, float) else min(count, limit)

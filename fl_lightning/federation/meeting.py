@@ -28,7 +28,6 @@ class Report:
 
     Attributes:
         failure: what stopped its clients.
-        skipped: clients whose update could not be used, in words, by id.
         record: its counts and its clients' metrics.
         scaler: the fp16 scaler's state.
         logged: every logged torchmetrics object's name, its name per epoch, its place in the module.
@@ -37,7 +36,6 @@ class Report:
     """
 
     failure: Failure | None
-    skipped: dict[int, str]
     record: dict[str, Any]
     scaler: dict[str, Any]
     logged: list[tuple[str, str, str]]

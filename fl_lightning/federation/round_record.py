@@ -14,8 +14,8 @@ class RoundRecord:
     """Filled while a round runs, logged when it ends.
 
     Attributes:
-        num_sampled: clients that were asked.
-        num_skipped: those whose update could not be used.
+        finished: clients that were asked and have ended, in the order in which they did.
+        skipped: why the update of those could not be used that have none, by client.
         seconds: wall time of local training and the server's step.
         total_bytes_down: sent to the clients, all together.
         total_bytes_up: received from the clients, all together.
@@ -25,8 +25,8 @@ class RoundRecord:
         pooled: metrics over the examples of all clients together.
     """
 
-    num_sampled: int = 0
-    num_skipped: int = 0
+    finished: list[int] = field(default_factory=list)
+    skipped: dict[int, str] = field(default_factory=dict)
     seconds: float = 0.0
     total_bytes_down: int = 0
     total_bytes_up: int = 0
@@ -35,24 +35,41 @@ class RoundRecord:
     norms: ClientMeans = field(default_factory=ClientMeans)
     pooled: dict[str, float] = field(default_factory=dict)
 
-    def add(self, update: ClientUpdate) -> None:
-        """Take in one client's metrics and the norm of its update."""
+    @property
+    def num_sampled(self) -> int:
+        """Clients that were asked."""
+        return len(self.finished)
+
+    @property
+    def num_skipped(self) -> int:
+        """Those whose update could not be used."""
+        return len(self.skipped)
+
+    def add(self, update: ClientUpdate, *, num_bytes: int) -> None:
+        """Take in one client's metrics, the norm and the size of its update."""
+        self.total_bytes_up += num_bytes
         n, client = update.num_examples, update.client_id
         self.means.add(update.metrics, n, client)
         self.norms.add({"round/client_update_norm": update.norm}, n, client)
 
     def merge(self, other: RoundRecord) -> None:
         """Take in what another process did in the same round, at the same time."""
-        self.num_sampled += other.num_sampled
-        self.num_skipped += other.num_skipped
+        self.finished += other.finished
+        self.skipped |= other.skipped
         self.seconds = max(self.seconds, other.seconds)
         self.total_bytes_down += other.total_bytes_down
         self.total_bytes_up += other.total_bytes_up
         self.means.merge(other.means)
         self.norms.merge(other.norms)
 
-    def add_group(self, group: GroupUpdate) -> None:
+    def finish(self, clients: list[int], *, num_bytes: int) -> None:
+        """Count clients that have ended, whether or not they sent an update."""
+        self.finished += clients
+        self.total_bytes_down += num_bytes * len(clients)
+
+    def add_group(self, group: GroupUpdate, *, num_bytes: int) -> None:
         """Take in those of clients that trained together."""
+        self.total_bytes_up += num_bytes * len(group.client_ids)
         counts, clients = group.num_examples, group.client_ids
         self.means.add_group(group.metrics, counts, clients)
         self.norms.add_group({"round/client_update_norm": group.norms}, counts, clients)
@@ -64,7 +81,8 @@ class RoundRecord:
     def facts(self) -> dict[str, float]:
         """Return what is known of the round besides: counts, norms, spreads over clients, bytes.
 
-        ``bytes_up`` and ``bytes_down`` are the payload of one client, the totals that of all.
+        ``bytes_up`` and ``bytes_down`` are the message of one client, the totals those of all: the
+        length of the real encoding (`fl_lightning.updates.codec`), with its header and metrics.
         """
         return {
             "round/cohort_size": float(self.num_sampled),
@@ -80,14 +98,21 @@ class RoundRecord:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain numbers and tensors."""
+        """Return plain numbers, strings and tensors."""
         values = dict(vars(self))
         return values | {"means": self.means.state_dict(), "norms": self.norms.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Become the record that `state_dict` described."""
+        means, norms = ClientMeans(), ClientMeans()
+        means.load_state_dict(state["means"])
+        norms.load_state_dict(state["norms"])
+        values = state | {"finished": list(state["finished"]), "skipped": dict(state["skipped"])}
+        vars(self).update(values | {"means": means, "norms": norms})
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> RoundRecord:
         """Return the record that `state_dict` described."""
-        record = cls(**{k: v for k, v in state.items() if k not in ("means", "norms")})
-        record.means.load_state_dict(state["means"])
-        record.norms.load_state_dict(state["norms"])
+        record = cls()
+        record.load_state_dict(state)
         return record

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.heads import head_names
 
 _WRAPPERS = ("teacher", "student", "state_dict", "model")
 _PREFIXES = ("module.", "backbone.", "model.", "network.")
@@ -66,20 +67,6 @@ def load_backbone(network: nn.Module, path: str) -> None:
     if all(name in found and found[name].shape == expected[name].shape for name in ours):
         body |= {name: found[name] for name in ours}
     network.load_state_dict(body, strict=False)
-
-
-def head_names(network: nn.Module) -> list[str]:
-    """Return the names of a network's classifier modules: usually one, none without a classifier.
-
-    Example:
-        >>> from fl_lightning.models.cnn import LeNet
-        >>> head_names(LeNet())
-        ['head']
-    """
-    get_classifier = getattr(network, "get_classifier", None)
-    classifier = get_classifier() if get_classifier else ()
-    heads = classifier if isinstance(classifier, (tuple, list)) else (classifier,)
-    return [name for name, module in network.named_modules() if any(module is h for h in heads)]
 
 
 def _read(path: str) -> Any:

@@ -12,6 +12,8 @@ from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.packing import pack
 from fl_lightning.client.slot_training import ClientWork, SlotTrainer
 from fl_lightning.client.stacked_step import StackedOptions, StackedStep
+from fl_lightning.sparsity.sparse_adamw import SparseAdamW
+from fl_lightning.sparsity.sparse_sgdm import SparseSGDM
 
 X = torch.randn(60, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 Y = torch.randint(3, (60,), generator=torch.Generator().manual_seed(2))
@@ -23,6 +25,28 @@ OPTIMIZERS = {
     "dampened": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5, maximize=True),
     "adam": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
+}
+
+
+def masks(params, density, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.rand(p.shape, generator=generator) < density for p in params]
+
+
+def sparse(make, density, seed=0, **options):
+    """Return what makes a masked optimizer of a module's parameters."""
+
+    def made(params):
+        params = list(params)
+        return make(params, masks=masks(params, density, seed), **options)
+
+    return made
+
+
+OPTIMIZERS |= {
+    "sparse sgd": sparse(SparseSGDM, 0.3, lr=0.1, momentum=0.9, dampening=0.5, weight_decay=0.1),
+    "nearly whole sgd": sparse(SparseSGDM, 0.8, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "sparse adamw": sparse(SparseAdamW, 0.3, lr=0.01, weight_decay=0.1),
 }
 
 
@@ -113,6 +137,28 @@ def test_one_client_twice_in_other_company():
 
 def test_the_compiled_step_is_the_same_step():
     assert_same(*in_slots(toy(), OPTIMIZERS["momentum"], works(), compiled=True))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_slots_follow_a_new_mask_and_leave_frozen_entries_alone(compiled):
+    # a single step is a single graph, which takes a while to compile
+    module, todo = toy(), works([4, 4, 4], epochs=1) if compiled else works([8, 8, 8])
+    make = sparse(SparseSGDM, 0.3, lr=0.1, momentum=0.9, weight_decay=0.1)
+    trainer, start, _ = sequential(module, make, todo)
+    optimizer = make(module.parameters())
+    step = StackedStep(module, optimizer, True, StackedOptions(3, compiled=compiled))
+    slots = SlotTrainer(step, trainer.space, trainer.buffers, read, 4)
+    for seed in (0, 1):
+        optimizer.set_masks(masks(list(module.parameters()), 0.3, seed))
+        _, _, expected = sequential(
+            module, sparse(SparseSGDM, 0.3, seed, lr=0.1, momentum=0.9, weight_decay=0.1), todo
+        )
+        updates = [update for group in slots.train(start, todo) for update in group]
+        assert_same(sorted(updates, key=lambda update: update.client_id), expected)
+        active = torch.cat([m.flatten() for m in masks(list(module.parameters()), 0.3, seed)])
+        for update in updates:
+            assert not update.delta[~active].any()
+            assert update.delta[active].count_nonzero() > 0
 
 
 def test_clipping_each_client_for_itself():

@@ -6,6 +6,7 @@ import torch
 from toys import ToyModule, toy_data, toy_trainer, weights
 
 from fl_lightning import (
+    AllClients,
     ClientFailure,
     ConfigurationError,
     Federation,
@@ -149,6 +150,15 @@ def test_an_empty_draw_is_a_round_without_movement():
 def test_settings_out_of_range(options, message):
     with pytest.raises(ConfigurationError, match=message):
         Federation(**options)
+
+
+@pytest.mark.parametrize(
+    ("cohort", "most"),
+    [(UniformCohort(size=2), 2), (AllClients(), 6), (PoissonCohort(fraction=0.1), 6)],
+)
+def test_more_replies_than_a_round_has_clients(cohort, most):
+    with pytest.raises(ConfigurationError, match=f"at most {most} clients"):
+        fit(ToyModule(), toy_data(), cohort=cohort, min_replies=most + 1)
 
 
 def test_a_cohort_larger_than_the_population():

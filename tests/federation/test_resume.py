@@ -15,6 +15,7 @@ def run(ckpt_path=None, callbacks=(), cohort=None, server_optimizer=None, seed=4
         cohort=cohort or UniformCohort(size=3),
         local_epochs=2,
         server_optimizer=server_optimizer,
+        clients_per_group=1,
         seed=seed,
     )
     trainer = toy_trainer(federation, *callbacks, max_epochs=4, **options)

@@ -27,9 +27,10 @@ from fl_lightning import (
 from fl_lightning.callbacks.client_evaluation import chosen_clients
 
 
-def fit(*callbacks, module=None, cohort_size=3, data=None, **options):
+def fit(*callbacks, module=None, cohort_size=3, data=None, clients_per_group=None, **options):
     module = module or ToyModule()
-    federation = Federation(cohort=UniformCohort(size=cohort_size), seed=0)
+    cohort = UniformCohort(size=cohort_size)
+    federation = Federation(cohort=cohort, clients_per_group=clients_per_group, seed=0)
     trainer = toy_trainer(federation, *callbacks, **options)
     trainer.fit(module, datamodule=data or toy_data())
     return trainer
@@ -53,7 +54,7 @@ class Moments(Callback):
 
 def test_the_server_steps_before_validation_once_per_round():
     moments = Moments()
-    fit(moments, max_epochs=2)
+    fit(moments, max_epochs=2, clients_per_group=1)
     assert moments.seen == [
         *[("group", 0), ("group", 0), ("group", 1), ("validation", 1), ("end", 1)],
         *[("group", 1), ("group", 1), ("group", 2), ("validation", 2), ("end", 2)],
@@ -76,11 +77,32 @@ def test_fast_dev_run_is_one_client():
     assert trainer.callback_metrics["round/cohort_size"] == 1
 
 
-@pytest.mark.parametrize(("limit", "clients"), [(2, 2), (0.4, 1), (1.0, 3)])
-def test_limit_train_batches_limits_the_cohort(limit, clients):
-    trainer = fit(limit_train_batches=limit, max_epochs=2)
+@pytest.mark.parametrize("together", [1, 2, None])
+@pytest.mark.parametrize(("limit", "clients"), [(2, 2), (0.4, 1), (1.0, 3), (9, 3)])
+def test_limit_train_batches_limits_the_cohort(limit, clients, together):
+    trainer = fit(limit_train_batches=limit, max_epochs=2, clients_per_group=together)
     assert trainer.callback_metrics["round/cohort_size"] == clients
     assert trainer.global_step == 2
+    assert trainer.limit_train_batches == limit
+
+
+def test_no_client_by_limit_train_batches():
+    assert fit(limit_train_batches=0).global_step == 0
+    with pytest.raises(ConfigurationError, match=r"limit_train_batches 0\.1 of 3 clients"):
+        fit(limit_train_batches=0.1)
+
+
+def test_validation_less_often_than_once_per_round_is_counted_in_rounds():
+    with pytest.raises(ConfigurationError, match=r"at most 3 here, got 100.*check_val_every_n"):
+        fit(val_check_interval=100)
+    moments = Moments()
+    fit(moments, val_check_interval=6, check_val_every_n_epoch=None, max_epochs=4)
+    assert [step for name, step in moments.seen if name == "validation"] == [2, 4]
+
+
+def test_a_negative_bound_on_gradients_is_refused():
+    with pytest.raises(ConfigurationError, match="gradient_clip_val must not be negative, got -1"):
+        fit(gradient_clip_val=-1.0)
 
 
 def test_limit_val_batches_and_validation_inside_a_round():
@@ -133,8 +155,10 @@ def test_csv_logger_counts_rounds(tmp_path):
     for name in ("train/loss", "val/loss", "round/seconds"):
         assert list(column(name)) == ["0", "1", "2"], name
         assert min(column(name).values()) > 0
-    assert set(column("round/bytes_up").values()) == {4 * 67}
-    assert set(column("round/total_bytes_up").values()) == {3 * 4 * 67}
+    # a header, two names of metrics and their values; the model alone travels down
+    assert set(column("round/bytes_down").values()) == {4 * 67 + 89}
+    assert set(column("round/bytes_up").values()) == {4 * 67 + 89 + 10 + 14 + 2 * 10}
+    assert set(column("round/total_bytes_up").values()) == {3 * (4 * 67 + 133)}
 
 
 def test_tensorboard_shows_what_a_user_looks_for(tmp_path):

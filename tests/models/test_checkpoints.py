@@ -7,8 +7,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.heads import head_names
 from fl_lightning.models import LeNet
-from fl_lightning.models.checkpoints import head_names, load_backbone
+from fl_lightning.models.checkpoints import load_backbone
 
 TINY = {"embed_dim": 12, "depth": 2, "num_heads": 3}
 DINO = "vit_small_patch16_224.dino"

@@ -1,0 +1,185 @@
+"""The clients' part of a round: a group trains, its updates are folded in, failures are told.
+
+One client after the other in the module, or those that can many at once in slots, as `EngineChooser`
+chose. What a client leaves behind in the module (weights, optimizer state, torchmetrics objects, the
+fp16 scale) never reaches the next one.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
+from lightning.pytorch import Trainer
+
+from fl_lightning.client.local_training import GlobalModel, LocalTrainer
+from fl_lightning.client.log_collector import LogCollector
+from fl_lightning.client.slot_training import ClientWork, usable_rows
+from fl_lightning.core.errors import ClientFailure
+from fl_lightning.core.metric_states import MetricStates, kept_apart, metrics_of
+from fl_lightning.core.seeds import derive_seed, seed_global_generators
+from fl_lightning.core.update import ClientUpdate
+from fl_lightning.federation.client_scaler import ClientScaler
+from fl_lightning.federation.client_work import LocalWork, WorkPlan
+from fl_lightning.federation.engine import EngineChooser
+from fl_lightning.federation.lightning_step import LightningStep
+from fl_lightning.federation.ranks import Ranks
+from fl_lightning.federation.round_options import RoundOptions
+from fl_lightning.federation.round_record import RoundRecord
+from fl_lightning.federation.slot_engine import SlotEngine
+from fl_lightning.server.server import Server
+from fl_lightning.updates.traffic import bytes_down, bytes_up
+
+
+class GroupTraining:
+    """Trains groups of clients of one fit.
+
+    Args:
+        trainer: set up, with its optimizer built and its module on its device.
+        options: what a round does.
+
+    Attributes:
+        local: the sequential engine.
+        collector: what clients log.
+        scaler: the fp16 scale.
+        engine: how clients are trained.
+        step: one local step.
+    """
+
+    def __init__(self, trainer: Trainer, options: RoundOptions) -> None:
+        self._trainer = trainer
+        self._options = options
+        self._module = trainer.lightning_module
+        self._metrics = metrics_of(trainer.lightning_module)
+        self._plan = WorkPlan(
+            trainer.datamodule,  # type: ignore[attr-defined]
+            LocalWork(options.local_steps, options.local_epochs, options.accumulate, options.seed),
+        )
+        self.collector = LogCollector()
+        self.step = LightningStep(trainer, self.collector, options.accumulate)
+        self.local = LocalTrainer(self._module, trainer.optimizers[0], self.step, self.collector)
+        self.scaler = ClientScaler(getattr(trainer.precision_plugin, "scaler", None))
+        self.engine = EngineChooser(
+            trainer, self.local, self.step, options.engine, options.accumulate
+        )
+
+    def renew_space(self) -> None:
+        """Have vectors hold what may move now."""
+        self.local.renew_space()
+        self.engine.renew()
+
+    def start_round(self) -> None:
+        """Note what every client of the round starts from, besides the weights."""
+        self.local.start_round()
+        self.scaler.start_round()
+
+    def metrics_kept_apart(self) -> AbstractContextManager[None]:
+        """Keep the module's torchmetrics objects from exchanging anything between processes."""
+        return kept_apart(self._metrics)
+
+    def settle_engine(self, model: GlobalModel, group: Sequence[int], ranks: Ranks) -> None:
+        """Choose the engine before the first clients train; several processes take one and all."""
+        if self.engine.is_settled:
+            return
+        if ranks.rank == 0:
+            with self.collector.listening_to(self._module):
+                self.engine.choose(model, self._work_of(group), lambda w: self._try_one(model, w))
+        choice = ranks.gather(self.engine.state_dict())[0]
+        if ranks.rank > 0:
+            self.engine.load_state_dict(choice)
+
+    def train(self, clients: Sequence[int], server: Server, record: RoundRecord) -> None:
+        """Train clients from the server's model, fold in their updates and note what happened.
+
+        Afterwards the module holds whatever the last of them left.
+
+        Raises:
+            ClientFailure: if a client's update cannot be used and failures are not skipped.
+        """
+        work = self._work_of(clients)
+        if self.engine.slots is not None:
+            work = self._train_in_slots(self.engine.slots, work, server, record)
+        with self.collector.listening_to(self._module):
+            for client in work:
+                self._train_client(client, server, record)
+
+    def restore(self, model: GlobalModel) -> None:
+        """Put the global model, a fresh optimizer and the round's fp16 scale into their places."""
+        self.local.restore(model)
+        self.scaler.wind_back()
+
+    def _train_client(self, work: ClientWork, server: Server, record: RoundRecord) -> None:
+        self._seed(work)
+        metrics = MetricStates(self._metrics)
+        try:
+            update = self._local_update(server.model, work)
+        except BaseException as error:  # also an interruption, after which a checkpoint may follow
+            metrics.put_back()
+            self.scaler.wind_back()
+            if not isinstance(error, ClientFailure):
+                raise
+            self._skip_or_raise(error, record)
+        else:
+            self.scaler.end_client()
+            server.receive(update)
+            record.add(update, num_bytes=bytes_up(update))
+        record.finish([work.client_id], num_bytes=_bytes_down(server))
+
+    def _train_in_slots(
+        self, slots: SlotEngine, work: Sequence[ClientWork], server: Server, record: RoundRecord
+    ) -> list[ClientWork]:
+        """Train those clients that slots can train and return the others."""
+        stackable, others = slots.split(work)
+        before = copy.deepcopy((server.state_dict(), record.state_dict()))
+        try:
+            for update in slots.train(server.model, stackable):
+                usable, failures = usable_rows(update)
+                for failure in failures:
+                    self._skip_or_raise(failure, record)
+                server.receive_group(usable)
+                record.add_group(usable, num_bytes=bytes_up(usable))
+        except BaseException:  # the group counts as a whole or not at all
+            server.load_state_dict(before[0])
+            record.load_state_dict(before[1])
+            raise
+        record.finish([c.client_id for c in stackable], num_bytes=_bytes_down(server))
+        return others
+
+    def _skip_or_raise(self, failure: ClientFailure, record: RoundRecord) -> None:
+        located = f"round {self._trainer.current_epoch}, {failure}"
+        if self._options.on_client_failure == "raise":
+            failure.args = (located,)
+            raise failure
+        record.skipped[failure.client_id] = located
+
+    def _try_one(self, model: GlobalModel, work: ClientWork) -> ClientUpdate:
+        """Train a client without consequences."""
+        self._seed(work)
+        metrics = MetricStates(self._metrics)
+        try:
+            return self._local_update(model, work)
+        finally:
+            metrics.put_back()
+
+    def _local_update(self, model: GlobalModel, work: ClientWork) -> ClientUpdate:
+        return self.local.train(
+            model,
+            client_id=work.client_id,
+            num_examples=work.num_examples,
+            batches=self._plan.steps(work),
+        )
+
+    def _work_of(self, clients: Sequence[int]) -> list[ClientWork]:
+        round_index = self._trainer.current_epoch
+        return [self._plan.of(client, round_index) for client in clients]
+
+    def _seed(self, work: ClientWork) -> None:
+        purpose, round_index = "local training", self._trainer.current_epoch
+        seed_global_generators(
+            derive_seed(self._options.seed, purpose, round_index, work.client_id)
+        )
+
+
+def _bytes_down(server: Server) -> int:
+    return bytes_down(server.model.params, server.model.buffers)

@@ -1,0 +1,66 @@
+"""Floor 1: which parameters may move, found from a model's sensitivity to them."""
+
+from fl_lightning.sparsity.calibration import Calibration, calibrate
+from fl_lightning.sparsity.fisher import EmpiricalFisher, ExactFisher, SampledFisher
+from fl_lightning.sparsity.freezing import freeze_masked
+from fl_lightning.sparsity.logits import log_probabilities, raw_logits
+from fl_lightning.sparsity.mask import Mask
+from fl_lightning.sparsity.mask_file import load_mask, save_mask
+from fl_lightning.sparsity.maskable import maskable_names
+from fl_lightning.sparsity.masked_optimizer import MaskedOptimizer
+from fl_lightning.sparsity.merging import intersection, jaccard_overlap, majority, union
+from fl_lightning.sparsity.plan import CalibrationPlan
+from fl_lightning.sparsity.report import LayerDensity, density_per_layer, density_per_tensor
+from fl_lightning.sparsity.rules import (
+    HighestMagnitude,
+    LeastSensitive,
+    LowestMagnitude,
+    MostSensitive,
+    RandomEntries,
+    Rule,
+)
+from fl_lightning.sparsity.scoring import Scoring
+from fl_lightning.sparsity.selection import next_mask
+from fl_lightning.sparsity.sensitivity import Scores, Sensitivity
+from fl_lightning.sparsity.soft_mask import soften
+from fl_lightning.sparsity.sparse_adamw import SparseAdamW
+from fl_lightning.sparsity.sparse_sgdm import SparseSGDM
+from fl_lightning.sparsity.squared_mean_gradient import SquaredMeanGradient
+
+__all__ = [
+    "Calibration",
+    "CalibrationPlan",
+    "EmpiricalFisher",
+    "ExactFisher",
+    "HighestMagnitude",
+    "LayerDensity",
+    "LeastSensitive",
+    "LowestMagnitude",
+    "Mask",
+    "MaskedOptimizer",
+    "MostSensitive",
+    "RandomEntries",
+    "Rule",
+    "SampledFisher",
+    "Scores",
+    "Scoring",
+    "Sensitivity",
+    "SparseAdamW",
+    "SparseSGDM",
+    "SquaredMeanGradient",
+    "calibrate",
+    "density_per_layer",
+    "density_per_tensor",
+    "freeze_masked",
+    "intersection",
+    "jaccard_overlap",
+    "load_mask",
+    "log_probabilities",
+    "majority",
+    "maskable_names",
+    "next_mask",
+    "raw_logits",
+    "save_mask",
+    "soften",
+    "union",
+]

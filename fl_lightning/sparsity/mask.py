@@ -1,0 +1,200 @@
+"""Which entries of which parameters may move: True where training is allowed.
+
+A mask speaks only of the tensors it names. What becomes of a parameter that is not in it, whether
+it trains densely or stays frozen, is for those who use the mask to say.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fl_lightning.core.errors import ConfigurationError
+
+VERSION = 1  # of the layout of packed bits, in checkpoints, in files and under the hash
+
+
+class Mask(Mapping[str, Tensor]):
+    """Parameter names mapped to bool tensors of the parameters' shapes; it never changes.
+
+    Two masks are equal if they name the same tensors with the same shapes and bits, in whatever
+    order and on whatever devices. Tensors handed out are the mask's own: do not write to them.
+
+    Args:
+        tensors: bool tensors by name; they are copied.
+
+    Raises:
+        ConfigurationError: if a tensor is not bool.
+
+    Example:
+        >>> mask = Mask({"weight": torch.tensor([[True, False], [False, False]])})
+        >>> mask.num_active, mask.num_entries, mask.density, mask.sparsity
+        (1, 4, 0.25, 0.75)
+        >>> mask == Mask.from_state_dict(mask.state_dict())
+        True
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if tensor.dtype != torch.bool:
+                raise ConfigurationError(
+                    f"a mask's tensors are bool, True where an entry may move; {name} is "
+                    f"{tensor.dtype}. Compare it with something, e.g. scores < threshold."
+                )
+        self._tensors = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+        self._active = {name: int(t.count_nonzero()) for name, t in self._tensors.items()}
+        self._hash: str | None = None
+
+    @classmethod
+    def ones(cls, tensors: Mapping[str, Tensor]) -> Mask:
+        """Return the mask that lets every entry of these tensors move: the identity."""
+        return cls({name: torch.ones_like(t, dtype=torch.bool) for name, t in tensors.items()})
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Mask) and self.hash() == other.hash()
+
+    def __hash__(self) -> int:
+        return int(self.hash(), 16)
+
+    def __repr__(self) -> str:
+        return f"Mask({len(self)} tensors, {self.num_active:,} of {self.num_entries:,} entries)"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Mask.from_state_dict, (self.state_dict(),)  # eight times smaller
+
+    @property
+    def num_active(self) -> int:
+        """How many entries may move."""
+        return sum(self._active.values())
+
+    @property
+    def num_entries(self) -> int:
+        """How many entries there are."""
+        return sum(tensor.numel() for tensor in self._tensors.values())
+
+    @property
+    def density(self) -> float:
+        """Fraction of entries that may move, in [0, 1]; 1 for a mask without entries."""
+        return self.num_active / self.num_entries if self.num_entries else 1.0
+
+    @property
+    def sparsity(self) -> float:
+        """Fraction of entries that may not: 1 - density."""
+        return 1 - self.density
+
+    @property
+    def active_per_tensor(self) -> dict[str, int]:
+        """How many entries of each tensor may move."""
+        return dict(self._active)
+
+    def to(self, device: torch.device | str) -> Mask:
+        """Return the same mask on a device."""
+        return Mask({name: tensor.to(device) for name, tensor in self._tensors.items()})
+
+    def hash(self) -> str:
+        """Return 32 hexadecimal digits that stand for names, shapes and bits (blake2b)."""
+        if self._hash is None:
+            digest = hashlib.blake2b(f"mask {VERSION}".encode(), digest_size=16)
+            for name in sorted(self._tensors):
+                head = json.dumps([name, list(self._tensors[name].shape)])
+                digest.update(len(head).to_bytes(8, "little") + head.encode())
+                digest.update(_pack(self._tensors[name]).tobytes())
+            self._hash = digest.hexdigest()
+        return self._hash
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return names, shapes, hash and bits, eight to a byte, for a checkpoint."""
+        return {
+            "version": VERSION,
+            "hash": self.hash(),
+            "shapes": {name: list(tensor.shape) for name, tensor in self._tensors.items()},
+            "bits": {name: torch.from_numpy(_pack(t)) for name, t in self._tensors.items()},
+        }
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> Mask:
+        """Return the mask that `state_dict` described, on the CPU.
+
+        Raises:
+            ConfigurationError: if it is of another version, incomplete, or its bits do not belong
+                to its hash.
+        """
+        if state.get("version") != VERSION:
+            raise ConfigurationError(
+                f"a mask of version {state.get('version')}: this release reads version {VERSION}. "
+                "Calibrate again, or use the release that wrote it."
+            )
+        shapes, bits = state["shapes"], state["bits"]
+        if differing := sorted(shapes.keys() ^ bits.keys()):
+            raise ConfigurationError(
+                f"a damaged mask: shapes and bits name different tensors, {some(differing)}"
+            )
+        mask = cls({name: _unpack(name, bits[name], shape) for name, shape in shapes.items()})
+        if mask.hash() != state["hash"]:
+            raise ConfigurationError(
+                f"a damaged mask: its hash is {mask.hash()}, it was saved with {state['hash']}"
+            )
+        return mask
+
+    def check_fits(self, module: nn.Module) -> None:
+        """Refuse a module without the mask's tensors.
+
+        Raises:
+            ConfigurationError: with the names that the module lacks or has in other shapes.
+        """
+        found = dict(module.named_parameters())
+        missing = [name for name in self if name not in found]
+        differing = [
+            f"{name} {tuple(found[name].shape)} instead of {tuple(self[name].shape)}"
+            for name in self
+            if name in found and found[name].shape != self[name].shape
+        ]
+        kinds = {"missing": missing, "of another shape": differing}
+        if issues := [f"{kind}: {some(names)}" for kind, names in kinds.items() if names]:
+            raise ConfigurationError(
+                f"the mask does not fit {type(module).__name__}: of its {len(self)} tensors are "
+                f"{'; '.join(issues)}. Use the model for which it was calibrated, or calibrate "
+                "again."
+            )
+
+
+def some(names: list[str], most: int = 5) -> str:
+    """Return the first few of some names in a line.
+
+    Example:
+        >>> some(["a", "b", "c"], most=2)
+        'a, b and 1 more'
+    """
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def _pack(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return np.packbits(tensor.flatten().cpu().numpy(), bitorder="little")
+
+
+def _unpack(name: str, bits: Tensor, shape: list[int]) -> Tensor:
+    size = math.prod(shape)
+    if bits.shape != (-(-size // 8),) or bits.dtype != torch.uint8:
+        raise ConfigurationError(
+            f"a damaged mask: {name} of shape {tuple(shape)} needs {-(-size // 8)} bytes of bits, "
+            f"it has {tuple(bits.shape)} of {bits.dtype}"
+        )
+    flat = np.unpackbits(bits.cpu().numpy(), count=size, bitorder="little")
+    return torch.from_numpy(flat.view(np.bool_)).view(shape)

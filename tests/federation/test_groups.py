@@ -1,0 +1,99 @@
+"""Who trains between two looks of Lightning's loop is a matter of speed: results stay the same."""
+
+import pytest
+import torch
+from lightning.pytorch import Callback, seed_everything
+from toys import ToyModule, toy_data, toy_trainer, weights
+
+from fl_lightning import ConfigurationError, Federation, PoissonCohort, UniformCohort
+from fl_lightning.models import LeNet
+
+DATA = {"batch_size": 4, "drop_last": True}
+MOST_STEPS = 2 * max(toy_data(**DATA).clients.num_examples) // 4  # of one client
+
+
+class Stopped(BaseException):
+    """Not a client's failure: as when the user interrupts."""
+
+
+class Stops(ToyModule):
+    """Stops the run at its n-th local step of all."""
+
+    def __init__(self, at):
+        super().__init__(dropout=0.3, batch_norm=True)
+        self.steps_left = at
+
+    def training_step(self, batch, batch_idx):
+        if self.steps_left == 0:
+            raise Stopped
+        self.steps_left -= 1
+        return super().training_step(batch, batch_idx)
+
+
+class SavesWhatIsLeft(Callback):
+    """Saves when the run is stopped."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_exception(self, trainer, module, exception):
+        trainer.save_checkpoint(self.path)
+
+
+def fit(together, *callbacks, stop_at=-1, ckpt_path=None, size=5, cohort=None, **options):
+    seed_everything(0, verbose=False)
+    federation = Federation(
+        cohort=cohort or UniformCohort(size=size),
+        local_epochs=2,
+        seed=4,
+        clients_per_group=together,
+        server_optimizer=lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.5),
+    )
+    module = Stops(stop_at)
+    trainer = toy_trainer(federation, *callbacks, **options)
+    trainer.fit(module, datamodule=toy_data(**DATA), ckpt_path=ckpt_path)
+    return module, trainer
+
+
+@pytest.mark.parametrize("cohort", [UniformCohort(size=5), PoissonCohort(fraction=0.5)])
+def test_the_model_does_not_depend_on_the_groups(cohort):
+    expected, one = fit(1, cohort=cohort)
+    for together in (2, 3, 5, None):
+        module, trainer = fit(together, cohort=cohort)
+        assert torch.equal(weights(module), weights(expected))
+        assert trainer.global_step == one.global_step
+        for name, value in one.callback_metrics.items():
+            if name != "round/seconds":
+                assert trainer.callback_metrics[name] == value, name
+
+
+@pytest.mark.parametrize("steps", [1, 17, 31])
+@pytest.mark.parametrize("together", [1, 3, 5])
+def test_a_run_stopped_inside_a_group_goes_on_with_its_next_client(tmp_path, together, steps):
+    path = tmp_path / "stopped.ckpt"
+    with pytest.raises(Stopped):
+        fit(together, SavesWhatIsLeft(path), stop_at=steps, max_epochs=2)
+    module, _ = fit(together, ckpt_path=path, max_epochs=2)
+    expected, _ = fit(1, max_epochs=2)
+    assert torch.equal(weights(module), weights(expected))
+    taken, taken_in_all = -1 - module.steps_left, -1 - expected.steps_left
+    assert 0 <= steps + taken - taken_in_all <= MOST_STEPS
+
+
+def test_inside_a_round_groups_must_stay_what_they_were(tmp_path):
+    path = tmp_path / "stopped.ckpt"
+    with pytest.raises(Stopped):
+        fit(2, SavesWhatIsLeft(path), stop_at=7)
+    with pytest.raises(ConfigurationError, match="another number of groups"):
+        fit(4, ckpt_path=path)
+
+
+@pytest.mark.parametrize(("network", "num_groups"), [(torch.nn.Linear(4, 3), 1), (LeNet(3), 6)])
+def test_only_short_clients_are_taken_together(network, num_groups):
+    module, data = ToyModule(), toy_data()
+    module.net = network
+    federation = Federation(local_epochs=10, engine="sequential", seed=0)
+    trainer = toy_trainer(federation)
+    trainer.datamodule = data
+    federation.setup(trainer, module, "fit")
+    assert len(data.train_dataloader()) == num_groups
