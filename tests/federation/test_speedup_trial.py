@@ -52,7 +52,12 @@ def run(kind=Conv, engine="sequential", speedups=None, *callbacks, ckpt=None, dt
         torch.manual_seed(0)
         module = kind() if isinstance(kind, type) else kind
     federation = Federation(
-        cohort=UniformCohort(size=3), engine=engine, speedups=speedups, local_epochs=2, seed=0
+        cohort=UniformCohort(size=3),
+        engine=engine,
+        speedups=speedups,
+        local_epochs=2,
+        clients_per_group=1,
+        seed=0,
     )
     trainer = toy_trainer(federation, *callbacks, max_epochs=2, **o)
     data = FederatedDataModule(Images(dtype=dtype or torch.float32), num_clients=6, seed=0)
