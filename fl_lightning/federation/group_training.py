@@ -65,7 +65,9 @@ class GroupTraining:
         self.local = LocalTrainer(self._module, trainer.optimizers[0], self.step, self.collector)
         self.scaler = ClientScaler(getattr(trainer.precision_plugin, "scaler", None))
         self._client_masks = client_masks(trainer)
-        self.engine = EngineChooser(trainer, self.local, options.engine, options.accumulate)
+        self.engine = EngineChooser(
+            trainer, self.local, self.step, options.engine, options.accumulate
+        )
 
     def renew_space(self) -> None:
         """Have vectors hold what may move now."""
