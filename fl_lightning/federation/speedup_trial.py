@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 
 from lightning.pytorch import Trainer
 
-from fl_lightning.client.slot_training import ClientWork
 from fl_lightning.client.speedups import SPEEDUPS, Speedup, reason_against
+from fl_lightning.client.work import ClientWork
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.federation.lightning_step import LightningStep
