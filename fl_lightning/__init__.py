@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from fl_lightning.federation.strategy import FederatedStrategy
     from fl_lightning.models.image_classifier import ImageClassifier
     from fl_lightning.server.aggregators import Mean
+    from fl_lightning.server.overlap_mean import OverlapMean
+    from fl_lightning.sparsity.sparse_adamw import SparseAdamW
+    from fl_lightning.sparsity.sparse_sgdm import SparseSGDM
 
 __all__ = [
     "AllClients",
@@ -40,10 +43,13 @@ __all__ = [
     "ImageClassifier",
     "MaskCalibration",
     "Mean",
+    "OverlapMean",
     "PartitionReport",
     "PoissonCohort",
     "RoundFailure",
     "RoundProgressBar",
+    "SparseAdamW",
+    "SparseSGDM",
     "UniformCohort",
 ]
 
@@ -59,10 +65,13 @@ _HOMES = {
     "ImageClassifier": "fl_lightning.models.image_classifier",
     "MaskCalibration": "fl_lightning.callbacks.mask_calibration",
     "Mean": "fl_lightning.server.aggregators",
+    "OverlapMean": "fl_lightning.server.overlap_mean",
     "PartitionReport": "fl_lightning.callbacks.partition_report",
     "PoissonCohort": "fl_lightning.data.cohort",
     "RoundFailure": "fl_lightning.core.errors",
     "RoundProgressBar": "fl_lightning.callbacks.progress",
+    "SparseAdamW": "fl_lightning.sparsity.sparse_adamw",
+    "SparseSGDM": "fl_lightning.sparsity.sparse_sgdm",
     "UniformCohort": "fl_lightning.data.cohort",
 }
 _ROOMS = ("callbacks", "client", "core", "data", "federation", "models", "server", "sparsity")

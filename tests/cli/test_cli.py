@@ -11,10 +11,12 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fl_lightning.cli import main
+from fl_lightning.federation.cores import num_usable_cores
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 QUICK = ["--config", str(CONFIGS / "quickstart.yaml")]
-ONE_ROUND = ["--trainer.max_epochs", "1", "--trainer.enable_progress_bar", "false"]
+QUIET = ["--trainer.enable_progress_bar", "false"]
+ONE_ROUND = ["--trainer.max_epochs", "1", "--trainer.devices", "1", *QUIET]
 
 
 @pytest.fixture(autouse=True)
@@ -43,6 +45,14 @@ def fails(capsys, *args):
         ("--federation.local_epoch", "2", r"'local_epoch' is not accepted.*'local_epochs'"),
         ("--federation.local_steps", "3", "either local_steps or local_epochs"),
         ("--federation.on_client_failure", "ignore", "ignore"),
+        ("--federation.min_replies", "6", "min_replies is 6, but a round has at most 5 clients"),
+        ("--trainer.val_check_interval", "100", "trainer.check_val_every_n_epoch"),
+        ("--trainer.gradient_clip_val", "-1", "gradient_clip_val must not be negative, got -1"),
+        (
+            "--model.init_args.optimizer.init_args.lr",
+            "-1",
+            r"optimizer refuses one of its options: Invalid learning rate: -1",
+        ),
         ("--model.class_path", "fl_lightning.NoSuchModel", "has no attribute 'NoSuchModel'"),
         ("--model.init_args.network", "vit_tinny", "no 'vit_tinny' in timm"),
         ("--data.init_args.num_clients", "5000", "more clients than examples"),
@@ -89,9 +99,9 @@ def test_the_resolved_config_is_printed_and_saved(capsys):
     assert saved["federation"]["local_epochs"] == 1
 
 
-def test_fit_says_where_everything_is(capsys):
+def test_fit_says_where_everything_is(capfd):
     main(["fit", *QUICK, *ONE_ROUND])
-    said = capsys.readouterr().out
+    said = capfd.readouterr().out
     folder = "runs/quickstart/version_0"
     assert f"checkpoint: {folder}/checkpoints/last.ckpt" in said
     assert f"logs:       {folder}" in said
@@ -99,6 +109,21 @@ def test_fit_says_where_everything_is(capsys):
     assert "test/accuracy" in said
     for name in ("checkpoints/last.ckpt", "checkpoints/best.ckpt", "partition.csv", "config.yaml"):
         assert Path(folder, name).exists()
+
+
+@pytest.mark.skipif(num_usable_cores() == 1, reason="one core only")
+def test_every_core_takes_part_unless_told_otherwise(caplog):
+    main(["fit", *QUICK, *QUIET, "--trainer.max_epochs", "1"])
+    checkpoint = "runs/quickstart/version_0/checkpoints/last.ckpt"
+    state = torch.load(checkpoint, weights_only=True)
+    several = min(num_usable_cores(), 5)
+    assert f"trainer.devices: {several} processes of one thread each" in caplog.text
+    assert state["callbacks"]["Federation"]["ranks"] == several
+    main(["fit", *QUICK, *ONE_ROUND])
+    alone = torch.load(checkpoint.replace("version_0", "version_1"), weights_only=True)
+    assert alone["callbacks"]["Federation"]["ranks"] == 1
+    for name, tensor in alone["state_dict"].items():
+        assert torch.equal(tensor, state["state_dict"][name]), name
 
 
 def test_two_processes_are_one_run(capsys, caplog):
