@@ -465,8 +465,10 @@ def test_the_order_of_callbacks():
 
 
 def test_several_processes_without_a_federation_are_refused():
+    sparse = calibration()
+    trainer = toy_trainer(sparse, devices=2, strategy="ddp")  # not started: it would stay
     with pytest.raises(ConfigurationError, match=r"trainer\.devices to 1"):
-        fit(calibration(), federated=False, strategy="ddp", devices=1)
+        sparse.setup(trainer, network(), "fit")
 
 
 class AllHaveTheSameMask(Callback):
