@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from fl_lightning.federation.strategy import FederatedStrategy
     from fl_lightning.models.image_classifier import ImageClassifier
     from fl_lightning.server.aggregators import Mean
+    from fl_lightning.server.overlap_mean import OverlapMean
     from fl_lightning.sparsity.sparse_adamw import SparseAdamW
     from fl_lightning.sparsity.sparse_sgdm import SparseSGDM
 
@@ -40,6 +41,7 @@ __all__ = [
     "Federation",
     "ImageClassifier",
     "Mean",
+    "OverlapMean",
     "PartitionReport",
     "PoissonCohort",
     "RoundFailure",
@@ -60,6 +62,7 @@ _HOMES = {
     "Federation": "fl_lightning.federation.federation",
     "ImageClassifier": "fl_lightning.models.image_classifier",
     "Mean": "fl_lightning.server.aggregators",
+    "OverlapMean": "fl_lightning.server.overlap_mean",
     "PartitionReport": "fl_lightning.callbacks.partition_report",
     "PoissonCohort": "fl_lightning.data.cohort",
     "RoundFailure": "fl_lightning.core.errors",

@@ -26,6 +26,7 @@ from fl_lightning.core.metric_states import MetricStates, metrics_of
 from fl_lightning.core.update import ClientUpdate, GroupUpdate
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.batches import batch_preparation, has_batch_hooks, takes_index
+from fl_lightning.federation.client_masks import client_masks
 from fl_lightning.federation.lightning_step import extra_work
 
 TrainOne = Callable[[ClientWork], ClientUpdate]
@@ -120,6 +121,8 @@ def raise_if_impossible(trainer: Trainer, accumulate: int) -> None:
         raise CannotStack("a local step accumulates several batches")
     if trainer.precision not in ("32-true", "64-true"):
         raise CannotStack(f"the precision is {trainer.precision}")
+    if client_masks(trainer) is not None:
+        raise CannotStack("clients have masks of their own")
     if extra := extra_work(trainer):
         raise CannotStack(extra)
     if has_batch_hooks(trainer):
