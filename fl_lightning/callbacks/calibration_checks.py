@@ -77,7 +77,7 @@ def check_forward(module: LightningModule, sensitivity: Sensitivity | None) -> N
         ConfigurationError: if it has no forward, and sensitivity no function of its own for logits.
     """
     scoring = getattr(sensitivity, "scoring", None)
-    uses_forward = scoring is None or scoring.logits is module_logits
+    uses_forward = sensitivity is None or getattr(scoring, "logits", None) is module_logits
     if uses_forward and not is_overridden("forward", module, LightningModule):
         raise ConfigurationError(
             f"{type(module).__name__} has no forward, from whose logits sensitivity is scored: "

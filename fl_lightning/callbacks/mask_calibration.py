@@ -79,6 +79,11 @@ class MaskCalibration(Callback):
             those of later versions.
         seed: of all draws, each a function of (seed, version, round, client); None is the run's.
 
+    Attributes:
+        mask: the present one, on the CPU; None before a fit. Of a fit in several processes on CPUs
+            it stays with them: read the file or the checkpoint.
+        history: of every version the round in whose start it was found, and its hash.
+
     Raises:
         ConfigurationError: if an option is out of range, and when the fit starts if the optimizer
             keeps to no mask, or a mask does not fit the model.
@@ -230,7 +235,7 @@ class MaskCalibration(Callback):
     def state_dict(self) -> dict[str, Any]:
         """Return the mask, eight entries to a byte, and which masks there were, for a checkpoint.
 
-        Each has a version (its place), the round in whose start it was found, and its hash.
+        Of masks of clients all that were found so far.
         """
         if self.mask is None:
             return self._saved
@@ -314,7 +319,9 @@ class MaskCalibration(Callback):
         self.history.append({"round": found, "hash": mask.hash()})
         num_dense = self._moves.num_entries(self._moves.dense)
         num_frozen = self._moves.num_frozen(mask)
-        MaskReport(mask, self.version, origin, num_dense, num_frozen, metrics).tell(trainer)
+        is_new = round_ is None
+        report = MaskReport(mask, self.version, origin, num_dense, num_frozen, metrics, is_new)
+        report.tell(trainer)
 
     def _give_back(self) -> None:
         self._is_claimed = False

@@ -285,10 +285,13 @@ class TestCheckpoints:
             if never is not None:
                 assert never.sizes == []
 
-    def test_versions(self):
+    def test_versions(self, tmp_path):
         sparse = calibration(every_n_rounds=2)
-        watch = WhatTrains()
-        fit(sparse, None, watch, max_epochs=5)
+        fit(sparse, max_epochs=5, logger=CSVLogger(tmp_path))
+        files = sorted(tmp_path.rglob("mask_v*.safetensors"))
+        assert [path.name for path in files] == [f"mask_v{v}.safetensors" for v in range(3)]
+        hashes = [entry["hash"] for entry in sparse.history]
+        assert [load_mask(path).hash() for path in files] == hashes
         assert [entry["round"] for entry in sparse.history] == [0, 2, 4]
         assert sparse.version == 2
         assert sparse.history[-1]["hash"] == sparse.mask.hash()
