@@ -47,6 +47,8 @@ class ImageFolder(ImageSource):
         augment: whether training images are cropped and flipped at random.
         val_fraction: part of the training images held out for validation, in [0, 1), of every
             class alike; 0 for none.
+        classes: numbers of the classes whose images are kept, in all sets; labels stay as they are.
+            None keeps all.
         seed: decides which images are held out and the order of central training. None takes the
             run's seed.
 
@@ -75,6 +77,7 @@ Expected are images as nowhere/train/<class>/<name>.jpg, with one folder for eac
         batch_size: int = 64,
         augment: bool = True,
         val_fraction: float = 0.1,
+        classes: list[int] | None = None,
         seed: int | None = None,
     ) -> None:
         super().__init__(
@@ -82,6 +85,7 @@ Expected are images as nowhere/train/<class>/<name>.jpg, with one folder for eac
             augment=augment,
             image_size=image_size,
             val_fraction=val_fraction,
+            classes=classes,
             seed=seed,
         )
         self.root = Path(root)
