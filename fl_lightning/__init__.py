@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from fl_lightning.federation.strategy import FederatedStrategy
     from fl_lightning.models.image_classifier import ImageClassifier
     from fl_lightning.server.aggregators import Mean
+    from fl_lightning.sparsity.sparse_adamw import SparseAdamW
+    from fl_lightning.sparsity.sparse_sgdm import SparseSGDM
 
 __all__ = [
     "AllClients",
@@ -42,6 +44,8 @@ __all__ = [
     "PoissonCohort",
     "RoundFailure",
     "RoundProgressBar",
+    "SparseAdamW",
+    "SparseSGDM",
     "UniformCohort",
 ]
 
@@ -60,6 +64,8 @@ _HOMES = {
     "PoissonCohort": "fl_lightning.data.cohort",
     "RoundFailure": "fl_lightning.core.errors",
     "RoundProgressBar": "fl_lightning.callbacks.progress",
+    "SparseAdamW": "fl_lightning.sparsity.sparse_adamw",
+    "SparseSGDM": "fl_lightning.sparsity.sparse_sgdm",
     "UniformCohort": "fl_lightning.data.cohort",
 }
 _ROOMS = ("callbacks", "client", "core", "data", "federation", "models", "server", "sparsity")

@@ -27,6 +27,7 @@ from typing_extensions import override
 from fl_lightning.callbacks.client_evaluation import ClientEvaluation
 from fl_lightning.callbacks.partition_report import PartitionReport
 from fl_lightning.callbacks.progress import RoundProgressBar
+from fl_lightning.cli_devices import asks_for_several, automatic_processes
 from fl_lightning.cli_errors import Parser, explain
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.experiments.compare import DESCRIPTION, add_arguments, compare
@@ -86,6 +87,8 @@ class FederatedCLI(LightningCLI):
             given = options.get("callbacks") or []
             given = given if isinstance(given, list) else [given]
             options["callbacks"] = [*given, federation, *companions(given, options)]
+            if self.subcommand == "fit":
+                self._choose_processes(options, federation)
             if options["strategy"] == "auto" and asks_for_several(options):
                 options["strategy"] = "federated"
                 rank_zero_info("trainer.strategy: federated, because there are several devices")
@@ -93,6 +96,17 @@ class FederatedCLI(LightningCLI):
         if federation is not None and self.subcommand == "fit":
             check_strategy(trainer)
         return trainer
+
+    def _choose_processes(self, options: Any, federation: Federation) -> None:
+        """Let ``devices: auto`` mean all cores where clients train on CPUs."""
+        num_threads = self.config[self.subcommand].num_threads
+        count = automatic_processes(options, federation, self.datamodule, num_threads)
+        if count > 1:
+            options["devices"], options["strategy"] = count, "federated"
+            rank_zero_info(
+                f"trainer.devices: {count} processes of one thread each, as there are cores for; "
+                "1 trains in this process alone"
+            )
 
     def after_fit(self) -> None:
         """Test the last model and say where everything is."""
@@ -123,26 +137,6 @@ def companions(given: Sequence[Callback], trainer: Mapping[str, Any]) -> list[Ca
             isinstance(new, kind) and isinstance(old, kind) for kind in taken for old in given
         )
     ]
-
-
-def asks_for_several(trainer: Mapping[str, Any]) -> bool:
-    """Return whether a Trainer with these settings would have several processes.
-
-    Example:
-        >>> asks_for_several({"accelerator": "cpu", "devices": "2", "num_nodes": 1})
-        True
-        >>> asks_for_several({"accelerator": "cpu", "devices": "auto", "num_nodes": 1})
-        False
-    """
-    devices = trainer["devices"]
-    if trainer["num_nodes"] > 1:
-        return True
-    if str(devices) in ("auto", "-1"):
-        on_gpu = trainer["accelerator"] in ("auto", "gpu", "cuda")
-        return on_gpu and torch.cuda.device_count() > 1
-    if isinstance(devices, str):
-        devices = int(devices) if devices.isdecimal() else devices.split(",")
-    return (devices if isinstance(devices, int) else len(devices)) > 1
 
 
 def every_round_checkpoint() -> ModelCheckpoint:

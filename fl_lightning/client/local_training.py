@@ -25,6 +25,7 @@ from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.metrics import weighted_mean
 from fl_lightning.core.space import Space
 from fl_lightning.core.update import ClientUpdate
+from fl_lightning.sparsity.masked_optimizer import MaskedOptimizer
 
 # A batch and the number of examples in it.
 SizedBatch = tuple[Any, int]
@@ -79,7 +80,6 @@ class LocalTrainer:
         step: LocalStep,
         collector: LogCollector | None = None,
     ) -> None:
-        self.space = Space.of_parameters(module)
         self.buffers = Space.of_buffers(module)
         self.collector = collector if collector is not None else LogCollector()
         self._module = module
@@ -88,7 +88,38 @@ class LocalTrainer:
         self._step = step
         self._options: list[dict[str, Any]] = []
         self._holds: GlobalModel | None = None
+        self.renew_space()
         self.start_round()
+
+    def renew_space(self) -> None:
+        """Have vectors hold what may move now: parameters that train, as the masks allow."""
+        masked = isinstance(self._optimizer, MaskedOptimizer)
+        active = self._masked_optimizer.active if masked else None
+        self.space = Space.of_parameters(self._module, active)
+        self._masks = self._present_masks()
+        self._holds = None
+
+    @property
+    def has_new_masks(self) -> bool:
+        """Whether the optimizer's masks were set since the space was made."""
+        pairs = zip(self._masks, self._present_masks(), strict=True)
+        return any(known is not present for known, present in pairs)
+
+    @property
+    def _masked_optimizer(self) -> MaskedOptimizer:
+        if not isinstance(self._optimizer, MaskedOptimizer):
+            raise ConfigurationError(
+                f"masks need an optimizer that keeps to them, like SparseSGDM, the module has "
+                f"{type(self._optimizer).__name__}"
+            )
+        return self._optimizer
+
+    def _by_parameter(self, masks: Mapping[str, Tensor]) -> dict[Tensor, Tensor]:
+        params = dict(self._module.named_parameters())
+        return {params[name]: mask.to(params[name].device) for name, mask in masks.items()}
+
+    def _present_masks(self) -> list[Any]:
+        return [group.get("active") for group in self._optimizer.param_groups]
 
     def read(self) -> GlobalModel:
         """Return the module's present values as a global model."""
@@ -131,6 +162,7 @@ class LocalTrainer:
         client_id: int,
         num_examples: int,
         batches: Iterable[Sequence[SizedBatch]],
+        masks: Mapping[str, Tensor] | None = None,
     ) -> ClientUpdate:
         """Return the update of one client.
 
@@ -139,6 +171,8 @@ class LocalTrainer:
             client_id: whose data the batches are.
             num_examples: the client's aggregation weight.
             batches: for every local step one batch, or several to accumulate, with their sizes.
+            masks: the client's own, by parameter name, of parameters that the optimizer's masks
+                let move in part; each allows at most as much. None for the optimizer's.
 
         Raises:
             ClientFailure: if a step raised (its error is the cause), if there was no step, or if
@@ -147,6 +181,10 @@ class LocalTrainer:
         if self._holds is not start:
             self.restore(start)
         self._holds = None
+        active = None
+        if masks is not None:  # until the next `restore`
+            active = self.space.coordinates(masks)
+            self._masked_optimizer.set_masks(self._by_parameter(masks))
         try:
             num_steps, losses, sizes = self._take_steps(batches)
         except ConfigurationError:
@@ -164,6 +202,7 @@ class LocalTrainer:
             num_examples=num_examples,
             num_steps=num_steps,
             metrics={"train/loss": weighted_mean(losses, sizes)} if losses else {},
+            active=active,
         )
         check_finite(update)
         update.metrics.update(logged)  # a module may log a train/loss of its own

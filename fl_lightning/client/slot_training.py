@@ -96,7 +96,8 @@ class SlotTrainer:
             work: of each client, with at least one batch.
         """
         self._step.read_options()
-        self._start = self._space.views(start.params)
+        named_start = self._space.full(start.params)
+        self._start = list(named_start.values())
         self._start_buffers = self._buffers.views(start.buffers) if self._step.buffers else []
         self._state_rows = [t for states in self._step.states.values() for t in states]
         stays = pack([len(client.sizes) for client in work], self._num_slots)
@@ -106,11 +107,10 @@ class SlotTrainer:
         ends = {end: list(group) for end, group in groupby(by_end, lambda s: s.end)}
         # with clients of one size all slots begin together
         together = self._step.options.weighted and len({len(w.sizes) for w in work}) == 1
-        named_start = self._space.named_views(start.params)
         for number, (step_indices, step_valid) in enumerate(zip(indices, valid, strict=True)):
             batch = map_tensors(self._by_slot, self._read(step_indices.reshape(-1)))
             if together and number in begins and number + 1 in ends:
-                deltas, sums = self._step.only(named_start, batch, step_valid)
+                deltas, sums = self._step.only(named_start, batch, step_valid, self._space.active)
                 count = len(ends[number + 1])
                 yield self._updates(start, ends[number + 1], work, sums, deltas[:count])
                 continue
@@ -190,9 +190,17 @@ class SlotTrainer:
     def _deltas(self, rows: Any, count: int) -> Tensor:
         first = self._start[0]
         deltas = torch.empty(count, self._space.size, dtype=first.dtype, device=first.device)
-        parts = deltas.split([start.numel() for start in self._start], 1)
-        for part, start, tensor in zip(parts, self._start, self._params, strict=True):
-            torch.sub(start, tensor[rows], out=part.view(count, *start.shape))
+        begin = 0
+        for name, start, tensor in zip(self._space.names, self._start, self._params, strict=True):
+            index = self._space.active.get(name)
+            size = start.numel() if index is None else len(index)
+            part = deltas[:, begin : begin + size]
+            if index is None:
+                torch.sub(start, tensor[rows], out=part.view(count, *start.shape))
+            else:
+                ends = tensor.flatten(1)[:, index][rows]
+                torch.sub(start.flatten()[index], ends, out=part)
+            begin += size
         return deltas
 
     def _final_buffers(self, start: GlobalModel, rows: Any, count: int) -> Tensor:

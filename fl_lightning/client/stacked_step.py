@@ -158,20 +158,23 @@ class StackedStep:
             self._run_first(start, self.params, self.states, self.count, self._lrs, batch, valid)
         )
 
-    def only(self, start: Tensors, batch: Any, valid: Tensor) -> tuple[Tensor, Tensors]:
+    def only(
+        self, start: Tensors, batch: Any, valid: Tensor, active: Tensors
+    ) -> tuple[Tensor, Tensors]:
         """Return what the only step of a new client in every slot comes to.
 
         Args:
             start: as for the first step; its order is that of the deltas' coordinates.
             batch: as for a step.
             valid: as for a step.
+            active: of parameters whose deltas have only some entries, which, as indices.
 
         Returns:
             The clients' deltas, shape (G, k), and what `sums` would hold.
         """
         self.count.zero_()
         only: tuple[Tensor, Tensors]
-        only = self._run_only(start, self.states, self.count, self._lrs, batch, valid)
+        only = self._run_only(start, self.states, self.count, self._lrs, batch, valid, active)
         return only
 
     def _add(self, logged: Tensors) -> None:
@@ -203,10 +206,13 @@ class StackedStep:
         lrs: list[Tensor],
         batch: Any,
         valid: Tensor,
+        active: Tensors,
     ) -> tuple[Tensor, Tensors]:
         moved, _, logged = self._moved_from(start, states, count, lrs, batch, valid)
-        deltas = [(start[name] - moved[name]).flatten(1) for name in start]
-        return torch.cat(deltas, 1), logged
+        deltas = {name: (start[name] - moved[name]).flatten(1) for name in start}
+        for name, index in active.items():
+            deltas[name] = deltas[name][:, index]
+        return torch.cat(list(deltas.values()), 1), logged
 
     def _step(
         self,

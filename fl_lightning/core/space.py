@@ -2,7 +2,8 @@
 
 What travels between client and server is a 1-D tensor of k numbers. A `Space` says which tensors
 of a module it holds, in which order and where: `read` gathers them into a vector, `write` puts a
-vector back into the module. Vectors are kept in float32 or wider, whatever the module's precision,
+vector back into the module. With a mask only the entries that may move are part of it, so that
+everything that works on vectors gets smaller with the mask. Vectors are kept in float32 or wider, whatever the module's precision,
 so that small updates to a half-precision module are not lost on the server.
 """
 
@@ -22,6 +23,8 @@ class Space:
 
     Args:
         tensors: the live tensors by name, in order. They are written to in place.
+        active: of tensors that are part of it only in part, by name: which of their entries are,
+            as indices into the flattened tensor, rising, whole numbers of shape (k_i,).
 
     Example:
         >>> module = nn.Linear(2, 1)
@@ -32,13 +35,22 @@ class Space:
         >>> module.bias
         Parameter containing:
         tensor([3.], requires_grad=True)
+        >>> part = Space.of_parameters(module, {module.weight: torch.tensor([1])})
+        >>> part.read(), part.size, part.num_entries
+        (tensor([2., 3.]), 2, 3)
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, tensors: Mapping[str, Tensor], active: Mapping[str, Tensor] | None = None
+    ) -> None:
         self.names = list(tensors)
         self._tensors = list(tensors.values())
-        self._sizes = [tensor.numel() for tensor in self._tensors]
+        self.active = {name: index.long() for name, index in (active or {}).items()}
+        self._indices = [self.active.get(name) for name in self.names]
+        pairs = list(zip(self._tensors, self._indices, strict=True))
+        self._sizes = [t.numel() if index is None else len(index) for t, index in pairs]
         self.size = sum(self._sizes)
+        self.num_entries = sum(tensor.numel() for tensor in self._tensors)
         self.dtype = torch.float64 if self._any_double() else torch.float32
         self.device = self._tensors[0].device if self._tensors else torch.device("cpu")
         self._written: tuple[Tensor, list[Tensor]] = (torch.empty(0), [])
@@ -52,8 +64,14 @@ class Space:
         return all(tensor.dtype == self.dtype for tensor in self._tensors)
 
     @classmethod
-    def of_parameters(cls, module: nn.Module) -> Space:
+    def of_parameters(
+        cls, module: nn.Module, active: Mapping[Tensor, Tensor] | None = None
+    ) -> Space:
         """Return the space of all parameters that train (``requires_grad``), shared ones once.
+
+        Args:
+            module: whose they are.
+            active: of parameters with frozen entries: which may move, as indices.
 
         Raises:
             ConfigurationError: if no parameter trains, or not all lie on one device.
@@ -80,7 +98,8 @@ class Space:
             raise ConfigurationError(
                 f"the model lies on several devices, {sorted(devices)}: use one"
             )
-        return cls(trainable)
+        chosen = active or {}
+        return cls(trainable, {n: chosen[p] for n, p in trainable.items() if p in chosen})
 
     @classmethod
     def of_buffers(cls, module: nn.Module) -> Space:
@@ -97,7 +116,8 @@ class Space:
         if not self._tensors:
             return torch.empty(0, dtype=self.dtype, device=self.device)
         with torch.no_grad():
-            return torch.cat([tensor.reshape(-1) for tensor in self._tensors]).to(self.dtype)
+            parts = map(_entries, self._tensors, self._indices)
+            return torch.cat(list(parts)).to(self.dtype)
 
     def write(self, vector: Tensor) -> None:
         """Copy a vector of shape (k,) into the live tensors, in place."""
@@ -105,11 +125,19 @@ class Space:
             return
         if self._written[0] is not vector:  # the same one is written for every client of a round
             self._written = (vector, self.views(vector))
+        views = self._written[1]
         with torch.no_grad():
-            torch._foreach_copy_(self._tensors, self._written[1])
+            if not self.active:
+                torch._foreach_copy_(self._tensors, views)
+                return
+            for tensor, index, view in zip(self._tensors, self._indices, views, strict=True):
+                _put(tensor, index, view)
 
     def views(self, vector: Tensor) -> list[Tensor]:
-        """Return the vector's parts in the shapes of the tensors they belong to, without a copy.
+        """Return the vector's parts, without a copy.
+
+        They have the shapes of the tensors they belong to; of a tensor that is part of the space
+        only in part, shape (k_i,).
 
         Raises:
             ValueError: if the vector's shape is not (k,).
@@ -119,18 +147,102 @@ class Space:
                 f"expected a vector of shape ({self.size},), got {tuple(vector.shape)}"
             )
         parts = vector.split(self._sizes) if self._sizes else ()
-        return [part.view_as(tensor) for part, tensor in zip(parts, self._tensors, strict=True)]
+        trios = zip(parts, self._tensors, self._indices, strict=True)
+        return [part if index is not None else part.view_as(t) for part, t, index in trios]
+
+    def full(self, vector: Tensor) -> dict[str, Tensor]:
+        """Return whole tensors by name: the vector's entries, and the live ones that it lacks."""
+        tensors = {}
+        views = self.views(vector)
+        for name, view, live, index in zip(
+            self.names, views, self._tensors, self._indices, strict=True
+        ):
+            tensors[name] = view
+            if index is not None:
+                tensors[name] = live.detach().clone()
+                _put(tensors[name], index, view)
+        return tensors
+
+    def coordinates(self, masks: Mapping[str, Tensor]) -> Tensor:
+        """Return which coordinates masks allow: bool, shape (k,).
+
+        Args:
+            masks: bool tensors by name; a tensor without one is allowed as a whole.
+
+        Raises:
+            ValueError: if they allow an entry that is not part of the space.
+
+        Example:
+            >>> space = Space({"w": torch.zeros(3), "b": torch.zeros(1)}, {"w": torch.tensor([0, 2])})
+            >>> space.coordinates({"w": torch.tensor([False, False, True])})
+            tensor([False,  True,  True])
+        """
+        parts = []
+        for name, tensor, index in zip(self.names, self._tensors, self._indices, strict=True):
+            mask = masks.get(name)
+            if mask is None:
+                mask = torch.ones_like(tensor, dtype=torch.bool)
+            parts.append(_entries(mask.to(tensor.device), index))
+            if name in masks and parts[-1].count_nonzero() != mask.count_nonzero():
+                raise ValueError(f"the mask of {name} allows entries that are frozen for everybody")
+        return torch.cat(parts)
+
+    def positions_in(self, other: Space) -> Tensor:
+        """Return where in another space's vectors each coordinate is; -1 where it is not.
+
+        Example:
+            >>> tensors = {"weight": torch.zeros(4)}
+            >>> before = Space(tensors, {"weight": torch.tensor([0, 2])})
+            >>> Space(tensors, {"weight": torch.tensor([1, 2])}).positions_in(before)
+            tensor([-1,  1])
+        """
+        places: dict[str, Tensor] = {}
+        start = 0
+        for name, tensor, index, size in zip(
+            other.names, other._tensors, other._indices, other._sizes, strict=True
+        ):
+            place = torch.full((tensor.numel(),), -1, device=tensor.device)
+            here = torch.arange(start, start + size, device=tensor.device)
+            _put(place, index, here)
+            places[name] = place
+            start += size
+        parts = [
+            _entries(places[name], index)
+            if name in places
+            else torch.full((size,), -1, device=self.device)
+            for name, index, size in zip(self.names, self._indices, self._sizes, strict=True)
+        ]
+        return torch.cat(parts)
 
     def named_views(self, vector: Tensor) -> dict[str, Tensor]:
         """Return `views` by name."""
         return dict(zip(self.names, self.views(vector), strict=True))
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of one vector on its way: every number in the dtype that its tensor has."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors)
-
     def fingerprint(self) -> str:
         """Return a hash of names and shapes: two spaces with the same one exchange vectors."""
         shapes = [(name, tuple(t.shape)) for name, t in zip(self.names, self._tensors, strict=True)]
         return hashlib.blake2b(repr(shapes).encode(), digest_size=16).hexdigest()
+
+    def mask_fingerprint(self) -> str:
+        """Return a hash of which entries are part of it; empty if all are."""
+        if not self.active:
+            return ""
+        digest = hashlib.blake2b(digest_size=16)
+        for name, index in self.active.items():
+            digest.update(f"{name} {len(index)} ".encode())
+            digest.update(index.cpu().numpy().astype("<i8").tobytes())
+        return digest.hexdigest()
+
+
+def _entries(tensor: Tensor, index: Tensor | None) -> Tensor:
+    flat = tensor.reshape(-1)
+    return flat if index is None else flat.index_select(0, index)
+
+
+def _put(tensor: Tensor, index: Tensor | None, values: Tensor) -> None:
+    if index is None:
+        tensor.copy_(values)
+    elif tensor.is_contiguous():
+        tensor.view(-1).scatter_(0, index, values.to(tensor.dtype))
+    else:
+        tensor.put_(index, values.to(tensor.dtype))

@@ -22,6 +22,8 @@ class ClientUpdate:
         num_examples: size of the client's shard, the aggregation weight, ≥ 1.
         num_steps: local steps taken.
         metrics: means over the client's local steps by name, each a scalar tensor.
+        active: which coordinates the client may move, bool, shape (k,); None if all. The others
+            are 0 and do not travel.
     """
 
     client_id: int
@@ -30,6 +32,7 @@ class ClientUpdate:
     num_examples: int
     num_steps: int
     metrics: dict[str, Tensor] = field(default_factory=dict)
+    active: Tensor | None = None
 
     @cached_property
     def norm(self) -> Tensor:

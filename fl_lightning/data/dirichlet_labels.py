@@ -132,7 +132,15 @@ def _draw_client(
     independent of the others. So where floating point has no mass on the open classes (alpha is
     small and all that the client wanted is gone), a new mix over them is exact.
     """
-    mix, taken = np.zeros(len(left)), np.zeros_like(left)
+    if np.count_nonzero(left) == len(left):  # as for nearly all of many clients
+        mix = rng.dirichlet(concentration)
+        mix /= mix.sum()
+        taken = rng.multinomial(size, mix)
+        if (taken <= left).all():
+            return taken
+        taken = np.minimum(taken, left)
+    else:
+        mix, taken = np.zeros(len(left)), np.zeros_like(left)
     while (missing := size - int(taken.sum())) > 0:
         is_open = taken < left
         mix[~is_open] = 0.0

@@ -148,7 +148,7 @@ class EngineChooser:
     def _measured(
         self, model: GlobalModel, work: Sequence[ClientWork], train_one: TrainOne
     ) -> tuple[SlotEngine, str]:
-        num_steps, size = self._num_steps(work), self._local.space.size
+        num_steps, size = self._num_steps(work), self._local.space.num_entries
         if num_steps < SHORT_RUN_STEPS:
             raise CannotStack(f"{num_steps:.0f} local steps do not repay a compiler")
         if size > MOST_PARAMETERS:
@@ -214,7 +214,7 @@ class EngineChooser:
         return " ".join(map(str, parts))
 
     def _fitting_slots(self, work: Sequence[ClientWork]) -> int:
-        return min(fitting_slots(self._trainer, self._local.space.size), len(work))
+        return min(fitting_slots(self._trainer, self._local.space.num_entries), len(work))
 
     def _num_steps(self, work: Sequence[ClientWork]) -> float:
         """Return about how many local steps the whole run has; it is not shorter when resumed."""
@@ -222,6 +222,11 @@ class EngineChooser:
         if rounds is None or rounds < 0:
             return math.inf
         return rounds * self._trainer.num_training_batches * sum(len(w.sizes) for w in work)
+
+    def renew(self) -> None:
+        """Keep the choice where other parameters move than when it was made."""
+        if self.slots is not None:
+            self.slots = SlotEngine(self._trainer, self._local, self.slots.stacking)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was chosen."""

@@ -3,7 +3,7 @@
 Forking takes milliseconds, needs nothing to be picklable and works in notebooks. When all are done
 the first one's results are brought into this process, so that what follows a fit (a test, a message
 about checkpoints) goes on as if it had happened here. When one fails, its error is raised here and
-the others are ended at once: they may be waiting for it.
+the others are ended: they may be waiting for it. Only the first may still save what it has.
 """
 
 from __future__ import annotations
@@ -25,6 +25,11 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.multiprocessing.spawn import start_processes
 
 from fl_lightning.core.errors import ConfigurationError, ProcessFailure
+from fl_lightning.federation.last_words import (
+    call_on_exception,
+    forget_checkpoints,
+    wait_for_first,
+)
 from fl_lightning.federation.outcome import Outcome
 from fl_lightning.federation.remote_error import read_error, write_error
 
@@ -82,6 +87,10 @@ class ForkLauncher:
             self._processes = context.processes
             try:
                 _wait(self._processes, Path(folder))
+            except BaseException:
+                wait_for_first(self._processes[0], Path(folder) / "error_0")
+                forget_checkpoints(trainer)
+                raise
             finally:
                 self.kill(signal.SIGKILL)
             outcome: Outcome = torch.load(Path(folder) / "outcome", weights_only=False)
@@ -98,9 +107,15 @@ class ForkLauncher:
                 process.join()
 
 
-def _check_can_fork() -> None:
+def can_fork() -> bool:
+    """Return whether this process can be divided: not on every system, nor once it has threads."""
     names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
-    if any(name.startswith("pt_autograd") for name in names):
+    has_threads = any(name.startswith("pt_autograd") for name in names)
+    return "fork" in multiprocessing.get_all_start_methods() and not has_threads
+
+
+def _check_can_fork() -> None:
+    if not can_fork():
         raise ConfigurationError(
             "this process cannot be divided in several any more: PyTorch has started threads in "
             "it, for a GPU or because something was compiled before the first backward pass. "
@@ -134,6 +149,8 @@ def _run(
             torch.save(Outcome.of(trainer, result), folder / "outcome")
     except BaseException as error:
         write_error(error, folder / f"error_{local_rank}")
+        if local_rank == 0:
+            call_on_exception(trainer, strategy, error)
         raise
 
 

@@ -29,6 +29,7 @@ from fl_lightning.federation.round_options import RoundOptions
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.slot_engine import SlotEngine
 from fl_lightning.server.server import Server
+from fl_lightning.updates.traffic import bytes_down, bytes_up
 
 
 class GroupTraining:
@@ -60,6 +61,11 @@ class GroupTraining:
         self.local = LocalTrainer(self._module, trainer.optimizers[0], self.step, self.collector)
         self.scaler = ClientScaler(getattr(trainer.precision_plugin, "scaler", None))
         self.engine = EngineChooser(trainer, self.local, options.engine, options.accumulate)
+
+    def renew_space(self) -> None:
+        """Have vectors hold what may move now."""
+        self.local.renew_space()
+        self.engine.renew()
 
     def start_round(self) -> None:
         """Note what every client of the round starts from, besides the weights."""
@@ -115,8 +121,8 @@ class GroupTraining:
         else:
             self.scaler.end_client()
             server.receive(update)
-            record.add(update, num_bytes=self._num_bytes)
-        record.finish([work.client_id], num_bytes=self._num_bytes)
+            record.add(update, num_bytes=bytes_up(update))
+        record.finish([work.client_id], num_bytes=_bytes_down(server))
 
     def _train_in_slots(
         self, slots: SlotEngine, work: Sequence[ClientWork], server: Server, record: RoundRecord
@@ -130,12 +136,12 @@ class GroupTraining:
                 for failure in failures:
                     self._skip_or_raise(failure, record)
                 server.receive_group(usable)
-                record.add_group(usable, num_bytes=self._num_bytes)
+                record.add_group(usable, num_bytes=bytes_up(usable))
         except BaseException:  # the group counts as a whole or not at all
             server.load_state_dict(before[0])
             record.load_state_dict(before[1])
             raise
-        record.finish([client.client_id for client in stackable], num_bytes=self._num_bytes)
+        record.finish([c.client_id for c in stackable], num_bytes=_bytes_down(server))
         return others
 
     def _skip_or_raise(self, failure: ClientFailure, record: RoundRecord) -> None:
@@ -172,6 +178,6 @@ class GroupTraining:
             derive_seed(self._options.seed, purpose, round_index, work.client_id)
         )
 
-    @property
-    def _num_bytes(self) -> int:
-        return self.local.space.num_bytes + self.local.buffers.num_bytes
+
+def _bytes_down(server: Server) -> int:
+    return bytes_down(server.model.params, server.model.buffers)

@@ -81,7 +81,8 @@ class RoundRecord:
     def facts(self) -> dict[str, float]:
         """Return what is known of the round besides: counts, norms, spreads over clients, bytes.
 
-        ``bytes_up`` and ``bytes_down`` are the payload of one client, the totals that of all.
+        ``bytes_up`` and ``bytes_down`` are the message of one client, the totals those of all: the
+        length of the real encoding (`fl_lightning.updates.codec`), with its header and metrics.
         """
         return {
             "round/cohort_size": float(self.num_sampled),

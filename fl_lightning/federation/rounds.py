@@ -69,9 +69,13 @@ class RoundRunner:
         self.clients = GroupTraining(trainer, options)
         self.server = Server(self.clients.local.read(), aggregator, server_optimizer)
         self.record = RoundRecord()
+        self._is_kept_by_lightning = self._can_be_kept_by_lightning()
+
+    def _can_be_kept_by_lightning(self) -> bool:
+        """Return whether the checkpoint's weights hold every bit of the server's model."""
         spaces = (self.clients.local.space, self.clients.local.buffers)
         saved = self._module.state_dict().keys()
-        self._is_kept_by_lightning = all(
+        return all(
             s.is_lossless and s.dtype == torch.float32 and saved >= set(s.names) for s in spaces
         )
 
@@ -155,6 +159,8 @@ class RoundRunner:
         return name == "train/loss" or name in self.clients.collector.prog_bar
 
     def _open_round(self) -> None:
+        if self.clients.local.has_new_masks and not self.server.is_open:
+            self._renew_space()
         if not self._is_noted:  # by now, unlike in the constructor, Lightning has restored both
             self.clients.start_round()
             self._is_noted = True
@@ -163,6 +169,14 @@ class RoundRunner:
             if self._is_kept_by_lightning:  # hooks between rounds may have changed it
                 self.server.replace_model(self.clients.local.read())
             self.server.open_round()
+
+    def _renew_space(self) -> None:
+        """Follow masks that changed between rounds: other coordinates travel from here on."""
+        before = self.clients.local.space
+        self.clients.renew_space()
+        after = self.clients.local
+        self.server.relocate(after.read(), after.space.positions_in(before))
+        self._is_kept_by_lightning = self._can_be_kept_by_lightning()
 
     def _check_replies(self) -> None:
         record, wanted = self.record, self._options.min_replies
@@ -182,6 +196,7 @@ class RoundRunner:
         open_here = self.server.is_open and self._ranks.size == 1
         state = {
             "space": self.clients.local.space.fingerprint(),
+            "mask": self.clients.local.space.mask_fingerprint(),
             "seed": self._options.seed,
             "server": self.server.state_dict(with_round=open_here),
             "record": self.record.state_dict(),
@@ -204,6 +219,7 @@ class RoundRunner:
             ConfigurationError: if the checkpoint is of another model or of another seed.
         """
         _check_same("model", state["space"], self.clients.local.space.fingerprint())
+        _check_same("mask", state["mask"], self.clients.local.space.mask_fingerprint())
         _check_same("seed", state["seed"], self._options.seed)
         if state["inside"]:
             _check_same("number of processes", state["ranks"], self._ranks.size)

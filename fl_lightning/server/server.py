@@ -78,6 +78,25 @@ class Server:
         self._params.data.copy_(model.params)
         self._buffers.copy_(model.buffers)
 
+    def relocate(self, model: GlobalModel, positions: Tensor) -> None:
+        """Go on from a model with other coordinates; those that it had keep the optimizer's state.
+
+        Args:
+            model: the model, of k' coordinates.
+            positions: where each of them was among the present ones, -1 where it was not; whole
+                numbers, shape (k',). State of new coordinates is 0.
+        """
+        params = nn.Parameter(model.params.clone())
+        state = self.optimizer.state.pop(self._params, {})
+        is_known, known = positions >= 0, positions.clamp(min=0)
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.shape == self._params.shape:
+                state[key] = torch.where(is_known, value[known], 0)
+        self.optimizer.state[params] = state
+        self.optimizer.param_groups[0]["params"] = [params]
+        self._params, self._buffers = params, model.buffers.clone()
+        self.model = GlobalModel(params.detach(), self._buffers)
+
     def open_round(self) -> None:
         """Forget the last round's updates."""
         self.num_replies = 0

@@ -22,10 +22,13 @@ from fl_lightning.sparsity.rules import (
 from fl_lightning.sparsity.scoring import Scoring
 from fl_lightning.sparsity.selection import next_mask
 from fl_lightning.sparsity.sensitivity import Scores, Sensitivity
+from fl_lightning.sparsity.similarity import Similarity, compare_masks, compare_tasks
 from fl_lightning.sparsity.soft_mask import soften
 from fl_lightning.sparsity.sparse_adamw import SparseAdamW
 from fl_lightning.sparsity.sparse_sgdm import SparseSGDM
 from fl_lightning.sparsity.squared_mean_gradient import SquaredMeanGradient
+from fl_lightning.sparsity.task_vector_file import load_task_vector, save_task_vector
+from fl_lightning.sparsity.task_vectors import TaskVector, merge
 
 __all__ = [
     "Calibration",
@@ -45,22 +48,29 @@ __all__ = [
     "Scores",
     "Scoring",
     "Sensitivity",
+    "Similarity",
     "SparseAdamW",
     "SparseSGDM",
     "SquaredMeanGradient",
+    "TaskVector",
     "calibrate",
+    "compare_masks",
+    "compare_tasks",
     "density_per_layer",
     "density_per_tensor",
     "freeze_masked",
     "intersection",
     "jaccard_overlap",
     "load_mask",
+    "load_task_vector",
     "log_probabilities",
     "majority",
     "maskable_names",
+    "merge",
     "next_mask",
     "raw_logits",
     "save_mask",
+    "save_task_vector",
     "soften",
     "union",
 ]

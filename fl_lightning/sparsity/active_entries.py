@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 # From this fraction of moving entries on, a step of the whole tensor is faster (measured on a CPU
-# with SGD, momentum and weight decay), and whole state is smaller than values with their indices.
-DENSE_FROM = 0.7
+# with SGD, momentum and weight decay).
+DENSE_FROM = 0.5
 
 
 @dataclass(frozen=True)
@@ -37,18 +37,18 @@ class Split:
         """Return the cheaper form of a mask (``True`` = may move; None = all may).
 
         Example:
-            >>> Split.of(torch.tensor([True, False, False, True])).active.tolist()
-            [0, 3]
-            >>> Split.of(torch.tensor([True, True, True, False])).frozen.tolist()
-            [3]
+            >>> Split.of(torch.tensor([True, False, False])).active.tolist()
+            [0]
+            >>> Split.of(torch.tensor([True, True, False])).frozen.tolist()
+            [2]
         """
         num_active = 0 if mask is None else int(mask.count_nonzero())
         if mask is None or num_active == mask.numel():
             return cls()
         flat = mask.detach().flatten()
         if num_active < DENSE_FROM * flat.numel():
-            return cls(active=_indices(flat))
-        return cls(frozen=_indices(~flat))
+            return cls(active=flat.nonzero().view(-1))
+        return cls(frozen=(~flat).nonzero().view(-1))
 
     @property
     def is_whole(self) -> bool:
@@ -65,8 +65,19 @@ class Split:
         index = self.active if self.active is not None else self.frozen
         mask = torch.full(like.shape, self.active is None, device=like.device)
         if index is not None:
-            mask.view(-1)[index.long()] = self.active is not None
+            mask.view(-1)[index] = self.active is not None
         return mask
+
+    def indices(self, like: Tensor) -> Tensor:
+        """Return which entries of a tensor move, in rising order, shape (k,).
+
+        Example:
+            >>> Split(frozen=torch.tensor([1])).indices(torch.zeros(3)).tolist()
+            [0, 2]
+        """
+        if self.active is not None:
+            return self.active
+        return self.mask(like).flatten().nonzero().view(-1)
 
     def spread(self, state: Tensor, like: Tensor) -> Tensor:
         """Return state in the shape of a tensor; what it says of frozen entries means nothing."""
@@ -101,9 +112,7 @@ def take(tensor: Tensor, index: Tensor) -> Tensor:
         >>> take(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([1, 2]))
         tensor([2., 3.])
     """
-    if tensor.is_contiguous():
-        return tensor.view(-1).index_select(0, index)
-    return tensor.take(index.long())
+    return tensor.reshape(-1).index_select(0, index)
 
 
 def put(tensor: Tensor, index: Tensor, values: Tensor) -> None:
@@ -115,16 +124,6 @@ def put(tensor: Tensor, index: Tensor, values: Tensor) -> None:
         >>> tensor.tolist()
         [[0.0, 5.0], [0.0, 0.0]]
     """
-    if tensor.is_contiguous():
-        tensor.view(-1).scatter_(0, index.long(), values)
-    else:
-        tensor.put_(index.long(), values)
-
-
-def _indices(flat: Tensor) -> Tensor:
-    return flat.nonzero().view(-1).to(_index_dtype(flat.numel()))
-
-
-def _index_dtype(numel: int) -> torch.dtype:
-    """Return int32, half the memory, where it is enough."""
-    return torch.int32 if numel <= torch.iinfo(torch.int32).max else torch.int64
+    flat = tensor.reshape(-1).scatter_(0, index, values)
+    if not tensor.is_contiguous():  # then it is flattened into a copy
+        tensor.copy_(flat.view(tensor.shape))

@@ -13,7 +13,7 @@ Differs: N · density is rounded to the nearest, the code cuts it off.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -164,7 +164,7 @@ def calibrate(
     )
     parameters = _named(module, names)
     calibration = Calibration(plan, parameters, seed=seed)
-    if calibration.needs_scores and len(calibration.num_kept) > 1 and iter(batches) is batches:
+    if len(calibration.num_kept) > 1 and isinstance(batches, Iterator):
         raise ConfigurationError(
             f"batches are read once in each of {rounds} rounds, but an iterator only once: give a "
             "loader or a list"

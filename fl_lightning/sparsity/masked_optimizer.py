@@ -25,6 +25,9 @@ from fl_lightning.sparsity.active_entries import Split, put, take
 # By name or parameter, or one for each parameter in the optimizer's order. None: all may move.
 Masks: TypeAlias = Mapping[Any, Tensor | None] | Sequence[Tensor | None]
 
+# A parameter, its gradient and indices of active or frozen entries.
+Part: TypeAlias = tuple[Tensor, Tensor, Any]
+
 # Values of so many entries stay in a core's cache from reading to writing. An accelerator is
 # faster with all tensors at once.
 MOST_ENTRIES_ON_CPU = 50_000
@@ -67,6 +70,12 @@ class MaskedOptimizer(Optimizer, ABC):
         """The mask of every parameter with frozen entries: bool, of the parameter's shape."""
         pairs = chain.from_iterable(map(_pairs, self.param_groups))
         return {param: split.mask(param) for param, split in pairs if not split.is_whole}
+
+    @property
+    def active(self) -> dict[Tensor, Tensor]:
+        """Of every parameter with frozen entries, those that move: indices, shape (k,)."""
+        pairs = chain.from_iterable(map(_pairs, self.param_groups))
+        return {p: split.indices(p) for p, split in pairs if not split.is_whole}
 
     @torch.no_grad()
     def set_masks(self, masks: Masks | None) -> None:
@@ -124,27 +133,33 @@ class MaskedOptimizer(Optimizer, ABC):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            pairs = [(p, split) for p, split in _pairs(group) if p.grad is not None]
-            self._move_whole(group, [(p, s.frozen) for p, s in pairs if s.active is None])
-            some = [(p, s.active) for p, s in pairs if s.active is not None and len(s.active)]
+            # a ViT has 150 tensors, most of them small: every call here counts
+            parts = zip(group["params"], group["active"], group["frozen"], strict=True)
+            with_grad = [
+                (p, p.grad, active, frozen) for p, active, frozen in parts if p.grad is not None
+            ]
+            whole = [(p, g, frozen) for p, g, active, frozen in with_grad if active is None]
+            some = [(p, g, active) for p, g, active, _ in with_grad if active is not None]
+            if whole:
+                self._move_whole(group, whole)
             for chunk in _chunks(some):
                 self._move_active(group, chunk)
         return loss
 
-    def _move_whole(self, group: dict[str, Any], pairs: list[tuple[Tensor, Tensor | None]]) -> None:
-        before = [(p, frozen, take(p, frozen)) for p, frozen in pairs if frozen is not None]
-        params = [p for p, _ in pairs]
-        self.move(group, params, params, [_grad(p) for p in params])
-        for param, frozen, values in before:
+    def _move_whole(self, group: dict[str, Any], parts: list[Part]) -> None:
+        kept = [(p, frozen, take(p, frozen)) for p, _, frozen in parts if frozen is not None]
+        params = [p for p, _, _ in parts]
+        self.move(group, params, params, [grad for _, grad, _ in parts])
+        for param, frozen, values in kept:
             put(param, frozen, values)
 
-    def _move_active(self, group: dict[str, Any], pairs: list[tuple[Tensor, Tensor]]) -> None:
-        if any(_grad(p).layout is not torch.strided for p, _ in pairs):
+    def _move_active(self, group: dict[str, Any], parts: list[Part]) -> None:
+        if any(grad.layout is not torch.strided for _, grad, _ in parts):
             raise ValueError("a mask needs dense gradients: give the embedding sparse=False")
-        grads = [take(_grad(p), active) for p, active in pairs]
-        values = [take(p, active) for p, active in pairs]
-        self.move(group, [p for p, _ in pairs], values, grads)
-        for (param, active), value in zip(pairs, values, strict=True):
+        grads = [take(grad, active) for _, grad, active in parts]
+        values = [take(p, active) for p, _, active in parts]
+        self.move(group, [p for p, _, _ in parts], values, grads)
+        for (param, _, active), value in zip(parts, values, strict=True):
             put(param, active, value)
 
     def _carry_over(self, param: Tensor, before: Split, after: Split) -> None:
@@ -185,19 +200,17 @@ class MaskedOptimizer(Optimizer, ABC):
         return ordered
 
 
-def _grad(param: Tensor) -> Tensor:
-    assert param.grad is not None
-    return param.grad
-
-
-def _chunks(pairs: list[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Tensor, Tensor]]]:
+def _chunks(parts: list[Part]) -> Iterator[list[Part]]:
     """Share tensors out so that the values of each share stay in the cache."""
-    chunk: list[tuple[Tensor, Tensor]] = []
+    chunk: list[Part] = []
     size = 0
-    for param, active in pairs:
-        chunk.append((param, active))
-        size += len(active)
-        if size >= MOST_ENTRIES_ON_CPU and param.device.type == "cpu":
+    for part in parts:
+        num_active = part[2].numel()
+        if not num_active:
+            continue
+        chunk.append(part)
+        size += num_active
+        if size >= MOST_ENTRIES_ON_CPU and part[0].device.type == "cpu":
             yield chunk
             chunk, size = [], 0
     if chunk:

@@ -45,11 +45,6 @@ def majority(masks: Iterable[Mask]) -> Mask:
     return Mask({name: 2 * counts > num_masks for name, counts in votes.items()})
 
 
-def vote_counts(masks: Iterable[Mask]) -> dict[str, Tensor]:
-    """Return how many of the masks let each entry move: int32 tensors by name."""
-    return _votes(masks)[0]
-
-
 def jaccard_overlap(one: Mask, other: Mask) -> float:
     """Return what two masks share of what either lets move, in [0, 1]; 1 if both let nothing."""
     in_both = intersection([one, other]).num_active

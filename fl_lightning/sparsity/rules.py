@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -25,13 +25,11 @@ Tensors = Mapping[str, Tensor]
 class Rule(Protocol):
     """Orders entries.
 
-    `order_by` returns a tensor a parameter, of its shape: entries with the lowest values are kept
-    first. Rules that do not need scores are given none.
+    `needs_scores` says whether sensitivities matter; rules that do not need them are given none.
+    `order_by` returns a tensor a parameter, of its shape: the lowest values are kept first.
     """
 
-    @property
-    def needs_scores(self) -> bool:
-        """Whether the order depends on sensitivities."""
+    needs_scores: ClassVar[bool]
 
     def order_by(self, parameters: Tensors, scores: Tensors, seed: int) -> dict[str, Tensor]:
         """Return what entries are sorted by, ascending."""
@@ -47,10 +45,7 @@ class LeastSensitive:
         {'weight': tensor([0.1000, 0.9000])}
     """
 
-    @property
-    def needs_scores(self) -> bool:
-        """Yes."""
-        return True
+    needs_scores: ClassVar[bool] = True
 
     def order_by(self, parameters: Tensors, scores: Tensors, seed: int) -> dict[str, Tensor]:
         """Return the scores."""
@@ -61,10 +56,7 @@ class LeastSensitive:
 class MostSensitive:
     """Entries with the highest sensitivity train."""
 
-    @property
-    def needs_scores(self) -> bool:
-        """Yes."""
-        return True
+    needs_scores: ClassVar[bool] = True
 
     def order_by(self, parameters: Tensors, scores: Tensors, seed: int) -> dict[str, Tensor]:
         """Return the scores' negatives."""
@@ -75,10 +67,7 @@ class MostSensitive:
 class LowestMagnitude:
     """Entries with the lowest absolute value train."""
 
-    @property
-    def needs_scores(self) -> bool:
-        """No."""
-        return False
+    needs_scores: ClassVar[bool] = False
 
     def order_by(self, parameters: Tensors, scores: Tensors, seed: int) -> dict[str, Tensor]:
         """Return absolute values."""
@@ -89,10 +78,7 @@ class LowestMagnitude:
 class HighestMagnitude:
     """Entries with the highest absolute value train."""
 
-    @property
-    def needs_scores(self) -> bool:
-        """No."""
-        return False
+    needs_scores: ClassVar[bool] = False
 
     def order_by(self, parameters: Tensors, scores: Tensors, seed: int) -> dict[str, Tensor]:
         """Return the negatives of absolute values."""
@@ -110,10 +96,7 @@ class RandomEntries:
         True
     """
 
-    @property
-    def needs_scores(self) -> bool:
-        """No."""
-        return False
+    needs_scores: ClassVar[bool] = False
 
     def order_by(self, parameters: Tensors, scores: Tensors, seed: int) -> dict[str, Tensor]:
         """Return independent uniform numbers: a pure function of the seed and the shapes."""

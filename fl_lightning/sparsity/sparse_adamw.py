@@ -42,12 +42,12 @@ class SparseAdamW(MaskedOptimizer, AdamW):
         ValueError: if an option is out of range or a mask does not fit.
 
     Example:
-        >>> p = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
-        >>> optimizer = SparseAdamW([p], lr=0.5, masks=[torch.tensor([True, False])])
-        >>> p.grad = torch.tensor([0.3, 0.3])
+        >>> p = torch.nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
+        >>> optimizer = SparseAdamW([p], lr=0.5, masks=[torch.arange(3) == 0])
+        >>> p.grad = torch.tensor([0.3, 0.3, 0.3])
         >>> optimizer.step()
         >>> [round(x, 4) for x in p.tolist()], optimizer.state[p]["exp_avg"].shape
-        ([0.495, 2.0], torch.Size([1]))
+        ([0.495, 2.0, 3.0], torch.Size([1]))
     """
 
     def __init__(

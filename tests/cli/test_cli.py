@@ -43,6 +43,14 @@ def fails(capsys, *args):
         ("--federation.local_epoch", "2", r"'local_epoch' is not accepted.*'local_epochs'"),
         ("--federation.local_steps", "3", "either local_steps or local_epochs"),
         ("--federation.on_client_failure", "ignore", "ignore"),
+        ("--federation.min_replies", "6", "min_replies is 6, but a round has at most 5 clients"),
+        ("--trainer.val_check_interval", "100", "trainer.check_val_every_n_epoch"),
+        ("--trainer.gradient_clip_val", "-1", "gradient_clip_val must not be negative, got -1"),
+        (
+            "--model.init_args.optimizer.init_args.lr",
+            "-1",
+            r"optimizer refuses one of its options: Invalid learning rate: -1",
+        ),
         ("--model.class_path", "fl_lightning.NoSuchModel", "has no attribute 'NoSuchModel'"),
         ("--model.init_args.network", "vit_tinny", "no 'vit_tinny' in timm"),
         ("--data.init_args.num_clients", "5000", "more clients than examples"),
@@ -89,9 +97,9 @@ def test_the_resolved_config_is_printed_and_saved(capsys):
     assert saved["federation"]["local_epochs"] == 1
 
 
-def test_fit_says_where_everything_is(capsys):
+def test_fit_says_where_everything_is(capfd):
     main(["fit", *QUICK, *ONE_ROUND])
-    said = capsys.readouterr().out
+    said = capfd.readouterr().out
     folder = "runs/quickstart/version_0"
     assert f"checkpoint: {folder}/checkpoints/last.ckpt" in said
     assert f"logs:       {folder}" in said

@@ -240,7 +240,7 @@ def test_frozen_parameters_neither_move_nor_travel():
     start = module.net[0].weight.clone()
     _, federation = fit(module)
     assert torch.equal(module.net[0].weight, start)
-    assert federation.rounds.record.total_bytes_up == 3 * 4 * (8 * 3 + 3)
+    assert federation.rounds.record.total_bytes_down == 3 * (4 * (8 * 3 + 3) + 89)
 
 
 def test_batch_norm_statistics_are_averaged_and_counters_kept():

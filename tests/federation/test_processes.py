@@ -15,7 +15,7 @@ import pytest
 import torch
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
 from lightning.pytorch import Callback, seed_everything
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch.nn import functional as F
 from torchmetrics.classification import MulticlassAccuracy
@@ -89,7 +89,8 @@ def fit(devices, make=None, data=None, *callbacks, ckpt_path=None, exact=False, 
         if name in options
     }
     federation = Federation(
-        **{"cohort": UniformCohort(size=4), "local_epochs": 2, "seed": 4, **options},
+        **{"cohort": UniformCohort(size=4), "local_epochs": 2, "clients_per_group": 1, "seed": 4}
+        | options,
         aggregator=Mean(exact=exact),
         server_optimizer=lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.5),
     )
@@ -292,6 +293,23 @@ class TestFailures:
         with pytest.raises(ZeroDivisionError, match="in a hook"):
             fit(2, None, None, Breaks())
         assert time.monotonic() - began < 20
+
+    @pytest.mark.filterwarnings(
+        "ignore:.*was called without a model", "ignore:.*no last checkpoint"
+    )
+    def test_a_checkpoint_of_the_failed_run_is_of_what_was_trained(self, tmp_path):
+        class FailsInRoundOne(Callback):
+            def on_train_batch_start(self, trainer, *args):
+                if trainer.current_epoch == 1:
+                    raise ZeroDivisionError("in all processes")
+
+        callbacks = FailsInRoundOne(), OnExceptionCheckpoint(tmp_path, "failed")
+        with pytest.raises(ZeroDivisionError, match="in all processes"):
+            fit(2, ToyModule, None, *callbacks, enable_checkpointing=True, exact=True)
+        assert os.listdir(tmp_path) == ["failed.ckpt"]
+        assert torch.load(tmp_path / "failed.ckpt", weights_only=True)["global_step"] == 1
+        module, _ = fit(2, ToyModule, ckpt_path=tmp_path / "failed.ckpt", exact=True)
+        assert torch.equal(weights(module), weights(fit(2, ToyModule, exact=True)[0]))
 
     def test_a_killed_process_ends_all(self):
         class Killed(Callback):

@@ -155,8 +155,10 @@ def test_csv_logger_counts_rounds(tmp_path):
     for name in ("train/loss", "val/loss", "round/seconds"):
         assert list(column(name)) == ["0", "1", "2"], name
         assert min(column(name).values()) > 0
-    assert set(column("round/bytes_up").values()) == {4 * 67}
-    assert set(column("round/total_bytes_up").values()) == {3 * 4 * 67}
+    # a header, two names of metrics and their values; the model alone travels down
+    assert set(column("round/bytes_down").values()) == {4 * 67 + 89}
+    assert set(column("round/bytes_up").values()) == {4 * 67 + 89 + 10 + 14 + 2 * 10}
+    assert set(column("round/total_bytes_up").values()) == {3 * (4 * 67 + 133)}
 
 
 def test_tensorboard_shows_what_a_user_looks_for(tmp_path):

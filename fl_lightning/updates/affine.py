@@ -1,0 +1,72 @@
+"""Rounding to evenly spaced levels between the smallest and the largest number of a block.
+
+    c_i = round((x_i - o_b) / s_b),   o_b = min x,   s_b = (max x - min x) / (2^bits - 1)
+
+The error is at most half a step. A block whose numbers are equal has s_b = 0 and comes out exactly.
+Source: Jacob et al. 2018 (1712.05877), section 2.1, with the minimum itself in place of an integer
+zero point, so that blocks far from zero lose nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fl_lightning.updates.payload import Payload, Quantised, per_member
+from fl_lightning.updates.transform import checked_block, in_blocks, with_values
+
+
+@dataclass(frozen=True)
+class Affine:
+    """Rounds to the nearest of 2^bits levels. Biased: use it with `ErrorFeedback`.
+
+    Args:
+        bits: of a number, from 1 to 8.
+        block: neighbours that share their levels; None for all.
+
+    Raises:
+        ValueError: if an option is outside its range.
+
+    Example:
+        >>> from fl_lightning.updates.payload import Dense
+        >>> Affine(bits=2).on_client(Dense(torch.tensor([0.0, 1.4, 3.0])), seed=0).to_dense()
+        tensor([0., 1., 3.])
+    """
+
+    bits: int = 8
+    block: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.bits <= 8:
+            raise ValueError(f"bits must be from 1 to 8, got {self.bits}")
+        checked_block(self.block)
+
+    @property
+    def name(self) -> str:
+        """What it is."""
+        block = "" if self.block is None else f", blocks of {self.block}"
+        return f"affine {self.bits} bits{block}"
+
+    def sent_size(self, size: int) -> int:
+        """Return ``size``."""
+        return size
+
+    def on_client(self, payload: Payload, seed: int) -> Payload:
+        """Round."""
+        return with_values(payload, self._quantised, self.name)
+
+    def on_server(self, payload: Payload, seed: int, size: int) -> Payload:
+        """Nothing is to be done: the payload says what codes mean."""
+        return payload
+
+    def _quantised(self, values: Tensor) -> Quantised:
+        # the last block is filled with a member of its own
+        low, high = in_blocks(values, self.block, pad=values[-1:].sum()).aminmax(dim=1)
+        levels = 2**self.bits - 1
+        steps = (high / 2 - low / 2) * (2 / levels)  # halves, whose difference is in range
+        safe = torch.where(steps > 0, steps, 1.0)
+        offsets = per_member(low, values.numel(), self.block)
+        codes = ((values - offsets) / per_member(safe, values.numel(), self.block)).round_()
+        return Quantised(codes.clamp_(0, levels).to(torch.uint8), self.bits, steps, low, self.block)

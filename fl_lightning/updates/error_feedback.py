@@ -1,0 +1,77 @@
+"""Error feedback: what a biased compression leaves out is kept and sent later.
+
+    p_t = x_t + e_t,   sent = T(p_t),   e_(t+1) = p_t - T(p_t),   e_0 = 0
+
+so that what was sent by round t adds up to what there was to send, less one memory:
+Σ T(p) = Σ x - e_(t+1). Source: Seide et al. 2014; Karimireddy et al. 2019 (1901.09847), Algorithm 2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fl_lightning.updates.payload import Dense, Payload
+from fl_lightning.updates.random_k import RandomK
+from fl_lightning.updates.transform import Chain, UpdateTransform
+
+
+@dataclass(frozen=True)
+class ErrorFeedback:
+    """Wraps a transform; the client's memory is given and returned.
+
+    Args:
+        transform: what compresses.
+
+    Raises:
+        ValueError: if it holds a `RandomK` that scales: its error may be larger than what it was
+            given, and the memory would grow without bound.
+
+    Example:
+        >>> from fl_lightning.updates.top_k import TopK
+        >>> feedback = ErrorFeedback(TopK(0.5))
+        >>> payload, memory = feedback.on_client(torch.tensor([1.0, 3.0]), None, seed=0)
+        >>> payload.to_dense(), memory
+        (tensor([0., 3.]), tensor([1., 0.]))
+        >>> payload, memory = feedback.on_client(torch.tensor([1.0, 1.0]), memory, seed=1)
+        >>> payload.to_dense(), memory
+        (tensor([2., 0.]), tensor([0., 1.]))
+    """
+
+    transform: UpdateTransform
+
+    def __post_init__(self) -> None:
+        _refuse_scaling(self.transform)
+
+    def on_client(self, update: Tensor, memory: Tensor | None, seed: int) -> tuple[Payload, Tensor]:
+        """Return what is sent, and the client's memory for its next round.
+
+        Args:
+            update: shape (k,).
+            memory: what this client got from its last round, shape (k,); None if it is its first.
+            seed: of this update.
+
+        Raises:
+            ValueError: if the memory is of another length.
+        """
+        if memory is not None and memory.shape != update.shape:
+            raise ValueError(
+                f"the memory has shape {tuple(memory.shape)}, the update {tuple(update.shape)}: "
+                "start a new memory when the mask changes"
+            )
+        wanted = update if memory is None else update + memory
+        payload = self.transform.on_client(Dense(wanted), seed)
+        arrived = self.transform.on_server(payload, seed, size=wanted.numel())
+        return payload, torch.sub(wanted, arrived.to_dense())
+
+
+def _refuse_scaling(transform: UpdateTransform) -> None:
+    for each in transform.transforms if isinstance(transform, Chain) else ():
+        _refuse_scaling(each)
+    if isinstance(transform, RandomK) and transform.unbiased and transform.fraction < 1:
+        raise ValueError(
+            f"error feedback around {transform.name} diverges, because it scales what it keeps: "
+            "set unbiased: false"
+        )

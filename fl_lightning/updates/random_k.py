@@ -1,0 +1,84 @@
+"""Random-k: numbers in random places are sent, and where they stand need not be said.
+
+    T(x)_i = (d / k) x_i if i ∈ S, else 0         S: k of d places, drawn from the shared seed
+
+Unbiased, because every place is drawn with probability k / d. Source: Konečný et al. 2016
+(1610.05492), random mask; Stich et al. 2018 (1809.07599).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fl_lightning.updates.payload import Dense, Payload, Sparse
+from fl_lightning.updates.transform import checked_fraction, num_kept, only_dense
+
+
+@dataclass(frozen=True)
+class RandomK:
+    """Keeps random numbers.
+
+    Args:
+        fraction: of numbers that are kept, rounded to a whole number of at least one; 1 keeps all
+            and changes nothing.
+        unbiased: scale what is kept by d / k. False for use with `ErrorFeedback`, which sends the
+            others later.
+
+    Raises:
+        ValueError: if ``fraction`` is not in (0, 1].
+
+    Example:
+        >>> half = RandomK(0.5)
+        >>> payload = half.on_client(Dense(torch.tensor([1.0, 2.0, 3.0, 4.0])), seed=1)
+        >>> payload.size
+        2
+        >>> half.on_server(payload, seed=1, size=4).to_dense()
+        tensor([2., 0., 6., 0.])
+    """
+
+    fraction: float
+    unbiased: bool = True
+
+    def __post_init__(self) -> None:
+        checked_fraction(self.fraction)
+
+    @property
+    def name(self) -> str:
+        """What it is."""
+        return f"random-k {self.fraction:g}{'' if self.unbiased else ' unscaled'}"
+
+    def sent_size(self, size: int) -> int:
+        """Return how many numbers are sent."""
+        return num_kept(size, self.fraction)
+
+    def on_client(self, payload: Payload, seed: int) -> Payload:
+        """Choose and scale."""
+        if self.fraction == 1:
+            return payload
+        values = only_dense(payload, self.name)
+        kept = values[self._indices(seed, values.numel()).to(values.device)]
+        return Dense(kept * (values.numel() / max(1, len(kept))) if self.unbiased else kept)
+
+    def on_server(self, payload: Payload, seed: int, size: int) -> Payload:
+        """Put the numbers back in their places."""
+        if self.fraction == 1:
+            return payload
+        values = payload.to_dense()
+        return Sparse(self._indices(seed, size).to(values.device), Dense(values), size)
+
+    def _indices(self, seed: int, size: int) -> Tensor:
+        """Return the places of the smallest of as many random keys, in order.
+
+        Of PCG64 the raw integers are promised to be the same in every version of NumPy; what makes
+        choices and permutations out of them, there and in PyTorch, is not.
+        """
+        kept = num_kept(size, self.fraction)
+        if not kept:
+            return torch.empty(0, dtype=torch.int64)
+        keys = np.random.PCG64(seed).random_raw(size)
+        largest = np.partition(keys, kept - 1)[kept - 1]
+        return torch.from_numpy(np.flatnonzero(keys <= largest)[:kept])

@@ -1,0 +1,78 @@
+"""Signs with a scale: one bit a number.
+
+    T(x)_i = s_b sign(x_i)        s_b = mean |x| over the block b
+
+Source: Karimireddy et al. 2019 (1901.09847), ‖x‖₁/d · sign(x), with error feedback; after top-k it
+is sparse ternary compression, Sattler et al. 2019 (1903.02891), Algorithm 1. The sign of 0 is +1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fl_lightning.updates.payload import Payload, Quantised
+from fl_lightning.updates.top_k import TopK
+from fl_lightning.updates.transform import Chain, checked_block, in_blocks, with_values
+
+
+@dataclass(frozen=True)
+class Sign:
+    """Sends signs. Biased: use it with `ErrorFeedback`.
+
+    Args:
+        block: neighbours that share a scale; None for all.
+
+    Raises:
+        ValueError: if ``block`` is below 1.
+
+    Example:
+        >>> from fl_lightning.updates.payload import Dense
+        >>> Sign().on_client(Dense(torch.tensor([1.0, -4.0, 0.0, -3.0])), seed=0).to_dense()
+        tensor([ 2., -2.,  2., -2.])
+    """
+
+    block: int | None = None
+
+    def __post_init__(self) -> None:
+        checked_block(self.block)
+
+    @property
+    def name(self) -> str:
+        """What it is."""
+        return "sign" if self.block is None else f"sign, blocks of {self.block}"
+
+    def sent_size(self, size: int) -> int:
+        """Return ``size``."""
+        return size
+
+    def on_client(self, payload: Payload, seed: int) -> Payload:
+        """Take signs and means."""
+        return with_values(payload, self._quantised, self.name)
+
+    def on_server(self, payload: Payload, seed: int, size: int) -> Payload:
+        """Nothing is to be done: the payload says what codes mean."""
+        return payload
+
+    def _quantised(self, values: Tensor) -> Quantised:
+        members = in_blocks(torch.ones_like(values), self.block).sum(1)
+        scales = in_blocks(values.abs(), self.block).sum(1) / members
+        codes = (values >= 0).to(torch.uint8)
+        return Quantised(codes, 1, 2 * scales, -scales, self.block)
+
+
+def ternary(fraction: float) -> Chain:
+    """Return sparse ternary compression: the largest numbers, each as ± their mean magnitude.
+
+    Args:
+        fraction: of numbers that are kept.
+
+    Example:
+        >>> from fl_lightning.updates.payload import Dense
+        >>> values = Dense(torch.tensor([1.0, -4.0, 0.0, 2.0]))
+        >>> ternary(0.5).on_client(values, seed=0).to_dense()
+        tensor([ 0., -3.,  0.,  3.])
+    """
+    return Chain((TopK(fraction), Sign()))

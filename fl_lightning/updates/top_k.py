@@ -1,0 +1,68 @@
+"""Top-k: only the numbers of largest magnitude are sent.
+
+    T(x)_i = x_i if |x_i| is among the k largest, else 0
+
+Source: Aji and Heafield 2017 (1704.05021); Stich et al. 2018 (1809.07599) for why it needs error
+feedback. Of equal magnitudes the first ones are taken, so that the choice is the same everywhere;
+numbers that are exactly zero are never sent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fl_lightning.updates.payload import Dense, Payload, Sparse
+from fl_lightning.updates.transform import checked_fraction, num_kept, only_dense
+
+
+@dataclass(frozen=True)
+class TopK:
+    """Keeps the largest numbers. Biased: use it with `ErrorFeedback`.
+
+    Args:
+        fraction: of numbers that are kept, rounded to a whole number of at least one; 1 keeps all
+            and changes nothing.
+
+    Raises:
+        ValueError: if ``fraction`` is not in (0, 1].
+
+    Example:
+        >>> sparse = TopK(0.5).on_client(Dense(torch.tensor([1.0, -4.0, 0.0, 2.0])), seed=0)
+        >>> sparse.to_dense()
+        tensor([ 0., -4.,  0.,  2.])
+    """
+
+    fraction: float
+
+    def __post_init__(self) -> None:
+        checked_fraction(self.fraction)
+
+    @property
+    def name(self) -> str:
+        """What it is."""
+        return f"top-k {self.fraction:g}"
+
+    def sent_size(self, size: int) -> int:
+        """Return ``size``: a sparse payload stands for all."""
+        return size
+
+    def on_client(self, payload: Payload, seed: int) -> Payload:
+        """Choose."""
+        if self.fraction == 1:
+            return payload
+        values = only_dense(payload, self.name)
+        kept = num_kept(values.numel(), self.fraction)
+        if not kept:
+            return payload
+        sizes = values.abs()
+        least = sizes.kthvalue(values.numel() - kept + 1).values
+        sure = (sizes > least).nonzero().flatten()
+        ties = ((sizes == least) & (sizes > 0)).nonzero().flatten()[: kept - len(sure)]
+        indices = torch.cat([sure, ties]).sort().values
+        return Sparse(indices, Dense(values[indices]), values.numel())
+
+    def on_server(self, payload: Payload, seed: int, size: int) -> Payload:
+        """Nothing is to be done: the payload says what is where."""
+        return payload

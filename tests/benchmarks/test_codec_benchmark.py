@@ -1,0 +1,19 @@
+"""The benchmark of the codec at a tiny scale: a row for every payload."""
+
+from benchmarks import codec
+
+
+def test_every_payload_has_its_row(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["codec", "--size", "1000", "--repetitions", "1"])
+    codec.main()
+    header, *rows = capsys.readouterr().out.splitlines()
+    assert header == codec.HEADER
+    assert [row[2:26].strip() for row in rows] == [name for name, _ in codec.payloads(100)]
+
+
+def test_times_are_taken_in_turn():
+    calls = []
+    ours, theirs = codec.in_turn(lambda: calls.append(1), lambda: calls.append(2), repetitions=3)
+    assert calls == [1, 2] * 4
+    assert len(ours) == len(theirs) == 3
+    assert min(ours + theirs) >= 0

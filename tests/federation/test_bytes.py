@@ -1,0 +1,42 @@
+"""The bytes of a round are those of messages that are really encoded."""
+
+import pytest
+import torch
+from toys import ToyModule, toy_data, toy_trainer
+
+from fl_lightning import Federation, UniformCohort
+from fl_lightning.core.update import ClientUpdate
+from fl_lightning.updates.codec import encode
+from fl_lightning.updates.message import Message
+from fl_lightning.updates.payload import Dense
+
+
+def encoded_bytes(module, record, dtype):
+    """Encode a client's update and the model, both with that module's sizes and metrics."""
+    sizes = (
+        sum(p.numel() for p in module.parameters()),
+        sum(b.numel() for b in module.buffers() if b.is_floating_point()),
+    )
+    params, buffers = (torch.randn(size).to(dtype) for size in sizes)
+    metrics = {name: torch.randn(()) for name in record.means.names}
+    update = ClientUpdate(5, params, buffers, num_examples=3, num_steps=2, metrics=metrics)
+    up = Message.of_update(update, space="0" * 32, round_index=1)
+    down = Message("model", "0" * 32, 1, 5, Dense(params), Dense(buffers))
+    return len(encode(up)), len(encode(down))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("engine", ["sequential", "slots"])
+def test_what_is_counted_is_what_would_be_encoded(engine, dtype):
+    precision = "64-true" if dtype == torch.float64 else "32-true"
+    batch_norm = engine == "sequential"  # buffers travel as well
+    module = ToyModule(batch_norm=batch_norm)
+    data = toy_data(num_clients=6, batch_size=4, drop_last=True)
+    federation = Federation(cohort=UniformCohort(size=3), local_steps=1, engine=engine)
+    toy_trainer(federation, max_epochs=1, precision=precision).fit(module, datamodule=data)
+    record = federation.rounds.record
+    up, down = encoded_bytes(module, record, dtype)
+    assert len(record.means.names) == 2
+    assert record.total_bytes_up == 3 * up
+    assert record.total_bytes_down == 3 * down
+    assert record.facts()["round/bytes_up"] == up

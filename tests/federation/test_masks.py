@@ -1,0 +1,199 @@
+"""Masked optimizers in a federation: vectors hold what may move, and nothing else ever moves."""
+
+import pytest
+import torch
+from lightning.pytorch import Callback, seed_everything
+from toys import SaveEverywhere, ToyModule, toy_data, toy_trainer, weights
+
+from fl_lightning import ConfigurationError, Federation, UniformCohort
+from fl_lightning.sparsity import Mask, SparseSGDM
+
+DECAY = 0.01
+
+
+def some_masks(module, seed=0, density=0.4):
+    """Return a random mask of every parameter but the last bias, which stays dense."""
+    generator = torch.Generator().manual_seed(seed)
+    params = list(module.named_parameters())[:-1]
+    return {name: torch.rand(p.shape, generator=generator) < density for name, p in params}
+
+
+class Masked(ToyModule):
+    """Moves what the masks allow."""
+
+    def __init__(self, masks=some_masks, **options):
+        super().__init__(**options)
+        self.masks = masks(self)
+
+    def configure_optimizers(self):
+        return SparseSGDM(
+            self.named_parameters(),
+            lr=self.lr,
+            momentum=self.momentum,
+            weight_decay=DECAY,
+            masks=self.masks,
+        )
+
+
+class GradientsZeroed(Masked):
+    """The same by torch's own SGD over all entries: no gradient and no decay where frozen."""
+
+    def configure_optimizers(self):
+        for name, p in self.named_parameters():
+            if name in self.masks:
+                mask = self.masks[name]
+                p.register_hook(lambda grad, p=p, mask=mask: (grad + DECAY * p.detach()) * mask)
+            else:
+                p.register_hook(lambda grad, p=p: grad + DECAY * p.detach())
+        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=self.momentum)
+
+
+class Plain(ToyModule):
+    def configure_optimizers(self):
+        return torch.optim.SGD(
+            self.parameters(), lr=self.lr, momentum=self.momentum, weight_decay=DECAY
+        )
+
+
+def run(kind, *callbacks, engine="sequential", ckpt_path=None, federation=None, **options):
+    seed_everything(0, verbose=False)
+    module = kind()
+    block = Federation(
+        cohort=UniformCohort(size=3),
+        local_epochs=2,
+        engine=engine,
+        seed=4,
+        server_optimizer=lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.5),
+        **(federation or {}),
+    )
+    trainer = toy_trainer(*callbacks, block, **options)
+    before = weights(module)
+    trainer.fit(module, datamodule=toy_data(batch_size=4), ckpt_path=ckpt_path)
+    return module, before, block.rounds, trainer
+
+
+def allowed(module):
+    """Return which of `weights` may move."""
+    parts = [
+        module.masks.get(name, torch.ones_like(p, dtype=torch.bool)).flatten()
+        for name, p in module.named_parameters()
+    ]
+    return torch.cat(parts)
+
+
+def test_a_run_in_fewer_coordinates_has_the_bits_of_one_in_all():
+    module, before, rounds, trainer = run(Masked)
+    other, _, others_rounds, _ = run(GradientsZeroed)
+    assert torch.equal(weights(module), weights(other))
+    assert not torch.equal(weights(module), before)
+    assert torch.equal(weights(module)[~allowed(module)], before[~allowed(module)])
+
+    active = int(allowed(module).sum())
+    assert active < len(before) / 2
+    assert rounds.server.model.params.shape == (active,)
+    (state,) = rounds.server.optimizer.state.values()
+    assert state["momentum_buffer"].shape == (active,)
+    dense = others_rounds.record.facts()["round/bytes_up"]
+    saved = 4 * (len(before) - active)
+    assert trainer.callback_metrics["round/bytes_up"] == dense - saved
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "64-true"])
+@pytest.mark.parametrize("engine", ["sequential", "slots"])
+def test_frozen_entries_keep_their_bits(engine, precision):
+    if engine == "slots" and precision == "bf16-mixed":
+        pytest.skip("slots train in full precision")
+    module, before, _, _ = run(Masked, engine=engine, precision=precision)
+    after = weights(module)
+    assert torch.equal(after[~allowed(module)], before.to(after.dtype)[~allowed(module)])
+    assert (after != before)[allowed(module)].float().mean() > 0.9
+
+
+def test_with_all_entries_it_is_sgd():
+    def ones(module):
+        return {n: torch.ones_like(p, dtype=torch.bool) for n, p in module.named_parameters()}
+
+    module, *_ = run(lambda: Masked(masks=ones))
+    assert torch.equal(weights(module), weights(run(Plain)[0]))
+
+
+@pytest.mark.parametrize("batch_size", [4, 30])  # 30: every client has one step
+def test_slots_and_sequence_agree(batch_size):
+    ends = []
+    for engine in ("sequential", "slots"):
+        seed_everything(0, verbose=False)
+        module, block = Masked(), Federation(engine=engine, local_epochs=1)
+        trainer = toy_trainer(block, precision="64-true")
+        trainer.fit(module, datamodule=toy_data(batch_size=batch_size, dtype=torch.float64))
+        ends.append(weights(module))
+    assert block.rounds.clients.engine.slots is not None
+    assert torch.allclose(*ends, rtol=1e-10)
+
+
+def test_a_tensor_that_is_frozen_as_a_whole_needs_no_gradient():
+    class Frozen(Masked):
+        def configure_optimizers(self):
+            self.net[0].requires_grad_(False)
+            return super().configure_optimizers()
+
+    module, before, rounds, _ = run(Frozen)
+    assert torch.equal(weights(module)[:40], before[:40])
+    assert rounds.server.model.params.shape == (int(allowed(module)[40:].sum()),)
+
+
+class NewMasks(Callback):
+    """Sets other masks in every second round, as a recalibration does; knows them when resumed."""
+
+    def __init__(self):
+        self.version = 0
+
+    def on_fit_start(self, trainer, module):
+        trainer.optimizers[0].set_masks(some_masks(module, seed=self.version))
+
+    def on_train_epoch_start(self, trainer, module):
+        if trainer.current_epoch and trainer.current_epoch % 2 == 0:
+            self.version = trainer.current_epoch
+            self.on_fit_start(trainer, module)
+
+    def state_dict(self):
+        return {"version": self.version}
+
+    def load_state_dict(self, state):
+        self.version = state["version"]
+
+
+@pytest.mark.parametrize("engine", ["sequential", "slots"])
+def test_masks_may_change_between_rounds(engine):
+    module, before, rounds, _ = run(Masked, NewMasks(), engine=engine, max_epochs=5)
+    ever = torch.zeros_like(allowed(module))
+    for version in (0, 2, 4):
+        module.masks = some_masks(module, seed=version)
+        ever |= allowed(module)
+    after = weights(module)
+    assert torch.equal(after[~ever], before[~ever])
+    assert (after != before)[ever].float().mean() > 0.9
+    assert rounds.server.model.params.shape == (int(allowed(module).sum()),)
+
+
+@pytest.mark.parametrize("moment", ["1-end", "2-group1", "2-end", "3-validation"])
+def test_resumed_with_masks_that_change(tmp_path, moment):
+    options = {"max_epochs": 5, "federation": {"clients_per_group": 1}}
+    expected, *_ = run(Masked, NewMasks(), SaveEverywhere(tmp_path), **options)
+    found, *_ = run(Masked, NewMasks(), ckpt_path=tmp_path / f"{moment}.ckpt", **options)
+    assert torch.equal(weights(found), weights(expected))
+
+
+def test_a_checkpoint_with_another_mask_is_refused(tmp_path):
+    run(Masked, SaveEverywhere(tmp_path), max_epochs=1)
+    with pytest.raises(ConfigurationError, match="another mask"):
+        run(
+            lambda: Masked(masks=lambda m: some_masks(m, seed=1)),
+            ckpt_path=tmp_path / "0-end.ckpt",
+        )
+
+
+def test_two_processes_with_masks():
+    one, *_ = run(Masked)
+    two, *_ = run(Masked, devices=2, strategy="federated")
+    assert torch.allclose(weights(one), weights(two), rtol=1e-5)
+    assert Mask(one.masks) == Mask(two.masks)

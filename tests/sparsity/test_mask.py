@@ -1,0 +1,176 @@
+"""Masks: counts, hash, set algebra, files and what is refused."""
+
+import pickle
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.sparsity import (
+    Mask,
+    density_per_layer,
+    intersection,
+    jaccard_overlap,
+    load_mask,
+    majority,
+    save_mask,
+    union,
+)
+
+SHAPES = {"a": (3, 5), "b": (), "c": (0, 2), "d": (9,)}
+
+
+@st.composite
+def masks(draw, most=1):
+    def bits(shape):
+        size = int(torch.Size(shape).numel())
+        flat = draw(st.lists(st.booleans(), min_size=size, max_size=size))
+        return torch.tensor(flat, dtype=torch.bool).view(shape)
+
+    count = draw(st.integers(1, most))
+    found = [Mask({name: bits(shape) for name, shape in SHAPES.items()}) for _ in range(count)]
+    return found if most > 1 else found[0]
+
+
+def active(mask):
+    return {
+        (name, i) for name in mask for i, bit in enumerate(mask[name].flatten().tolist()) if bit
+    }
+
+
+def mask_of(**bits):
+    return Mask({name: torch.tensor(value, dtype=torch.bool) for name, value in bits.items()})
+
+
+@given(mask=masks())
+def test_counts_and_round_trips(mask):
+    assert mask.num_active == len(active(mask)) == sum(mask.active_per_tensor.values())
+    assert mask.num_entries == 25
+    assert mask.density + mask.sparsity == 1
+    again = Mask.from_state_dict(mask.state_dict())
+    assert all(torch.equal(again[name], mask[name]) for name in SHAPES)
+    assert again == mask == pickle.loads(pickle.dumps(mask))
+    assert hash(again) == hash(mask) == hash(mask.to("cpu"))
+    assert sum(bits.numel() for bits in mask.state_dict()["bits"].values()) == 2 + 1 + 0 + 2
+
+
+@given(one=masks(), other=masks())
+def test_equal_if_and_only_if_the_same_entries(one, other):
+    assert (one == other) == (active(one) == active(other))
+
+
+def test_the_hash_is_that_of_names_shapes_and_bits_in_any_order():
+    mask = mask_of(a=[1, 0], b=[0, 1])
+    assert mask == mask_of(b=[0, 1], a=[1, 0])
+    others = [mask_of(a=[1, 0], c=[0, 1]), mask_of(a=[[1, 0]], b=[0, 1]), mask_of(a=[1, 0])]
+    others += [mask_of(a=[1, 0], b=[0, 1, 0]), mask_of(a=[1, 0], b=[1, 1])]
+    assert len({mask.hash(), *(other.hash() for other in others)}) == 6
+    assert (
+        mask.hash() == "caa9d87d5b38ae63efcb3bb185ffd885"
+    )  # another layout of packed bits needs another VERSION
+
+
+def test_a_mask_does_not_change_with_what_it_was_made_of():
+    bits = torch.tensor([True, False])
+    mask = Mask({"a": bits})
+    bits[1] = True
+    assert mask["a"].tolist() == [True, False]
+    with pytest.raises(TypeError):
+        mask["a"] = bits
+
+
+@given(several=masks(most=5))
+def test_set_algebra(several):
+    sets = [active(mask) for mask in several]
+    votes = {entry: sum(entry in s for s in sets) for entry in set().union(*sets)}
+    assert active(union(several)) == set().union(*sets)
+    assert active(intersection(several)) == set.intersection(*sets)
+    assert active(majority(several)) == {e for e, n in votes.items() if 2 * n > len(sets)}
+    assert union(several) == union(several[::-1]) == union([*several, several[0]])
+    overlap = jaccard_overlap(several[0], several[-1])
+    joint = sets[0] | sets[-1]
+    assert overlap == (len(sets[0] & sets[-1]) / len(joint) if joint else 1)
+    assert jaccard_overlap(several[0], several[0]) == 1
+
+
+def test_masks_of_different_tensors_do_not_merge():
+    with pytest.raises(ConfigurationError, match=r"mask 1 differs from mask 0 in a, b"):
+        union([mask_of(a=[1, 0]), mask_of(a=[1], b=[1])])
+    with pytest.raises(ConfigurationError, match="no masks"):
+        majority([])
+
+
+@given(mask=masks())
+def test_a_file_gives_the_mask_back(mask, tmp_path_factory):
+    path = tmp_path_factory.getbasetemp() / "new folder" / "mask.safetensors"
+    save_mask(mask, path)
+    assert load_mask(path) == mask
+    assert list(load_mask(path)) == list(mask)
+
+
+def damaged(path, metadata=None, drop=(), **tensors):
+    """Write the file at a path again with changes."""
+    with safe_open(str(path), framework="pt") as file:
+        kept = {name: file.get_tensor(name) for name in file.keys() if name not in drop}  # noqa: SIM118
+        new = {**file.metadata(), **(metadata or {})}
+    save_file({**kept, **tensors}, str(path), new)
+
+
+def byte(value):
+    return torch.tensor([value], dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"a": byte(3)}, "a damaged mask: its hash is"),
+        ({"metadata": {"shapes": '{"a": [2], "b": [20]}'}}, r"b of shape \(20,\) needs 3 bytes"),
+        ({"metadata": {"shapes": '{"a": [2], "b": [4]}'}}, "its hash is"),
+        ({"metadata": {"shapes": "no"}}, "metadata"),
+        ({"drop": ("b",)}, "name different tensors, b"),
+        ({"metadata": {"version": "2"}}, "version 2: this release reads version 1"),
+        ({"metadata": {"format": "pt"}}, "format 'pt'"),
+    ],
+)
+def test_damaged_files_are_refused_with_what_is_wrong(changes, message, tmp_path):
+    path = tmp_path / "mask.safetensors"
+    save_mask(mask_of(a=[1, 0], b=[0, 1, 1]), path)
+    damaged(path, **changes)
+    with pytest.raises(ConfigurationError, match=message):
+        load_mask(path)
+
+
+def test_what_is_no_file_of_a_mask_is_refused(tmp_path):
+    with pytest.raises(ConfigurationError, match="no file"):
+        load_mask(tmp_path / "nothing")
+    (tmp_path / "text").write_text("hello")
+    with pytest.raises(ConfigurationError, match="no safetensors file"):
+        load_mask(tmp_path / "text")
+    with pytest.raises(ConfigurationError, match=r"a is torch\.float32"):
+        Mask({"a": torch.ones(2)})
+
+
+def test_a_mask_refuses_another_model_with_the_names_that_differ():
+    module = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    mask = Mask.ones(dict(module.named_parameters()))
+    mask.check_fits(module)
+    assert mask.density == 1
+    mask.check_fits(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2), nn.Linear(2, 2)))
+    with pytest.raises(
+        ConfigurationError,
+        match=r"missing: 1\.bias; of another shape: 1\.weight \(4, 3\) instead of \(2, 3\)",
+    ):
+        mask.check_fits(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4, bias=False)))
+
+
+@given(mask=masks())
+def test_rows_of_a_report_add_up(mask):
+    for depth in (None, 1):
+        rows = density_per_layer(mask, depth)
+        assert sum(row.num_active for row in rows) == mask.num_active
+        assert sum(row.num_entries for row in rows) == mask.num_entries

@@ -1,0 +1,299 @@
+"""Compressions: exactly nothing where they are off, their published rules, no bias where promised."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from updates.payloads import agreement, assert_same, message
+
+from fl_lightning.updates.affine import Affine
+from fl_lightning.updates.codec import decode, encode, encoded_size
+from fl_lightning.updates.error_feedback import ErrorFeedback
+from fl_lightning.updates.payload import Dense, Quantised, Sparse
+from fl_lightning.updates.qsgd import QSGD
+from fl_lightning.updates.random_k import RandomK
+from fl_lightning.updates.sign import Sign, ternary
+from fl_lightning.updates.top_k import TopK
+from fl_lightning.updates.transform import Chain
+
+ALL = [
+    Chain(),
+    TopK(0.1),
+    RandomK(0.1),
+    Sign(),
+    Sign(block=7),
+    ternary(0.1),
+    *(QSGD(bits) for bits in range(1, 9)),
+    QSGD(4, norm="l2", block=10),
+    *(Affine(bits) for bits in (1, 4, 8)),
+    Affine(8, block=16),
+    Chain((TopK(0.1), QSGD(4, block=3))),
+    Chain((RandomK(0.2), TopK(0.5), Affine(8))),
+]
+vectors = st.lists(st.floats(-1e4, 1e4, width=32), max_size=40).map(
+    lambda values: torch.tensor(values, dtype=torch.float32)
+)
+
+
+def vector(size=100, seed=0):
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed))
+
+
+def received(transform, values, seed=0):
+    """What the server takes the update for."""
+    payload = transform.on_client(Dense(values), seed)
+    return transform.on_server(payload, seed, size=len(values)).to_dense()
+
+
+@pytest.mark.parametrize("identity", [Chain(), TopK(1.0), RandomK(1.0), Chain((TopK(1.0),) * 2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_is_off_changes_no_bit(identity, dtype):
+    values = vector().to(dtype)
+    sent = identity.on_client(Dense(values), seed=3)
+    assert isinstance(sent, Dense)
+    assert torch.equal(received(identity, values), values)
+    assert received(identity, values).dtype == dtype
+    payload, memory = ErrorFeedback(identity).on_client(values, None, seed=0)
+    assert torch.equal(payload.to_dense(), values)
+    assert not memory.any()
+
+
+@pytest.mark.parametrize("transform", ALL, ids=lambda transform: transform.name)
+@pytest.mark.parametrize("size", [0, 1, 100])
+def test_what_is_sent_can_be_encoded_and_is_a_function_of_the_seed(transform, size):
+    values = vector(size)
+    payload = transform.on_client(Dense(values), seed=5)
+    sent = message(payload, transforms=(transform.name,))
+    assert payload.size == transform.sent_size(size)
+    data = encode(sent)
+    assert len(data) == encoded_size(sent)
+    arrived = decode(data, agreement(sent, transform.sent_size(size))).params
+    assert_same(arrived, payload)
+    again = transform.on_server(arrived, seed=5, size=size).to_dense()
+    assert torch.equal(again, received(transform, values, seed=5))
+    assert again.shape == values.shape
+
+
+@pytest.mark.parametrize("transform", ALL, ids=lambda transform: transform.name)
+def test_zeros_and_constants_stay_finite(transform):
+    for constant in (0.0, 3.0, -1e-30):
+        arrived = received(transform, torch.full((50,), constant))
+        assert arrived.isfinite().all()
+        if not constant:
+            assert not arrived.any()
+
+
+class TestTopK:
+    @settings(deadline=None)
+    @given(values=vectors, fraction=st.floats(0.01, 0.99))
+    def test_nothing_left_out_is_larger(self, values, fraction):
+        arrived = received(TopK(fraction), values)
+        kept = arrived != 0
+        assert torch.equal(arrived[kept], values[kept])
+        wanted = min(len(values), max(1, round(fraction * len(values))))
+        assert kept.sum() == min(wanted, int((values != 0).sum()))
+        if kept.any() and not kept.all():
+            assert values[~kept].abs().max() <= values[kept].abs().min()
+
+    def test_of_equals_the_first_are_taken(self):
+        payload = TopK(0.4).on_client(Dense(torch.tensor([1.0, -2.0, 2.0, 2.0, -2.0])), seed=0)
+        assert payload.indices.tolist() == [1, 2]
+
+
+class TestAffine:
+    @settings(deadline=None)
+    @given(values=vectors, bits=st.integers(1, 8), block=st.none() | st.integers(1, 9))
+    def test_the_error_is_at_most_half_a_step(self, values, bits, block):
+        payload = Affine(bits, block).on_client(Dense(values), seed=0)
+        steps = payload.scales.repeat_interleave(block or max(1, len(values)))[: len(values)]
+        error = (payload.to_dense() - values).abs()
+        rounding = 4 * torch.finfo(torch.float32).eps * values.abs().max() if len(values) else 0
+        assert (error <= 0.5 * steps + rounding).all()
+
+    def test_constants_come_out_exactly(self):
+        values = torch.tensor([0.1, 0.1, 0.1, -7.3, -7.3])
+        assert torch.equal(received(Affine(8, block=3), values), values)
+
+    def test_rounding_halves_the_error_of_truncating(self):
+        values = torch.linspace(-1, 1, 10_001)
+        error = (received(Affine(8), values) - values).abs().max()
+        assert error == pytest.approx(1 / 255, rel=1e-2)  # of steps of 2 / 255
+
+
+class TestQSGD:
+    @pytest.mark.parametrize("bits", range(2, 9))
+    def test_numbers_on_a_level_stay(self, bits):
+        levels = 2 ** (bits - 1) - 1
+        values = torch.arange(-levels, levels + 1) * 0.5
+        for seed in range(5):
+            assert torch.equal(received(QSGD(bits), values, seed), values)
+
+    @pytest.mark.parametrize("bits", [2, 3, 8])
+    def test_the_variance_is_within_the_papers_bound(self, bits):
+        """Lemma 3.1: E|T(x) - x|² ≤ min(d / s², √d / s) |x|²."""
+        values, levels = vector(400), 2 ** (bits - 1) - 1
+        errors = [
+            (received(QSGD(bits, norm="l2"), values, seed) - values).square().sum()
+            for seed in range(50)
+        ]
+        bound = min(400 / levels**2, 20 / levels) * values.square().sum()
+        assert torch.stack(errors).mean() <= bound
+
+
+def assert_unbiased(draws, values):
+    draws = draws.double()
+    error = (draws.mean(0) - values).abs()
+    standard_error = draws.std(0) / np.sqrt(len(draws))
+    # where every draw is the same number, float32's rounding is all there is
+    assert (error <= 4 * standard_error + 1e-6).all()
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [*(QSGD(bits, block=20) for bits in range(1, 9)), QSGD(3, "l2", block=20), QSGD(3, block=10)],
+    ids=lambda transform: transform.name,
+)
+def test_qsgd_has_the_update_as_its_mean_within_four_standard_errors(transform):
+    values = vector(20)
+    assert_unbiased(received(transform, values.repeat(10_000)).view(-1, 20), values)
+
+
+@pytest.mark.parametrize("transform", [RandomK(0.25), Chain((RandomK(0.5), QSGD(4)))])
+def test_random_k_has_the_update_as_its_mean_within_four_standard_errors(transform):
+    values = vector(20)
+    draws = torch.stack([received(transform, values, seed) for seed in range(1000)])
+    assert_unbiased(draws, values)
+
+
+class TestSign:
+    def test_each_block_has_its_mean_magnitude(self):
+        values = torch.tensor([1.0, -3.0, 2.0, 0.0, -0.5])
+        assert received(Sign(block=2), values).tolist() == [2.0, -2.0, 1.0, 1.0, -0.5]
+
+    @settings(deadline=None)
+    @given(values=vectors.filter(len))
+    def test_it_contracts(self, values):
+        """Karimireddy et al., Lemma 8: |T(x) - x|² = (1 - |x|₁² / (d |x|²)) |x|²."""
+        values = values.double()
+        error = (received(Sign(), values.float()).double() - values).square().sum()
+        expected = values.square().sum() - values.abs().sum() ** 2 / len(values)
+        assert float(error) == pytest.approx(float(expected), rel=1e-4, abs=1e-2)
+
+    def test_ternary_is_three_numbers(self):
+        values = torch.tensor([5.0, -1.0, 0.5, -3.0, 0.0, 1.0])
+        payload = ternary(0.5).on_client(Dense(values), seed=0)
+        assert payload.to_dense().tolist() == [3.0, -3.0, 0.0, -3.0, 0.0, 0.0]
+        assert isinstance(payload, Sparse)
+        assert payload.values.bits == 1
+
+
+class TestErrorFeedback:
+    def test_top_1(self):
+        feedback, memory = ErrorFeedback(TopK(0.25)), None
+        sent, memories = [], []
+        for seed in range(3):
+            payload, memory = feedback.on_client(torch.tensor([1.0, -2.0, 0.5, 3.0]), memory, seed)
+            sent.append((payload.values.to_dense().item(), payload.indices.item()))
+            memories.append(memory.tolist())
+        assert sent == [(3.0, 3), (-4.0, 1), (6.0, 3)]
+        assert memories == [[1, -2, 0.5, 0], [2, 0, 1, 3], [3, -2, 1.5, 0]]
+
+    @pytest.mark.parametrize(
+        "transform",
+        [TopK(0.1), Sign(), ternary(0.1), Affine(4), Chain((TopK(0.1), QSGD(8)))],
+        ids=lambda transform: transform.name,
+    )
+    def test_nothing_is_lost(self, transform):
+        feedback, memory = ErrorFeedback(transform), None
+        there, sent = torch.zeros(200, dtype=torch.float64), torch.zeros(200, dtype=torch.float64)
+        norms = []
+        for seed in range(300):
+            update = vector(200, seed)
+            payload, memory = feedback.on_client(update, memory, seed)
+            there += update
+            sent += payload.to_dense()
+            norms.append(float(memory.norm()))
+        assert (sent + memory - there).abs().max() < 1e-3
+        assert max(norms[150:]) < 2 * max(norms[:150])  # the memory stays bounded
+
+    def test_random_k_with_feedback_does_not_scale(self):
+        with pytest.raises(ValueError, match="unbiased: false"):
+            ErrorFeedback(Chain((RandomK(0.1), QSGD())))
+        payload, memory = ErrorFeedback(RandomK(0.5, unbiased=False)).on_client(
+            torch.tensor([1.0, 2.0]), None, seed=0
+        )
+        assert payload.size == 1
+        assert payload.values.sum() + memory.sum() == 3.0
+
+    def test_a_memory_of_another_mask(self):
+        with pytest.raises(ValueError, match="start a new memory"):
+            ErrorFeedback(TopK(0.5)).on_client(torch.ones(3), torch.ones(2), seed=0)
+
+
+class TestChain:
+    def test_each_step_has_a_seed_of_its_own(self):
+        one, other = Chain((RandomK(0.5), RandomK(0.5))), Chain((RandomK(0.5),))
+        values = torch.ones(1000)
+        assert received(one, values).count_nonzero() == 250
+        assert (received(one, values) > 0).float().dot(received(other, values)) > 0
+        # with one seed for both, the second would take the first half's half again in every round
+        places = {tuple(received(one, values[:8], seed).nonzero().flatten()) for seed in range(20)}
+        assert len(places) > 10
+
+    def test_ten_percent_of_eight_bits_are_below_five_percent_of_the_bytes(self):
+        values = vector(100_000)
+        dense, small = Dense(values), Chain((TopK(0.1), QSGD(8))).on_client(Dense(values), seed=0)
+        assert encoded_size(message(small)) <= 0.05 * encoded_size(message(dense))
+
+    @pytest.mark.parametrize(
+        ("steps", "says"),
+        [
+            ((Affine(8), QSGD(4)), "quantise once"),
+            ((Affine(8), TopK(0.1)), "put it before"),
+            ((TopK(0.5), RandomK(0.5)), "put it before"),
+            ((TopK(0.5), Sign(), Affine(8)), "quantise once"),
+        ],
+    )
+    def test_orders_that_make_no_sense(self, steps, says):
+        with pytest.raises(ValueError, match=says):
+            Chain(steps).on_client(Dense(vector()), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: TopK(0.0), "fraction must be in"),
+        (lambda: RandomK(1.5), "fraction must be in"),
+        (lambda: QSGD(9), "bits must be from 1 to 8"),
+        (lambda: QSGD(norm="l1"), "norm must be"),
+        (lambda: Affine(0), "bits must be from 1 to 8"),
+        (lambda: Sign(block=0), "block must be at least 1"),
+        (lambda: Dense(torch.ones(2, 2)), "must be a vector"),
+        (lambda: Dense(torch.ones(2, dtype=torch.int64)), "must be a vector"),
+        (lambda: Quantised(torch.ones(2, dtype=torch.int8), 1, torch.ones(1)), "bits must be"),
+        (lambda: Quantised(torch.ones(2, dtype=torch.uint8), 2, torch.ones(1)), "codes must be"),
+        (lambda: Quantised(torch.ones(2, dtype=torch.int8), 2, torch.ones(2)), "scales must be"),
+        (lambda: Sparse(torch.tensor([1]), Dense(torch.ones(2)), 3), "indices must be"),
+        (lambda: Sparse(torch.tensor([0, 1]), Dense(torch.ones(2)), 1), "do not fit"),
+    ],
+)
+def test_bad_options_are_refused_at_the_door(make, says):
+    with pytest.raises(ValueError, match=says):
+        make()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(
+    "transform",
+    [Chain(), TopK(0.1), RandomK(0.1), QSGD(4, block=7), Affine(8, block=7)],
+    ids=lambda transform: transform.name,
+)
+def test_bytes_do_not_depend_on_the_device(transform):
+    values = vector()
+    here, there = (
+        encode(message(transform.on_client(Dense(each), seed=0)))
+        for each in (values, values.cuda())
+    )
+    assert here == there
