@@ -9,7 +9,7 @@ A map of the house; every room imports only from those above it in this list:
 - `fl_lightning.client`: one client's local training
 - `fl_lightning.server`: aggregation and the server's step
 - `fl_lightning.federation`: rounds inside Lightning's fit loop
-- `fl_lightning.callbacks`: partition report, per-client evaluation, progress bar
+- `fl_lightning.callbacks`: mask calibration, partition report, per-client evaluation, progress bar
 - `fl_lightning.cli`: ``fl-lightning fit | validate | test | predict``
 """
 
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fl_lightning.callbacks.client_evaluation import ClientEvaluation
+    from fl_lightning.callbacks.mask_calibration import MaskCalibration
     from fl_lightning.callbacks.partition_report import PartitionReport
     from fl_lightning.callbacks.progress import RoundProgressBar
     from fl_lightning.core.errors import ClientFailure, ConfigurationError, RoundFailure
@@ -39,6 +40,7 @@ __all__ = [
     "FederatedStrategy",
     "Federation",
     "ImageClassifier",
+    "MaskCalibration",
     "Mean",
     "PartitionReport",
     "PoissonCohort",
@@ -59,6 +61,7 @@ _HOMES = {
     "FederatedStrategy": "fl_lightning.federation.strategy",
     "Federation": "fl_lightning.federation.federation",
     "ImageClassifier": "fl_lightning.models.image_classifier",
+    "MaskCalibration": "fl_lightning.callbacks.mask_calibration",
     "Mean": "fl_lightning.server.aggregators",
     "PartitionReport": "fl_lightning.callbacks.partition_report",
     "PoissonCohort": "fl_lightning.data.cohort",

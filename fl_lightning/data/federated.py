@@ -15,17 +15,13 @@ import numpy.typing as npt
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import numpy_generator, run_seed
 from fl_lightning.data.partition import IID, Partition
-from fl_lightning.data.shards import (
-    ClientShards,
-    batch_reader,
-    read_column,
-    reads_by_index,
-)
+from fl_lightning.data.reading import evaluation_reader, loader_option
+from fl_lightning.data.shards import ClientShards, batch_reader, read_column, reads_by_index
 from fl_lightning.data.summary import PartitionSummary, partition_fingerprint
 
 MAX_CLIENTS_COUNTED = 10_000  # by `FederatedDataModule.summary`, class by class
@@ -147,7 +143,7 @@ class FederatedDataModule(LightningDataModule):
     @property
     def batch_size(self) -> int:
         """Examples per local batch."""
-        size = self._batch_size or self._loader_option("batch_size")
+        size = self._batch_size or loader_option(self._loader, "batch_size")
         if size is None:
             raise ConfigurationError(
                 "the source's loader does not tell its batch size: "
@@ -158,12 +154,7 @@ class FederatedDataModule(LightningDataModule):
     @property
     def drop_last(self) -> bool:
         """Whether the source's loader leaves out a smaller last batch; then clients do as well."""
-        return bool(self._loader_option("drop_last"))
-
-    def _loader_option(self, name: str) -> Any:
-        # a loader with a batch sampler, or one that is asked for whole batches, keeps it there
-        places = (self._loader, self._loader.batch_sampler, self._loader.sampler)
-        return next((value for place in places if (value := getattr(place, name, None))), None)
+        return bool(loader_option(self._loader, "drop_last"))
 
     @cached_property
     def labels(self) -> npt.NDArray[Any]:
@@ -241,12 +232,12 @@ class FederatedDataModule(LightningDataModule):
         """Yield (batch, size) over a client's held-out examples, without augmentation if known."""
         for indices in self.held_out[client].split(self.batch_size):
             if len(indices):
-                yield self._held_out_batch(indices), len(indices)
+                yield self.evaluation_batch(indices), len(indices)
 
     @cached_property
-    def _held_out_batch(self) -> Callable[[Tensor], Any]:
-        dataset = _without_augmentation(self.train_dataset)
-        return batch_reader(dataset, self._loader.collate_fn)
+    def evaluation_batch(self) -> Callable[[Tensor], Any]:
+        """The function from indices, shape (B,), to a batch without augmentation, if known."""
+        return evaluation_reader(self._loader)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run must find unchanged."""
@@ -275,10 +266,3 @@ def _check(num_clients: int | None, batch_size: int | None, fraction: float) -> 
             f"client_val_fraction must be in [0, 1), got {fraction}: "
             "it is the share of its examples that a client never trains on"
         )
-
-
-def _without_augmentation(dataset: Dataset[Any]) -> Dataset[Any]:
-    if type(dataset) is Subset:
-        return Subset(_without_augmentation(dataset.dataset), dataset.indices)
-    evaluation = getattr(dataset, "evaluation", None)
-    return evaluation() if callable(evaluation) else dataset

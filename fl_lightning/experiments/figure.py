@@ -17,18 +17,18 @@ Axes = Mapping[str, Sequence[str]]
 
 
 def draw(path: Path, results: Sequence[Result], metrics: Sequence[str], axes: Axes) -> None:
-    """Write a PNG with a panel for the final values of each metric, and one for its curve."""
+    """Write a PNG: of two axes final values as matrices, else curves, and bars where there is none."""
     from matplotlib.figure import Figure  # a second to import
 
-    curved = [name for name in metrics if any(len(r.curves[name]) > 1 for r in results)]
-    num_panels = len(curved) + len(metrics)
-    figure = Figure(figsize=(4.6 * num_panels, 3.8), layout="constrained")
-    panels = list(figure.subplots(1, num_panels, squeeze=False)[0])
-    for panel, name in zip(panels, curved, strict=False):
-        _draw_curves(panel, name, results)
-    for panel, name in zip(panels[len(curved) :], metrics, strict=True):
-        draw_final = _draw_matrix if len(axes) == 2 else _draw_bars
-        draw_final(panel, name, results, axes)
+    figure = Figure(figsize=(5.2 * len(metrics), 3.8), layout="constrained")
+    panels = figure.subplots(1, len(metrics), squeeze=False)[0]
+    for panel, name in zip(panels, metrics, strict=True):
+        if len(axes) == 2:
+            _draw_matrix(panel, name, results, axes)
+        elif any(len(result.curves[name]) > 1 for result in results):
+            _draw_curves(panel, name, results)
+        else:
+            _draw_bars(panel, name, results)
     figure.savefig(path, dpi=130)
 
 
@@ -43,11 +43,12 @@ def _draw_curves(panel: Any, metric: str, results: Sequence[Result]) -> None:
             std = values.std(axis=0, ddof=1)
             panel.fill_between(rounds, mean - std, mean + std, alpha=0.2)
     panel.set(xlabel="round", title=metric)
+    panel.xaxis.get_major_locator().set_params(integer=True)
     panel.grid(alpha=0.3)
     panel.legend(frameon=False, fontsize="small")
 
 
-def _draw_bars(panel: Any, metric: str, results: Sequence[Result], axes: Axes) -> None:
+def _draw_bars(panel: Any, metric: str, results: Sequence[Result]) -> None:
     rows = {name: spreads(group)[metric] for name, group in by_variant(results).items()}
     colors = [f"C{number}" for number in range(len(rows))]  # those of the curves
     whiskers = np.nan_to_num([row.std for row in rows.values()])

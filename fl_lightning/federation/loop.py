@@ -79,6 +79,12 @@ def install(trainer: Trainer, rounds: Rounds) -> None:
     epoch_loop.automatic_optimization = loop
 
 
+def training_loader(trainer: Trainer) -> Any:
+    """Return what a central fit trains on, which Lightning would set up a little later."""
+    trainer.fit_loop.setup_data()
+    return trainer.train_dataloader
+
+
 def progress(trainer: Trainer) -> dict[str, Any]:
     """Return how many rounds were done."""
     loop = trainer.fit_loop

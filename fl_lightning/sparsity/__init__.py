@@ -1,8 +1,11 @@
 """Floor 1: which parameters may move, found from a model's sensitivity to them."""
 
 from fl_lightning.sparsity.calibration import Calibration, calibrate
+from fl_lightning.sparsity.figure import density_figure
 from fl_lightning.sparsity.fisher import EmpiricalFisher, ExactFisher, SampledFisher
 from fl_lightning.sparsity.freezing import freeze_masked
+from fl_lightning.sparsity.head_fit import FittedHead, HeadFit, head_features
+from fl_lightning.sparsity.linear_head import LinearHead
 from fl_lightning.sparsity.logits import log_probabilities, raw_logits
 from fl_lightning.sparsity.mask import Mask
 from fl_lightning.sparsity.mask_file import load_mask, save_mask
@@ -11,6 +14,7 @@ from fl_lightning.sparsity.masked_optimizer import MaskedOptimizer
 from fl_lightning.sparsity.merging import intersection, jaccard_overlap, majority, union
 from fl_lightning.sparsity.plan import CalibrationPlan
 from fl_lightning.sparsity.report import LayerDensity, density_per_layer, density_per_tensor
+from fl_lightning.sparsity.ridge_head import RidgeHead
 from fl_lightning.sparsity.rules import (
     HighestMagnitude,
     LeastSensitive,
@@ -35,14 +39,18 @@ __all__ = [
     "CalibrationPlan",
     "EmpiricalFisher",
     "ExactFisher",
+    "FittedHead",
+    "HeadFit",
     "HighestMagnitude",
     "LayerDensity",
     "LeastSensitive",
+    "LinearHead",
     "LowestMagnitude",
     "Mask",
     "MaskedOptimizer",
     "MostSensitive",
     "RandomEntries",
+    "RidgeHead",
     "Rule",
     "SampledFisher",
     "Scores",
@@ -56,9 +64,11 @@ __all__ = [
     "calibrate",
     "compare_masks",
     "compare_tasks",
+    "density_figure",
     "density_per_layer",
     "density_per_tensor",
     "freeze_masked",
+    "head_features",
     "intersection",
     "jaccard_overlap",
     "load_mask",

@@ -1,0 +1,172 @@
+"""A mask from scores that the owners of the examples compute, each on its own.
+
+    F_j = Σ_c Σ_{i of c} f_ij / Σ_c n_c        over the clients c of a calibration cohort
+
+Every client sends sums over its examples; the server adds them and ranks the mean, which so is
+weighted by examples and equals the mean over all of them in one place. In several processes each
+scores its share of the clients and the sums are added over processes: all find the same mask.
+
+Sums are added in double precision: in which order, and in how many processes, then shows in
+nothing but ties to the sixteenth digit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor
+
+from fl_lightning.callbacks.calibration_progress import progress_bar
+from fl_lightning.callbacks.example_owners import (
+    ExampleOwners,
+    example_owners,
+    federation_of,
+    scoring_context,
+)
+from fl_lightning.callbacks.owner_shares import Numbers, own_share, visit_together
+from fl_lightning.core.seeds import (
+    derive_seed,
+    preserve_global_generators,
+    seed_global_generators,
+    torch_generator,
+)
+from fl_lightning.data.cohort import AllClients, CohortSampler, Population
+from fl_lightning.federation.ranks import Ranks
+from fl_lightning.sparsity.calibration import Calibration
+from fl_lightning.sparsity.fisher import SampledFisher
+from fl_lightning.sparsity.mask import Mask
+from fl_lightning.sparsity.plan import CalibrationPlan
+from fl_lightning.sparsity.selection import apportion
+from fl_lightning.sparsity.sensitivity import Scores, Sensitivity
+
+_PURPOSE = "calibration"
+
+
+@dataclass(frozen=True)
+class _Visits:
+    """The owners that this process visits in a round of calibration, and on how many examples."""
+
+    owners: Numbers
+    num_examples: Numbers
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnerScores:
+    """Calibrates a Trainer's module on its training data; everything drawn belongs to the seed.
+
+    Args:
+        sensitivity: how entries are scored; None is `SampledFisher`.
+        cohort: who scores in a federation; None is the federation's own sampler.
+        max_examples: at most so many in a round of calibration, over all owners together, of each
+            in proportion to its examples; None is all.
+        seed: root of all draws, each a function of (seed, version, round, client).
+    """
+
+    sensitivity: Sensitivity | None = None
+    cohort: CohortSampler | None = None
+    max_examples: int | None = None
+    seed: int = 0
+
+    def mask(self, trainer: Trainer, plan: CalibrationPlan, names: list[str], version: int) -> Mask:
+        """Return the mask of a version, on the CPU; to be called by all processes.
+
+        Args:
+            trainer: with a module on its device.
+            plan: how scores become a mask.
+            names: of the parameters that it covers.
+            version: 0 at the start of a run, then 1, 2, ….
+        """
+        own = dict(trainer.lightning_module.named_parameters())
+        parameters = {name: own[name].detach() for name in names}
+        seed = derive_seed(self.seed, _PURPOSE, version)
+        calibration = Calibration(plan, parameters, seed=seed)
+        if not calibration.needs_scores:
+            calibration.step()
+            return calibration.mask.to("cpu")
+        owners, rounds = example_owners(trainer), range(len(calibration.num_kept))
+        visits = [self._visits(trainer, owners, version, number) for number in rounds]
+        batches = [-(-n // owners.batch_size) for v in visits for n in v.num_examples.tolist()]
+        with (
+            progress_bar(trainer, "Calibration", sum(batches)) as tick,
+            preserve_global_generators(),
+            scoring_context(trainer),
+        ):
+            for number in rounds:
+                values = calibration.soft_parameters()
+                score = self._score(trainer, owners, values, (version, number), tick)
+                calibration.step(_summed(trainer, values, visits[number], score))
+        return calibration.mask.to("cpu")
+
+    def _visits(
+        self, trainer: Trainer, owners: ExampleOwners, version: int, number: int
+    ) -> _Visits:
+        federation, population = federation_of(trainer), Population(owners.num_examples)
+        sampler = AllClients() if federation is None else self.cohort or federation.cohort
+        ids = sampler.sample(number, population, derive_seed(self.seed, _PURPOSE, version))
+        counts = owners.num_examples[ids]
+        if self.max_examples is not None and counts.sum() > self.max_examples:
+            counts = np.array(apportion(counts.tolist(), self.max_examples))
+        ids, counts = ids[counts > 0], counts[counts > 0]
+        mine = own_share(trainer, ids, counts)
+        return _Visits(ids[mine], counts[mine])
+
+    def _score(
+        self,
+        trainer: Trainer,
+        owners: ExampleOwners,
+        values: Mapping[str, Tensor],
+        ids: tuple[int, int],
+        tick: Callable[[], None],
+    ) -> Callable[[int, int], Scores]:
+        """Return the function that scores so many examples of an owner."""
+        sensitivity = self.sensitivity or SampledFisher()
+
+        def ticking(batches: Iterator[Any]) -> Iterator[Any]:
+            for batch in batches:
+                yield batch
+                tick()
+
+        def score(owner: int, num_examples: int) -> Scores:
+            indices = owners.indices(owner)
+            if num_examples < len(indices):
+                generator = torch_generator(self.seed, "calibration examples", *ids, owner)
+                drawn = torch.randperm(len(indices), generator=generator)[:num_examples]
+                indices = indices[drawn.sort().values]
+            own = derive_seed(self.seed, _PURPOSE, *ids, owner)
+            seed_global_generators(own)  # for modules that draw in eval mode
+            batches = ticking(owners.batches(indices))
+            return sensitivity(trainer.lightning_module, batches, parameters=values, seed=own)
+
+        return score
+
+
+def _summed(
+    trainer: Trainer,
+    values: Mapping[str, Tensor],
+    visits: _Visits,
+    score: Callable[[int, int], Scores],
+) -> Scores:
+    """Return the sum of the scores of all owners, also of those that other processes visit."""
+    # Apple's accelerators know no double precision
+    on_mps = trainer.strategy.root_device.type == "mps"
+    dtype = torch.float32 if on_mps else torch.float64
+    sums = {name: torch.zeros_like(value, dtype=dtype) for name, value in values.items()}
+    num_examples = torch.zeros((), dtype=torch.int64, device=trainer.strategy.root_device)
+
+    def visit() -> None:
+        for owner, count in zip(visits.owners.tolist(), visits.num_examples.tolist(), strict=True):
+            scores = score(owner, count)
+            for name, total in sums.items():
+                total += scores.sums[name]
+            num_examples.add_(scores.num_examples)
+
+    visit_together(trainer, visit)
+    ranks = Ranks(trainer)
+    for total in (*sums.values(), num_examples):
+        ranks.all_reduce(total)
+    return Scores(sums, int(num_examples))
