@@ -22,7 +22,10 @@ def curves(run: Path) -> dict[str, Curve]:
 
     events = EventAccumulator(str(run), size_guidance={"scalars": 0}).Reload()
     names = events.Tags()["scalars"]
-    epochs = {e.step: round(e.value) for e in events.Scalars("epoch")} if "epoch" in names else {}
+    epochs: dict[int, int] = {}
+    for event in events.Scalars("epoch") if "epoch" in names else ():
+        # the first of a step: a test in another process begins to count anew
+        epochs.setdefault(event.step, round(event.value))
     return {
         name: {epochs.get(e.step, e.step) + 1: e.value for e in events.Scalars(name)}
         for name in names

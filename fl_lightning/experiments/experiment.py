@@ -6,13 +6,14 @@ Every variant is a difference to one common configuration, as a second ``--confi
 first. Nothing but that difference, and the seed, tells two runs apart.
 """
 
+# mypy: disable-error-code="type-arg"
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Any, Literal
+from typing import Literal, TypeAlias
 
 from jsonargparse.typing import Path_fr
 
@@ -21,7 +22,8 @@ from fl_lightning.core.errors import ConfigurationError
 FIRST = "<first>"  # in a configuration: the checkpoint of the run before
 BEFORE = "first"  # name of that run
 
-Difference = Mapping[str, Any]
+# Not dict[str, Any]: of Any the parser completes the classes that are named inside with defaults.
+Difference: TypeAlias = dict
 
 
 @dataclass(frozen=True)
@@ -78,10 +80,10 @@ class Experiment:
     """
 
     configs: list[Path_fr] = field(default_factory=list)
-    base: dict[str, Any] | None = None
-    first: dict[str, Any] | None = None
-    variants: dict[str, dict[str, Any] | None] | None = None
-    grid: dict[str, dict[str, dict[str, Any] | None]] | None = None
+    base: Difference | None = None
+    first: Difference | None = None
+    variants: dict[str, Difference | None] | None = None
+    grid: dict[str, dict[str, Difference | None]] | None = None
     seeds: list[int] | int | str = 0
     report: list[str] = field(default_factory=lambda: ["test/accuracy"])
     monitor: str = "val/accuracy"

@@ -9,15 +9,16 @@ numbers of another configuration.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import yaml
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.experiments.experiment import BEFORE, FIRST, Difference, Experiment, Variant
+from fl_lightning.experiments.experiment import BEFORE, FIRST, Experiment, Variant
 
 Resolve = Callable[[list[str]], str]
 
@@ -97,7 +98,7 @@ def plan_runs(
 def _resolved(
     experiment: Experiment,
     name: str,
-    differences: Sequence[Difference],
+    differences: Sequence[Mapping[str, Any]],
     options: Sequence[str],
     resolve: Resolve,
 ) -> str:
@@ -106,7 +107,7 @@ def _resolved(
         for number, layer in enumerate([experiment.base or {}, *differences]):
             if layer:
                 path = Path(folder, f"{number}.yaml")
-                path.write_text(yaml.safe_dump(dict(layer), sort_keys=False, allow_unicode=True))
+                path.write_text(yaml.safe_dump(layer, sort_keys=False, allow_unicode=True))
                 words += ["--config", str(path)]
         try:
             return resolve([*words, *options])

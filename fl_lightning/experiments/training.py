@@ -20,6 +20,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import yaml
+
 from fl_lightning.experiments.experiment import FIRST
 from fl_lightning.experiments.plan import Run
 
@@ -106,11 +108,14 @@ def _prepare(run: Run) -> list[str]:
         "default_hp_metric": False,
     }
     logger = {"class_path": "lightning.pytorch.loggers.TensorBoardLogger", "init_args": place}
+    # one process a run, however many cores there are, unless the configuration says how many
+    left_open = yaml.safe_load(run.configuration)["trainer"]["devices"] == "auto"
     return [
         *("--config", str(configuration)),
         *("--seed_everything", str(run.seed)),
         *("--trainer.logger", json.dumps(logger)),
         *("--trainer.enable_progress_bar", "false"),
+        *(("--trainer.devices", "1") if left_open else ()),
         *(("--ckpt_path", str(_last_checkpoint(run))) if resumed else ()),
     ]
 
