@@ -96,8 +96,17 @@ Expected are images as nowhere/train/<class>/<name>.jpg, with one folder for eac
             tuple(mean), tuple(std), crop_padding=image_size // 8, horizontal_flip=True
         )
 
+    def setup(self, stage: str | None = None) -> None:
+        """List and split the files and, for a set in memory, decode those that are used."""
+        if hasattr(self, "train_set"):
+            return
+        super().setup(stage)
+        if self.in_memory:
+            for name in ("train_set", "val_set", "test_set"):
+                setattr(self, name, getattr(self, name).in_memory())
+
     def load(self) -> LoadedImages:
-        """List the files and, for a set in memory, decode them.
+        """List the files.
 
         Raises:
             ConfigurationError: if a folder or its images are missing, or classes differ.
@@ -120,8 +129,7 @@ Expected are images as nowhere/train/<class>/<name>.jpg, with one folder for eac
             paths += found
             targets += [target] * len(found)
         pipeline = self.training_pipeline(self.pipeline)
-        files = ImageFiles(paths, torch.tensor(targets), pipeline, image_size=self.stored_size)
-        return files.in_memory() if self.in_memory else files
+        return ImageFiles(paths, torch.tensor(targets), pipeline, image_size=self.stored_size)
 
 
 def _class_names(folder: Path) -> tuple[str, ...]:

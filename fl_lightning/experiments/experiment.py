@@ -93,8 +93,6 @@ class Experiment:
         issues = []
         if bool(self.variants) == bool(self.grid):
             issues.append("give either variants or grid, name to difference")
-        if not self.configs and not self.base:
-            issues.append("give the common configuration, as configs (files) or base (here)")
         if not self.report:
             issues.append("report must name at least one metric, as the runs log it")
         seeds = self.all_seeds
@@ -125,19 +123,22 @@ class Experiment:
     @property
     def axes(self) -> dict[str, list[str]]:
         """Of a grid, the names on each axis; empty otherwise."""
-        return {axis: list(values) for axis, values in (self.grid or {}).items()}
+        # YAML reads a name like 0.1 as a number
+        return {axis: [str(name) for name in values] for axis, values in (self.grid or {}).items()}
 
     @property
     def all_variants(self) -> list[Variant]:
         """What is compared, in the order of the file; the last axis of a grid varies fastest."""
         if self.variants:
-            return [Variant(name, (diff or {},)) for name, diff in self.variants.items()]
-        axes = self.grid or {}
+            return [Variant(str(name), (diff or {},)) for name, diff in self.variants.items()]
+        if not self.grid:
+            return []
+        combinations = product(*(values.items() for values in self.grid.values()))
         return [
             Variant(
-                " / ".join(names),
-                tuple(axes[axis][name] or {} for axis, name in zip(axes, names, strict=True)),
-                dict(zip(axes, names, strict=True)),
+                " / ".join(str(name) for name, _ in pairs),
+                tuple(diff or {} for _, diff in pairs),
+                {axis: str(name) for axis, (name, _) in zip(self.grid, pairs, strict=True)},
             )
-            for names in (product(*axes.values()) if axes else ())
+            for pairs in combinations
         ]
