@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from fl_lightning.federation.strategy import FederatedStrategy
     from fl_lightning.models.image_classifier import ImageClassifier
     from fl_lightning.server.aggregators import Mean
+    from fl_lightning.server.overlap_mean import OverlapMean
     from fl_lightning.sparsity.sparse_adamw import SparseAdamW
     from fl_lightning.sparsity.sparse_sgdm import SparseSGDM
 
@@ -42,6 +43,7 @@ __all__ = [
     "ImageClassifier",
     "MaskCalibration",
     "Mean",
+    "OverlapMean",
     "PartitionReport",
     "PoissonCohort",
     "RoundFailure",
@@ -63,6 +65,7 @@ _HOMES = {
     "ImageClassifier": "fl_lightning.models.image_classifier",
     "MaskCalibration": "fl_lightning.callbacks.mask_calibration",
     "Mean": "fl_lightning.server.aggregators",
+    "OverlapMean": "fl_lightning.server.overlap_mean",
     "PartitionReport": "fl_lightning.callbacks.partition_report",
     "PoissonCohort": "fl_lightning.data.cohort",
     "RoundFailure": "fl_lightning.core.errors",

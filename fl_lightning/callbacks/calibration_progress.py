@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
-from tqdm import tqdm
+from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
 
 @contextmanager
@@ -31,7 +31,7 @@ def progress_bar(trainer: Trainer, what: str, total: int) -> Iterator[Callable[[
             task = rich_bar.add_task(what, total=total)
             yield lambda: rich_bar.advance(task)
     elif isinstance(own, TQDMProgressBar) and own.is_enabled:
-        with tqdm(
+        with Tqdm(
             desc=what, total=total, leave=False, dynamic_ncols=True, file=sys.stdout
         ) as tqdm_bar:
             yield lambda: tqdm_bar.update() and None

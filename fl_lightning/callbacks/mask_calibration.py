@@ -166,9 +166,17 @@ class MaskCalibration(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Calibrate anew after every n-th round, if asked to."""
-        done, n = trainer.current_epoch, self._every_n_rounds
-        if n is not None and done and done % n == 0 and self.history[-1]["round"] != done:
-            self._calibrate(trainer, {})
+        self._recalibrate(trainer)
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Do so now if the round has just begun without saying so.
+
+        So it is after resuming from a checkpoint that was taken between the last batch of a round
+        and its end: Lightning passes over the start of the next one.
+        """
+        self._recalibrate(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Give the module back with everything unfrozen that trained before."""
@@ -198,6 +206,11 @@ class MaskCalibration(Callback):
         *self.history, last = self._saved["history"]
         self._saved = {}
         self._use(trainer, mask, "from the checkpoint", {}, round_=last["round"])
+
+    def _recalibrate(self, trainer: Trainer) -> None:
+        done, n = trainer.current_epoch, self._every_n_rounds
+        if n is not None and done and done % n == 0 and self.history[-1]["round"] != done:
+            self._calibrate(trainer, {})
 
     def _fit_head(self, trainer: Trainer, heads: list[str]) -> dict[str, float]:
         if isinstance(self._head, str):
@@ -256,8 +269,6 @@ class MaskCalibration(Callback):
 
     def _check_callbacks(self, trainer: Trainer) -> None:
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
-        if sum(isinstance(callback, MaskCalibration) for callback in callbacks) > 1:
-            raise ConfigurationError("a run has one mask: give the Trainer one MaskCalibration")
         federation = federation_of(trainer)
         if federation is None:
             if not isinstance(trainer.strategy, SingleDeviceStrategy):

@@ -2,45 +2,131 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torchmetrics import Metric
+
+from fl_lightning.client.cannot_stack import CannotStack
+from fl_lightning.client.metric_calls import (
+    BatchValue,
+    MetricCall,
+    StandIn,
+    StandIns,
+    tensors_of,
+)
+from fl_lightning.client.random_draws import Draw, DrawRecorder
+from fl_lightning.client.replayed_draws import DropoutWatch, ReplayedDraws
 
 Tensors = dict[str, Tensor]
+# Logged values by name, with their batch sizes if given.
+Logged = dict[str, tuple[Tensor, float | None]]
 # Among logged values the name of the loss itself, which no module can take
 OWN_LOSS = ""
 
 
-class CannotStack(Exception):  # noqa: N818 - a finding, not a fault
-    """Why a module, an optimizer or its data cannot be trained in slots."""
+@dataclass(frozen=True)
+class Result:
+    """What comes out of a training step.
+
+    Attributes:
+        loss: a scalar.
+        logged: values logged, detached.
+        given: tensors given to torchmetrics objects, detached, in the order of the calls.
+    """
+
+    loss: Tensor
+    logged: Logged
+    given: list[Tensor]
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What a training step does besides arithmetic.
+
+    Attributes:
+        draws: the random numbers that it draws.
+        has_dropout: whether it calls any, be it switched off.
+        calls: of torchmetrics objects.
+        metrics: the objects that it logs, by name.
+    """
+
+    draws: list[Draw]
+    has_dropout: bool
+    calls: list[MetricCall]
+    metrics: dict[str, Metric]
 
 
 class TrainingStep:
-    """A module's ``training_step`` as a function of its tensors, with what it logs returned."""
+    """A module's ``training_step`` as a function of its tensors, with what it logs returned.
+
+    Args:
+        module: the LightningModule.
+        takes_index: whether ``training_step`` has a second parameter.
+
+    Attributes:
+        stand_ins: for the module's metrics; they must be in place during a call.
+    """
 
     def __init__(self, module: nn.Module, takes_index: bool) -> None:
+        self.stand_ins = StandIns(module)
         self._wrapper = _Wrapper(module)
         self._takes_index = takes_index
 
     def __call__(
-        self, tensors: Mapping[str, Tensor], batch: Any, count: Tensor
-    ) -> tuple[Tensor, dict[str, tuple[Tensor, float | None]]]:
-        """Return the loss and, by name, logged values with their batch sizes if given."""
-        inner = {f"module.{name}": tensor for name, tensor in tensors.items()}
+        self, tensors: Mapping[str, Tensor], batch: Any, count: Tensor, draws: Sequence[Tensor] = ()
+    ) -> Result:
+        """Run it.
+
+        Args:
+            tensors: parameters and buffers by name.
+            batch: what the step takes.
+            count: steps that the client has taken.
+            draws: the random numbers, in the order in which the step draws them.
+        """
+        loss, logged, calls, _ = self._run(tensors, batch, count, draws)
+        given = [tensor.detach() for call in calls for tensor in tensors_of(call)]
+        return Result(loss, {OWN_LOSS: (loss.detach(), None), **logged}, given)
+
+    def observe(self, tensors: Mapping[str, Tensor], batch: Any, count: Tensor) -> Observed:
+        """Run it as the sequential engine would, and tell what it does besides arithmetic."""
+        with DrawRecorder() as recorder, DropoutWatch() as watch:
+            _, _, calls, metrics = self._run(tensors, batch, count, ())
+        return Observed(recorder.draws, watch.has_seen_one, calls, metrics)
+
+    def _run(
+        self, tensors: Mapping[str, Tensor], batch: Any, count: Tensor, draws: Sequence[Tensor]
+    ) -> tuple[Tensor, Logged, list[MetricCall], dict[str, Metric]]:
+        inner = {
+            f"module.{name}": tensor
+            for name, tensor in tensors.items()
+            if not name.startswith(self.stand_ins.prefixes)
+        }
         # no number: a step that decides something by its index cannot be the same for all slots
         arguments = (batch, count.long()) if self._takes_index else (batch,)
-        logged: dict[str, tuple[Tensor, float | None]] = {}
-        with sdpa_kernel(SDPBackend.MATH):  # vmap would run the fused ones client by client
-            output = functional_call(self._wrapper, inner, (logged, *arguments))
+        logged: Logged = {}
+        metrics: dict[str, Metric] = {}
+        calls = self.stand_ins.listen() if len(self.stand_ins) else []
+        try:
+            with sdpa_kernel(SDPBackend.MATH):  # vmap would run the fused ones client by client
+                if draws:
+                    with ReplayedDraws(draws):
+                        output = functional_call(
+                            self._wrapper, inner, (logged, metrics, *arguments)
+                        )
+                else:
+                    output = functional_call(self._wrapper, inner, (logged, metrics, *arguments))
+        finally:
+            self.stand_ins.stop_listening()
         loss = output["loss"] if isinstance(output, dict) else output
         if not isinstance(loss, Tensor):
             raise CannotStack("its training_step returned no loss")
-        loss = loss.reshape(())
-        return loss, {OWN_LOSS: (loss.detach(), None), **logged}
+        return loss.reshape(()), logged, calls, metrics
 
 
 class _Wrapper(nn.Module):
@@ -48,8 +134,18 @@ class _Wrapper(nn.Module):
         super().__init__()
         self.module = module
 
-    def forward(self, logged: dict[str, tuple[Tensor, float | None]], *arguments: Any) -> Any:
+    def forward(self, logged: Logged, metrics: dict[str, Metric], *arguments: Any) -> Any:
         def log(name: str, value: Any, *args: Any, **options: Any) -> None:
+            if isinstance(value, StandIn):
+                metrics[name] = value.metric
+                return
+            if isinstance(value, Metric):  # of a collection
+                metrics[name] = value
+                return
+            if isinstance(value, BatchValue):
+                raise CannotStack(
+                    f"it logs a batch's {value.kind} as {name!r}, not the {value.kind} object"
+                )
             if not isinstance(value, Tensor | float | int):
                 raise CannotStack(f"it logs a {type(value).__name__} as {name!r}")
             if options.get("reduce_fx", "mean") != "mean":
@@ -81,3 +177,23 @@ def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
     if isinstance(batch, dict):
         return {key: map_tensors(function, part) for key, part in batch.items()}
     raise CannotStack(f"its batches hold a {type(batch).__name__}")
+
+
+def tensors_in(batch: Any) -> list[Tensor]:
+    """Return every tensor of a batch, in order.
+
+    Raises:
+        CannotStack: if the batch holds anything else.
+
+    Example:
+        >>> tensors_in({"x": torch.tensor(1), "y": [torch.tensor(2)]})
+        [tensor(1), tensor(2)]
+    """
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(note, batch)
+    return found

@@ -8,8 +8,7 @@ reset and refilled on its own (see `pack`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -17,43 +16,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning.client.functional_step import OWN_LOSS, Tensors, map_tensors
+from fl_lightning.client.functional_step import OWN_LOSS, Tensors
 from fl_lightning.client.local_training import GlobalModel, check_finite
+from fl_lightning.client.metric_feed import GivenStep
 from fl_lightning.client.packing import Stay, pack
+from fl_lightning.client.slot_inputs import ReadBatch, SlotInputs
 from fl_lightning.client.stacked_step import StackedStep
+from fl_lightning.client.work import ClientWork
 from fl_lightning.core.errors import ClientFailure
+from fl_lightning.core.seeds import preserve_global_generators
 from fl_lightning.core.space import Space
 from fl_lightning.core.update import GroupUpdate
-
-# Builds the batch of many indices, shape (N,), on the device where the model is.
-ReadBatch = Callable[[Tensor], Any]
-
-
-@dataclass(frozen=True)
-class ClientWork:
-    """What one client has to do in a round.
-
-    Attributes:
-        client_id: whose it is.
-        num_examples: its aggregation weight.
-        order: indices of its examples in the order in which local steps see them, shape (n,).
-        sizes: how many of them each local step takes, Σ sizes = n.
-    """
-
-    client_id: int
-    num_examples: int
-    order: Tensor
-    sizes: list[int]
-
-    @property
-    def batches(self) -> tuple[Tensor, ...]:
-        """The indices of every local step."""
-        return tuple(self.order.split(self.sizes))
-
-    def head(self, num_steps: int) -> ClientWork:
-        """Return its first local steps."""
-        sizes = self.sizes[:num_steps]
-        return replace(self, order=self.order[: sum(sizes)], sizes=sizes)
 
 
 class SlotTrainer:
@@ -66,6 +39,7 @@ class SlotTrainer:
         read: builds batches.
         batch_size: examples of a full batch, B.
         names: under which names logged values appear in updates, where those differ.
+        reads_at_random: whether ``read`` draws random numbers (augmentation).
     """
 
     def __init__(
@@ -76,12 +50,19 @@ class SlotTrainer:
         read: ReadBatch,
         batch_size: int,
         names: Mapping[str, str] | None = None,
+        *,
+        reads_at_random: bool = False,
     ) -> None:
         self._names = names if names is not None else {}
         self._step = step
-        self._read = read
         self._batch_size = batch_size
         self._num_slots = step.options.num_slots
+        self._inputs = SlotInputs(
+            read,
+            num_slots=self._num_slots,
+            batch_size=batch_size,
+            reads_at_random=reads_at_random,
+        )
         self._space, self._buffers = space, buffers
         self._params = [step.params[name] for name in space.names]
         self._stacked_buffers = [step.buffers[name] for name in buffers.names if step.buffers]
@@ -91,11 +72,17 @@ class SlotTrainer:
     def train(self, start: GlobalModel, work: Sequence[ClientWork]) -> Iterator[GroupUpdate]:
         """Train the clients and yield their updates, those that end together at once.
 
+        When all are yielded, the module's torchmetrics objects hold their examples, without those
+        of clients whose update is not finite.
+
         Args:
             start: the global model.
             work: of each client, with at least one batch.
         """
         self._step.read_options()
+        with preserve_global_generators():
+            rehearsal = self._step.rehearse(lambda: self._inputs.batch_like(work[0]))
+        draws = rehearsal.draws if rehearsal.draws.numbers else None
         named_start = self._space.full(start.params)
         self._start = list(named_start.values())
         self._start_buffers = self._buffers.views(start.buffers) if self._step.buffers else []
@@ -107,23 +94,38 @@ class SlotTrainer:
         ends = {end: list(group) for end, group in groupby(by_end, lambda s: s.end)}
         # with clients of one size all slots begin together
         together = self._step.options.weighted and len({len(w.sizes) for w in work}) == 1
+        given: list[list[Tensor]] = []
         for number, (step_indices, step_valid) in enumerate(zip(indices, valid, strict=True)):
-            batch = map_tensors(self._by_slot, self._read(step_indices.reshape(-1)))
-            if together and number in begins and number + 1 in ends:
+            new, done = begins.get(number, []), ends.get(number + 1, [])
+            guests = [(stay, work[stay.client]) for stay in new]
+            batch = self._inputs.next(number, step_indices, guests, draws)
+            deltas, sums = None, self._step.sums
+            if together and new and done:
                 deltas, sums = self._step.only(named_start, batch, step_valid, self._space.active)
-                count = len(ends[number + 1])
-                yield self._updates(start, ends[number + 1], work, sums, deltas[:count])
-                continue
-            if together and number in begins:
+                deltas = deltas[: len(done)]
+            elif together and new:
                 self._step.first(named_start, batch, step_valid)
             else:
-                self._reset([stay.slot for stay in begins.get(number, [])])
+                self._reset([stay.slot for stay in new])
                 self._step(batch, step_valid)
-            if number + 1 in ends:
-                yield self._updates(start, ends[number + 1], work, self._step.sums)
+            if len(rehearsal.feed):
+                given.append(self._step.given)
+            if done:
+                update = self._updates(start, done, work, sums, deltas)
+                if given:
+                    self._count_out(update, done, valid)
+                yield update
+        if given:
+            steps = zip(given, valid.bool().unbind(), strict=True)
+            rehearsal.feed.feed([GivenStep(tensors, counts) for tensors, counts in steps])
 
-    def _by_slot(self, tensor: Tensor) -> Tensor:
-        return tensor.view(self._num_slots, self._batch_size, *tensor.shape[1:])
+    @staticmethod
+    def _count_out(update: GroupUpdate, stays: list[Stay], valid: Tensor) -> None:
+        """Have no example of clients count whose update cannot be used."""
+        failed = {failure.client_id for failure in usable_rows(update)[1]}
+        for client_id, stay in zip(update.client_ids, stays, strict=True):
+            if client_id in failed:
+                valid[stay.begin : stay.end, stay.slot] = 0
 
     def _plan(self, stays: list[Stay], work: Sequence[ClientWork]) -> tuple[Tensor, Tensor]:
         """Return the indices of every step, slot and example, and which of them count.

@@ -10,6 +10,9 @@ A batch smaller than B is padded, and a padded example must count for nothing. S
 a mean over examples, the step evaluates it example by example (a second `vmap`, which costs nothing)
 and takes the mean with weights 0 and 1. Where it is not (batch norm, contrastive losses), the batch
 stays whole and only full batches can be stacked.
+
+Random numbers (dropout) are inputs of the step like the batch, drawn beforehand from each client's
+own generator. What the step would give to torchmetrics objects is among its outputs.
 """
 
 from __future__ import annotations
@@ -23,8 +26,10 @@ from torch import Tensor, nn
 from torch.func import grad_and_value, vmap
 from torch.optim import Optimizer
 
+from fl_lightning.client.cannot_stack import CannotStack
 from fl_lightning.client.compiling import Compiled
-from fl_lightning.client.functional_step import CannotStack, Tensors, TrainingStep, map_tensors
+from fl_lightning.client.functional_step import Tensors, TrainingStep, map_tensors
+from fl_lightning.client.rehearsal import Rehearsal, rehearse
 from fl_lightning.client.stacked_optimizers import StackedRule, stacked_rule
 from fl_lightning.sparsity.masked_optimizer import MaskedOptimizer
 
@@ -71,6 +76,8 @@ class StackedStep:
         buffers: floating-point buffers by name, shape (G, …); empty if ``weighted``.
         sums: loss and logged values by name: Σ value · weight and Σ weight, shape (G, 2).
         count: steps that each client has taken, float64 of shape (G,).
+        rehearsal: what the step draws and gives to metrics; None before `rehearse`.
+        given: what the last step gave to metrics.
     """
 
     def __init__(
@@ -78,6 +85,8 @@ class StackedStep:
     ) -> None:
         self.options = options
         self._call = TrainingStep(module, takes_index)
+        self._module = module
+        self.rehearsal: Rehearsal | None = None
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._optimizer = optimizer
         self._trained = trained
@@ -91,6 +100,7 @@ class StackedStep:
         self.buffers = {n: self._stacked(b) for n, b in stacked_buffers.items()}
         self.count = torch.zeros(options.num_slots, device=self._device, dtype=torch.float64)
         self.sums: Tensors = {}
+        self.given: list[Tensor] = []
         self.states: dict[str, list[Tensor]] = {}
         self._graphs: list[Compiled] = []
         self.read_options()
@@ -131,6 +141,25 @@ class StackedStep:
         self._graphs.append(Compiled(function))
         return self._graphs[-1]
 
+    def rehearse(self, batch: Callable[[], Any]) -> Rehearsal:
+        """Find out what the step draws and gives to metrics, if that is not known for good.
+
+        It may change from round to round, e.g. with a dropout that grows.
+
+        Args:
+            batch: makes a full one.
+        """
+        if self.rehearsal is None or not self.rehearsal.is_final:
+            options = self.options
+            self.rehearsal = rehearse(
+                self._call,
+                self._module,
+                batch(),
+                num_slots=options.num_slots,
+                by_example=options.weighted,
+            )
+        return self.rehearsal
+
     def __call__(self, batch: Any, valid: Tensor) -> None:
         """Take one step in every slot.
 
@@ -138,9 +167,8 @@ class StackedStep:
             batch: tensors in tuples, lists and dicts, each of shape (G, B, …).
             valid: 1 where an example counts, 0 where it is padding, shape (G, B).
         """
-        self._add(
-            self._run(self.params, self.states, self.buffers, self.count, self._lrs, batch, valid)
-        )
+        states = self.params, self.states, self.buffers
+        self._add(self._done(self._run, *states, self.count, self._lrs, batch, valid))
 
     def first(self, start: Tensors, batch: Any, valid: Tensor) -> None:
         """Begin with a new client in every slot and take its first step.
@@ -154,9 +182,8 @@ class StackedStep:
             valid: as for a step.
         """
         torch._foreach_zero_([self.count, *self.sums.values()])
-        self._add(
-            self._run_first(start, self.params, self.states, self.count, self._lrs, batch, valid)
-        )
+        states = start, self.params, self.states
+        self._add(self._done(self._run_first, *states, self.count, self._lrs, batch, valid))
 
     def only(
         self, start: Tensors, batch: Any, valid: Tensor, active: Tensors
@@ -174,8 +201,16 @@ class StackedStep:
         """
         self.count.zero_()
         only: tuple[Tensor, Tensors]
-        only = self._run_only(start, self.states, self.count, self._lrs, batch, valid, active)
+        states = self.states, self.count, self._lrs
+        only = self._done(self._run_only, start, *states, batch, valid, active)
         return only
+
+    def _done(self, run: Callable[..., Any], *arguments: Any) -> Any:
+        """Run a step with its random numbers, and keep what it gives to metrics."""
+        draws = [] if self.rehearsal is None else self.rehearsal.draws.numbers
+        with self._call.stand_ins.in_place():
+            result, self.given = run(*arguments, draws)
+        return result
 
     def _add(self, logged: Tensors) -> None:
         for name, sums in logged.items():
@@ -193,10 +228,13 @@ class StackedStep:
         lrs: list[Tensor],
         batch: Any,
         valid: Tensor,
-    ) -> Tensors:
-        moved, new_states, logged = self._moved_from(start, states, count, lrs, batch, valid)
+        draws: list[Tensor],
+    ) -> tuple[Tensors, list[Tensor]]:
+        moved, new_states, logged, given = self._moved_from(
+            start, states, count, lrs, batch, valid, draws
+        )
         self._write(params, states, count, moved, new_states)
-        return logged
+        return logged, given
 
     def _only_step(
         self,
@@ -207,12 +245,13 @@ class StackedStep:
         batch: Any,
         valid: Tensor,
         active: Tensors,
-    ) -> tuple[Tensor, Tensors]:
-        moved, _, logged = self._moved_from(start, states, count, lrs, batch, valid)
+        draws: list[Tensor],
+    ) -> tuple[tuple[Tensor, Tensors], list[Tensor]]:
+        moved, _, logged, given = self._moved_from(start, states, count, lrs, batch, valid, draws)
         deltas = {name: (start[name] - moved[name]).flatten(1) for name in start}
         for name, index in active.items():
             deltas[name] = deltas[name][:, index]
-        return torch.cat(list(deltas.values()), 1), logged
+        return (torch.cat(list(deltas.values()), 1), logged), given
 
     def _step(
         self,
@@ -223,17 +262,18 @@ class StackedStep:
         lrs: list[Tensor],
         batch: Any,
         valid: Tensor,
-    ) -> Tensors:
+        draws: list[Tensor],
+    ) -> tuple[Tensors, list[Tensor]]:
         loss = self._weighted_loss if self.options.weighted else self._whole_loss
         gradient = grad_and_value(loss, has_aux=True)
-        grads, (_, (logged, new_buffers)) = vmap(gradient, randomness="error")(
-            params, buffers, batch, valid, count
+        grads, (_, (logged, given, new_buffers)) = vmap(gradient, randomness="error")(
+            params, buffers, batch, valid, count, draws
         )
         moved, new_states = self._moved(params, states, grads, count, lrs)
         self._write(params, states, count, moved, new_states)
         for name, buffer in buffers.items():
             buffer.copy_(new_buffers[name])
-        return dict(logged)
+        return dict(logged), given
 
     def _moved_from(
         self,
@@ -243,17 +283,19 @@ class StackedStep:
         lrs: list[Tensor],
         batch: Any,
         valid: Tensor,
-    ) -> tuple[Tensors, dict[str, list[Tensor]], Tensors]:
-        """Return parameters and states after a first step, and what was logged."""
+        draws: list[Tensor],
+    ) -> tuple[Tensors, dict[str, list[Tensor]], Tensors, list[Tensor]]:
+        """Return parameters and states after a first step, what was logged and given to metrics."""
         gradient = grad_and_value(self._weighted_loss, has_aux=True)
-        grads, (_, (logged, _)) = vmap(gradient, (None, None, 0, 0, 0), randomness="error")(
-            start, {}, batch, valid, count
+        axes = (None, None, 0, 0, 0, 0)
+        grads, (_, (logged, given, _)) = vmap(gradient, axes, randomness="error")(
+            start, {}, batch, valid, count, draws
         )
         stacked = {name: value.unsqueeze(0) for name, value in start.items()}
         empty = {
             name: [torch.zeros_like(grads[name]) for _ in state] for name, state in states.items()
         }
-        return *self._moved(stacked, empty, grads, count, lrs), dict(logged)
+        return *self._moved(stacked, empty, grads, count, lrs), dict(logged), given
 
     def _moved(
         self,
@@ -290,33 +332,48 @@ class StackedStep:
         count.add_(1)
 
     def _whole_loss(
-        self, params: Tensors, buffers: Tensors, batch: Any, valid: Tensor, count: Tensor
-    ) -> tuple[Tensor, tuple[Tensors, Tensors]]:
+        self,
+        params: Tensors,
+        buffers: Tensors,
+        batch: Any,
+        valid: Tensor,
+        count: Tensor,
+        draws: list[Tensor],
+    ) -> tuple[Tensor, tuple[Tensors, list[Tensor], Tensors]]:
         buffers = {name: buffer.clone() for name, buffer in buffers.items()}
-        loss, logged = self._call(params | buffers, batch, count)
+        result = self._call(params | buffers, batch, count, draws)
         size = valid.sum()
         sums = {
             name: torch.stack([value * (weight or size), torch.ones_like(value) * (weight or size)])
-            for name, (value, weight) in logged.items()
+            for name, (value, weight) in result.logged.items()
         }
-        return loss, (sums, buffers)
+        return result.loss, (sums, result.given, buffers)
 
     def _weighted_loss(
-        self, params: Tensors, buffers: Tensors, batch: Any, valid: Tensor, count: Tensor
-    ) -> tuple[Tensor, tuple[Tensors, Tensors]]:
+        self,
+        params: Tensors,
+        buffers: Tensors,
+        batch: Any,
+        valid: Tensor,
+        count: Tensor,
+        draws: list[Tensor],
+    ) -> tuple[Tensor, tuple[Tensors, list[Tensor], Tensors]]:
         weights: dict[str, float | None] = {}
 
-        def one(example: Any) -> tuple[Tensor, Tensors]:
-            loss, logged = self._call(params, map_tensors(lambda x: x.unsqueeze(0), example), count)
-            weights.update({name: weight for name, (_, weight) in logged.items()})
-            return loss, {name: value for name, (value, _) in logged.items()}
+        def one(example: Any, draws: list[Tensor]) -> tuple[Tensor, Tensors, list[Tensor]]:
+            batch = map_tensors(lambda x: x.unsqueeze(0), example)
+            result = self._call(params, batch, count, draws)
+            weights.update({name: weight for name, (_, weight) in result.logged.items()})
+            logged = {name: value for name, (value, _) in result.logged.items()}
+            return result.loss, logged, result.given
 
-        losses, logged = vmap(one, randomness="error")(batch)
+        axes = (0, [] if self.rehearsal is None else self.rehearsal.draws.axes)
+        losses, logged, given = vmap(one, axes, randomness="error")(batch, draws)
         sums = {
             name: torch.stack([(value * valid).sum(), valid.sum()]) * (weights[name] or 1)
             for name, value in logged.items()
         }
-        return (losses * valid).sum() / valid.sum().clamp(min=1), (sums, {})
+        return (losses * valid).sum() / valid.sum().clamp(min=1), (sums, given, {})
 
     def _clipped(self, grads: Tensors) -> Tensors:
         if self.options.clip_value is not None:

@@ -54,19 +54,43 @@ def run_seed(seed: int | None) -> int:
     return int(os.environ.get("PL_GLOBAL_SEED", "0")) if seed is None else seed
 
 
+class GlobalGenerators:
+    """The states of the global generators at one moment.
+
+    Args:
+        only_torch: leave out those of NumPy and Python, whose states take 0.1 ms to read and write.
+
+    Example:
+        >>> before = GlobalGenerators()
+        >>> drawn = random.random(), float(torch.rand(()))
+        >>> before.put_back()
+        >>> drawn == (random.random(), float(torch.rand(())))
+        True
+    """
+
+    def __init__(self, *, only_torch: bool = False) -> None:
+        self._torch = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+        self._others = None if only_torch else (np.random.get_state(), random.getstate())
+
+    def put_back(self) -> None:
+        """Have the generators go on from there."""
+        torch.set_rng_state(self._torch)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state_all(self._cuda)
+        if self._others is not None:
+            np.random.set_state(self._others[0])
+            random.setstate(self._others[1])
+
+
 @contextlib.contextmanager
 def preserve_global_generators() -> Iterator[None]:
     """Put the global generators of torch, NumPy and Python back when the block ends."""
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
-    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    before = GlobalGenerators()
     try:
         yield
     finally:
-        torch.set_rng_state(states[0])
-        np.random.set_state(states[1])
-        random.setstate(states[2])
-        if cuda is not None:
-            torch.cuda.set_rng_state_all(cuda)
+        before.put_back()
 
 
 def seed_global_generators(seed: int) -> None:

@@ -8,7 +8,7 @@ from functools import partial
 from itertools import islice
 
 from fl_lightning.client.local_training import SizedBatch
-from fl_lightning.client.slot_training import ClientWork
+from fl_lightning.client.work import ClientWork
 from fl_lightning.core.seeds import torch_generator
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.data.shards import local_order
@@ -22,7 +22,7 @@ class LocalWork:
         local_steps: optimizer steps; or
         local_epochs: passes over its shard.
         accumulate: batches per step.
-        seed: root seed of the shuffling.
+        seed: root seed of all draws.
     """
 
     local_steps: int | None
@@ -59,7 +59,7 @@ class WorkPlan:
             num_batches=amount.local_steps and amount.local_steps * amount.accumulate,
             drop_last=self._drop_last,
         )
-        return ClientWork(client, num_examples, order, sizes)
+        return ClientWork(client, num_examples, order, sizes, round_index, amount.seed)
 
     def steps(self, work: ClientWork) -> Iterator[Sequence[SizedBatch]]:
         """Yield the batches of every local step, built when they are needed."""

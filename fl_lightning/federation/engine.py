@@ -3,8 +3,8 @@
 Both give the same updates, so the choice is one of speed. Slots are several times faster for small
 models, whose steps are too small to keep the hardware busy, but their step must be compiled first.
 ``auto`` asks whether slots are possible and the run long enough to repay the compiler, and then
-measures. What was chosen, and why, is said in one line and kept in the checkpoint: a resumed run
-does not choose again.
+measures; before, it finds the speedups that pay one after the other. What was chosen, and why, is
+said in one line and kept in the checkpoint: a resumed run does not choose again.
 """
 
 from __future__ import annotations
@@ -21,10 +21,13 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
-from fl_lightning.client.functional_step import CannotStack
+from fl_lightning.client.cannot_stack import CannotStack
 from fl_lightning.client.local_training import GlobalModel, LocalTrainer
-from fl_lightning.client.slot_training import ClientWork
+from fl_lightning.client.speedups import SPEEDUPS, Speedup
+from fl_lightning.client.work import ClientWork
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
+from fl_lightning.core.metric_states import MetricStates, metrics_of
+from fl_lightning.federation.lightning_step import LightningStep
 from fl_lightning.federation.slot_engine import (
     MOST_SLOTS,
     SlotEngine,
@@ -35,6 +38,7 @@ from fl_lightning.federation.slot_engine import (
     raise_if_impossible,
 )
 from fl_lightning.federation.slot_tuning import Remembered, fastest
+from fl_lightning.federation.speedup_trial import SpeedupTrial
 
 EngineName = Literal["auto", "sequential", "slots"]
 
@@ -52,10 +56,18 @@ _TRIAL_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What the user asked for: the engine, and the number of slots (None: chosen by size)."""
+    """What the user asked for.
+
+    Attributes:
+        engine: how clients train.
+        num_slots: clients at once; chosen by size if None.
+        speedups: of the steps of clients that train one after the other; if None, ``auto``
+            measures and the other engines use none.
+    """
 
     engine: EngineName = "auto"
     num_slots: int | None = None
+    speedups: tuple[Speedup, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.engine not in ("auto", "sequential", "slots"):
@@ -65,6 +77,12 @@ class EngineOptions:
         if self.num_slots is not None and self.num_slots < 1:
             raise ConfigurationError(
                 f"federation: slots must be at least 1 client at once, got {self.num_slots}"
+            )
+        given = self.speedups or ()
+        if not set(given) <= set(SPEEDUPS) or len(set(given)) < len(given):
+            raise ConfigurationError(
+                f"federation: speedups must be some of {', '.join(SPEEDUPS)}, each once, or null "
+                f"to have them measured, got {list(given)}"
             )
 
 
@@ -90,8 +108,12 @@ class EngineChooser:
     Args:
         trainer: set up for fitting.
         local: the sequential engine.
+        step: its local step.
         options: what was asked for.
         accumulate: batches per local step.
+
+    Raises:
+        ConfigurationError: if a speedup was asked for that does not apply.
 
     Attributes:
         slots: the engine for many at once; None while, and if, clients train one after the other.
@@ -99,9 +121,18 @@ class EngineChooser:
     """
 
     def __init__(
-        self, trainer: Trainer, local: LocalTrainer, options: EngineOptions, accumulate: int
+        self,
+        trainer: Trainer,
+        local: LocalTrainer,
+        step: LightningStep,
+        options: EngineOptions,
+        accumulate: int,
     ) -> None:
-        self._trainer, self._local = trainer, local
+        self._trainer, self._local, self._step = trainer, local, step
+        self._speedups = SpeedupTrial(trainer, step)
+        if options.speedups is not None:
+            self._speedups.force(options.speedups)
+        self._kept = step.speedups  # after the fit the step itself has none
         self._options, self._accumulate = options, accumulate
         self.is_settled = options.engine == "sequential"
         self.slots: SlotEngine | None = None
@@ -112,13 +143,16 @@ class EngineChooser:
         Args:
             model: the global model.
             work: of the first group of clients.
-            train_one: trains a client sequentially, without consequences.
+            train_one: trains a client sequentially; only the module's metrics remember it.
         """
         work = [client for client in work if client.sizes]
         if self.is_settled or not work:
             return
         self.is_settled = True
+        metrics = MetricStates(metrics_of(self._trainer.lightning_module))
+        sequential = "sequential"
         try:
+            sequential += self._choose_speedups(work, train_one)
             raise_if_impossible(self._trainer, self._accumulate)
             if self._options.engine == "slots":
                 self.slots, why = self._forced(model, work, train_one), "as asked for"
@@ -128,14 +162,26 @@ class EngineChooser:
             ClientFailure,
             ConfigurationError,
         ) as failure:  # it will be met again, where it counts
-            rank_zero_info(f"engine: sequential, because a trial failed: {failure}")
+            rank_zero_info(f"engine: {sequential}, because a trial failed: {failure}")
         except CannotStack as reason:
             if self._options.engine == "slots":
-                rank_zero_warn(f"engine: sequential and not slots as asked for: {reason}")
+                rank_zero_warn(f"engine: {sequential} and not slots as asked for: {reason}")
             else:
-                rank_zero_info(f"engine: sequential, because {reason}")
+                rank_zero_info(f"engine: {sequential}, because {reason}")
         else:
+            if self._options.speedups is None:
+                self._step.use(())
             rank_zero_info(f"engine: {self.slots.stacking.num_slots} slots, {why}")
+        finally:
+            metrics.put_back()
+        self._kept = self._step.speedups
+
+    def _choose_speedups(self, work: Sequence[ClientWork], train_one: TrainOne) -> str:
+        """Settle the speedups of clients that train one after the other; return it in words."""
+        options = self._options
+        if options.engine != "auto" or options.speedups is not None:
+            return f" with {', '.join(options.speedups)}" if options.speedups else ""
+        return self._speedups.choose(work, train_one, self._num_steps(work))
 
     def _forced(
         self, model: GlobalModel, work: Sequence[ClientWork], train_one: TrainOne
@@ -233,6 +279,7 @@ class EngineChooser:
         return {
             "is_settled": self.is_settled,
             "slots": None if self.slots is None else asdict(self.slots.stacking),
+            "speedups": list(self._kept),
             "names": dict(self._local.collector.epoch_names),
         }
 
@@ -241,6 +288,9 @@ class EngineChooser:
         if self._options.engine == "sequential" or not state["is_settled"]:
             return
         self.is_settled = True
+        if self._options.speedups is None:
+            self._step.use(state.get("speedups", ()))
+            self._kept = self._step.speedups
         self._local.collector.epoch_names.update(state["names"])
         if state["slots"] is not None:
             self.slots = SlotEngine(self._trainer, self._local, Stacking(**state["slots"]))

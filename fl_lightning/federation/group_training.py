@@ -8,18 +8,21 @@ fp16 scale) never reaches the next one.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 
 from lightning.pytorch import Trainer
+from torch import Tensor
 
 from fl_lightning.client.local_training import GlobalModel, LocalTrainer
 from fl_lightning.client.log_collector import LogCollector
-from fl_lightning.client.slot_training import ClientWork, usable_rows
+from fl_lightning.client.slot_training import usable_rows
+from fl_lightning.client.work import ClientWork
 from fl_lightning.core.errors import ClientFailure
 from fl_lightning.core.metric_states import MetricStates, kept_apart, metrics_of
-from fl_lightning.core.seeds import derive_seed, seed_global_generators
+from fl_lightning.core.seeds import seed_global_generators
 from fl_lightning.core.update import ClientUpdate
+from fl_lightning.federation.client_masks import client_masks
 from fl_lightning.federation.client_scaler import ClientScaler
 from fl_lightning.federation.client_work import LocalWork, WorkPlan
 from fl_lightning.federation.engine import EngineChooser
@@ -36,7 +39,8 @@ class GroupTraining:
     """Trains groups of clients of one fit.
 
     Args:
-        trainer: set up, with its optimizer built and its module on its device.
+        trainer: set up, with its optimizer built and its module on its device. If one of its
+            callbacks has masks of the clients' own (`ClientMasks`), clients train under these.
         options: what a round does.
 
     Attributes:
@@ -60,7 +64,10 @@ class GroupTraining:
         self.step = LightningStep(trainer, self.collector, options.accumulate)
         self.local = LocalTrainer(self._module, trainer.optimizers[0], self.step, self.collector)
         self.scaler = ClientScaler(getattr(trainer.precision_plugin, "scaler", None))
-        self.engine = EngineChooser(trainer, self.local, options.engine, options.accumulate)
+        self._client_masks = client_masks(trainer)
+        self.engine = EngineChooser(
+            trainer, self.local, self.step, options.engine, options.accumulate
+        )
 
     def renew_space(self) -> None:
         """Have vectors hold what may move now."""
@@ -108,10 +115,11 @@ class GroupTraining:
         self.scaler.wind_back()
 
     def _train_client(self, work: ClientWork, server: Server, record: RoundRecord) -> None:
-        self._seed(work)
+        seed_global_generators(work.seed)
         metrics = MetricStates(self._metrics)
+        masks = self._client_masks.mask_of_client(work.client_id) if self._client_masks else None
         try:
-            update = self._local_update(server.model, work)
+            update = self._local_update(server.model, work, masks)
         except BaseException as error:  # also an interruption, after which a checkpoint may follow
             metrics.put_back()
             self.scaler.wind_back()
@@ -122,7 +130,8 @@ class GroupTraining:
             self.scaler.end_client()
             server.receive(update)
             record.add(update, num_bytes=bytes_up(update))
-        record.finish([work.client_id], num_bytes=_bytes_down(server))
+        active = None if masks is None else self.local.space.coordinates(masks)
+        record.finish([work.client_id], num_bytes=_bytes_down(server, active))
 
     def _train_in_slots(
         self, slots: SlotEngine, work: Sequence[ClientWork], server: Server, record: RoundRecord
@@ -152,32 +161,25 @@ class GroupTraining:
         record.skipped[failure.client_id] = located
 
     def _try_one(self, model: GlobalModel, work: ClientWork) -> ClientUpdate:
-        """Train a client without consequences."""
-        self._seed(work)
-        metrics = MetricStates(self._metrics)
-        try:
-            return self._local_update(model, work)
-        finally:
-            metrics.put_back()
+        """Train a client without consequences but for the module's metrics."""
+        seed_global_generators(work.seed)
+        return self._local_update(model, work)
 
-    def _local_update(self, model: GlobalModel, work: ClientWork) -> ClientUpdate:
+    def _local_update(
+        self, model: GlobalModel, work: ClientWork, masks: Mapping[str, Tensor] | None = None
+    ) -> ClientUpdate:
         return self.local.train(
             model,
             client_id=work.client_id,
             num_examples=work.num_examples,
             batches=self._plan.steps(work),
+            masks=masks,
         )
 
     def _work_of(self, clients: Sequence[int]) -> list[ClientWork]:
         round_index = self._trainer.current_epoch
         return [self._plan.of(client, round_index) for client in clients]
 
-    def _seed(self, work: ClientWork) -> None:
-        purpose, round_index = "local training", self._trainer.current_epoch
-        seed_global_generators(
-            derive_seed(self._options.seed, purpose, round_index, work.client_id)
-        )
 
-
-def _bytes_down(server: Server) -> int:
-    return bytes_down(server.model.params, server.model.buffers)
+def _bytes_down(server: Server, active: Tensor | None = None) -> int:
+    return bytes_down(server.model.params, server.model.buffers, active)

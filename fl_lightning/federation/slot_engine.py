@@ -1,8 +1,8 @@
 """Clients in slots under a Trainer: whether that is possible, and if so, how.
 
 Slots train any module whose ``training_step`` is a function of tensors: no ``.item()``, no branch
-that depends on values, no random draw, nothing done by Lightning's hooks inside a step. What can be
-read off the Trainer is checked first; the rest is tried on one client, whose update must be the one
+that depends on values, nothing done by Lightning's hooks inside a step. Dropout and augmentation
+draw the numbers that they would draw in sequence. What can be read off the Trainer is checked first; the rest is tried on one client, whose update must be the one
 of the sequential engine.
 """
 
@@ -16,16 +16,21 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
+from torch import Tensor
+from torchmetrics import Metric
 
-from fl_lightning.client.functional_step import CannotStack
+from fl_lightning.client.cannot_stack import CannotStack
 from fl_lightning.client.local_training import GlobalModel, LocalTrainer
-from fl_lightning.client.slot_training import ClientWork, SlotTrainer
+from fl_lightning.client.slot_training import SlotTrainer
 from fl_lightning.client.stacked_optimizers import stacked_rule
 from fl_lightning.client.stacked_step import StackedOptions, StackedStep
+from fl_lightning.client.work import ClientWork
+from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.metric_states import MetricStates, metrics_of
 from fl_lightning.core.update import ClientUpdate, GroupUpdate
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.batches import batch_preparation, has_batch_hooks, takes_index
+from fl_lightning.federation.client_masks import client_masks
 from fl_lightning.federation.lightning_step import extra_work
 
 TrainOne = Callable[[ClientWork], ClientUpdate]
@@ -89,7 +94,9 @@ class SlotEngine:
             read if prepare is None else lambda indices: prepare(read(indices)),
             self._batch_size,
             local.collector.epoch_names,
+            reads_at_random=not data.reads_by_index,
         )
+        self._step, self._collector = step, local.collector
 
     def split(self, work: Sequence[ClientWork]) -> tuple[list[ClientWork], list[ClientWork]]:
         """Return (whom the slots can train, who must train one after the other)."""
@@ -103,7 +110,13 @@ class SlotEngine:
 
     def train(self, model: GlobalModel, work: Sequence[ClientWork]) -> Iterator[GroupUpdate]:
         """Train clients and yield their updates as they end."""
-        return self._slots.train(model, work) if work else iter(())
+        if not work:
+            return
+        yield from self._slots.train(model, work)
+        rehearsal = self._step.rehearsal
+        names = self._collector.epoch_names
+        for name, metric in rehearsal.metrics.items() if rehearsal is not None else ():
+            self._collector.add_metric(name, names.get(name, name), metric)
 
 
 def raise_if_impossible(trainer: Trainer, accumulate: int) -> None:
@@ -112,7 +125,6 @@ def raise_if_impossible(trainer: Trainer, accumulate: int) -> None:
     Raises:
         CannotStack: saying what it is.
     """
-    data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
     optimizer = trainer.optimizers[0]
     if any(stacked_rule(optimizer, group) is None for group in optimizer.param_groups):
         raise CannotStack(f"{type(optimizer).__name__} with these options has no stacked form")
@@ -120,15 +132,12 @@ def raise_if_impossible(trainer: Trainer, accumulate: int) -> None:
         raise CannotStack("a local step accumulates several batches")
     if trainer.precision not in ("32-true", "64-true"):
         raise CannotStack(f"the precision is {trainer.precision}")
+    if client_masks(trainer) is not None:
+        raise CannotStack("clients have masks of their own")
     if extra := extra_work(trainer):
         raise CannotStack(extra)
     if has_batch_hooks(trainer):
         raise CannotStack("module or data module have hooks around batches")
-    if not data.reads_by_index:
-        raise CannotStack(
-            f"batches of {type(data.train_dataset).__name__} are read example by example or "
-            "augmented at random"
-        )
 
 
 def fitting_slots(trainer: Trainer, num_parameters: int) -> int:
@@ -188,18 +197,18 @@ def _compare(
     train_one: TrainOne,
     stacking: Stacking,
 ) -> None:
-    module = trainer.lightning_module
-    expected = train_one(sample)
-    metrics = metrics_of(module)
-    before, counts = MetricStates(metrics), [metric.update_count for metric in metrics]
+    metrics = metrics_of(trainer.lightning_module)
+    before = MetricStates(metrics)
     try:
+        expected = train_one(sample)
+        counted = [_numbers(metric) for metric in metrics]
+        before.put_back()
         with warnings.catch_warnings():
             # operators that vmap runs client by client: slower than one client after the other
             warnings.filterwarnings("error", message="There is a performance drop")
             ((found,),) = SlotEngine(trainer, local, stacking).train(model, [sample])
-        if counts != [metric.update_count for metric in metrics]:
-            raise CannotStack("training_step updates a torchmetrics object")
-    except CannotStack:
+        recounted = [_numbers(metric) for metric in metrics]
+    except (CannotStack, ClientFailure, ConfigurationError):
         raise
     except Exception as error:
         raise CannotStack(f"vmap cannot run training_step: {_first_line(error)}") from error
@@ -208,10 +217,30 @@ def _compare(
     pairs = [("update", expected.delta, found.delta), ("buffers", expected.buffers, found.buffers)]
     for name, value in expected.metrics.items():
         pairs.append((name, value, found.metrics.get(name, torch.tensor(torch.nan))))
+    for metric, numbers, others in zip(metrics, counted, recounted, strict=True):
+        pairs.append((f"{type(metric).__name__} object", numbers, others))
     for name, value, other in pairs:
-        bound = _TOLERANCE * float(value.abs().max()) if value.numel() else 0.0
-        if value.numel() and not bool(((value - other).abs() <= bound + 1e-12).all()):
+        if not _is_close(value, other):
             raise CannotStack(f"a trial client's {name} was not the sequential one")
+
+
+def _numbers(metric: Metric) -> Tensor:
+    """Return all that a metric holds as one vector."""
+    states = [state for value in metric.metric_state.values() for state in _as_list(value)]
+    return torch.cat(
+        [torch.zeros(0), *(state.detach().float().cpu().flatten() for state in states)]
+    )
+
+
+def _as_list(state: Tensor | list[Tensor]) -> list[Tensor]:
+    return state if isinstance(state, list) else [state]
+
+
+def _is_close(value: Tensor, other: Tensor) -> bool:
+    if value.shape != other.shape:
+        return False
+    bound = _TOLERANCE * float(value.abs().max()) if value.numel() else 0.0
+    return bool(((value - other).abs() <= bound + 1e-12).all())
 
 
 def _clipping(trainer: Trainer) -> dict[str, Any]:

@@ -102,7 +102,7 @@ class LinearHead:
             weights.grad = gradient / sums[0]
             return loss / sums[0]
 
-        optimizer.step(closure)  # type: ignore[no-untyped-call]
+        optimizer.step(closure)
         bias = weights[:, num_features] if has_bias else None
         return FittedHead(weights[:, :num_features], bias, rounds, weights.numel() + 2)
 

@@ -11,10 +11,12 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fl_lightning.cli import main
+from fl_lightning.federation.cores import num_usable_cores
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 QUICK = ["--config", str(CONFIGS / "quickstart.yaml")]
-ONE_ROUND = ["--trainer.max_epochs", "1", "--trainer.enable_progress_bar", "false"]
+QUIET = ["--trainer.enable_progress_bar", "false"]
+ONE_ROUND = ["--trainer.max_epochs", "1", "--trainer.devices", "1", *QUIET]
 
 
 @pytest.fixture(autouse=True)
@@ -107,6 +109,21 @@ def test_fit_says_where_everything_is(capfd):
     assert "test/accuracy" in said
     for name in ("checkpoints/last.ckpt", "checkpoints/best.ckpt", "partition.csv", "config.yaml"):
         assert Path(folder, name).exists()
+
+
+@pytest.mark.skipif(num_usable_cores() == 1, reason="one core only")
+def test_every_core_takes_part_unless_told_otherwise(caplog):
+    main(["fit", *QUICK, *QUIET, "--trainer.max_epochs", "1"])
+    checkpoint = "runs/quickstart/version_0/checkpoints/last.ckpt"
+    state = torch.load(checkpoint, weights_only=True)
+    several = min(num_usable_cores(), 5)
+    assert f"trainer.devices: {several} processes of one thread each" in caplog.text
+    assert state["callbacks"]["Federation"]["ranks"] == several
+    main(["fit", *QUICK, *ONE_ROUND])
+    alone = torch.load(checkpoint.replace("version_0", "version_1"), weights_only=True)
+    assert alone["callbacks"]["Federation"]["ranks"] == 1
+    for name, tensor in alone["state_dict"].items():
+        assert torch.equal(tensor, state["state_dict"][name]), name
 
 
 def test_two_processes_are_one_run(capsys, caplog):

@@ -34,7 +34,8 @@ def final_state(folder):
 
 def test_killed_and_resumed_is_bit_identical(tmp_path):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    killed = subprocess.Popen(command(tmp_path / "killed"), env=environment)
+    one = ("--trainer.devices", "1")
+    killed = subprocess.Popen(command(tmp_path / "killed", *one), env=environment)
     deadline = time.monotonic() + 240
     while not list((tmp_path / "killed").rglob("last.ckpt")):
         assert time.monotonic() < deadline
@@ -46,8 +47,8 @@ def test_killed_and_resumed_is_bit_identical(tmp_path):
     saved = torch.load(next((tmp_path / "killed").rglob("last.ckpt")), weights_only=True)
     assert 1 <= saved["global_step"] < ROUNDS
 
-    whole = command(tmp_path / "whole")
-    resumed = command(tmp_path / "killed", "--ckpt_path", "last")
+    whole = command(tmp_path / "whole", *one)
+    resumed = command(tmp_path / "killed", *one, "--ckpt_path", "last")
     for process in [subprocess.Popen(c, env=environment) for c in (whole, resumed)]:
         assert process.wait() == 0
     expected, resumed = final_state(tmp_path / "whole"), final_state(tmp_path / "killed")

@@ -1,17 +1,23 @@
 """Slots against one client after the other: the same updates, whoever trains beside whom."""
 
+import random
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from toys import ToyModule
 
-from fl_lightning.client.functional_step import CannotStack
+from fl_lightning.client.cannot_stack import CannotStack
 from fl_lightning.client.local_training import LocalTrainer, plain_step
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.packing import pack
-from fl_lightning.client.slot_training import ClientWork, SlotTrainer
+from fl_lightning.client.slot_training import SlotTrainer
 from fl_lightning.client.stacked_step import StackedOptions, StackedStep
+from fl_lightning.client.work import ClientWork
+from fl_lightning.core.seeds import preserve_global_generators, seed_global_generators
 from fl_lightning.sparsity.sparse_adamw import SparseAdamW
 from fl_lightning.sparsity.sparse_sgdm import SparseSGDM
 
@@ -54,6 +60,12 @@ def read(indices):
     return X[indices], Y[indices]
 
 
+def augmented(indices):
+    """Draw from all global generators, example by example."""
+    noise = [random.random() + np.random.rand() + torch.rand(4).double() for _ in indices]
+    return X[indices] + torch.stack(noise), Y[indices]
+
+
 def works(sizes=SIZES, batch_size=4, epochs=2):
     made = []
     for client, size in enumerate(sizes):
@@ -64,31 +76,35 @@ def works(sizes=SIZES, batch_size=4, epochs=2):
     return made
 
 
-def sequential(module, make_optimizer, todo):
+def sequential(module, make_optimizer, todo, read=read):
     collector = LogCollector()
     object.__setattr__(module, "log", collector.log)
     optimizer = make_optimizer(module.parameters())
     trainer = LocalTrainer(module, optimizer, plain_step(module, optimizer, collector), collector)
     start = trainer.read()
-    updates = [
-        trainer.train(
-            start,
-            client_id=work.client_id,
-            num_examples=work.num_examples,
-            batches=[[(read(batch), len(batch))] for batch in work.batches],
-        )
-        for work in todo
-    ]
+    updates = []
+    with preserve_global_generators():
+        for work in todo:
+            seed_global_generators(work.seed)
+            update = trainer.train(
+                start,
+                client_id=work.client_id,
+                num_examples=work.num_examples,
+                batches=([(read(batch), len(batch))] for batch in work.batches),
+            )
+            updates.append(update)
     trainer.restore(start)
     return trainer, start, updates
 
 
-def in_slots(module, make_optimizer, todo, num_slots=3, **options):
-    trainer, start, expected = sequential(module, make_optimizer, todo)
+def in_slots(module, make_optimizer, todo, num_slots=3, read=read, **options):
+    trainer, start, expected = sequential(module, make_optimizer, todo, read)
     optimizer = make_optimizer(module.parameters())
     step = StackedStep(module, optimizer, True, StackedOptions(num_slots, **options))
-    slots = SlotTrainer(step, trainer.space, trainer.buffers, read, 4)
-    updates = [update for group in slots.train(start, todo) for update in group]
+    at_random = read is augmented
+    slots = SlotTrainer(step, trainer.space, trainer.buffers, read, 4, reads_at_random=at_random)
+    with preserve_global_generators():
+        updates = [update for group in slots.train(start, todo) for update in group]
     return sorted(updates, key=lambda update: update.client_id), expected
 
 
@@ -135,8 +151,47 @@ def test_one_client_twice_in_other_company():
     assert torch.equal(first[3].delta, second[1].delta)
 
 
-def test_the_compiled_step_is_the_same_step():
-    assert_same(*in_slots(toy(), OPTIMIZERS["momentum"], works(), compiled=True))
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_the_compiled_step_is_the_same_step(dropout):
+    module = toy(dropout=dropout)
+    assert_same(*in_slots(module, OPTIMIZERS["momentum"], works(), compiled=True))
+
+
+@pytest.mark.parametrize("num_slots", [1, 3, 20])
+@pytest.mark.parametrize("read", [read, augmented])
+def test_dropout_and_augmentation_draw_what_they_draw_in_sequence(num_slots, read):
+    module = toy(dropout=0.5)
+    assert_same(*in_slots(module, OPTIMIZERS["momentum"], works(), num_slots, read))
+
+
+def test_dropout_on_clients_of_one_size_and_one_step():
+    for sizes in ([8, 8, 8], [3, 3]):
+        todo = works(sizes, epochs=1)
+        assert_same(*in_slots(toy(dropout=0.5), OPTIMIZERS["momentum"], todo))
+
+
+def test_augmentation_alone():
+    assert_same(*in_slots(toy(), OPTIMIZERS["momentum"], works(), read=augmented))
+
+
+@pytest.mark.parametrize("read", [read, augmented])
+def test_draws_do_not_depend_on_the_company(read):
+    todo = works()
+    first, _ = in_slots(toy(dropout=0.5), OPTIMIZERS["momentum"], todo, read=read)
+    second, _ = in_slots(toy(dropout=0.5), OPTIMIZERS["momentum"], [todo[3], todo[1]], read=read)
+    assert torch.equal(first[1].delta, second[0].delta)
+    assert torch.equal(first[3].delta, second[1].delta)
+
+
+def test_draws_are_the_clients_own_and_of_the_round():
+    one, other = works([8]), works([8])
+    other = [replace(work, round_index=1) for work in other]
+    twin = [replace(work, client_id=7) for work in one]
+    deltas = [
+        in_slots(toy(dropout=0.5), OPTIMIZERS["sgd"], w)[0][0].delta for w in (one, other, twin)
+    ]
+    assert not torch.equal(deltas[0], deltas[1])
+    assert not torch.equal(deltas[0], deltas[2])
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -1,8 +1,10 @@
 """The engine is a matter of speed: the same rounds come out, and what slots cannot run is named."""
 
 import logging
+from functools import partial
 
 import pytest
+import timm
 import torch
 import torchmetrics
 from lightning.pytorch import Callback
@@ -10,7 +12,15 @@ from torch import nn
 from torch.nn import functional as F
 from toys import ToyModule, toy_data, toy_trainer, weights
 
-from fl_lightning import ClientFailure, ConfigurationError, Federation, UniformCohort
+from fl_lightning import (
+    ClientFailure,
+    ConfigurationError,
+    FederatedDataModule,
+    Federation,
+    UniformCohort,
+)
+from fl_lightning.core.metric_states import metrics_of
+from fl_lightning.data import Digits
 
 COHORT = UniformCohort(size=4)
 
@@ -51,6 +61,47 @@ class Attention(ToyModule):
         )
 
 
+class VisionTransformer(ToyModule):
+    """Reads the four numbers as pixels; drops whatever can be dropped."""
+
+    def __init__(self, **options):
+        super().__init__(lr=0.01, **options)
+        rates = ("drop_rate", "pos_drop_rate", "proj_drop_rate", "attn_drop_rate", "drop_path_rate")
+        sizes = {"img_size": 4, "patch_size": 2, "embed_dim": 8, "depth": 2, "num_heads": 2}
+        transformer = timm.models.VisionTransformer(
+            in_chans=1, num_classes=3, **sizes, **dict.fromkeys(rates, 0.2)
+        )
+        self.net = nn.Sequential(nn.Linear(4, 16), nn.Unflatten(1, (1, 4, 4)), transformer)
+
+
+class Dropping(ToyModule):
+    """Dropouts of all kinds, and noise."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        block = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=True)
+        self.net = nn.Sequential(
+            nn.Unflatten(1, (4, 1)),
+            nn.Linear(1, 8),
+            block,
+            nn.Dropout1d(0.2),
+            nn.Flatten(),
+            nn.AlphaDropout(0.2),
+            nn.Linear(32, 3),
+        )
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return super().training_step((x + 0.1 * torch.randn_like(x), y), batch_idx)
+
+
+def assert_same_logs(first, second):
+    assert first.callback_metrics.keys() == second.callback_metrics.keys()
+    for name, value in first.callback_metrics.items():
+        if name != "round/seconds":
+            assert float(second.callback_metrics[name]) == pytest.approx(float(value), rel=1e-4)
+
+
 @pytest.mark.parametrize("kind", [ToyModule, Conv, Attention])
 @pytest.mark.parametrize("trainer", [{}, {"gradient_clip_val": 0.2}])
 def test_slots_and_sequence_agree_after_five_rounds(kind, trainer):
@@ -58,10 +109,94 @@ def test_slots_and_sequence_agree_after_five_rounds(kind, trainer):
     first = run(one, "sequential", max_epochs=5, trainer=trainer)
     second = run(many, "slots", max_epochs=5, trainer=trainer)
     torch.testing.assert_close(weights(one), weights(many), rtol=1e-5, atol=1e-6)
-    assert first.callback_metrics.keys() == second.callback_metrics.keys()
-    for name, value in first.callback_metrics.items():
-        if name != "round/seconds":
-            assert float(second.callback_metrics[name]) == pytest.approx(float(value), rel=1e-4)
+    assert_same_logs(first, second)
+
+
+@pytest.mark.parametrize("kind", [partial(ToyModule, dropout=0.5), VisionTransformer, Dropping])
+def test_they_drop_the_same(kind):
+    one, many, single = toy(kind), toy(kind), toy(kind)
+    first, second = run(one, "sequential"), run(many, "slots")
+    run(single, "slots", slots=1)
+    torch.testing.assert_close(weights(one), weights(many), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(weights(one), weights(single), rtol=1e-5, atol=1e-6)
+    assert_same_logs(first, second)
+
+
+class Growing(ToyModule):
+    """Starts to drop in the second round, and then drops more."""
+
+    def on_train_epoch_start(self):
+        self.net[3].p = 0.3 * self.current_epoch
+
+
+def test_a_dropout_that_grows():
+    one, many = toy(partial(Growing, dropout=0.1)), toy(partial(Growing, dropout=0.1))
+    run(one, "sequential")
+    run(many, "slots")
+    torch.testing.assert_close(weights(one), weights(many), rtol=1e-5, atol=1e-6)
+
+
+class Pixels(ToyModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Flatten(), nn.Dropout(0.2), nn.Linear(64, 10))
+
+
+def test_images_are_augmented_the_same():
+    def images():
+        return FederatedDataModule(Digits(augment=True, seed=0), num_clients=6, seed=0)
+
+    one, many = toy(Pixels), toy(Pixels)
+    work = {"local_epochs": None, "local_steps": 3}
+    first = run(one, "sequential", data=images(), **work)
+    second = run(many, "slots", data=images(), **work)
+    torch.testing.assert_close(weights(one), weights(many), rtol=1e-5, atol=1e-6)
+    assert_same_logs(first, second)
+
+
+class Measured(ToyModule):
+    """Logs torchmetrics objects in all the ways there are."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        classes = {"task": "multiclass", "num_classes": 3}
+        self.macro = torchmetrics.Accuracy(**classes, average="macro")
+        self.curve = torchmetrics.AUROC(**classes, thresholds=20)  # has a buffer
+        self.mean = torchmetrics.MeanMetric()
+        self.both = torchmetrics.MetricCollection(
+            {"p": torchmetrics.Precision(**classes), "r": torchmetrics.Recall(**classes)}
+        )
+
+    def training_step(self, batch, batch_idx):
+        logits = self.net(batch[0])
+        loss = F.cross_entropy(logits, batch[1])
+        self.macro(logits, batch[1])
+        self.log("macro", self.macro, on_step=True, on_epoch=True, prog_bar=True)
+        self.curve.update(logits, target=batch[1])
+        self.log("curve", self.curve)
+        self.mean.update(loss.detach())
+        self.log("mean", self.mean)
+        self.both(logits, batch[1])
+        self.log_dict(self.both)
+        return {"loss": loss}
+
+
+def test_torchmetrics_objects_hold_the_same_examples():
+    one, many = toy(partial(Measured, dropout=0.2)), toy(partial(Measured, dropout=0.2))
+    first, second = run(one, "sequential"), run(many, "slots")
+    torch.testing.assert_close(weights(one), weights(many), rtol=1e-5, atol=1e-6)
+    assert {"macro_epoch", "curve", "mean", "p", "r"} <= first.callback_metrics.keys()
+    assert_same_logs(first, second)
+    assert all(metric.update_count == 0 for metric in metrics_of(many))
+
+
+def test_torchmetrics_objects_beside_batch_norm():
+    make = partial(toy, partial(Measured, batch_norm=True))
+    one, many = make(), make()
+    first = run(one, "sequential", data=toy_data(batch_size=4, drop_last=True))
+    second = run(many, "slots", data=toy_data(batch_size=4, drop_last=True))
+    torch.testing.assert_close(weights(one), weights(many), rtol=1e-4, atol=1e-5)
+    assert_same_logs(first, second)
 
 
 def test_in_double_precision_they_agree_to_the_last_digits():
@@ -122,7 +257,24 @@ class Recurrent(ToyModule):
         return F.cross_entropy(self.lstm(batch[0].unsqueeze(2))[0][:, -1, :3], batch[1])
 
 
-class Measured(ToyModule):
+class Shuffling(ToyModule):
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return super().training_step((x + 0.1 * x[torch.randperm(len(x))], y), batch_idx)
+
+
+class Valued(ToyModule):
+    def __init__(self):
+        super().__init__()
+        self.metric = torchmetrics.MeanMetric()
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("metric", self.metric(loss.detach()))
+        return loss
+
+
+class Smoothed(ToyModule):
     def __init__(self):
         super().__init__()
         self.metric = torchmetrics.MeanMetric()
@@ -130,8 +282,7 @@ class Measured(ToyModule):
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
         self.metric.update(loss.detach())
-        self.log("metric", self.metric)
-        return loss
+        return loss * self.metric.compute()
 
 
 class Hooked(ToyModule):
@@ -147,12 +298,13 @@ class Lion(ToyModule):
 @pytest.mark.parametrize(
     ("module", "reason"),
     [
-        (lambda: ToyModule(dropout=0.5), "random"),
+        (Shuffling, "draws by randperm"),
         (Item, r"\.item\(\)"),
         (Branch, "data-dependent control flow"),
         (Index, "data-dependent control flow"),
         (Recurrent, "lstm"),
-        (Measured, "torchmetrics|MeanMetric|data-dependent"),
+        (Valued, "a batch's MeanMetric as 'metric', not the MeanMetric object"),
+        (Smoothed, "uses compute of MeanMetric 'metric'"),
         (Hooked, "Hooked defines on_after_backward"),
         (Lion, "RMSprop"),
     ],
@@ -187,9 +339,12 @@ class Poisoned(ToyModule):
     def __init__(self, bad):
         super().__init__()
         self.bad = bad
+        self.total = torchmetrics.SumMetric()
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
+        self.total.update(batch[0])
+        self.log("total", self.total)
         hit = (batch[0][:, :1] == self.bad).any()
         return loss * torch.where(hit, torch.nan, 1.0)
 
@@ -219,6 +374,8 @@ def test_a_client_with_nan_is_skipped_and_the_others_count():
     for trainer in (first, second):
         assert trainer.callback_metrics["round/skipped"] == 1
         assert trainer.callback_metrics["round/cohort_size"] == 6
+    total = first.callback_metrics["total"]
+    assert float(second.callback_metrics["total"]) == pytest.approx(float(total), rel=1e-5)
 
 
 class SaveRound(Callback):
@@ -230,12 +387,14 @@ class SaveRound(Callback):
             trainer.save_checkpoint(self.path)
 
 
-def test_a_resumed_run_keeps_to_its_slots(tmp_path):
-    whole = toy()
-    run(whole, "slots", SaveRound(tmp_path / "round.ckpt"), max_epochs=4)
-    resumed = toy()
-    run(resumed, "slots", slots=None, max_epochs=4, ckpt=tmp_path / "round.ckpt")
+@pytest.mark.parametrize("kind", [ToyModule, partial(Measured, dropout=0.5)])
+def test_a_resumed_run_keeps_to_its_slots(kind, tmp_path):
+    whole = toy(kind)
+    first = run(whole, "slots", SaveRound(tmp_path / "round.ckpt"), max_epochs=4)
+    resumed = toy(kind)
+    second = run(resumed, "slots", slots=None, max_epochs=4, ckpt=tmp_path / "round.ckpt")
     assert torch.equal(weights(whole), weights(resumed))
+    assert_same_logs(first, second)
 
 
 @pytest.mark.parametrize(

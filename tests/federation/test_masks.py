@@ -1,11 +1,16 @@
 """Masked optimizers in a federation: vectors hold what may move, and nothing else ever moves."""
 
+import copy
+from dataclasses import dataclass
+
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, seed_everything
 from toys import SaveEverywhere, ToyModule, toy_data, toy_trainer, weights
 
 from fl_lightning import ConfigurationError, Federation, UniformCohort
+from fl_lightning.server.overlap_mean import OverlapMean
 from fl_lightning.sparsity import Mask, SparseSGDM
 
 DECAY = 0.01
@@ -197,3 +202,77 @@ def test_two_processes_with_masks():
     two, *_ = run(Masked, devices=2, strategy="federated")
     assert torch.allclose(weights(one), weights(two), rtol=1e-5)
     assert Mask(one.masks) == Mask(two.masks)
+
+
+@dataclass(frozen=True)
+class Only:
+    """The cohort of one client."""
+
+    client: int
+
+    def sample(self, round_index, population, seed):
+        return np.array([self.client])
+
+    def expected_size(self, num_clients):
+        return 1
+
+
+class OwnMasks(Callback):
+    """Every client may move what its own random mask allows; `allowed` is the union."""
+
+    has_client_masks = True
+
+    def __init__(self, num_clients=6):
+        self.num_clients = num_clients
+
+    def on_fit_start(self, trainer, module):
+        self.masks = [some_masks(module, seed=c, density=0.2) for c in range(self.num_clients)]
+        module.masks = {
+            name: torch.stack([masks[name] for masks in self.masks]).any(0)
+            for name in self.masks[0]
+        }
+        trainer.optimizers[0].set_masks(module.masks)
+
+    def mask_of_client(self, client):
+        return self.masks[client]
+
+
+def test_a_coordinate_is_averaged_over_the_clients_that_may_move_it():
+    seed_everything(0, verbose=False)
+    module, data, own = Masked(), toy_data(batch_size=4), OwnMasks()
+    start = copy.deepcopy(module)
+    block = Federation(local_epochs=1, seed=4, aggregator=OverlapMean())
+    toy_trainer(own, block, max_epochs=1).fit(module, datamodule=data)
+
+    sums, counts = torch.zeros(2, len(weights(start)), dtype=torch.float64)
+    for client in range(6):  # each alone, as if it were the only one
+        alone = copy.deepcopy(start)
+        alone.masks = own.masks[client]
+        only = Federation(cohort=Only(client), local_epochs=1, seed=4)
+        toy_trainer(only, max_epochs=1).fit(alone, datamodule=toy_data(batch_size=4))
+        may = allowed(alone).double() * int(data.clients.num_examples[client])
+        sums += may * (weights(start) - weights(alone))
+        counts += may
+    expected = weights(start) - sums / counts.clamp(min=1)
+    assert torch.allclose(weights(module), expected, rtol=1e-5, atol=1e-7)
+    untouched = counts == 0
+    assert untouched.any()
+    assert torch.equal(weights(module)[untouched], weights(start)[untouched])
+
+
+def test_only_a_clients_own_coordinates_travel():
+    _, _, rounds, trainer = run(Masked, OwnMasks(), federation={"aggregator": OverlapMean()})
+    active = [
+        int(rounds.clients.local.space.coordinates(m).sum()) for m in trainer.callbacks[0].masks
+    ]
+    chosen = rounds.record.finished
+    mean = 4 * sum(active[client] for client in chosen) / len(chosen)
+    all_coordinates = 4 * rounds.server.model.params.numel()
+    header = trainer.callback_metrics["round/bytes_down"] - mean
+    assert 0 < header < 200
+    assert mean < 0.7 * all_coordinates
+
+
+def test_clients_with_masks_of_their_own_train_one_after_the_other(caplog):
+    with pytest.warns(UserWarning, match="clients have masks of their own"):
+        run(Masked, OwnMasks(), engine="slots")

@@ -1,0 +1,5 @@
+"""The one word for what slots cannot do."""
+
+
+class CannotStack(Exception):  # noqa: N818 - a finding, not a fault
+    """Why a module, an optimizer or its data cannot be trained in slots."""

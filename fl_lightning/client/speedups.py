@@ -1,0 +1,191 @@
+"""Ways to take the same local step faster: memory layout, fused kernels, gradients not written out.
+
+Each changes at most the order in which numbers are summed, so an update stays what it was but for
+rounding. Which of them pay depends on model, batch and machine: see `federation.speedup_trial`.
+
+- ``channels_last``: images and convolutions keep the channels of a pixel together.
+- ``fused_optimizer``: the optimizer's step reads and writes every number once.
+- ``thin_gradients``: gradients of large dense layers stay factors, see `ThinGradients`.
+- ``math_attention``: attention as plain matrix products. On CPUs with matrix units the backward
+  pass of PyTorch's fused kernel is slower in bfloat16 than these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from fl_lightning.client.thin_gradients import ThinGradients, reason_against_thin_gradients
+from fl_lightning.sparsity.masked_optimizer import MaskedOptimizer
+
+Speedup = Literal["channels_last", "fused_optimizer", "thin_gradients", "math_attention"]
+SPEEDUPS: tuple[Speedup, ...] = get_args(Speedup)
+
+_CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
+
+
+class FasterStep:
+    """What a local step does differently with some speedups.
+
+    Args:
+        module: the model; with ``channels_last`` its parameters change their layout until `close`.
+        optimizer: over its parameters.
+        speedups: those that apply, see `reason_against`.
+
+    Example:
+        >>> module = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten())
+        >>> optimizer = SGD(module.parameters(), lr=0.1)
+        >>> faster = FasterStep(module, optimizer, ("channels_last", "fused_optimizer"))
+        >>> images, labels = faster.batch((torch.ones(2, 3, 5, 5), torch.ones(2)))
+        >>> with faster.forwards():
+        ...     loss = module(images).sum()
+        >>> loss.backward()
+        >>> faster.step()
+        >>> faster.close()
+    """
+
+    def __init__(
+        self, module: nn.Module, optimizer: Optimizer, speedups: Sequence[Speedup]
+    ) -> None:
+        self.speedups = tuple(speedups)
+        self._module, self._optimizer = module, optimizer
+        self._forwards: dict[nn.Module, Callable[[Tensor], Tensor]] = {}
+        self._is_channels_last = "channels_last" in speedups
+        self._has_math_attention = "math_attention" in speedups
+        self._step_all: Callable[[], Any] = (
+            self._fused_step if "fused_optimizer" in speedups else optimizer.step
+        )
+        self._thin: ThinGradients | None = None
+        if self._is_channels_last:
+            _lay_out(module, torch.channels_last)
+            self._forwards.update(_pools(module))
+        if "thin_gradients" in speedups:
+            self._thin = ThinGradients(module, optimizer)
+            self._forwards.update(self._thin.forwards)
+
+    def batch(self, batch: Any) -> Any:
+        """Return a batch in the layout that the model has."""
+        return _channels_last(batch) if self._is_channels_last else batch
+
+    @contextmanager
+    def forwards(self) -> Iterator[None]:
+        """Let layers compute in their faster way."""
+        if self._thin is not None:
+            self._thin.forget()
+        for layer, forward in self._forwards.items():
+            vars(layer)["forward"] = forward
+        try:
+            with sdpa_kernel(SDPBackend.MATH) if self._has_math_attention else nullcontext():
+                yield
+        finally:
+            for layer in self._forwards:
+                del vars(layer)["forward"]
+
+    def step(self) -> None:
+        """Step the optimizer on the gradients of the backward pass."""
+        if self._thin is not None:
+            self._thin.step(self._step_all)
+        else:
+            self._step_all()
+
+    def close(self) -> None:
+        """Give the module its usual layout back."""
+        if self._is_channels_last:
+            _lay_out(self._module, torch.contiguous_format)
+
+    def _fused_step(self) -> None:
+        groups = self._optimizer.param_groups
+        for group in groups:  # for this call only: checkpoints hold what the user asked for
+            group["fused"] = True
+        try:
+            self._optimizer.step()
+        finally:
+            for group in groups:
+                group["fused"] = None
+
+
+def reason_against(speedup: Speedup, module: nn.Module, optimizer: Optimizer) -> str | None:
+    """Return why a speedup does not apply to a model and its optimizer; None if it does.
+
+    Example:
+        >>> module = nn.Linear(2, 2)
+        >>> optimizer = SGD(module.parameters(), lr=0.1, foreach=True)
+        >>> reason_against("channels_last", module, optimizer)
+        'the model has no convolution over images'
+        >>> reason_against("fused_optimizer", module, optimizer)
+        'foreach or fused are given to the optimizer'
+    """
+    if speedup == "channels_last":
+        if isinstance(optimizer, MaskedOptimizer):
+            return "masks count a parameter's entries in the usual layout"
+        has_any = any(isinstance(layer, _CONVOLUTIONS) for layer in module.modules())
+        return None if has_any else "the model has no convolution over images"
+    if speedup == "fused_optimizer":
+        return _reason_against_fused(optimizer)
+    if speedup == "thin_gradients":
+        return reason_against_thin_gradients(module, optimizer)
+    device = next(module.parameters()).device.type
+    return None if device == "cpu" else f"it is for CPUs, the model is on {device}"
+
+
+def _reason_against_fused(optimizer: Optimizer) -> str | None:
+    if type(optimizer) not in (SGD, Adam, AdamW):
+        return f"{type(optimizer).__name__} has no fused step: it is for SGD, Adam and AdamW"
+    for group in optimizer.param_groups:
+        if group["foreach"] is not None or group["fused"] is not None:
+            return "foreach or fused are given to the optimizer"
+        if group["differentiable"]:
+            return "the optimizer has the option differentiable"
+    return None
+
+
+def _lay_out(module: nn.Module, layout: torch.memory_format) -> None:
+    with torch.no_grad():
+        for param in module.parameters():
+            if param.ndim == 4:
+                param.data = param.data.contiguous(memory_format=layout)
+
+
+def _channels_last(batch: Any) -> Any:
+    if isinstance(batch, Tensor):
+        is_image = batch.ndim == 4 and batch.is_floating_point()
+        return batch.contiguous(memory_format=torch.channels_last) if is_image else batch
+    if type(batch) in (tuple, list):
+        return type(batch)([_channels_last(part) for part in batch])
+    if type(batch) is dict:
+        return {key: _channels_last(part) for key, part in batch.items()}
+    return batch
+
+
+def _pools(module: nn.Module) -> dict[nn.Module, Callable[[Tensor], Tensor]]:
+    layers = (layer for layer in module.modules() if type(layer) is nn.MaxPool2d)
+    return {layer: _pool(layer) for layer in layers if "forward" not in vars(layer)}
+
+
+def _pool(layer: nn.MaxPool2d) -> Callable[[Tensor], Tensor]:
+    """Return a forward pass whose backward pass never meets a gradient of the other layout.
+
+    It comes so from a flatten, and PyTorch then copies the pool's large input twice.
+    """
+
+    def forward(value: Tensor) -> Tensor:
+        result: Tensor = nn.MaxPool2d.forward(layer, value)
+        if isinstance(result, Tensor) and result.requires_grad and _is_channels_last(result):
+            result.register_hook(_in_channels_last)
+        return result
+
+    return forward
+
+
+def _is_channels_last(value: Tensor) -> bool:
+    return value.ndim == 4 and value.is_contiguous(memory_format=torch.channels_last)
+
+
+def _in_channels_last(gradient: Tensor) -> Tensor:
+    return gradient.contiguous(memory_format=torch.channels_last)

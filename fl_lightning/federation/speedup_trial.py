@@ -1,0 +1,134 @@
+"""Which speedups of a local step to use: those asked for, or those that a trial found to pay.
+
+A trial adds one speedup after the other, and keeps it if a client's update is still the same and
+its steps take less time, both ways measured in turn.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+
+from lightning.pytorch import Trainer
+
+from fl_lightning.client.speedups import SPEEDUPS, Speedup, reason_against
+from fl_lightning.client.work import ClientWork
+from fl_lightning.core.errors import ClientFailure, ConfigurationError
+from fl_lightning.core.update import ClientUpdate
+from fl_lightning.federation.lightning_step import LightningStep
+
+TrainOne = Callable[[ClientWork], ClientUpdate]
+
+# What trains for less time or fewer steps does not repay a trial.
+_SHORT_RUN_SECONDS = 60.0
+_SHORT_RUN_STEPS = 1000
+# What a speedup must bring, so that it is not noise.
+_LEAST_RATIO = 1.03
+_SECONDS_OF_A_TRY = 0.1
+_NUM_TRIES = 4
+# Of the update's norm: a speedup changes rounding only, which is coarse in half precision.
+_TOLERANCE = 1e-3
+_HALF_TOLERANCE = 0.1
+
+
+class SpeedupTrial:
+    """Finds speedups for one fit.
+
+    Args:
+        trainer: set up for fitting.
+        step: the local step that may use them.
+    """
+
+    def __init__(self, trainer: Trainer, step: LightningStep) -> None:
+        self._trainer, self._step = trainer, step
+
+    def force(self, speedups: Sequence[Speedup]) -> None:
+        """Use what was asked for.
+
+        Raises:
+            ConfigurationError: if one of them does not apply, saying why.
+        """
+        for speedup in speedups:
+            if reason := self._reason_against(speedup):
+                raise ConfigurationError(
+                    f"federation: speedups has {speedup}, but {reason}: leave it out"
+                )
+        self._step.use(speedups)
+
+    def choose(self, work: Sequence[ClientWork], train_one: TrainOne, num_steps: float) -> str:
+        """Use the speedups that pay.
+
+        Args:
+            work: of some clients.
+            train_one: trains a client sequentially, without consequences.
+            num_steps: local steps of the whole run, about.
+
+        Returns:
+            What was chosen, in words; nothing if there is nothing to say.
+
+        Raises:
+            ClientFailure: if a client fails without any speedup.
+        """
+        candidates = [s for s in SPEEDUPS if self._reason_against(s) is None and self._may_pay(s)]
+        if num_steps < _SHORT_RUN_STEPS or not candidates:
+            return ""
+        client = max(work, key=lambda client: len(client.sizes))
+        _seconds(train_one, client.head(1))  # warms up
+        one = _seconds(train_one, client.head(1))
+        if one * num_steps < _SHORT_RUN_SECONDS:
+            return ""
+        sample = client.head(max(1, math.ceil(_SECONDS_OF_A_TRY / one)))
+        expected, total = train_one(sample.head(2)), 1.0
+        for speedup in candidates:
+            before = self._step.speedups
+            ratio = self._ratio((*before, speedup), sample, train_one, expected)
+            self._step.use((*before, speedup) if ratio >= _LEAST_RATIO else before)
+            total *= max(1.0, ratio) if ratio >= _LEAST_RATIO else 1.0
+        if not self._step.speedups:
+            return ""
+        return f" with {', '.join(self._step.speedups)} ({total:.2f} times the plain steps' speed)"
+
+    def _reason_against(self, speedup: Speedup) -> str | None:
+        if not self._step.is_lean:
+            return "accumulation, clipping, gradient scaling or hooks take part in its steps"
+        trainer = self._trainer
+        return reason_against(speedup, trainer.lightning_module, trainer.optimizers[0])
+
+    def _may_pay(self, speedup: Speedup) -> bool:
+        return speedup != "math_attention" or str(self._trainer.precision).startswith("bf16")
+
+    def _ratio(
+        self,
+        speedups: tuple[Speedup, ...],
+        sample: ClientWork,
+        train_one: TrainOne,
+        expected: ClientUpdate,
+    ) -> float:
+        """Return how many times faster a step is with one more speedup; 0 if it cannot be used."""
+        without: list[float] = []
+        with_it: list[float] = []
+        turns = ((speedups[:-1], without), (speedups, with_it))
+        try:
+            self._step.use(speedups)
+            if not self._agree(expected, train_one(sample.head(2))):
+                return 0.0
+            for _ in range(_NUM_TRIES):
+                for chosen, seconds in turns:
+                    self._step.use(chosen)
+                    seconds.append(_seconds(train_one, sample))
+        except ClientFailure:  # for one, a view of images that wants the usual layout
+            return 0.0
+        return min(without) / min(with_it)
+
+    def _agree(self, expected: ClientUpdate, found: ClientUpdate) -> bool:
+        is_full = self._trainer.precision in ("32-true", "64-true")
+        tolerance = _TOLERANCE if is_full else _HALF_TOLERANCE
+        pairs = ((expected.delta, found.delta), (expected.buffers, found.buffers))
+        return all(float((a - b).norm()) <= tolerance * float(a.norm()) for a, b in pairs)
+
+
+def _seconds(train_one: TrainOne, work: ClientWork) -> float:
+    began = time.perf_counter()
+    train_one(work)  # ends by reading its loss: nothing is left to wait for
+    return time.perf_counter() - began

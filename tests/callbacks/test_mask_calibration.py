@@ -1,0 +1,459 @@
+"""Masks in a run: found from clients as from all examples at once, kept to, kept, and refused."""
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, seed_everything
+from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from sklearn.linear_model import Ridge
+from torch import nn
+from toys import SaveEverywhere, ToyData, ToyModule, toy_data, toy_trainer, weights
+
+from fl_lightning import (
+    ConfigurationError,
+    FederatedDataModule,
+    Federation,
+    MaskCalibration,
+    UniformCohort,
+)
+from fl_lightning.data.cohort import AllClients
+from fl_lightning.data.partition import IID
+from fl_lightning.sparsity import (
+    ExactFisher,
+    LinearHead,
+    Mask,
+    RandomEntries,
+    RidgeHead,
+    SampledFisher,
+    SparseAdamW,
+    SparseSGDM,
+    calibrate,
+    load_mask,
+    save_mask,
+)
+
+HIDDEN = ["net.0.weight", "net.0.bias"]
+HEAD = ["net.4.weight", "net.4.bias"]
+
+
+class Network(ToyModule):
+    """The toy with a forward and an optimizer that keeps to a mask."""
+
+    def __init__(self, optimizer=None, **options):
+        super().__init__(**options)
+        self.make = optimizer or (lambda p: SparseSGDM(p, lr=0.1, momentum=0.9, weight_decay=0.1))
+
+    def forward(self, x):
+        return self.net(x)
+
+    def configure_optimizers(self):
+        return self.make(self.parameters())
+
+
+def network(seed=0, **options):
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return Network(**options)
+
+
+def calibration(**options):
+    defaults = {"density": 0.3, "head_name": "net.4", "cohort": AllClients(), "seed": 7}
+    return MaskCalibration(**{**defaults, **options})
+
+
+def federation(**options):
+    return Federation(**{"cohort": UniformCohort(size=3), "local_epochs": 2, "seed": 4, **options})
+
+
+def fit(sparse, module=None, *callbacks, data=None, ckpt_path=None, federated=True, **options):
+    module = module if module is not None else network()
+    before = {name: p.detach().clone() for name, p in module.named_parameters()}
+    first = [sparse] if sparse is not None else []
+    second = [federation()] if federated else []
+    trainer = toy_trainer(*first, *second, *callbacks, **options)
+    data = data if data is not None else toy_data()
+    trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
+    return module, before, trainer
+
+
+def pooled(data=None):
+    data = data or toy_data()
+    indices = torch.cat(list(data.clients))
+    return [data.evaluation_batch(part) for part in indices.split(16)]
+
+
+def exact(**options):
+    return calibration(sensitivity=ExactFisher(), rounds=3, **options)
+
+
+class TestWhereScoresComeFrom:
+    @pytest.mark.parametrize("progressive", [True, False])
+    def test_clients_together_find_the_mask_of_all_examples(self, progressive):
+        sparse = exact(progressive=progressive)
+        fit(sparse, max_epochs=1)
+        expected = calibrate(
+            network(),
+            pooled(),
+            density=0.3,
+            rounds=3,
+            sensitivity=ExactFisher(),
+            progressive=progressive,
+            names=HIDDEN,
+        )
+        assert sparse.mask == expected
+        assert 0 < expected.num_active < expected.num_entries
+
+    def test_a_central_run_finds_it_too(self):
+        in_a_federation, alone, unwrapped = exact(), exact(), exact()
+        fit(in_a_federation, max_epochs=1)
+        fit(alone, federated=False, max_epochs=1)
+        fit(unwrapped, data=ToyData(), federated=False, max_epochs=1)
+        assert in_a_federation.mask == alone.mask == unwrapped.mask
+
+    @pytest.mark.parametrize("limit", [None, 20])
+    def test_the_number_of_processes_does_not_matter(self, limit):
+        masks = []
+        for devices in (1, 2):
+            sparse = calibration(max_examples=limit, head=RidgeHead())
+            module, _, _ = fit(
+                *(sparse, None, AllHaveTheSameMask()),
+                devices=devices,
+                strategy="federated",
+                max_epochs=1,
+            )
+            masks.append((sparse.mask, module.net[4].weight.detach().clone()))
+        assert masks[0][0] == masks[1][0]
+        torch.testing.assert_close(masks[0][1], masks[1][1], rtol=0, atol=1e-5)
+
+    def test_a_failure_in_one_process_ends_all(self):
+        with pytest.raises(ConfigurationError, match="broken in process 1"):
+            fit(calibration(sensitivity=BrokenInOneProcess()), devices=2, strategy="federated")
+
+    def test_draws_belong_to_seed_and_version(self):
+        def mask(**options):
+            sparse = calibration(max_examples=12, **options)
+            fit(sparse, max_epochs=1)
+            return sparse.mask
+
+        assert mask() == mask()
+        assert mask() != mask(seed=8)
+        assert mask(rule=RandomEntries()) != mask(rule=RandomEntries(), seed=8)
+
+    def test_the_default_cohort_is_drawn_by_the_federations_sampler(self):
+        seen = Seen()
+        fit(calibration(cohort=None, rounds=2, sensitivity=seen), max_epochs=1)
+        data = toy_data()
+        data.setup("fit")
+        assert len(seen.sizes) == 2 * 3  # rounds, clients of a cohort
+        assert set(seen.sizes) <= set(data.clients.num_examples.tolist())
+
+    def test_max_examples_are_shared_out(self):
+        seen = Seen()
+        fit(calibration(max_examples=30, rounds=1, sensitivity=seen), max_epochs=1)
+        sizes = np.array([n for n in toy_data().clients.num_examples if n])
+        assert sum(seen.sizes) == 30
+        np.testing.assert_allclose(seen.sizes, 30 * sizes / sizes.sum(), atol=1)
+
+    def test_what_the_rest_of_the_run_draws_stays_the_same(self, tmp_path):
+        file = tmp_path / "mask.safetensors"
+
+        def trained(scored):
+            sparse = calibration(mask_file=None if scored else str(file))
+            module, _, _ = fit(sparse, network(dropout=0.5), max_epochs=2)
+            if scored:
+                save_mask(sparse.mask, file)
+            return weights(module)
+
+        assert torch.equal(trained(scored=True), trained(scored=False))
+
+
+class TestWhatMoves:
+    @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+    @pytest.mark.parametrize("optimizer", [None, lambda p: SparseAdamW(p, lr=0.1)])
+    def test_nothing_but_the_masks_entries_and_the_head(self, precision, optimizer):
+        sparse = calibration()
+        normed = precision == "32-true"
+        data = toy_data(partition=IID())
+        made = network(optimizer=optimizer, batch_norm=normed)
+        module, before, _ = fit(sparse, made, data=data, precision=precision)
+        after = dict(module.named_parameters())
+        for name, mask in sparse.mask.items():
+            assert torch.equal(after[name][~mask], before[name][~mask])
+            assert (after[name][mask] != before[name][mask]).all()
+        norm = ["net.1.weight", "net.1.bias"] if normed else []
+        assert list(sparse.mask) == [*HIDDEN, *norm]
+        for name in HEAD:
+            assert (after[name] != before[name]).all()
+        assert all(p.requires_grad for p in module.parameters())  # given back
+
+    def test_a_frozen_head_and_what_is_outside_the_mask_stay(self):
+        sparse = calibration(exclude=["net.0.bias"], head="freeze", density=1.0)
+        module, before, _ = fit(sparse)
+        moved = {n for n, p in module.named_parameters() if not torch.equal(p, before[n])}
+        assert moved == {"net.0.weight"}
+
+    @pytest.mark.parametrize("federated", [True, False])
+    def test_all_ones_is_the_plain_run(self, federated):
+        def run(sparse, kind):
+            def make(p):
+                return kind(p, lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=True)
+
+            seed_everything(0, verbose=False)
+            module, _, _ = fit(sparse, network(optimizer=make), federated=federated)
+            return weights(module)
+
+        everything = calibration(density=1.0, include=["*"], head="train", head_name=None)
+        assert torch.equal(run(everything, SparseSGDM), run(None, torch.optim.SGD))
+
+    def test_tensors_without_an_active_entry_need_no_gradient(self, tmp_path):
+        bits = Mask.ones(dict(network().named_parameters()))
+        mask = Mask({"net.0.weight": ~bits["net.0.weight"], "net.0.bias": bits["net.0.bias"]})
+        save_mask(mask, tmp_path / "mask.safetensors")
+        watch = WhatTrains()
+        fit(calibration(mask_file=str(tmp_path / "mask.safetensors")), None, watch)
+        assert watch.seen == [["net.0.bias", *HEAD]] * 3
+
+    def test_a_module_that_is_fitted_again_starts_as_before(self):
+        module, sparse = network(), calibration()
+        fit(sparse, module, max_epochs=1)
+        first = list(sparse.mask)
+        fit(sparse, module, max_epochs=1)
+        assert list(sparse.mask) == first
+        assert sparse.version == 0
+
+
+class TestHead:
+    def test_ridge_on_the_clients_features_is_scikit_learns(self):
+        module = network()
+        fit(calibration(head=RidgeHead(regularisation=0.5)), module, max_epochs=1)
+        x, y = (torch.cat(parts) for parts in zip(*pooled(), strict=True))
+        with torch.no_grad():
+            features = network().net[:4](x).double()
+        theirs = Ridge(alpha=0.5).fit(features, np.eye(3)[y])
+        np.testing.assert_allclose(module.net[4].weight.detach(), theirs.coef_, atol=1e-5)
+        np.testing.assert_allclose(module.net[4].bias.detach(), theirs.intercept_, atol=1e-5)
+
+    @pytest.mark.parametrize("head", [RidgeHead(), LinearHead(regularisation=0.1)])
+    def test_federated_is_central_and_the_head_stays_frozen(self, head):
+        heads = []
+        for federated in (True, False):
+            module, _, _ = fit(calibration(head=head), federated=federated)
+            heads.append(module.net[4].weight.detach())
+        torch.testing.assert_close(*heads, rtol=0, atol=1e-5)
+        x, y = (torch.cat(parts) for parts in zip(*pooled(), strict=True))
+        assert (network()(x).argmax(1) == y).float().mean() < 0.6
+        assert (module(x).argmax(1) == y).float().mean() > 0.7
+
+    def test_the_timm_classifier_is_found(self):
+        from fl_lightning import ImageClassifier
+        from fl_lightning.data import Digits
+
+        module = ImageClassifier(
+            "vit_tiny_patch16_224",
+            num_classes=10,
+            in_chans=1,
+            image_size=8,
+            network_kwargs={"patch_size": 4, "embed_dim": 12, "depth": 2, "num_heads": 3},
+            optimizer=lambda p: SparseSGDM(p, lr=0.01),
+        )
+        data = FederatedDataModule(Digits(batch_size=64), num_clients=4, seed=0)
+        sparse = MaskCalibration(density=0.1, max_examples=50, head=RidgeHead(), seed=0)
+        _, before, _ = fit(sparse, module, data=data, max_epochs=1, limit_val_batches=0)
+        moved = {n for n, p in module.named_parameters() if not torch.equal(p, before[n])}
+        assert "network.head.weight" in moved  # by the fit
+        assert not {n for n in moved if "embed" in n or "token" in n}
+        assert sparse.mask.num_active == round(0.1 * sparse.mask.num_entries)
+
+
+class TestCheckpoints:
+    @pytest.mark.parametrize("every", [None, 2])
+    def test_a_resumed_run_is_the_uninterrupted_one(self, tmp_path, every):
+        options = {"max_epochs": 4}
+        sparse = calibration(every_n_rounds=every, head=RidgeHead())
+        whole, _, _ = fit(sparse, None, SaveEverywhere(tmp_path), **options)
+        saved = sorted(tmp_path.glob("[12]-*.ckpt"))
+        assert len(saved) >= 4
+        for path in saved:
+            torch.load(path, weights_only=True)
+            never = Seen() if every is None else None
+            again = calibration(every_n_rounds=every, head=RidgeHead(), sensitivity=never)
+            resumed, _, _ = fit(again, network(seed=1), ckpt_path=path, **options)
+            assert torch.equal(weights(resumed), weights(whole)), path.name
+            assert (again.mask, again.history) == (sparse.mask, sparse.history)
+            if never is not None:
+                assert never.sizes == []
+
+    def test_versions(self):
+        sparse = calibration(every_n_rounds=2)
+        watch = WhatTrains()
+        fit(sparse, None, watch, max_epochs=5)
+        assert [entry["round"] for entry in sparse.history] == [0, 2, 4]
+        assert sparse.version == 2
+        assert sparse.history[-1]["hash"] == sparse.mask.hash()
+        assert len({entry["hash"] for entry in sparse.history}) == 3
+
+    def test_a_mask_that_does_not_fit_is_refused_by_name(self, tmp_path):
+        path = tmp_path / "mask.safetensors"
+        save_mask(Mask({"net.0.weight": torch.ones(9, 4).bool()}), path)
+        with pytest.raises(
+            ConfigurationError, match=r"net\.0\.weight \(8, 4\) instead of \(9, 4\)"
+        ):
+            fit(calibration(mask_file=str(path)))
+
+
+class TestReport:
+    def test_numbers_figure_and_file(self, tmp_path, caplog):
+        caplog.set_level("INFO", "lightning.pytorch")
+        loggers = [TensorBoardLogger(tmp_path, name="a"), CSVLogger(tmp_path, name="b")]
+        sparse = calibration(head=RidgeHead())
+        fit(sparse, logger=loggers, max_epochs=1)
+        assert load_mask(tmp_path / "a/version_0/mask_v0.safetensors") == sparse.mask
+        table = (tmp_path / "b/version_0/metrics.csv").read_text()
+        for name in ("mask/density", "mask/sparsity", "mask/version", "calibration/seconds"):
+            assert name in table
+        logged = {
+            name: float(value)
+            for name, value in zip(
+                *(line.split(",") for line in table.splitlines()[:2]), strict=True
+            )
+            if value
+        }
+        assert logged["calibration/bytes_up"] == 4 * 40
+        assert logged["head/bytes_up"] == 8 * (9 * 10 // 2 + 9 * 3)
+        assert logged["mask/density"] == 0.3
+        said = "12 of 40 maskable parameters train (density 0.3), 0 densely, 27 frozen"
+        assert said in caplog.text
+        assert sparse.mask.hash() in caplog.text
+        events = b"".join(p.read_bytes() for p in (tmp_path / "a/version_0").glob("events*"))
+        assert b"mask/density per layer" in events
+
+    @pytest.mark.parametrize(
+        ("bar", "shown"), [(TQDMProgressBar, True), (RichProgressBar, True), (None, False)]
+    )
+    def test_a_bar_like_the_trainers(self, bar, shown, capsys, monkeypatch):
+        monkeypatch.setenv("FORCE_COLOR", "1")  # rich draws bars in terminals alone
+        monkeypatch.setenv("TERM", "xterm")
+        bars = [bar()] if bar else []
+        fit(calibration(), None, *bars, enable_progress_bar=bool(bars), max_epochs=1)
+        said = capsys.readouterr()
+        assert ("Calibration" in said.out + said.err) == shown
+
+
+class Refused(LightningModule):
+    """Has no head that anyone could name."""
+
+    def __init__(self, make=lambda p: SparseSGDM(p, lr=0.1)):
+        super().__init__()
+        self.make, self.layer = make, nn.Linear(4, 3)
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.cross_entropy(self.layer(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return self.make(self.parameters())
+
+    def validation_step(self, batch, batch_idx):
+        pass
+
+
+class Forward(Refused):
+    def forward(self, x):
+        return self.layer(x)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"density": None}, "give density"),
+        ({"density": 0.0}, r"density must be in \(0, 1\]"),
+        ({"sparsity": 0.5}, "contradict"),
+        ({"rounds": 0}, "rounds"),
+        ({"soft_mask": 2.0}, "soft_mask"),
+        ({"max_examples": 0}, "max_examples must be at least 1"),
+        ({"every_n_rounds": 0}, "every_n_rounds must be at least 1"),
+        ({"head": "fit"}, "head must be train, freeze, or a fit"),
+        ({"mask_file": "m", "every_n_rounds": 2, "density": None}, "give density"),
+    ],
+)
+def test_options_are_refused_where_they_are_given(options, says):
+    with pytest.raises(ConfigurationError, match=says):
+        calibration(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "module", "says"),
+    [
+        ({}, Refused(), "Refused has no forward"),
+        ({"head_name": "body"}, Forward(), "has no module 'body'.*layer"),
+        ({"head_name": None}, Forward(), "give head_name, one of layer"),
+        ({"head_name": None, "head": "freeze", "include": ["*"]}, Forward(), "give head_name"),
+        ({"include": ["*"], "head_name": "layer", "head": "freeze"}, Forward(), "head alone"),
+        (
+            {},
+            network(optimizer=lambda p: torch.optim.Adam(p)),
+            "class_path: fl_lightning.sparsity.SparseAdamW",
+        ),
+        (
+            {},
+            network(optimizer=lambda p: SparseSGDM([*p][-2:], lr=0.1)),
+            r"net\.0\.weight, net\.0\.bias, which the optimizer does not train",
+        ),
+        (
+            {"head_name": "net", "include": ["*"], "head": RidgeHead()},
+            network(),
+            "head alone|Linear",
+        ),
+        ({"mask_file": "nowhere"}, network(), "no file 'nowhere'"),
+    ],
+)
+def test_runs_are_refused_with_the_way_out(options, module, says):
+    with pytest.raises(ConfigurationError, match=says):
+        fit(calibration(**options), module)
+
+
+def test_the_order_of_callbacks():
+    with pytest.raises(ConfigurationError, match="must come before Federation"):
+        toy_trainer(federation(), calibration()).fit(network(), datamodule=toy_data())
+
+
+def test_several_processes_without_a_federation_are_refused():
+    with pytest.raises(ConfigurationError, match=r"trainer\.devices to 1"):
+        fit(calibration(), federated=False, strategy="ddp", devices=1)
+
+
+class AllHaveTheSameMask(Callback):
+    def on_train_start(self, trainer, module):
+        from fl_lightning.federation.ranks import Ranks
+
+        sparse = next(c for c in trainer.callbacks if isinstance(c, MaskCalibration))
+        assert len(set(Ranks(trainer).gather(sparse.mask.hash()))) == 1
+        first, *others = Ranks(trainer).gather(weights(module))
+        assert all(torch.equal(first, other) for other in others)
+
+
+class WhatTrains(Callback):
+    def __init__(self):
+        self.seen = []
+
+    def on_train_epoch_end(self, trainer, module):
+        self.seen.append([name for name, p in module.named_parameters() if p.requires_grad])
+
+
+class Seen:
+    """Sampled Fisher that notes how many examples it was given."""
+
+    def __init__(self):
+        self.sizes = []
+
+    def __call__(self, module, batches, **options):
+        scores = SampledFisher()(module, batches, **options)
+        self.sizes.append(scores.num_examples)
+        return scores
+
+
+class BrokenInOneProcess:
+    def __call__(self, *args, **options):
+        if torch.distributed.get_rank() == 1:
+            raise ConfigurationError("broken in process 1")
+        return SampledFisher()(*args, **options)

@@ -1,0 +1,190 @@
+"""Speedups change the order of sums and nothing else."""
+
+import copy
+from itertools import chain, combinations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.optim import SGD, Adam, RMSprop
+
+from fl_lightning.client.speedups import SPEEDUPS, FasterStep, reason_against
+from fl_lightning.client.thin_gradients import ThinGradients
+
+ALL = ("channels_last", "thin_gradients", "fused_optimizer")
+SUBSETS = list(chain.from_iterable(combinations(ALL, n) for n in range(4)))
+
+
+def conv_net():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(8 * 49, 300),
+        nn.ReLU(),
+        nn.Linear(300, 5),
+    )
+
+
+def batches(dtype, count=4):
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(count):
+        x = torch.randn(6, 3, 16, 16, generator=generator, dtype=dtype)
+        yield x, torch.randint(5, (6,), generator=generator)
+
+
+def trained(speedups, make_optimizer, dtype=torch.float64, net=None, loss_of=None):
+    net = (net or conv_net()).to(dtype)
+    loss_of = loss_of or (lambda net, x, y: F.cross_entropy(net(x), y))
+    optimizer = make_optimizer(net)
+    faster = FasterStep(net, optimizer, speedups)
+    for x, y in batches(dtype):
+        optimizer.zero_grad()
+        with faster.forwards():
+            loss = loss_of(net, *faster.batch((x, y)))
+        loss.backward()
+        faster.step()
+    faster.close()
+    return net
+
+
+def sgd(**options):
+    return lambda net: SGD(net.parameters(), **{"lr": 0.05} | options)
+
+
+def two_groups(net):
+    groups = [
+        {"params": net[:6].parameters(), "lr": 0.1, "momentum": 0.5},
+        {"params": net[6:].parameters(), "weight_decay": 0.1},
+    ]
+    return SGD(groups, lr=0.01)
+
+
+def assert_same(one, other, tolerance):
+    for p, q in zip(one.state_dict().values(), other.state_dict().values(), strict=True):
+        torch.testing.assert_close(p, q, rtol=tolerance, atol=tolerance)
+        assert p.is_contiguous()
+
+
+@pytest.mark.parametrize("speedups", SUBSETS, ids="+".join)
+@pytest.mark.parametrize(
+    "make_optimizer",
+    [sgd(), sgd(weight_decay=0.1), sgd(momentum=0.9, weight_decay=0.1), two_groups],
+)
+def test_the_same_training(speedups, make_optimizer):
+    assert_same(trained(speedups, make_optimizer), trained((), make_optimizer), 1e-13)
+
+
+@pytest.mark.parametrize("speedups", SUBSETS, ids="+".join)
+def test_the_same_training_in_single_precision(speedups):
+    one, other = (trained(s, sgd(momentum=0.9), torch.float32) for s in (speedups, ()))
+    assert_same(one, other, 2e-6)
+
+
+def test_adam_can_be_fused():
+    speedups = ("channels_last", "fused_optimizer")
+    one, other = (trained(s, lambda net: Adam(net.parameters())) for s in (speedups, ()))
+    # batch norm leaves the bias before it a gradient of rounding alone, which Adam enlarges
+    assert_same(one, other, 1e-9)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("use", ["twice", "penalty", "not always", "in another place", "frozen"])
+def test_thin_gradients_of_weights_used_in_other_ways(use, momentum):
+    """The loss reads a weight by another layer, by itself, or not in every step."""
+    net = nn.Sequential(nn.Flatten(), nn.Linear(768, 200), nn.Linear(200, 5))
+    steps = []
+
+    def loss_of(net, x, y):
+        hidden, steps_before = net[1](net[0](x)), len(steps)
+        steps.append(1)
+        if use == "twice":
+            hidden = hidden + net[1](net[0](x).square())
+        loss = F.cross_entropy(net[2](hidden), y)
+        if use == "penalty":
+            return loss + net[1].weight.square().sum()
+        if use == "not always" and steps_before % 2:
+            return net[2].weight.square().sum()
+        if use == "in another place":
+            doubled = {"weight": 2 * net[1].weight, "bias": net[1].bias}
+            return loss + torch.func.functional_call(net[1], doubled, (net[0](x),)).mean()
+        return loss
+
+    net[1].weight.requires_grad_(use != "frozen")
+    make = sgd(momentum=momentum, weight_decay=0.01)
+    one = trained(("thin_gradients",), make, net=copy.deepcopy(net), loss_of=loss_of)
+    steps.clear()
+    assert_same(one, trained((), make, net=net, loss_of=loss_of), 1e-12)
+
+
+def test_a_gradient_that_stays_thin_is_never_written():
+    net = nn.Linear(1000, 100)
+    thin = ThinGradients(net, SGD(net.parameters(), lr=0.1))
+    few, many = torch.randn(2, 1000), torch.randn(90, 1000)
+    thin.forwards[net](few).sum().backward()
+    assert net.weight.grad is None
+    thin.forget()
+    thin.forwards[net](many).sum().backward()
+    assert net.weight.grad is not None
+
+
+def test_a_step_that_failed_leaves_nothing_behind():
+    net = nn.Linear(1000, 100, bias=False)
+    faster = FasterStep(net, SGD(net.parameters(), lr=0.1), ("thin_gradients",))
+    with faster.forwards():
+        net(torch.randn(2, 1000)).sum().backward()  # and no step
+    before = net.weight.detach().clone()
+    with faster.forwards():
+        net(torch.zeros(2, 1000)).sum().backward()
+    faster.step()
+    assert torch.equal(net.weight, before)
+
+
+def test_everything_is_put_back():
+    net = conv_net()
+    faster = FasterStep(net, SGD(net.parameters(), lr=0.1), SPEEDUPS)
+    assert net[0].weight.is_contiguous(memory_format=torch.channels_last)
+    with pytest.raises(RuntimeError), faster.forwards():
+        net(torch.zeros(1, 5))
+    faster.close()
+    assert net[0].weight.is_contiguous()
+    assert not any("forward" in vars(layer) for layer in net.modules())
+
+
+def test_images_change_their_layout_and_nothing_else():
+    net = conv_net()
+    faster = FasterStep(net, SGD(net.parameters()), ("channels_last",))
+    image, label = torch.randn(2, 3, 4, 4), torch.tensor([0, 1])
+    first, rest = faster.batch([image, {"label": label, "name": "x"}])
+    assert torch.equal(first, image)
+    assert first.is_contiguous(memory_format=torch.channels_last)
+    assert rest["label"] is label
+
+
+@pytest.mark.parametrize(
+    ("speedup", "make_optimizer", "reason"),
+    [
+        ("thin_gradients", lambda net: Adam(net.parameters()), "it is for SGD"),
+        ("thin_gradients", sgd(momentum=0.9, nesterov=True), "nesterov"),
+        ("thin_gradients", sgd(lr=torch.tensor(0.1)), "a tensor"),
+        ("fused_optimizer", lambda net: RMSprop(net.parameters()), "RMSprop has no fused step"),
+        ("fused_optimizer", sgd(fused=True), "given"),
+    ],
+)
+def test_what_does_not_apply(speedup, make_optimizer, reason):
+    net = conv_net()
+    assert reason in reason_against(speedup, net, make_optimizer(net))
+
+
+def test_models_that_gain_nothing():
+    net = nn.Linear(4, 4)
+    optimizer = SGD(net.parameters(), lr=0.1)
+    assert "no convolution" in reason_against("channels_last", net, optimizer)
+    assert "no dense layer" in reason_against("thin_gradients", net, optimizer)
+    net = nn.Linear(1000, 1000)
+    net.weight.register_hook(lambda gradient: 2 * gradient)
+    assert "no dense layer" in reason_against("thin_gradients", net, SGD(net.parameters(), lr=0.1))

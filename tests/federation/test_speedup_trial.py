@@ -1,0 +1,163 @@
+"""Speedups in a federation: the same rounds, found by measuring or asked for."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from toys import SaveEverywhere, ToyData, ToyModule, toy_trainer, weights
+
+from fl_lightning import ConfigurationError, FederatedDataModule, Federation, UniformCohort
+from fl_lightning.federation import speedup_trial
+
+SGD_SPEEDUPS = ["channels_last", "fused_optimizer", "thin_gradients"]
+
+
+class Images(ToyData):
+    def setup(self, stage):
+        super().setup(stage)
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(self.num_examples, 3, 16, 16, generator=generator, dtype=self.dtype)
+        self.train = self.val = TensorDataset(x, self.train.tensors[1])
+
+
+class Conv(ToyModule):
+    """A small convolutional network with a large dense layer."""
+
+    def __init__(self, flat=None, **options):
+        super().__init__(**options)
+        self.net = nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout(options.get("dropout", 0.0)),
+            flat or nn.Flatten(), nn.Linear(8 * 49, 300), nn.ReLU(), nn.Linear(300, 3),
+        )  # fmt: skip
+
+
+class View(nn.Module):
+    def forward(self, x):
+        return x.view(len(x), -1)  # wants the usual layout
+
+
+class Attention(ToyModule):
+    def __init__(self, **options):
+        super().__init__(**options)
+        block = nn.TransformerEncoderLayer(16, 2, 16, dropout=0.0, batch_first=True)
+        self.net = nn.Sequential(
+            nn.Flatten(), nn.Unflatten(1, (48, 16)), block, nn.Flatten(), nn.Linear(768, 3)
+        )
+
+
+def run(kind=Conv, engine="sequential", speedups=None, *callbacks, ckpt=None, dtype=None, **o):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        module = kind() if isinstance(kind, type) else kind
+    federation = Federation(
+        cohort=UniformCohort(size=3),
+        engine=engine,
+        speedups=speedups,
+        local_epochs=2,
+        clients_per_group=1,
+        seed=0,
+    )
+    trainer = toy_trainer(federation, *callbacks, max_epochs=2, **o)
+    data = FederatedDataModule(Images(dtype=dtype or torch.float32), num_clients=6, seed=0)
+    trainer.fit(module, datamodule=data, ckpt_path=ckpt)
+    return module, trainer
+
+
+@pytest.fixture
+def long_run(monkeypatch):
+    """Have every run count as one that repays a trial, and every speedup that agrees as one."""
+    monkeypatch.setattr(speedup_trial, "_SHORT_RUN_SECONDS", 0.0)
+    monkeypatch.setattr(speedup_trial, "_SHORT_RUN_STEPS", 0)
+    monkeypatch.setattr(speedup_trial, "_SECONDS_OF_A_TRY", 0.001)
+    monkeypatch.setattr(speedup_trial, "_LEAST_RATIO", 1e-9)
+
+
+def speedups_of(trainer):
+    return trainer.callbacks[0].state_dict()["engine"]["speedups"]
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype", "tolerance"),
+    [("32-true", torch.float32, 1e-6), ("64-true", torch.float64, 1e-14)],
+)
+def test_the_same_model_after_two_rounds(precision, dtype, tolerance):
+    plain, first = run(dtype=dtype, precision=precision)
+    fast, second = run(speedups=SGD_SPEEDUPS, dtype=dtype, precision=precision)
+    torch.testing.assert_close(weights(fast), weights(plain), rtol=tolerance, atol=tolerance)
+    assert not torch.equal(weights(fast), weights(plain))  # they took part
+    for name in ("train/loss", "train/accuracy", "val/loss"):
+        assert float(second.callback_metrics[name]) == pytest.approx(
+            float(first.callback_metrics[name]), rel=1e-5
+        )
+
+
+def test_nothing_of_it_stays_in_the_model():
+    module, trainer = run(speedups=SGD_SPEEDUPS)
+    assert all(p.is_contiguous() for p in module.parameters())
+    assert not any("forward" in vars(layer) for layer in module.modules())
+    assert trainer.optimizers[0].param_groups[0]["fused"] is None
+
+
+def test_math_attention_in_half_precision():
+    plain, _ = run(Attention, precision="bf16-mixed")
+    fast, _ = run(Attention, speedups=["math_attention"], precision="bf16-mixed")
+    torch.testing.assert_close(weights(fast), weights(plain), rtol=0.05, atol=0.02)
+    exact, _ = run(Attention)
+    math, _ = run(Attention, speedups=["math_attention"])
+    torch.testing.assert_close(weights(math), weights(exact), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.usefixtures("long_run")
+def test_auto_measures_says_and_keeps(tmp_path, caplog):
+    with caplog.at_level(logging.INFO):
+        module, trainer = run(Conv, "auto", None, SaveEverywhere(tmp_path))
+    assert "engine: sequential with channels_last, fused_optimizer, thin_gradients (" in caplog.text
+    assert sorted(speedups_of(trainer)) == SGD_SPEEDUPS
+    forced, _ = run(speedups=SGD_SPEEDUPS)
+    assert torch.equal(weights(module), weights(forced))  # asked for, the same bits
+
+
+@pytest.mark.usefixtures("long_run")
+@pytest.mark.parametrize("moment", ["0-group1", "0-end", "1-validation"])
+def test_a_resumed_run_keeps_to_it(tmp_path, monkeypatch, moment):
+    expected, _ = run(Conv, "auto", None, SaveEverywhere(tmp_path))
+    monkeypatch.undo()  # by itself it would choose none
+    module, trainer = run(Conv, "auto", None, ckpt=tmp_path / f"{moment}.ckpt")
+    assert sorted(speedups_of(trainer)) == SGD_SPEEDUPS
+    assert torch.equal(weights(module), weights(expected))
+
+
+@pytest.mark.usefixtures("long_run")
+@pytest.mark.parametrize(
+    ("module", "missing"),
+    [
+        (lambda: Conv(flat=View()), "channels_last"),
+        (lambda: Conv(dropout=0.5), "channels_last"),  # its draws would fall on other pixels
+    ],
+)
+def test_what_changes_the_update_is_left_out(module, missing):
+    torch.manual_seed(0)
+    _, trainer = run(module(), "auto")
+    assert sorted(speedups_of(trainer)) == [s for s in SGD_SPEEDUPS if s != missing]
+
+
+def test_a_short_run_is_plain():
+    plain, _ = run()
+    auto, trainer = run(Conv, "auto")
+    assert speedups_of(trainer) == []
+    assert torch.equal(weights(plain), weights(auto))
+
+
+@pytest.mark.parametrize(
+    ("module", "speedup", "options", "message"),
+    [
+        (Attention, "channels_last", {}, "no convolution"),
+        (Conv, "thin_gradients", {"gradient_clip_val": 1.0}, "clipping"),
+        (Conv, "turbo", {}, "speedups must be some of channels_last, fused_optimizer"),
+    ],
+)
+def test_what_does_not_apply_is_refused(module, speedup, options, message):
+    with pytest.raises(ConfigurationError, match=message):
+        run(module, speedups=[speedup], **options)
