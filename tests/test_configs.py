@@ -9,6 +9,7 @@ import yaml
 from small_sets import write_folder, write_pickles
 
 from fl_lightning.cli import main
+from fl_lightning.sparsity import load_mask
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 SOURCE = "--data.init_args.source.init_args."
@@ -35,7 +36,11 @@ SMALL = {
         "--trainer.precision": "bf16-mixed",  # what 16-mixed is on a CPU, after a warning
     },
 }
-DIFFS = {"centralized.yaml": "quickstart.yaml", "noniid.yaml": "cifar100.yaml"}
+DIFFS = {
+    "centralized.yaml": "quickstart.yaml",
+    "noniid.yaml": "cifar100.yaml",
+    "sparse.yaml": "cifar100.yaml",
+}
 
 
 # Lightning's summary of a model in mixed precision counts bytes as if it were not
@@ -58,8 +63,7 @@ def small_data(tmp_path, monkeypatch):
     write_folder(tmp_path / "images", "test", names[:10], 4, size=(32, 32))
 
 
-def run(config, base=None):
-    files = [base, config] if base else [config]
+def run(*files):
     options = {**ONE_ROUND, **SMALL[files[0]]}
     layers = [word for file in files for word in ("--config", str(CONFIGS / file))]
     main(["fit", *layers, *(word for pair in options.items() for word in pair)])
@@ -73,9 +77,17 @@ def test_every_base_runs_a_round(config):
 
 @pytest.mark.parametrize(("config", "base"), DIFFS.items())
 def test_every_diff_runs_over_its_base(config, base):
-    run(config, base)
+    run(base, config)
     assert list(Path("runs").rglob("best.ckpt"))
     assert f"--config configs/{base} --config configs/{config}" in (CONFIGS / config).read_text()
+
+
+@pytest.mark.filterwarnings("ignore:The number of training batches")
+def test_sparse_training_is_central_as_well():
+    run("cifar100.yaml", "centralized.yaml", "sparse.yaml")
+    [mask] = Path("runs").rglob("mask_v0.safetensors")
+    assert load_mask(mask).density == pytest.approx(0.1, abs=1e-3)
+    assert list(Path("runs").rglob("best.ckpt"))
 
 
 def test_no_config_is_left_out():

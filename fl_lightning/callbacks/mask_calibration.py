@@ -11,13 +11,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal, TypeAlias, final
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import SingleDeviceStrategy
-from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from fl_lightning.callbacks.example_owners import federation_of
+from fl_lightning.callbacks.calibration_checks import (
+    check_callbacks,
+    check_forward,
+    check_options,
+)
+from fl_lightning.callbacks.client_masks import ClientMasks
 from fl_lightning.callbacks.head_fitting import fit_head
 from fl_lightning.callbacks.mask_report import MaskReport
 from fl_lightning.callbacks.owner_scores import OwnerScores
@@ -25,8 +29,8 @@ from fl_lightning.callbacks.what_moves import WhatMoves, heads_of, masked_optimi
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import run_seed
 from fl_lightning.data.cohort import CohortSampler
+from fl_lightning.federation.ranks import Ranks
 from fl_lightning.sparsity.head_fit import HeadFit
-from fl_lightning.sparsity.logits import module_logits
 from fl_lightning.sparsity.mask import Mask
 from fl_lightning.sparsity.mask_file import load_mask
 from fl_lightning.sparsity.plan import CalibrationPlan
@@ -69,9 +73,16 @@ class MaskCalibration(Callback):
             together, each in proportion to its own; None is all.
         every_n_rounds: calibrate anew after every so many rounds (epochs in a central run), which
             gives masks of version 1, 2, …; None keeps the first.
+        per_client: every client keeps to a mask of its own, found on its own examples when it first
+            takes part; the cohort then has no say, and ``max_examples`` is each client's.
         mask_file: start from this mask instead of calibrating; the options of calibration are then
             those of later versions.
         seed: of all draws, each a function of (seed, version, round, client); None is the run's.
+
+    Attributes:
+        mask: the present one, on the CPU; None before a fit. Of a fit in several processes on CPUs
+            it stays with them: read the file or the checkpoint.
+        history: of every version the round in whose start it was found, and its hash.
 
     Raises:
         ConfigurationError: if an option is out of range, and when the fit starts if the optimizer
@@ -103,11 +114,12 @@ class MaskCalibration(Callback):
         cohort: CohortSampler | None = None,
         max_examples: int | None = None,
         every_n_rounds: int | None = None,
+        per_client: bool = False,
         mask_file: str | None = None,
         seed: int | None = None,
     ) -> None:
         super().__init__()
-        _check(head, max_examples, every_n_rounds)
+        check_options(head, max_examples, every_n_rounds, mask_file, per_client)
         self._plan: CalibrationPlan | None = None
         if mask_file is None or every_n_rounds is not None:
             self._plan = CalibrationPlan(
@@ -129,6 +141,9 @@ class MaskCalibration(Callback):
         self._head, self._head_name = head, head_name
         self._every_n_rounds = every_n_rounds
         self._mask_file = mask_file
+        self._per_client = per_client
+        self._clients: ClientMasks | None = None
+        self._is_claimed = False
         self._moves: WhatMoves | None = None
         self._saved: dict[str, Any] = {}
         self.mask: Mask | None = None
@@ -142,8 +157,9 @@ class MaskCalibration(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse what cannot work before anything is computed."""
         if stage == "fit":
-            self._check_callbacks(trainer)
-            self._check_forward(pl_module)
+            check_callbacks(trainer, self)
+            if self._plan is not None and self._plan.chosen_rule.needs_scores:
+                check_forward(pl_module, self._scores.sensitivity)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find the mask and put it on the optimizer, ahead of the federation's own start."""
@@ -154,15 +170,43 @@ class MaskCalibration(Callback):
             is_needed=self._include is None or self._head != "train",
         )
         self._moves = WhatMoves(pl_module, optimizer, heads, head_trains=self._head == "train")
+        if self._per_client:
+            self._clients = ClientMasks(partial(self._client_mask, trainer))
         if self._saved:
             self._resume(trainer)
             return
         self.mask, self.history = None, []
         metrics = self._fit_head(trainer, heads)
-        if self._mask_file is None:
-            self._calibrate(trainer, metrics)
-        else:
+        if self._clients is not None:
+            self._use(trainer, self._everything(pl_module), "each client finds its own", metrics)
+        elif self._mask_file is not None:
             self._use(trainer, load_mask(self._mask_file), f"from {self._mask_file}", metrics)
+        else:
+            self._calibrate(trainer, metrics)
+
+    def client_masks(self) -> ClientMasks | None:
+        """Return what gives a client's mask; None if all have the same one.
+
+        For the federation, when the fit starts: who asks for masks of clients says with it that
+        clients will keep to them, and that an entry is averaged over the clients that may move it.
+        A mask that is not known yet is found on the module's present values, which must be the
+        model that the client was sent.
+        """
+        self._is_claimed = True
+        return self._clients
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuse masks of clients that nobody would keep to."""
+        if self._clients is not None and not self._is_claimed:
+            raise ConfigurationError(
+                "MaskCalibration: per_client needs a federation whose clients keep to masks of "
+                "their own; this run has none. Leave per_client out for one mask for all"
+            )
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Let all processes know the masks of this round's clients."""
+        if self._clients is not None:
+            self._clients.exchange(Ranks(trainer))
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Calibrate anew after every n-th round, if asked to."""
@@ -191,11 +235,16 @@ class MaskCalibration(Callback):
     def state_dict(self) -> dict[str, Any]:
         """Return the mask, eight entries to a byte, and which masks there were, for a checkpoint.
 
-        Each has a version (its place), the round in whose start it was found, and its hash.
+        Of masks of clients all that were found so far.
         """
         if self.mask is None:
             return self._saved
-        return {"mask": self.mask.state_dict(), "history": list(self.history)}
+        clients = {} if self._clients is None else self._clients.state_dict()
+        return {
+            "mask": self.mask.state_dict(),
+            "history": list(self.history),
+            "clients": clients,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep a checkpoint's mask until the fit starts."""
@@ -204,6 +253,8 @@ class MaskCalibration(Callback):
     def _resume(self, trainer: Trainer) -> None:
         mask = Mask.from_state_dict(self._saved["mask"])
         *self.history, last = self._saved["history"]
+        if self._clients is not None:
+            self._clients.load_state_dict(self._saved["clients"])
         self._saved = {}
         self._use(trainer, mask, "from the checkpoint", {}, round_=last["round"])
 
@@ -238,6 +289,14 @@ class MaskCalibration(Callback):
         }
         self._use(trainer, mask, f"calibrated in {seconds:.1f} s", metrics)
 
+    def _everything(self, module: LightningModule) -> Mask:
+        params = dict(module.named_parameters())
+        return Mask.ones({name: params[name] for name in self._names()}).to("cpu")
+
+    def _client_mask(self, trainer: Trainer, client: int) -> Mask:
+        assert self._plan is not None
+        return self._scores.mask_of(trainer, self._plan, self._names(), client)
+
     def _names(self) -> list[str]:
         assert self._moves is not None
         if self.mask is not None:  # of which tensors may be frozen by now
@@ -260,56 +319,12 @@ class MaskCalibration(Callback):
         self.history.append({"round": found, "hash": mask.hash()})
         num_dense = self._moves.num_entries(self._moves.dense)
         num_frozen = self._moves.num_frozen(mask)
-        MaskReport(mask, self.version, origin, num_dense, num_frozen, metrics).tell(trainer)
+        is_new = round_ is None
+        report = MaskReport(mask, self.version, origin, num_dense, num_frozen, metrics, is_new)
+        report.tell(trainer)
 
     def _give_back(self) -> None:
+        self._is_claimed = False
         if self._moves is not None:
             self._moves.undo()
             self._moves = None
-
-    def _check_callbacks(self, trainer: Trainer) -> None:
-        callbacks = trainer.callbacks  # type: ignore[attr-defined]
-        federation = federation_of(trainer)
-        if federation is None:
-            if not isinstance(trainer.strategy, SingleDeviceStrategy):
-                raise ConfigurationError(
-                    "without a federation MaskCalibration runs in one process, got "
-                    f"{trainer.world_size} with {type(trainer.strategy).__name__}: set "
-                    "trainer.devices to 1"
-                )
-        elif callbacks.index(federation) < callbacks.index(self):
-            raise ConfigurationError(
-                "MaskCalibration must come before Federation in the Trainer's callbacks, because a "
-                "federation settles at its start what travels: Trainer(callbacks=[calibration, "
-                "federation])"
-            )
-
-    def _check_forward(self, module: LightningModule) -> None:
-        scoring = getattr(self._scores.sensitivity, "scoring", None)
-        uses_forward = self._plan is not None and self._plan.chosen_rule.needs_scores
-        if scoring is not None and scoring.logits is not module_logits:
-            uses_forward = False
-        if uses_forward and not is_overridden("forward", module, LightningModule):
-            raise ConfigurationError(
-                f"{type(module).__name__} has no forward, from whose logits sensitivity is scored: "
-                "define forward(x), or give sensitivity a scoring with a function logits(module, "
-                "batch)"
-            )
-
-
-def _check(head: Head, max_examples: int | None, every_n_rounds: int | None) -> None:
-    issues = []
-    if isinstance(head, str) and head not in ("train", "freeze"):
-        issues.append(
-            f"head must be train, freeze, or a fit such as fl_lightning.sparsity.RidgeHead, got "
-            f"{head!r}"
-        )
-    if max_examples is not None and max_examples < 1:
-        issues.append(f"max_examples must be at least 1, got {max_examples}; leave it out for all")
-    if every_n_rounds is not None and every_n_rounds < 1:
-        issues.append(
-            f"every_n_rounds must be at least 1, got {every_n_rounds}; leave it out to keep the "
-            "first mask"
-        )
-    if issues:
-        raise ConfigurationError("MaskCalibration: " + "; ".join(issues))

@@ -25,6 +25,7 @@ class MaskReport:
         num_dense: numbers of the head that train besides.
         num_frozen: numbers outside mask and head.
         metrics: further numbers for the loggers.
+        is_new: False for a mask of a resumed run, which the loggers know.
     """
 
     mask: Mask
@@ -33,6 +34,7 @@ class MaskReport:
     num_dense: int
     num_frozen: int
     metrics: dict[str, float]
+    is_new: bool = True
 
     def __str__(self) -> str:
         mask = self.mask
@@ -48,6 +50,12 @@ class MaskReport:
         rank_zero_info(str(self))
         if not trainer.is_global_zero or trainer.logger is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
+        if self.is_new:
+            self._log(trainer)
+        if folder is not None:
+            save_mask(self.mask, Path(folder) / f"mask_v{self.version}.safetensors")
+
+    def _log(self, trainer: Trainer) -> None:
         numbers = {
             "mask/density": self.mask.density,
             "mask/sparsity": self.mask.sparsity,
@@ -59,5 +67,3 @@ class MaskReport:
             if isinstance(logger, TensorBoardLogger):
                 figure = density_figure(self.mask)
                 logger.experiment.add_figure("mask/density per layer", figure, trainer.global_step)
-        if folder is not None:
-            save_mask(self.mask, Path(folder) / f"mask_v{self.version}.safetensors")

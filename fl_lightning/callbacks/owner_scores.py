@@ -13,6 +13,7 @@ nothing but ties to the sixteenth digit.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,26 +82,49 @@ class OwnerScores:
             names: of the parameters that it covers.
             version: 0 at the start of a run, then 1, 2, ….
         """
-        own = dict(trainer.lightning_module.named_parameters())
-        parameters = {name: own[name].detach() for name in names}
-        seed = derive_seed(self.seed, _PURPOSE, version)
-        calibration = Calibration(plan, parameters, seed=seed)
+        calibration = self._calibration(trainer, plan, names, version)
         if not calibration.needs_scores:
             calibration.step()
             return calibration.mask.to("cpu")
-        owners, rounds = example_owners(trainer), range(len(calibration.num_kept))
+        owners = example_owners(trainer)
+        rounds = range(len(calibration.num_kept))
         visits = [self._visits(trainer, owners, version, number) for number in rounds]
         batches = [-(-n // owners.batch_size) for v in visits for n in v.num_examples.tolist()]
-        with (
-            progress_bar(trainer, "Calibration", sum(batches)) as tick,
-            preserve_global_generators(),
-            scoring_context(trainer),
-        ):
+        with progress_bar(trainer, "Calibration", sum(batches)) as tick, _scoring(trainer):
             for number in rounds:
                 values = calibration.soft_parameters()
                 score = self._score(trainer, owners, values, (version, number), tick)
                 calibration.step(_summed(trainer, values, visits[number], score))
         return calibration.mask.to("cpu")
+
+    def mask_of(
+        self, trainer: Trainer, plan: CalibrationPlan, names: list[str], owner: int
+    ) -> Mask:
+        """Return the mask that one owner finds on its own examples, on the CPU.
+
+        Args:
+            trainer: whose module holds the model that the owner was sent.
+            plan: how scores become a mask.
+            names: of the parameters that it covers.
+            owner: who.
+        """
+        calibration = self._calibration(trainer, plan, names, 0, owner)
+        owners = example_owners(trainer)
+        most = self.max_examples or int(owners.num_examples[owner])
+        count = min(most, int(owners.num_examples[owner]))
+        with _scoring(trainer):
+            while not calibration.is_done:
+                values = calibration.soft_parameters()
+                score = self._score(trainer, owners, values, (0, calibration.round), lambda: None)
+                calibration.step(score(owner, count) if calibration.needs_scores else None)
+        return calibration.mask.to("cpu")
+
+    def _calibration(
+        self, trainer: Trainer, plan: CalibrationPlan, names: list[str], *ids: int
+    ) -> Calibration:
+        own = dict(trainer.lightning_module.named_parameters())
+        parameters = {name: own[name] for name in names}
+        return Calibration(plan, parameters, seed=derive_seed(self.seed, _PURPOSE, *ids))
 
     def _visits(
         self, trainer: Trainer, owners: ExampleOwners, version: int, number: int
@@ -143,6 +167,12 @@ class OwnerScores:
             return sensitivity(trainer.lightning_module, batches, parameters=values, seed=own)
 
         return score
+
+
+@contextmanager
+def _scoring(trainer: Trainer) -> Iterator[None]:
+    with preserve_global_generators(), scoring_context(trainer):
+        yield
 
 
 def _summed(

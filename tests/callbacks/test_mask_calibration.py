@@ -112,19 +112,20 @@ class TestWhereScoresComeFrom:
         assert in_a_federation.mask == alone.mask == unwrapped.mask
 
     @pytest.mark.parametrize("limit", [None, 20])
-    def test_the_number_of_processes_does_not_matter(self, limit):
-        masks = []
+    def test_the_number_of_processes_does_not_matter(self, limit, tmp_path):
+        heads = []
         for devices in (1, 2):
-            sparse = calibration(max_examples=limit, head=RidgeHead())
             module, _, _ = fit(
-                *(sparse, None, AllHaveTheSameMask()),
+                *(calibration(max_examples=limit, head=RidgeHead()), None, AllHaveTheSameMask()),
                 devices=devices,
                 strategy="federated",
+                logger=CSVLogger(tmp_path, name=str(devices)),
                 max_epochs=1,
             )
-            masks.append((sparse.mask, module.net[4].weight.detach().clone()))
-        assert masks[0][0] == masks[1][0]
-        torch.testing.assert_close(masks[0][1], masks[1][1], rtol=0, atol=1e-5)
+            heads.append(module.net[4].weight.detach())
+        one, two = (tmp_path / n / "version_0/mask_v0.safetensors" for n in "12")
+        assert load_mask(one) == load_mask(two)
+        torch.testing.assert_close(*heads, rtol=0, atol=1e-5)
 
     def test_a_failure_in_one_process_ends_all(self):
         with pytest.raises(ConfigurationError, match="broken in process 1"):
@@ -284,10 +285,13 @@ class TestCheckpoints:
             if never is not None:
                 assert never.sizes == []
 
-    def test_versions(self):
+    def test_versions(self, tmp_path):
         sparse = calibration(every_n_rounds=2)
-        watch = WhatTrains()
-        fit(sparse, None, watch, max_epochs=5)
+        fit(sparse, max_epochs=5, logger=CSVLogger(tmp_path))
+        files = sorted(tmp_path.rglob("mask_v*.safetensors"))
+        assert [path.name for path in files] == [f"mask_v{v}.safetensors" for v in range(3)]
+        hashes = [entry["hash"] for entry in sparse.history]
+        assert [load_mask(path).hash() for path in files] == hashes
         assert [entry["round"] for entry in sparse.history] == [0, 2, 4]
         assert sparse.version == 2
         assert sparse.history[-1]["hash"] == sparse.mask.hash()
@@ -300,6 +304,51 @@ class TestCheckpoints:
             ConfigurationError, match=r"net\.0\.weight \(8, 4\) instead of \(9, 4\)"
         ):
             fit(calibration(mask_file=str(path)))
+
+
+class TestMasksOfClients:
+    def run(self, watch, **options):
+        sparse = calibration(per_client=True, sensitivity=ExactFisher(), rounds=2)
+        watch.sparse = sparse
+        # the federation asks for the masks; here the callback that comes after it does
+        return sparse, fit(sparse, None, watch, **options)[0]
+
+    def test_each_is_found_on_the_clients_own_examples_and_kept(self):
+        watch = AsksForMasks()
+        sparse, _ = self.run(watch, max_epochs=2)
+        assert sparse.mask.density == 1  # what the clients' masks lie in
+        data = toy_data()
+        for client in (0, 3):
+            own = [data.evaluation_batch(data.clients[client])]
+            options = {"density": 0.3, "rounds": 2, "sensitivity": ExactFisher(), "names": HIDDEN}
+            assert watch.found[0][client] == calibrate(network(), own, **options)
+        assert watch.found[0] == watch.found[1]  # though the model has moved
+        assert len(set(watch.found[0].values())) > 1
+
+    def test_they_are_in_the_checkpoint(self, tmp_path):
+        watch, again = AsksForMasks(), AsksForMasks()
+        self.run(watch, max_epochs=1)
+        watch.trainer.save_checkpoint(tmp_path / "one.ckpt")
+        torch.load(tmp_path / "one.ckpt", weights_only=True)
+        self.run(again, max_epochs=2, ckpt_path=tmp_path / "one.ckpt")
+        assert again.found == watch.found
+
+    def test_processes_tell_each_other(self, tmp_path):
+        hashes = []
+        for devices in (1, 2):
+            folder, watch = tmp_path / str(devices), AsksForMasks()
+            save = SaveEverywhere(folder)
+            watch.sparse = sparse = calibration(per_client=True)
+            fit(sparse, None, watch, save, devices=devices, strategy="federated", max_epochs=1)
+            state = torch.load(folder / "0-end.ckpt", weights_only=True)
+            masks = state["callbacks"]["MaskCalibration"]["clients"]
+            hashes.append({client: mask["hash"] for client, mask in masks.items()})
+        assert hashes[0] == hashes[1]
+        assert len(hashes[0]) == 6
+
+    def test_nobody_to_keep_to_them_is_refused(self):
+        with pytest.raises(ConfigurationError, match="clients keep to masks of their own"):
+            fit(calibration(per_client=True), federated=False)
 
 
 class TestReport:
@@ -372,6 +421,7 @@ class Forward(Refused):
         ({"soft_mask": 2.0}, "soft_mask"),
         ({"max_examples": 0}, "max_examples must be at least 1"),
         ({"every_n_rounds": 0}, "every_n_rounds must be at least 1"),
+        ({"per_client": True, "every_n_rounds": 1}, "finds its mask once"),
         ({"head": "fit"}, "head must be train, freeze, or a fit"),
         ({"mask_file": "m", "every_n_rounds": 2, "density": None}, "give density"),
     ],
@@ -418,8 +468,10 @@ def test_the_order_of_callbacks():
 
 
 def test_several_processes_without_a_federation_are_refused():
+    sparse = calibration()
+    trainer = toy_trainer(sparse, devices=2, strategy="ddp")  # not started: it would stay
     with pytest.raises(ConfigurationError, match=r"trainer\.devices to 1"):
-        fit(calibration(), federated=False, strategy="ddp", devices=1)
+        sparse.setup(trainer, network(), "fit")
 
 
 class AllHaveTheSameMask(Callback):
@@ -430,6 +482,20 @@ class AllHaveTheSameMask(Callback):
         assert len(set(Ranks(trainer).gather(sparse.mask.hash()))) == 1
         first, *others = Ranks(trainer).gather(weights(module))
         assert all(torch.equal(first, other) for other in others)
+
+
+class AsksForMasks(Callback):
+    """Asks at the start of each round for the masks of this process's share of the clients."""
+
+    def __init__(self):
+        self.found = []
+
+    def on_fit_start(self, trainer, module):
+        self.masks, self.trainer = self.sparse.client_masks(), trainer
+
+    def on_train_epoch_start(self, trainer, module):
+        mine = range(trainer.global_rank, 6, trainer.world_size)
+        self.found.append({client: self.masks(client) for client in mine})
 
 
 class WhatTrains(Callback):

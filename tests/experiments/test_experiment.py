@@ -80,7 +80,7 @@ def test_the_runs_before_come_first_and_their_change_changes_what_starts_from_th
 def test_a_checkpoint_of_no_run_or_of_oneself_is_refused(tmp_path):
     with pytest.raises(ConfigurationError, match="'a': its configuration says <first>, but"):
         plan(tmp_path, "path: <first>", variants={"a": {}})
-    with pytest.raises(ConfigurationError, match="first: .* the checkpoint of itself"):
+    with pytest.raises(ConfigurationError, match=r"first: .* the checkpoint of itself"):
         plan(tmp_path, "path: <first>", variants={"a": {}}, first={})
 
 
