@@ -8,7 +8,7 @@ fp16 scale) never reaches the next one.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 from lightning.pytorch import Trainer
@@ -83,7 +83,7 @@ class GroupTraining:
         """Keep the module's torchmetrics objects from exchanging anything between processes."""
         return kept_apart(self._metrics)
 
-    def settle_engine(self, model: GlobalModel, group: Sequence[int], ranks: Ranks) -> None:
+    def settle_engine(self, model: GlobalModel, group: Iterable[int], ranks: Ranks) -> None:
         """Choose the engine before the first clients train; several processes take one and all."""
         if self.engine.is_settled:
             return
@@ -176,7 +176,7 @@ class GroupTraining:
             masks=masks,
         )
 
-    def _work_of(self, clients: Sequence[int]) -> list[ClientWork]:
+    def _work_of(self, clients: Iterable[int]) -> list[ClientWork]:
         round_index = self._trainer.current_epoch
         return [self._plan.of(client, round_index) for client in clients]
 
