@@ -468,8 +468,10 @@ def test_the_order_of_callbacks():
 
 
 def test_several_processes_without_a_federation_are_refused():
+    sparse = calibration()
+    trainer = toy_trainer(sparse, strategy="ddp", devices=2)
     with pytest.raises(ConfigurationError, match=r"trainer\.devices to 1"):
-        fit(calibration(), federated=False, strategy="ddp", devices=1)
+        sparse.setup(trainer, network(), "fit")
 
 
 class AllHaveTheSameMask(Callback):
