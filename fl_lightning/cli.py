@@ -1,7 +1,7 @@
 """The command line: Lightning's own, with a ``federation:`` block.
 
 ``fl-lightning fit --config configs/quickstart.yaml``; also ``validate``, ``test``, ``predict``.
-Without the block the same files train centrally.
+Without the block the same files train centrally. ``fl-lightning compare`` runs many fits.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import logging
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +22,15 @@ from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from typing_extensions import override
 
 from fl_lightning.callbacks.client_evaluation import ClientEvaluation
 from fl_lightning.callbacks.partition_report import PartitionReport
 from fl_lightning.callbacks.progress import RoundProgressBar
 from fl_lightning.cli_devices import asks_for_several, automatic_processes
 from fl_lightning.cli_errors import Parser, explain
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.experiments.compare import DESCRIPTION, add_arguments, compare
 from fl_lightning.federation.compatibility import check_strategy
 from fl_lightning.federation.federation import Federation
 
@@ -35,6 +40,8 @@ _EXPECTED_WARNINGS = (
     # a resumed run goes on in its own folder, `validate` and `test` log in a new one
     "Checkpoint directory .* exists and is not empty",
     "The dirpath has changed",
+    # compare reads every variant's configuration with this command line
+    "LightningCLI's args parameter is intended to run from within Python",
 )
 
 
@@ -207,22 +214,72 @@ def _short(path: str) -> str:
     )
 
 
+class Commands(Parser):
+    """The parser of the whole command line: Lightning's subcommands and ours."""
+
+    @override
+    def add_subcommands(self, *args: Any, **kwargs: Any) -> Any:
+        """Let ``compare`` be listed with the others."""
+        subcommands = super().add_subcommands(*args, **kwargs)
+        subcommands.add_subcommand("compare", compare_parser(), help=DESCRIPTION)
+        return subcommands
+
+
+def compare_parser() -> Parser:
+    """Return the parser of ``compare``."""
+    parser = Parser(
+        prog="fl-lightning compare",
+        description=f"{DESCRIPTION} Words after -- are options of every run's fit.",
+    )
+    add_arguments(parser)
+    return parser
+
+
+def resolve(words: Sequence[str]) -> str:
+    """Return the complete configuration of a fit, as YAML, without running it.
+
+    Args:
+        words: of the command line, after ``fit``.
+
+    Raises:
+        ConfigurationError: if they are refused.
+    """
+    said, refused = StringIO(), StringIO()
+    try:
+        with redirect_stdout(said), redirect_stderr(refused):
+            run_lightning(["fit", *words, "--print_config"])
+    except SystemExit as end:
+        if end.code:
+            sentence = refused.getvalue().strip().removeprefix("fl-lightning: ")
+            raise ConfigurationError(sentence) from None
+    return said.getvalue()
+
+
+def run_lightning(args: ArgsType) -> None:
+    """Run one of Lightning's subcommands."""
+    FederatedCLI(
+        save_config_kwargs={"overwrite": True},
+        seed_everything_default=0,
+        auto_configure_optimizers=False,
+        subclass_mode_model=True,
+        subclass_mode_data=True,
+        args=args,
+        parser_class=Commands,
+        parser_kwargs={"description": "Federated learning for PyTorch Lightning."},
+    )
+
+
 def main(args: ArgsType = None) -> None:
     """Run the command line; a setting that cannot work ends it with one sentence."""
     for expected in _EXPECTED_WARNINGS:
         warnings.filterwarnings("ignore", message=expected)
     logging.getLogger("lightning.pytorch").setLevel(logging.INFO)
+    words = sys.argv[1:] if args is None else args
     try:
-        FederatedCLI(
-            save_config_kwargs={"overwrite": True},
-            seed_everything_default=0,
-            auto_configure_optimizers=False,
-            subclass_mode_model=True,
-            subclass_mode_data=True,
-            args=args,
-            parser_class=Parser,
-            parser_kwargs={"description": "Federated learning for PyTorch Lightning."},
-        )
+        if isinstance(words, list) and words[:1] == ["compare"]:
+            compare(words[1:], parser=compare_parser(), resolve=resolve)
+        else:
+            run_lightning(args)
     except Exception as error:
         sentence = explain(error)
         if sentence is None:

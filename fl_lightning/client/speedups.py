@@ -149,13 +149,26 @@ def _lay_out(module: nn.Module, layout: torch.memory_format) -> None:
     with torch.no_grad():
         for param in module.parameters():
             if param.ndim == 4:
-                param.data = param.data.contiguous(memory_format=layout)
+                param.data = _laid_out(param.data, layout)
+
+
+def _laid_out(value: Tensor, layout: torch.memory_format) -> Tensor:
+    """Return a tensor of shape (N, C, H, W) in a layout, with that layout's own strides.
+
+    With one channel, or one pixel, a tensor counts as being in both: what a convolution makes of it
+    then depends on strides of axes of length one.
+    """
+    _, channels, height, width = value.shape
+    strides = (channels * height * width, height * width, width, 1)
+    if layout is torch.channels_last:
+        strides = (channels * height * width, 1, width * channels, channels)
+    return value.contiguous(memory_format=layout).as_strided(value.shape, strides)
 
 
 def _channels_last(batch: Any) -> Any:
     if isinstance(batch, Tensor):
         is_image = batch.ndim == 4 and batch.is_floating_point()
-        return batch.contiguous(memory_format=torch.channels_last) if is_image else batch
+        return _laid_out(batch, torch.channels_last) if is_image else batch
     if type(batch) in (tuple, list):
         return type(batch)([_channels_last(part) for part in batch])
     if type(batch) is dict:
@@ -188,4 +201,4 @@ def _is_channels_last(value: Tensor) -> bool:
 
 
 def _in_channels_last(gradient: Tensor) -> Tensor:
-    return gradient.contiguous(memory_format=torch.channels_last)
+    return _laid_out(gradient, torch.channels_last)

@@ -33,6 +33,8 @@ class Digits(ImageSource):
             right without it and 98.1, 93.2 and 84.0 % with it (means of three seeds).
         image_size: height and width the model sees, in pixels; None for 8.
         val_fraction: part of the training digits held out for validation, in [0, 1); 0 for none.
+        classes: numbers of the classes whose images are kept, in all sets; labels stay as they are.
+            None keeps all.
         seed: decides which digits are held out and the order of central training. None takes the
             run's seed.
 
@@ -55,6 +57,7 @@ class Digits(ImageSource):
         augment: bool = False,
         image_size: int | None = None,
         val_fraction: float = 0.1,
+        classes: list[int] | None = None,
         seed: int | None = None,
     ) -> None:
         super().__init__(
@@ -62,6 +65,7 @@ class Digits(ImageSource):
             augment=augment,
             image_size=image_size,
             val_fraction=val_fraction,
+            classes=classes,
             seed=seed,
         )
 

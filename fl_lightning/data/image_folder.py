@@ -47,6 +47,8 @@ class ImageFolder(ImageSource):
         augment: whether training images are cropped and flipped at random.
         val_fraction: part of the training images held out for validation, in [0, 1), of every
             class alike; 0 for none.
+        classes: numbers of the classes whose images are kept, in all sets; labels stay as they are.
+            None keeps all.
         seed: decides which images are held out and the order of central training. None takes the
             run's seed.
 
@@ -75,6 +77,7 @@ Expected are images as nowhere/train/<class>/<name>.jpg, with one folder for eac
         batch_size: int = 64,
         augment: bool = True,
         val_fraction: float = 0.1,
+        classes: list[int] | None = None,
         seed: int | None = None,
     ) -> None:
         super().__init__(
@@ -82,6 +85,7 @@ Expected are images as nowhere/train/<class>/<name>.jpg, with one folder for eac
             augment=augment,
             image_size=image_size,
             val_fraction=val_fraction,
+            classes=classes,
             seed=seed,
         )
         self.root = Path(root)
@@ -92,8 +96,17 @@ Expected are images as nowhere/train/<class>/<name>.jpg, with one folder for eac
             tuple(mean), tuple(std), crop_padding=image_size // 8, horizontal_flip=True
         )
 
+    def setup(self, stage: str | None = None) -> None:
+        """List and split the files and, for a set in memory, decode those that are used."""
+        if hasattr(self, "train_set"):
+            return
+        super().setup(stage)
+        if self.in_memory:
+            for name in ("train_set", "val_set", "test_set"):
+                setattr(self, name, getattr(self, name).in_memory())
+
     def load(self) -> LoadedImages:
-        """List the files and, for a set in memory, decode them.
+        """List the files.
 
         Raises:
             ConfigurationError: if a folder or its images are missing, or classes differ.
@@ -116,8 +129,7 @@ Expected are images as nowhere/train/<class>/<name>.jpg, with one folder for eac
             paths += found
             targets += [target] * len(found)
         pipeline = self.training_pipeline(self.pipeline)
-        files = ImageFiles(paths, torch.tensor(targets), pipeline, image_size=self.stored_size)
-        return files.in_memory() if self.in_memory else files
+        return ImageFiles(paths, torch.tensor(targets), pipeline, image_size=self.stored_size)
 
 
 def _class_names(folder: Path) -> tuple[str, ...]:

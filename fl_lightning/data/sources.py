@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
@@ -48,6 +49,9 @@ class ImageSource(LightningDataModule, ABC):
         image_size: height and width the model sees, in pixels; None for the stored size.
         val_fraction: part of the training images held out for validation, in [0, 1), of every
             class alike; 0 for none. Ignored where the set brings validation images of its own.
+        classes: numbers of the classes whose images are kept, in all three sets; None keeps all.
+            Labels stay as they are, and so does what is held out of a class, so that models of
+            different classes fit together.
         seed: decides which images are held out and the order of central training. None takes the
             run's seed.
 
@@ -75,6 +79,7 @@ class ImageSource(LightningDataModule, ABC):
         augment: bool = True,
         image_size: int | None = None,
         val_fraction: float = 0.1,
+        classes: list[int] | None = None,
         seed: int | None = None,
     ) -> None:
         issues = []
@@ -84,6 +89,8 @@ class ImageSource(LightningDataModule, ABC):
             issues.append(f"image_size must be >= 1 pixel, got {image_size}: null is off")
         if not 0 <= val_fraction < 1:
             issues.append(f"val_fraction must be in [0, 1), got {val_fraction}: 0 holds out none")
+        if classes is not None and (not classes or len(set(classes)) < len(classes)):
+            issues.append(f"classes must be different numbers, at least one, got {list(classes)}")
         if issues:
             raise ConfigurationError("; ".join(issues))
         super().__init__()
@@ -91,6 +98,7 @@ class ImageSource(LightningDataModule, ABC):
         self.augment = augment
         self.image_size = image_size
         self.val_fraction = val_fraction
+        self.classes = classes
         self.seed = seed
 
     @abstractmethod
@@ -110,8 +118,24 @@ class ImageSource(LightningDataModule, ABC):
             train, val = _hold_out(train, self.val_fraction, derive_seed(seed, "val split"))
         self.class_names = loaded.class_names
         self.num_classes = len(loaded.class_names)
-        self.val_set, self.test_set = val.evaluation(), test.evaluation()
-        self.train_set = train
+        self.val_set, self.test_set = (
+            self._chosen(val).evaluation(),
+            self._chosen(test).evaluation(),
+        )
+        self.train_set = self._chosen(train)
+
+    def _chosen(self, images: ImageSet) -> ImageSet:
+        """Return the images of `classes`: after the split, which is the same for any choice."""
+        if self.classes is None:
+            return images
+        unknown = sorted(set(self.classes) - set(range(self.num_classes)))
+        if unknown:
+            raise ConfigurationError(
+                f"classes must be numbers from 0 to {self.num_classes - 1}, got {unknown}: "
+                f"the classes are {', '.join(self.class_names)}, in this order"
+            )
+        kept = torch.isin(images.targets, torch.tensor(list(self.classes)))
+        return images.select(kept.nonzero().flatten())
 
     def training_pipeline(self, pipeline: PixelPipeline) -> PixelPipeline:
         """Return a set's pipeline as the settings want it: the image size, and augmented or not."""

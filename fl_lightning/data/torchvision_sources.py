@@ -28,6 +28,8 @@ class TorchvisionSource(ImageSource, ABC):
         image_size: height and width the model sees, in pixels; None for the stored size.
         val_fraction: part of the training images held out for validation, in [0, 1), of every
             class alike; 0 for none.
+        classes: numbers of the classes whose images are kept, in all sets; labels stay as they are.
+            None keeps all.
         seed: decides which images are held out and the order of central training. None takes the
             run's seed.
     """
@@ -44,6 +46,7 @@ class TorchvisionSource(ImageSource, ABC):
         augment: bool = True,
         image_size: int | None = None,
         val_fraction: float = 0.1,
+        classes: list[int] | None = None,
         seed: int | None = None,
     ) -> None:
         super().__init__(
@@ -51,6 +54,7 @@ class TorchvisionSource(ImageSource, ABC):
             augment=augment,
             image_size=image_size,
             val_fraction=val_fraction,
+            classes=classes,
             seed=seed,
         )
         self.root = root

@@ -469,7 +469,7 @@ def test_the_order_of_callbacks():
 
 def test_several_processes_without_a_federation_are_refused():
     sparse = calibration()
-    trainer = toy_trainer(sparse, strategy="ddp", devices=2)
+    trainer = toy_trainer(sparse, devices=2, strategy="ddp")  # not started: it would stay
     with pytest.raises(ConfigurationError, match=r"trainer\.devices to 1"):
         sparse.setup(trainer, network(), "fit")
 

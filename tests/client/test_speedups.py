@@ -155,6 +155,19 @@ def test_everything_is_put_back():
     assert not any("forward" in vars(layer) for layer in net.modules())
 
 
+@pytest.mark.parametrize(("channels", "side", "kernel"), [(1, 8, 3), (4, 8, 1), (3, 8, 3)])
+def test_one_channel_or_one_pixel_is_in_no_other_layout(channels, side, kernel):
+    """With the usual strides of an axis of length one, a convolution would go back to the other."""
+    net = nn.Conv2d(channels, 8, kernel)
+    before = net.weight.detach().clone(), net.weight.stride()
+    faster = FasterStep(net, SGD(net.parameters()), ("channels_last",))
+    out = net(faster.batch(torch.randn(2, channels, side, side)))
+    assert out.stride(1) == 1
+    faster.close()
+    assert torch.equal(net.weight, before[0])
+    assert net.weight.stride() == before[1]
+
+
 def test_images_change_their_layout_and_nothing_else():
     net = conv_net()
     faster = FasterStep(net, SGD(net.parameters()), ("channels_last",))

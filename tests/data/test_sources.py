@@ -48,6 +48,23 @@ def test_splits_keep_the_proportions_of_the_classes():
     assert ((val - (total - test) * 0.25).abs() < 1).all()
 
 
+def test_chosen_classes_are_what_remains_of_the_same_splits():
+    every, some = ready(Digits(seed=1)), ready(Digits(seed=1, classes=[7, 2]))
+    assert some.num_classes == 10
+    for name in ("train_set", "val_set", "test_set"):
+        all_images, chosen = getattr(every, name), getattr(some, name)
+        kept = (all_images.targets == 2) | (all_images.targets == 7)
+        assert 0 < len(chosen) < len(all_images)
+        assert torch.equal(chosen.targets, all_images.targets[kept])
+        assert torch.equal(chosen.images, all_images.images[kept])
+
+
+@pytest.mark.parametrize("classes", [[], [1, 1], [3, 10], [-1]])
+def test_classes_that_there_are_not_are_refused(classes):
+    with pytest.raises(ConfigurationError, match="classes must be"):
+        ready(Digits(classes=classes))
+
+
 def test_splits_depend_on_the_seed_and_by_default_on_the_runs(monkeypatch):
     monkeypatch.setenv("PL_GLOBAL_SEED", "5")
     runs = [ready(Digits(seed=seed)) for seed in (5, None, 6)]
@@ -304,6 +321,14 @@ def test_decoding_lazily_gives_the_same_batches(folder):
         assert all(map(torch.equal, *batches))
     assert torch.equal(kept.test_set[2][0], lazy.test_set[2][0])
     assert len(lazy.train_set) == len(kept.train_set)
+
+
+def test_only_files_of_the_chosen_classes_are_decoded(folder):
+    (min((folder / "train").iterdir()) / "broken.png").write_text("of the first class")
+    with pytest.raises(ConfigurationError, match=r"broken.png cannot be read"):
+        ready(ImageFolder(str(folder), image_size=8))
+    source = ready(ImageFolder(str(folder), image_size=8, classes=[1]))
+    assert set(source.train_set.targets.tolist()) == {1}
 
 
 def test_a_validation_folder_is_taken_and_a_missing_test_folder_held_out(folder):

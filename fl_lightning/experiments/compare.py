@@ -1,0 +1,88 @@
+"""The command ``fl-lightning compare``: plan, train, read, report."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import ArgumentParser
+from jsonargparse.typing import PositiveInt
+
+from fl_lightning.experiments.experiment import BEFORE, Experiment
+from fl_lightning.experiments.figure import draw
+from fl_lightning.experiments.plan import Resolve, plan_runs
+from fl_lightning.experiments.results import Result, read_result, write_csv
+from fl_lightning.experiments.schedule import train_all
+from fl_lightning.experiments.table import matrix_table, results_table
+from fl_lightning.experiments.training import is_finished
+
+DESCRIPTION = "Many runs from one file: variants x seeds, a table, a CSV and a figure."
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Give a parser the options of the command."""
+    parser.add_argument("-c", "--config", action="config", help="The experiment's YAML file.")
+    parser.add_class_arguments(Experiment, None)
+    parser.add_argument(
+        "--workers", type=PositiveInt, default=2, help="Runs at a time, one thread each."
+    )
+    parser.add_argument(
+        "--out",
+        type=str | None,
+        default=None,
+        help="Folder of runs and results; runs/<name of the experiment's file> if null. What is "
+        "finished there, with the same configuration, is not run again.",
+    )
+
+
+def compare(words: Sequence[str], *, parser: ArgumentParser, resolve: Resolve) -> None:
+    """Run the command; ends the process with code 1 if a run failed.
+
+    Args:
+        words: of the command line, without the command; those after ``--`` go to every run.
+        parser: one with the options of the command.
+        resolve: from the words of a fit's command line to its complete configuration as YAML.
+
+    Raises:
+        ConfigurationError: if anything is refused, before any run starts.
+    """
+    own, options = _split(words)
+    given = parser.parse_args(own)
+    experiment = _experiment(parser.instantiate(given))
+    out = Path(
+        given.out or Path("runs", Path(given.config[-1]).stem if given.config else "compare")
+    )
+    runs = plan_runs(experiment, out=out, options=options, resolve=resolve)
+    failures = train_all(runs, workers=given.workers)
+    finished = [run for run in runs if run.variant.name != BEFORE and is_finished(run)]
+    if finished:
+        _report(experiment, [read_result(run, experiment) for run in finished], out)
+    if failures:
+        told = "\n".join(f"  {name}: {failure}" for name, failure in failures.items())
+        sys.exit(f"fl-lightning: {len(failures)} of {len(runs)} runs failed:\n{told}")
+
+
+def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the words before and after the first ``--``."""
+    at = list(words).index("--") if "--" in words else len(words)
+    return list(words[:at]), list(words[at + 1 :])
+
+
+def _experiment(given: Any) -> Experiment:
+    keys = Experiment.__dataclass_fields__
+    return Experiment(**{key: getattr(given, key) for key in keys})
+
+
+def _report(experiment: Experiment, results: Sequence[Result], out: Path) -> None:
+    """Write results.csv, results.md and results.png; print the tables."""
+    axes = experiment.axes
+    text = results_table(results)
+    if len(axes) == 2:
+        text = "\n\n".join([text, *(matrix_table(results, m, axes) for m in experiment.report)])
+    write_csv(out / "results.csv", results)
+    (out / "results.md").write_text(text + "\n")
+    draw(out / "results.png", results, experiment.report, axes)
+    print(f"\n{text}\n\nresults:    {out}/results.csv, results.md, results.png")
+    print(f"look:       tensorboard --logdir {out}")

@@ -1,0 +1,144 @@
+"""What is compared: the keys of an experiment's YAML.
+
+    runs = variants x seeds,  or with a grid  axis 1 x axis 2 x ... x seeds
+
+Every variant is a difference to one common configuration, as a second ``--config`` file is to the
+first. Nothing but that difference, and the seed, tells two runs apart.
+"""
+
+# mypy: disable-error-code="type-arg"
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Literal, TypeAlias
+
+from jsonargparse.typing import Path_fr
+
+from fl_lightning.core.errors import ConfigurationError
+
+FIRST = "<first>"  # in a configuration: the checkpoint of the run before
+BEFORE = "first"  # name of that run
+
+# Not dict[str, Any]: of Any the parser completes the classes that are named inside with defaults.
+Difference: TypeAlias = dict
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One row of the table.
+
+    Attributes:
+        name: as the table shows it.
+        difference: to the common configuration, layers in order.
+        coordinates: of a grid, axis to value; empty otherwise.
+    """
+
+    name: str
+    difference: tuple[Difference, ...]
+    coordinates: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def folder(self) -> str:
+        """The name as a folder's.
+
+        Example:
+            >>> Variant("sign flip / Krum", ()).folder
+            'sign_flip_Krum'
+        """
+        return re.sub(r"[^\w.%=+-]+", "_", self.name).strip("_.") or "_"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """Runs that differ in one thing, and what is reported of them.
+
+    Args:
+        configs: files of the configuration that all runs share, layered; paths are relative to the
+            experiment's own file.
+        base: the same, in the experiment's file, over those files.
+        first: a run before the others, once a seed: its difference to the common configuration.
+            Wherever a configuration says ``<first>`` it gets the path of that run's checkpoint.
+        variants: what is compared: name to difference.
+        grid: instead of variants: axis to name to difference; every combination is a variant.
+        seeds: one run of every variant each, as [0, 1, 2] or 0,1,2: of data split, partition,
+            initial weights and everything else that is drawn.
+        report: metrics to report, as the runs log them.
+        monitor: metric that chooses the best round of a run, on validation data.
+        mode: whether a high or a low value of it is good.
+
+    Raises:
+        ConfigurationError: if there is nothing to compare, or names or seeds repeat.
+
+    Example:
+        >>> fast, slow = {"model": {"lr": 0.1}}, {"model": {"lr": 0.01}}
+        >>> experiment = Experiment(variants={"fast": fast, "slow": slow}, seeds="0,1")
+        >>> [variant.name for variant in experiment.all_variants], experiment.all_seeds
+        (['fast', 'slow'], [0, 1])
+    """
+
+    configs: list[Path_fr] = field(default_factory=list)
+    base: Difference | None = None
+    first: Difference | None = None
+    variants: dict[str, Difference | None] | None = None
+    grid: dict[str, dict[str, Difference | None]] | None = None
+    seeds: list[int] | int | str = 0
+    report: list[str] = field(default_factory=lambda: ["test/accuracy"])
+    monitor: str = "val/accuracy"
+    mode: Literal["max", "min"] = "max"
+
+    def __post_init__(self) -> None:
+        issues = []
+        if bool(self.variants) == bool(self.grid):
+            issues.append("give either variants or grid, name to difference")
+        if not self.report:
+            issues.append("report must name at least one metric, as the runs log it")
+        seeds = self.all_seeds
+        if not seeds or min(seeds) < 0 or len(set(seeds)) < len(seeds):
+            issues.append(f"seeds must be different whole numbers >= 0, got {self.seeds}")
+        folders = [variant.folder for variant in self.all_variants]
+        if twice := {name for name in folders if folders.count(name) > 1 or name == BEFORE}:
+            issues.append(
+                f"variants must have names that differ as folders, and not be {BEFORE!r}: "
+                f"{', '.join(sorted(twice))}"
+            )
+        if issues:
+            raise ConfigurationError("experiment: " + "; ".join(issues))
+
+    @property
+    def all_seeds(self) -> list[int]:
+        """The seeds, however they were written."""
+        if isinstance(self.seeds, int):
+            return [self.seeds]
+        given = self.seeds.split(",") if isinstance(self.seeds, str) else self.seeds
+        try:
+            return [int(seed) for seed in given]
+        except ValueError:
+            raise ConfigurationError(
+                f"experiment: seeds must be whole numbers, as [0, 1, 2] or 0,1,2, got {self.seeds}"
+            ) from None
+
+    @property
+    def axes(self) -> dict[str, list[str]]:
+        """Of a grid, the names on each axis; empty otherwise."""
+        # YAML reads a name like 0.1 as a number
+        return {axis: [str(name) for name in values] for axis, values in (self.grid or {}).items()}
+
+    @property
+    def all_variants(self) -> list[Variant]:
+        """What is compared, in the order of the file; the last axis of a grid varies fastest."""
+        if self.variants:
+            return [Variant(str(name), (diff or {},)) for name, diff in self.variants.items()]
+        if not self.grid:
+            return []
+        combinations = product(*(values.items() for values in self.grid.values()))
+        return [
+            Variant(
+                " / ".join(str(name) for name, _ in pairs),
+                tuple(diff or {} for _, diff in pairs),
+                {axis: str(name) for axis, (name, _) in zip(self.grid, pairs, strict=True)},
+            )
+            for pairs in combinations
+        ]

@@ -1,0 +1,116 @@
+"""From an experiment to its runs, each with its whole configuration, before any of them starts.
+
+    fingerprint = SHA-256(configuration, seed, fingerprint of the run before)
+
+A finished run with the fingerprint of the plan need not run again; anything else would show
+numbers of another configuration.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import yaml
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.experiments.experiment import BEFORE, FIRST, Experiment, Variant
+
+Resolve = Callable[[list[str]], str]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training.
+
+    Attributes:
+        variant: what it is a run of.
+        seed: of everything that is drawn.
+        configuration: complete, as YAML, with ``<first>`` where a checkpoint's path belongs.
+        folder: where everything of the run is kept.
+        before: the run whose checkpoint it starts from, if there is one.
+    """
+
+    variant: Variant
+    seed: int
+    configuration: str
+    folder: Path
+    before: Run | None = None
+
+    @property
+    def name(self) -> str:
+        """As messages show it."""
+        return f"{self.variant.name}, seed {self.seed}"
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of everything that the run depends on."""
+        before = self.before.fingerprint if self.before else ""
+        text = f"{self.configuration}\n{self.seed}\n{before}"
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def plan_runs(
+    experiment: Experiment, *, out: Path, options: Sequence[str], resolve: Resolve
+) -> list[Run]:
+    """Return every run, those before others first; then seed by seed.
+
+    Args:
+        experiment: what is compared.
+        out: folder of the experiment.
+        options: further words of every run's command line; they win over the file.
+        resolve: from the words of a command line to the complete configuration as YAML.
+
+    Raises:
+        ConfigurationError: if a configuration is refused, with the variant's name.
+    """
+    variants = experiment.all_variants
+    texts = [_resolved(experiment, v.name, v.difference, options, resolve) for v in variants]
+    firsts: dict[int, Run] = {}
+    if experiment.first is not None:
+        text = _resolved(experiment, BEFORE, [experiment.first], options, resolve)
+        if FIRST in text:
+            raise ConfigurationError(
+                f"{BEFORE}: its configuration says {FIRST}, the checkpoint of itself. Move that "
+                "from the common configuration to the variants, or set it to null in first."
+            )
+        for seed in experiment.all_seeds:
+            firsts[seed] = Run(Variant(BEFORE, ()), seed, text, out / BEFORE / f"seed_{seed}")
+    elif wanting := [v.name for v, text in zip(variants, texts, strict=True) if FIRST in text]:
+        raise ConfigurationError(
+            f"variant {wanting[0]!r}: its configuration says {FIRST}, but the experiment has no "
+            "first run: add first, a difference to the common configuration"
+        )
+    return [*firsts.values()] + [
+        Run(
+            *(variant, seed, text, out / variant.folder / f"seed_{seed}"),
+            before=firsts.get(seed) if FIRST in text else None,
+        )
+        for seed in experiment.all_seeds
+        for variant, text in zip(variants, texts, strict=True)
+    ]
+
+
+def _resolved(
+    experiment: Experiment,
+    name: str,
+    differences: Sequence[Mapping[str, Any]],
+    options: Sequence[str],
+    resolve: Resolve,
+) -> str:
+    words = [word for path in experiment.configs for word in ("--config", str(path.absolute))]
+    with TemporaryDirectory() as folder:
+        for number, layer in enumerate([experiment.base or {}, *differences]):
+            if layer:
+                path = Path(folder, f"{number}.yaml")
+                path.write_text(yaml.safe_dump(layer, sort_keys=False, allow_unicode=True))
+                words += ["--config", str(path)]
+        try:
+            return resolve([*words, *options])
+        except ConfigurationError as error:
+            label = name if name == BEFORE else f"variant {name!r}"
+            raise ConfigurationError(f"{label}: {error}") from error

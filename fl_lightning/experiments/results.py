@@ -1,0 +1,121 @@
+"""What came out of a run, and of the runs of a variant together.
+
+mean = sum x / n,   std = sqrt(sum (x - mean)² / (n - 1))    over seeds; no std of one run
+"""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.experiments.curves import Curve, curves
+from fl_lightning.experiments.experiment import Experiment, Variant
+from fl_lightning.experiments.plan import Run
+from fl_lightning.experiments.training import seconds_of
+
+BEST = " (best round)"
+
+
+@dataclass(frozen=True)
+class Result:
+    """One finished run.
+
+    Attributes:
+        variant: what it is a run of.
+        seed: of the run.
+        curves: of the reported metrics, round to value.
+        columns: reported numbers by name: final values, those of the best round, costs.
+    """
+
+    variant: Variant
+    seed: int
+    curves: Mapping[str, Curve]
+    columns: Mapping[str, float]
+
+
+class Spread(NamedTuple):
+    """Mean and standard deviation of n numbers; the latter is nan for one.
+
+    Example:
+        >>> Spread.of([1.0, 3.0])
+        Spread(mean=2.0, std=1.4142135623730951, n=2)
+    """
+
+    mean: float
+    std: float
+    n: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Return those of at least one number."""
+        std = statistics.stdev(values) if len(values) > 1 else float("nan")
+        return cls(statistics.fmean(values), std, len(values))
+
+
+def read_result(run: Run, experiment: Experiment) -> Result:
+    """Return what a finished run logged.
+
+    Raises:
+        ConfigurationError: if it did not log a metric that is to be reported.
+    """
+    logged = curves(run.folder)
+    _require(experiment.report, logged)
+    reported = {name: logged[name] for name in experiment.report}
+    columns = {name: _last(curve) for name, curve in reported.items()}
+    if monitored := logged.get(experiment.monitor):
+        choose = max if experiment.mode == "max" else min
+        best = choose(monitored, key=lambda number: monitored[number])  # the earliest of equal ones
+        columns |= {f"{n}{BEST}": c[best] for n, c in reported.items() if best in c and len(c) > 1}
+        columns["best round"] = best
+    for way in ("up", "down"):
+        if sent := logged.get(f"round/total_bytes_{way}"):
+            columns[f"bytes {way}"] = sum(sent.values())
+    columns["seconds"] = seconds_of(run)
+    return Result(run.variant, run.seed, reported, columns)
+
+
+def by_variant(results: Sequence[Result]) -> dict[str, list[Result]]:
+    """Return results by the names of their variants, in the order in which these first occur."""
+    groups: dict[str, list[Result]] = {}
+    for result in results:
+        groups.setdefault(result.variant.name, []).append(result)
+    return groups
+
+
+def spreads(results: Sequence[Result]) -> dict[str, Spread]:
+    """Return mean and spread over one variant's runs of every column that all of them have."""
+    shared = [name for name in results[0].columns if all(name in r.columns for r in results)]
+    return {name: Spread.of([r.columns[name] for r in results]) for name in shared}
+
+
+def write_csv(path: Path, results: Sequence[Result]) -> None:
+    """Write one row a run, with as many digits as there are."""
+    axes = list(dict.fromkeys(axis for r in results for axis in r.variant.coordinates))
+    columns = list(dict.fromkeys(name for r in results for name in r.columns))
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["variant", *axes, "seed", *columns])
+        for r in results:
+            place = [r.variant.coordinates.get(axis, "") for axis in axes]
+            numbers = [r.columns.get(name, "") for name in columns]
+            writer.writerow([r.variant.name, *place, r.seed, *numbers])
+
+
+def _last(curve: Curve) -> float:
+    return curve[max(curve)]
+
+
+def _require(names: Sequence[str], logged: Mapping[str, Curve]) -> None:
+    for name in names:
+        if name not in logged:
+            close = difflib.get_close_matches(name, logged, n=3) or sorted(logged)
+            raise ConfigurationError(
+                f"report: the runs have not logged {name!r}. There is {', '.join(close)}. Change "
+                "report and say compare again: what is finished is not run again."
+            )

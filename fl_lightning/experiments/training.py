@@ -1,0 +1,154 @@
+"""One run in a process of its own: started, resumed or left alone if it is finished.
+
+A run's folder has `run.yaml`, its whole configuration; `run.json`, its fingerprint and, once it is
+finished, its seconds; `log.txt`, what it printed; Lightning's checkpoints and event files.
+
+A killed comparison may leave a process behind. It keeps the run's lock, so that the next comparison
+waits for it and then goes on from its last checkpoint.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import yaml
+
+from fl_lightning.experiments.experiment import FIRST
+from fl_lightning.experiments.plan import Run
+
+
+class RunFailure(RuntimeError):  # noqa: N818
+    """A run ended with an error; the message is its last line."""
+
+
+def is_finished(run: Run) -> bool:
+    """Return whether a run with this configuration has ended well."""
+    state = _state(run)
+    return state.get("fingerprint") == run.fingerprint and "seconds" in state
+
+
+def seconds_of(run: Run) -> float:
+    """Return the wall seconds of a finished run's process, start-up included.
+
+    Of a resumed run they are those since it was resumed.
+    """
+    return float(str(_state(run)["seconds"]))
+
+
+def train(run: Run) -> None:
+    """Train and test one run, unless that was done before.
+
+    Raises:
+        RunFailure: if its process ends with an error.
+    """
+    with _lock(run) as lock:
+        if is_finished(run):
+            return
+        words = _prepare(run)
+        began = time.monotonic()
+        # one thread each: so many runs at a time as there are cores
+        threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        with Path(run.folder, "log.txt").open("w") as log:
+            done = subprocess.run(
+                [sys.executable, "-m", "fl_lightning", "fit", *words],
+                check=False,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **threads},
+                pass_fds=[lock],
+            )
+        if done.returncode:
+            raise RunFailure(_last_words(run, done.returncode))
+        _save_state(run, {"seconds": round(time.monotonic() - began, 1)})
+
+
+def checkpoint_of(run: Run) -> Path:
+    """Return a run's last checkpoint: the one named so, or else the newest.
+
+    Raises:
+        RunFailure: if it has none.
+    """
+    last = _last_checkpoint(run)
+    if last.exists():
+        return last
+    every = sorted(last.parent.glob("*.ckpt"), key=lambda path: path.stat().st_mtime)
+    if not every:
+        raise RunFailure(f"{run.name} has left no checkpoint in {last.parent}")
+    return every[-1]
+
+
+def _last_checkpoint(run: Run) -> Path:
+    return run.folder / "checkpoints" / "last.ckpt"
+
+
+def _prepare(run: Run) -> list[str]:
+    """Write what the run needs; return the words of its command line."""
+    resumed = _state(run).get("fingerprint") == run.fingerprint and _last_checkpoint(run).exists()
+    if not resumed:
+        shutil.rmtree(run.folder, ignore_errors=True)
+    run.folder.mkdir(parents=True, exist_ok=True)
+    first = "" if run.before is None else str(checkpoint_of(run.before).absolute())
+    configuration = run.folder / "run.yaml"
+    configuration.write_text(run.configuration.replace(FIRST, first))
+    _save_state(run, {})
+    place = {
+        "save_dir": str(run.folder.parent.parent),
+        "name": run.folder.parent.name,
+        "version": run.folder.name,
+        "default_hp_metric": False,
+    }
+    logger = {"class_path": "lightning.pytorch.loggers.TensorBoardLogger", "init_args": place}
+    # one process a run, however many cores there are, unless the configuration says how many
+    left_open = yaml.safe_load(run.configuration)["trainer"]["devices"] == "auto"
+    return [
+        *("--config", str(configuration)),
+        *("--seed_everything", str(run.seed)),
+        *("--trainer.logger", json.dumps(logger)),
+        *("--trainer.enable_progress_bar", "false"),
+        *(("--trainer.devices", "1") if left_open else ()),
+        *(("--ckpt_path", str(_last_checkpoint(run))) if resumed else ()),
+    ]
+
+
+def _last_words(run: Run, code: int) -> str:
+    lines = [line for line in (run.folder / "log.txt").read_text().splitlines() if line.strip()]
+    said = lines[-1].strip().removeprefix("fl-lightning: ") if lines else f"ended with code {code}"
+    return f"{said} ({run.folder / 'log.txt'})"
+
+
+def _state(run: Run) -> dict[str, object]:
+    try:
+        state = json.loads((run.folder / "run.json").read_text())
+    except (OSError, ValueError):  # never begun, or killed while it was written
+        return {}
+    return state if isinstance(state, dict) else {}
+
+
+def _save_state(run: Run, more: dict[str, object]) -> None:
+    path = run.folder / "run.json"
+    temporary = path.with_suffix(".part")
+    temporary.write_text(json.dumps({"fingerprint": run.fingerprint, **more}))
+    temporary.replace(path)
+
+
+@contextmanager
+def _lock(run: Run) -> Iterator[int]:
+    """Hold the run alone; the process that trains it inherits the lock."""
+    run.folder.parent.mkdir(parents=True, exist_ok=True)
+    with run.folder.with_suffix(".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"{run.name}: waits for another process that trains it", flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield file.fileno()

@@ -1,0 +1,132 @@
+"""What an experiment's keys mean, and what comes of numbers, without training anything."""
+
+import csv
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.experiments import Experiment, Variant
+from fl_lightning.experiments.plan import plan_runs
+from fl_lightning.experiments.results import Result, Spread, write_csv
+from fl_lightning.experiments.table import matrix_table, results_table
+
+BASE = {"trainer": {}}
+
+
+def plan(tmp_path, text="", **keys):
+    """The runs of an experiment where every configuration is this text."""
+    return plan_runs(
+        Experiment(base=BASE, **keys), out=tmp_path, options=[], resolve=lambda words: text
+    )
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({}, "either variants or grid"),
+        ({"variants": {"a": {}}, "grid": {"x": {"a": {}}}}, "either variants or grid"),
+        ({"variants": {"a": {}}, "report": []}, "at least one metric"),
+        ({"variants": {"a": {}}, "seeds": [0, 0]}, "different whole numbers"),
+        ({"variants": {"a": {}}, "seeds": "0,-1"}, "different whole numbers"),
+        ({"variants": {"a": {}}, "seeds": "0,b"}, "must be whole numbers"),
+        ({"variants": {"a b": {}, "a/b": {}}}, "differ as folders.*a_b"),
+        ({"variants": {"first": {}}}, "not be 'first'"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(keys, says):
+    with pytest.raises(ConfigurationError, match=says):
+        Experiment(**{"base": BASE, **keys})
+
+
+@pytest.mark.parametrize(("seeds", "expected"), [(3, [3]), ("0,2", [0, 2]), ([1, 0], [1, 0])])
+def test_seeds_in_every_spelling(seeds, expected):
+    assert Experiment(base=BASE, variants={"a": None}, seeds=seeds).all_seeds == expected
+
+
+def test_a_grid_is_every_combination():
+    grid = {"attack": {"none": None, "flip": {"f": 1}}, "rate": {0.1: {"r": 1}, 0.3: {"r": 3}}}
+    experiment = Experiment(base=BASE, grid=grid)
+    variants = experiment.all_variants
+    assert [v.name for v in variants] == ["none / 0.1", "none / 0.3", "flip / 0.1", "flip / 0.3"]
+    assert variants[3].difference == ({"f": 1}, {"r": 3})
+    assert variants[3].coordinates == {"attack": "flip", "rate": "0.3"}
+    assert experiment.axes == {"attack": ["none", "flip"], "rate": ["0.1", "0.3"]}
+
+
+def test_the_runs_before_come_first_and_their_change_changes_what_starts_from_them(tmp_path):
+    def fingerprints(first):
+        def resolve(words):
+            return "".join(Path(word).read_text() for word in words if word.endswith(".yaml"))
+
+        variants = {"from it": {"from": "<first>"}, "apart": {"x": 1}}
+        experiment = Experiment(base=BASE, first=first, variants=variants, seeds=[4, 5])
+        runs = plan_runs(experiment, out=tmp_path, options=[], resolve=resolve)
+        names = [run.name.partition(",")[0] for run in runs]
+        assert names == ["first", "first", "from it", "apart", "from it", "apart"]
+        assert [run.before for run in runs] == [None, None, runs[0], None, runs[1], None]
+        return [run.fingerprint for run in runs]
+
+    one, same, other = fingerprints({"y": 1}), fingerprints({"y": 1}), fingerprints({"y": 2})
+    assert one == same
+    assert len(set(one)) == len(one)
+    assert [a == b for a, b in zip(one, other, strict=True)] == [*(False,) * 3, True, False, True]
+
+
+def test_a_checkpoint_of_no_run_or_of_oneself_is_refused(tmp_path):
+    with pytest.raises(ConfigurationError, match="'a': its configuration says <first>, but"):
+        plan(tmp_path, "path: <first>", variants={"a": {}})
+    with pytest.raises(ConfigurationError, match=r"first: .* the checkpoint of itself"):
+        plan(tmp_path, "path: <first>", variants={"a": {}}, first={})
+
+
+@given(st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=9))
+def test_mean_and_spread_are_those_of_numpy(values):
+    spread = Spread.of(values)
+    assert spread.mean == pytest.approx(np.mean(values), abs=1e-9)
+    assert spread.std == pytest.approx(np.std(values, ddof=1), abs=1e-9)
+    assert spread.n == len(values)
+
+
+def result(name, seed, accuracy, coordinates=None, **more):
+    columns = {"test/accuracy": accuracy, "seconds": 10.0, **more}
+    return Result(Variant(name, (), coordinates or {}), seed, {}, columns)
+
+
+def test_the_table_has_mean_spread_and_number_of_runs():
+    results = [
+        result("dense", 0, 0.5, **{"bytes up": 2e6}),
+        result("sparse", 0, 0.25, **{"bytes up": 2e5}),
+        result("dense", 1, 0.7, **{"bytes up": 2e6}),
+    ]
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in results_table(results).splitlines()
+    ]
+    assert rows[0] == ["variant", "test/accuracy", "seconds", "bytes up", "runs"]
+    assert rows[2] == ["dense", "0.600 ± 0.141", "10", "2 MB", "2"]
+    assert rows[3] == ["sparse", "0.250", "10", "200 kB", "1"]
+
+
+def test_the_matrix_has_a_row_for_each_name_of_the_first_axis():
+    axes = {"attack": ["none", "flip"], "defence": ["mean", "median"]}
+    results = [
+        result(f"{a} / {d}", 0, value, {"attack": a, "defence": d})
+        for a, d, value in (("none", "mean", 0.9), ("flip", "mean", 0.1), ("none", "median", 0.8))
+    ]
+    lines = matrix_table(results, "test/accuracy", axes).splitlines()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
+    assert rows[0] == ["attack \\ defence", "mean", "median"]
+    assert rows[2:] == [["none", "0.900", "0.800"], ["flip", "0.100", "-"]]  # one run is missing
+
+
+def test_the_csv_keeps_every_digit(tmp_path):
+    value = math.pi / 10
+    write_csv(tmp_path / "r.csv", [result("a / b", 3, value, {"x": "a", "y": "b"})])
+    (row,) = csv.DictReader((tmp_path / "r.csv").read_text().splitlines())
+    assert float(row["test/accuracy"]) == value
+    assert (row["variant"], row["x"], row["y"], row["seed"]) == ("a / b", "a", "b", "3")
