@@ -53,7 +53,7 @@ BEFORE = {
 }
 # words after a command's own, to be quick and need no network; its own words are never changed
 SHORTER = {
-    SPARSE: "-- --trainer.max_epochs 1",
+    SPARSE: "-- --trainer.max_epochs 1 --data.init_args.source.init_args.val_fraction 0.8",
     CIFAR100: "--trainer.max_epochs 1 --model.init_args.pretrained false"
     " --model.init_args.network_kwargs '{depth: 1, embed_dim: 48}' --model.init_args.image_size 32"
     " --data.init_args.source.init_args.image_size 32",
