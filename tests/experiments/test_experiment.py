@@ -103,7 +103,10 @@ def test_the_table_has_mean_spread_and_number_of_runs():
         result("sparse", 0, 0.25, **{"bytes up": 2e5}),
         result("dense", 1, 0.7, **{"bytes up": 2e6}),
     ]
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in results_table(results).splitlines()]
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in results_table(results).splitlines()
+    ]
     assert rows[0] == ["variant", "test/accuracy", "seconds", "bytes up", "runs"]
     assert rows[2] == ["dense", "0.600 ± 0.141", "10", "2 MB", "2"]
     assert rows[3] == ["sparse", "0.250", "10", "200 kB", "1"]
