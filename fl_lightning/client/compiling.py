@@ -17,6 +17,10 @@ _FAILURES = (
 )
 
 
+class NotCompiled(UserWarning):
+    """A function runs as it is, or in another way, because it cannot be compiled."""
+
+
 class Compiled:
     """A function compiled for fixed shapes; where that is impossible it runs as it is.
 
@@ -25,6 +29,9 @@ class Compiled:
 
     Args:
         function: a method or function of tensors.
+        name: of what it does, for a warning.
+        otherwise: what runs where it cannot be compiled; the function itself if None. If given,
+            there is one graph, and what would need another one is not compiled any more.
 
     Example:
         >>> twice = Compiled(lambda x: 2 * x)
@@ -32,9 +39,16 @@ class Compiled:
         False
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        name: str = "the local step of many clients",
+        *,
+        otherwise: Callable[..., Any] | None = None,
+    ) -> None:
         _start_autograd()
-        self._plain = function
+        self._name, self._plain = name, otherwise or function
+        self._has_one_graph = otherwise is not None
         self._compiled = torch.compile(_with_own_code(function), fullgraph=True, dynamic=False)
         self.is_given_up = False
         self._is_checked = False
@@ -47,19 +61,36 @@ class Compiled:
         """Run it."""
         if not self.is_given_up:
             try:
-                if self._is_checked:
-                    with torch.compiler.set_stance(skip_guard_eval_unsafe=True):
-                        return self._compiled(*args)
-                self._is_checked = True
-                return self._compiled(*args)
+                return self._run(*args)
             except _FAILURES as error:
-                self.is_given_up = True
-                reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-                warnings.warn(
-                    f"the local step of many clients is not compiled from here on: {reason}",
-                    stacklevel=2,
-                )
+                self.give_up(error)
         return self._plain(*args)
+
+    def give_up(self, error: Exception) -> None:
+        """Run it in the other way from here on, and warn."""
+        self.is_given_up = True
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        message = f"{self._name} is not compiled from here on: {reason}"
+        warnings.warn(message, NotCompiled, stacklevel=3)
+
+    def _run(self, *args: Any) -> Any:
+        if not self._is_checked:
+            self._is_checked = True
+            return self._compiled(*args)
+        if not self._has_one_graph:
+            with torch.compiler.set_stance(skip_guard_eval_unsafe=True):
+                return self._compiled(*args)
+        with torch.compiler.set_stance("fail_on_recompile"):
+            try:
+                return self._compiled(*args)
+            except RuntimeError as error:
+                if "recompile" not in str(error):
+                    raise
+                raise exc.TorchDynamoException(_what_changed(error)) from error
+
+
+def _what_changed(error: RuntimeError) -> str:
+    return f"what it reads has changed ({str(error).strip().splitlines()[-1].strip()})"
 
 
 def _start_autograd() -> None:

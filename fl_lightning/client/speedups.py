@@ -8,12 +8,13 @@ rounding. Which of them pay depends on model, batch and machine: see `federation
 - ``thin_gradients``: gradients of large dense layers stay factors, see `ThinGradients`.
 - ``math_attention``: attention as plain matrix products. On CPUs with matrix units the backward
   pass of PyTorch's fused kernel is slower in bfloat16 than these.
+- ``compiled``: forward and backward pass are one compiled graph, see `CompiledGradients`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, get_args
 
 import torch
@@ -21,10 +22,13 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from fl_lightning.client.compiled_gradients import CompiledGradients
 from fl_lightning.client.thin_gradients import ThinGradients, reason_against_thin_gradients
 from fl_lightning.sparsity.masked_optimizer import MaskedOptimizer
 
-Speedup = Literal["channels_last", "fused_optimizer", "thin_gradients", "math_attention"]
+Speedup = Literal[
+    "channels_last", "fused_optimizer", "thin_gradients", "math_attention", "compiled"
+]
 SPEEDUPS: tuple[Speedup, ...] = get_args(Speedup)
 
 _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
@@ -37,6 +41,8 @@ class FasterStep:
         module: the model; with ``channels_last`` its parameters change their layout until `close`.
         optimizer: over its parameters.
         speedups: those that apply, see `reason_against`.
+        graph: of ``compiled``; may serve several of these one after the other, as long as memory
+            layout, attention and thin gradients are the same.
 
     Example:
         >>> module = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten())
@@ -51,9 +57,14 @@ class FasterStep:
     """
 
     def __init__(
-        self, module: nn.Module, optimizer: Optimizer, speedups: Sequence[Speedup]
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        speedups: Sequence[Speedup],
+        graph: CompiledGradients | None = None,
     ) -> None:
         self.speedups = tuple(speedups)
+        self._graph = graph
         self._module, self._optimizer = module, optimizer
         self._forwards: dict[nn.Module, Callable[[Tensor], Tensor]] = {}
         self._is_channels_last = "channels_last" in speedups
@@ -73,6 +84,26 @@ class FasterStep:
         """Return a batch in the layout that the model has."""
         return _channels_last(batch) if self._is_channels_last else batch
 
+    def gradients(self, batch: Any, index: int) -> Tensor | None:
+        """Compute loss and gradients in the compiled graph.
+
+        Args:
+            batch: laid out by `batch`, of the shapes that all such batches have.
+            index: its number in the client's round.
+
+        Returns:
+            The loss, detached; None, with nothing done, if there is no graph.
+        """
+        if self._graph is None or self._graph.is_given_up:
+            return None
+        if self._thin is not None:
+            self._thin.forget()
+        with self._attention():
+            return self._graph(batch, index, self._thin)
+
+    def _attention(self) -> AbstractContextManager[None]:
+        return sdpa_kernel(SDPBackend.MATH) if self._has_math_attention else nullcontext()
+
     @contextmanager
     def forwards(self) -> Iterator[None]:
         """Let layers compute in their faster way."""
@@ -81,7 +112,7 @@ class FasterStep:
         for layer, forward in self._forwards.items():
             vars(layer)["forward"] = forward
         try:
-            with sdpa_kernel(SDPBackend.MATH) if self._has_math_attention else nullcontext():
+            with self._attention():
                 yield
         finally:
             for layer in self._forwards:
@@ -130,6 +161,8 @@ def reason_against(speedup: Speedup, module: nn.Module, optimizer: Optimizer) ->
         return _reason_against_fused(optimizer)
     if speedup == "thin_gradients":
         return reason_against_thin_gradients(module, optimizer)
+    if speedup == "compiled":
+        return None  # what rules it out shows in its first step
     device = next(module.parameters()).device.type
     return None if device == "cpu" else f"it is for CPUs, the model is on {device}"
 

@@ -59,6 +59,9 @@ class ThinGradients:
         layers = _large_layers(module, optimizer)
         self._weights = [layer.weight for layer in layers]
         self._factors: list[Factors] = [[] for _ in layers]
+        self._number_of: dict[nn.Module, int] = {
+            layer: number for number, layer in enumerate(layers)
+        }
         self._group_of = {
             id(p): number for number, g in enumerate(optimizer.param_groups) for p in g["params"]
         }
@@ -71,6 +74,17 @@ class ThinGradients:
         """Clear factors that a step which failed may have left."""
         for factors in self._factors:
             factors.clear()
+
+    def keep(self, layer: nn.Module, error: Tensor, value: Tensor) -> None:
+        """Take the factors of a layer's gradient, with any axes in front of the last one.
+
+        Args:
+            layer: one of those in ``forwards``.
+            error: at its output, shape (…, out).
+            value: its input, shape (…, in).
+        """
+        factors = self._factors[self._number_of[layer]]
+        factors.append((error.reshape(-1, error.shape[-1]), value.reshape(-1, value.shape[-1])))
 
     @torch.no_grad()
     def step(self, step_others: Callable[[], Any] | None = None) -> None:
@@ -139,20 +153,22 @@ def _large_layers(module: nn.Module, optimizer: Optimizer) -> list[nn.Linear]:
     ]
 
 
+def is_thin(layer: nn.Linear, value: Tensor) -> bool:
+    """Return whether the factors of a layer's gradient are small, with this input."""
+    rows = value.numel() / layer.in_features
+    is_small = rows <= _THIN * min(layer.weight.shape)
+    return is_small and not torch.is_autocast_enabled(value.device.type)
+
+
 def _forward(layer: nn.Linear, factors: Factors) -> Callable[[Tensor], Tensor]:
-    own, most_rows = layer.weight, _THIN * min(layer.weight.shape)
+    own = layer.weight
 
     def forward(value: Tensor) -> Tensor:
         weight, bias = layer.weight, layer.bias
-        rows = value.numel() / layer.in_features
         # another weight may stand there for a moment, as in `torch.func.functional_call`
         # frozen meanwhile, it needs no gradient at all
-        is_other = (
-            weight is not own
-            or not weight.requires_grad
-            or torch.is_autocast_enabled(value.device.type)
-        )
-        if is_other or rows > most_rows or not torch.is_grad_enabled():
+        is_other = weight is not own or not weight.requires_grad or not is_thin(layer, value)
+        if is_other or not torch.is_grad_enabled():
             return F.linear(value, weight, bias)
         result: Tensor = _ThinLinear.apply(value, weight, bias, factors)
         return result

@@ -20,6 +20,7 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
+from fl_lightning.client.compiled_gradients import CompiledGradients
 from fl_lightning.client.local_training import SizedBatch, loss_of
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.speedups import FasterStep, Speedup
@@ -51,7 +52,9 @@ class LightningStep:
         self._ends = overrides(self._module, "on_train_batch_end")
         self._takes_index = takes_index(self._module.training_step)
         self._ended: list[tuple[Any, Any]] = []
+        self._batch_size: int = trainer.datamodule.batch_size  # type: ignore[attr-defined]
         self._faster: FasterStep | None = None
+        self._graphs: dict[frozenset[Speedup], CompiledGradients] = {}
         self.is_lean = (
             accumulate == 1 and not trainer.gradient_clip_val and extra_work(trainer) is None
         )
@@ -60,7 +63,22 @@ class LightningStep:
         """Take lean steps with these speedups from here on, and with no others."""
         if self._faster is not None:
             self._faster.close()
-        self._faster = FasterStep(self._module, self._optimizer, speedups) if speedups else None
+        graph = self._graph(speedups) if "compiled" in speedups else None
+        self._faster = (
+            FasterStep(self._module, self._optimizer, speedups, graph) if speedups else None
+        )
+
+    def _graph(self, speedups: Sequence[Speedup]) -> CompiledGradients:
+        """Return the graph that goes with the other speedups; a trial asks for it many times."""
+        key = frozenset(speedups) - {"fused_optimizer"}
+        if key not in self._graphs:
+            self._graphs[key] = CompiledGradients(self._module, self._output)
+        return self._graphs[key]
+
+    @property
+    def has_batch_hooks(self) -> bool:
+        """Whether the module does something at the start or end of a batch."""
+        return self._starts or self._ends
 
     @property
     def speedups(self) -> tuple[Speedup, ...]:
@@ -79,22 +97,27 @@ class LightningStep:
     def _lean(self, sized_batch: SizedBatch, index: int) -> Tensor | None:
         for param in self._params:  # zero_grad, without the 20 µs of its profiling hook
             param.grad = None
-        faster = self._faster
+        batch, faster = self._prepared(*sized_batch, index), self._faster
         if faster is None:
-            loss = self._loss(*sized_batch, index)
-        else:
-            with faster.forwards():
-                loss = self._loss(*sized_batch, index)
+            loss = self._loss(batch, index)
+            if loss is not None:
+                loss.backward()
+                self._optimizer.step()
+                loss = loss.detach()
+            return loss
+        is_full = sized_batch[1] == self._batch_size  # the others would want graphs of their own
+        loss = faster.gradients(batch, index) if is_full else None
         if loss is None:
-            return None
-        loss.backward()
-        if faster is None:
-            self._optimizer.step()
-        else:
-            faster.step()
+            with faster.forwards():
+                loss = self._loss(batch, index)
+            if loss is None:
+                return None
+            loss.backward()
+        faster.step()
         return loss.detach()
 
-    def _loss(self, batch: Any, size: int, index: int) -> Tensor | None:
+    def _prepared(self, batch: Any, size: int, index: int) -> Any:
+        """Return the batch as the training step takes it."""
         self._collector.start_step(size)
         if self._prepare is not None:
             batch = self._prepare(batch)
@@ -103,18 +126,21 @@ class LightningStep:
                 "on_train_batch_start returned -1 to skip the rest of the epoch: in a federation "
                 "a client's work is set by local_steps or local_epochs instead"
             )
-        if self._faster is not None:
-            batch = self._faster.batch(batch)
-        arguments = (batch, index) if self._takes_index else (batch,)
-        if self._has_context:
-            with self._precision.train_step_context():
-                output = self._module.training_step(*arguments)
-        else:
-            output = self._module.training_step(*arguments)
+        return batch if self._faster is None else self._faster.batch(batch)
+
+    def _loss(self, batch: Any, index: int) -> Tensor | None:
+        output = self._output(batch, index)
         if self._ends:
             outputs = output if isinstance(output, dict) else {"loss": output}
             self._ended.append((outputs, batch))
         return loss_of(output)
+
+    def _output(self, batch: Any, index: Any) -> Any:
+        arguments = (batch, index) if self._takes_index else (batch,)
+        if self._has_context:
+            with self._precision.train_step_context():
+                return self._module.training_step(*arguments)
+        return self._module.training_step(*arguments)
 
     def _full(self, batches: Sequence[SizedBatch], index: int) -> Tensor | None:
         losses: list[Tensor] = []
@@ -124,7 +150,9 @@ class LightningStep:
             losses.clear()  # an optimizer may evaluate the closure several times
             sizes.clear()
             for number, (batch, size) in enumerate(batches):
-                loss = self._loss(batch, size, index * self._accumulate + number)
+                number_in_round = index * self._accumulate + number
+                prepared = self._prepared(batch, size, number_in_round)
+                loss = self._loss(prepared, number_in_round)
                 if number == 0:
                     self._zero_grad(index)
                 if loss is not None:

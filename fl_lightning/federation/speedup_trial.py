@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from statistics import median
 
 from lightning.pytorch import Trainer
 
+from fl_lightning.client.compiling import NotCompiled
 from fl_lightning.client.speedups import SPEEDUPS, Speedup, reason_against
 from fl_lightning.client.work import ClientWork
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
@@ -24,6 +26,8 @@ TrainOne = Callable[[ClientWork], ClientUpdate]
 # What trains for less time or fewer steps does not repay a trial.
 _SHORT_RUN_SECONDS = 60.0
 _SHORT_RUN_STEPS = 1000
+# Compiling takes 2 to 17 seconds, and brings some per cent.
+_COMPILER_SECONDS = 600.0
 # What a speedup must bring, so that it is not noise.
 _LEAST_RATIO = 1.03
 _SECONDS_OF_A_TRY = 0.1
@@ -79,25 +83,48 @@ class SpeedupTrial:
         one = _seconds(train_one, client.head(1))
         if one * num_steps < _SHORT_RUN_SECONDS:
             return ""
+        if one * num_steps < _COMPILER_SECONDS:
+            candidates = [speedup for speedup in candidates if speedup != "compiled"]
         sample = client.head(max(1, math.ceil(_SECONDS_OF_A_TRY / one)))
-        expected, total = train_one(sample.head(2)), 1.0
+        expected, total, remarks = train_one(sample.head(2)), 1.0, ""
         for speedup in candidates:
             before = self._step.speedups
-            ratio = self._ratio((*before, speedup), sample, train_one, expected)
-            self._step.use((*before, speedup) if ratio >= _LEAST_RATIO else before)
-            total *= max(1.0, ratio) if ratio >= _LEAST_RATIO else 1.0
+            ratio, remark = self._tried((*before, speedup), sample, train_one, expected)
+            pays = ratio >= _LEAST_RATIO
+            self._step.use((*before, speedup) if pays else before)
+            total *= ratio if pays else 1.0
+            remarks += remark
         if not self._step.speedups:
-            return ""
-        return f" with {', '.join(self._step.speedups)} ({total:.2f} times the plain steps' speed)"
+            return remarks
+        speed = f"{total:.2f} times the plain steps' speed"
+        return f" with {', '.join(self._step.speedups)} ({speed}{remarks})"
 
     def _reason_against(self, speedup: Speedup) -> str | None:
         if not self._step.is_lean:
             return "accumulation, clipping, gradient scaling or hooks take part in its steps"
+        if speedup == "compiled" and self._step.has_batch_hooks:
+            return "the module has hooks at the start or end of a batch"
         trainer = self._trainer
         return reason_against(speedup, trainer.lightning_module, trainer.optimizers[0])
 
     def _may_pay(self, speedup: Speedup) -> bool:
         return speedup != "math_attention" or str(self._trainer.precision).startswith("bf16")
+
+    def _tried(
+        self,
+        speedups: tuple[Speedup, ...],
+        sample: ClientWork,
+        train_one: TrainOne,
+        expected: ClientUpdate,
+    ) -> tuple[float, str]:
+        """Return how many times faster a step is with one more, 0 if impossible, and a remark."""
+        is_compiled, began = speedups[-1] == "compiled", time.perf_counter()
+        try:
+            ratio = self._ratio(speedups, sample, train_one, expected)
+        except ClientFailure as failure:  # e.g. a view of images that wants the usual layout
+            return 0.0, f"; {failure.__cause__ or failure.reason}" if is_compiled else ""
+        spent = time.perf_counter() - began
+        return ratio, f"; {ratio:.2f} by compiling, tried in {spent:.0f} s" if is_compiled else ""
 
     def _ratio(
         self,
@@ -106,20 +133,24 @@ class SpeedupTrial:
         train_one: TrainOne,
         expected: ClientUpdate,
     ) -> float:
-        """Return how many times faster a step is with one more speedup; 0 if it cannot be used."""
+        """Return how many times faster a step is with one more speedup; 0 if the update differs.
+
+        Raises:
+            ClientFailure: if its steps fail.
+        """
         without: list[float] = []
         with_it: list[float] = []
         turns = ((speedups[:-1], without), (speedups, with_it))
-        try:
-            self._step.use(speedups)
-            if not self._agree(expected, train_one(sample.head(2))):
-                return 0.0
-            for _ in range(_NUM_TRIES):
-                for chosen, seconds in turns:
-                    self._step.use(chosen)
-                    seconds.append(_seconds(train_one, sample))
-        except ClientFailure:  # for one, a view of images that wants the usual layout
+        self._step.use(speedups)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", NotCompiled)
+            found = train_one(sample.head(2))
+        if not self._agree(expected, found):
             return 0.0
+        for _ in range(_NUM_TRIES):
+            for chosen, seconds in turns:
+                self._step.use(chosen)
+                seconds.append(_seconds(train_one, sample))
         # on a busy machine one of the two may be luck
         ratios = [one / other for one, other in zip(without, with_it, strict=True)]
         return min(median(ratios), min(without) / min(with_it))
