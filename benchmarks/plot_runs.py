@@ -6,14 +6,8 @@ import argparse
 from pathlib import Path
 
 from matplotlib.figure import Figure
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-
-def curve(run: Path, metric: str) -> tuple[list[int], list[float]]:
-    """Return rounds, counted from 1, and values of a metric."""
-    events = EventAccumulator(str(run), size_guidance={"scalars": 0}).Reload()
-    scalars = events.Scalars(metric)
-    return [event.step + 1 for event in scalars], [event.value for event in scalars]
+from fl_lightning.experiments.curves import curves
 
 
 def main() -> None:
@@ -29,7 +23,8 @@ def main() -> None:
     panels = figure.subplots(1, 2)
     for panel, metric in zip(panels, ("val/accuracy", "train/loss"), strict=True):
         for run, label in zip(options.runs, labels, strict=True):
-            panel.plot(*curve(run, metric), marker=".", label=label)
+            curve = curves(run)[metric]
+            panel.plot(list(curve), list(curve.values()), marker=".", label=label)
         panel.set(xlabel="round", title=metric)
         panel.grid(alpha=0.3)
     panels[0].legend(frameon=False)

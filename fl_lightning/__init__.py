@@ -10,7 +10,8 @@ A map of the house; every room imports only from those above it in this list:
 - `fl_lightning.server`: aggregation and the server's step
 - `fl_lightning.federation`: rounds inside Lightning's fit loop
 - `fl_lightning.callbacks`: mask calibration, partition report, per-client evaluation, progress bar
-- `fl_lightning.cli`: ``fl-lightning fit | validate | test | predict``
+- `fl_lightning.experiments`: many runs from one file
+- `fl_lightning.cli`: ``fl-lightning fit | validate | test | predict | compare``
 """
 
 from importlib import import_module
@@ -74,7 +75,18 @@ _HOMES = {
     "SparseSGDM": "fl_lightning.sparsity.sparse_sgdm",
     "UniformCohort": "fl_lightning.data.cohort",
 }
-_ROOMS = ("callbacks", "client", "core", "data", "federation", "models", "server", "sparsity")
+_ROOMS = (
+    "callbacks",
+    "client",
+    "core",
+    "data",
+    "experiments",
+    "federation",
+    "models",
+    "server",
+    "sparsity",
+    "updates",
+)
 
 
 def __getattr__(name: str) -> Any:

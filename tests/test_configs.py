@@ -8,7 +8,9 @@ import torchvision
 import yaml
 from small_sets import write_folder, write_pickles
 
-from fl_lightning.cli import main
+from fl_lightning.cli import compare_parser, main, resolve
+from fl_lightning.experiments import Experiment
+from fl_lightning.experiments.plan import plan_runs
 from fl_lightning.sparsity import load_mask
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -40,6 +42,12 @@ DIFFS = {
     "centralized.yaml": "quickstart.yaml",
     "noniid.yaml": "cifar100.yaml",
     "sparse.yaml": "cifar100.yaml",
+}
+
+EXPERIMENTS = {  # and how many runs they are
+    "sparse_quickstart.yaml": 4,
+    "experiments/mask_rules.yaml": 18,
+    "experiments/cifar10_sparse.yaml": 27,
 }
 
 
@@ -91,7 +99,20 @@ def test_sparse_training_is_central_as_well():
 
 
 def test_no_config_is_left_out():
-    assert {path.name for path in CONFIGS.rglob("*.yaml")} == {*SMALL, *DIFFS}
+    names = {path.relative_to(CONFIGS).as_posix() for path in CONFIGS.rglob("*.yaml")}
+    assert names == {*SMALL, *DIFFS, *EXPERIMENTS}
+
+
+@pytest.mark.parametrize(("name", "num_runs"), EXPERIMENTS.items())
+def test_every_run_of_an_experiment_is_understood(name, num_runs, tmp_path):
+    """Each configuration is parsed as its command would; a run of one is the README's business."""
+    parser = compare_parser()
+    given = parser.parse_args(["--config", str(CONFIGS / name)])
+    keys = Experiment.__dataclass_fields__
+    experiment = Experiment(**{key: given[key] for key in keys})
+    runs = plan_runs(experiment, out=tmp_path, options=[], resolve=resolve)
+    assert len({run.fingerprint for run in runs}) == len(runs) == num_runs
+    assert f"fl-lightning compare --config configs/{name}" in (CONFIGS / name).read_text()
 
 
 def test_diffs_change_only_what_they_are_about():

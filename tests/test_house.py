@@ -20,6 +20,7 @@ FLOORS = {
     "callbacks": 5,
     "cli_devices": 5,
     "cli_errors": 5,
+    "experiments": 5,
     "cli": 6,
     "__main__": 7,
     "__init__": 7,
@@ -87,9 +88,11 @@ def test_the_command_line_of_every_command_is_understood(command, capsys, monkey
     monkeypatch.chdir(ROOT)
     words = shlex.split(command, comments=True)
     arguments = words[words.index("fl-lightning") + 1 :]
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    arguments.insert(end, "--print_config")
     monkeypatch.setattr("sys.argv", ["fl-lightning"])
     with pytest.raises(SystemExit) as exit_:
-        main([*arguments, "--print_config"])
+        main(arguments)
     assert exit_.value.code == 0
     assert "class_path: fl_lightning" in capsys.readouterr().out
 

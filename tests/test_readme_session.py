@@ -27,6 +27,7 @@ QUICKSTART = first_with("configs/quickstart.yaml")
 CENTRAL = first_with("configs/centralized.yaml")
 RESUME = first_with("--ckpt_path last")
 TEST = first_with("fl-lightning test")
+SPARSE = first_with("configs/sparse_quickstart.yaml")
 CIFAR100 = first_with("configs/cifar100.yaml")
 IID = first_with("configs/cifar10_images.yaml")
 TWO_CLASSES = first_with("classes_per_client 2")
@@ -39,6 +40,8 @@ NOT_TYPED = {
     "pip install uv": "needs a network, and who runs the tests has an environment",
     "uv run tensorboard --logdir runs": "serves until somebody stops it",
     "uv run pytest": "is what runs this",
+    first_with("mask_rules"): "takes 18 runs; the command before it is of the same kind",
+    first_with("cifar10_sparse"): "takes 27 runs and the better part of an hour",
 }
 # what has to be typed before a command, in this order
 BEFORE = {
@@ -50,6 +53,7 @@ BEFORE = {
 }
 # words after a command's own, to be quick and need no network; its own words are never changed
 SHORTER = {
+    SPARSE: "-- --trainer.max_epochs 1 --data.init_args.source.init_args.val_fraction 0.8",
     CIFAR100: "--trainer.max_epochs 1 --model.init_args.pretrained false"
     " --model.init_args.network_kwargs '{depth: 1, embed_dim: 48}' --model.init_args.image_size 32"
     " --data.init_args.source.init_args.image_size 32",
@@ -179,6 +183,15 @@ def test_the_same_files_train_centrally(type_in):
     said = type_in(CENTRAL)
     assert accuracy(said) >= 0.9
     assert "Round" not in said.text
+
+
+def test_a_tenth_of_the_entries_is_a_tenth_of_the_bytes(type_in, folder):
+    said = type_in(SPARSE)
+    assert "| dense " in said.text
+    with (folder / "runs/sparse_quickstart/results.csv").open() as file:
+        dense, *sparse = [float(row["bytes up"]) for row in csv.DictReader(file)]
+    assert sparse
+    assert all(num_bytes <= 0.105 * dense for num_bytes in sparse)
 
 
 def test_layered_files_give_cifar100_clients_of_five_classes(type_in, folder):

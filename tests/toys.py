@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from torch import nn
@@ -119,3 +121,14 @@ class SaveEverywhere(Callback):
 
     def on_train_epoch_end(self, trainer, module):
         self.save(trainer, "end")
+
+
+class NeedsFile(Callback):
+    """Fails at the start of the second round unless a file is there."""
+
+    def __init__(self, path: str):
+        self.path = path
+
+    def on_train_epoch_start(self, trainer, module):
+        if trainer.current_epoch == 1 and not Path(self.path).exists():
+            raise RuntimeError(f"{self.path} is missing")

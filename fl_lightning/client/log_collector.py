@@ -51,6 +51,16 @@ class LogCollector:
         finally:
             object.__delattr__(module, "log")
 
+    @contextlib.contextmanager
+    def not_listening_to(self, module: nn.Module) -> Iterator[None]:
+        """Inside `listening_to`, give the module its own ``log`` back while the block runs."""
+        before = module.__dict__.pop("log", None)
+        try:
+            yield
+        finally:
+            if before is not None:
+                object.__setattr__(module, "log", before)
+
     def start_step(self, batch_size: int) -> None:
         """Say how many examples the values of the next step stand for."""
         self._batch_size = batch_size

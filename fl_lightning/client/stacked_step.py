@@ -2,34 +2,25 @@
 
     (params, state) of shape (G, …), batches (G, B, …)  ->  updated in place
 
-The user's own ``training_step`` is run on stacked parameters by `torch.func`: its gradient under
-`vmap` over the clients. Fixed shapes and no Python between the operators let the compiler turn the
-whole step into one graph, which is where the speed comes from.
-
-A batch smaller than B is padded, and a padded example must count for nothing. So where the loss is
-a mean over examples, the step evaluates it example by example (a second `vmap`, which costs nothing)
-and takes the mean with weights 0 and 1. Where it is not (batch norm, contrastive losses), the batch
-stays whole and only full batches can be stacked.
-
-Random numbers (dropout) are inputs of the step like the batch, drawn beforehand from each client's
-own generator. What the step would give to torchmetrics objects is among its outputs.
+Fixed shapes and no Python between the operators let the compiler turn the whole step into one
+graph, which is where the speed comes from. The gradients are `StackedGradients`'.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.func import grad_and_value, vmap
 from torch.optim import Optimizer
 
 from fl_lightning.client.cannot_stack import CannotStack
 from fl_lightning.client.compiling import Compiled
-from fl_lightning.client.functional_step import Tensors, TrainingStep, map_tensors
+from fl_lightning.client.functional_step import Tensors, TrainingStep
 from fl_lightning.client.rehearsal import Rehearsal, rehearse
+from fl_lightning.client.stacked_gradients import Inputs, Outputs, StackedGradients
 from fl_lightning.client.stacked_optimizers import StackedRule, stacked_rule
 from fl_lightning.sparsity.masked_optimizer import MaskedOptimizer
 
@@ -54,6 +45,20 @@ class StackedOptions:
     clip_norm: float | None = None
     clip_value: float | None = None
     compiled: bool = False
+
+
+class Slots(NamedTuple):
+    """What a client's optimizer has and reads.
+
+    Attributes:
+        params: by name, shape (G, …).
+        states: of the optimizer, by name.
+        lrs: learning rates of its parameter groups.
+    """
+
+    params: Tensors
+    states: dict[str, list[Tensor]]
+    lrs: list[Tensor]
 
 
 class StackedStep:
@@ -85,6 +90,7 @@ class StackedStep:
     ) -> None:
         self.options = options
         self._call = TrainingStep(module, takes_index)
+        self._gradients = StackedGradients(self._call, options.weighted)
         self._module = module
         self.rehearsal: Rehearsal | None = None
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -158,6 +164,7 @@ class StackedStep:
                 num_slots=options.num_slots,
                 by_example=options.weighted,
             )
+            self._gradients.draw_axes = self.rehearsal.draws.axes
         return self.rehearsal
 
     def __call__(self, batch: Any, valid: Tensor) -> None:
@@ -167,8 +174,8 @@ class StackedStep:
             batch: tensors in tuples, lists and dicts, each of shape (G, B, …).
             valid: 1 where an example counts, 0 where it is padding, shape (G, B).
         """
-        states = self.params, self.states, self.buffers
-        self._add(self._done(self._run, *states, self.count, self._lrs, batch, valid))
+        outputs = self._done(self._run, self._slots, self.buffers, self._inputs(batch, valid))
+        self._add(outputs.sums)
 
     def first(self, start: Tensors, batch: Any, valid: Tensor) -> None:
         """Begin with a new client in every slot and take its first step.
@@ -182,8 +189,8 @@ class StackedStep:
             valid: as for a step.
         """
         torch._foreach_zero_([self.count, *self.sums.values()])
-        states = start, self.params, self.states
-        self._add(self._done(self._run_first, *states, self.count, self._lrs, batch, valid))
+        outputs = self._done(self._run_first, start, self._slots, self._inputs(batch, valid))
+        self._add(outputs.sums)
 
     def only(
         self, start: Tensors, batch: Any, valid: Tensor, active: Tensors
@@ -200,16 +207,23 @@ class StackedStep:
             The clients' deltas, shape (G, k), and what `sums` would hold.
         """
         self.count.zero_()
-        only: tuple[Tensor, Tensors]
-        states = self.states, self.count, self._lrs
-        only = self._done(self._run_only, start, *states, batch, valid, active)
-        return only
+        inputs = self._inputs(batch, valid)
+        outputs, deltas = self._done(self._run_only, start, self._slots, inputs, active)
+        return deltas, outputs.sums
+
+    @property
+    def _slots(self) -> Slots:
+        return Slots(self.params, self.states, self._lrs)
+
+    def _inputs(self, batch: Any, valid: Tensor) -> Inputs:
+        draws = [] if self.rehearsal is None else self.rehearsal.draws.numbers
+        return Inputs(batch, valid, self.count, draws)
 
     def _done(self, run: Callable[..., Any], *arguments: Any) -> Any:
-        """Run a step with its random numbers, and keep what it gives to metrics."""
-        draws = [] if self.rehearsal is None else self.rehearsal.draws.numbers
+        """Run a step and keep what it gives to metrics."""
         with self._call.stand_ins.in_place():
-            result, self.given = run(*arguments, draws)
+            result = run(*arguments)
+        self.given = (result if isinstance(result, Outputs) else result[0]).given
         return result
 
     def _add(self, logged: Tensors) -> None:
@@ -219,161 +233,56 @@ class StackedStep:
             else:
                 self.sums[name] = sums
 
-    def _first_step(
-        self,
-        start: Tensors,
-        params: Tensors,
-        states: dict[str, list[Tensor]],
-        count: Tensor,
-        lrs: list[Tensor],
-        batch: Any,
-        valid: Tensor,
-        draws: list[Tensor],
-    ) -> tuple[Tensors, list[Tensor]]:
-        moved, new_states, logged, given = self._moved_from(
-            start, states, count, lrs, batch, valid, draws
-        )
-        self._write(params, states, count, moved, new_states)
-        return logged, given
+    def _step(self, slots: Slots, buffers: Tensors, inputs: Inputs) -> Outputs:
+        grads, outputs = self._gradients(slots.params, buffers, inputs)
+        self._write(slots, self._moved(slots, grads, inputs.steps), inputs.steps)
+        for name, buffer in buffers.items():
+            buffer.copy_(outputs.buffers[name])
+        return outputs._replace(buffers={})
+
+    def _first_step(self, start: Tensors, slots: Slots, inputs: Inputs) -> Outputs:
+        moved, outputs = self._moved_from(start, slots, inputs)
+        self._write(slots, moved, inputs.steps)
+        return outputs
 
     def _only_step(
-        self,
-        start: Tensors,
-        states: dict[str, list[Tensor]],
-        count: Tensor,
-        lrs: list[Tensor],
-        batch: Any,
-        valid: Tensor,
-        active: Tensors,
-        draws: list[Tensor],
-    ) -> tuple[tuple[Tensor, Tensors], list[Tensor]]:
-        moved, _, logged, given = self._moved_from(start, states, count, lrs, batch, valid, draws)
-        deltas = {name: (start[name] - moved[name]).flatten(1) for name in start}
+        self, start: Tensors, slots: Slots, inputs: Inputs, active: Tensors
+    ) -> tuple[Outputs, Tensor]:
+        moved, outputs = self._moved_from(start, slots, inputs)
+        deltas = {name: (start[name] - moved.params[name]).flatten(1) for name in start}
         for name, index in active.items():
             deltas[name] = deltas[name][:, index]
-        return (torch.cat(list(deltas.values()), 1), logged), given
+        return outputs, torch.cat(list(deltas.values()), 1)
 
-    def _step(
-        self,
-        params: Tensors,
-        states: dict[str, list[Tensor]],
-        buffers: Tensors,
-        count: Tensor,
-        lrs: list[Tensor],
-        batch: Any,
-        valid: Tensor,
-        draws: list[Tensor],
-    ) -> tuple[Tensors, list[Tensor]]:
-        loss = self._weighted_loss if self.options.weighted else self._whole_loss
-        gradient = grad_and_value(loss, has_aux=True)
-        grads, (_, (logged, given, new_buffers)) = vmap(gradient, randomness="error")(
-            params, buffers, batch, valid, count, draws
-        )
-        moved, new_states = self._moved(params, states, grads, count, lrs)
-        self._write(params, states, count, moved, new_states)
-        for name, buffer in buffers.items():
-            buffer.copy_(new_buffers[name])
-        return dict(logged), given
-
-    def _moved_from(
-        self,
-        start: Tensors,
-        states: dict[str, list[Tensor]],
-        count: Tensor,
-        lrs: list[Tensor],
-        batch: Any,
-        valid: Tensor,
-        draws: list[Tensor],
-    ) -> tuple[Tensors, dict[str, list[Tensor]], Tensors, list[Tensor]]:
-        """Return parameters and states after a first step, what was logged and given to metrics."""
-        gradient = grad_and_value(self._weighted_loss, has_aux=True)
-        axes = (None, None, 0, 0, 0, 0)
-        grads, (_, (logged, given, _)) = vmap(gradient, axes, randomness="error")(
-            start, {}, batch, valid, count, draws
-        )
-        stacked = {name: value.unsqueeze(0) for name, value in start.items()}
-        empty = {
-            name: [torch.zeros_like(grads[name]) for _ in state] for name, state in states.items()
+    def _moved_from(self, start: Tensors, slots: Slots, inputs: Inputs) -> tuple[Slots, Outputs]:
+        """Return the slots after the first step of new clients, and what came out of it."""
+        grads, outputs = self._gradients(start, {}, inputs, shared=True)
+        params = {name: value.unsqueeze(0) for name, value in start.items()}
+        states = {
+            name: [torch.zeros_like(grads[name]) for _ in state]
+            for name, state in slots.states.items()
         }
-        return *self._moved(stacked, empty, grads, count, lrs), dict(logged), given
+        return self._moved(Slots(params, states, slots.lrs), grads, inputs.steps), outputs
 
-    def _moved(
-        self,
-        params: Tensors,
-        states: dict[str, list[Tensor]],
-        grads: Tensors,
-        count: Tensor,
-        lrs: list[Tensor],
-    ) -> tuple[Tensors, dict[str, list[Tensor]]]:
-        """Return the optimizer's new parameters and states."""
+    def _moved(self, slots: Slots, grads: Tensors, count: Tensor) -> Slots:
+        """Return the slots after the optimizer's step."""
         grads = self._clipped(grads)
-        moved, new_states = {}, {}
-        for name, param in params.items():
+        params, states = {}, {}
+        for name, param in slots.params.items():
             group = self._group_of[name]
-            moved[name], new_states[name] = self._rules[group].step(
-                param, grads[name], states[name], lrs[group], count
+            params[name], states[name] = self._rules[group].step(
+                param, grads[name], slots.states[name], slots.lrs[group], count
             )
             if name in self.masks:
-                moved[name] = torch.where(self.masks[name], moved[name], param)
-        return moved, new_states
+                params[name] = torch.where(self.masks[name], params[name], param)
+        return Slots(params, states, slots.lrs)
 
-    def _write(
-        self,
-        params: Tensors,
-        states: dict[str, list[Tensor]],
-        count: Tensor,
-        moved: Tensors,
-        new_states: dict[str, list[Tensor]],
-    ) -> None:
-        for name, param in params.items():
-            param.copy_(moved[name])
-            for slot, new in zip(states[name], new_states[name], strict=True):
+    def _write(self, slots: Slots, moved: Slots, count: Tensor) -> None:
+        for name, param in slots.params.items():
+            param.copy_(moved.params[name])
+            for slot, new in zip(slots.states[name], moved.states[name], strict=True):
                 slot.copy_(new)
         count.add_(1)
-
-    def _whole_loss(
-        self,
-        params: Tensors,
-        buffers: Tensors,
-        batch: Any,
-        valid: Tensor,
-        count: Tensor,
-        draws: list[Tensor],
-    ) -> tuple[Tensor, tuple[Tensors, list[Tensor], Tensors]]:
-        buffers = {name: buffer.clone() for name, buffer in buffers.items()}
-        result = self._call(params | buffers, batch, count, draws)
-        size = valid.sum()
-        sums = {
-            name: torch.stack([value * (weight or size), torch.ones_like(value) * (weight or size)])
-            for name, (value, weight) in result.logged.items()
-        }
-        return result.loss, (sums, result.given, buffers)
-
-    def _weighted_loss(
-        self,
-        params: Tensors,
-        buffers: Tensors,
-        batch: Any,
-        valid: Tensor,
-        count: Tensor,
-        draws: list[Tensor],
-    ) -> tuple[Tensor, tuple[Tensors, list[Tensor], Tensors]]:
-        weights: dict[str, float | None] = {}
-
-        def one(example: Any, draws: list[Tensor]) -> tuple[Tensor, Tensors, list[Tensor]]:
-            batch = map_tensors(lambda x: x.unsqueeze(0), example)
-            result = self._call(params, batch, count, draws)
-            weights.update({name: weight for name, (_, weight) in result.logged.items()})
-            logged = {name: value for name, (value, _) in result.logged.items()}
-            return result.loss, logged, result.given
-
-        axes = (0, [] if self.rehearsal is None else self.rehearsal.draws.axes)
-        losses, logged, given = vmap(one, axes, randomness="error")(batch, draws)
-        sums = {
-            name: torch.stack([(value * valid).sum(), valid.sum()]) * (weights[name] or 1)
-            for name, value in logged.items()
-        }
-        return (losses * valid).sum() / valid.sum().clamp(min=1), (sums, given, {})
 
     def _clipped(self, grads: Tensors) -> Tensors:
         if self.options.clip_value is not None:

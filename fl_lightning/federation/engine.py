@@ -14,6 +14,7 @@ import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from statistics import median
 from typing import Any, Literal
 
 import torch
@@ -217,8 +218,7 @@ class EngineChooser:
         num_slots = self._number(work, seconds, is_long=one * num_steps > LONG_RUN_SECONDS)
         if num_slots not in engines:
             seconds(num_slots)
-        all_slots = _seconds(lambda: list(engines[num_slots].train(model, trial)))
-        ratio = one * sum(len(client.sizes) for client in trial) / all_slots
+        ratio = _times_faster(trial, train_one, lambda w: list(engines[num_slots].train(model, w)))
         spent = time.perf_counter() - began
         if ratio < 1.1:
             raise CannotStack(f"{num_slots} slots were measured at {ratio:.2f} times its speed")
@@ -300,6 +300,28 @@ def _shortened(work: Sequence[ClientWork], max_steps: int) -> list[ClientWork]:
     """Return clients' first steps, in proportion to all that they have."""
     share = min(1.0, max_steps / sum(len(client.sizes) for client in work))
     return [c.head(max(1, round(share * len(c.sizes)))) for c in work[:max_steps]]
+
+
+def _times_faster(
+    work: Sequence[ClientWork],
+    train_one: TrainOne,
+    train_all: Callable[[Sequence[ClientWork]], Any],
+) -> float:
+    """Return how many times faster clients train together than one after the other.
+
+    Both take turns, so that what else slows the machine down for a while slows both.
+    """
+    alone = work[:: -(-len(work) // 20)]
+    share = sum(len(w.sizes) for w in alone) / sum(len(w.sizes) for w in work)
+    ratios = []
+    for _ in range(5):
+        began = time.perf_counter()
+        for client in alone:
+            train_one(client)
+        between = time.perf_counter()
+        train_all(work)
+        ratios.append((between - began) / share / (time.perf_counter() - between))
+    return median(ratios)
 
 
 def _seconds(run: Callable[[], Any]) -> float:

@@ -28,6 +28,7 @@ from fl_lightning.core.seeds import (
 from fl_lightning.data.cohort import AllClients, CohortSampler, Population, UniformCohort
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.atomic_checkpoint import AtomicCheckpointIO
+from fl_lightning.federation.client_masks import client_masks
 from fl_lightning.federation.compatibility import (
     check_compatible,
     check_set_up,
@@ -46,6 +47,7 @@ from fl_lightning.federation.round_options import RoundOptions
 from fl_lightning.federation.rounds import RoundRunner
 from fl_lightning.federation.shares import local_work
 from fl_lightning.server.aggregators import Aggregator, Mean
+from fl_lightning.server.overlap_mean import OverlapMean
 from fl_lightning.server.server import ServerOptimizer, fedavg_optimizer
 
 
@@ -60,7 +62,8 @@ class Federation(Callback):
         cohort: who takes part in a round; everybody if None.
         local_steps: optimizer steps of a client per round; or
         local_epochs: passes over its shard per round. One pass if neither is given.
-        aggregator: how updates become one; the mean weighted by examples if None.
+        aggregator: how updates become one; the mean weighted by examples if None, over the clients
+            that may move a coordinate where they have masks of their own.
         server_optimizer: builds the `torch.optim.Optimizer` that descends the aggregated delta;
             SGD with learning rate 1, which is FedAvg, if None.
         on_client_failure: what to do when a client's step raises, its loss or update is not
@@ -114,7 +117,7 @@ class Federation(Callback):
         self.cohort = cohort if cohort is not None else AllClients()
         self.local_steps = local_steps
         self.local_epochs = local_epochs if local_steps or local_epochs else 1
-        self.aggregator = aggregator if aggregator is not None else Mean()
+        self.aggregator = aggregator
         self.server_optimizer = server_optimizer or fedavg_optimizer
         self.on_client_failure: Literal["raise", "skip"] = on_client_failure
         self.min_replies = min_replies
@@ -172,7 +175,7 @@ class Federation(Callback):
             engine=self.engine,
         )
         self.rounds = RoundRunner(
-            trainer, options, self._groups, self.aggregator, self.server_optimizer
+            trainer, options, self._groups, self._aggregator(trainer), self.server_optimizer
         )
         self._groups_before = self._saved.get("groups", len(self._groups))
         if self._saved:
@@ -249,6 +252,16 @@ class Federation(Callback):
         return num_short_clients(
             module, max(1.0, per_client * trainer.accumulate_grad_batches), data.batch_size
         )
+
+    def _aggregator(self, trainer: Trainer) -> Aggregator:
+        masks_differ = client_masks(trainer) is not None
+        if masks_differ and isinstance(self.aggregator, Mean):
+            raise ConfigurationError(
+                "federation: with masks of the clients' own, Mean counts a client that may not move "
+                "an entry as one that wants it to stay: set aggregator to OverlapMean, or leave it "
+                "out"
+            )
+        return self.aggregator or (OverlapMean() if masks_differ else Mean())
 
     def _share(self, trainer: Trainer, data: FederatedDataModule) -> Share | None:
         if trainer.world_size == 1:

@@ -8,7 +8,7 @@ fp16 scale) never reaches the next one.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 from lightning.pytorch import Trainer
@@ -40,7 +40,7 @@ class GroupTraining:
 
     Args:
         trainer: set up, with its optimizer built and its module on its device. If one of its
-            callbacks has masks of the clients' own (`ClientMasks`), clients train under these.
+            callbacks has masks of the clients' own (`HasClientMasks`), clients train under these.
         options: what a round does.
 
     Attributes:
@@ -83,7 +83,7 @@ class GroupTraining:
         """Keep the module's torchmetrics objects from exchanging anything between processes."""
         return kept_apart(self._metrics)
 
-    def settle_engine(self, model: GlobalModel, group: Sequence[int], ranks: Ranks) -> None:
+    def settle_engine(self, model: GlobalModel, group: Iterable[int], ranks: Ranks) -> None:
         """Choose the engine before the first clients train; several processes take one and all."""
         if self.engine.is_settled:
             return
@@ -115,9 +115,9 @@ class GroupTraining:
         self.scaler.wind_back()
 
     def _train_client(self, work: ClientWork, server: Server, record: RoundRecord) -> None:
+        masks = self._masks_of(work.client_id, server.model)
         seed_global_generators(work.seed)
         metrics = MetricStates(self._metrics)
-        masks = self._client_masks.mask_of_client(work.client_id) if self._client_masks else None
         try:
             update = self._local_update(server.model, work, masks)
         except BaseException as error:  # also an interruption, after which a checkpoint may follow
@@ -132,6 +132,12 @@ class GroupTraining:
             record.add(update, num_bytes=bytes_up(update))
         active = None if masks is None else self.local.space.coordinates(masks)
         record.finish([work.client_id], num_bytes=_bytes_down(server, active))
+
+    def _masks_of(self, client: int, model: GlobalModel) -> Mapping[str, Tensor] | None:
+        if self._client_masks is None:
+            return None
+        self.local.restore(model)  # by which it may be found
+        return self._client_masks(client)
 
     def _train_in_slots(
         self, slots: SlotEngine, work: Sequence[ClientWork], server: Server, record: RoundRecord
@@ -176,7 +182,7 @@ class GroupTraining:
             masks=masks,
         )
 
-    def _work_of(self, clients: Sequence[int]) -> list[ClientWork]:
+    def _work_of(self, clients: Iterable[int]) -> list[ClientWork]:
         round_index = self._trainer.current_epoch
         return [self._plan.of(client, round_index) for client in clients]
 

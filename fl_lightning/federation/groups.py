@@ -8,7 +8,7 @@ resumed inside a round they train its clients from the first one on, to the same
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +23,34 @@ from fl_lightning.federation.shares import shares
 MAX_GROUPS_OF_SEVERAL_PROCESSES = 4
 
 
-class ClientGroup(tuple[int, ...]):
-    """The ids of clients that train together; Lightning takes it for a batch."""
+class ClientGroup:
+    """The ids of clients that train together; Lightning takes it for a batch.
 
-    __slots__ = ()
+    No tuple, because Lightning would look for tensors among the ids, one by one.
+
+    Example:
+        >>> group = ClientGroup([3, 5])
+        >>> len(group), list(group)
+        (2, [3, 5])
+    """
+
+    def __init__(self, ids: Iterable[int]) -> None:
+        self.ids = tuple(ids)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.ids)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ClientGroup) and self.ids == other.ids
+
+    def __hash__(self) -> int:
+        return hash(self.ids)
+
+    def __repr__(self) -> str:
+        return f"ClientGroup({list(self.ids)})"
 
 
 @dataclass(frozen=True)
@@ -72,11 +96,11 @@ class RoundGroups:
         >>> groups = RoundGroups(UniformCohort(size=3), population, seed=0)
         >>> groups.set_epoch(7)
         >>> len(groups), list(groups)
-        (3, [(2,), (3,), (4,)])
+        (3, [ClientGroup([2]), ClientGroup([3]), ClientGroup([4])])
         >>> second = Share(population.num_examples, rank=1, num_ranks=2)
         >>> groups = RoundGroups(UniformCohort(size=3), population, seed=0, share=second)
         >>> groups.groups(round_index=7)
-        [(3,), ()]
+        [ClientGroup([3]), ClientGroup([])]
     """
 
     def __init__(

@@ -97,14 +97,17 @@ class SlotEngine:
             reads_at_random=not data.reads_by_index,
         )
         self._step, self._collector = step, local.collector
+        self._module = trainer.lightning_module
 
     def split(self, work: Sequence[ClientWork]) -> tuple[list[ClientWork], list[ClientWork]]:
         """Return (whom the slots can train, who must train one after the other)."""
         stackable: list[ClientWork] = []
         others: list[ClientWork] = []
         for client in work:
-            full = len(client.order) == len(client.sizes) * self._batch_size
-            fits = client.sizes and (self.stacking.weighted or full)
+            full = self.stacking.weighted or sum(client.sizes) == (
+                len(client.sizes) * self._batch_size
+            )
+            fits = client.sizes and full
             (stackable if fits else others).append(client)
         return stackable, others
 
@@ -112,7 +115,8 @@ class SlotEngine:
         """Train clients and yield their updates as they end."""
         if not work:
             return
-        yield from self._slots.train(model, work)
+        with self._collector.not_listening_to(self._module):  # a graph is for one `log`
+            yield from self._slots.train(model, work)
         rehearsal = self._step.rehearsal
         names = self._collector.epoch_names
         for name, metric in rehearsal.metrics.items() if rehearsal is not None else ():

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import Callback, seed_everything
 from toys import SaveEverywhere, ToyModule, toy_data, toy_trainer, weights
 
-from fl_lightning import ConfigurationError, Federation, UniformCohort
+from fl_lightning import ConfigurationError, Federation, MaskCalibration, Mean, UniformCohort
 from fl_lightning.server.overlap_mean import OverlapMean
 from fl_lightning.sparsity import Mask, SparseSGDM
 
@@ -220,8 +220,6 @@ class Only:
 class OwnMasks(Callback):
     """Every client may move what its own random mask allows; `allowed` is the union."""
 
-    has_client_masks = True
-
     def __init__(self, num_clients=6):
         self.num_clients = num_clients
 
@@ -233,15 +231,15 @@ class OwnMasks(Callback):
         }
         trainer.optimizers[0].set_masks(module.masks)
 
-    def mask_of_client(self, client):
-        return self.masks[client]
+    def client_masks(self):
+        return self.masks.__getitem__
 
 
 def test_a_coordinate_is_averaged_over_the_clients_that_may_move_it():
     seed_everything(0, verbose=False)
     module, data, own = Masked(), toy_data(batch_size=4), OwnMasks()
     start = copy.deepcopy(module)
-    block = Federation(local_epochs=1, seed=4, aggregator=OverlapMean())
+    block = Federation(local_epochs=1, seed=4)  # aggregates with OverlapMean
     toy_trainer(own, block, max_epochs=1).fit(module, datamodule=data)
 
     sums, counts = torch.zeros(2, len(weights(start)), dtype=torch.float64)
@@ -271,6 +269,33 @@ def test_only_a_clients_own_coordinates_travel():
     header = trainer.callback_metrics["round/bytes_down"] - mean
     assert 0 < header < 200
     assert mean < 0.7 * all_coordinates
+
+
+def test_the_plain_mean_is_refused():
+    with pytest.raises(ConfigurationError, match="set aggregator to OverlapMean"):
+        run(Masked, OwnMasks(), federation={"aggregator": Mean()})
+
+
+def test_clients_find_their_masks_by_the_model_they_are_sent():
+    """A mask for every client, calibrated when it first takes part; processes change nothing."""
+
+    class Tiny(ToyModule):
+        def forward(self, x):
+            return self.net(x)
+
+        def configure_optimizers(self):
+            return SparseSGDM(self.parameters(), lr=self.lr, momentum=self.momentum)
+
+    ends = []
+    for options in ({}, {"devices": 2, "strategy": "federated"}):
+        calibration = MaskCalibration(
+            density=0.3, rounds=2, per_client=True, include=["net.0.*"], head_name="net.4"
+        )
+        module, before, _, _ = run(Tiny, calibration, **options)
+        ends.append(weights(module))
+    assert torch.allclose(*ends, rtol=1e-4, atol=1e-6)
+    moved = (ends[0] != before)[:40].float().mean()
+    assert 0.3 < moved < 1.0  # the union of masks that differ
 
 
 def test_clients_with_masks_of_their_own_train_one_after_the_other(caplog):

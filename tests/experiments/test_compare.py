@@ -1,0 +1,133 @@
+"""``fl-lightning compare`` as a user types it, on a toy."""
+
+import csv
+import fcntl
+import json
+import re
+import sys
+import threading
+from pathlib import Path
+
+import matplotlib.image
+import pytest
+import yaml
+
+from fl_lightning.cli import main
+from fl_lightning.experiments.curves import curves
+from fl_lightning.experiments.experiment import Variant
+from fl_lightning.experiments.plan import Run
+from fl_lightning.experiments.training import train
+
+BASE = {
+    "model": {"class_path": "toys.ToyModule"},
+    "data": {
+        "class_path": "fl_lightning.FederatedDataModule",
+        "init_args": {"source": {"class_path": "toys.ToyData"}, "num_clients": 4},
+    },
+    "federation": {"local_steps": 2, "engine": "sequential"},
+    "trainer": {"max_epochs": 3, "accelerator": "cpu", "enable_model_summary": False},
+}
+FRAGILE = {"trainer": {"callbacks": [{"class_path": "toys.NeedsFile", "init_args": {"path": "f"}}]}}
+EXPERIMENT = {
+    "base": BASE,
+    "variants": {"plain": None, "fragile": FRAGILE},
+    "report": ["test/loss", "val/accuracy"],
+}
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["fl-lightning"])
+    root = Path(__file__).parents[2]
+    monkeypatch.setenv("PYTHONPATH", f"{root}:{root / 'tests'}")
+
+
+def compare(*words, **changes):
+    Path("toy.yaml").write_text(yaml.safe_dump({**EXPERIMENT, **changes}))
+    main(["compare", "--config", "toy.yaml", *words])
+
+
+def rows(folder):
+    with Path(folder, "results.csv").open() as file:
+        return {row["variant"]: row for row in csv.DictReader(file)}
+
+
+def test_a_failed_run_is_named_and_alone_run_again_from_where_it_was(capsys):
+    with pytest.raises(SystemExit, match=r"1 of 2 runs failed:\n  fragile, seed 0: .*f is missing"):
+        compare()
+    assert set(rows("runs/toy")) == {"plain"}
+    began = Path("runs/toy/plain/seed_0/run.json").stat().st_mtime_ns
+    capsys.readouterr()
+
+    Path("f").touch()
+    compare()
+    said = capsys.readouterr().out
+    assert "1 of 2 runs were finished before" in said
+    assert Path("runs/toy/plain/seed_0/run.json").stat().st_mtime_ns == began
+    results = rows("runs/toy")
+    plain, fragile = results["plain"], results["fragile"]
+    unequal = {name for name in plain if plain[name] != fragile[name]}
+    assert unequal <= {"variant", "seconds"}  # nothing was lost, nothing counted twice
+    logged = curves(Path("runs/toy/fragile/seed_0"))
+    assert list(logged["round/seconds"]) == [1, 2, 3]
+    assert float(plain["val/accuracy (best round)"]) == max(logged["val/accuracy"].values())
+    sent = 4 * sum(logged["round/bytes_up"].values())  # by each of four clients
+    assert float(plain["bytes up"]) == sent > 0
+
+    assert Path("runs/toy/results.md").read_text().strip() in said
+    assert matplotlib.image.imread("runs/toy/results.png").std() > 0
+
+    # what is reported may change without any run; one at a time elsewhere gives the same numbers
+    compare(report=["val/loss"])
+    assert "val/loss" in rows("runs/toy")["plain"]
+    compare("--workers", "1", "--out", "other", variants={"plain": None})
+    again = rows("other")["plain"]
+    assert {name for name in plain if plain[name] != again[name]} <= {"seconds"}
+
+
+@pytest.mark.parametrize(
+    ("words", "changes", "says"),
+    [
+        ((), {"variants": {"a": None, "b": {"federation": {"local_step": 2}}}}, "'b'.*local_steps"),
+        ((), {"varants": {"a": None}}, "varants"),
+        ((), {"configs": ["nowhere.yaml"]}, "nowhere.yaml"),
+        (("--workers", "0"), {}, "workers"),
+        (("--", "--trainer.max_rounds", "1"), {}, "max_rounds"),
+    ],
+)
+def test_mistakes_are_told_before_anything_runs(capsys, words, changes, says):
+    with pytest.raises(SystemExit) as exit_:
+        compare(*words, **changes)
+    code = exit_.value.code
+    said = code if isinstance(code, str) else capsys.readouterr().err
+    assert re.search(says, said), said
+    assert not Path("runs").exists()
+
+
+def test_the_command_is_listed_and_prints_what_it_understood(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "compare" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as exit_:
+        compare("--seeds", "0,1", "--print_config")
+    assert exit_.value.code == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert (printed["base"], printed["seeds"]) == (BASE, "0,1")
+
+
+def test_a_run_that_another_process_trains_is_waited_for(tmp_path, capsys):
+    run = Run(Variant("a", ()), 0, "text", tmp_path / "a" / "seed_0")
+    run.folder.mkdir(parents=True)
+    with run.folder.with_suffix(".lock").open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        waiting = threading.Thread(target=train, args=(run,))
+        waiting.start()
+        waiting.join(0.3)
+        assert waiting.is_alive()
+        state = {"fingerprint": run.fingerprint, "seconds": 1}
+        (run.folder / "run.json").write_text(json.dumps(state))
+    waiting.join(10)  # the other one has finished it: nothing is left to do
+    assert not waiting.is_alive()
+    assert "waits for another process" in capsys.readouterr().out
+    assert not (run.folder / "log.txt").exists()
