@@ -23,6 +23,7 @@ from torch.nn import functional as F  # noqa: N812 - as everyone writes it
 from torchmetrics import Metric
 
 from fl_lightning.client.compiling import Compiled
+from fl_lightning.client.functional_step import tensors_in
 from fl_lightning.client.local_training import loss_of
 from fl_lightning.client.metric_calls import BatchValue, StandIn, StandIns
 from fl_lightning.client.thin_gradients import ThinGradients, is_thin
@@ -43,12 +44,14 @@ class _Found:
         fixed: names of parameters that get no gradient: thin layers' weights, and what the loss
             does not depend on, which the optimizer then leaves alone.
         moving: names of the buffers that a step writes to.
+        layout: of the batch.
     """
 
     log_calls: list[LogCall]
     probes: Tensors
     fixed: list[str]
     moving: list[str]
+    layout: list[Any]
 
 
 class CompiledGradients:
@@ -94,6 +97,9 @@ class CompiledGradients:
         found = self._found or self._rehearsed(batch, number, thin)
         if found is None:
             return None
+        # between these checks the graph relies on what Python reads in a step
+        if index == 0 or found.layout != _layout(batch):
+            self._graph.recheck()
         trained = {name: p.detach() for name, p in self._params.items()}
         fixed = {name: trained.pop(name) for name in found.fixed}
         buffers = {name: self._module.get_buffer(name) for name in found.moving}
@@ -164,7 +170,7 @@ class CompiledGradients:
         apart = {_weight_of(name) for name, uses in shapes.items() if any(uses)}
         fixed = [*map(_weight_of, probes), *(n for n in trained if n in without - apart)]
         moving = [name for name, copy in copies.items() if not torch.equal(copy, buffers[name])]
-        return _Found(log_calls, probes, fixed, moving)
+        return _Found(log_calls, probes, fixed, moving, _layout(batch))
 
     def _gradients(
         self,
@@ -250,6 +256,10 @@ class _Whole(nn.Module):
         if loss is None:
             raise ValueError("its training_step returned no loss")
         return loss, calls
+
+
+def _layout(batch: Any) -> list[Any]:
+    return [(x.shape, x.stride(), x.dtype, x.device) for x in tensors_in(batch)]
 
 
 def _weight_of(layer: str) -> str:
