@@ -23,6 +23,7 @@ from torch.nn import functional as F  # noqa: N812 - as everyone writes it
 from torchmetrics import Metric
 
 from fl_lightning.client.compiling import Compiled
+from fl_lightning.client.functional_step import tensors_in
 from fl_lightning.client.local_training import loss_of
 from fl_lightning.client.metric_calls import BatchValue, StandIn, StandIns
 from fl_lightning.client.thin_gradients import ThinGradients, is_thin
@@ -40,12 +41,17 @@ class _Found:
     Attributes:
         log_calls: in their order; values that are tensors come out of the graph.
         probes: zeros in the shape of a thin layer's output, by the layer's name.
+        fixed: names of parameters that get no gradient: thin layers' weights, and what the loss
+            does not depend on, which the optimizer then leaves alone.
         moving: names of the buffers that a step writes to.
+        layout: of the batch.
     """
 
     log_calls: list[LogCall]
     probes: Tensors
+    fixed: list[str]
     moving: list[str]
+    layout: list[Any]
 
 
 class CompiledGradients:
@@ -67,6 +73,7 @@ class CompiledGradients:
 
     def __init__(self, module: nn.Module, run: Callable[[Any, Any], Any]) -> None:
         self._module, self._whole = module, _Whole(module, run)
+        self._params = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._found: _Found | None = None
         self._graph = Compiled(self._gradients, "the local step", otherwise=_nothing)
 
@@ -90,15 +97,18 @@ class CompiledGradients:
         found = self._found or self._rehearsed(batch, number, thin)
         if found is None:
             return None
-        trained = {name: p.detach() for name, p in self._parameters().items()}
-        fixed = {name: trained.pop(name) for name in map(_weight_of, found.probes)}
+        # between these checks the graph relies on what Python reads in a step
+        if index == 0 or found.layout != _layout(batch):
+            self._graph.recheck()
+        trained = {name: p.detach() for name, p in self._params.items()}
+        fixed = {name: trained.pop(name) for name in found.fixed}
         buffers = {name: self._module.get_buffer(name) for name in found.moving}
         output = self._graph(trained, fixed, found.probes, buffers, batch, number)
         if output is None:
             return None
         loss, gradients, errors, inputs, logged = output
         for name, gradient in gradients.items():
-            param = self._module.get_parameter(name)
+            param = self._params[name]
             # a fused optimizer counts on one layout
             is_alike = gradient.stride() == param.stride()
             param.grad = gradient if is_alike else torch.empty_like(param).copy_(gradient)
@@ -110,9 +120,6 @@ class CompiledGradients:
             self._module.log(name, present, *args, **options)  # type: ignore[operator]
         return loss  # type: ignore[no-any-return]
 
-    def _parameters(self) -> Tensors:
-        return {name: p for name, p in self._module.named_parameters() if p.requires_grad}
-
     def _rehearsed(self, batch: Any, number: Tensor, thin: ThinGradients | None) -> _Found | None:
         large = {n: m for n, m in self._module.named_modules() if thin and m in thin.forwards}
         device = next(self._module.parameters()).device
@@ -123,16 +130,17 @@ class CompiledGradients:
                 torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]),
             ):
                 metric_calls = stand_ins.listen()
-                self._found = self._rehearse(batch, number, large)
+                found = self._rehearse(batch, number, large)
                 for stand_in, *_ in metric_calls:
                     raise ValueError(f"it updates the torchmetrics object {stand_in.path!r}")
-        except Exception as error:  # noqa: BLE001 - a fault of the module will be met again without a graph
+                self._found = found
+        except Exception as error:  # noqa: BLE001 - a fault will be met again without a graph
             self._graph.give_up(error)
         return self._found
 
     def _rehearse(self, batch: Any, number: Tensor, large: Mapping[str, Any]) -> _Found:
         """Take a step on copies and see what happens."""
-        trained = {name: p.detach().requires_grad_() for name, p in self._parameters().items()}
+        trained = {name: p.detach().requires_grad_() for name, p in self._params.items()}
         buffers = dict(self._module.named_buffers())
         copies = {name: buffer.clone() for name, buffer in buffers.items()}
         shapes: dict[str, list[torch.Size | None]] = {name: [] for name in large}
@@ -152,17 +160,17 @@ class CompiledGradients:
         with torch.enable_grad():
             forwards = {name: noting(name) for name in large}
             loss, log_calls = self._whole.call(trained | copies, batch, number, forwards)
-        weights = [trained[_weight_of(name)] for name in large]
-        parts = torch.autograd.grad(loss, weights, allow_unused=True) if weights else ()
+        gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+        without = {n for n, g in zip(trained, gradients, strict=True) if g is None}
         probes = {
-            name: loss.new_zeros(shape)
-            for name, other_part in zip(large, parts, strict=True)
-            if other_part is None and len(shapes[name]) == 1
-            for shape in shapes[name]
-            if shape is not None
+            name: loss.new_zeros(uses[0])
+            for name, uses in shapes.items()
+            if len(uses) == 1 and uses[0] is not None and _weight_of(name) in without
         }
+        apart = {_weight_of(name) for name, uses in shapes.items() if any(uses)}
+        fixed = [*map(_weight_of, probes), *(n for n in trained if n in without - apart)]
         moving = [name for name, copy in copies.items() if not torch.equal(copy, buffers[name])]
-        return _Found(log_calls, probes, moving)
+        return _Found(log_calls, probes, fixed, moving, _layout(batch))
 
     def _gradients(
         self,
@@ -248,6 +256,10 @@ class _Whole(nn.Module):
         if loss is None:
             raise ValueError("its training_step returned no loss")
         return loss, calls
+
+
+def _layout(batch: Any) -> list[Any]:
+    return [(x.shape, x.stride(), x.dtype, x.device) for x in tensors_in(batch)]
 
 
 def _weight_of(layer: str) -> str:

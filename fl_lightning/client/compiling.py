@@ -51,7 +51,7 @@ class Compiled:
         self._has_one_graph = otherwise is not None
         self._compiled = torch.compile(_with_own_code(function), fullgraph=True, dynamic=False)
         self.is_given_up = False
-        self._is_checked = False
+        self._has_graph = self._is_checked = False
 
     def recheck(self) -> None:
         """Have the next call find out whether what Python reads has changed."""
@@ -74,19 +74,24 @@ class Compiled:
         warnings.warn(message, NotCompiled, stacklevel=3)
 
     def _run(self, *args: Any) -> Any:
-        if not self._is_checked:
-            self._is_checked = True
-            return self._compiled(*args)
-        if not self._has_one_graph:
+        if self._is_checked:
             with torch.compiler.set_stance(skip_guard_eval_unsafe=True):
                 return self._compiled(*args)
+        if not self._has_one_graph or not self._has_graph:
+            # what a first call changes (a counter, say) shows only in a second one
+            self._is_checked = not self._has_one_graph
+            result = self._compiled(*args)
+            self._has_graph = True
+            return result
         with torch.compiler.set_stance("fail_on_recompile"):
             try:
-                return self._compiled(*args)
+                result = self._compiled(*args)
             except RuntimeError as error:
                 if "recompile" not in str(error):
                     raise
                 raise exc.TorchDynamoException(_what_changed(error)) from error
+        self._is_checked = True
+        return result
 
 
 def _what_changed(error: RuntimeError) -> str:

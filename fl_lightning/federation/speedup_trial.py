@@ -27,11 +27,12 @@ TrainOne = Callable[[ClientWork], ClientUpdate]
 _SHORT_RUN_SECONDS = 60.0
 _SHORT_RUN_STEPS = 1000
 # Compiling takes 2 to 17 seconds, and brings some per cent.
-_COMPILER_SECONDS = 600.0
+_COMPILER_SECONDS = 1200.0
 # What a speedup must bring, so that it is not noise.
 _LEAST_RATIO = 1.03
 _SECONDS_OF_A_TRY = 0.1
 _NUM_TRIES = 5
+_NUM_TRIES_OF_LONG_RUN = 15
 # Of the update's norm: a speedup changes rounding only, which is coarse in half precision.
 _TOLERANCE = 1e-3
 _HALF_TOLERANCE = 0.1
@@ -47,6 +48,7 @@ class SpeedupTrial:
 
     def __init__(self, trainer: Trainer, step: LightningStep) -> None:
         self._trainer, self._step = trainer, step
+        self._num_tries = _NUM_TRIES
 
     def force(self, speedups: Sequence[Speedup]) -> None:
         """Use what was asked for.
@@ -83,7 +85,9 @@ class SpeedupTrial:
         one = _seconds(train_one, client.head(1))
         if one * num_steps < _SHORT_RUN_SECONDS:
             return ""
+        self._num_tries = _NUM_TRIES_OF_LONG_RUN
         if one * num_steps < _COMPILER_SECONDS:
+            self._num_tries = _NUM_TRIES
             candidates = [speedup for speedup in candidates if speedup != "compiled"]
         sample = client.head(max(1, math.ceil(_SECONDS_OF_A_TRY / one)))
         expected, total, remarks = train_one(sample.head(2)), 1.0, ""
@@ -147,7 +151,7 @@ class SpeedupTrial:
             found = train_one(sample.head(2))
         if not self._agree(expected, found):
             return 0.0
-        for _ in range(_NUM_TRIES):
+        for _ in range(self._num_tries):
             for chosen, seconds in turns:
                 self._step.use(chosen)
                 seconds.append(_seconds(train_one, sample))

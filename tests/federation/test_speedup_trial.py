@@ -1,11 +1,13 @@
 """Speedups in a federation: the same rounds, found by measuring or asked for."""
 
 import logging
+import re
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
+from torchmetrics import MeanMetric
 from toys import SaveEverywhere, ToyData, ToyModule, toy_trainer, weights
 
 from fl_lightning import ConfigurationError, FederatedDataModule, Federation, UniformCohort
@@ -127,6 +129,46 @@ def test_a_resumed_run_keeps_to_it(tmp_path, monkeypatch, moment):
     module, trainer = run(Conv, "auto", None, ckpt=tmp_path / f"{moment}.ckpt")
     assert sorted(speedups_of(trainer)) == SGD_SPEEDUPS
     assert torch.equal(weights(module), weights(expected))
+
+
+@pytest.mark.usefixtures("long_run")
+def test_compiled_where_a_run_is_long_and_again_when_resumed(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(speedup_trial, "_COMPILER_SECONDS", 0.0)
+    with caplog.at_level(logging.INFO, "lightning"):
+        module, trainer = run(Conv, "auto", None, SaveEverywhere(tmp_path))
+    assert re.search(r"engine: sequential with .*compiled.* by compiling, tried in", caplog.text)
+    assert speedups_of(trainer)[-1] == "compiled"
+    monkeypatch.undo()
+    plain, first = run()
+    torch.testing.assert_close(weights(module), weights(plain), rtol=1e-5, atol=1e-6)
+    for name in ("train/loss", "train/accuracy"):
+        assert float(trainer.callback_metrics[name]) == pytest.approx(
+            float(first.callback_metrics[name]), rel=1e-5
+        )
+    resumed, _ = run(Conv, "auto", None, ckpt=tmp_path / "0-group1.ckpt")
+    assert torch.equal(weights(resumed), weights(module))
+
+
+class Counting(Conv):
+    """Updates a torchmetrics object, which no graph can."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean = MeanMetric()
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.mean(loss.detach())
+        return loss
+
+
+@pytest.mark.usefixtures("long_run")
+def test_what_cannot_be_compiled_is_named(monkeypatch, caplog):
+    monkeypatch.setattr(speedup_trial, "_COMPILER_SECONDS", 0.0)
+    with caplog.at_level(logging.INFO, "lightning"):
+        _, trainer = run(Counting, "auto")
+    assert "not compiled from here on: it updates the torchmetrics object 'mean'" in caplog.text
+    assert sorted(speedups_of(trainer)) == SGD_SPEEDUPS
 
 
 @pytest.mark.usefixtures("long_run")
