@@ -28,13 +28,20 @@ CENTRAL = first_with("configs/centralized.yaml")
 RESUME = first_with("--ckpt_path last")
 TEST = first_with("fl-lightning test")
 SPARSE = first_with("configs/sparse_quickstart.yaml")
-CIFAR100 = first_with("configs/cifar100.yaml")
+CIFAR100, *SPARSE_CIFAR100 = (c for c in commands() if "configs/cifar100.yaml" in c)
 IID = first_with("configs/cifar10_images.yaml")
 TWO_CLASSES = first_with("classes_per_client 2")
 PLOT = first_with("benchmarks.plot_runs")
 OVERHEAD = first_with("benchmarks.overhead")
 ROUNDS = first_with("benchmarks --workloads")
 MEMORY = first_with("benchmarks.memory")
+CODEC = first_with("benchmarks.codec")
+
+A_SMALL_VIT = (
+    "--trainer.max_epochs 1 --model.init_args.pretrained false"
+    " --model.init_args.network_kwargs '{depth: 1, embed_dim: 48}' --model.init_args.image_size 32"
+    " --data.init_args.source.init_args.image_size 32"
+)
 
 NOT_TYPED = {
     "pip install uv": "needs a network, and who runs the tests has an environment",
@@ -54,10 +61,10 @@ BEFORE = {
 # words after a command's own, to be quick and need no network; its own words are never changed
 SHORTER = {
     SPARSE: "-- --trainer.max_epochs 1 --data.init_args.source.init_args.val_fraction 0.8",
-    CIFAR100: "--trainer.max_epochs 1 --model.init_args.pretrained false"
-    " --model.init_args.network_kwargs '{depth: 1, embed_dim: 48}' --model.init_args.image_size 32"
-    " --data.init_args.source.init_args.image_size 32",
+    CENTRAL: "--trainer.max_epochs 20",
+    **dict.fromkeys([CIFAR100, *SPARSE_CIFAR100], A_SMALL_VIT),
     OVERHEAD: "--turns 1",
+    CODEC: "--size 100000 --repetitions 2",
     ROUNDS: "--workloads W3,U-mlp --rounds 1 --scale 0.02 --engine sequential",
 }
 # Python runs this file when it starts: small files cannot have the checksums of the real ones
@@ -97,7 +104,7 @@ def environment(command, folder):
         "PYTHONDONTWRITEBYTECODE": "",
         "PYTHONPYCACHEPREFIX": str(folder / "compiled"),
     }
-    if command == CIFAR100:
+    if "configs/cifar100.yaml" in command:
         variables["PYTHONPATH"] = str(folder / "any_checksum")
     return {**os.environ, **variables}
 

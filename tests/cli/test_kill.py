@@ -13,7 +13,7 @@ import torch
 from fl_lightning.cli import main
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
-ROUNDS = 10
+ROUNDS = 6
 
 
 def command(folder, *more):
