@@ -102,7 +102,8 @@ class LocalTrainer:
     @property
     def has_new_masks(self) -> bool:
         """Whether the optimizer's masks were set since the space was made."""
-        pairs = zip(self._masks, self._present_masks(), strict=True)
+        # a callback may have added a parameter group, which `start_round` tells of
+        pairs = zip(self._masks, self._present_masks(), strict=False)
         return any(known is not present for known, present in pairs)
 
     @property
