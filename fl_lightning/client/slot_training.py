@@ -108,8 +108,7 @@ class SlotTrainer:
             new, done = begins.get(number, []), ends.get(number + 1, [])
             guests = [(stay, work[stay.client]) for stay in new]
             batch = self._inputs.next(number, step_indices, guests, draws)
-            for stay, client in guests if self._step.shifts else ():
-                self._shift(stay.slot, None if term is None else term(client.client_id).shift)
+            self._shift(guests, term)
             deltas, sums = None, self._step.sums
             if together and new and done:
                 deltas, sums = self._step.only(named_start, batch, step_valid, self._space.active)
@@ -162,17 +161,21 @@ class SlotTrainer:
         return indices, valid.to(self._step.count.device)
 
     @torch.no_grad()
-    def _shift(self, slot: int, vector: Tensor | None) -> None:
-        """Have a slot's client shift its gradients by a vector, of shape (k,)."""
-        if vector is None:
-            torch._foreach_zero_([shift[slot] for shift in self._step.shifts.values()])
-            return
-        for name, view in self._space.named_views(vector).items():
-            row, index = self._step.shifts[name][slot], self._space.active.get(name)
-            if index is None:
-                row.copy_(view)
-            else:  # what is frozen stays 0
-                row.view(-1).index_copy_(0, index, view)
+    def _shift(self, guests: Sequence[tuple[Stay, ClientWork]], term: TermOf | None) -> None:
+        """Have the clients that begin shift their gradients."""
+        shifts = self._step.shifts
+        for stay, client in guests if shifts else ():
+            rows = {name: shift[stay.slot] for name, shift in shifts.items()}
+            vector = None if term is None else term(client.client_id).shift
+            if vector is None:
+                torch._foreach_zero_(list(rows.values()))
+                continue
+            for name, view in self._space.named_views(vector).items():
+                index = self._space.active.get(name)
+                if index is None:
+                    rows[name].copy_(view)
+                else:  # what is frozen stays 0
+                    rows[name].view(-1).index_copy_(0, index, view)
 
     @torch.no_grad()
     def _reset(self, slots: list[int]) -> None:
