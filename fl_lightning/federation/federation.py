@@ -82,6 +82,9 @@ class Federation(Callback):
         clients_per_group: how many clients Lightning's loop takes for a batch: so often the
             progress bar moves and callbacks' batch hooks are called. Results do not depend on it.
             If None, one after the other as many as take about 0.2 s, in slots the whole cohort.
+        client_memory_gb: of what clients remember between rounds (see ``correction``), so many
+            gigabytes (1e9 bytes) are kept in RAM, the rest in files of which pages are read as
+            needed. Checkpoints hold up to 64 MB of it, more lies in ``client_memory`` beside them.
         seed: root of every draw (cohorts, shuffling, dropout, augmentation); the run's seed,
             as given to `lightning.seed_everything`, if None.
 
@@ -114,10 +117,15 @@ class Federation(Callback):
         slots: int | None = None,
         speedups: list[Speedup] | None = None,
         clients_per_group: int | None = None,
+        client_memory_gb: float = 2.0,
         seed: int | None = None,
     ) -> None:
         super().__init__()
         _check(local_steps, local_epochs, on_client_failure, min_replies, clients_per_group)
+        if not client_memory_gb >= 0:
+            raise ConfigurationError(
+                f"federation: client_memory_gb must be at least 0, got {client_memory_gb}"
+            )
         self.cohort = cohort if cohort is not None else AllClients()
         self.local_steps = local_steps
         self.local_epochs = local_epochs if local_steps or local_epochs else 1
@@ -128,6 +136,7 @@ class Federation(Callback):
         self.min_replies = min_replies
         self.engine = EngineOptions(engine, slots, None if speedups is None else tuple(speedups))
         self.clients_per_group = clients_per_group
+        self.client_memory_gb = client_memory_gb
         self.seed = run_seed(seed)
         self.rounds: RoundRunner | None = None
         self._saved: dict[str, Any] = {}
@@ -179,11 +188,14 @@ class Federation(Callback):
             seed=self.seed,
             engine=self.engine,
             correction=self.correction,
+            client_memory_bytes=self.client_memory_gb * 1e9,
             num_clients=len(trainer.datamodule.clients),  # type: ignore[attr-defined]
         )
         self.rounds = RoundRunner(
             trainer, options, self._groups, self._aggregator(trainer), self.server_optimizer
         )
+        if isinstance(trainer.strategy.checkpoint_io, AtomicCheckpointIO):
+            trainer.strategy.checkpoint_io.files = self.rounds.files_of_checkpoint
         self._groups_before = self._saved.get("groups", len(self._groups))
         if self._saved:
             self.rounds.load_state_dict(self._saved)
