@@ -48,6 +48,7 @@ from fl_lightning.federation.round_options import RoundOptions
 from fl_lightning.federation.rounds import RoundRunner
 from fl_lightning.federation.shares import local_work
 from fl_lightning.server.aggregators import Aggregator, Mean
+from fl_lightning.server.normalised_mean import NormalisedMean
 from fl_lightning.server.overlap_mean import OverlapMean
 from fl_lightning.server.server import ServerOptimizer, fedavg_optimizer
 
@@ -179,6 +180,7 @@ class Federation(Callback):
         check_set_up(trainer)
         for config in trainer.lr_scheduler_configs:
             config.interval = "epoch"  # a step is a round, however many groups of clients it has
+        self._check_correction(trainer)
         options = RoundOptions(
             local_steps=self.local_steps,
             local_epochs=self.local_epochs,
@@ -272,11 +274,28 @@ class Federation(Callback):
             module, max(1.0, per_client * trainer.accumulate_grad_batches), data.batch_size
         )
 
+    def _check_correction(self, trainer: Trainer) -> None:
+        """Refuse corrections that would give a wrong result."""
+        correction = self.correction
+        if correction is None:
+            return
+        if correction.remembers and client_masks(trainer) is not None:
+            raise ConfigurationError(
+                f"federation.correction {type(correction).__name__} remembers a number for every "
+                "coordinate, and with masks of their own clients do not move the same ones: use one "
+                "mask for all, or FedProx"
+            )
+        if any(group.get("maximize") for group in trainer.optimizers[0].param_groups):
+            raise ConfigurationError(
+                "federation.correction is added to the gradient of what is minimised, and the "
+                "clients' optimizer has maximize: leave that out and return the negative loss"
+            )
+
     def _aggregator(self, trainer: Trainer) -> Aggregator:
         masks_differ = client_masks(trainer) is not None
-        if masks_differ and isinstance(self.aggregator, Mean):
+        if masks_differ and isinstance(self.aggregator, (Mean, NormalisedMean)):
             raise ConfigurationError(
-                "federation: with masks of the clients' own, Mean counts a client that may not move "
+                "federation: with masks of the clients' own, a mean over all of them counts a client that may not move "
                 "an entry as one that wants it to stay: set aggregator to OverlapMean, or leave it "
                 "out"
             )
