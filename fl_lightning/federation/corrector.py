@@ -75,6 +75,7 @@ class Corrector:
     def open_round(self, like: Tensor) -> None:
         """Forget what an unfinished round has learnt; ``like`` is a vector of shape (k,)."""
         self._memory.discard()
+        self._device = like.device
         self._changes = new_mean(like, exact=self._exact)
         self._num_changes = 0
 
@@ -132,11 +133,14 @@ class Corrector:
             self._mean = torch.where(positions >= 0, known, 0)
 
     def _recalled(self, client: int) -> Tensor | None:
-        return self._memory.get(_NAME, client) if self.correction.remembers else None
+        if not self.correction.remembers:
+            return None
+        vector = self._memory.get(_NAME, client)
+        return None if vector is None else vector.to(self._device)
 
     def snapshot(self) -> Snapshot:
         """Return what has been learnt in the open round, for `go_back`."""
-        return Snapshot(copy.deepcopy(self._round_state()), self._memory.waiting)
+        return Snapshot(copy.deepcopy(self._round_state()), self._memory.waiting_keys)
 
     def go_back(self, snapshot: Snapshot) -> None:
         """Forget what has been learnt since."""
@@ -151,6 +155,7 @@ class Corrector:
     def load_state_dict(self, state: dict[str, Any], like: Tensor) -> None:
         """Take up where `state_dict` left off."""
         self._mean = None if state["mean"] is None else state["mean"].to(like.device)
+        self._device = like.device
         if "round" in state:
             self._changes = new_mean(like, exact=self._exact)
             self._load_round_state(state["round"])

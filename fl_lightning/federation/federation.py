@@ -48,6 +48,7 @@ from fl_lightning.federation.round_options import RoundOptions
 from fl_lightning.federation.rounds import RoundRunner
 from fl_lightning.federation.shares import local_work
 from fl_lightning.server.aggregators import Aggregator, Mean
+from fl_lightning.server.normalised_mean import NormalisedMean
 from fl_lightning.server.overlap_mean import OverlapMean
 from fl_lightning.server.server import ServerOptimizer, fedavg_optimizer
 
@@ -82,6 +83,9 @@ class Federation(Callback):
         clients_per_group: how many clients Lightning's loop takes for a batch: so often the
             progress bar moves and callbacks' batch hooks are called. Results do not depend on it.
             If None, one after the other as many as take about 0.2 s, in slots the whole cohort.
+        client_memory_gb: of what clients remember between rounds (see ``correction``), so many
+            gigabytes (1e9 bytes) are kept in RAM, the rest in files of which pages are read as
+            needed. Checkpoints hold up to 64 MB of it, more lies in ``client_memory`` beside them.
         seed: root of every draw (cohorts, shuffling, dropout, augmentation); the run's seed,
             as given to `lightning.seed_everything`, if None.
 
@@ -114,10 +118,15 @@ class Federation(Callback):
         slots: int | None = None,
         speedups: list[Speedup] | None = None,
         clients_per_group: int | None = None,
+        client_memory_gb: float = 2.0,
         seed: int | None = None,
     ) -> None:
         super().__init__()
         _check(local_steps, local_epochs, on_client_failure, min_replies, clients_per_group)
+        if not client_memory_gb >= 0:
+            raise ConfigurationError(
+                f"federation: client_memory_gb must be at least 0, got {client_memory_gb}"
+            )
         self.cohort = cohort if cohort is not None else AllClients()
         self.local_steps = local_steps
         self.local_epochs = local_epochs if local_steps or local_epochs else 1
@@ -128,6 +137,7 @@ class Federation(Callback):
         self.min_replies = min_replies
         self.engine = EngineOptions(engine, slots, None if speedups is None else tuple(speedups))
         self.clients_per_group = clients_per_group
+        self.client_memory_gb = client_memory_gb
         self.seed = run_seed(seed)
         self.rounds: RoundRunner | None = None
         self._saved: dict[str, Any] = {}
@@ -170,6 +180,7 @@ class Federation(Callback):
         check_set_up(trainer)
         for config in trainer.lr_scheduler_configs:
             config.interval = "epoch"  # a step is a round, however many groups of clients it has
+        self._check_correction(trainer)
         options = RoundOptions(
             local_steps=self.local_steps,
             local_epochs=self.local_epochs,
@@ -179,11 +190,14 @@ class Federation(Callback):
             seed=self.seed,
             engine=self.engine,
             correction=self.correction,
+            client_memory_bytes=self.client_memory_gb * 1e9,
             num_clients=len(trainer.datamodule.clients),  # type: ignore[attr-defined]
         )
         self.rounds = RoundRunner(
             trainer, options, self._groups, self._aggregator(trainer), self.server_optimizer
         )
+        if isinstance(trainer.strategy.checkpoint_io, AtomicCheckpointIO):
+            trainer.strategy.checkpoint_io.files = self.rounds.files_of_checkpoint
         self._groups_before = self._saved.get("groups", len(self._groups))
         if self._saved:
             self.rounds.load_state_dict(self._saved)
@@ -260,11 +274,28 @@ class Federation(Callback):
             module, max(1.0, per_client * trainer.accumulate_grad_batches), data.batch_size
         )
 
+    def _check_correction(self, trainer: Trainer) -> None:
+        """Refuse corrections that would give a wrong result."""
+        correction = self.correction
+        if correction is None:
+            return
+        if correction.remembers and client_masks(trainer) is not None:
+            raise ConfigurationError(
+                f"federation.correction {type(correction).__name__} remembers a number for every "
+                "coordinate, and with masks of their own clients do not move the same ones: use one "
+                "mask for all, or FedProx"
+            )
+        if any(group.get("maximize") for group in trainer.optimizers[0].param_groups):
+            raise ConfigurationError(
+                "federation.correction is added to the gradient of what is minimised, and the "
+                "clients' optimizer has maximize: leave that out and return the negative loss"
+            )
+
     def _aggregator(self, trainer: Trainer) -> Aggregator:
         masks_differ = client_masks(trainer) is not None
-        if masks_differ and isinstance(self.aggregator, Mean):
+        if masks_differ and isinstance(self.aggregator, (Mean, NormalisedMean)):
             raise ConfigurationError(
-                "federation: with masks of the clients' own, Mean counts a client that may not move "
+                "federation: with masks of the clients' own, a mean over all of them counts a client that may not move "
                 "an entry as one that wants it to stay: set aggregator to OverlapMean, or leave it "
                 "out"
             )

@@ -17,6 +17,7 @@ class RoundOptions:
         accumulate: batches per local step.
         correction: None for none.
         num_clients: all of them.
+        client_memory_bytes: of what clients remember, kept in RAM.
     """
 
     local_steps: int | None
@@ -28,3 +29,4 @@ class RoundOptions:
     engine: EngineOptions
     correction: Correction | None = None
     num_clients: int
+    client_memory_bytes: float

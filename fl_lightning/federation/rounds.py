@@ -7,8 +7,10 @@ that a checkpoint inside a round must hold; the clients' work is `GroupTraining`
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +21,9 @@ from lightning.pytorch.utilities import rank_zero_warn
 from fl_lightning.client.local_solver import LocalSolver
 from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.client.memory import ClientMemory
+from fl_lightning.client.vector_file import VectorFile
 from fl_lightning.core.errors import ClientFailure, ConfigurationError, RoundFailure
+from fl_lightning.federation.atomic_checkpoint import AtomicCheckpointIO
 from fl_lightning.federation.corrector import Corrector
 from fl_lightning.federation.group_training import GroupTraining
 from fl_lightning.federation.groups import ClientGroup, RoundGroups
@@ -30,7 +34,9 @@ from fl_lightning.federation.meeting import (
     logged_metrics,
     merged_record,
     pool_metrics,
+    share_memories,
 )
+from fl_lightning.federation.memory_files import FOLDER, WorkingFolder
 from fl_lightning.federation.ranks import Ranks
 from fl_lightning.federation.round_options import RoundOptions
 from fl_lightning.federation.round_record import RoundRecord
@@ -69,7 +75,9 @@ class RoundRunner:
         self._ranks = Ranks(trainer)
         self._failure: Failure | None = None
         self._is_noted = False
-        self._memory = ClientMemory()
+        self._memory = ClientMemory(
+            options.client_memory_bytes, WorkingFolder(_local_root(trainer))
+        )
         self._corrector = self._new_corrector(aggregator)
         self.clients = GroupTraining(
             trainer, options, self._corrector, self._new_solver(aggregator)
@@ -185,6 +193,7 @@ class RoundRunner:
         self.server.reduce(self._ranks.all_reduce)
         if self._corrector is not None:
             self._corrector.reduce(self._ranks.all_reduce)
+        share_memories(self._memory, self._ranks, self.clients.local.space.device)
 
     def in_progress_bar(self, name: str) -> bool:
         """Return whether a logged value is shown beside the progress bar."""
@@ -247,10 +256,20 @@ class RoundRunner:
         }
         if self._corrector is not None:
             state["correction"] = self._corrector.state_dict(with_round=open_here)
-            state["memory"] = self._memory.state_dict(with_round=open_here)
+            state["memory"] = self._memory_state(open_here)
         if not self._is_kept_by_lightning:
             state["model"] = vars(self.server.model)
         return state
+
+    def _memory_state(self, with_round: bool) -> dict[str, Any]:
+        if self._ranks.rank > 0:  # what it would write, another process writes
+            return {}
+        beside = isinstance(self._trainer.strategy.checkpoint_io, AtomicCheckpointIO)
+        return self._memory.state_dict(with_round=with_round, inside=not beside)
+
+    def files_of_checkpoint(self) -> Sequence[VectorFile]:
+        """Return the files to which the last `state_dict` refers."""
+        return self._memory.files_of_checkpoint
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint, taken between rounds or inside one.
@@ -281,7 +300,14 @@ class RoundRunner:
         _check_same("correction", state.get("correction", {"kind": None})["kind"], present)
         if self._corrector is not None:
             self._corrector.load_state_dict(state["correction"], self.server.model.params)
-            self._memory.load_state_dict(state["memory"])
+            path = self._trainer.ckpt_path
+            folder = None if path is None else Path(path).parent / FOLDER
+            self._memory.load_state_dict(state["memory"], folder)
+
+
+def _local_root(trainer: Trainer) -> Path:
+    root = str(trainer.default_root_dir)
+    return Path(tempfile.gettempdir() if "://" in root else root)
 
 
 def _check_same(what: str, saved: Any, present: Any) -> None:
