@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,26 +17,13 @@ from torch.optim import Optimizer
 
 from fl_lightning.client.correction import Correction, GradientTerm, Outcome
 from fl_lightning.client.local_solver import LocalSolver
-from fl_lightning.client.memory import ClientMemory, Key
+from fl_lightning.client.memory import ClientMemory
 from fl_lightning.core.space import Space
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.server.aggregators import new_mean
 from fl_lightning.server.server import AllReduce, added_up
 
 _NAME = "correction"
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """What a corrector had learnt in the open round at one moment.
-
-    Attributes:
-        state: sums over clients.
-        waiting: whose memories are to count at the round's end.
-    """
-
-    state: dict[str, Any]
-    waiting: frozenset[Key]
 
 
 class Corrector:
@@ -74,7 +60,6 @@ class Corrector:
 
     def open_round(self, like: Tensor) -> None:
         """Forget what an unfinished round has learnt; ``like`` is a vector of shape (k,)."""
-        self._memory.discard()
         self._device = like.device
         self._changes = new_mean(like, exact=self._exact)
         self._num_changes = 0
@@ -115,8 +100,7 @@ class Corrector:
         self._num_changes = int(count)
 
     def close_round(self) -> None:
-        """Let the clients' new memories count."""
-        self._memory.commit()
+        """Move the mean by what clients have learnt."""
         if self._num_changes:
             change = self._changes.value() * (self._num_changes / self._num_clients)
             self._mean = change if self._mean is None else self._mean + change
@@ -138,14 +122,13 @@ class Corrector:
         vector = self._memory.get(_NAME, client)
         return None if vector is None else vector.to(self._device)
 
-    def snapshot(self) -> Snapshot:
-        """Return what has been learnt in the open round, for `go_back`."""
-        return Snapshot(copy.deepcopy(self._round_state()), self._memory.waiting_keys)
+    def snapshot(self) -> dict[str, Any]:
+        """Return what has been learnt in the open round but for memories, for `go_back`."""
+        return copy.deepcopy(self._round_state())
 
-    def go_back(self, snapshot: Snapshot) -> None:
+    def go_back(self, snapshot: dict[str, Any]) -> None:
         """Forget what has been learnt since."""
-        self._load_round_state(snapshot.state)
-        self._memory.discard(keep=snapshot.waiting)
+        self._load_round_state(snapshot)
 
     def state_dict(self, *, with_round: bool = True) -> dict[str, Any]:
         """Return the mean and, inside a round, what has been learnt so far; not the memories."""

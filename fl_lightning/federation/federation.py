@@ -51,6 +51,9 @@ from fl_lightning.server.aggregators import Aggregator, Mean
 from fl_lightning.server.normalised_mean import NormalisedMean
 from fl_lightning.server.overlap_mean import OverlapMean
 from fl_lightning.server.server import ServerOptimizer, fedavg_optimizer
+from fl_lightning.updates.error_feedback import ErrorFeedback
+from fl_lightning.updates.path import UpdatePath
+from fl_lightning.updates.transform import UpdateTransform
 
 
 @final
@@ -66,6 +69,8 @@ class Federation(Callback):
         local_epochs: passes over its shard per round. One pass if neither is given.
         correction: what clients add to their gradients so that they do not drift apart: `FedProx`,
             `Scaffold`, `FedDyn`, …; nothing if None.
+        updates: what happens to a client's update on its way, in order: `TopK`, `QSGD`, …, and
+            `ErrorFeedback` around them; nothing if None.
         aggregator: how updates become one; the mean weighted by examples if None, over the clients
             that may move a coordinate where they have masks of their own.
         server_optimizer: builds the `torch.optim.Optimizer` that descends the aggregated delta;
@@ -110,6 +115,7 @@ class Federation(Callback):
         local_steps: int | None = None,
         local_epochs: int | None = None,
         correction: Correction | None = None,
+        updates: list[UpdateTransform | ErrorFeedback] | None = None,
         aggregator: Aggregator | None = None,
         server_optimizer: ServerOptimizer | None = None,
         on_client_failure: Literal["raise", "skip"] = "raise",
@@ -131,6 +137,8 @@ class Federation(Callback):
         self.local_steps = local_steps
         self.local_epochs = local_epochs if local_steps or local_epochs else 1
         self.correction = correction
+        self.updates = list(updates or [])
+        UpdatePath(self.updates, 0)  # refuses what does not go together
         self.aggregator = aggregator
         self.server_optimizer = server_optimizer or fedavg_optimizer
         self.on_client_failure: Literal["raise", "skip"] = on_client_failure
@@ -190,6 +198,7 @@ class Federation(Callback):
             seed=self.seed,
             engine=self.engine,
             correction=self.correction,
+            updates=self.updates,
             client_memory_bytes=self.client_memory_gb * 1e9,
             num_clients=len(trainer.datamodule.clients),  # type: ignore[attr-defined]
         )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from fl_lightning.client.correction import Correction
 from fl_lightning.federation.engine import EngineOptions
+from fl_lightning.updates.path import Step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,3 +32,4 @@ class RoundOptions:
     correction: Correction | None = None
     num_clients: int
     client_memory_bytes: float
+    updates: Sequence[Step] = ()

@@ -27,6 +27,7 @@ from fl_lightning.federation.atomic_checkpoint import AtomicCheckpointIO
 from fl_lightning.federation.corrector import Corrector
 from fl_lightning.federation.group_training import GroupTraining
 from fl_lightning.federation.groups import ClientGroup, RoundGroups
+from fl_lightning.federation.intake import Intake
 from fl_lightning.federation.meeting import (
     Failure,
     Report,
@@ -42,6 +43,7 @@ from fl_lightning.federation.round_options import RoundOptions
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.server.aggregators import Aggregator
 from fl_lightning.server.server import Server, ServerOptimizer
+from fl_lightning.updates.path import UpdatePath
 
 
 class RoundRunner:
@@ -79,9 +81,11 @@ class RoundRunner:
             options.client_memory_bytes, WorkingFolder(_local_root(trainer))
         )
         self._corrector = self._new_corrector(aggregator)
-        self.clients = GroupTraining(
-            trainer, options, self._corrector, self._new_solver(aggregator)
+        self._path = UpdatePath(options.updates, options.seed)
+        self._intake = Intake(
+            self._path, self._memory, self._corrector, self._new_solver(aggregator)
         )
+        self.clients = GroupTraining(trainer, options, self._intake, self._corrector)
         self.server = Server(self.clients.local.read(), aggregator, server_optimizer)
         self.record = RoundRecord()
         self._is_kept_by_lightning = self._can_be_kept_by_lightning()
@@ -159,6 +163,7 @@ class RoundRunner:
         for client in sorted(self.record.skipped):
             rank_zero_warn(f"skipped: {self.record.skipped[client]}")
         self._check_replies()
+        self._memory.commit()
         if self._corrector is not None:
             self._corrector.close_round()
         self.record.update_norm = float(self.server.close_round(self._corrector))
@@ -210,6 +215,7 @@ class RoundRunner:
             if self._is_kept_by_lightning:  # hooks between rounds may have changed it
                 self.server.replace_model(self.clients.local.read())
             self.server.open_round()
+            self._memory.discard()  # what a round that was not finished left
             if self._corrector is not None:
                 self._corrector.open_round(self.server.model.params)
 
@@ -220,6 +226,7 @@ class RoundRunner:
         after = self.clients.local
         positions = after.space.positions_in(before)
         self.server.relocate(after.read(), positions)
+        self._intake.relocate(positions)
         if self._corrector is not None:
             self._corrector.relocate(positions)
         self._is_kept_by_lightning = self._can_be_kept_by_lightning()
@@ -253,13 +260,19 @@ class RoundRunner:
             "groups": len(self._groups),
             "inside": self.server.is_open,
             "engine": self.clients.engine.state_dict(),
+            "updates": list(self._path.names),
         }
         if self._corrector is not None:
             state["correction"] = self._corrector.state_dict(with_round=open_here)
+        if self._has_memory:
             state["memory"] = self._memory_state(open_here)
         if not self._is_kept_by_lightning:
             state["model"] = vars(self.server.model)
         return state
+
+    @property
+    def _has_memory(self) -> bool:
+        return self._corrector is not None or self._path.has_memory
 
     def _memory_state(self, with_round: bool) -> dict[str, Any]:
         if self._ranks.rank > 0:  # what it would write, another process writes
@@ -298,8 +311,10 @@ class RoundRunner:
         correction = self._options.correction
         present = None if correction is None else type(correction).__name__
         _check_same("correction", state.get("correction", {"kind": None})["kind"], present)
+        _check_same("updates", state.get("updates", []), list(self._path.names))
         if self._corrector is not None:
             self._corrector.load_state_dict(state["correction"], self.server.model.params)
+        if self._has_memory:
             path = self._trainer.ckpt_path
             folder = None if path is None else Path(path).parent / FOLDER
             self._memory.load_state_dict(state["memory"], folder)
