@@ -7,6 +7,7 @@ that a checkpoint inside a round must hold; the clients' work is `GroupTraining`
 
 from __future__ import annotations
 
+import math
 import tempfile
 import time
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import Trainer
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from fl_lightning.client.local_solver import LocalSolver
 from fl_lightning.client.local_training import GlobalModel
@@ -25,6 +26,7 @@ from fl_lightning.client.vector_file import VectorFile
 from fl_lightning.core.errors import ClientFailure, ConfigurationError, RoundFailure
 from fl_lightning.federation.atomic_checkpoint import AtomicCheckpointIO
 from fl_lightning.federation.corrector import Corrector
+from fl_lightning.federation.cost import cost_line
 from fl_lightning.federation.group_training import GroupTraining
 from fl_lightning.federation.groups import ClientGroup, RoundGroups
 from fl_lightning.federation.intake import Intake
@@ -76,7 +78,7 @@ class RoundRunner:
         self._module = trainer.lightning_module
         self._ranks = Ranks(trainer)
         self._failure: Failure | None = None
-        self._is_noted = False
+        self._is_noted = self._cost_is_told = False
         self._memory = ClientMemory(
             options.client_memory_bytes, WorkingFolder(_local_root(trainer))
         )
@@ -210,6 +212,8 @@ class RoundRunner:
         if not self._is_noted:  # by now, unlike in the constructor, Lightning has restored both
             self.clients.start_round()
             self._is_noted = True
+        if not self._cost_is_told:
+            self._tell_cost()
         if not self.server.is_open:
             self.record = RoundRecord()
             if self._is_kept_by_lightning:  # hooks between rounds may have changed it
@@ -218,6 +222,17 @@ class RoundRunner:
             self._memory.discard()  # what a round that was not finished left
             if self._corrector is not None:
                 self._corrector.open_round(self.server.model.params)
+
+    def _tell_cost(self) -> None:
+        self._cost_is_told = True
+        rounds = self._trainer.max_epochs
+        line = cost_line(
+            self._path,
+            self.server.model,
+            num_clients=self._groups.num_clients,
+            num_rounds=math.inf if rounds is None or rounds < 0 else rounds,
+        )
+        rank_zero_info(f"bytes: {line}")
 
     def _renew_space(self) -> None:
         """Follow masks that changed between rounds: other coordinates travel from here on."""
