@@ -94,6 +94,7 @@ class RoundRunner:
             options.correction,
             self._memory,
             options.num_clients,
+            self._module,
             optimizer,
             exact=aggregator.exact,
         )
