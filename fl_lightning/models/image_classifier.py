@@ -98,7 +98,8 @@ class ImageClassifier(LightningModule):
 
     def features(self, batch: Batch) -> Tensor:
         """Return what the classifier is given for a batch's images, shape (B, …)."""
-        network, images = self.network, batch[0]
+        network: Any = self.network
+        images = batch[0]
         if isinstance(network, LeNet | McMahanCNN):
             features: Tensor = network.features(images)
         else:

@@ -361,8 +361,9 @@ class TestMoon:
         def make():
             return Seeing(batch_norm=True)
 
-        plain, _ = run(make)
-        module, federation = run(make, correction=Moon(mu=0.0), engine="slots")
+        data = toy_data(batch_size=4, dtype=torch.float64, drop_last=True)
+        plain, _ = run(make, data=data)
+        module, federation = run(make, data=data, correction=Moon(mu=0.0), engine="slots")
         assert federation.rounds.clients.engine.slots is None
         torch.testing.assert_close(weights(plain), weights(module), rtol=1e-12, atol=1e-14)
 
