@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from fl_lightning.callbacks.progress import RoundProgressBar
     from fl_lightning.client.feddyn import FedDyn
     from fl_lightning.client.fedprox import FedProx
+    from fl_lightning.client.moon import Moon
     from fl_lightning.client.scaffold import Scaffold
     from fl_lightning.core.errors import ClientFailure, ConfigurationError, RoundFailure
     from fl_lightning.data.cohort import AllClients, PoissonCohort, UniformCohort
@@ -50,6 +51,7 @@ __all__ = [
     "ImageClassifier",
     "MaskCalibration",
     "Mean",
+    "Moon",
     "NormalisedMean",
     "OverlapMean",
     "PartitionReport",
@@ -76,6 +78,7 @@ _HOMES = {
     "ImageClassifier": "fl_lightning.models.image_classifier",
     "MaskCalibration": "fl_lightning.callbacks.mask_calibration",
     "Mean": "fl_lightning.server.aggregators",
+    "Moon": "fl_lightning.client.moon",
     "NormalisedMean": "fl_lightning.server.normalised_mean",
     "OverlapMean": "fl_lightning.server.overlap_mean",
     "PartitionReport": "fl_lightning.callbacks.partition_report",

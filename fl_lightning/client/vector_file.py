@@ -14,6 +14,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -93,5 +94,5 @@ class VectorFile:
             )
 
 
-def _digest(dtype: str, content: np.ndarray) -> str:  # type: ignore[type-arg]
+def _digest(dtype: str, content: npt.NDArray[np.uint8]) -> str:
     return blake2b(content.data, digest_size=16, person=dtype.encode()[:16]).hexdigest()

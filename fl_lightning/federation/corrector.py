@@ -12,12 +12,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fl_lightning.client.correction import Correction, GradientTerm, Outcome
 from fl_lightning.client.local_solver import LocalSolver
 from fl_lightning.client.memory import ClientMemory
+from fl_lightning.client.moon import Contrast, Moon
 from fl_lightning.core.space import Space
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.server.aggregators import new_mean
@@ -33,11 +34,12 @@ class Corrector:
         correction: what clients add to their objective.
         memory: where clients' memories are.
         num_clients: all of them, N.
+        module: that trains.
         optimizer: the clients'.
         exact: have the same bits over any number of processes.
 
     Raises:
-        ConfigurationError: if the correction refuses the optimizer.
+        ConfigurationError: if the correction refuses module or optimizer.
 
     Attributes:
         correction: as given.
@@ -48,13 +50,15 @@ class Corrector:
         correction: Correction,
         memory: ClientMemory,
         num_clients: int,
+        module: nn.Module,
         optimizer: Optimizer,
         *,
         exact: bool,
     ) -> None:
-        correction.check(optimizer)
+        correction.check(module, optimizer)
         self.correction = correction
         self._memory, self._num_clients, self._exact = memory, num_clients, exact
+        self._module = module
         self._solver = LocalSolver(optimizer, correction.pull)
         self._mean: Tensor | None = None
 
@@ -67,6 +71,19 @@ class Corrector:
     def term(self, client: int) -> GradientTerm:
         """Return a client's term for this round."""
         return self.correction.term(self._recalled(client), self._mean)
+
+    def contrast(self, client: int, start: Tensor, space: Space) -> Contrast | None:
+        """Return what a client adds to its loss in this round; None if nothing.
+
+        Args:
+            client: its id.
+            start: the global model, shape (k,).
+            space: of its coordinates.
+        """
+        correction, last = self.correction, self._recalled(client)
+        if not isinstance(correction, Moon) or last is None:
+            return None
+        return Contrast(correction, self._module, space, start, last)
 
     def accept(
         self, update: ClientUpdate, start: Tensor, space: Space, gradient: Callable[[], Tensor]

@@ -200,8 +200,7 @@ class GroupTraining:
         masks: Mapping[str, Tensor] | None = None,
         term: GradientTerm | None = None,
     ) -> ClientUpdate:
-        if term is not None and not term.is_nothing:
-            self.step.term = AddedTerm(self.local.space, model.params, term)
+        self._set_terms(model, work, term)
         try:
             return self.local.train(
                 model,
@@ -211,7 +210,16 @@ class GroupTraining:
                 masks=masks,
             )
         finally:
-            self.step.term = None
+            self.step.term = self.step.contrast = None
+
+    def _set_terms(self, model: GlobalModel, work: ClientWork, term: GradientTerm | None) -> None:
+        """Have local steps add to gradients and losses what this client adds, if term is given."""
+        space = self.local.space
+        if term is None or self._corrector is None:
+            return
+        self.step.contrast = self._corrector.contrast(work.client_id, model.params, space)
+        if not term.is_nothing:
+            self.step.term = AddedTerm(space, model.params, term)
 
     def _slope(self, work: ClientWork, server: Server) -> Tensor:
         """Return the gradient of a client's whole shard at the global model."""

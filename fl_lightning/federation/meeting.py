@@ -96,7 +96,7 @@ def share_memories(memory: ClientMemory, ranks: Ranks, device: torch.device) -> 
             )
             ranks.broadcast(vector, source=rank)
             if not is_own:
-                memory.put(*key, vector)
+                memory.put(key[0], key[1], vector)
 
 
 def pool_metrics(reports: Sequence[Report], collector: LogCollector, module: nn.Module) -> None:

@@ -60,6 +60,7 @@ class RoundRunner:
 
     Attributes:
         clients: the clients' part.
+        memory: what clients remember between rounds.
         server: the global model and how it moves.
         record: what is known of the present round, or of the last one until the next begins.
     """
@@ -79,13 +80,11 @@ class RoundRunner:
         self._ranks = Ranks(trainer)
         self._failure: Failure | None = None
         self._is_noted = self._cost_is_told = False
-        self._memory = ClientMemory(
-            options.client_memory_bytes, WorkingFolder(_local_root(trainer))
-        )
+        self.memory = ClientMemory(options.client_memory_bytes, WorkingFolder(_local_root(trainer)))
         self._corrector = self._new_corrector(aggregator)
         self._path = UpdatePath(options.updates, options.seed)
         self._intake = Intake(
-            self._path, self._memory, self._corrector, self._new_solver(aggregator)
+            self._path, self.memory, self._corrector, self._new_solver(aggregator)
         )
         self.clients = GroupTraining(trainer, options, self._intake, self._corrector)
         self.server = Server(self.clients.local.read(), aggregator, server_optimizer)
@@ -98,8 +97,9 @@ class RoundRunner:
             return None
         return Corrector(
             options.correction,
-            self._memory,
+            self.memory,
             options.num_clients,
+            self._module,
             optimizer,
             exact=aggregator.exact,
         )
@@ -165,7 +165,7 @@ class RoundRunner:
         for client in sorted(self.record.skipped):
             rank_zero_warn(f"skipped: {self.record.skipped[client]}")
         self._check_replies()
-        self._memory.commit()
+        self.memory.commit()
         if self._corrector is not None:
             self._corrector.close_round()
         self.record.update_norm = float(self.server.close_round(self._corrector))
@@ -200,7 +200,7 @@ class RoundRunner:
         self.server.reduce(self._ranks.all_reduce)
         if self._corrector is not None:
             self._corrector.reduce(self._ranks.all_reduce)
-        share_memories(self._memory, self._ranks, self.clients.local.space.device)
+        share_memories(self.memory, self._ranks, self.clients.local.space.device)
 
     def in_progress_bar(self, name: str) -> bool:
         """Return whether a logged value is shown beside the progress bar."""
@@ -219,7 +219,7 @@ class RoundRunner:
             if self._is_kept_by_lightning:  # hooks between rounds may have changed it
                 self.server.replace_model(self.clients.local.read())
             self.server.open_round()
-            self._memory.discard()  # what a round that was not finished left
+            self.memory.discard()  # what a round that was not finished left
             if self._corrector is not None:
                 self._corrector.open_round(self.server.model.params)
 
@@ -293,11 +293,11 @@ class RoundRunner:
         if self._ranks.rank > 0:  # what it would write, another process writes
             return {}
         beside = isinstance(self._trainer.strategy.checkpoint_io, AtomicCheckpointIO)
-        return self._memory.state_dict(with_round=with_round, inside=not beside)
+        return self.memory.state_dict(with_round=with_round, inside=not beside)
 
     def files_of_checkpoint(self) -> Sequence[VectorFile]:
         """Return the files to which the last `state_dict` refers."""
-        return self._memory.files_of_checkpoint
+        return self.memory.files_of_checkpoint
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint, taken between rounds or inside one.
@@ -332,7 +332,7 @@ class RoundRunner:
         if self._has_memory:
             path = self._trainer.ckpt_path
             folder = None if path is None else Path(path).parent / FOLDER
-            self._memory.load_state_dict(state["memory"], folder)
+            self.memory.load_state_dict(state["memory"], folder)
 
 
 def _local_root(trainer: Trainer) -> Path:

@@ -1,5 +1,7 @@
 """Corrections of drift and FedNova: closed forms, reductions, and every way a step is taken."""
 
+import copy
+
 import pytest
 import torch
 from lightning.pytorch import seed_everything
@@ -14,6 +16,7 @@ from fl_lightning import (
     Federation,
     FedProx,
     Mean,
+    Moon,
     NormalisedMean,
     Scaffold,
     UniformCohort,
@@ -309,6 +312,62 @@ class TestMemories:
         assert torch.equal(ends[0], ends[2])
 
 
+class Seeing(ToyModule):
+    """Has features."""
+
+    def features(self, batch):
+        return self.net[:3](batch[0])
+
+
+class TestMoon:
+    def test_two_rounds_by_hand(self):
+        """One client, one step a round: in the second round its last model is the global one before."""
+        data = toy_data(num_clients=1, batch_size=1000, dtype=torch.float64)
+        block = {"cohort": None, "local_epochs": 1, "data": data}
+        half = {"server_optimizer": lambda p: torch.optim.SGD(p, lr=0.5)}
+        moon = Moon(mu=2.0, temperature=0.7)
+        found = weights(run(Seeing, correction=moon, trainer={"max_epochs": 2}, **block, **half)[0])
+
+        seed_everything(0, verbose=False)
+        module, rate = Seeing().double(), 0.1
+        x, y = data.train_dataset.tensors
+        last = None
+        for _ in range(2):
+            start = [p.detach().clone() for p in module.parameters()]
+            loss = torch.nn.functional.cross_entropy(module.net(x), y)
+            if last is not None:
+                z, old = module.features((x, y)), last.features((x, y)).detach()
+                near = torch.cosine_similarity(z, z.detach()) / 0.7
+                far = torch.cosine_similarity(z, old) / 0.7
+                share = near.exp() / (near.exp() + far.exp())
+                loss = loss - 2.0 * share.log().mean()
+            gradients = torch.autograd.grad(loss, list(module.parameters()))
+            last = copy.deepcopy(module)
+            for p, own, s, g in zip(
+                module.parameters(), last.parameters(), start, gradients, strict=True
+            ):
+                own.data = s - rate * g
+                p.data = s - 0.5 * rate * g
+            rate *= 0.9
+        torch.testing.assert_close(found, weights(module), rtol=1e-6, atol=1e-7)
+
+    def test_no_weight_is_no_contrast(self):
+        plain, _ = run(Seeing)
+        off, _ = run(Seeing, correction=Moon(mu=0.0))
+        torch.testing.assert_close(weights(plain), weights(off), rtol=1e-12, atol=1e-14)
+
+    @pytest.mark.filterwarnings("ignore:engine. sequential and not slots:UserWarning")
+    def test_it_takes_no_slots_and_leaves_running_statistics_alone(self):
+        def make():
+            return Seeing(batch_norm=True)
+
+        data = toy_data(batch_size=4, dtype=torch.float64, drop_last=True)
+        plain, _ = run(make, data=data)
+        module, federation = run(make, data=data, correction=Moon(mu=0.0), engine="slots")
+        assert federation.rounds.clients.engine.slots is None
+        torch.testing.assert_close(weights(plain), weights(module), rtol=1e-12, atol=1e-14)
+
+
 def dict_of(entries):
     return {(name, client): vector for name, client, vector in entries}
 
@@ -335,6 +394,7 @@ class TestRefusals:
             (lambda: FedProx(mu=-1), "mu must be at least 0, got -1"),
             (lambda: FedDyn(alpha=0), "alpha must be above 0, got 0"),
             (lambda: Scaffold("III"), "option must be I or II, got 'III'"),
+            (lambda: Moon(temperature=0), "temperature must be above 0, got 0"),
             (lambda: Federation(client_memory_gb=-1), "client_memory_gb must be at least 0"),
         ],
     )
@@ -353,6 +413,7 @@ class TestRefusals:
                 "groups of the clients' optimizer add up gradients differently",
             ),
             (Climbing, {"correction": FedProx(mu=1)}, "maximize"),
+            (ToyModule, {"correction": Moon()}, "ToyModule has no method features"),
         ],
     )
     def test_combinations_that_make_no_sense(self, module, block, message):
