@@ -22,7 +22,7 @@ COMPRESSED = [ErrorFeedback([TopK(0.3), QSGD(4)])]
 
 def run(updates, callbacks=(), ckpt_path=None, module=None, cohort=3, trainer=None, **options):
     seed_everything(0, verbose=False)
-    module = module or ToyModule(dropout=0.2)
+    module = (module or (lambda: ToyModule(dropout=0.2)))()
     options = {"local_steps": 2, "clients_per_group": 1, "engine": "sequential", **options}
     federation = Federation(cohort=UniformCohort(size=cohort), updates=updates, **options)
     trainer = toy_trainer(federation, *callbacks, **(trainer or {}))
@@ -82,16 +82,16 @@ def test_the_server_gets_what_a_real_message_brings_and_bytes_are_its_own(transf
         )
         num_bytes += len(encode(message))
     assert federation.rounds.record.total_bytes_up == num_bytes
-    assert 0 < federation.rounds.record.facts()["round/compression_error"] <= 1
+    assert federation.rounds.record.facts()["round/compression_error"] > 0
 
 
 def test_slots_send_what_one_after_the_other_sends(monkeypatch):
-    alone, together = Updates(monkeypatch), None
-    run(COMPRESSED, callbacks=[alone], module=ToyModule())
+    alone = Updates(monkeypatch)
+    run(COMPRESSED, callbacks=[alone], module=ToyModule)
     first = {(u.client_id, i // 3): u.delta for i, u in enumerate(alone.received)}
     together = Updates(monkeypatch)
     _, federation = run(
-        COMPRESSED, callbacks=[together], module=ToyModule(), engine="slots", clients_per_group=3
+        COMPRESSED, callbacks=[together], module=ToyModule, engine="slots", clients_per_group=3
     )
     assert federation.rounds.clients.engine.slots is not None
     second = {(u.client_id, i // 3): u.delta for i, u in enumerate(together.received)}
@@ -102,7 +102,7 @@ def test_slots_send_what_one_after_the_other_sends(monkeypatch):
 
 
 def test_with_feedback_what_arrived_is_what_was_sent_but_for_the_memory(monkeypatch):
-    """One client who always takes part: x_0 - x_T = Σ Δ' and Σ Δ = Σ Δ' + memory."""
+    """Of every client: Σ Δ = Σ Δ' + memory."""
     noted, deltas = Updates(monkeypatch), []
     original = ErrorFeedback.on_client
 
@@ -117,7 +117,7 @@ def test_with_feedback_what_arrived_is_what_was_sent_but_for_the_memory(monkeypa
     for update in noted.received:
         arrived[update.client_id] = arrived.get(update.client_id, 0) + update.delta
     for client, total in arrived.items():
-        sent = sum(deltas[client::6])
+        sent = sum(deltas[1:][client::6])  # the first one told the cost
         assert torch.allclose(sent, total + memories.get("error feedback", client), atol=1e-5)
 
 
@@ -150,7 +150,7 @@ def test_two_processes_are_one_run():
 
 
 def test_memories_follow_a_mask_that_changes():
-    module, federation = run(COMPRESSED, callbacks=[NewMasks()], module=Masked(), cohort=6)
+    module, federation = run(COMPRESSED, callbacks=[NewMasks()], module=Masked, cohort=6)
     size = federation.rounds.clients.local.space.size
     assert weights(module).isfinite().all()
     assert {len(federation.rounds.memory.get("error feedback", c)) for c in range(6)} == {size}
