@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,12 +17,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fl_lightning.client.correction import Correction, GradientTerm, Outcome
+from fl_lightning.client.fedprox import FedProx
 from fl_lightning.client.local_solver import LocalSolver
 from fl_lightning.client.memory import ClientMemory, Key
 from fl_lightning.client.moon import Contrast, Moon
 from fl_lightning.core.space import Space
-from fl_lightning.core.update import ClientUpdate
-from fl_lightning.server.aggregators import new_mean
+from fl_lightning.core.update import ClientUpdate, GroupUpdate
+from fl_lightning.server.aggregators import Aggregator, RunningMean, new_mean
+from fl_lightning.server.exact_mean import ExactMean
 from fl_lightning.server.server import AllReduce, added_up
 
 _NAME = "correction"
@@ -45,43 +47,56 @@ class Corrector:
     """Holds what a correction needs between rounds.
 
     Args:
-        correction: what clients add to their objective.
+        correction: what clients add to their objective; nothing if None.
         memory: where clients' memories are.
         num_clients: all of them, N.
         module: that trains.
         optimizer: the clients'.
-        exact: have the same bits over any number of processes.
+        aggregator: says whether sums must have the same bits over any number of processes, and
+            whether updates must say how many gradients they add up to.
 
     Raises:
-        ConfigurationError: if the correction refuses module or optimizer.
+        ConfigurationError: if the correction refuses module or optimizer, or updates of this
+            optimizer do not add up gradients.
 
     Attributes:
-        correction: as given.
+        correction: as given; one that does nothing if None.
     """
 
     def __init__(
         self,
-        correction: Correction,
+        correction: Correction | None,
         memory: ClientMemory,
         num_clients: int,
         module: nn.Module,
         optimizer: Optimizer,
-        *,
-        exact: bool,
+        aggregator: Aggregator,
     ) -> None:
-        correction.check(module, optimizer)
-        self.correction = correction
-        self._memory, self._num_clients, self._exact = memory, num_clients, exact
+        self.correction: Correction = correction or FedProx(mu=0.0)
+        self.correction.check(module, optimizer)
+        self._memory, self._num_clients, self._exact = memory, num_clients, aggregator.exact
         self._module = module
-        self._solver = LocalSolver(optimizer, correction.pull)
+        self._solver = LocalSolver(optimizer, self.correction.pull)
+        self._counts_steps = getattr(aggregator, "needs_effective_steps", False)
+        if self._counts_steps:
+            self._solver.effective_steps(1)  # refuses what has no such number
         self._mean: Tensor | None = None
 
     def open_round(self, like: Tensor) -> None:
         """Forget what an unfinished round has learnt; ``like`` is a vector of shape (k,)."""
         self._memory.discard()
         self._device = like.device
-        self._changes = new_mean(like, exact=self._exact)
+        self._changes = self._new_mean(like)
         self._num_changes = 0
+
+    def _new_mean(self, like: Tensor) -> RunningMean | ExactMean:
+        kept = like if self.correction.needs_mean else like.new_empty(0)
+        return new_mean(kept, exact=self._exact)
+
+    @property
+    def kind(self) -> str | None:
+        """What checkpoints call a correction with memories; None without."""
+        return type(self.correction).__name__ if self.correction.remembers else None
 
     def term(self, client: int) -> GradientTerm:
         """Return a client's term for this round."""
@@ -123,8 +138,23 @@ class Corrector:
             self._changes.add(after if before is None else after - before, 1)
             self._num_changes += 1
 
+    def counted(self, update: ClientUpdate) -> ClientUpdate:
+        """Have an update say how many gradients it adds up to, where the aggregator asks for it."""
+        if not self._counts_steps:
+            return update
+        return replace(update, effective_steps=self._solver.effective_steps(update.num_steps))
+
+    def counted_group(self, group: GroupUpdate) -> GroupUpdate:
+        """Have each update of a group say so."""
+        if not self._counts_steps:
+            return group
+        steps = [self._solver.effective_steps(number) for number in group.num_steps]
+        return replace(group, effective_steps=steps)
+
     def reduce(self, all_reduce: AllReduce) -> None:
         """Add up what the clients of all processes have learnt."""
+        if not self.correction.needs_mean:
+            return
         sums = self._changes.sums()
         count = torch.full_like(sums[-1], self._num_changes)
         *sums, count = added_up([*sums, count], all_reduce)
@@ -166,7 +196,7 @@ class Corrector:
 
     def state_dict(self, *, with_round: bool = True) -> dict[str, Any]:
         """Return the mean and, inside a round, what has been learnt so far; not the memories."""
-        state: dict[str, Any] = {"kind": type(self.correction).__name__, "mean": self._mean}
+        state: dict[str, Any] = {"kind": self.kind, "mean": self._mean}
         return state | {"round": self._round_state()} if with_round else state
 
     def load_state_dict(self, state: dict[str, Any], like: Tensor) -> None:
@@ -174,7 +204,7 @@ class Corrector:
         self._mean = None if state["mean"] is None else state["mean"].to(like.device)
         self._device = like.device
         if "round" in state:
-            self._changes = new_mean(like, exact=self._exact)
+            self._changes = self._new_mean(like)
             self._load_round_state(state["round"])
 
     def _round_state(self) -> dict[str, Any]:

@@ -197,7 +197,7 @@ class Federation(Callback):
             trainer, options, self._groups, self._aggregator(trainer), self.server_optimizer
         )
         if isinstance(trainer.strategy.checkpoint_io, AtomicCheckpointIO):
-            trainer.strategy.checkpoint_io.files = self.rounds.files_of_checkpoint
+            trainer.strategy.checkpoint_io.files = self.rounds.memory.files_of_checkpoint
         self._groups_before = self._saved.get("groups", len(self._groups))
         if self._saved:
             self.rounds.load_state_dict(self._saved)

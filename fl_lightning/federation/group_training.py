@@ -8,7 +8,6 @@ fp16 scale) never reaches the next one.
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
@@ -16,8 +15,6 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 from fl_lightning.client.added_term import AddedTerm
-from fl_lightning.client.correction import GradientTerm
-from fl_lightning.client.local_solver import LocalSolver
 from fl_lightning.client.local_training import GlobalModel, LocalTrainer
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.slot_training import usable_rows
@@ -25,7 +22,7 @@ from fl_lightning.client.work import ClientWork
 from fl_lightning.core.errors import ClientFailure
 from fl_lightning.core.metric_states import MetricStates, kept_apart, metrics_of
 from fl_lightning.core.seeds import seed_global_generators
-from fl_lightning.core.update import ClientUpdate, GroupUpdate
+from fl_lightning.core.update import ClientUpdate
 from fl_lightning.federation.client_masks import client_masks
 from fl_lightning.federation.client_scaler import ClientScaler
 from fl_lightning.federation.client_work import LocalWork, WorkPlan
@@ -48,8 +45,7 @@ class GroupTraining:
         trainer: set up, with its optimizer built and its module on its device. If one of its
             callbacks has masks of the clients' own (`HasClientMasks`), clients train under these.
         options: what a round does.
-        corrector: what clients add to their gradients; None if nothing.
-        solver: counts the steps that updates come to; None if nobody asks for that.
+        corrector: what clients add to their objective, and learns from their updates.
 
     Attributes:
         local: the sequential engine.
@@ -59,13 +55,7 @@ class GroupTraining:
         step: one local step.
     """
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        options: RoundOptions,
-        corrector: Corrector | None = None,
-        solver: LocalSolver | None = None,
-    ) -> None:
+    def __init__(self, trainer: Trainer, options: RoundOptions, corrector: Corrector) -> None:
         self._trainer = trainer
         self._options = options
         self._module = trainer.lightning_module
@@ -87,7 +77,7 @@ class GroupTraining:
             options.accumulate,
             options.correction,
         )
-        self._corrector, self._solver = corrector, solver
+        self._corrector = corrector
         self._gradient = ShardGradient(self._module, self.local, self.step, self._plan)
 
     def renew_space(self) -> None:
@@ -139,9 +129,9 @@ class GroupTraining:
         masks = self._masks_of(work.client_id, server.model)
         seed_global_generators(work.seed)
         metrics = MetricStates(self._metrics)
-        term = None if self._corrector is None else self._corrector.term(work.client_id)
         try:
-            update = self._local_update(server.model, work, masks, term)
+            self._set_terms(work, server.model)
+            update = self._local_update(server.model, work, masks)
             self._accept(update, work, server)
         except BaseException as error:  # also an interruption, after which a checkpoint may follow
             metrics.put_back()
@@ -151,7 +141,7 @@ class GroupTraining:
             self._skip_or_raise(error, record)
         else:
             self.scaler.end_client()
-            server.receive(self._counted(update))
+            server.receive(self._corrector.counted(update))
             record.add(update, num_bytes=bytes_up(update))
         active = None if masks is None else self.local.space.coordinates(masks)
         record.finish([work.client_id], num_bytes=_bytes_down(server, active))
@@ -169,22 +159,20 @@ class GroupTraining:
         stackable, others = slots.split(work)
         before = copy.deepcopy((server.state_dict(), record.state_dict()))
         corrector, by_id = self._corrector, {client.client_id: client for client in stackable}
-        learnt = None if corrector is None else corrector.snapshot()
-        term = None if corrector is None else corrector.term
+        learnt = corrector.snapshot()
         try:
-            for update in slots.train(server.model, stackable, term):
+            for update in slots.train(server.model, stackable, corrector.term):
                 usable, failures = usable_rows(update)
                 for failure in failures:
                     self._skip_or_raise(failure, record)
-                for each in usable if corrector is not None else ():
+                for each in usable if corrector.correction.remembers else ():
                     self._accept(each, by_id[each.client_id], server)
-                server.receive_group(self._counted_group(usable))
+                server.receive_group(corrector.counted_group(usable))
                 record.add_group(usable, num_bytes=bytes_up(usable))
         except BaseException:  # the group counts as a whole or not at all
             server.load_state_dict(before[0])
             record.load_state_dict(before[1])
-            if corrector is not None and learnt is not None:
-                corrector.go_back(learnt)
+            corrector.go_back(learnt)
             raise
         record.finish([c.client_id for c in stackable], num_bytes=_bytes_down(server))
         return others
@@ -202,13 +190,8 @@ class GroupTraining:
         return self._local_update(model, work)
 
     def _local_update(
-        self,
-        model: GlobalModel,
-        work: ClientWork,
-        masks: Mapping[str, Tensor] | None = None,
-        term: GradientTerm | None = None,
+        self, model: GlobalModel, work: ClientWork, masks: Mapping[str, Tensor] | None = None
     ) -> ClientUpdate:
-        self._set_terms(model, work, term)
         try:
             return self.local.train(
                 model,
@@ -220,38 +203,22 @@ class GroupTraining:
         finally:
             self.step.term = self.step.contrast = None
 
-    def _set_terms(self, model: GlobalModel, work: ClientWork, term: GradientTerm | None) -> None:
-        """Have local steps add to gradients and losses what this client adds, if term is given."""
-        space = self.local.space
-        if term is None or self._corrector is None:
-            return
-        self.step.contrast = self._corrector.contrast(work.client_id, model.params, space)
+    def _set_terms(self, work: ClientWork, model: GlobalModel) -> None:
+        """Have local steps add to gradients and losses what this client adds."""
+        corrector, space, start = self._corrector, self.local.space, model.params
+        self.step.contrast = corrector.contrast(work.client_id, start, space)
+        term = corrector.term(work.client_id)
         if not term.is_nothing:
-            self.step.term = AddedTerm(space, model.params, term)
+            self.step.term = AddedTerm(space, start, term)
 
     def _accept(self, update: ClientUpdate, work: ClientWork, server: Server) -> None:
         """Have the correction learn from an update that is used."""
-        if self._corrector is None:
-            return
 
         def gradient() -> Tensor:
             with self.collector.listening_to(self._module):
                 return self._gradient(server.model, work)
 
         self._corrector.accept(update, server.model.params, self.local.space, gradient)
-
-    def _counted(self, update: ClientUpdate) -> ClientUpdate:
-        """Say how many gradients an update adds up to, where that is asked for."""
-        if self._solver is None:
-            return update
-        steps = self._solver.effective_steps(update.num_steps)
-        return dataclasses.replace(update, effective_steps=steps)
-
-    def _counted_group(self, group: GroupUpdate) -> GroupUpdate:
-        if self._solver is None:
-            return group
-        steps = [self._solver.effective_steps(number) for number in group.num_steps]
-        return dataclasses.replace(group, effective_steps=steps)
 
     def _work_of(self, clients: Iterable[int]) -> list[ClientWork]:
         round_index = self._trainer.current_epoch

@@ -40,7 +40,7 @@ TRAJECTORIES = {
 @pytest.mark.parametrize("name", TRAJECTORIES)
 def test_two_quadratics_move_as_published_and_end_where_they_should(name):
     copies, options, first, last = TRAJECTORIES[name]
-    values, _ = trajectory(copies, rounds=60, **options)
+    values, _ = trajectory(copies, rounds=30, **options)
     assert values[:3] == pytest.approx(first, abs=5e-9)
     assert values[-1] == pytest.approx(last, abs=5e-9)
 
@@ -65,7 +65,7 @@ def test_fednova_with_local_momentum(engine):
     ("alpha", "expected"), [(1.0, [8, 8, 8]), (0.1, [9.75609756, 5.76496674, 5.66762209])]
 )
 def test_feddyn_with_local_problems_solved_exactly(alpha, expected):
-    values, _ = trajectory((300, 300), correction=FedDyn(alpha=alpha))
+    values, _ = trajectory((200, 200), correction=FedDyn(alpha=alpha))
     assert values == pytest.approx(expected, abs=5e-9)
 
 
