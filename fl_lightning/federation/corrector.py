@@ -173,7 +173,13 @@ class Corrector:
         return self.correction.pseudo_gradient(aggregate, self._mean)
 
     def relocate(self, positions: Tensor) -> None:
-        """Go on in other coordinates, see `Server.relocate`; what is new is 0."""
+        """Go on in other coordinates, see `Server.relocate`; what is new is 0.
+
+        Memories that are models are dropped: 0 is no weight that a model had.
+        """
+        if not self.correction.needs_mean:
+            self._memory.forget(_NAME)
+            return
         self._memory.relocate(_NAME, positions)
         if self._mean is not None:
             known = self._mean[positions.clamp(min=0)]

@@ -293,12 +293,22 @@ class TestMemories:
         assert torch.equal(weights(module), weights(expected))
 
     def test_a_group_of_slots_that_fails_leaves_no_memory(self):
+        """The group is trained again when resumed: what its other clients learnt must not count."""
+        data = toy_data(batch_size=1000, dtype=torch.float64)
+        data.setup("fit")
+        (bad,) = data.train_dataset.tensors[0][data.clients[5], 0][:1]
+
         class Fails(ToyModule):
             def training_step(self, batch, batch_idx):
-                return super().training_step(batch, batch_idx) * float("nan")
+                factor = torch.where((batch[0][:, 0] == bad).any(), torch.nan, 1.0)
+                return super().training_step(batch, batch_idx) * factor
 
-        with pytest.raises(RuntimeError, match="client"):
-            run(Fails, engine="slots", correction=Scaffold())
+        federation = Federation(engine="slots", slots=2, correction=Scaffold(), seed=4)
+        with pytest.raises(RuntimeError, match="client 5"):
+            toy_trainer(federation, precision="64-true").fit(Fails().double(), datamodule=data)
+        state = federation.rounds.state_dict()
+        assert state["memory"] == {"present": [], "new": []}
+        assert state["correction"]["round"]["num_changes"] == 0
 
     def test_the_number_of_processes_does_not_change_the_model(self):
         """In two processes clients of a later round train where they did not before."""
@@ -355,6 +365,17 @@ class TestMoon:
         plain, _ = run(Seeing)
         off, _ = run(Seeing, correction=Moon(mu=0.0))
         torch.testing.assert_close(weights(plain), weights(off), rtol=1e-12, atol=1e-14)
+
+    def test_masks_that_change_let_it_start_anew(self):
+        class Both(Masked, Seeing):
+            pass
+
+        module, federation = run(
+            Both, NewMasks(), correction=Moon(), trainer={"max_epochs": 4}, clients_per_group=1
+        )
+        assert weights(module).isfinite().all()
+        sizes = {len(v) for _, _, v in federation.state_dict()["memory"]["present"]}
+        assert sizes == {federation.rounds.server.model.params.numel()}
 
     @pytest.mark.filterwarnings("ignore:engine. sequential and not slots:UserWarning")
     def test_it_takes_no_slots_and_leaves_running_statistics_alone(self):
