@@ -84,7 +84,6 @@ class Corrector:
 
     def open_round(self, like: Tensor) -> None:
         """Forget what an unfinished round has learnt; ``like`` is a vector of shape (k,)."""
-        self._memory.discard()
         self._device = like.device
         self._changes = self._new_mean(like)
         self._num_changes = 0
@@ -110,10 +109,12 @@ class Corrector:
             start: the global model, shape (k,).
             space: of its coordinates.
         """
-        correction, last = self.correction, self._recalled(client)
-        if not isinstance(correction, Moon) or last is None:
+        if not isinstance(self.correction, Moon):
             return None
-        return Contrast(correction, self._module, space, start, last)
+        last = self._recalled(client)
+        if last is None:
+            return None
+        return Contrast(self.correction, self._module, space, start, last)
 
     def accept(
         self, update: ClientUpdate, start: Tensor, space: Space, gradient: Callable[[], Tensor]
@@ -162,8 +163,7 @@ class Corrector:
         self._num_changes = int(count)
 
     def close_round(self) -> None:
-        """Let the clients' new memories count."""
-        self._memory.commit()
+        """Let what the clients have learnt count; their memories are committed by themselves."""
         if self._num_changes:
             change = self._changes.value() * (self._num_changes / self._num_clients)
             self._mean = change if self._mean is None else self._mean + change

@@ -295,9 +295,9 @@ class Federation(Callback):
         masks_differ = client_masks(trainer) is not None
         if masks_differ and isinstance(self.aggregator, (Mean, NormalisedMean)):
             raise ConfigurationError(
-                "federation: with masks of the clients' own, a mean over all of them counts a client that may not move "
-                "an entry as one that wants it to stay: set aggregator to OverlapMean, or leave it "
-                "out"
+                f"federation: with masks of the clients' own, {type(self.aggregator).__name__} "
+                "counts a client that may not move an entry as one that wants it to stay: set "
+                "aggregator to OverlapMean, or leave it out"
             )
         return self.aggregator or (OverlapMean() if masks_differ else Mean())
 

@@ -136,6 +136,7 @@ class RoundRunner:
         for client in sorted(self.record.skipped):
             rank_zero_warn(f"skipped: {self.record.skipped[client]}")
         self._check_replies()
+        self.memory.clients.commit()
         self.corrector.close_round()
         self.record.update_norm = float(self.server.close_round(self.corrector))
         with self.clients.metrics_kept_apart():
@@ -155,6 +156,7 @@ class RoundRunner:
             logged=logged_metrics(self.clients.collector, self._module),
             metric_states=move_data_to_device(states, "cpu"),
             prog_bar=self.clients.collector.prog_bar,
+            memories=self.memory.waiting(),
         )
 
     def _take_in(self, reports: Sequence[Report]) -> None:
@@ -168,7 +170,7 @@ class RoundRunner:
         pool_metrics(reports, self.clients.collector, self._module)
         self.server.reduce(self._ranks.all_reduce)
         self.corrector.reduce(self._ranks.all_reduce)
-        self.memory.share(self.clients.local.space.device)
+        self.memory.share([report.memories for report in reports], self.clients.local.space.device)
 
     def in_progress_bar(self, name: str) -> bool:
         """Return whether a logged value is shown beside the progress bar."""
@@ -185,6 +187,7 @@ class RoundRunner:
             if self._is_kept_by_lightning:  # hooks between rounds may have changed it
                 self.server.replace_model(self.clients.local.read())
             self.server.open_round()
+            self.memory.clients.discard()
             self.corrector.open_round(self.server.model.params)
 
     def _renew_space(self) -> None:
@@ -226,10 +229,10 @@ class RoundRunner:
             "groups": len(self._groups),
             "inside": self.server.is_open,
             "engine": self.clients.engine.state_dict(),
+            "memory": self.memory.state_dict(with_round=open_here),
         }
         if self.corrector.correction.remembers:
             state["correction"] = self.corrector.state_dict(with_round=open_here)
-            state["memory"] = self.memory.state_dict(with_round=open_here)
         if not self._is_kept_by_lightning:
             state["model"] = vars(self.server.model)
         return state
@@ -254,12 +257,12 @@ class RoundRunner:
         self.server.load_state_dict(state["server"])
         if self.corrector.correction.remembers:
             self.corrector.load_state_dict(state["correction"], self.server.model.params)
-            self.memory.load_state_dict(state["memory"])
         self.record.load_state_dict(state["record"])
         self.clients.scaler.load_state_dict(state["scaler"])
         self.clients.collector.load_metric_states(self._module, state["metrics"])
         self.clients.collector.prog_bar |= set(state["prog_bar"])
         self.clients.engine.load_state_dict(state["engine"])
+        self.memory.load_state_dict(state.get("memory", {}))
 
 
 def _check_same(what: str, saved: Any, present: Any) -> None:

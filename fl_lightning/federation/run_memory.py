@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Trainer
@@ -15,6 +15,22 @@ from fl_lightning.client.vector_file import VectorFile
 from fl_lightning.federation.atomic_checkpoint import AtomicCheckpointIO
 from fl_lightning.federation.memory_files import FOLDER, WorkingFolder
 from fl_lightning.federation.ranks import Ranks
+
+
+class Waiting(NamedTuple):
+    """A vector that a client remembers from the round's end on.
+
+    Attributes:
+        name: what it is.
+        client: whose.
+        size: k.
+        dtype: of its numbers.
+    """
+
+    name: str
+    client: int
+    size: int
+    dtype: torch.dtype
 
 
 class RunMemory:
@@ -37,25 +53,31 @@ class RunMemory:
         parent = Path(tempfile.gettempdir() if "://" in root else root)
         self.clients = ClientMemory(ram_bytes, WorkingFolder(parent))
 
-    def share(self, device: torch.device) -> None:
+    def waiting(self) -> list[Waiting]:
+        """Return what this process's clients remember from this round on, without the numbers."""
+        vectors = self.clients.waiting().items()
+        return [Waiting(*key, vector.numel(), vector.dtype) for key, vector in vectors]
+
+    def share(self, waiting: Sequence[Sequence[Waiting]], device: torch.device) -> None:
         """Have every process know what clients of any of them remember from this round on.
 
         To be called by all of them. The vectors travel one after the other, so that no process
         holds them all in RAM.
 
         Args:
+            waiting: of every process, in order of rank.
             device: on which tensors travel.
         """
-        ranks, own = self._ranks, self.clients.waiting()
-        known = [(key, vector.shape, vector.dtype) for key, vector in own.items()]
-        for rank, entries in enumerate(ranks.gather(known)):
-            for (name, client), shape, dtype in entries:
-                is_own = rank == ranks.rank
-                empty = torch.empty(0 if is_own else shape, dtype=dtype, device=device)
-                vector = own[name, client].to(device) if is_own else empty
-                ranks.broadcast(vector, source=rank)
-                if not is_own:
-                    self.clients.put(name, client, vector)
+        own = self.clients.waiting()
+        for rank, name, client, size, dtype in (
+            (rank, *each) for rank, all_of_it in enumerate(waiting) for each in all_of_it
+        ):
+            if rank == self._ranks.rank:
+                self._ranks.broadcast(own[name, client].to(device), source=rank)
+                continue
+            vector = torch.empty(size, dtype=dtype, device=device)
+            self._ranks.broadcast(vector, source=rank)
+            self.clients.put(name, client, vector)
 
     def files_of_checkpoint(self) -> Sequence[VectorFile]:
         """Return the files to which the last `state_dict` refers."""
@@ -74,5 +96,7 @@ class RunMemory:
         Raises:
             ConfigurationError: if they do not.
         """
+        if not state:
+            return
         path = self._trainer.ckpt_path
         self.clients.load_state_dict(state, None if path is None else Path(path).parent / FOLDER)
