@@ -135,6 +135,13 @@ class ClientMemory:
             self._present[key] = self._stored(moved)
         self._delete_unused()
 
+    def forget(self, name: str) -> None:
+        """Drop all that is remembered under a name."""
+        for entries in (self._present, self._new):
+            for key in [key for key in entries if key[0] == name]:
+                self._forget(entries.pop(key))
+        self._delete_unused()
+
     def _files(self) -> Iterator[VectorFile]:
         entries = [*self._present.values(), *self._new.values()]
         yield from (entry.file for entry in entries if entry.file is not None)

@@ -206,7 +206,7 @@ class Federation(Callback):
             trainer, options, self._groups, self._aggregator(trainer), self.server_optimizer
         )
         if isinstance(trainer.strategy.checkpoint_io, AtomicCheckpointIO):
-            trainer.strategy.checkpoint_io.files = self.rounds.files_of_checkpoint
+            trainer.strategy.checkpoint_io.files = self.rounds.memory.files_of_checkpoint
         self._groups_before = self._saved.get("groups", len(self._groups))
         if self._saved:
             self.rounds.load_state_dict(self._saved)
@@ -304,9 +304,9 @@ class Federation(Callback):
         masks_differ = client_masks(trainer) is not None
         if masks_differ and isinstance(self.aggregator, (Mean, NormalisedMean)):
             raise ConfigurationError(
-                "federation: with masks of the clients' own, a mean over all of them counts a client that may not move "
-                "an entry as one that wants it to stay: set aggregator to OverlapMean, or leave it "
-                "out"
+                f"federation: with masks of the clients' own, {type(self.aggregator).__name__} "
+                "counts a client that may not move an entry as one that wants it to stay: set "
+                "aggregator to OverlapMean, or leave it out"
             )
         return self.aggregator or (OverlapMean() if masks_differ else Mean())
 

@@ -14,7 +14,6 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 from fl_lightning.client.added_term import AddedTerm
-from fl_lightning.client.correction import GradientTerm
 from fl_lightning.client.local_training import GlobalModel, LocalTrainer
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.slot_training import usable_rows
@@ -46,8 +45,8 @@ class GroupTraining:
         trainer: set up, with its optimizer built and its module on its device. If one of its
             callbacks has masks of the clients' own (`HasClientMasks`), clients train under these.
         options: what a round does.
-        intake: takes in clients' updates.
-        corrector: what clients add to their gradients; None if nothing.
+        corrector: what clients add to their objective.
+        intake: takes in their updates.
 
     Attributes:
         local: the sequential engine.
@@ -58,11 +57,7 @@ class GroupTraining:
     """
 
     def __init__(
-        self,
-        trainer: Trainer,
-        options: RoundOptions,
-        intake: Intake,
-        corrector: Corrector | None = None,
+        self, trainer: Trainer, options: RoundOptions, corrector: Corrector, intake: Intake
     ) -> None:
         self._trainer = trainer
         self._options = options
@@ -85,7 +80,7 @@ class GroupTraining:
             options.accumulate,
             options.correction,
         )
-        self._intake, self._corrector = intake, corrector
+        self._corrector, self._intake = corrector, intake
         self._gradient = ShardGradient(self._module, self.local, self.step, self._plan)
 
     def renew_space(self) -> None:
@@ -137,12 +132,10 @@ class GroupTraining:
         masks = self._masks_of(work.client_id, server.model)
         seed_global_generators(work.seed)
         metrics = MetricStates(self._metrics)
-        term = None if self._corrector is None else self._corrector.term(work.client_id)
         try:
-            update = self._local_update(server.model, work, masks, term)
-            self._intake.learn(
-                update, server, self.local.space, lambda _: self._slope(work, server)
-            )
+            self._set_terms(work, server.model)
+            update = self._local_update(server.model, work, masks)
+            self._accept(update, work, server)
         except BaseException as error:  # also an interruption, after which a checkpoint may follow
             metrics.put_back()
             self.scaler.wind_back()
@@ -167,16 +160,13 @@ class GroupTraining:
         """Train those clients that slots can train and return the others."""
         stackable, others = slots.split(work)
         by_id = {client.client_id: client for client in stackable}
-        term = None if self._corrector is None else self._corrector.term
         with self._intake.all_or_nothing(server, record):
-            for update in slots.train(server.model, stackable, term):
+            for update in slots.train(server.model, stackable, self._corrector.term):
                 usable, failures = usable_rows(update)
                 for failure in failures:
                     self._skip_or_raise(failure, record)
-                for each in usable if self._corrector is not None else ():
-                    self._intake.learn(
-                        each, server, self.local.space, lambda i: self._slope(by_id[i], server)
-                    )
+                for each in usable if self._corrector.correction.remembers else ():
+                    self._accept(each, by_id[each.client_id], server)
                 self._intake.receive_group(usable, self._trainer.current_epoch, server, record)
         record.finish([c.client_id for c in stackable], num_bytes=_bytes_down(server))
         return others
@@ -194,13 +184,8 @@ class GroupTraining:
         return self._local_update(model, work)
 
     def _local_update(
-        self,
-        model: GlobalModel,
-        work: ClientWork,
-        masks: Mapping[str, Tensor] | None = None,
-        term: GradientTerm | None = None,
+        self, model: GlobalModel, work: ClientWork, masks: Mapping[str, Tensor] | None = None
     ) -> ClientUpdate:
-        self._set_terms(model, work, term)
         try:
             return self.local.train(
                 model,
@@ -212,19 +197,22 @@ class GroupTraining:
         finally:
             self.step.term = self.step.contrast = None
 
-    def _set_terms(self, model: GlobalModel, work: ClientWork, term: GradientTerm | None) -> None:
-        """Have local steps add to gradients and losses what this client adds, if term is given."""
-        space = self.local.space
-        if term is None or self._corrector is None:
-            return
-        self.step.contrast = self._corrector.contrast(work.client_id, model.params, space)
+    def _set_terms(self, work: ClientWork, model: GlobalModel) -> None:
+        """Have local steps add to gradients and losses what this client adds."""
+        corrector, space, start = self._corrector, self.local.space, model.params
+        self.step.contrast = corrector.contrast(work.client_id, start, space)
+        term = corrector.term(work.client_id)
         if not term.is_nothing:
-            self.step.term = AddedTerm(space, model.params, term)
+            self.step.term = AddedTerm(space, start, term)
 
-    def _slope(self, work: ClientWork, server: Server) -> Tensor:
-        """Return the gradient of a client's whole shard at the global model."""
-        with self.collector.listening_to(self._module):
-            return self._gradient(server.model, work)
+    def _accept(self, update: ClientUpdate, work: ClientWork, server: Server) -> None:
+        """Have the correction learn from an update that is used."""
+
+        def gradient() -> Tensor:
+            with self.collector.listening_to(self._module):
+                return self._gradient(server.model, work)
+
+        self._intake.learn(update, server, self.local.space, gradient)
 
     def _work_of(self, clients: Iterable[int]) -> list[ClientWork]:
         round_index = self._trainer.current_epoch

@@ -11,16 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 from torchmetrics import Metric
 
 from fl_lightning.client.log_collector import LogCollector
-from fl_lightning.client.memory import ClientMemory
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.metric_states import pool
-from fl_lightning.federation.ranks import Ranks
 from fl_lightning.federation.round_record import RoundRecord
+from fl_lightning.federation.run_memory import Waiting
 
 Failure = ClientFailure | ConfigurationError
 
@@ -36,6 +34,7 @@ class Report:
         logged: every logged torchmetrics object's name, its name per epoch, its place in the module.
         metric_states: the states of those objects by place.
         prog_bar: names of values that are shown beside the progress bar.
+        memories: what its clients remember from this round on.
     """
 
     failure: Failure | None
@@ -44,6 +43,7 @@ class Report:
     logged: list[tuple[str, str, str]]
     metric_states: dict[str, Any]
     prog_bar: set[str]
+    memories: list[Waiting]
 
 
 def first_failure(reports: Sequence[Report]) -> Failure | None:
@@ -74,29 +74,6 @@ def logged_metrics(collector: LogCollector, module: nn.Module) -> list[tuple[str
                 "object must be an attribute of the module, set in __init__"
             )
     return [(n, collector.epoch_names[n], places[id(m)]) for n, m in collector.metrics.items()]
-
-
-def share_memories(memory: ClientMemory, ranks: Ranks, device: torch.device) -> None:
-    """Have every process know what clients of any of them remember from this round on.
-
-    The vectors travel one after the other, so that no process holds them all in RAM.
-
-    Args:
-        memory: of this process.
-        ranks: to be called in all of them.
-        device: on which tensors travel.
-    """
-    own = memory.waiting()
-    known = [(key, vector.shape, vector.dtype) for key, vector in own.items()]
-    for rank, entries in enumerate(ranks.gather(known)):
-        for key, shape, dtype in entries:
-            is_own = rank == ranks.rank
-            vector = (
-                own[key].to(device) if is_own else torch.empty(shape, dtype=dtype, device=device)
-            )
-            ranks.broadcast(vector, source=rank)
-            if not is_own:
-                memory.put(key[0], key[1], vector)
 
 
 def pool_metrics(reports: Sequence[Report], collector: LogCollector, module: nn.Module) -> None:

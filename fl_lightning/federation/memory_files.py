@@ -98,6 +98,8 @@ def tidy(checkpoint: Path, names: Iterable[str] = ()) -> None:
     for path in folder.glob(f"*{SUFFIX}"):
         if path.name not in needed:
             path.unlink(missing_ok=True)
+    for unfinished in folder.glob("*.unfinished"):  # of a run that was killed
+        unfinished.unlink(missing_ok=True)
 
 
 def _link(source: Path, target: Path) -> None:

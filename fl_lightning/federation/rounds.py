@@ -8,10 +8,8 @@ that a checkpoint inside a round must hold; the clients' work is `GroupTraining`
 from __future__ import annotations
 
 import math
-import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,12 +17,8 @@ from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from fl_lightning.client.local_solver import LocalSolver
 from fl_lightning.client.local_training import GlobalModel
-from fl_lightning.client.memory import ClientMemory
-from fl_lightning.client.vector_file import VectorFile
 from fl_lightning.core.errors import ClientFailure, ConfigurationError, RoundFailure
-from fl_lightning.federation.atomic_checkpoint import AtomicCheckpointIO
 from fl_lightning.federation.corrector import Corrector
 from fl_lightning.federation.cost import cost_line
 from fl_lightning.federation.group_training import GroupTraining
@@ -37,12 +31,11 @@ from fl_lightning.federation.meeting import (
     logged_metrics,
     merged_record,
     pool_metrics,
-    share_memories,
 )
-from fl_lightning.federation.memory_files import FOLDER, WorkingFolder
 from fl_lightning.federation.ranks import Ranks
 from fl_lightning.federation.round_options import RoundOptions
 from fl_lightning.federation.round_record import RoundRecord
+from fl_lightning.federation.run_memory import RunMemory
 from fl_lightning.server.aggregators import Aggregator
 from fl_lightning.server.server import Server, ServerOptimizer
 from fl_lightning.updates.path import UpdatePath
@@ -60,8 +53,9 @@ class RoundRunner:
 
     Attributes:
         clients: the clients' part.
-        memory: what clients remember between rounds.
         server: the global model and how it moves.
+        corrector: what clients add to their objective, and what is known for that.
+        memory: what clients remember.
         record: what is known of the present round, or of the last one until the next begins.
     """
 
@@ -80,38 +74,21 @@ class RoundRunner:
         self._ranks = Ranks(trainer)
         self._failure: Failure | None = None
         self._is_noted = self._cost_is_told = False
-        self.memory = ClientMemory(options.client_memory_bytes, WorkingFolder(_local_root(trainer)))
-        self._corrector = self._new_corrector(aggregator)
-        self._path = UpdatePath(options.updates, options.seed)
-        self._intake = Intake(
-            self._path, self.memory, self._corrector, self._new_solver(aggregator)
+        self.memory = RunMemory(trainer, self._ranks, options.client_memory_bytes)
+        self.corrector = Corrector(
+            options.correction,
+            self.memory.clients,
+            options.num_clients,
+            self._module,
+            trainer.optimizers[0],
+            aggregator,
         )
-        self.clients = GroupTraining(trainer, options, self._intake, self._corrector)
+        self._path = UpdatePath(options.updates, options.seed)
+        self._intake = Intake(self._path, self.memory.clients, self.corrector)
+        self.clients = GroupTraining(trainer, options, self.corrector, self._intake)
         self.server = Server(self.clients.local.read(), aggregator, server_optimizer)
         self.record = RoundRecord()
         self._is_kept_by_lightning = self._can_be_kept_by_lightning()
-
-    def _new_corrector(self, aggregator: Aggregator) -> Corrector | None:
-        options, optimizer = self._options, self._trainer.optimizers[0]
-        if options.correction is None:
-            return None
-        return Corrector(
-            options.correction,
-            self.memory,
-            options.num_clients,
-            self._module,
-            optimizer,
-            exact=aggregator.exact,
-        )
-
-    def _new_solver(self, aggregator: Aggregator) -> LocalSolver | None:
-        if not getattr(aggregator, "needs_effective_steps", False):
-            return None
-        correction = self._options.correction
-        pull = 0.0 if correction is None else correction.pull
-        solver = LocalSolver(self._trainer.optimizers[0], pull)
-        solver.effective_steps(1)  # refuses what has no such number
-        return solver
 
     def _can_be_kept_by_lightning(self) -> bool:
         """Return whether the checkpoint's weights hold every bit of the server's model."""
@@ -165,10 +142,9 @@ class RoundRunner:
         for client in sorted(self.record.skipped):
             rank_zero_warn(f"skipped: {self.record.skipped[client]}")
         self._check_replies()
-        self.memory.commit()
-        if self._corrector is not None:
-            self._corrector.close_round()
-        self.record.update_norm = float(self.server.close_round(self._corrector))
+        self.memory.clients.commit()
+        self.corrector.close_round()
+        self.record.update_norm = float(self.server.close_round(self.corrector))
         with self.clients.metrics_kept_apart():
             self.record.pooled = self.clients.collector.collect_metrics()
         self.clients.scaler.end_round()
@@ -186,6 +162,7 @@ class RoundRunner:
             logged=logged_metrics(self.clients.collector, self._module),
             metric_states=move_data_to_device(states, "cpu"),
             prog_bar=self.clients.collector.prog_bar,
+            memories=self.memory.waiting(),
         )
 
     def _take_in(self, reports: Sequence[Report]) -> None:
@@ -198,9 +175,8 @@ class RoundRunner:
         self.clients.scaler.merge(report.scaler for report in reports)
         pool_metrics(reports, self.clients.collector, self._module)
         self.server.reduce(self._ranks.all_reduce)
-        if self._corrector is not None:
-            self._corrector.reduce(self._ranks.all_reduce)
-        share_memories(self.memory, self._ranks, self.clients.local.space.device)
+        self.corrector.reduce(self._ranks.all_reduce)
+        self.memory.share([report.memories for report in reports], self.clients.local.space.device)
 
     def in_progress_bar(self, name: str) -> bool:
         """Return whether a logged value is shown beside the progress bar."""
@@ -219,9 +195,8 @@ class RoundRunner:
             if self._is_kept_by_lightning:  # hooks between rounds may have changed it
                 self.server.replace_model(self.clients.local.read())
             self.server.open_round()
-            self.memory.discard()  # what a round that was not finished left
-            if self._corrector is not None:
-                self._corrector.open_round(self.server.model.params)
+            self.memory.clients.discard()
+            self.corrector.open_round(self.server.model.params)
 
     def _tell_cost(self) -> None:
         self._cost_is_told = True
@@ -242,8 +217,6 @@ class RoundRunner:
         positions = after.space.positions_in(before)
         self.server.relocate(after.read(), positions)
         self._intake.relocate(positions)
-        if self._corrector is not None:
-            self._corrector.relocate(positions)
         self._is_kept_by_lightning = self._can_be_kept_by_lightning()
 
     def _check_replies(self) -> None:
@@ -276,28 +249,13 @@ class RoundRunner:
             "inside": self.server.is_open,
             "engine": self.clients.engine.state_dict(),
             "updates": list(self._path.names),
+            "memory": self.memory.state_dict(with_round=open_here),
         }
-        if self._corrector is not None:
-            state["correction"] = self._corrector.state_dict(with_round=open_here)
-        if self._has_memory:
-            state["memory"] = self._memory_state(open_here)
+        if self.corrector.correction.remembers:
+            state["correction"] = self.corrector.state_dict(with_round=open_here)
         if not self._is_kept_by_lightning:
             state["model"] = vars(self.server.model)
         return state
-
-    @property
-    def _has_memory(self) -> bool:
-        return self._corrector is not None or self._path.has_memory
-
-    def _memory_state(self, with_round: bool) -> dict[str, Any]:
-        if self._ranks.rank > 0:  # what it would write, another process writes
-            return {}
-        beside = isinstance(self._trainer.strategy.checkpoint_io, AtomicCheckpointIO)
-        return self.memory.state_dict(with_round=with_round, inside=not beside)
-
-    def files_of_checkpoint(self) -> Sequence[VectorFile]:
-        """Return the files to which the last `state_dict` refers."""
-        return self.memory.files_of_checkpoint
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint, taken between rounds or inside one.
@@ -308,6 +266,9 @@ class RoundRunner:
         _check_same("model", state["space"], self.clients.local.space.fingerprint())
         _check_same("mask", state["mask"], self.clients.local.space.mask_fingerprint())
         _check_same("seed", state["seed"], self._options.seed)
+        kind = state.get("correction", {}).get("kind")
+        _check_same("correction", kind, self.corrector.kind)
+        _check_same("updates", state.get("updates", []), list(self._path.names))
         if state["inside"]:
             _check_same("number of processes", state["ranks"], self._ranks.size)
             _check_same("number of groups of clients", state["groups"], len(self._groups))
@@ -315,29 +276,14 @@ class RoundRunner:
             self.server.replace_model(GlobalModel(**state["model"]))
             self.clients.local.restore(self.server.model)
         self.server.load_state_dict(state["server"])
-        self._load_corrections(state)
+        if self.corrector.correction.remembers:
+            self.corrector.load_state_dict(state["correction"], self.server.model.params)
         self.record.load_state_dict(state["record"])
         self.clients.scaler.load_state_dict(state["scaler"])
         self.clients.collector.load_metric_states(self._module, state["metrics"])
         self.clients.collector.prog_bar |= set(state["prog_bar"])
         self.clients.engine.load_state_dict(state["engine"])
-
-    def _load_corrections(self, state: dict[str, Any]) -> None:
-        correction = self._options.correction
-        present = None if correction is None else type(correction).__name__
-        _check_same("correction", state.get("correction", {"kind": None})["kind"], present)
-        _check_same("updates", state.get("updates", []), list(self._path.names))
-        if self._corrector is not None:
-            self._corrector.load_state_dict(state["correction"], self.server.model.params)
-        if self._has_memory:
-            path = self._trainer.ckpt_path
-            folder = None if path is None else Path(path).parent / FOLDER
-            self.memory.load_state_dict(state["memory"], folder)
-
-
-def _local_root(trainer: Trainer) -> Path:
-    root = str(trainer.default_root_dir)
-    return Path(tempfile.gettempdir() if "://" in root else root)
+        self.memory.load_state_dict(state.get("memory", {}))
 
 
 def _check_same(what: str, saved: Any, present: Any) -> None:

@@ -1,6 +1,7 @@
 """Corrections of drift and FedNova: closed forms, reductions, and every way a step is taken."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -40,7 +41,7 @@ TRAJECTORIES = {
 @pytest.mark.parametrize("name", TRAJECTORIES)
 def test_two_quadratics_move_as_published_and_end_where_they_should(name):
     copies, options, first, last = TRAJECTORIES[name]
-    values, _ = trajectory(copies, rounds=60, **options)
+    values, _ = trajectory(copies, rounds=60 if name == "FedDyn" else 30, **options)
     assert values[:3] == pytest.approx(first, abs=5e-9)
     assert values[-1] == pytest.approx(last, abs=5e-9)
 
@@ -65,7 +66,7 @@ def test_fednova_with_local_momentum(engine):
     ("alpha", "expected"), [(1.0, [8, 8, 8]), (0.1, [9.75609756, 5.76496674, 5.66762209])]
 )
 def test_feddyn_with_local_problems_solved_exactly(alpha, expected):
-    values, _ = trajectory((300, 300), correction=FedDyn(alpha=alpha))
+    values, _ = trajectory((200, 200), correction=FedDyn(alpha=alpha))
     assert values == pytest.approx(expected, abs=5e-9)
 
 
@@ -162,6 +163,11 @@ class TestReductions:
         torch.testing.assert_close(weights(start) - moved, weights(small), rtol=1e-7, atol=1e-8)
 
 
+@functools.cache
+def plain_end(module):
+    return weights(run(module)[0])
+
+
 @pytest.mark.parametrize("module", [Groups, Masked])
 @pytest.mark.parametrize("name", CORRECTIONS)
 def test_both_engines_agree(name, module):
@@ -170,8 +176,7 @@ def test_both_engines_agree(name, module):
     ends = [run(module, engine=engine, **CORRECTIONS[name]) for engine in ("sequential", "slots")]
     torch.testing.assert_close(*(weights(end) for end, _ in ends), rtol=1e-9, atol=1e-11)
     assert ends[1][1].rounds.clients.engine.slots is not None
-    plain, _ = run(module)
-    assert not torch.allclose(weights(plain), weights(ends[0][0]))
+    assert not torch.allclose(plain_end(module), weights(ends[0][0]))
 
 
 class InTheLoss:
@@ -293,12 +298,22 @@ class TestMemories:
         assert torch.equal(weights(module), weights(expected))
 
     def test_a_group_of_slots_that_fails_leaves_no_memory(self):
+        """The group is trained again when resumed: what its other clients learnt must not count."""
+        data = toy_data(batch_size=1000, dtype=torch.float64)
+        data.setup("fit")
+        (bad,) = data.train_dataset.tensors[0][data.clients[5], 0][:1]
+
         class Fails(ToyModule):
             def training_step(self, batch, batch_idx):
-                return super().training_step(batch, batch_idx) * float("nan")
+                factor = torch.where((batch[0][:, 0] == bad).any(), torch.nan, 1.0)
+                return super().training_step(batch, batch_idx) * factor
 
-        with pytest.raises(RuntimeError, match="client"):
-            run(Fails, engine="slots", correction=Scaffold())
+        federation = Federation(engine="slots", slots=2, correction=Scaffold(), seed=4)
+        with pytest.raises(RuntimeError, match="client 5"):
+            toy_trainer(federation, precision="64-true").fit(Fails().double(), datamodule=data)
+        state = federation.rounds.state_dict()
+        assert state["memory"] == {"present": [], "new": []}
+        assert state["correction"]["round"]["num_changes"] == 0
 
     def test_the_number_of_processes_does_not_change_the_model(self):
         """In two processes clients of a later round train where they did not before."""
@@ -355,6 +370,17 @@ class TestMoon:
         plain, _ = run(Seeing)
         off, _ = run(Seeing, correction=Moon(mu=0.0))
         torch.testing.assert_close(weights(plain), weights(off), rtol=1e-12, atol=1e-14)
+
+    def test_masks_that_change_let_it_start_anew(self):
+        class Both(Masked, Seeing):
+            pass
+
+        module, federation = run(
+            Both, NewMasks(), correction=Moon(), trainer={"max_epochs": 4}, clients_per_group=1
+        )
+        assert weights(module).isfinite().all()
+        sizes = {len(v) for _, _, v in federation.state_dict()["memory"]["present"]}
+        assert sizes == {federation.rounds.server.model.params.numel()}
 
     @pytest.mark.filterwarnings("ignore:engine. sequential and not slots:UserWarning")
     def test_it_takes_no_slots_and_leaves_running_statistics_alone(self):
@@ -420,7 +446,7 @@ class TestRefusals:
         with pytest.raises(ConfigurationError, match=message):
             run(module, **block)
 
-    @pytest.mark.parametrize("name", ["FedProx", "Scaffold I", "FedDyn"])
+    @pytest.mark.parametrize("name", ["Scaffold I", "FedDyn"])
     def test_adam_takes_the_others(self, name):
         ends = [run(Adam, engine=e, **CORRECTIONS[name])[0] for e in ("sequential", "slots")]
         torch.testing.assert_close(*map(weights, ends), rtol=1e-7, atol=1e-9)

@@ -113,7 +113,7 @@ def test_with_feedback_what_arrived_is_what_was_sent_but_for_the_memory(monkeypa
     monkeypatch.setattr(ErrorFeedback, "on_client", on_client)
     options = {"cohort": 6, "trainer": {"max_epochs": 4}}
     _, federation = run(COMPRESSED, callbacks=[noted], **options)
-    arrived, memories = {}, federation.rounds.memory
+    arrived, memories = {}, federation.rounds.memory.clients
     for update in noted.received:
         arrived[update.client_id] = arrived.get(update.client_id, 0) + update.delta
     for client, total in arrived.items():
@@ -153,7 +153,9 @@ def test_memories_follow_a_mask_that_changes():
     module, federation = run(COMPRESSED, callbacks=[NewMasks()], module=Masked, cohort=6)
     size = federation.rounds.clients.local.space.size
     assert weights(module).isfinite().all()
-    assert {len(federation.rounds.memory.get("error feedback", c)) for c in range(6)} == {size}
+    assert {len(federation.rounds.memory.clients.get("error feedback", c)) for c in range(6)} == {
+        size
+    }
 
 
 def test_what_follows_a_feedback_is_refused_at_once():
