@@ -193,10 +193,10 @@ class Corrector:
 
     def load_state_dict(self, state: dict[str, Any], like: Tensor) -> None:
         """Take up where `state_dict` left off."""
-        self._mean = None if state["mean"] is None else state["mean"].to(like.device)
-        self._device = like.device
+        self.open_round(like)
+        mean = state.get("mean")  # nothing is saved of a correction without memories
+        self._mean = None if mean is None else mean.to(like.device)
         if "round" in state:
-            self._changes = self._new_mean(like)
             self._load_round_state(state["round"])
 
     def _round_state(self) -> dict[str, Any]:

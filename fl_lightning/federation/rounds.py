@@ -276,8 +276,7 @@ class RoundRunner:
             self.server.replace_model(GlobalModel(**state["model"]))
             self.clients.local.restore(self.server.model)
         self.server.load_state_dict(state["server"])
-        if self.corrector.correction.remembers:
-            self.corrector.load_state_dict(state["correction"], self.server.model.params)
+        self.corrector.load_state_dict(state.get("correction", {}), self.server.model.params)
         self.record.load_state_dict(state["record"])
         self.clients.scaler.load_state_dict(state["scaler"])
         self.clients.collector.load_metric_states(self._module, state["metrics"])
