@@ -11,8 +11,9 @@ import json
 import os
 import shutil
 import socket
-import weakref
+import tempfile
 from collections.abc import Iterable
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 from fl_lightning.client.vector_file import SUFFIX, VectorFile
@@ -38,17 +39,18 @@ class WorkingFolder:
         if self._path is None:
             host = f"{_WORKING}{socket.gethostname()}-"
             for left in self._parent.glob(f"{host}*"):
-                if not _is_running(left.name.removeprefix(host)):
+                if not _is_running(left.name.removeprefix(host).split("-")[0]):
                     shutil.rmtree(left, ignore_errors=True)
-            self._path = self._parent / f"{host}{os.getpid()}"
-            shutil.rmtree(self._path, ignore_errors=True)
-            self._path.mkdir(parents=True)
-            weakref.finalize(self, shutil.rmtree, self._path, ignore_errors=True)
+            self._parent.mkdir(parents=True, exist_ok=True)
+            prefix = f"{host}{os.getpid()}-"  # one process may have several runs
+            self._path = Path(tempfile.mkdtemp(prefix=prefix, dir=self._parent))
+            # unlike weakref's and atexit's it also runs where a forked process ends
+            Finalize(self, shutil.rmtree, (self._path, True), exitpriority=0)
         return self._path
 
 
 def _is_running(process: str) -> bool:
-    if not process.isdigit() or int(process) == os.getpid():
+    if not process.isdigit():
         return False
     try:
         os.kill(int(process), 0)

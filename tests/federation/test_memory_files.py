@@ -38,11 +38,15 @@ def test_a_run_without_such_files_leaves_no_folder(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
 
 
-def test_a_killed_runs_folder_is_removed_by_the_next(tmp_path):
-    folder = WorkingFolder(tmp_path)
-    mine = folder()
-    left = mine.with_name(mine.name.rsplit("-", 1)[0] + "-4194399")  # above the largest process id
+def test_a_killed_runs_folder_is_removed_by_the_next_and_a_living_ones_is_not(tmp_path):
+    first = WorkingFolder(tmp_path)
+    mine = first()
+    host, _, _ = mine.name.rsplit("-", 2)
+    left = mine.with_name(f"{host}-4194399-killed")  # above the largest process id
     left.mkdir()
-    assert WorkingFolder(tmp_path)() == mine
+    second = WorkingFolder(tmp_path)
+    assert second() != mine
+    assert mine.is_dir()
     assert not left.exists()
-    del folder
+    del first, second
+    assert not list(tmp_path.iterdir())
