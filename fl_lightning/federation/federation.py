@@ -12,11 +12,13 @@ from contextlib import ExitStack
 from typing import Any, Literal, final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
+from fl_lightning.client.devices import Devices, Fate, Fleet
 from fl_lightning.client.speedups import Speedup
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import (
@@ -28,9 +30,11 @@ from fl_lightning.core.seeds import (
 from fl_lightning.data.cohort import AllClients, CohortSampler, UniformCohort
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.data.population import Population
+from fl_lightning.federation.arrivals import Arrivals, ArrivingCohort
 from fl_lightning.federation.atomic_checkpoint import AtomicCheckpointIO
 from fl_lightning.federation.client_masks import client_masks
 from fl_lightning.federation.compatibility import (
+    check_asynchronous,
     check_compatible,
     check_set_up,
     check_validation_interval,
@@ -40,6 +44,7 @@ from fl_lightning.federation.engine import (
     EngineOptions,
     trains_in_large_groups,
 )
+from fl_lightning.federation.fresh_losses import refresh_losses
 from fl_lightning.federation.group_size import num_short_clients
 from fl_lightning.federation.groups import RoundGroups, Share
 from fl_lightning.federation.hooks import GroupsPassBy
@@ -47,9 +52,11 @@ from fl_lightning.federation.loop import install, renumber_groups
 from fl_lightning.federation.round_options import RoundOptions
 from fl_lightning.federation.rounds import RoundRunner
 from fl_lightning.federation.shares import local_work
+from fl_lightning.federation.versions import Versions
 from fl_lightning.server.aggregators import Aggregator, Mean
 from fl_lightning.server.overlap_mean import OverlapMean
 from fl_lightning.server.server import ServerOptimizer, fedavg_optimizer
+from fl_lightning.server.staleness import AsyncRule
 
 
 @final
@@ -67,6 +74,11 @@ class Federation(Callback):
             that may move a coordinate where they have masks of their own.
         server_optimizer: builds the `torch.optim.Optimizer` that descends the aggregated delta;
             SGD with learning rate 1, which is FedAvg, if None.
+        devices: how fast clients are, how reliable, and how long the server waits for them, in
+            virtual time; if None there is no such time, and all arrive.
+        asynchronous: instead of waiting for a cohort the server steps whenever so many updates are
+            there (`FedBuff`, `FedAsync`), in the virtual time of ``devices``. A round is a step of
+            the server.
         on_client_failure: what to do when a client's step raises, its loss or update is not
             finite, or it has no examples: ``raise``, naming it, or ``skip`` it and count it.
         min_replies: a round with fewer valid updates stops the run.
@@ -105,6 +117,8 @@ class Federation(Callback):
         local_epochs: int | None = None,
         aggregator: Aggregator | None = None,
         server_optimizer: ServerOptimizer | None = None,
+        devices: Devices | None = None,
+        asynchronous: AsyncRule | None = None,
         on_client_failure: Literal["raise", "skip"] = "raise",
         min_replies: int = 1,
         engine: EngineName = "auto",
@@ -115,7 +129,12 @@ class Federation(Callback):
     ) -> None:
         super().__init__()
         _check(local_steps, local_epochs, on_client_failure, min_replies, clients_per_group)
+        if asynchronous is not None:
+            check_asynchronous(cohort, devices)
+            cohort = UniformCohort(size=asynchronous.buffer_size)  # who calibrates a mask, e.g.
         self.cohort = cohort if cohort is not None else AllClients()
+        self.devices = devices
+        self.asynchronous = asynchronous
         self.local_steps = local_steps
         self.local_epochs = local_epochs if local_steps or local_epochs else 1
         self.aggregator = aggregator
@@ -128,6 +147,8 @@ class Federation(Callback):
         self.rounds: RoundRunner | None = None
         self._saved: dict[str, Any] = {}
         self._accumulate = 1
+        self._fleet: Fleet | None = None
+        self._arrivals: Arrivals | None = None
         self._cleanup = ExitStack()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -138,8 +159,12 @@ class Federation(Callback):
         data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
         self._check_shards(data)
         population = Population(data.clients.num_examples)
+        self._simulate(trainer, data)
+        sampler = self.cohort
+        if self._arrivals is not None:
+            sampler = ArrivingCohort(self._arrivals, self.cohort.expected_size(len(data.clients)))
         groups = RoundGroups(
-            self.cohort,
+            sampler,
             population,
             self.seed,
             share=self._share(trainer, data),
@@ -174,6 +199,8 @@ class Federation(Callback):
             min_replies=self.min_replies,
             seed=self.seed,
             engine=self.engine,
+            fleet=self._fleet,
+            versions=self._versions(),
         )
         self.rounds = RoundRunner(
             trainer, options, self._groups, self._aggregator(trainer), self.server_optimizer
@@ -195,6 +222,7 @@ class Federation(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let what hooks draw between rounds depend on the round alone."""
+        refresh_losses(trainer, self.cohort, self._groups.population, self.seed)
         seed_global_generators(derive_seed(self.seed, "round", trainer.current_epoch))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -264,17 +292,44 @@ class Federation(Callback):
             )
         return self.aggregator or (OverlapMean() if masks_differ else Mean())
 
-    def _share(self, trainer: Trainer, data: FederatedDataModule) -> Share | None:
-        if trainer.world_size == 1:
+    def _simulate(self, trainer: Trainer, data: FederatedDataModule) -> None:
+        """Work out the devices, and who arrives when if nobody is waited for."""
+        self._fleet = self._arrivals = None
+        if self.devices is None:
+            return
+        self._fleet = fleet = Fleet(self.devices, len(data.clients), self.seed)
+        rule, accumulate = self.asynchronous, trainer.accumulate_grad_batches
+        if rule is None:
+            return
+        batches = self._local_batches(data)
+        num_steps = batches if self.local_steps else -(-batches // accumulate)
+
+        def fate_of(client: int, start: int) -> Fate:
+            return fleet.fate(client, max(1, int(num_steps[client])), draw=start)
+
+        counts = (len(data.clients), rule.concurrency, rule.buffer_size)
+        self._arrivals = Arrivals(fate_of, *counts, self.seed)
+
+    def _versions(self) -> Versions | None:
+        if self.asynchronous is None:
             return None
-        work = local_work(
+        assert self._arrivals is not None
+        return Versions(self.asynchronous, self._arrivals)
+
+    def _local_batches(self, data: FederatedDataModule) -> npt.NDArray[np.int64]:
+        """Return the batches, or with ``local_steps`` the steps, of every client's round."""
+        return local_work(
             data.clients.num_examples,
             data.batch_size,
             drop_last=data.drop_last,
             num_epochs=self.local_epochs,
             num_steps=self.local_steps,
         )
-        return Share(work, trainer.global_rank, trainer.world_size)
+
+    def _share(self, trainer: Trainer, data: FederatedDataModule) -> Share | None:
+        if trainer.world_size == 1:
+            return None
+        return Share(self._local_batches(data), trainer.global_rank, trainer.world_size)
 
     def _check_min_replies(self, groups: RoundGroups, population: Population) -> None:
         fixed = isinstance(self.cohort, (AllClients, UniformCohort))

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from fl_lightning.client.devices import Fleet
 from fl_lightning.federation.engine import EngineOptions
+from fl_lightning.federation.versions import Versions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,6 +16,8 @@ class RoundOptions:
 
     Attributes:
         accumulate: batches per local step.
+        fleet: the clients' devices, for virtual time; None if there is none.
+        versions: of the model that clients begin from; None if all begin from the present one.
     """
 
     local_steps: int | None
@@ -23,3 +27,5 @@ class RoundOptions:
     min_replies: int
     seed: int
     engine: EngineOptions
+    fleet: Fleet | None = None
+    versions: Versions | None = None

@@ -123,6 +123,7 @@ class RoundRunner:
         for client in sorted(self.record.skipped):
             rank_zero_warn(f"skipped: {self.record.skipped[client]}")
         self._check_replies()
+        self._note_clients()
         self.record.update_norm = float(self.server.close_round())
         with self.clients.metrics_kept_apart():
             self.record.pooled = self.clients.collector.collect_metrics()
@@ -131,6 +132,21 @@ class RoundRunner:
         self.clients.local.restore(self.server.model)
         self._groups.advance()  # only now: a round that failed is no finished one
         self.record.seconds += time.perf_counter() - began
+
+    def _note_clients(self) -> None:
+        """Let the clock go on, and keep what the round has shown of its clients."""
+        record, number = self.record, self._trainer.current_epoch
+        if self._options.versions is not None:
+            step = self._options.versions.step(number)
+            record.durations, record.ended_at = dict(step.durations), step.seconds
+        elif self._options.fleet is not None:
+            record.ended_at = record.began_at + max(record.durations.values(), default=0.0)
+        self._groups.population.note(
+            record.finished,
+            round_index=number,
+            losses=record.means.by_client("train/loss"),
+            durations=record.durations,
+        )
 
     def _report(self) -> Report:
         states = self.clients.collector.metric_states(self._module)
@@ -165,13 +181,20 @@ class RoundRunner:
             self.clients.start_round()
             self._is_noted = True
         if not self.server.is_open:
-            self.record = RoundRecord()
+            self.record = RoundRecord(began_at=self.record.ended_at or 0.0)
             if self._is_kept_by_lightning:  # hooks between rounds may have changed it
                 self.server.replace_model(self.clients.local.read())
             self.server.open_round()
+            if self._options.versions is not None:
+                self._options.versions.open_round(self._trainer.current_epoch, self.server.model)
 
     def _renew_space(self) -> None:
         """Follow masks that changed between rounds: other coordinates travel from here on."""
+        if self._options.versions is not None:
+            raise ConfigurationError(
+                "federation: asynchronous does not work with masks that change during the run: "
+                "clients at work would send other entries than the server expects"
+            )
         before = self.clients.local.space
         self.clients.renew_space()
         after = self.clients.local
@@ -207,7 +230,10 @@ class RoundRunner:
             "groups": len(self._groups),
             "inside": self.server.is_open,
             "engine": self.clients.engine.state_dict(),
+            "population": self._groups.population.state_dict(),
         }
+        if self._options.versions is not None:
+            state["versions"] = self._options.versions.state_dict()
         if not self._is_kept_by_lightning:
             state["model"] = vars(self.server.model)
         return state
@@ -233,6 +259,9 @@ class RoundRunner:
         self.clients.collector.load_metric_states(self._module, state["metrics"])
         self.clients.collector.prog_bar |= set(state["prog_bar"])
         self.clients.engine.load_state_dict(state["engine"])
+        self._groups.population.load_state_dict(state["population"])
+        if self._options.versions is not None:
+            self._options.versions.load_state_dict(state["versions"])
 
 
 def _check_same(what: str, saved: Any, present: Any) -> None:
