@@ -1,1 +1,11 @@
 """Floor 3: from many updates to a model."""
+
+from fl_lightning.server.staleness import (
+    FedAsync,
+    FedBuff,
+    HingeStaleness,
+    PolynomialStaleness,
+    Staleness,
+)
+
+__all__ = ["FedAsync", "FedBuff", "HingeStaleness", "PolynomialStaleness", "Staleness"]
