@@ -8,6 +8,8 @@ from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.data.flat_shards import FlatShards
 from fl_lightning.data.image_folder import ImageFolder
 from fl_lightning.data.images import ImageTensors
+from fl_lightning.data.inputs import FederatedNormalize, InputTransform, Normalize, Reshape
+from fl_lightning.data.iris import Iris
 from fl_lightning.data.label_shards import LabelShards
 from fl_lightning.data.mcmahan_shards import McMahanShards
 from fl_lightning.data.oort import OortCohort
@@ -37,13 +39,17 @@ __all__ = [
     "Diurnal",
     "FashionMNIST",
     "FederatedDataModule",
+    "FederatedNormalize",
     "FlatShards",
     "ImageFolder",
     "ImageTensors",
+    "InputTransform",
+    "Iris",
     "LabelShards",
     "LeastRecentCohort",
     "McMahanShards",
     "NaturalPartition",
+    "Normalize",
     "OortCohort",
     "Partition",
     "PartitionSummary",
@@ -51,6 +57,7 @@ __all__ = [
     "Population",
     "PowerLawSizes",
     "PowerOfChoiceCohort",
+    "Reshape",
     "RoundRobinCohort",
     "Stretches",
     "UniformCohort",

@@ -1,5 +1,6 @@
 """Floor 3: from many updates to a model."""
 
+from fl_lightning.server.cluster_average import ClusterFedAvg
 from fl_lightning.server.staleness import (
     FedAsync,
     FedBuff,
@@ -8,4 +9,11 @@ from fl_lightning.server.staleness import (
     Staleness,
 )
 
-__all__ = ["FedAsync", "FedBuff", "HingeStaleness", "PolynomialStaleness", "Staleness"]
+__all__ = [
+    "ClusterFedAvg",
+    "FedAsync",
+    "FedBuff",
+    "HingeStaleness",
+    "PolynomialStaleness",
+    "Staleness",
+]
