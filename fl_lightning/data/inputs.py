@@ -165,8 +165,8 @@ def _scaler(mean: Tensor, std: Tensor) -> Transform:
                 f"give one, or {inputs.shape[1]}"
             )
         shape = -1, *[1] * (inputs.ndim - 2)
-        here = {"device": inputs.device}
-        return (inputs - mean.to(**here).view(shape)) / std.to(**here).view(shape)
+        shift, scale = mean.to(inputs.device).view(shape), std.to(inputs.device).view(shape)
+        return (inputs - shift) / scale
 
     return scaled
 

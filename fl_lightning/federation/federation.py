@@ -64,7 +64,9 @@ class Federation(Callback):
     """Trains over many clients: one epoch is one round.
 
     The module's optimizer is the clients' (its state starts empty whenever a client trains), its
-    learning-rate schedule advances once per round, ``global_step`` counts rounds.
+    learning-rate schedule advances once per round, ``global_step`` counts rounds. What a client sends
+    is where it began minus where it ended, however it got there: a ``training_step`` may also set the
+    parameters itself and return None.
 
     Args:
         cohort: who takes part in a round; everybody if None.

@@ -112,13 +112,13 @@ class ClusteringScore(Metric):
     def compute(self) -> Tensor:
         """Return the score of all examples so far."""
         wide = torch.float32 if self.table.device.type == "mps" else torch.float64
-        score: Tensor = self._score(self.table.to(wide))
-        return score.float()
+        return self._score(self.table.to(wide)).float()
 
 
 def _entropy(counts: Tensor) -> Tensor:
     shares = counts / counts.sum().clamp(min=1)
-    return -torch.special.xlogy(shares, shares).sum()
+    entropy: Tensor = -torch.special.xlogy(shares, shares).sum()
+    return entropy
 
 
 def _information(table: Tensor) -> Tensor:

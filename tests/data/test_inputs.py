@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toys import ToyModule, toy_data, toy_trainer
+from toys import ToyData, ToyModule, toy_trainer
 
 from fl_lightning import ConfigurationError, FederatedDataModule, Federation
 from fl_lightning.data import Digits, FederatedNormalize, Iris, Normalize, Reshape
@@ -73,8 +73,8 @@ def test_transforms_run_in_order_and_later_ones_learn_from_earlier():
 
 
 def test_a_federation_trains_on_them():
-    data = toy_data(batch_size=60)
-    data.transforms = [FederatedNormalize()]
+    source = ToyData(batch_size=60)
+    data = FederatedDataModule(source, num_clients=3, transforms=[FederatedNormalize()])
     trainer = toy_trainer(Federation(local_steps=2, seed=0), max_epochs=1)
     trainer.fit(ToyModule(), datamodule=data)
     assert torch.isfinite(trainer.callback_metrics["train/loss"])
