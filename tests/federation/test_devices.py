@@ -110,6 +110,23 @@ def test_a_round_in_which_all_are_lost_stops_the_run():
         run(Devices(speeds=GivenSpeeds([9.0]), deadline=1.0), local_steps=1)
 
 
+def test_over_processes_as_in_one():
+    def fit(**several):
+        seed_everything(0, verbose=False)
+        module = ToyModule()
+        devices = Devices(speeds=LogNormalSpeeds(), drop_rate=0.3, deadline=4.0)
+        federation = Federation(devices=devices, local_steps=3, seed=3)
+        trainer = toy_trainer(federation, max_epochs=2, **several)
+        trainer.fit(module, datamodule=toy_data())
+        record = trainer.callback_metrics
+        return weights(module), record["round/lost"], record["round/total_virtual_seconds"]
+
+    found, expected = fit(devices=2, strategy="federated"), fit()
+    torch.testing.assert_close(found[0], expected[0], rtol=0, atol=1e-6)
+    assert found[1:] == expected[1:]
+    assert expected[1] > 0
+
+
 def test_slots_count_the_same_work():
     devices = Devices(speeds=LogNormalSpeeds(sigma=1.0), deadline=4.0)
     options = {"local_steps": 4, "clients_per_group": None}
