@@ -18,7 +18,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from fl_lightning.client.devices import Devices, Fate, Fleet
+from fl_lightning.client.devices import Devices
 from fl_lightning.client.speedups import Speedup
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import (
@@ -30,7 +30,6 @@ from fl_lightning.core.seeds import (
 from fl_lightning.data.cohort import AllClients, CohortSampler, UniformCohort
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.data.population import Population
-from fl_lightning.federation.arrivals import Arrivals, ArrivingCohort
 from fl_lightning.federation.atomic_checkpoint import AtomicCheckpointIO
 from fl_lightning.federation.client_masks import client_masks
 from fl_lightning.federation.compatibility import (
@@ -52,7 +51,7 @@ from fl_lightning.federation.loop import install, renumber_groups
 from fl_lightning.federation.round_options import RoundOptions
 from fl_lightning.federation.rounds import RoundRunner
 from fl_lightning.federation.shares import local_work
-from fl_lightning.federation.versions import Versions
+from fl_lightning.federation.virtual_time import VirtualTime
 from fl_lightning.server.aggregators import Aggregator, Mean
 from fl_lightning.server.overlap_mean import OverlapMean
 from fl_lightning.server.server import ServerOptimizer, fedavg_optimizer
@@ -149,8 +148,7 @@ class Federation(Callback):
         self.rounds: RoundRunner | None = None
         self._saved: dict[str, Any] = {}
         self._accumulate = 1
-        self._fleet: Fleet | None = None
-        self._arrivals: Arrivals | None = None
+        self._time = VirtualTime()
         self._cleanup = ExitStack()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -161,12 +159,10 @@ class Federation(Callback):
         data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
         self._check_shards(data)
         population = Population(data.clients.num_examples)
-        self._simulate(trainer, data)
-        sampler = self.cohort
-        if self._arrivals is not None:
-            sampler = ArrivingCohort(self._arrivals, self.cohort.expected_size(len(data.clients)))
+        num_steps = self._num_steps(trainer, data)
+        self._time = VirtualTime.of(self.devices, self.asynchronous, num_steps, self.seed)
         groups = RoundGroups(
-            sampler,
+            self._time.cohort or self.cohort,
             population,
             self.seed,
             share=self._share(trainer, data),
@@ -201,8 +197,8 @@ class Federation(Callback):
             min_replies=self.min_replies,
             seed=self.seed,
             engine=self.engine,
-            fleet=self._fleet,
-            versions=self._versions(),
+            fleet=self._time.fleet,
+            versions=self._time.versions(),
         )
         self.rounds = RoundRunner(
             trainer, options, self._groups, self._aggregator(trainer), self.server_optimizer
@@ -294,29 +290,10 @@ class Federation(Callback):
             )
         return self.aggregator or (OverlapMean() if masks_differ else Mean())
 
-    def _simulate(self, trainer: Trainer, data: FederatedDataModule) -> None:
-        """Work out the devices, and who arrives when if nobody is waited for."""
-        self._fleet = self._arrivals = None
-        if self.devices is None:
-            return
-        self._fleet = fleet = Fleet(self.devices, len(data.clients), self.seed)
-        rule, accumulate = self.asynchronous, trainer.accumulate_grad_batches
-        if rule is None:
-            return
+    def _num_steps(self, trainer: Trainer, data: FederatedDataModule) -> npt.NDArray[np.int64]:
+        """Return the local steps of every client's round."""
         batches = self._local_batches(data)
-        num_steps = batches if self.local_steps else -(-batches // accumulate)
-
-        def fate_of(client: int, start: int) -> Fate:
-            return fleet.fate(client, max(1, int(num_steps[client])), draw=start)
-
-        counts = (len(data.clients), rule.concurrency, rule.buffer_size)
-        self._arrivals = Arrivals(fate_of, *counts, self.seed)
-
-    def _versions(self) -> Versions | None:
-        if self.asynchronous is None:
-            return None
-        assert self._arrivals is not None
-        return Versions(self.asynchronous, self._arrivals)
+        return batches if self.local_steps else -(-batches // trainer.accumulate_grad_batches)
 
     def _local_batches(self, data: FederatedDataModule) -> npt.NDArray[np.int64]:
         """Return the batches, or with ``local_steps`` the steps, of every client's round."""

@@ -216,7 +216,7 @@ class RoundRunner:
         are saved; otherwise the server's own model is kept as well. Of several processes one writes
         the checkpoint: it leaves out the open round, which is then trained again from its start.
         """
-        open_here = self.server.is_open and self._ranks.size == 1
+        open_here, versions = self.server.is_open and self._ranks.size == 1, self._options.versions
         state = {
             "space": self.clients.local.space.fingerprint(),
             "mask": self.clients.local.space.mask_fingerprint(),
@@ -231,9 +231,8 @@ class RoundRunner:
             "inside": self.server.is_open,
             "engine": self.clients.engine.state_dict(),
             "population": self._groups.population.state_dict(),
+            "versions": None if versions is None else versions.state_dict(),
         }
-        if self._options.versions is not None:
-            state["versions"] = self._options.versions.state_dict()
         if not self._is_kept_by_lightning:
             state["model"] = vars(self.server.model)
         return state
@@ -247,6 +246,8 @@ class RoundRunner:
         _check_same("model", state["space"], self.clients.local.space.fingerprint())
         _check_same("mask", state["mask"], self.clients.local.space.mask_fingerprint())
         _check_same("seed", state["seed"], self._options.seed)
+        versions, choice = self._options.versions, "choice of federation.asynchronous"
+        _check_same(choice, state["versions"] is not None, versions is not None)
         if state["inside"]:
             _check_same("number of processes", state["ranks"], self._ranks.size)
             _check_same("number of groups of clients", state["groups"], len(self._groups))
@@ -260,8 +261,8 @@ class RoundRunner:
         self.clients.collector.prog_bar |= set(state["prog_bar"])
         self.clients.engine.load_state_dict(state["engine"])
         self._groups.population.load_state_dict(state["population"])
-        if self._options.versions is not None:
-            self._options.versions.load_state_dict(state["versions"])
+        if versions is not None:
+            versions.load_state_dict(state["versions"])
 
 
 def _check_same(what: str, saved: Any, present: Any) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fl_lightning.client.local_training import GlobalModel
+from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.update import ClientUpdate, GroupUpdate
 from fl_lightning.federation.arrivals import Arrivals, ServerStep
 from fl_lightning.server.staleness import AsyncRule
@@ -57,10 +58,11 @@ class Versions:
     def __init__(self, rule: AsyncRule, arrivals: Arrivals) -> None:
         self._rule, self._arrivals = rule, arrivals
         self._models: dict[int, GlobalModel] = {}
+        self._present = 0
 
     def open_round(self, version: int, model: GlobalModel) -> None:
         """Keep the present version if it will be needed later, and forget what will not."""
-        step = self._arrivals.step(version)
+        self._present, step = version, self._arrivals.step(version)
         if version in step.in_flight:
             self._models[version] = GlobalModel(model.params.clone(), model.buffers.clone())
         needed = step.in_flight | set(step.versions.values())
@@ -75,10 +77,26 @@ class Versions:
         model = present if version == present_version else self._models[version]
         return Start(model, present, present_version - version, self._rule)
 
-    def state_dict(self) -> dict[int, dict[str, Any]]:
-        """Return the models that are kept, by version."""
-        return {version: dict(vars(model)) for version, model in self._models.items()}
+    def state_dict(self) -> dict[str, Any]:
+        """Return the models that are kept, by version, and who arrived last."""
+        return {
+            "models": {version: dict(vars(model)) for version, model in self._models.items()},
+            "present": self._present,
+            "arrived": dict(self._arrivals.step(self._present).versions),
+            "in_flight": sorted(self._arrivals.step(self._present).in_flight),
+        }
 
-    def load_state_dict(self, state: Mapping[int, Mapping[str, Any]]) -> None:
-        """Keep these."""
-        self._models = {version: GlobalModel(**model) for version, model in state.items()}
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there.
+
+        Raises:
+            ConfigurationError: if others would have arrived by now.
+        """
+        step = self._arrivals.step(state["present"])
+        if (step.versions, sorted(step.in_flight)) != (state["arrived"], state["in_flight"]):
+            raise ConfigurationError(
+                "the checkpoint belongs to a run with other devices or another asynchronous rule: "
+                "resume with the configuration of the run that wrote it"
+            )
+        self._present = state["present"]
+        self._models = {version: GlobalModel(**kept) for version, kept in state["models"].items()}

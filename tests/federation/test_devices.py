@@ -25,12 +25,12 @@ class Facts(Callback):
         )
 
 
-def run(devices, *callbacks, ckpt_path=None, max_epochs=3, data=None, **options):
+def run(devices, *more, callbacks=(), ckpt_path=None, max_epochs=3, data=None, **options):
     seed_everything(0, verbose=False)
     module, facts = ToyModule(dropout=0.3, scheduler=False), Facts()
     options = {"seed": 3, "clients_per_group": 1, **options}
     federation = Federation(devices=devices, **options)
-    trainer = toy_trainer(facts, federation, *callbacks, max_epochs=max_epochs)
+    trainer = toy_trainer(facts, federation, *more, *callbacks, max_epochs=max_epochs)
     # the facts of a round are there once the federation has logged them
     trainer.callbacks.remove(facts)
     trainer.callbacks.append(facts)
