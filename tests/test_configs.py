@@ -49,6 +49,7 @@ EXPERIMENTS = {  # and how many runs they are
     "sparse_quickstart.yaml": 4,
     "experiments/mask_rules.yaml": 18,
     "experiments/cifar10_sparse.yaml": 27,
+    "experiments/virtual_time.yaml": 12,
 }
 
 

@@ -138,8 +138,8 @@ class ClusterFedAvg:
         sizes = update.buffers
         if not self.weight_by_size or sizes.numel() != self.num_clusters:
             sizes = torch.ones(self.num_clusters)
-        ends = (self._present - update.delta).double().cpu()
-        self._centroids[len(self._centroids)] = ends, sizes.double().cpu().clone()
+        ends = (self._present - update.delta).cpu().double()
+        self._centroids[len(self._centroids)] = ends, sizes.cpu().double().clone()
 
     def sums(self) -> list[Tensor]:
         """Refuse: centroids do not add up."""
@@ -153,7 +153,7 @@ class ClusterFedAvg:
     def close(self) -> Tensor:
         """Return the present centroids minus the new ones, shape (k d,)."""
         shape = self.num_clusters, -1
-        present = self._present.double().cpu().reshape(shape).numpy()
+        present = self._present.cpu().double().reshape(shape).numpy()
         pairs = list(self._centroids.values())
         points = torch.cat([ends.reshape(shape) for ends, _ in pairs]).numpy()
         sizes = torch.cat([sizes for _, sizes in pairs]).numpy()
