@@ -68,6 +68,11 @@ class Versions:
         needed = step.in_flight | set(step.versions.values())
         self._models = {v: kept for v, kept in self._models.items() if v in needed}
 
+    @property
+    def keeps_any(self) -> bool:
+        """Whether clients are at work that began from an older version."""
+        return bool(self._models)
+
     def step(self, version: int) -> ServerStep:
         """Return what the server's step from a version takes in."""
         return self._arrivals.step(version)

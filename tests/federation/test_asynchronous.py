@@ -1,12 +1,15 @@
 """Asynchronous rounds: who arrives when by hand, weights by hand, FedAvg where nobody is late."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from lightning.pytorch import LightningModule, seed_everything
+from lightning.pytorch import Callback, LightningModule, seed_everything
 from test_devices import run
+from test_masks import Masked, some_masks
 from torch import nn
 from toys import SaveEverywhere, toy_data, toy_trainer, weights
 
@@ -250,3 +253,35 @@ def test_refuses(settings, message):
     rule = FedBuff(concurrency=2, buffer_size=2)
     with pytest.raises(ConfigurationError, match=message):
         run(**{"devices": EQUAL, "asynchronous": rule, "local_steps": 1, **settings})
+
+
+class NewMasks(Callback):
+    """Sets other masks at the start of a round."""
+
+    def __init__(self, at):
+        self.at = at
+
+    def on_train_epoch_start(self, trainer, module):
+        if trainer.current_epoch == self.at:
+            trainer.optimizers[0].set_masks(some_masks(module, seed=self.at))
+
+
+def test_masks_may_be_found_at_the_start_and_not_change_later():
+    def fit(at):
+        seed_everything(0, verbose=False)
+        module = Masked(scheduler=False)
+        before = copy.deepcopy(module)
+        rule = FedBuff(concurrency=4, buffer_size=2)
+        options = {"devices": UNEQUAL, "asynchronous": rule, "local_steps": 2, "seed": 3}
+        trainer = toy_trainer(Federation(**options), NewMasks(at), max_epochs=4)
+        trainer.fit(module, datamodule=toy_data())
+        return module, before
+
+    module, before = fit(0)
+    after = dict(module.named_parameters())
+    for name, mask in some_masks(before, seed=0).items():
+        old = dict(before.named_parameters())[name]
+        assert torch.equal(after[name][~mask], old[~mask])
+        assert not torch.equal(after[name][mask], old[mask])
+    with pytest.raises(ConfigurationError, match="masks that change during the run"):
+        fit(2)
