@@ -79,7 +79,11 @@ class Versions:
 
     def start(self, version: int, present_version: int, present: GlobalModel) -> Start:
         """Return what clients began from that were started at a version."""
-        model = present if version == present_version else self._models[version]
+        model = present
+        if version != present_version:
+            kept = self._models[version]  # out of a checkpoint it is on the CPU
+            params, buffers = kept.params.to(present.params), kept.buffers.to(present.buffers)
+            model = GlobalModel(params, buffers)
         return Start(model, present, present_version - version, self._rule)
 
     def state_dict(self) -> dict[str, Any]:
