@@ -24,6 +24,7 @@ ONE_ROUND = {
 # what makes a base small enough for a test; diffs are tried over the base that they name
 SMALL = {
     "quickstart.yaml": {},
+    "kmeans.yaml": {},
     "cifar10_images.yaml": {
         "--federation.local_epochs": "1",
         f"{SOURCE}root": "images",
@@ -48,6 +49,7 @@ EXPERIMENTS = {  # and how many runs they are
     "sparse_quickstart.yaml": 4,
     "experiments/mask_rules.yaml": 18,
     "experiments/cifar10_sparse.yaml": 27,
+    "experiments/virtual_time.yaml": 12,
 }
 
 

@@ -142,6 +142,7 @@ class RoundRunner:
         for client in sorted(self.record.skipped):
             rank_zero_warn(f"skipped: {self.record.skipped[client]}")
         self._check_replies()
+        self._note_clients()
         self.memory.clients.commit()
         self.corrector.close_round()
         self.record.update_norm = float(self.server.close_round(self.corrector))
@@ -152,6 +153,21 @@ class RoundRunner:
         self.clients.local.restore(self.server.model)
         self._groups.advance()  # only now: a round that failed is no finished one
         self.record.seconds += time.perf_counter() - began
+
+    def _note_clients(self) -> None:
+        """Let the clock go on, and keep what the round has shown of its clients."""
+        record, number = self.record, self._trainer.current_epoch
+        if self._options.versions is not None:
+            step = self._options.versions.step(number)
+            record.durations, record.ended_at = dict(step.durations), step.seconds
+        elif self._options.fleet is not None:
+            record.ended_at = record.began_at + max(record.durations.values(), default=0.0)
+        self._groups.population.note(
+            record.finished,
+            round_index=number,
+            losses=record.means.by_client("train/loss"),
+            durations=record.durations,
+        )
 
     def _report(self) -> Report:
         states = self.clients.collector.metric_states(self._module)
@@ -191,12 +207,14 @@ class RoundRunner:
         if not self._cost_is_told:
             self._tell_cost()
         if not self.server.is_open:
-            self.record = RoundRecord()
+            self.record = RoundRecord(began_at=self.record.ended_at or 0.0)
             if self._is_kept_by_lightning:  # hooks between rounds may have changed it
                 self.server.replace_model(self.clients.local.read())
             self.server.open_round()
             self.memory.clients.discard()
             self.corrector.open_round(self.server.model.params)
+            if self._options.versions is not None:
+                self._options.versions.open_round(self._trainer.current_epoch, self.server.model)
 
     def _tell_cost(self) -> None:
         self._cost_is_told = True
@@ -211,6 +229,11 @@ class RoundRunner:
 
     def _renew_space(self) -> None:
         """Follow masks that changed between rounds: other coordinates travel from here on."""
+        if self._options.versions is not None and self._options.versions.keeps_any:
+            raise ConfigurationError(
+                "federation: asynchronous does not work with masks that change during the run: "
+                "clients at work would send other entries than the server expects"
+            )
         before = self.clients.local.space
         self.clients.renew_space()
         after = self.clients.local
@@ -234,7 +257,7 @@ class RoundRunner:
         are saved; otherwise the server's own model is kept as well. Of several processes one writes
         the checkpoint: it leaves out the open round, which is then trained again from its start.
         """
-        open_here = self.server.is_open and self._ranks.size == 1
+        open_here, versions = self.server.is_open and self._ranks.size == 1, self._options.versions
         state = {
             "space": self.clients.local.space.fingerprint(),
             "mask": self.clients.local.space.mask_fingerprint(),
@@ -250,6 +273,8 @@ class RoundRunner:
             "engine": self.clients.engine.state_dict(),
             "updates": list(self._path.names),
             "memory": self.memory.state_dict(with_round=open_here),
+            "population": self._groups.population.state_dict(),
+            "versions": None if versions is None else versions.state_dict(),
         }
         if self.corrector.correction.remembers:
             state["correction"] = self.corrector.state_dict(with_round=open_here)
@@ -269,6 +294,8 @@ class RoundRunner:
         kind = state.get("correction", {}).get("kind")
         _check_same("correction", kind, self.corrector.kind)
         _check_same("updates", state.get("updates", []), list(self._path.names))
+        versions, choice = self._options.versions, "choice of federation.asynchronous"
+        _check_same(choice, state["versions"] is not None, versions is not None)
         if state["inside"]:
             _check_same("number of processes", state["ranks"], self._ranks.size)
             _check_same("number of groups of clients", state["groups"], len(self._groups))
@@ -283,6 +310,9 @@ class RoundRunner:
         self.clients.collector.prog_bar |= set(state["prog_bar"])
         self.clients.engine.load_state_dict(state["engine"])
         self.memory.load_state_dict(state.get("memory", {}))
+        self._groups.population.load_state_dict(state["population"])
+        if versions is not None:
+            versions.load_state_dict(state["versions"])
 
 
 def _check_same(what: str, saved: Any, present: Any) -> None:
