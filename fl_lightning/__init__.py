@@ -22,9 +22,12 @@ if TYPE_CHECKING:
     from fl_lightning.callbacks.mask_calibration import MaskCalibration
     from fl_lightning.callbacks.partition_report import PartitionReport
     from fl_lightning.callbacks.progress import RoundProgressBar
+    from fl_lightning.client.ditto import Ditto
     from fl_lightning.client.feddyn import FedDyn
     from fl_lightning.client.fedprox import FedProx
+    from fl_lightning.client.fine_tuned import FineTuned
     from fl_lightning.client.moon import Moon
+    from fl_lightning.client.personal import Personal
     from fl_lightning.client.scaffold import Scaffold
     from fl_lightning.core.errors import ClientFailure, ConfigurationError, RoundFailure
     from fl_lightning.data.cohort import AllClients, PoissonCohort, UniformCohort
@@ -43,11 +46,13 @@ __all__ = [
     "ClientEvaluation",
     "ClientFailure",
     "ConfigurationError",
+    "Ditto",
     "FedDyn",
     "FedProx",
     "FederatedDataModule",
     "FederatedStrategy",
     "Federation",
+    "FineTuned",
     "ImageClassifier",
     "MaskCalibration",
     "Mean",
@@ -55,6 +60,7 @@ __all__ = [
     "NormalisedMean",
     "OverlapMean",
     "PartitionReport",
+    "Personal",
     "PoissonCohort",
     "RoundFailure",
     "RoundProgressBar",
@@ -70,11 +76,13 @@ _HOMES = {
     "ClientEvaluation": "fl_lightning.callbacks.client_evaluation",
     "ClientFailure": "fl_lightning.core.errors",
     "ConfigurationError": "fl_lightning.core.errors",
+    "Ditto": "fl_lightning.client.ditto",
     "FedDyn": "fl_lightning.client.feddyn",
     "FedProx": "fl_lightning.client.fedprox",
     "FederatedDataModule": "fl_lightning.data.federated",
     "FederatedStrategy": "fl_lightning.federation.strategy",
     "Federation": "fl_lightning.federation.federation",
+    "FineTuned": "fl_lightning.client.fine_tuned",
     "ImageClassifier": "fl_lightning.models.image_classifier",
     "MaskCalibration": "fl_lightning.callbacks.mask_calibration",
     "Mean": "fl_lightning.server.aggregators",
@@ -82,6 +90,7 @@ _HOMES = {
     "NormalisedMean": "fl_lightning.server.normalised_mean",
     "OverlapMean": "fl_lightning.server.overlap_mean",
     "PartitionReport": "fl_lightning.callbacks.partition_report",
+    "Personal": "fl_lightning.client.personal",
     "PoissonCohort": "fl_lightning.data.cohort",
     "RoundFailure": "fl_lightning.core.errors",
     "RoundProgressBar": "fl_lightning.callbacks.progress",

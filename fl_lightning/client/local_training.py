@@ -55,6 +55,12 @@ class LocalTrainer:
         optimizer: over the module's parameters; its state starts empty for every client.
         step: what one local step does.
 
+    Attributes:
+        space: layout of the parameters that train and are shared.
+        buffers: layout of the floating-point buffers that are shared.
+        own: layout of the tensors that every client has for itself, see `keep_own`.
+        kept: what they were when the last client was done, shape (o,).
+
     Example:
         >>> from torch import nn
         >>> module = nn.Linear(1, 1, bias=False)
@@ -80,7 +86,6 @@ class LocalTrainer:
         step: LocalStep,
         collector: LogCollector | None = None,
     ) -> None:
-        self.buffers = Space.of_buffers(module)
         self.collector = collector if collector is not None else LogCollector()
         self._module = module
         self._integer_buffers = [b for b in module.buffers() if not b.is_floating_point()]
@@ -88,14 +93,37 @@ class LocalTrainer:
         self._step = step
         self._options: list[dict[str, Any]] = []
         self._holds: GlobalModel | None = None
+        self.keep_own(())
+
+    def keep_own(self, names: Sequence[str], *, beside: bool = False) -> None:
+        """Have clients keep tensors for themselves.
+
+        Args:
+            names: of parameters and buffers.
+            beside: whether they are a copy of shared ones; if not, they are no part of what is
+                shared, and the global model's are those of the module as it is now.
+        """
+        tensors = dict(self._module.named_parameters()) | dict(self._module.named_buffers())
+        self.own = Space({name: tensors[name] for name in names})
+        self._apart = frozenset(() if beside else names)
+        self._guest: Tensor | None = None
+        self.kept = torch.empty(0)
+        self.buffers = Space.of_buffers(self._module, without=self._apart)
         self.renew_space()
         self.start_round()
+
+    def host(self, own: Tensor | None) -> None:
+        """Have the next clients begin with own tensors, shape (o,), instead of the global ones.
+
+        None undoes it.
+        """
+        self._guest, self._holds = own, None
 
     def renew_space(self) -> None:
         """Have vectors hold what may move now: parameters that train, as the masks allow."""
         masked = isinstance(self._optimizer, MaskedOptimizer)
         active = self._masked_optimizer.active if masked else None
-        self.space = Space.of_parameters(self._module, active)
+        self.space = Space.of_parameters(self._module, active, without=self._apart)
         self._masks = self._present_masks()
         self._holds = None
 
@@ -132,7 +160,8 @@ class LocalTrainer:
         These are the optimizer's options, as the learning-rate schedule left them (some optimizers
         write to them while they step), and integer buffers such as batch norm's counter.
         """
-        present = [name for name, p in self._module.named_parameters() if p.requires_grad]
+        params = self._module.named_parameters()
+        present = [name for name, p in params if p.requires_grad and name not in self._apart]
         if present != self.space.names:
             changed = sorted(set(present) ^ set(self.space.names))
             raise ConfigurationError(
@@ -142,13 +171,17 @@ class LocalTrainer:
         self._options = [_copied(group) for group in self._optimizer.param_groups]
         self._holds = None
         self._integers = [buffer.clone() for buffer in self._integer_buffers]
+        self._own_start = self.own.read() if self._apart else None
 
     def restore(self, model: GlobalModel) -> None:
-        """Put the global model back, and a fresh optimizer."""
+        """Put the global model back, with what a client has for itself, and a fresh optimizer."""
         self.space.write(model.params)
         self.buffers.write(model.buffers)
         for buffer, value in zip(self._integer_buffers, self._integers, strict=True):
             buffer.copy_(value)
+        own = self._own_start if self._guest is None else self._guest
+        if own is not None:
+            self.own.write(own)
         self._optimizer.state.clear()
         for group, options in zip(self._optimizer.param_groups, self._options, strict=True):
             for added in group.keys() - options.keys() - {"params"}:
@@ -196,6 +229,7 @@ class LocalTrainer:
         if num_steps == 0:
             raise ClientFailure(client_id, "it took no local step: its shard is empty")
         logged = self.collector.collect()
+        self.kept = self.own.read()
         update = ClientUpdate(
             client_id=client_id,
             delta=self._delta(start),
@@ -206,6 +240,8 @@ class LocalTrainer:
             active=active,
         )
         check_finite(update)
+        if self.kept.numel() and not bool(self.kept.isfinite().all()):
+            raise ClientFailure(client_id, "its personal parameters hold NaN or infinite values")
         update.metrics.update(logged)  # a module may log a train/loss of its own
         return update
 

@@ -10,7 +10,7 @@ so that small updates to a half-precision module are not lost on the server.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -65,18 +65,29 @@ class Space:
 
     @classmethod
     def of_parameters(
-        cls, module: nn.Module, active: Mapping[Tensor, Tensor] | None = None
+        cls,
+        module: nn.Module,
+        active: Mapping[Tensor, Tensor] | None = None,
+        without: Collection[str] = (),
     ) -> Space:
         """Return the space of all parameters that train (``requires_grad``), shared ones once.
 
         Args:
             module: whose they are.
             active: of parameters with frozen entries: which may move, as indices.
+            without: names of parameters that are no part of it.
 
         Raises:
             ConfigurationError: if no parameter trains, or not all lie on one device.
         """
         trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        if trainable and without:
+            trainable = {name: p for name, p in trainable.items() if name not in without}
+            if not trainable:
+                raise ConfigurationError(
+                    f"every parameter of {type(module).__name__} that trains is personal: nothing "
+                    "would be shared. Name fewer of them in federation.personal."
+                )
         if not trainable:
             raise ConfigurationError(
                 f"{type(module).__name__} has no parameter with requires_grad=True: "
@@ -102,14 +113,16 @@ class Space:
         return cls(trainable, {n: chosen[p] for n, p in trainable.items() if p in chosen})
 
     @classmethod
-    def of_buffers(cls, module: nn.Module) -> Space:
+    def of_buffers(cls, module: nn.Module, without: Collection[str] = ()) -> Space:
         """Return the space of all floating-point buffers, e.g. batch norm's running statistics.
+
+        Those in ``without`` are no part of it.
 
         Integer buffers (batch norm's ``num_batches_tracked``) are not averaged: a client starts
         from the server's value, which stays as it is.
         """
         floating = {n: b for n, b in module.named_buffers() if b.is_floating_point()}
-        return cls(floating)
+        return cls({name: b for name, b in floating.items() if name not in without})
 
     def read(self) -> Tensor:
         """Return the live values as a new vector of shape (k,)."""
@@ -117,7 +130,7 @@ class Space:
             return torch.empty(0, dtype=self.dtype, device=self.device)
         with torch.no_grad():
             parts = map(_entries, self._tensors, self._indices)
-            return torch.cat(list(parts)).to(self.dtype)
+            return torch.cat([part.to(self.dtype) for part in parts])
 
     def write(self, vector: Tensor) -> None:
         """Copy a vector of shape (k,) into the live tensors, in place."""

@@ -42,13 +42,21 @@ class ClientScaler:
 
     def wind_back(self) -> None:
         """Return to the round's first scale."""
+        self.go_on_from(self._start)
+
+    def present(self) -> dict[str, Any]:
+        """Return the present scale, for `go_on_from`."""
+        return {} if self._scaler is None else self._scaler.state_dict()
+
+    def go_on_from(self, state: dict[str, Any]) -> None:
+        """Return to a scale."""
         if self._scaler is not None:
-            self._scaler.load_state_dict(self._start)
+            self._scaler.load_state_dict(state)
             # A step that raised left gradients marked as unscaled; before the first step there
             # is nothing to forget, which `update` takes for misuse
             with contextlib.suppress(AssertionError):
-                self._scaler.update(self._start["scale"])
-                self._scaler.load_state_dict(self._start)
+                self._scaler.update(state["scale"])
+                self._scaler.load_state_dict(state)
 
     def merge(self, states: Iterable[dict[str, Any]]) -> None:
         """Take in how low the scale fell in every process, given their `state_dict`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 
@@ -60,6 +60,26 @@ class WorkPlan:
             drop_last=self._drop_last,
         )
         return ClientWork(client, num_examples, order, sizes, round_index, amount.seed)
+
+    def more_epochs(self, work: ClientWork, num_epochs: int, purpose: str) -> ClientWork:
+        """Return passes over a client's shard in orders of their own.
+
+        Args:
+            work: the client's in this round.
+            num_epochs: how many.
+            purpose: which, for the draw of the orders.
+        """
+        if not work.sizes:
+            return work
+        seeds = self._local_work.seed, purpose, work.round_index, work.client_id
+        order, sizes = local_order(
+            self._clients[work.client_id],
+            self._batch_size,
+            partial(torch_generator, *seeds),
+            num_epochs=num_epochs,
+            drop_last=self._drop_last,
+        )
+        return replace(work, order=order, sizes=sizes)
 
     def shard(self, work: ClientWork) -> Iterator[SizedBatch]:
         """Yield every example of the client once, in batches, in the order of the shard."""

@@ -26,6 +26,7 @@ from fl_lightning.client.cannot_stack import CannotStack
 from fl_lightning.client.correction import Correction
 from fl_lightning.client.local_training import GlobalModel, LocalTrainer
 from fl_lightning.client.moon import Moon
+from fl_lightning.client.personalisation import Personalisation
 from fl_lightning.client.speedups import SPEEDUPS, Speedup
 from fl_lightning.client.work import ClientWork
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
@@ -115,6 +116,7 @@ class EngineChooser:
         options: what was asked for.
         accumulate: batches per local step.
         correction: what clients add to their gradients; None for nothing.
+        personal: what they have for themselves; None for nothing.
 
     Raises:
         ConfigurationError: if a speedup was asked for that does not apply.
@@ -132,7 +134,9 @@ class EngineChooser:
         options: EngineOptions,
         accumulate: int,
         correction: Correction | None = None,
+        personal: Personalisation | None = None,
     ) -> None:
+        self._is_personal = personal is not None
         self._corrects = {
             "has_pull": correction is not None and correction.pull > 0,
             "has_shift": correction is not None and correction.has_shift,
@@ -140,6 +144,12 @@ class EngineChooser:
         self._contrasts = isinstance(correction, Moon)
         self._trainer, self._local, self._step = trainer, local, step
         self._speedups = SpeedupTrial(trainer, step, adds_to_loss=self._contrasts)
+        self._freezes = personal is not None and personal.own_epochs is not None
+        if options.speedups and self._freezes:
+            raise ConfigurationError(
+                "federation: speedups are for steps that train everything, and personal.own_epochs "
+                "freezes one part after the other: leave speedups out"
+            )
         if options.speedups is not None:
             self._speedups.force(options.speedups)
         self._kept = step.speedups  # after the fit the step itself has none
@@ -163,7 +173,12 @@ class EngineChooser:
         sequential = "sequential"
         try:
             sequential += self._choose_speedups(work, train_one)
-            raise_if_impossible(self._trainer, self._accumulate, adds_to_loss=self._contrasts)
+            raise_if_impossible(
+                self._trainer,
+                self._accumulate,
+                adds_to_loss=self._contrasts,
+                is_personal=self._is_personal,
+            )
             if self._options.engine == "slots":
                 self.slots, why = self._forced(model, work, train_one), "as asked for"
             else:
@@ -189,7 +204,7 @@ class EngineChooser:
     def _choose_speedups(self, work: Sequence[ClientWork], train_one: TrainOne) -> str:
         """Settle the speedups of clients that train one after the other; return it in words."""
         options = self._options
-        if options.engine != "auto" or options.speedups is not None:
+        if options.engine != "auto" or options.speedups is not None or self._freezes:
             return f" with {', '.join(options.speedups)}" if options.speedups else ""
         return self._speedups.choose(work, train_one, self._num_steps(work))
 

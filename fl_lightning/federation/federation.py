@@ -20,6 +20,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from fl_lightning.client.correction import Correction
 from fl_lightning.client.devices import Devices
+from fl_lightning.client.personalisation import Personalisation
 from fl_lightning.client.speedups import Speedup
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import (
@@ -78,6 +79,9 @@ class Federation(Callback):
         local_epochs: passes over its shard per round. One pass if neither is given.
         correction: what clients add to their gradients so that they do not drift apart: `FedProx`,
             `Scaffold`, `FedDyn`, …; nothing if None.
+        personal: what clients have for themselves: layers (`Personal`: FedPer, FedBN, FedRep), a
+            model beside the shared one (`Ditto`), or the global model fine-tuned before it is
+            evaluated (`FineTuned`); nothing if None.
         updates: what happens to a client's update on its way, in order: `TopK`, `QSGD`, …, and
             `ErrorFeedback` around them; nothing if None.
         aggregator: how updates become one; the mean weighted by examples if None, over the clients
@@ -129,6 +133,7 @@ class Federation(Callback):
         local_steps: int | None = None,
         local_epochs: int | None = None,
         correction: Correction | None = None,
+        personal: Personalisation | None = None,
         updates: list[UpdateTransform | ErrorFeedback] | None = None,
         aggregator: Aggregator | None = None,
         server_optimizer: ServerOptimizer | None = None,
@@ -158,6 +163,7 @@ class Federation(Callback):
         self.local_steps = local_steps
         self.local_epochs = local_epochs if local_steps or local_epochs else 1
         self.correction = correction
+        self.personal = personal
         self.updates = list(updates or [])
         UpdatePath(self.updates, 0)  # refuses what does not go together
         self.aggregator = aggregator
@@ -222,6 +228,7 @@ class Federation(Callback):
             seed=self.seed,
             engine=self.engine,
             correction=self.correction,
+            personal=self.personal,
             updates=self.updates,
             client_memory_bytes=self.client_memory_gb * 1e9,
             num_clients=len(trainer.datamodule.clients),  # type: ignore[attr-defined]
@@ -312,10 +319,10 @@ class Federation(Callback):
 
     def _check_correction(self, trainer: Trainer) -> None:
         """Refuse corrections that would give a wrong result."""
-        correction = self.correction
-        if correction is None:
+        correction, pull = self.correction, self.personal.pull if self.personal else 0.0
+        if correction is None and not pull:
             return
-        if correction.remembers and client_masks(trainer) is not None:
+        if correction is not None and correction.remembers and client_masks(trainer) is not None:
             raise ConfigurationError(
                 f"federation.correction {type(correction).__name__} remembers a number for every "
                 "coordinate, and with masks of their own clients do not move the same ones: use one "
@@ -323,8 +330,8 @@ class Federation(Callback):
             )
         if any(group.get("maximize") for group in trainer.optimizers[0].param_groups):
             raise ConfigurationError(
-                "federation.correction is added to the gradient of what is minimised, and the "
-                "clients' optimizer has maximize: leave that out and return the negative loss"
+                f"federation.{'personal.pull' if correction is None else 'correction'} is added to "
+                "the gradient of what is minimised, and the clients' optimizer has maximize: leave that out and return the negative loss"
             )
 
     def _aggregator(self, trainer: Trainer) -> Aggregator:

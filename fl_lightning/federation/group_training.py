@@ -16,6 +16,7 @@ from torch import Tensor
 from fl_lightning.client.added_term import AddedTerm
 from fl_lightning.client.local_training import GlobalModel, LocalTrainer
 from fl_lightning.client.log_collector import LogCollector
+from fl_lightning.client.memory import ClientMemory
 from fl_lightning.client.slot_training import usable_rows
 from fl_lightning.client.work import ClientWork
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
@@ -29,6 +30,7 @@ from fl_lightning.federation.corrector import Corrector
 from fl_lightning.federation.engine import EngineChooser
 from fl_lightning.federation.intake import Intake
 from fl_lightning.federation.lightning_step import LightningStep
+from fl_lightning.federation.personaliser import Personaliser
 from fl_lightning.federation.ranks import Ranks
 from fl_lightning.federation.round_options import RoundOptions
 from fl_lightning.federation.round_record import RoundRecord
@@ -48,6 +50,7 @@ class GroupTraining:
         options: what a round does.
         corrector: what clients add to their objective.
         intake: takes in their updates.
+        memory: where clients keep what they have for themselves.
 
     Attributes:
         local: the sequential engine.
@@ -55,10 +58,16 @@ class GroupTraining:
         scaler: the fp16 scale.
         engine: how clients are trained.
         step: one local step.
+        personal: what clients have for themselves.
     """
 
     def __init__(
-        self, trainer: Trainer, options: RoundOptions, corrector: Corrector, intake: Intake
+        self,
+        trainer: Trainer,
+        options: RoundOptions,
+        corrector: Corrector,
+        intake: Intake,
+        memory: ClientMemory,
     ) -> None:
         self._trainer = trainer
         self._options = options
@@ -72,6 +81,15 @@ class GroupTraining:
         self.step = LightningStep(trainer, self.collector, options.accumulate)
         self.local = LocalTrainer(self._module, trainer.optimizers[0], self.step, self.collector)
         self.scaler = ClientScaler(getattr(trainer.precision_plugin, "scaler", None))
+        self.personal = Personaliser(
+            options.personal,
+            memory,
+            self._module,
+            self.local,
+            self.step,
+            self._plan,
+            self.scaler,
+        )
         self._client_masks = client_masks(trainer)
         self._versions = options.versions
         if self._versions is not None and self._client_masks is not None:
@@ -86,6 +104,7 @@ class GroupTraining:
             options.engine,
             options.accumulate,
             options.correction,
+            None if self.personal.kind is None else options.personal,
         )
         self._corrector, self._intake = corrector, intake
         self._gradient = ShardGradient(self._module, self.local, self.step, self._plan)
@@ -129,7 +148,8 @@ class GroupTraining:
                 together = self._train_in_slots(self.engine.slots, together, start, server, record)
             with self.collector.listening_to(self._module):
                 for client in together:
-                    self._train_client(client, start, server, record)
+                    with self.personal.hosted(client.client_id):
+                        self._train_client(client, start, server, record)
 
     def _who_will_send(
         self, work: list[ClientWork], server: Server, record: RoundRecord
@@ -171,12 +191,14 @@ class GroupTraining:
         self, work: ClientWork, start: Start, server: Server, record: RoundRecord
     ) -> None:
         masks = self._masks_of(work.client_id, server.model)
-        seed_global_generators(work.seed)
         metrics = MetricStates(self._metrics)
         try:
+            self.personal.train_own_part(start.model, work, masks)
+            seed_global_generators(work.seed)
             self._set_terms(work, start.model)
             update = self._local_update(start.model, work, masks)
             self._accept(update, work, server)
+            self.personal.train_beside(start.model, work, masks)
         except BaseException as error:  # also an interruption, after which a checkpoint may follow
             metrics.put_back()
             self.scaler.wind_back()
@@ -185,6 +207,7 @@ class GroupTraining:
             self._skip_or_raise(error, record)
         else:
             self.scaler.end_client()
+            self.personal.keep(work.client_id)
             self._intake.receive(update, start, self._trainer.current_epoch, server, record)
         active = None if masks is None else self.local.space.coordinates(masks)
         record.finish([work.client_id], num_bytes=_bytes_down(server, active))
@@ -234,13 +257,14 @@ class GroupTraining:
         self, model: GlobalModel, work: ClientWork, masks: Mapping[str, Tensor] | None = None
     ) -> ClientUpdate:
         try:
-            return self.local.train(
-                model,
-                client_id=work.client_id,
-                num_examples=work.num_examples,
-                batches=self._plan.steps(work),
-                masks=masks,
-            )
+            with self.personal.sharing():
+                return self.local.train(
+                    model,
+                    client_id=work.client_id,
+                    num_examples=work.num_examples,
+                    batches=self._plan.steps(work),
+                    masks=masks,
+                )
         finally:
             self.step.term = self.step.contrast = None
 

@@ -8,6 +8,7 @@ from typing import Literal
 
 from fl_lightning.client.correction import Correction
 from fl_lightning.client.devices import Fleet
+from fl_lightning.client.personalisation import Personalisation
 from fl_lightning.federation.engine import EngineOptions
 from fl_lightning.federation.versions import Versions
 from fl_lightning.updates.path import Step
@@ -20,6 +21,7 @@ class RoundOptions:
     Attributes:
         accumulate: batches per local step.
         correction: None for none.
+        personal: None for none.
         num_clients: all of them.
         client_memory_bytes: of what clients remember, kept in RAM.
         fleet: the clients' devices, for virtual time; None if there is none.
@@ -34,6 +36,7 @@ class RoundOptions:
     seed: int
     engine: EngineOptions
     correction: Correction | None = None
+    personal: Personalisation | None = None
     num_clients: int
     client_memory_bytes: float
     updates: Sequence[Step] = ()

@@ -85,7 +85,9 @@ class RoundRunner:
         )
         self._path = UpdatePath(options.updates, options.seed)
         self._intake = Intake(self._path, self.memory.clients, self.corrector)
-        self.clients = GroupTraining(trainer, options, self.corrector, self._intake)
+        self.clients = GroupTraining(
+            trainer, options, self.corrector, self._intake, self.memory.clients
+        )
         self.server = Server(self.clients.local.read(), aggregator, server_optimizer)
         self.record = RoundRecord()
         self._is_kept_by_lightning = self._can_be_kept_by_lightning()
@@ -272,6 +274,7 @@ class RoundRunner:
             "inside": self.server.is_open,
             "engine": self.clients.engine.state_dict(),
             "updates": list(self._path.names),
+            "personal": self.clients.personal.state_dict(),
             "memory": self.memory.state_dict(with_round=open_here),
             "population": self._groups.population.state_dict(),
             "versions": None if versions is None else versions.state_dict(),
@@ -288,6 +291,7 @@ class RoundRunner:
         Raises:
             ConfigurationError: if the checkpoint is of another model or of another seed.
         """
+        self.clients.personal.load_state_dict(state.get("personal"))
         _check_same("model", state["space"], self.clients.local.space.fingerprint())
         _check_same("mask", state["mask"], self.clients.local.space.mask_fingerprint())
         _check_same("seed", state["seed"], self._options.seed)

@@ -131,7 +131,9 @@ class SlotEngine:
             self._collector.add_metric(name, names.get(name, name), metric)
 
 
-def raise_if_impossible(trainer: Trainer, accumulate: int, *, adds_to_loss: bool = False) -> None:
+def raise_if_impossible(
+    trainer: Trainer, accumulate: int, *, adds_to_loss: bool = False, is_personal: bool = False
+) -> None:
     """Find what rules out slots before anything runs.
 
     Raises:
@@ -146,6 +148,8 @@ def raise_if_impossible(trainer: Trainer, accumulate: int, *, adds_to_loss: bool
         raise CannotStack(f"the precision is {trainer.precision}")
     if adds_to_loss:
         raise CannotStack("its correction contrasts the features of one model at a time")
+    if is_personal:
+        raise CannotStack("clients have parameters of their own (federation.personal)")
     if client_masks(trainer) is not None:
         raise CannotStack("clients have masks of their own")
     if extra := extra_work(trainer):
