@@ -173,12 +173,7 @@ class EngineChooser:
         sequential = "sequential"
         try:
             sequential += self._choose_speedups(work, train_one)
-            raise_if_impossible(
-                self._trainer,
-                self._accumulate,
-                adds_to_loss=self._contrasts,
-                is_personal=self._is_personal,
-            )
+            raise_if_impossible(self._trainer, self._accumulate, self._one_at_a_time())
             if self._options.engine == "slots":
                 self.slots, why = self._forced(model, work, train_one), "as asked for"
             else:
@@ -200,6 +195,12 @@ class EngineChooser:
         finally:
             metrics.put_back()
         self._kept = self._step.speedups
+
+    def _one_at_a_time(self) -> str | None:
+        """Return what in the configuration is done for one client at a time; None if nothing."""
+        if self._contrasts:
+            return "its correction contrasts the features of one model at a time"
+        return "clients have parameters of their own (personal)" if self._is_personal else None
 
     def _choose_speedups(self, work: Sequence[ClientWork], train_one: TrainOne) -> str:
         """Settle the speedups of clients that train one after the other; return it in words."""

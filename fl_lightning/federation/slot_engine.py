@@ -132,9 +132,14 @@ class SlotEngine:
 
 
 def raise_if_impossible(
-    trainer: Trainer, accumulate: int, *, adds_to_loss: bool = False, is_personal: bool = False
+    trainer: Trainer, accumulate: int, one_at_a_time: str | None = None
 ) -> None:
     """Find what rules out slots before anything runs.
+
+    Args:
+        trainer: set up for fitting.
+        accumulate: batches per local step.
+        one_at_a_time: what the run does for one client at a time; None if nothing.
 
     Raises:
         CannotStack: saying what it is.
@@ -146,10 +151,8 @@ def raise_if_impossible(
         raise CannotStack("a local step accumulates several batches")
     if trainer.precision not in ("32-true", "64-true"):
         raise CannotStack(f"the precision is {trainer.precision}")
-    if adds_to_loss:
-        raise CannotStack("its correction contrasts the features of one model at a time")
-    if is_personal:
-        raise CannotStack("clients have parameters of their own (federation.personal)")
+    if one_at_a_time is not None:
+        raise CannotStack(one_at_a_time)
     if client_masks(trainer) is not None:
         raise CannotStack("clients have masks of their own")
     if extra := extra_work(trainer):
