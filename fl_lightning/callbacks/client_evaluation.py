@@ -1,14 +1,16 @@
-"""How the global model does for each client: on the examples that client held out.
+"""How the global model does for each client, and its own one: on the examples that it held out.
 
 A mean over all examples hides who pays for it. Every client's metrics are those that the module
 itself logs in its validation or test step, averaged over the client's held-out examples; over
-clients they are reported as mean, spread and worst decile, each client counted once.
+clients they are reported as mean, spread and worst decile, each client counted once. Where clients
+have personal models (`Federation`'s ``personal``), these are evaluated on the same examples.
 """
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +29,20 @@ from fl_lightning.core.metric_states import MetricStates, kept_apart, metrics_of
 from fl_lightning.core.seeds import numpy_generator
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.batches import batch_preparation, takes_index
+from fl_lightning.federation.personal_models import personal_models
 from fl_lightning.federation.ranks import Ranks
+
+_PERSONAL = "personal/"
 
 
 class ClientEvaluation(Callback):
-    """Evaluates the global model on every client's held-out examples.
+    """Evaluates the global model, and personal ones, on every client's held-out examples.
 
     At the end of a fit, and in ``validate`` and ``test``. Needs
     ``FederatedDataModule(client_val_fraction=…)``; without it there is nothing to evaluate on and
-    one line says so. Writes ``clients/…`` metrics, a histogram over clients to TensorBoard and
-    ``clients_<stage>.csv``, one row per client, beside the logs.
+    one line says so. Writes ``clients/…`` metrics of the global model and ``personal/…`` ones of each
+    client's own (a client that never took part has the global one), a histogram over clients to
+    TensorBoard and ``clients_<stage>.csv``, one row per client, beside the logs.
 
     Args:
         every_n_rounds: also after every n-th round's validation; 0 for the end only.
@@ -85,7 +91,13 @@ class ClientEvaluation(Callback):
                 "(data.client_val_fraction is 0)."
             )
             return
-        shares = Ranks(trainer).gather(evaluate_clients(trainer, module, data, stage, clients))
+        found = evaluate_clients(trainer, module, data, stage, clients)
+        models = personal_models(trainer)
+        if models is not None:
+            own = evaluate_clients(trainer, module, data, stage, clients, having=models.of)
+            for client, metrics in own.items():
+                found[client] |= {f"{_PERSONAL}{name}": value for name, value in metrics.items()}
+        shares = Ranks(trainer).gather(found)
         values = dict(sorted(pair for share in shares for pair in share.items()))
         folder = trainer.log_dir  # which processes agree on: all must ask
         if not trainer.is_global_zero:
@@ -119,6 +131,7 @@ def evaluate_clients(
     data: FederatedDataModule,
     stage: str,
     clients: npt.NDArray[np.int64] | None = None,
+    having: Callable[[int], AbstractContextManager[None]] | None = None,
 ) -> dict[int, dict[str, Tensor]]:
     """Return the metrics that the module logs on each client's held-out examples, on the CPU.
 
@@ -130,6 +143,7 @@ def evaluate_clients(
         data: whose clients.
         stage: ``validation`` or ``test``: whose step and whose metrics.
         clients: which of them, all if None; those without held-out examples are left out.
+        having: has the module hold what is evaluated for a client; if None, that is what it holds.
     """
     ids = range(len(data.held_out)) if clients is None else clients.tolist()
     step = getattr(module, f"{stage}_step")
@@ -145,10 +159,11 @@ def evaluate_clients(
     try:
         with collector.listening_to(module), kept_apart(metrics), context():
             for client in ids[trainer.global_rank :: trainer.world_size]:
-                for index, (batch, size) in enumerate(data.held_out_batches(client)):
-                    collector.start_step(size)
-                    arguments = (prepare(batch), index) if takes_index(step) else (prepare(batch),)
-                    step(*arguments)
+                with nullcontext() if having is None else having(client):
+                    for index, (batch, size) in enumerate(data.held_out_batches(client)):
+                        collector.start_step(size)
+                        batch = prepare(batch)
+                        step(*((batch, index) if takes_index(step) else (batch,)))
                 logged = {name: value.cpu() for name, value in collector.collect().items()}
                 logged |= {k: torch.tensor(v) for k, v in collector.collect_metrics().items()}
                 if logged:
@@ -173,10 +188,11 @@ def worst_decile(values: Tensor, *, higher_is_better: bool) -> Tensor:
 
 def _log(trainer: Trainer, name: str, values: Tensor) -> None:
     worst = worst_decile(values, higher_is_better="loss" not in name and "error" not in name)
+    key = name if name.startswith(_PERSONAL) else f"clients/{name}"
     logs = {
-        f"clients/{name}_mean": float(values.mean()),
-        f"clients/{name}_spread": float(values.std(correction=0)),
-        f"clients/{name}_worst_decile": float(worst),
+        f"{key}_mean": float(values.mean()),
+        f"{key}_spread": float(values.std(correction=0)),
+        f"{key}_worst_decile": float(worst),
     }
     rank_zero_info(
         f"clients: {name} mean {values.mean():.4f}, spread {values.std(correction=0):.4f}, "
@@ -185,7 +201,7 @@ def _log(trainer: Trainer, name: str, values: Tensor) -> None:
     for logger in trainer.loggers:
         logger.log_metrics(logs, step=trainer.global_step)
         if isinstance(logger, TensorBoardLogger):
-            logger.experiment.add_histogram(f"clients/{name}", values, trainer.global_step)
+            logger.experiment.add_histogram(key, values, trainer.global_step)
 
 
 def _save(

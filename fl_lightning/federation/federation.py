@@ -20,6 +20,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from fl_lightning.client.correction import Correction
 from fl_lightning.client.devices import Devices
+from fl_lightning.client.memory import ClientMemory
 from fl_lightning.client.personalisation import Personalisation
 from fl_lightning.client.speedups import Speedup
 from fl_lightning.core.errors import ConfigurationError
@@ -45,13 +46,16 @@ from fl_lightning.federation.engine import (
     EngineOptions,
     trains_in_large_groups,
 )
+from fl_lightning.federation.fine_tuning import FineTuning
 from fl_lightning.federation.fresh_losses import refresh_losses
 from fl_lightning.federation.group_size import num_short_clients
 from fl_lightning.federation.groups import RoundGroups, Share
 from fl_lightning.federation.hooks import GroupsPassBy
 from fl_lightning.federation.loop import install, renumber_groups
+from fl_lightning.federation.personal_models import PersonalModels
 from fl_lightning.federation.round_options import RoundOptions
 from fl_lightning.federation.rounds import RoundRunner
+from fl_lightning.federation.run_memory import saved_memory
 from fl_lightning.federation.shares import local_work
 from fl_lightning.federation.virtual_time import VirtualTime
 from fl_lightning.server.aggregators import Aggregator, Mean
@@ -59,6 +63,7 @@ from fl_lightning.server.normalised_mean import NormalisedMean
 from fl_lightning.server.overlap_mean import OverlapMean
 from fl_lightning.server.server import ServerOptimizer, fedavg_optimizer
 from fl_lightning.server.staleness import AsyncRule
+from fl_lightning.sparsity.masked_optimizer import MaskedOptimizer
 from fl_lightning.updates.error_feedback import ErrorFeedback
 from fl_lightning.updates.path import UpdatePath
 from fl_lightning.updates.transform import UpdateTransform
@@ -292,6 +297,22 @@ class Federation(Callback):
         """Keep a checkpoint's state until the fit starts."""
         self._saved = dict(state_dict)
 
+    def personal_models(self, trainer: Trainer) -> PersonalModels | None:
+        """Return what clients have for themselves after the last round, or by the checkpoint."""
+        if self.personal is None:
+            return None
+        module, steps, tune = trainer.lightning_module, self.personal.tuning_steps, None
+        if steps:
+            tune = FineTuning(trainer, trainer.datamodule, steps, self.seed)  # type: ignore[attr-defined]
+        if self._saved:
+            names = (self._saved.get("personal") or {"names": []})["names"]
+            memory = saved_memory(self._saved["memory"], trainer.ckpt_path)
+        elif self.rounds is not None:
+            names, memory = self.rounds.clients.personal.names, self.rounds.memory.clients
+        else:
+            names, memory = [], ClientMemory()
+        return PersonalModels(module, names, memory, tune) if names or tune else None
+
     def _set(self, trainer: Trainer, name: str, value: Any) -> None:
         """Change a setting of the Trainer until the fit is over."""
         self._cleanup.callback(setattr, trainer, name, getattr(trainer, name))
@@ -318,8 +339,14 @@ class Federation(Callback):
         )
 
     def _check_correction(self, trainer: Trainer) -> None:
-        """Refuse corrections that would give a wrong result."""
+        """Refuse corrections and personal models that would give a wrong result."""
         correction, pull = self.correction, self.personal.pull if self.personal else 0.0
+        tunes = self.personal is not None and self.personal.tuning_steps > 0
+        if tunes and isinstance(trainer.optimizers[0], MaskedOptimizer):
+            raise ConfigurationError(
+                "federation.personal: FineTuned takes its steps with a new optimizer, which knows "
+                "no masks: use Personal or Ditto with SparseSGDM and SparseAdamW"
+            )
         if correction is None and not pull:
             return
         if correction is not None and correction.remembers and client_masks(trainer) is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -96,7 +96,25 @@ class RunMemory:
         Raises:
             ConfigurationError: if they do not.
         """
-        if not state:
-            return
-        path = self._trainer.ckpt_path
-        self.clients.load_state_dict(state, None if path is None else Path(path).parent / FOLDER)
+        if state:
+            self.clients.load_state_dict(state, _folder(self._trainer.ckpt_path))
+
+
+def saved_memory(state: Mapping[str, Any], path: str | Path | None) -> ClientMemory:
+    """Return the memories of a checkpoint, to be read.
+
+    Args:
+        state: its `RunMemory.state_dict`.
+        path: its own, near which large memories are.
+
+    Raises:
+        ConfigurationError: if they are not.
+    """
+    memory = ClientMemory()
+    if state:
+        memory.load_state_dict(state, _folder(path))
+    return memory
+
+
+def _folder(path: str | Path | None) -> Path | None:
+    return None if path is None else Path(path).parent / FOLDER
