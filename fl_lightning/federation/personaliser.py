@@ -20,7 +20,7 @@ from fl_lightning.client.local_training import GlobalModel, LocalTrainer
 from fl_lightning.client.memory import ClientMemory
 from fl_lightning.client.personalisation import Personalisation
 from fl_lightning.client.work import ClientWork
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.metric_states import MetricStates, metrics_of
 from fl_lightning.core.seeds import derive_seed, seed_global_generators
 from fl_lightning.federation.client_scaler import ClientScaler
@@ -141,6 +141,9 @@ class Personaliser:
                 batches=self._plan.steps(work),
                 masks=masks,
             )
+        except ClientFailure as failure:
+            located = f"in personal steps: {failure.reason}"
+            raise ClientFailure(failure.client_id, located) from failure.__cause__
         finally:
             metrics.put_back()
             self._scaler.go_on_from(scale)

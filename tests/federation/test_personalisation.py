@@ -1,0 +1,399 @@
+"""Personalisation: reductions, closed forms, what clients remember, how they are evaluated."""
+
+import csv
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, seed_everything
+from lightning.pytorch.loggers import CSVLogger
+from quadratics import Quadratic, trajectory
+from test_corrections import Climbing
+from test_masks import Masked, NewMasks
+from torch import nn
+from torch.nn.functional import cross_entropy
+from toys import SaveEverywhere, ToyModule, toy_data, toy_trainer, weights
+
+from fl_lightning import (
+    ClientEvaluation,
+    ClientFailure,
+    ConfigurationError,
+    Ditto,
+    FederatedDataModule,
+    Federation,
+    FedProx,
+    FineTuned,
+    Mean,
+    Personal,
+    RoundFailure,
+    Scaffold,
+    UniformCohort,
+)
+from fl_lightning.client import Devices, LogNormalSpeeds
+from fl_lightning.data import Digits, LabelShards
+from fl_lightning.server import FedBuff
+
+
+class Rich(ToyModule):
+    """With dropout and batch norm."""
+
+    def __init__(self):
+        super().__init__(dropout=0.3, batch_norm=True)
+
+
+HEAD = ["net.4.*"]
+KINDS = {
+    "FedPer": Personal(HEAD),
+    "FedBN": Personal(norms=True),
+    "FedRep": Personal(HEAD, own_epochs=2),
+    "Ditto": Ditto(pull=0.5),
+}
+
+
+def run(personal, module=Rich, *callbacks, ckpt_path=None, trainer=None, data=None, **block):
+    """Fit three rounds of three of six clients, and return module and federation."""
+    seed_everything(0, verbose=False)
+    module = module()
+    options = {"cohort": UniformCohort(size=3), "local_epochs": 2, "seed": 4}
+    federation = Federation(personal=personal, **options | {"engine": "sequential"} | block)
+    fit = toy_trainer(*callbacks, federation, **(trainer or {}))
+    data = data or toy_data(batch_size=4, drop_last=True)
+    fit.fit(module, datamodule=data, ckpt_path=ckpt_path)
+    return module, federation
+
+
+def rows(path):
+    """Return a table's row of every client."""
+    with path.open() as file:
+        return {int(row["client"]): row for row in csv.DictReader(file)}
+
+
+def memories(federation):
+    """Return what every client has for itself, by client."""
+    present = federation.state_dict()["memory"]["present"]
+    return {client: vector for name, client, vector in present if name == "personal"}
+
+
+DIGITS = {
+    "FedPer": Personal(["3.*"]),
+    "FedRep": Personal(["3.*"], own_epochs=2),
+    "Ditto": Ditto(pull=0.1),
+    "fine-tuned": FineTuned(local_steps=20),
+}
+
+
+class TestReductions:
+    @pytest.mark.parametrize("personal", [Personal(), FineTuned(3), Ditto(0.5)])
+    def test_the_global_model_is_that_of_fedavg_bit_for_bit(self, personal):
+        assert torch.equal(weights(run(personal)[0]), weights(run(None)[0]))
+
+    def test_with_no_epoch_of_their_own_heads_stay_as_they_are(self):
+        class Frozen(Rich):
+            def __init__(self):
+                super().__init__()
+                self.net[4].requires_grad_(False)
+
+        still, federation = run(Personal(HEAD, own_epochs=0))
+        assert torch.equal(weights(still), weights(run(None, Frozen)[0]))
+        initial = torch.cat([p.detach().flatten() for p in still.net[4].parameters()])
+        assert all(torch.equal(vector, initial) for vector in memories(federation).values())
+
+    def test_without_pull_a_copy_is_the_clients_own_training(self):
+        """In its first round; of one client the server takes the model as it is."""
+        one = {"cohort": UniformCohort(size=1), "trainer": {"max_epochs": 1}}
+        module, federation = run(Ditto(pull=0.0), ToyModule, **one)
+        shared = torch.cat([p.detach().flatten() for p in module.parameters()])
+        [own] = memories(federation).values()
+        torch.testing.assert_close(own, shared, rtol=1e-6, atol=1e-7)
+
+    def test_a_strong_pull_keeps_the_copy_at_the_global_model(self):
+        values, federation = trajectory(
+            (5, 5), rounds=4, personal=Ditto(1e7), module=Quadratic(lr=1e-7)
+        )
+        for own in memories(federation).values():
+            assert float(own) == pytest.approx(values[-2], abs=1e-5)
+
+    def test_the_first_round_of_scaffold_is_that_without(self):
+        options = {"trainer": {"max_epochs": 1}, "module": ToyModule}
+        pair = [run(KINDS["FedPer"], correction=c, **options) for c in (None, Scaffold("I"))]
+        assert torch.equal(*(weights(module) for module, _ in pair))
+
+
+class SharedAndOwn(LightningModule):
+    """a (x + z - c)² / 2: x is shared, z the client's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.x = torch.nn.Parameter(torch.zeros((), dtype=torch.float64))
+        self.z = torch.nn.Parameter(torch.tensor(1.0, dtype=torch.float64))
+
+    def training_step(self, batch, batch_idx):
+        a, c, _ = batch
+        return (0.5 * a * (self.x + self.z - c) ** 2).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class TestClosedForms:
+    """K local steps of rate η = 0.1 on two quadratics; r is the residual x + z - c."""
+
+    clients = ((1.0, 0.0), (4.0, 10.0))
+
+    def test_fedper(self):
+        x, own, expected = 0.0, [1.0, 1.0], []
+        for _ in range(3):
+            moves = []
+            for i, (a, c) in enumerate(self.clients):
+                r = x + own[i] - c  # both parts move alike: r shrinks by 1 - 2ηa
+                moves.append((r - (1 - 0.2 * a) ** 5 * r) / 2)
+                own[i] -= moves[-1]
+            x -= sum(moves) / 2
+            expected.append(x)
+        self.check(Personal(["z"]), expected, own)
+
+    def test_fedrep(self):
+        x, own, expected = 0.0, [1.0, 1.0], []
+        for _ in range(3):
+            moves = []
+            for i, (a, c) in enumerate(self.clients):
+                r = (x + own[i] - c) * (1 - 0.1 * a) ** 10  # two epochs of z alone
+                own[i] = r - x + c
+                moves.append(r - (1 - 0.1 * a) ** 5 * r)  # then x alone
+            x -= sum(moves) / 2
+            expected.append(x)
+        self.check(Personal(["z"], own_epochs=2), expected, own)
+
+    def check(self, personal, expected, own):
+        values, federation = trajectory((5, 5), personal=personal, module=SharedAndOwn())
+        assert values == pytest.approx(expected, rel=1e-12)
+        assert [float(memories(federation)[i]) for i in (0, 1)] == pytest.approx(own, rel=1e-12)
+
+    def test_ditto(self):
+        pull, plain = 0.5, trajectory((5, 5))[0]
+        values, federation = trajectory((5, 5), personal=Ditto(pull))
+        assert values == plain
+        for client, (a, c) in enumerate(self.clients):
+            own = 0.0
+            for x in (0.0, *values[:-1]):
+                goal = (a * c + pull * x) / (a + pull)
+                own = goal + (1 - 0.1 * (a + pull)) ** 5 * (own - goal)
+            assert float(memories(federation)[client]) == pytest.approx(own, rel=1e-12)
+
+    def test_a_correction_pulls_the_shared_part_alone(self):
+        mu, x, own, expected = 0.5, 0.0, [1.0, 1.0], []
+        for _ in range(3):
+            ends = []
+            for i, (a, c) in enumerate(self.clients):
+                y = x
+                for _ in range(5):
+                    gradient = a * (y + own[i] - c)
+                    y, own[i] = y - 0.1 * (gradient + mu * (y - x)), own[i] - 0.1 * gradient
+                ends.append(y)
+            x = sum(ends) / 2
+            expected.append(x)
+        options = {"personal": Personal(["z"]), "correction": FedProx(mu)}
+        assert trajectory((5, 5), module=SharedAndOwn(), **options)[0] == pytest.approx(expected)
+
+
+def test_personal_parameters_do_not_travel():
+    plain, fedper = (run(p, ToyModule)[1].rounds.record.facts() for p in (None, KINDS["FedPer"]))
+    for way in ("round/bytes_up", "round/bytes_down"):
+        assert plain[way] - fedper[way] == 4 * (8 * 3 + 3)
+
+
+def test_the_global_model_has_the_initial_ones():
+    seed_everything(0, verbose=False)
+    initial = Rich().net[4].weight
+    module, federation = run(KINDS["FedPer"])
+    assert torch.equal(module.net[4].weight, initial)
+    assert len({tuple(vector.tolist()) for vector in memories(federation).values()}) == 6
+
+
+def test_norm_counters_stay_with_the_client():
+    data = toy_data(batch_size=4, drop_last=True)
+    module, federation = run(KINDS["FedBN"], data=data, cohort=None)
+    for client, own in memories(federation).items():
+        steps = max(1, data.clients.num_examples[client] // 4)
+        assert float(own[-1]) == 3 * 2 * steps  # three rounds of two epochs
+    assert int(module.net[1].num_batches_tracked) == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_resumes_to_the_same_bits_from_anywhere(kind, tmp_path):
+    options = {"clients_per_group": 1}
+    whole, federation = run(KINDS[kind], Rich, SaveEverywhere(tmp_path), **options)
+    for path in sorted(tmp_path.glob("[01]-*.ckpt")):
+        again, resumed = run(KINDS[kind], ckpt_path=path, **options)
+        assert torch.equal(weights(again), weights(whole)), path
+        assert memories(resumed).keys() == memories(federation).keys()
+        for client, own in memories(federation).items():
+            assert torch.equal(memories(resumed)[client], own), path
+
+
+@pytest.mark.parametrize("kind", ["FedRep", "Ditto"])
+def test_two_processes_are_one(kind, tmp_path):
+    options = {"aggregator": Mean(exact=True), "clients_per_group": 1}
+    ends = []
+    for number in (1, 2):
+        folder = tmp_path / str(number)
+        strategy = "federated" if number == 2 else "auto"
+        processes = {"devices": number, "strategy": strategy}
+        end, _ = run(KINDS[kind], Rich, SaveEverywhere(folder), trainer=processes, **options)
+        states = torch.load(folder / "2-end.ckpt", weights_only=False)["callbacks"]
+        ends.append((weights(end), states["Federation"]["memory"]["present"]))
+    (one, alone), (two, shared) = ends
+    assert torch.equal(one, two)
+    own = [{client: vector for _, client, vector in memory} for memory in (alone, shared)]
+    assert own[0].keys() == own[1].keys() != set()
+    assert all(torch.equal(own[0][client], own[1][client]) for client in own[0])
+
+
+class TestMasks:
+    def test_what_is_frozen_is_frozen_in_personal_layers(self):
+        module, federation = run(Personal(HEAD), Masked)
+        mask = torch.cat(
+            [
+                module.masks.get(f"net.4.{n}", torch.ones(3).bool()).flatten()
+                for n in ("weight", "bias")
+            ]
+        )
+        initial = torch.cat([p.detach().flatten() for p in module.net[4].parameters()])
+        for own in memories(federation).values():
+            assert torch.equal(own[~mask], initial[~mask])
+            assert not torch.isclose(own[mask], initial[mask]).all()
+
+    @pytest.mark.parametrize("kind", ["FedPer", "Ditto"])
+    def test_masks_may_change_between_rounds(self, kind, tmp_path):
+        options = {"trainer": {"max_epochs": 4}}
+        whole, federation = run(
+            KINDS[kind], Masked, NewMasks(), SaveEverywhere(tmp_path), **options
+        )
+        again, resumed = run(
+            KINDS[kind], Masked, NewMasks(), ckpt_path=tmp_path / "1-end.ckpt", **options
+        )
+        assert torch.equal(weights(again), weights(whole))
+        for client, own in memories(federation).items():
+            assert torch.equal(memories(resumed)[client], own)
+
+
+def test_clients_of_an_asynchronous_run_keep_theirs():
+    block = {"cohort": None, "asynchronous": FedBuff(buffer_size=2, concurrency=4)}
+    devices = Devices(speeds=LogNormalSpeeds(sigma=1.0))
+    for kind in ("FedPer", "Ditto"):
+        _, federation = run(KINDS[kind], ToyModule, devices=devices, **block)
+        assert 2 <= len(memories(federation)) <= 6
+
+
+class TestEvaluation:
+    def evaluate(self, personal, folder, **options):
+        data = toy_data(num_examples=120, batch_size=4, drop_last=True, client_val_fraction=0.3)
+        logger = CSVLogger(folder)
+        callbacks = (ClientEvaluation(), SaveEverywhere(folder))
+        module, federation = run(
+            personal, ToyModule, *callbacks, trainer={"logger": logger}, data=data, **options
+        )
+        return module, federation, data, folder / logger.log_dir / "clients_validation.csv"
+
+    def test_personal_and_global_stand_side_by_side_in_fit_and_validate(self, tmp_path):
+        one = {"cohort": UniformCohort(size=1)}
+        _, federation, data, path = self.evaluate(KINDS["FedPer"], tmp_path, **one)
+        table, trained = rows(path), memories(federation).keys()
+        assert 0 < len(trained) < 6
+        for client, row in table.items():
+            differ = row["personal/val/loss"] != row["val/loss"]
+            assert differ == (client in trained)
+        again = CSVLogger(tmp_path / "again")
+        federation = Federation(personal=KINDS["FedPer"], seed=4)
+        trainer = toy_trainer(ClientEvaluation(), federation, logger=again)
+        trainer.validate(ToyModule(), data, ckpt_path=tmp_path / "2-end.ckpt", verbose=False)
+        assert rows(tmp_path / again.log_dir / "clients_validation.csv") == table
+
+    def test_fine_tuning_is_what_a_client_would_train(self, tmp_path):
+        module, federation, data, path = self.evaluate(FineTuned(local_steps=3), tmp_path)
+        before = weights(module)
+        for client, row in rows(path).items():
+            with federation.personal_models(module.trainer).of(client):
+                loss, examples = 0.0, 0
+                for (x, y), size in data.held_out_batches(client):
+                    loss += size * cross_entropy(module.net(x), y).item()
+                    examples += size
+                assert not torch.equal(weights(module), before)
+            assert float(row["personal/val/loss"]) == pytest.approx(loss / examples, rel=1e-5)
+        assert torch.equal(weights(module), before)
+
+
+class Flat(LightningModule):
+    """Two linear layers on pixels."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+
+    def training_step(self, batch, batch_idx):
+        return cross_entropy(self.net(batch[0]), batch[1])
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val/accuracy", (self.net(batch[0]).argmax(1) == batch[1]).float().mean())
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=3e-3)
+
+
+@pytest.mark.parametrize("kind", DIGITS)
+def test_where_clients_have_two_classes_their_own_models_are_better(kind, tmp_path):
+    seed_everything(0, verbose=False)
+    two = LabelShards(classes_per_client=2)
+    digits = Digits(batch_size=32)
+    data = FederatedDataModule(digits, num_clients=10, partition=two, client_val_fraction=0.2)
+    federation = Federation(local_epochs=2, personal=DIGITS[kind], seed=0, engine="sequential")
+    trainer = toy_trainer(
+        federation,
+        ClientEvaluation(),
+        max_epochs=6,
+        logger=CSVLogger(tmp_path),
+        limit_val_batches=0,
+    )
+    trainer.fit(Flat(), datamodule=data)
+    table = rows(tmp_path / trainer.log_dir / "clients_validation.csv").values()
+    own, of_global = (
+        sum(float(row[name]) for row in table) / 10
+        for name in ("personal/val/accuracy", "val/accuracy")
+    )
+    assert own > 0.95
+    assert own > of_global + 0.05
+
+
+class TestFailures:
+    def test_a_copy_that_diverges_is_the_clients_failure(self):
+        with pytest.raises(
+            ClientFailure, match=r"in personal steps: its (training loss is nan|update holds NaN)"
+        ):
+            run(Ditto(pull=1e30))
+        with (
+            pytest.warns(UserWarning, match=r"skipped: round 0, client \d: in personal steps"),
+            pytest.raises(RoundFailure, match="0 of 3 clients"),
+        ):
+            run(Ditto(pull=1e30), on_client_failure="skip")
+
+    def test_slots_decline(self):
+        with pytest.warns(UserWarning, match="clients have parameters of their own"):
+            run(KINDS["FedPer"], ToyModule, engine="slots")
+
+    @pytest.mark.parametrize(
+        ("personal", "module", "block", "message"),
+        [
+            (Personal(["*"]), ToyModule, {}, "every parameter of ToyModule that trains is personal"),
+            (Ditto(1.0), Climbing, {}, "federation.personal.pull .* has maximize"),
+            (FineTuned(3), Masked, {}, "FineTuned takes its steps with a new optimizer"),
+            (Personal(HEAD, own_epochs=1), ToyModule, {"speedups": ["fused_optimizer"]}, "leave speedups out"),
+        ],
+    )  # fmt: skip
+    def test_combinations_that_make_no_sense(self, personal, module, block, message):
+        with pytest.raises(ConfigurationError, match=message):
+            run(personal, module, **block)
+
+    @pytest.mark.parametrize("other", [None, Personal(["net.0.*"]), Ditto(0.5)])
+    def test_a_checkpoint_of_another_personalisation(self, other, tmp_path):
+        run(KINDS["FedPer"], ToyModule, SaveEverywhere(tmp_path))
+        with pytest.raises(ConfigurationError, match=r"Personal with 2 tensors, from net.4.weight"):
+            run(other, ToyModule, ckpt_path=tmp_path / "0-end.ckpt")
