@@ -88,7 +88,7 @@ class FineTuning:
 
 
 def made_optimizer(module: LightningModule) -> Optimizer:
-    """Return a new optimizer as the module configures it, without its schedule.
+    """Return a new optimizer as the module configures it, at the rate without its schedule.
 
     Raises:
         ConfigurationError: if it configures none.
@@ -100,4 +100,6 @@ def made_optimizer(module: LightningModule) -> Optimizer:
         raise ConfigurationError(
             f"FineTuned: {type(module).__name__}.configure_optimizers returns no optimizer"
         )
+    for group in made.param_groups:  # a warm-up has begun by making the schedule
+        group["lr"] = group.get("initial_lr", group["lr"])
     return made

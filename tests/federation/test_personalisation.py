@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch import LightningModule, seed_everything
 from lightning.pytorch.loggers import CSVLogger
 from quadratics import Quadratic, trajectory
-from test_corrections import Climbing
+from test_corrections import Climbing, scaler
 from test_masks import Masked, NewMasks
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -85,6 +85,14 @@ class TestReductions:
     @pytest.mark.parametrize("personal", [Personal(), FineTuned(3), Ditto(0.5)])
     def test_the_global_model_is_that_of_fedavg_bit_for_bit(self, personal):
         assert torch.equal(weights(run(personal)[0]), weights(run(None)[0]))
+
+    @pytest.mark.parametrize("personal", [Personal(), Ditto(0.5)])
+    def test_also_with_a_gradient_scaler(self, personal):
+        ends = []
+        for rule in (personal, None):
+            options = {"trainer": {"plugins": [scaler()]}}
+            ends.append(weights(run(rule, **options)[0]))
+        assert torch.equal(*ends)
 
     def test_with_no_epoch_of_their_own_heads_stay_as_they_are(self):
         class Frozen(Rich):
@@ -214,7 +222,7 @@ def test_norm_counters_stay_with_the_client():
     module, federation = run(KINDS["FedBN"], data=data, cohort=None)
     for client, own in memories(federation).items():
         steps = max(1, data.clients.num_examples[client] // 4)
-        assert float(own[-1]) == 3 * 2 * steps  # three rounds of two epochs
+        assert float(own[-1]) == 3 * 2 * steps * 2  # rounds, epochs, steps, passes in a step
     assert int(module.net[1].num_batches_tracked) == 0
 
 
