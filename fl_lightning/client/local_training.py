@@ -112,6 +112,16 @@ class LocalTrainer:
         self.renew_space()
         self.start_round()
 
+    @property
+    def own_start(self) -> Tensor:
+        """The global model's own tensors where they are no part of what is shared, shape (o,)."""
+        return torch.empty(0) if self._own_start is None else self._own_start
+
+    @property
+    def keeps_apart(self) -> bool:
+        """Whether clients have tensors that are no part of what is shared."""
+        return bool(self._apart)
+
     def host(self, own: Tensor | None) -> None:
         """Have the next clients begin with own tensors, shape (o,), instead of the global ones.
 

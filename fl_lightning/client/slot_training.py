@@ -22,6 +22,7 @@ from fl_lightning.client.local_training import GlobalModel, check_finite
 from fl_lightning.client.metric_feed import GivenStep
 from fl_lightning.client.packing import Stay, pack
 from fl_lightning.client.slot_inputs import ReadBatch, SlotInputs
+from fl_lightning.client.slot_own import OwnOf, SlotOwn
 from fl_lightning.client.stacked_step import StackedStep
 from fl_lightning.client.work import ClientWork
 from fl_lightning.core.errors import ClientFailure
@@ -44,6 +45,7 @@ class SlotTrainer:
         batch_size: examples of a full batch, B.
         names: under which names logged values appear in updates, where those differ.
         reads_at_random: whether ``read`` draws random numbers (augmentation).
+        own: what clients have for themselves; None for nothing.
     """
 
     def __init__(
@@ -56,7 +58,9 @@ class SlotTrainer:
         names: Mapping[str, str] | None = None,
         *,
         reads_at_random: bool = False,
+        own: SlotOwn | None = None,
     ) -> None:
+        self._own = own
         self._names = names if names is not None else {}
         self._step = step
         self._batch_size = batch_size
@@ -74,7 +78,11 @@ class SlotTrainer:
         self._integer_starts = [b[0].clone() for b in self._integers]
 
     def train(
-        self, start: GlobalModel, work: Sequence[ClientWork], term: TermOf | None = None
+        self,
+        start: GlobalModel,
+        work: Sequence[ClientWork],
+        term: TermOf | None = None,
+        own: OwnOf | None = None,
     ) -> Iterator[GroupUpdate]:
         """Train the clients and yield their updates, those that end together at once.
 
@@ -85,6 +93,7 @@ class SlotTrainer:
             start: the global model.
             work: of each client, with at least one batch.
             term: what clients add to their gradients, all with the same pull; None for nothing.
+            own: what they have for themselves; None for what the global model has.
         """
         self._step.read_options()
         with preserve_global_generators():
@@ -101,8 +110,9 @@ class SlotTrainer:
         begins = {begin: list(group) for begin, group in groupby(stays, lambda s: s.begin)}
         by_end = sorted(stays, key=lambda s: (s.end, s.slot))
         ends = {end: list(group) for end, group in groupby(by_end, lambda s: s.end)}
-        # with clients of one size all slots begin together
-        together = self._step.options.weighted and len({len(w.sizes) for w in work}) == 1
+        together = self._begin_alike(work)
+        if self._own is not None:
+            self._own.open(own)
         given: list[list[Tensor]] = []
         for number, (step_indices, step_valid) in enumerate(zip(indices, valid, strict=True)):
             new, done = begins.get(number, []), ends.get(number + 1, [])
@@ -117,6 +127,7 @@ class SlotTrainer:
                 self._step.first(named_start, batch, step_valid)
             else:
                 self._reset([stay.slot for stay in new])
+                self._enter(guests)
                 self._step(batch, step_valid)
             if len(rehearsal.feed):
                 given.append(self._step.given)
@@ -159,6 +170,26 @@ class SlotTrainer:
         valid = torch.zeros(shape, dtype=torch.float32)
         valid[when, where] = (columns < sizes[:, None]).float()
         return indices, valid.to(self._step.count.device)
+
+    def _begin_alike(self, work: Sequence[ClientWork]) -> bool:
+        """Return whether all slots begin together, from the same parameters."""
+        one_size = self._step.options.weighted and len({len(w.sizes) for w in work}) == 1
+        return one_size and self._own is None
+
+    def _enter(self, guests: Sequence[tuple[Stay, ClientWork]]) -> None:
+        """Have what clients that begin have for themselves in their slots."""
+        if self._own is None:
+            return
+        for stay, client in guests:
+            self._own.enter(stay.slot, client.client_id)
+
+    def _leave(self, slots: list[int], clients: list[ClientWork], deltas: Tensor) -> None:
+        """Keep what clients have for themselves; without that their updates cannot be used."""
+        if self._own is None:
+            return
+        for row, (slot, client) in enumerate(zip(slots, clients, strict=True)):
+            if not self._own.leave(slot, client.client_id):
+                deltas[row] = torch.nan
 
     @torch.no_grad()
     def _shift(self, guests: Sequence[tuple[Stay, ClientWork]], term: TermOf | None) -> None:
@@ -206,10 +237,12 @@ class SlotTrainer:
         slots = [stay.slot for stay in stays]
         rows: Any = slice(None) if slots == list(range(self._num_slots)) else slots
         means = {name: s[rows, 0] / s[rows, 1] for name, s in sums.items()}
+        deltas = self._deltas(rows, len(slots)) if deltas is None else deltas
+        self._leave(slots, clients, deltas)
         own = {"train/loss": means.pop(OWN_LOSS)}  # a module may log a train/loss of its own
         return GroupUpdate(
             client_ids=[client.client_id for client in clients],
-            deltas=self._deltas(rows, len(slots)) if deltas is None else deltas,
+            deltas=deltas,
             buffers=self._final_buffers(start, rows, len(slots)),
             num_examples=[client.num_examples for client in clients],
             num_steps=[len(client.sizes) for client in clients],

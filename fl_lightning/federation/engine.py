@@ -136,7 +136,7 @@ class EngineChooser:
         correction: Correction | None = None,
         personal: Personalisation | None = None,
     ) -> None:
-        self._is_personal = personal is not None
+        self._apart = personal is not None and (personal.beside or personal.own_epochs is not None)
         self._corrects = {
             "has_pull": correction is not None and correction.pull > 0,
             "has_shift": correction is not None and correction.has_shift,
@@ -200,7 +200,7 @@ class EngineChooser:
         """Return what in the configuration is done for one client at a time; None if nothing."""
         if self._contrasts:
             return "its correction contrasts the features of one model at a time"
-        return "clients have parameters of their own (personal)" if self._is_personal else None
+        return "clients take steps of their own (federation.personal)" if self._apart else None
 
     def _choose_speedups(self, work: Sequence[ClientWork], train_one: TrainOne) -> str:
         """Settle the speedups of clients that train one after the other; return it in words."""

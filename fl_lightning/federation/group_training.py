@@ -207,7 +207,7 @@ class GroupTraining:
             self._skip_or_raise(error, record)
         else:
             self.scaler.end_client()
-            self.personal.keep(work.client_id)
+            self.personal.keep(work.client_id, self.personal.trained)
             self._intake.receive(update, start, self._trainer.current_epoch, server, record)
         active = None if masks is None else self.local.space.coordinates(masks)
         record.finish([work.client_id], num_bytes=_bytes_down(server, active))
@@ -230,12 +230,15 @@ class GroupTraining:
         stackable, others = slots.split(work)
         by_id = {client.client_id: client for client in stackable}
         with self._intake.all_or_nothing(server, record):
-            for update in slots.train(start.model, stackable, self._corrector.term):
+            own = self.personal.recalled
+            for update in slots.train(start.model, stackable, self._corrector.term, own):
                 usable, failures = usable_rows(update)
                 for failure in failures:
                     self._skip_or_raise(failure, record)
                 for each in usable if self._corrector.correction.remembers else ():
                     self._accept(each, by_id[each.client_id], server)
+                for client_id in usable.client_ids:
+                    self.personal.keep(client_id, slots.kept(client_id))
                 now = self._trainer.current_epoch
                 self._intake.receive_group(usable, start, now, server, record)
         record.finish([c.client_id for c in stackable], num_bytes=_bytes_down(server))

@@ -46,6 +46,7 @@ class Personaliser:
 
     Attributes:
         names: of the tensors that clients have for themselves.
+        trained: what the last client that was hosted now has for itself; None if nothing.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Personaliser:
         self._module, self._scaler = module, scaler
         self._metrics = metrics_of(module)
         self.names = self._rule.names(module)
-        self._kept: Tensor | None = None
+        self.trained: Tensor | None = None
         if self.names:
             local.keep_own(self.names, beside=self._rule.beside)
 
@@ -75,9 +76,9 @@ class Personaliser:
     @contextmanager
     def hosted(self, client: int) -> Iterator[None]:
         """Have this client's own part in the module inside this block, then the global one's."""
-        self._kept = None
+        self.trained = None
         if self.names and not self._rule.beside:
-            self._local.host(self._recalled(client))
+            self._local.host(self.recalled(client))
         try:
             yield
         finally:
@@ -114,15 +115,15 @@ class Personaliser:
         Raises:
             ClientFailure: if that fails.
         """
-        self._kept = self._local.kept
+        self.trained = self._local.kept
         if not (self.names and self._rule.beside):
             return
-        self._local.host(self._recalled(work.client_id))
+        self._local.host(self.recalled(work.client_id))
         if self._rule.pull:
             term = GradientTerm(self._rule.pull)
             self._step.term = AddedTerm(self._local.space, model.params, term)
         try:
-            self._kept = self._trained(model, work, work.seed, masks)
+            self.trained = self._trained(model, work, work.seed, masks)
         finally:
             self._step.term = None
 
@@ -149,12 +150,13 @@ class Personaliser:
             self._scaler.go_on_from(scale)
         return self._local.kept
 
-    def keep(self, client: int) -> None:
+    def keep(self, client: int, own: Tensor | None) -> None:
         """Have a client whose update is used remember what it now has for itself."""
-        if self.names and self._kept is not None:
-            self._memory.put(MEMORY, client, self._kept)
+        if self.names and own is not None:
+            self._memory.put(MEMORY, client, own)
 
-    def _recalled(self, client: int) -> Tensor | None:
+    def recalled(self, client: int) -> Tensor | None:
+        """Return what a client has for itself, shape (o,); None if it never took part."""
         vector = self._memory.get(MEMORY, client)
         return None if vector is None else vector.to(self._local.space.device)
 

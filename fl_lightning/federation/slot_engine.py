@@ -21,6 +21,7 @@ from torchmetrics import Metric
 
 from fl_lightning.client.cannot_stack import CannotStack
 from fl_lightning.client.local_training import GlobalModel, LocalTrainer
+from fl_lightning.client.slot_own import OwnOf, SlotOwn
 from fl_lightning.client.slot_training import SlotTrainer, TermOf
 from fl_lightning.client.stacked_optimizers import stacked_rule
 from fl_lightning.client.stacked_step import StackedOptions, StackedStep
@@ -93,6 +94,9 @@ class SlotEngine:
                 **_clipping(trainer),
             ),
         )
+        self._own: SlotOwn | None = None
+        if local.keeps_apart:
+            self._own = SlotOwn(local.own, step.params | step.buffers, lambda: local.own_start)
         self._slots = SlotTrainer(
             step,
             local.space,
@@ -101,6 +105,7 @@ class SlotEngine:
             self._batch_size,
             local.collector.epoch_names,
             reads_at_random=not data.reads_by_index,
+            own=self._own,
         )
         self._step, self._collector = step, local.collector
         self._module = trainer.lightning_module
@@ -117,14 +122,29 @@ class SlotEngine:
             (stackable if fits else others).append(client)
         return stackable, others
 
+    def kept(self, client: int) -> Tensor | None:
+        """Return what a client that is done is to keep for itself; None if nothing."""
+        return None if self._own is None else self._own.kept[client]
+
     def train(
-        self, model: GlobalModel, work: Sequence[ClientWork], term: TermOf | None = None
+        self,
+        model: GlobalModel,
+        work: Sequence[ClientWork],
+        term: TermOf | None = None,
+        own: OwnOf | None = None,
     ) -> Iterator[GroupUpdate]:
-        """Train clients, with their terms if there are any, and yield their updates as they end."""
+        """Train clients and yield their updates as they end.
+
+        Args:
+            model: the global model.
+            work: theirs.
+            term: what they add to their gradients; None for nothing.
+            own: what they have for themselves; None for what the global model has.
+        """
         if not work:
             return
         with self._collector.not_listening_to(self._module):  # a graph is for one `log`
-            yield from self._slots.train(model, work, term)
+            yield from self._slots.train(model, work, term, own)
         rehearsal = self._step.rehearsal
         names = self._collector.epoch_names
         for name, metric in rehearsal.metrics.items() if rehearsal is not None else ():
@@ -221,13 +241,14 @@ def _compare(
     metrics = metrics_of(trainer.lightning_module)
     before = MetricStates(metrics)
     try:
-        expected = train_one(sample)
+        expected, own = train_one(sample), local.kept
         counted = [_numbers(metric) for metric in metrics]
         before.put_back()
         with warnings.catch_warnings():
             # operators that vmap runs client by client: slower than one client after the other
             warnings.filterwarnings("error", message="There is a performance drop")
-            ((found,),) = SlotEngine(trainer, local, stacking).train(model, [sample])
+            slots = SlotEngine(trainer, local, stacking)
+            ((found,),) = slots.train(model, [sample])
         recounted = [_numbers(metric) for metric in metrics]
     except (CannotStack, ClientFailure, ConfigurationError):
         raise
@@ -236,6 +257,8 @@ def _compare(
     finally:
         before.put_back()
     pairs = [("update", expected.delta, found.delta), ("buffers", expected.buffers, found.buffers)]
+    kept = slots.kept(sample.client_id)
+    pairs += [] if kept is None else [("personal parameters", own, kept)]
     for name, value in expected.metrics.items():
         pairs.append((name, value, found.metrics.get(name, torch.tensor(torch.nan))))
     for metric, numbers, others in zip(metrics, counted, recounted, strict=True):

@@ -1,6 +1,7 @@
 """Personalisation: reductions, closed forms, what clients remember, how they are evaluated."""
 
 import csv
+import functools
 
 import pytest
 import torch
@@ -256,6 +257,32 @@ def test_two_processes_are_one(kind, tmp_path):
     assert all(torch.equal(own[0][client], own[1][client]) for client in own[0])
 
 
+SLOTS = {
+    "FedPer": (KINDS["FedPer"], ToyModule, {}),
+    "FedBN": (KINDS["FedBN"], functools.partial(ToyModule, batch_norm=True), {}),
+    "FedProx": (KINDS["FedPer"], ToyModule, {"correction": FedProx(mu=0.5)}),
+    "Scaffold": (KINDS["FedPer"], ToyModule, {"correction": Scaffold()}),
+    "masks": (KINDS["FedPer"], Masked, {}),
+}
+
+
+@pytest.mark.parametrize("case", SLOTS)
+def test_both_engines_agree(case):
+    personal, module, options = SLOTS[case]
+    options = options | {"trainer": {"precision": "64-true"}, "cohort": None}
+    ends = []
+    for engine in ("sequential", "slots"):
+        data = toy_data(batch_size=4, drop_last=True, dtype=torch.float64)
+        in_double = lambda: module().double()
+        ends.append(run(personal, in_double, data=data, engine=engine, slots=4, **options))
+    assert ends[1][1].rounds.clients.engine.slots is not None
+    torch.testing.assert_close(*(weights(end) for end, _ in ends), rtol=1e-9, atol=1e-11)
+    alone, together = (memories(federation) for _, federation in ends)
+    assert alone.keys() == together.keys()
+    for client, own in alone.items():
+        torch.testing.assert_close(together[client], own, rtol=1e-9, atol=1e-11)
+
+
 class TestMasks:
     def test_what_is_frozen_is_frozen_in_personal_layers(self):
         module, federation = run(Personal(HEAD), Masked)
@@ -383,9 +410,10 @@ class TestFailures:
         ):
             run(Ditto(pull=1e30), on_client_failure="skip")
 
-    def test_slots_decline(self):
-        with pytest.warns(UserWarning, match="clients have parameters of their own"):
-            run(KINDS["FedPer"], ToyModule, engine="slots")
+    @pytest.mark.parametrize("kind", ["FedRep", "Ditto"])
+    def test_slots_decline_steps_of_the_clients_own(self, kind):
+        with pytest.warns(UserWarning, match="clients take steps of their own"):
+            run(KINDS[kind], ToyModule, engine="slots")
 
     @pytest.mark.parametrize(
         ("personal", "module", "block", "message"),
