@@ -99,20 +99,14 @@ class SlotTrainer:
         with preserve_global_generators():
             rehearsal = self._step.rehearse(lambda: self._inputs.batch_like(work[0]))
         draws = rehearsal.draws if rehearsal.draws.numbers else None
-        named_start = self._space.full(start.params)
         pull = 0.0 if term is None else term(work[0].client_id).pull
-        self._step.pull_to(named_start, pull)
-        self._start = list(named_start.values())
-        self._start_buffers = self._buffers.views(start.buffers) if self._step.buffers else []
-        self._state_rows = [t for states in self._step.states.values() for t in states]
+        named_start = self._open(start, pull, own)
         stays = pack([len(client.sizes) for client in work], self._num_slots)
         indices, valid = self._plan(stays, work)
         begins = {begin: list(group) for begin, group in groupby(stays, lambda s: s.begin)}
         by_end = sorted(stays, key=lambda s: (s.end, s.slot))
         ends = {end: list(group) for end, group in groupby(by_end, lambda s: s.end)}
         together = self._begin_alike(work)
-        if self._own is not None:
-            self._own.open(own)
         given: list[list[Tensor]] = []
         for number, (step_indices, step_valid) in enumerate(zip(indices, valid, strict=True)):
             new, done = begins.get(number, []), ends.get(number + 1, [])
@@ -139,6 +133,17 @@ class SlotTrainer:
         if given:
             steps = zip(given, valid.bool().unbind(), strict=True)
             rehearsal.feed.feed([GivenStep(tensors, counts) for tensors, counts in steps])
+
+    def _open(self, start: GlobalModel, pull: float, own: OwnOf | None) -> Tensors:
+        """Have clients begin from a global model; return its parameters by name."""
+        named_start = self._space.full(start.params)
+        self._step.pull_to(named_start, pull)
+        self._start = list(named_start.values())
+        self._start_buffers = self._buffers.views(start.buffers) if self._step.buffers else []
+        self._state_rows = [t for states in self._step.states.values() for t in states]
+        if self._own is not None:
+            self._own.open(own)
+        return named_start
 
     @staticmethod
     def _count_out(update: GroupUpdate, stays: list[Stay], valid: Tensor) -> None:
