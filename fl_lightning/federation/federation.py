@@ -47,8 +47,14 @@ from fl_lightning.federation.round_options import RoundOptions
 from fl_lightning.federation.rounds import RoundRunner
 from fl_lightning.federation.shares import local_work
 from fl_lightning.server.aggregators import Aggregator, Mean
+from fl_lightning.server.collected import RobustRule
 from fl_lightning.server.overlap_mean import OverlapMean
-from fl_lightning.server.server import ServerOptimizer, fedavg_optimizer
+from fl_lightning.server.server import (
+    ServerOptimizer,
+    ServerSchedule,
+    as_aggregator,
+    fedavg_optimizer,
+)
 
 
 @final
@@ -63,9 +69,12 @@ class Federation(Callback):
         local_steps: optimizer steps of a client per round; or
         local_epochs: passes over its shard per round. One pass if neither is given.
         aggregator: how updates become one; the mean weighted by examples if None, over the clients
-            that may move a coordinate where they have masks of their own.
+            that may move a coordinate where they have masks of their own. Or a robust rule, like
+            `Krum`, that looks at all updates of the round together.
         server_optimizer: builds the `torch.optim.Optimizer` that descends the aggregated delta;
             SGD with learning rate 1, which is FedAvg, if None.
+        server_schedule: builds the schedule of that optimizer's learning rate over rounds, e.g. of
+            `torch.optim.lr_scheduler`; None for a constant one.
         on_client_failure: what to do when a client's step raises, its loss or update is not
             finite, or it has no examples: ``raise``, naming it, or ``skip`` it and count it.
         min_replies: a round with fewer valid updates stops the run.
@@ -102,8 +111,9 @@ class Federation(Callback):
         cohort: CohortSampler | None = None,
         local_steps: int | None = None,
         local_epochs: int | None = None,
-        aggregator: Aggregator | None = None,
+        aggregator: Aggregator | RobustRule | None = None,
         server_optimizer: ServerOptimizer | None = None,
+        server_schedule: ServerSchedule | None = None,
         on_client_failure: Literal["raise", "skip"] = "raise",
         min_replies: int = 1,
         engine: EngineName = "auto",
@@ -119,6 +129,7 @@ class Federation(Callback):
         self.local_epochs = local_epochs if local_steps or local_epochs else 1
         self.aggregator = aggregator
         self.server_optimizer = server_optimizer or fedavg_optimizer
+        self.server_schedule = server_schedule
         self.on_client_failure: Literal["raise", "skip"] = on_client_failure
         self.min_replies = min_replies
         self.engine = EngineOptions(engine, slots, None if speedups is None else tuple(speedups))
@@ -175,7 +186,12 @@ class Federation(Callback):
             engine=self.engine,
         )
         self.rounds = RoundRunner(
-            trainer, options, self._groups, self._aggregator(trainer), self.server_optimizer
+            trainer,
+            options,
+            self._groups,
+            self._aggregator(trainer),
+            self.server_optimizer,
+            self.server_schedule,
         )
         self._groups_before = self._saved.get("groups", len(self._groups))
         if self._saved:
@@ -261,7 +277,9 @@ class Federation(Callback):
                 "an entry as one that wants it to stay: set aggregator to OverlapMean, or leave it "
                 "out"
             )
-        return self.aggregator or (OverlapMean() if masks_differ else Mean())
+        if masks_differ and self.aggregator is None:
+            return OverlapMean()
+        return as_aggregator(self.aggregator)
 
     def _share(self, trainer: Trainer, data: FederatedDataModule) -> Share | None:
         if trainer.world_size == 1:
@@ -282,6 +300,12 @@ class Federation(Callback):
             raise ConfigurationError(
                 f"federation.min_replies is {self.min_replies}, but a round has at most {most} "
                 "clients: lower it, or raise the cohort's size"
+            )
+        if isinstance(self.aggregator, RobustRule) and self.aggregator.min_updates > most:
+            raise ConfigurationError(
+                f"federation.aggregator {self.aggregator} needs at least "
+                f"{self.aggregator.min_updates} updates, but a round has at most {most}: raise the "
+                "cohort's size, or lower num_attackers"
             )
 
     def _check_shards(self, data: FederatedDataModule) -> None:

@@ -32,7 +32,7 @@ from fl_lightning.federation.ranks import Ranks
 from fl_lightning.federation.round_options import RoundOptions
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.server.aggregators import Aggregator
-from fl_lightning.server.server import Server, ServerOptimizer
+from fl_lightning.server.server import Server, ServerOptimizer, ServerSchedule
 
 
 class RoundRunner:
@@ -44,6 +44,7 @@ class RoundRunner:
         aggregator: how updates become one.
         groups: learns when a group is done.
         server_optimizer: how the global model moves.
+        server_schedule: how its learning rate does.
 
     Attributes:
         clients: the clients' part.
@@ -58,6 +59,7 @@ class RoundRunner:
         groups: RoundGroups,
         aggregator: Aggregator,
         server_optimizer: ServerOptimizer,
+        server_schedule: ServerSchedule | None = None,
     ) -> None:
         self._trainer = trainer
         self._options = options
@@ -67,7 +69,9 @@ class RoundRunner:
         self._failure: Failure | None = None
         self._is_noted = False
         self.clients = GroupTraining(trainer, options)
-        self.server = Server(self.clients.local.read(), aggregator, server_optimizer)
+        self.server = Server(
+            self.clients.local.read(), aggregator, server_optimizer, server_schedule
+        )
         self.record = RoundRecord()
         self._is_kept_by_lightning = self._can_be_kept_by_lightning()
 
@@ -152,7 +156,7 @@ class RoundRunner:
         self.record = merged_record(reports)
         self.clients.scaler.merge(report.scaler for report in reports)
         pool_metrics(reports, self.clients.collector, self._module)
-        self.server.reduce(self._ranks.all_reduce)
+        self.server.reduce(self._ranks.all_reduce, self._ranks.gather)
 
     def in_progress_bar(self, name: str) -> bool:
         """Return whether a logged value is shown beside the progress bar."""
@@ -168,7 +172,7 @@ class RoundRunner:
             self.record = RoundRecord()
             if self._is_kept_by_lightning:  # hooks between rounds may have changed it
                 self.server.replace_model(self.clients.local.read())
-            self.server.open_round()
+            self.server.open_round(self._trainer.current_epoch)
 
     def _renew_space(self) -> None:
         """Follow masks that changed between rounds: other coordinates travel from here on."""
