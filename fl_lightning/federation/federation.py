@@ -28,6 +28,7 @@ from fl_lightning.core.seeds import (
 from fl_lightning.data.cohort import AllClients, CohortSampler, Population, UniformCohort
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.atomic_checkpoint import AtomicCheckpointIO
+from fl_lightning.federation.attackers import Attackers
 from fl_lightning.federation.client_masks import client_masks
 from fl_lightning.federation.compatibility import (
     check_compatible,
@@ -75,6 +76,7 @@ class Federation(Callback):
             SGD with learning rate 1, which is FedAvg, if None.
         server_schedule: builds the schedule of that optimizer's learning rate over rounds, e.g. of
             `torch.optim.lr_scheduler`; None for a constant one.
+        attackers: clients that attack, to test defences; nobody if None.
         on_client_failure: what to do when a client's step raises, its loss or update is not
             finite, or it has no examples: ``raise``, naming it, or ``skip`` it and count it.
         min_replies: a round with fewer valid updates stops the run.
@@ -114,6 +116,7 @@ class Federation(Callback):
         aggregator: Aggregator | RobustRule | None = None,
         server_optimizer: ServerOptimizer | None = None,
         server_schedule: ServerSchedule | None = None,
+        attackers: Attackers | None = None,
         on_client_failure: Literal["raise", "skip"] = "raise",
         min_replies: int = 1,
         engine: EngineName = "auto",
@@ -130,6 +133,7 @@ class Federation(Callback):
         self.aggregator = aggregator
         self.server_optimizer = server_optimizer or fedavg_optimizer
         self.server_schedule = server_schedule
+        self.attackers = attackers
         self.on_client_failure: Literal["raise", "skip"] = on_client_failure
         self.min_replies = min_replies
         self.engine = EngineOptions(engine, slots, None if speedups is None else tuple(speedups))
@@ -147,6 +151,9 @@ class Federation(Callback):
         check_compatible(trainer, pl_module)
         data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
         self._check_shards(data)
+        if self.attackers is not None:
+            self.attackers.enter(data)
+            self._cleanup.callback(data.poison, [], None)
         population = Population(data.clients.num_examples)
         groups = RoundGroups(
             self.cohort,
@@ -279,7 +286,10 @@ class Federation(Callback):
             )
         if masks_differ and self.aggregator is None:
             return OverlapMean()
-        return as_aggregator(self.aggregator)
+        aggregator = as_aggregator(self.aggregator)
+        if self.attackers is None:
+            return aggregator
+        return self.attackers.wrap(aggregator, len(trainer.datamodule.clients))
 
     def _share(self, trainer: Trainer, data: FederatedDataModule) -> Share | None:
         if trainer.world_size == 1:

@@ -4,13 +4,14 @@
 
 with x_(r) the r-th smallest value of a coordinate. Products of a block are summed in float64. Many
 rules are sums of the updates with coefficients that depend on G alone: two passes are all they take.
-Sorting goes along contiguous memory, one coordinate after the other, which NumPy does ten times as
-fast as torch and eight times as fast as across rows.
+Sorting goes along contiguous memory, one coordinate after the other, by NumPy, whose sort is the fast
+one there.
 """
 
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 from fl_lightning.server.update_rows import Floats, Rows
 
@@ -81,7 +82,8 @@ def sorted_sum(rows: Rows, weights: Floats) -> Floats:
 
 def sorted_columns(block: Floats) -> Floats:
     """Return each column's values in increasing order as a row, shape (width, n)."""
-    ordered = np.ascontiguousarray(block.T)
+    # torch transposes by tiles, several times as fast as NumPy
+    ordered: Floats = torch.from_numpy(block).t().contiguous().numpy()
     ordered.sort(axis=1)
     return ordered
 

@@ -22,8 +22,8 @@ from torch import Tensor
 from fl_lightning.core.update import ClientUpdate
 
 Floats = npt.NDArray[Any]
-# numbers of a column block: all of it stays in a core's cache
-_BLOCK_BYTES = 4 * 2**20
+# of a column block: it, its transpose and the rows' next parts stay in a core's cache
+_BLOCK_BYTES = 2 * 2**20
 
 
 class Rows(Protocol):
@@ -59,7 +59,7 @@ def block_width(num_rows: int, num_columns: int, itemsize: int) -> int:
 
     Example:
         >>> block_width(100, 21_000_000, 4)
-        10485
+        5242
     """
     return min(max(1, num_columns), max(1024, _BLOCK_BYTES // (max(1, num_rows) * itemsize)))
 

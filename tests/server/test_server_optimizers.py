@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from server.test_server import MOVES, X0, model, play, saved, sgd, update
+from test_server import MOVES, X0, model, play, saved, sgd, update
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.server.optimizers.adaptive import FedAdagrad, FedAdam, FedYogi

@@ -7,9 +7,9 @@ papers, ours is the paper's.
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from robust.vectors import aggregate, new_server, sines
+from rounds_of_updates import aggregate, new_server, sines
 
 from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.core.errors import ConfigurationError, RoundFailure
@@ -39,6 +39,7 @@ RULES = [
     NearestNeighbourMixing(GeometricMedian(), 2),
 ]
 PULLED_TO_ZERO = (CentredClipping, NormBounding)  # not equivariant under shifts
+few = settings(max_examples=20, deadline=None)
 numbers = st.floats(-100, 100, width=32)
 rounds = st.lists(st.lists(numbers, min_size=3, max_size=3), min_size=11, max_size=13)
 
@@ -92,6 +93,7 @@ def test_the_geometric_median_is_the_least_sum_of_distances():
     assert np.linalg.norm(rows - found, axis=1).sum() == pytest.approx(43.795097988, abs=2e-9)
 
 
+@few
 @given(data=st.data(), rows=rounds)
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_the_order_in_which_updates_come_does_not_change_a_bit(rule, data, rows):
@@ -100,6 +102,7 @@ def test_the_order_in_which_updates_come_does_not_change_a_bit(rule, data, rows)
     assert found.tolist() == aggregate(rule, rows, [1] * len(rows)).tolist()
 
 
+@few
 @given(rows=rounds, values=st.permutations(range(13)))
 @pytest.mark.parametrize("rule", [Median(), TrimmedMean(2), GeometricMedian()], ids=str)
 def test_it_does_not_matter_whose_update_is_whose(rule, rows, values):
@@ -110,12 +113,14 @@ def test_it_does_not_matter_whose_update_is_whose(rule, rows, values):
     )
 
 
+@few
 @given(row=st.lists(numbers, min_size=3, max_size=3), count=st.integers(11, 13))
 @pytest.mark.parametrize("rule", [r for r in RULES if not isinstance(r, PULLED_TO_ZERO)], ids=str)
 def test_equal_updates_are_their_own_aggregate(rule, row, count):
     np.testing.assert_allclose(aggregate(rule, [row] * count), row, rtol=1e-9, atol=1e-12)
 
 
+@few
 @given(rows=rounds, size=st.sampled_from([1e6, 1e30, -1e6]))
 @pytest.mark.parametrize("rule", [Median(), TrimmedMean(2), Krum(2), MultiKrum(2), Bulyan(2)], ids=str)
 def test_a_few_huge_updates_leave_the_aggregate_among_the_others(rule, rows, size):
@@ -141,6 +146,7 @@ def test_huge_updates_have_little_influence_in_single_precision_as_well(rule, si
     assert np.abs(found - honest.mean(0)).max() < 0.35
 
 
+@few
 @given(rows=rounds)
 def test_without_attackers_rules_are_the_mean(rows):
     mean = np.mean(rows, 0)
@@ -149,6 +155,7 @@ def test_without_attackers_rules_are_the_mean(rows):
         np.testing.assert_allclose(aggregate(rule, rows), mean, rtol=1e-9, atol=1e-9)
 
 
+@few
 @given(rows=rounds)
 def test_bulyan_takes_the_values_nearest_to_the_median(rows):
     """Against a sort of every coordinate's distances, where no two are equally far."""
@@ -232,6 +239,7 @@ class TestBucketing:
         expected = aggregate(Krum(2), rows)
         assert (aggregate(Bucketing(Krum(2), bucket_size=1, seed=0), rows) == expected).all()
 
+    @few
     @given(rows=rounds, size=st.integers(1, 5))
     def test_of_means_it_is_the_mean_where_buckets_are_equal(self, rows, size):
         rows = rows[: len(rows) // size * size]
