@@ -32,7 +32,7 @@ class Attackers:
 
     Example:
         >>> Attackers(fraction=0.3, seed=0, spared=[0]).choose(10)
-        [3, 8, 9]
+        [1, 2, 6]
     """
 
     fraction: float

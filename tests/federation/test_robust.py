@@ -79,7 +79,7 @@ def test_attackers_learn_from_other_labels_and_others_do_not():
 
 def test_a_defence_withstands_what_the_mean_does_not():
     attackers = Attackers(fraction=0.34, forge=SignFlip(20.0))
-    honest, expected = fit(aggregator=Median())
+    _, expected = fit(aggregator=Median())
     _, undefended = fit(attackers=attackers)
     _, defended = fit(attackers=attackers, aggregator=Median())
     losses = [float(t.callback_metrics["val/loss"]) for t in (expected, defended, undefended)]

@@ -78,9 +78,7 @@ def test_they_go_on_from_their_state_and_add_up_over_processes(make):
     assert torch.equal(resumed.close(), expected)
     shares = [opened(make(), entries[:1]), opened(make(), entries[1:])]
     total = opened(make())
-    total.load_sums(
-        [sum(parts) for parts in zip(*(share.sums() for share in shares), strict=True)]
-    )
+    total.load_sums([sum(parts) for parts in zip(*(share.sums() for share in shares), strict=True)])
     torch.testing.assert_close(total.close(), expected)
 
 

@@ -146,7 +146,7 @@ class TestSchedule:
     @pytest.mark.parametrize("cut", [1, 2, 3])
     def test_it_goes_on_from_its_state(self, cut):
         def server():
-            make_schedule = lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 5)  # noqa: E731
+            make_schedule = lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 5)
             return Server(model([0.0]), None, make(FedAdam), make_schedule)
 
         whole, first, resumed = server(), server(), server()

@@ -16,9 +16,7 @@ def sines(count=9):
     return rows
 
 
-def aggregate(
-    rule, rows, num_examples=None, client_ids=None, server=None, dtype=torch.float64
-):
+def aggregate(rule, rows, num_examples=None, client_ids=None, server=None, dtype=torch.float64):
     """Return what a server moves by when these are a round's updates."""
     rows = torch.as_tensor(np.array(rows), dtype=dtype)
     if server is None:

@@ -122,7 +122,9 @@ def test_equal_updates_are_their_own_aggregate(rule, row, count):
 
 @few
 @given(rows=rounds, size=st.sampled_from([1e6, 1e30, -1e6]))
-@pytest.mark.parametrize("rule", [Median(), TrimmedMean(2), Krum(2), MultiKrum(2), Bulyan(2)], ids=str)
+@pytest.mark.parametrize(
+    "rule", [Median(), TrimmedMean(2), Krum(2), MultiKrum(2), Bulyan(2)], ids=str
+)
 def test_a_few_huge_updates_leave_the_aggregate_among_the_others(rule, rows, size):
     attacked = np.array(rows)
     attacked[3], attacked[7] = size, -size
