@@ -12,7 +12,7 @@ Masks are kept in the parameter groups, where `state_dict`, pickling and copying
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -20,17 +20,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fl_lightning.sparsity.active_chunks import ActiveChunks
 from fl_lightning.sparsity.active_entries import Split, put, take
 
 # By name or parameter, or one for each parameter in the optimizer's order. None: all may move.
 Masks: TypeAlias = Mapping[Any, Tensor | None] | Sequence[Tensor | None]
 
-# A parameter, its gradient and indices of active or frozen entries.
+# A parameter, its gradient and indices of its frozen entries.
 Part: TypeAlias = tuple[Tensor, Tensor, Any]
-
-# Values of so many entries stay in a core's cache from reading to writing. An accelerator is
-# faster with all tensors at once.
-MOST_ENTRIES_ON_CPU = 50_000
 
 
 class MaskedOptimizer(Optimizer, ABC):
@@ -38,6 +35,8 @@ class MaskedOptimizer(Optimizer, ABC):
 
     A subclass has one of torch's optimizers as its second base, and says how values move.
     """
+
+    _chunks: ActiveChunks | None = None
 
     @abstractmethod
     def move(
@@ -53,7 +52,7 @@ class MaskedOptimizer(Optimizer, ABC):
             group: with the options.
             owners: the parameters that the values belong to; their state is ``self.state[owner]``.
             values: whole parameters, or the active entries of each, shape (k,).
-            grads: of the same shapes.
+            grads: of the same shapes; not to be kept, others come into the same memory.
         """
 
     def newcomers(self, key: str, stayed: Tensor) -> Tensor:
@@ -132,18 +131,19 @@ class MaskedOptimizer(Optimizer, ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            # a ViT has 150 tensors, most of them small: every call here counts
+        if self._chunks is None:
+            self._chunks = ActiveChunks()
+        for number, group in enumerate(self.param_groups):
             parts = zip(group["params"], group["active"], group["frozen"], strict=True)
-            with_grad = [
-                (p, p.grad, active, frozen) for p, active, frozen in parts if p.grad is not None
-            ]
-            whole = [(p, g, frozen) for p, g, active, frozen in with_grad if active is None]
-            some = [(p, g, active) for p, g, active, _ in with_grad if active is not None]
+            with_grad = [part for part in parts if part[0].grad is not None]
+            whole = [(p, p.grad, frozen) for p, active, frozen in with_grad if active is None]
             if whole:
                 self._move_whole(group, whole)
-            for chunk in _chunks(some):
-                self._move_active(group, chunk)
+            some = [(p, active) for p, active, _ in with_grad if active is not None]
+            for chunk in self._chunks.of(number, [p for p, _ in some], [i for _, i in some]):
+                chunk.read()
+                self.move(group, chunk.params, chunk.values, chunk.grads)
+                chunk.write()
         return loss
 
     def _move_whole(self, group: dict[str, Any], parts: list[Part]) -> None:
@@ -152,15 +152,6 @@ class MaskedOptimizer(Optimizer, ABC):
         self.move(group, params, params, [grad for _, grad, _ in parts])
         for param, frozen, values in kept:
             put(param, frozen, values)
-
-    def _move_active(self, group: dict[str, Any], parts: list[Part]) -> None:
-        if any(grad.layout is not torch.strided for _, grad, _ in parts):
-            raise ValueError("a mask needs dense gradients: give the embedding sparse=False")
-        grads = [take(grad, active) for _, grad, active in parts]
-        values = [take(p, active) for p, _, active in parts]
-        self.move(group, [p for p, _, _ in parts], values, grads)
-        for (param, _, active), value in zip(parts, values, strict=True):
-            put(param, active, value)
 
     def _carry_over(self, param: Tensor, before: Split, after: Split) -> None:
         """Bring a parameter's state from one mask to another."""
@@ -198,23 +189,6 @@ class MaskedOptimizer(Optimizer, ABC):
                     f"{tuple(param.shape)}, not {mask.dtype} of shape {tuple(mask.shape)}"
                 )
         return ordered
-
-
-def _chunks(parts: list[Part]) -> Iterator[list[Part]]:
-    """Share tensors out so that the values of each share stay in the cache."""
-    chunk: list[Part] = []
-    size = 0
-    for part in parts:
-        num_active = part[2].numel()
-        if not num_active:
-            continue
-        chunk.append(part)
-        size += num_active
-        if size >= MOST_ENTRIES_ON_CPU and part[0].device.type == "cpu":
-            yield chunk
-            chunk, size = [], 0
-    if chunk:
-        yield chunk
 
 
 def _pairs(group: dict[str, Any]) -> list[tuple[Tensor, Split]]:
