@@ -10,6 +10,7 @@ from fl_lightning.data.images import ImageTensors
 from fl_lightning.data.label_shards import LabelShards
 from fl_lightning.data.mcmahan_shards import McMahanShards
 from fl_lightning.data.partition import IID, NaturalPartition, Partition
+from fl_lightning.data.poisoning import LabelFlip, Poison, Trigger
 from fl_lightning.data.quantity_skew import DirichletSizes, PowerLawSizes
 from fl_lightning.data.summary import PartitionSummary
 from fl_lightning.data.torchvision_sources import CIFAR10, CIFAR100, MNIST, FashionMNIST
@@ -30,12 +31,15 @@ __all__ = [
     "FlatShards",
     "ImageFolder",
     "ImageTensors",
+    "LabelFlip",
     "LabelShards",
     "McMahanShards",
     "NaturalPartition",
     "Partition",
     "PartitionSummary",
     "PoissonCohort",
+    "Poison",
     "PowerLawSizes",
+    "Trigger",
     "UniformCohort",
 ]
