@@ -289,7 +289,8 @@ class Federation(Callback):
         aggregator = as_aggregator(self.aggregator)
         if self.attackers is None:
             return aggregator
-        return self.attackers.wrap(aggregator, len(trainer.datamodule.clients))
+        data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
+        return self.attackers.wrap(aggregator, len(data.clients))
 
     def _share(self, trainer: Trainer, data: FederatedDataModule) -> Share | None:
         if trainer.world_size == 1:
