@@ -49,8 +49,10 @@ from fl_lightning.federation.rounds import RoundRunner
 from fl_lightning.federation.shares import local_work
 from fl_lightning.server.aggregators import Aggregator, Mean
 from fl_lightning.server.collected import RobustRule
+from fl_lightning.server.fair_means import QFedAvg, TiltedMean
 from fl_lightning.server.overlap_mean import OverlapMean
 from fl_lightning.server.server import (
+    KeepsUpdates,
     ServerOptimizer,
     ServerSchedule,
     as_aggregator,
@@ -278,7 +280,7 @@ class Federation(Callback):
 
     def _aggregator(self, trainer: Trainer) -> Aggregator:
         masks_differ = client_masks(trainer) is not None
-        if masks_differ and isinstance(self.aggregator, Mean):
+        if masks_differ and isinstance(self.aggregator, (Mean, QFedAvg, TiltedMean)):
             raise ConfigurationError(
                 "federation: with masks of the clients' own, Mean counts a client that may not move "
                 "an entry as one that wants it to stay: set aggregator to OverlapMean, or leave it "
@@ -287,6 +289,11 @@ class Federation(Callback):
         if masks_differ and self.aggregator is None:
             return OverlapMean()
         aggregator = as_aggregator(self.aggregator)
+        if masks_differ and isinstance(aggregator, KeepsUpdates):
+            raise ConfigurationError(
+                "federation: robust rules compare whole updates, and with masks of the clients' own "
+                "they have different coordinates: share one mask, or set aggregator to OverlapMean"
+            )
         if self.attackers is None:
             return aggregator
         data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]

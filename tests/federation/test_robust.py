@@ -5,7 +5,7 @@ import torch
 from lightning.pytorch import seed_everything
 from toys import SaveEverywhere, ToyModule, toy_data, toy_trainer, weights
 
-from fl_lightning import ConfigurationError, Federation, RoundFailure, UniformCohort
+from fl_lightning import ConfigurationError, Federation, PoissonCohort, RoundFailure, UniformCohort
 from fl_lightning.data.poisoning import LabelFlip
 from fl_lightning.federation.attackers import Attackers
 from fl_lightning.server.attacks.alone import GaussianNoise, SignFlip
@@ -93,8 +93,6 @@ class TestRefusals:
             fit(aggregator=Krum(2))
 
     def test_a_round_that_came_out_too_small(self):
-        from fl_lightning import PoissonCohort
-
         with pytest.raises(RoundFailure, match="needs at least 5 updates, this round has"):
             fit(aggregator=Krum(1), cohort=PoissonCohort(fraction=0.3))
 
