@@ -39,7 +39,7 @@ RULES = [
     NearestNeighbourMixing(GeometricMedian(), 2),
 ]
 PULLED_TO_ZERO = (CentredClipping, NormBounding)  # not equivariant under shifts
-few = settings(max_examples=20, deadline=None)
+few = settings(max_examples=12, deadline=None)
 numbers = st.floats(-100, 100, width=32)
 rounds = st.lists(st.lists(numbers, min_size=3, max_size=3), min_size=11, max_size=13)
 
