@@ -7,13 +7,13 @@ fp16 scale) never reaches the next one.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 from lightning.pytorch import Trainer
 from torch import Tensor
 
+from fl_lightning.client.added_term import AddedTerm
 from fl_lightning.client.local_training import GlobalModel, LocalTrainer
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.slot_training import usable_rows
@@ -25,14 +25,17 @@ from fl_lightning.core.update import ClientUpdate
 from fl_lightning.federation.client_masks import client_masks
 from fl_lightning.federation.client_scaler import ClientScaler
 from fl_lightning.federation.client_work import LocalWork, WorkPlan
+from fl_lightning.federation.corrector import Corrector
 from fl_lightning.federation.engine import EngineChooser
+from fl_lightning.federation.intake import Intake
 from fl_lightning.federation.lightning_step import LightningStep
 from fl_lightning.federation.ranks import Ranks
 from fl_lightning.federation.round_options import RoundOptions
 from fl_lightning.federation.round_record import RoundRecord
+from fl_lightning.federation.shard_gradient import ShardGradient
 from fl_lightning.federation.slot_engine import SlotEngine
 from fl_lightning.server.server import Server
-from fl_lightning.updates.traffic import bytes_down, bytes_up
+from fl_lightning.updates.traffic import bytes_down
 
 
 class GroupTraining:
@@ -42,6 +45,8 @@ class GroupTraining:
         trainer: set up, with its optimizer built and its module on its device. If one of its
             callbacks has masks of the clients' own (`HasClientMasks`), clients train under these.
         options: what a round does.
+        corrector: what clients add to their objective.
+        intake: takes in their updates.
 
     Attributes:
         local: the sequential engine.
@@ -51,7 +56,9 @@ class GroupTraining:
         step: one local step.
     """
 
-    def __init__(self, trainer: Trainer, options: RoundOptions) -> None:
+    def __init__(
+        self, trainer: Trainer, options: RoundOptions, corrector: Corrector, intake: Intake
+    ) -> None:
         self._trainer = trainer
         self._options = options
         self._module = trainer.lightning_module
@@ -66,8 +73,15 @@ class GroupTraining:
         self.scaler = ClientScaler(getattr(trainer.precision_plugin, "scaler", None))
         self._client_masks = client_masks(trainer)
         self.engine = EngineChooser(
-            trainer, self.local, self.step, options.engine, options.accumulate
+            trainer,
+            self.local,
+            self.step,
+            options.engine,
+            options.accumulate,
+            options.correction,
         )
+        self._corrector, self._intake = corrector, intake
+        self._gradient = ShardGradient(self._module, self.local, self.step, self._plan)
 
     def renew_space(self) -> None:
         """Have vectors hold what may move now."""
@@ -119,7 +133,9 @@ class GroupTraining:
         seed_global_generators(work.seed)
         metrics = MetricStates(self._metrics)
         try:
+            self._set_terms(work, server.model)
             update = self._local_update(server.model, work, masks)
+            self._accept(update, work, server)
         except BaseException as error:  # also an interruption, after which a checkpoint may follow
             metrics.put_back()
             self.scaler.wind_back()
@@ -128,8 +144,7 @@ class GroupTraining:
             self._skip_or_raise(error, record)
         else:
             self.scaler.end_client()
-            server.receive(update)
-            record.add(update, num_bytes=bytes_up(update))
+            self._intake.receive(update, self._trainer.current_epoch, server, record)
         active = None if masks is None else self.local.space.coordinates(masks)
         record.finish([work.client_id], num_bytes=_bytes_down(server, active))
 
@@ -144,18 +159,15 @@ class GroupTraining:
     ) -> list[ClientWork]:
         """Train those clients that slots can train and return the others."""
         stackable, others = slots.split(work)
-        before = copy.deepcopy((server.state_dict(), record.state_dict()))
-        try:
-            for update in slots.train(server.model, stackable):
+        by_id = {client.client_id: client for client in stackable}
+        with self._intake.all_or_nothing(server, record):
+            for update in slots.train(server.model, stackable, self._corrector.term):
                 usable, failures = usable_rows(update)
                 for failure in failures:
                     self._skip_or_raise(failure, record)
-                server.receive_group(usable)
-                record.add_group(usable, num_bytes=bytes_up(usable))
-        except BaseException:  # the group counts as a whole or not at all
-            server.load_state_dict(before[0])
-            record.load_state_dict(before[1])
-            raise
+                for each in usable if self._corrector.correction.remembers else ():
+                    self._accept(each, by_id[each.client_id], server)
+                self._intake.receive_group(usable, self._trainer.current_epoch, server, record)
         record.finish([c.client_id for c in stackable], num_bytes=_bytes_down(server))
         return others
 
@@ -174,13 +186,33 @@ class GroupTraining:
     def _local_update(
         self, model: GlobalModel, work: ClientWork, masks: Mapping[str, Tensor] | None = None
     ) -> ClientUpdate:
-        return self.local.train(
-            model,
-            client_id=work.client_id,
-            num_examples=work.num_examples,
-            batches=self._plan.steps(work),
-            masks=masks,
-        )
+        try:
+            return self.local.train(
+                model,
+                client_id=work.client_id,
+                num_examples=work.num_examples,
+                batches=self._plan.steps(work),
+                masks=masks,
+            )
+        finally:
+            self.step.term = self.step.contrast = None
+
+    def _set_terms(self, work: ClientWork, model: GlobalModel) -> None:
+        """Have local steps add to gradients and losses what this client adds."""
+        corrector, space, start = self._corrector, self.local.space, model.params
+        self.step.contrast = corrector.contrast(work.client_id, start, space)
+        term = corrector.term(work.client_id)
+        if not term.is_nothing:
+            self.step.term = AddedTerm(space, start, term)
+
+    def _accept(self, update: ClientUpdate, work: ClientWork, server: Server) -> None:
+        """Have the correction learn from an update that is used."""
+
+        def gradient() -> Tensor:
+            with self.collector.listening_to(self._module):
+                return self._gradient(server.model, work)
+
+        self._intake.learn(update, server, self.local.space, gradient)
 
     def _work_of(self, clients: Iterable[int]) -> list[ClientWork]:
         round_index = self._trainer.current_epoch

@@ -50,6 +50,13 @@ class KeepsUpdates(Protocol):
         """Take the updates of all processes for one's own; to be called by all of them."""
 
 
+class Corrects(Protocol):
+    """What may change an aggregate before the server steps on it."""
+
+    def pseudo_gradient(self, aggregate: Tensor) -> Tensor:
+        """Return what the server descends, shape (k,)."""
+
+
 def fedavg_optimizer(params: Iterable[Any]) -> Optimizer:
     """Return SGD with learning rate 1: the model moves by the aggregate itself."""
     return torch.optim.SGD(params, lr=1.0)
@@ -190,18 +197,26 @@ class Server:
         self._mean_buffers.load_sums(sums[len(deltas) :])
         self.num_replies = int(replies)
 
-    def close_round(self) -> Tensor:
-        """Step on the aggregate and return its L2 norm; without a reply the model stays."""
+    def close_round(self, corrector: Corrects | None = None) -> Tensor:
+        """Step on the aggregate and return the pseudo-gradient's L2 norm.
+
+        Without a reply the model stays.
+
+        Args:
+            corrector: makes the pseudo-gradient of the aggregate; they are the same if None.
+        """
         self.is_open = False
-        norm = self._step() if self.num_replies else torch.zeros(())
+        norm = self._step(corrector) if self.num_replies else torch.zeros(())
         if self._schedule is not None:
             with warnings.catch_warnings():  # the first round may have had no reply
                 warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
                 self._schedule.step()
         return norm
 
-    def _step(self) -> Tensor:
+    def _step(self, corrector: Corrects | None) -> Tensor:
         pseudo_gradient = self._aggregator.close()
+        if corrector is not None:
+            pseudo_gradient = corrector.pseudo_gradient(pseudo_gradient)
         self._params.grad = pseudo_gradient
         self.optimizer.step()
         self._params.grad = None

@@ -216,6 +216,7 @@ class UpdateRows:
                     "num_examples": update.num_examples,
                     "num_steps": update.num_steps,
                     "metrics": dict(update.metrics),
+                    "effective_steps": update.effective_steps,
                 }
                 for update in self._updates
             ],

@@ -23,7 +23,9 @@ def rows_of(matrix, memory_limit=2**30, clients=None):
         client = place if clients is None else clients[place]
         metrics = {"train/loss": torch.tensor(float(client))}
         rows.append(
-            ClientUpdate(client, torch.from_numpy(row), torch.empty(0), 10 + client, 2, metrics)
+            ClientUpdate(
+                client, torch.from_numpy(row), torch.empty(0), 10 + client, 2, metrics, None, 1.5
+            )
         )
     return rows
 
@@ -70,6 +72,7 @@ def test_the_state_goes_through_a_checkpoint(kept):
     other = rows_of(MATRIX[:0])
     other.load_state_dict(torch.load(file, weights_only=True))
     assert (whole(other) == MATRIX).all()
+    assert [u.effective_steps for u in other.updates()] == [1.5] * 7
     assert [u.metrics for u in other.updates()] == [u.metrics for u in rows.updates()]
 
 

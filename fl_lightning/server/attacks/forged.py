@@ -67,6 +67,7 @@ class Forged:
         self.aggregator, self.forgery = aggregator, forgery
         self.attackers = frozenset(attackers)
         self.exact = aggregator.exact
+        self.needs_effective_steps = getattr(aggregator, "needs_effective_steps", False)
         self._seed, self._round_index = seed, 0
 
     @property
