@@ -67,6 +67,7 @@ from fl_lightning.server.server import (
     fedavg_optimizer,
 )
 from fl_lightning.server.staleness import AsyncRule
+from fl_lightning.updates.broadcast import Broadcast
 from fl_lightning.updates.error_feedback import ErrorFeedback
 from fl_lightning.updates.path import UpdatePath
 from fl_lightning.updates.transform import UpdateTransform
@@ -91,6 +92,7 @@ class Federation(Callback):
             `Scaffold`, `FedDyn`, …; nothing if None.
         updates: what happens to a client's update on its way, in order: `TopK`, `QSGD`, …, and
             `ErrorFeedback` around them; nothing if None.
+        download: what happens to the global model on its way down: quantisers; nothing if None.
         aggregator: how updates become one; the mean weighted by examples if None, over the clients
             that may move a coordinate where they have masks of their own. Or a robust rule, like
             `Krum`, that looks at all updates of the round together.
@@ -145,6 +147,7 @@ class Federation(Callback):
         local_epochs: int | None = None,
         correction: Correction | None = None,
         updates: list[UpdateTransform | ErrorFeedback] | None = None,
+        download: list[UpdateTransform] | None = None,
         aggregator: Aggregator | RobustRule | None = None,
         server_optimizer: ServerOptimizer | None = None,
         devices: Devices | None = None,
@@ -167,7 +170,7 @@ class Federation(Callback):
                 f"federation: client_memory_gb must be at least 0, got {client_memory_gb}"
             )
         if asynchronous is not None:
-            check_asynchronous(cohort, devices, correction)
+            check_asynchronous(cohort, devices, correction, download)
             cohort = UniformCohort(size=asynchronous.buffer_size)  # who calibrates a mask, e.g.
         self.cohort = cohort if cohort is not None else AllClients()
         self.devices = devices
@@ -176,7 +179,9 @@ class Federation(Callback):
         self.local_epochs = local_epochs if local_steps or local_epochs else 1
         self.correction = correction
         self.updates = list(updates or [])
-        UpdatePath(self.updates, 0)  # refuses what does not go together
+        self.download = list(download or [])
+        UpdatePath(self.updates, 0)  # these refuse what does not go together
+        Broadcast(self.download, 0)
         self.aggregator = aggregator
         self.server_optimizer = server_optimizer or fedavg_optimizer
         self.server_schedule = server_schedule
@@ -245,6 +250,7 @@ class Federation(Callback):
             engine=self.engine,
             correction=self.correction,
             updates=self.updates,
+            download=self.download,
             client_memory_bytes=self.client_memory_gb * 1e9,
             num_clients=len(trainer.datamodule.clients),  # type: ignore[attr-defined]
             fleet=self._time.fleet,

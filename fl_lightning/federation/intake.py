@@ -39,20 +39,20 @@ class Intake:
         self._path, self._memory, self._corrector = path, memory, corrector
 
     def learn(
-        self, update: ClientUpdate, server: Server, space: Space, gradient: Callable[[], Tensor]
+        self, update: ClientUpdate, start: Start, space: Space, gradient: Callable[[], Tensor]
     ) -> None:
         """Have the correction learn from an update that is used.
 
         Args:
             update: of a client.
-            server: whose model the client began from.
+            start: what the client began from.
             space: of its coordinates.
             gradient: gives that of the client's whole shard there, shape (k,).
 
         Raises:
             ClientFailure: if the gradient is asked for and cannot be computed.
         """
-        self._corrector.accept(update, server.model.params, space, gradient)
+        self._corrector.accept(update, start.model.params, space, gradient)
 
     def receive(
         self,

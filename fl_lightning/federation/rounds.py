@@ -225,6 +225,7 @@ class RoundRunner:
         rounds = self._trainer.max_epochs
         line = cost_line(
             self._path,
+            self.clients.broadcast,
             self.server.model,
             num_clients=self._groups.num_clients,
             num_rounds=math.inf if rounds is None or rounds < 0 else rounds,
@@ -275,7 +276,7 @@ class RoundRunner:
             "groups": len(self._groups),
             "inside": self.server.is_open,
             "engine": self.clients.engine.state_dict(),
-            "updates": list(self._path.names),
+            "updates": [*self._path.names, "down:", *self.clients.broadcast.names],
             "memory": self.memory.state_dict(with_round=open_here),
             "population": self._groups.population.state_dict(),
             "versions": None if versions is None else versions.state_dict(),
@@ -297,7 +298,8 @@ class RoundRunner:
         _check_same("seed", state["seed"], self._options.seed)
         kind = state.get("correction", {}).get("kind")
         _check_same("correction", kind, self.corrector.kind)
-        _check_same("updates", state.get("updates", []), list(self._path.names))
+        on_the_way = [*self._path.names, "down:", *self.clients.broadcast.names]
+        _check_same("updates", state["updates"], on_the_way)
         versions, choice = self._options.versions, "choice of federation.asynchronous"
         _check_same(choice, state["versions"] is not None, versions is not None)
         if state["inside"]:
