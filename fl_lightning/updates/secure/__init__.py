@@ -1,0 +1,1 @@
+"""Updates that the server cannot read: secure sums and homomorphic encryption."""
