@@ -55,7 +55,11 @@ class AgreementKey:
     @cached_property
     def public(self) -> bytes:
         """The public key, 32 bytes."""
-        return X25519PrivateKey.from_private_bytes(self.private).public_key().public_bytes_raw()
+        return self._own.public_key().public_bytes_raw()
+
+    @cached_property
+    def _own(self) -> X25519PrivateKey:
+        return X25519PrivateKey.from_private_bytes(self.private)
 
     def secret_with(
         self, public: bytes, purpose: str, context: bytes, *, me: int, peer: int
@@ -72,9 +76,8 @@ class AgreementKey:
         Raises:
             ValueError: if the peer's key is one of the few with which there is no secret.
         """
-        own = X25519PrivateKey.from_private_bytes(self.private)
         try:
-            shared = own.exchange(X25519PublicKey.from_public_bytes(public))
+            shared = self._own.exchange(X25519PublicKey.from_public_bytes(public))
         except ValueError:
             raise ValueError(f"the public key of client {peer} is of low order") from None
         places = sorted(((me, self.public), (peer, public)))

@@ -1,7 +1,7 @@
 """A whole secure sum in one process: the real protocol, every message as its bytes.
 
-The same clients and server talk over a network elsewhere; here a client that has dropped is simply
-not asked any more, and the bytes and seconds of everyone are noted.
+The same clients and server could talk over a network; here a client that has dropped, or refused,
+is not asked any more, and the bytes and seconds of everyone are noted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fl_lightning.updates.secure.keys import KEY_SIZE, SigningKey
 from fl_lightning.updates.secure.messages import Places
 from fl_lightning.updates.secure.ring import Integers
 from fl_lightning.updates.secure.server import SecureServer
-from fl_lightning.updates.secure.session import Session, Stage
+from fl_lightning.updates.secure.session import RefusedError, Session, Stage
 from fl_lightning.updates.secure.signing import Directory
 
 
@@ -95,7 +95,11 @@ least 3 must: have more clients in a cohort, a longer time to answer, or a lower
             if first_silent.get(place, stage + 1) <= stage:
                 continue
             began = time.process_time()
-            answer = clients[place].receive(data) if data else clients[place].advertise()
+            try:
+                answer = clients[place].receive(data) if data else clients[place].advertise()
+            except RefusedError:  # with too few neighbours left; others hear nothing of it
+                first_silent[place] = stage
+                continue
             answered = time.process_time()
             server.receive(answer)
             costs.bytes_up[place] += len(answer)
@@ -107,8 +111,8 @@ least 3 must: have more clients in a cohort, a longer time to answer, or a lower
     return Outcome(server.total, server.survivors, costs)
 
 
-def checked_dropouts(session: Session, dropouts: Mapping[int, Stage]) -> Mapping[int, Stage]:
-    """Return them.
+def checked_dropouts(session: Session, dropouts: Mapping[int, Stage]) -> dict[int, Stage]:
+    """Return a copy.
 
     Raises:
         ValueError: if a place or a stage is not one of the session's.
@@ -119,7 +123,7 @@ def checked_dropouts(session: Session, dropouts: Mapping[int, Stage]) -> Mapping
                 f"dropouts must be of places 0 to {session.num_clients - 1} at stages "
                 f"{', '.join(each.name for each in session.stages)}, got {place} at {stage!r}"
             )
-    return dropouts
+    return dict(dropouts)
 
 
 def _parties(

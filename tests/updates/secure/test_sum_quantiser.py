@@ -39,7 +39,9 @@ def test_the_mean_is_within_a_step_of_the_clipped_weighted_mean(rows, levels, cl
     quantiser = SumQuantiser(num_clients=6, clip=clip, levels=levels, max_examples=30, bits=bits)
     deltas = torch.tensor([row for row, _ in rows], dtype=torch.float64)
     counted = torch.tensor([min(count, 30) for _, count in rows], dtype=torch.float64)
-    encoded = [quantiser.encode(delta, n, draws()) for delta, (_, n) in zip(deltas, rows)]
+    encoded = [
+        quantiser.encode(delta, n, draws()) for delta, (_, n) in zip(deltas, rows, strict=True)
+    ]
     total = np.zeros(6, quantiser.ring.dtype)
     for vector in encoded:
         assert vector.dtype == total.dtype
