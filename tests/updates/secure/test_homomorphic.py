@@ -7,12 +7,11 @@ import torch
 from fl_lightning.updates.reader import DecodeError
 from fl_lightning.updates.secure.ckks import (
     CKKSClient,
-    CKKSLayout,
     CKKSServer,
     flooded,
     generate_keys,
-    most_sensitive,
 )
+from fl_lightning.updates.secure.ckks_layout import CKKSLayout, most_sensitive
 from fl_lightning.updates.secure.ckks_parameters import MOST_BITS, CKKSParameters
 from fl_lightning.updates.secure.encrypted_update import EncryptedUpdate
 from fl_lightning.updates.secure.paillier import PaillierKeys, PaillierSum
