@@ -1,9 +1,9 @@
 """What it costs that the server cannot read updates: ``python -m benchmarks.secure``.
 
-Secure sums: the real protocol in one process, every message as its bytes; a client that drops does
-so when its vector is due, the most expensive moment. CPU seconds on one thread, of one client, of
-the server, and of everyone relative to adding the same vectors in the clear, which is timed just
-before. Bytes are those of one client that stays, relative to 4 bytes a number.
+Secure sums: quantisation and the real protocol in one process, every message as its bytes; a client
+that drops does so when its vector is due, the most expensive moment. CPU seconds on one thread, of
+one client, of the server, and of everyone relative to adding the same vectors in the clear, which
+is timed just before. Bytes are those of one client that stays, relative to 4 bytes a number.
 
 Encryption: one client's update of floats with CKKS, and integers with Paillier, packed.
 """
@@ -18,6 +18,8 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from benchmarks.process import MeasurementError, run
+from benchmarks.rivals import RIVALS, TIMEOUT
 from fl_lightning.updates.secure.ckks import CKKSClient, CKKSServer, generate_keys
 from fl_lightning.updates.secure.ckks_layout import CKKSLayout
 from fl_lightning.updates.secure.graph import SparseGraph
@@ -28,8 +30,9 @@ from fl_lightning.updates.secure.simulation import simulate
 from fl_lightning.updates.secure.sum_quantiser import SumQuantiser
 
 SPARSE_FROM = 50  # clients
+LEVELS = 2**22  # Flower's default
 SUMS = (
-    f"{'clients':>9}{'dropped':>9}{'padded with':>13}{'threshold':>11}{'client s':>10}"
+    f"{'':8}{'clients':>9}{'dropped':>9}{'padded with':>13}{'threshold':>11}{'client s':>10}"
     f"{'server s':>10}{'of plain':>10}{'MB up':>8}{'of fp32':>9}{'kB down':>9}"
 )
 CIPHERS = (
@@ -55,13 +58,16 @@ def session_of(num_clients: int, size: int) -> Session:
 def sum_row(num_clients: int, dropped: float, size: int) -> str:
     """Return what one secure sum costs, as a line of the table."""
     session = session_of(num_clients, size)
-    vector = np.random.default_rng(0).integers(0, 2**24, size).astype(np.uint32)
+    delta = torch.randn(size, generator=torch.Generator().manual_seed(0))
+    quantiser = SumQuantiser(num_clients=num_clients, levels=LEVELS)
+    draw = np.random.default_rng(0).random
+    sent, quantise = timed(lambda: quantiser.encode(delta, 1, draw))
+    vector = sent[:size]
     silent = dict.fromkeys(range(round(dropped * num_clients)), Stage.MASK)
-    stay = num_clients - len(silent)
 
     def plain() -> np.ndarray:
         total = np.zeros_like(vector)
-        for _ in range(stay):
+        for _ in range(num_clients - len(silent)):
             total += vector
         return total
 
@@ -69,14 +75,51 @@ def sum_row(num_clients: int, dropped: float, size: int) -> str:
     outcome = simulate(session, dict.fromkeys(range(num_clients), vector), silent)
     if not np.array_equal(outcome.total, expected):
         raise AssertionError("the secure sum is not the plain one")
-    costs = outcome.costs
-    near = session.num_neighbours or num_clients - 1
-    up, down = costs.bytes_up[num_clients - 1], costs.bytes_down[num_clients - 1]
-    of_plain = (costs.client_seconds + costs.server_seconds) / max(plain_seconds, 1e-9)
+    costs, last = outcome.costs, num_clients - 1
+    client = costs.client_seconds / num_clients + quantise
+    up, down = costs.bytes_up[last], costs.bytes_down[last]
+    seconds = (client, costs.server_seconds, plain_seconds)
+    return _sum_row("ours", session, len(silent), seconds, (up, down))
+
+
+def flwr_row(num_clients: int, dropped: float, size: int) -> str:
+    """Return what the same costs with Flower's SecAgg+, in an environment of its own."""
+    session, num_dropped = session_of(num_clients, size), round(dropped * num_clients)
+    python, pins = RIVALS["flwr"]
+    environment = [word for pin in pins for word in ("--with", pin)]
+    command = ["uv", "run", "--isolated", "--no-project", "--python", python, *environment]
+    command += ["python", "-m", "benchmarks.rivals.flwr_secagg"]
+    options = {
+        "clients": num_clients,
+        "dropped": num_dropped,
+        "size": size,
+        "shares": (session.num_neighbours or num_clients - 1) + 1,
+        "threshold": session.threshold,
+    }
+    try:
+        told = run([*command, *(f"--{name}={value}" for name, value in options.items())], TIMEOUT)
+    except MeasurementError as error:
+        return f"  {'flwr':6}{num_clients:9}{num_dropped:9}  {error}"
+    seconds = (told["client_seconds"], told["server_seconds"], 0.0)
+    return _sum_row("flwr", session, num_dropped, seconds, (told["bytes_up"], told["bytes_down"]))
+
+
+def _sum_row(
+    whose: str,
+    session: Session,
+    num_dropped: int,
+    seconds: tuple[float, float, float],
+    sizes: tuple[int, int],
+) -> str:
+    client, server, plain = seconds
+    up, down = sizes
+    near = session.num_neighbours or session.num_clients - 1
+    all_seconds = client * session.num_clients + server
+    of_plain = f"{all_seconds / plain:10.0f}" if plain else f"{'':10}"
     return (
-        f"{num_clients:9}{dropped:9.0%}{near:13}{session.threshold:11}"
-        f"{costs.client_seconds / num_clients:10.3f}{costs.server_seconds:10.3f}{of_plain:10.0f}"
-        f"{up / 1e6:8.2f}{up / vector.nbytes:9.1%}{down / 1e3:9.1f}"
+        f"  {whose:6}{session.num_clients:9}{num_dropped:9}{near:13}{session.threshold:11}"
+        f"{client:10.3f}{server:10.3f}{of_plain}"
+        f"{up / 1e6:8.2f}{up / (4 * max(session.size, 1)):9.1%}{down / 1e3:9.1f}"
     )
 
 
@@ -132,6 +175,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=1_000_000, help="numbers, default %(default)s")
     parser.add_argument("--clients", default="10,100", help="default %(default)s")
     parser.add_argument("--dropped", default="0,0.2", help="fractions, default %(default)s")
+    parser.add_argument("--rivals", choices=["flwr"], help="measured beside ours")
     parser.add_argument("--paillier", type=int, default=10_000, help="integers with Paillier")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -139,6 +183,8 @@ def main() -> None:
     for num_clients in map(int, arguments.clients.split(",")):
         for dropped in map(float, arguments.dropped.split(",")):
             print(sum_row(num_clients, dropped, arguments.size), flush=True)
+            if arguments.rivals:
+                print(flwr_row(num_clients, dropped, arguments.size), flush=True)
     print(f"\n{CIPHERS}")
     tenth = torch.arange(0, arguments.size, 10)
     print(ckks_row("CKKS 8192", CKKSLayout(arguments.size)), flush=True)

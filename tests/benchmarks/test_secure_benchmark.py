@@ -14,11 +14,11 @@ def test_every_row_is_there(monkeypatch, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == secure.SUMS
     sums = [line.split() for line in lines[1:5]]
-    assert [row[:4] for row in sums] == [
-        ["5", "0%", "4", "4"],
-        ["5", "20%", "4", "4"],
-        ["50", "0%", "26", "16"],
-        ["50", "20%", "26", "16"],
+    assert [row[:5] for row in sums] == [
+        ["ours", "5", "0", "4", "4"],
+        ["ours", "5", "1", "4", "4"],
+        ["ours", "50", "0", "26", "16"],
+        ["ours", "50", "10", "26", "16"],
     ]
     assert lines[6] == secure.CIPHERS
     assert [row[2:26].strip() for row in lines[7:]] == [
