@@ -8,7 +8,9 @@ so that what was sent by round t adds up to what there was to send, less one mem
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -20,10 +22,10 @@ from fl_lightning.updates.transform import Chain, UpdateTransform
 
 @dataclass(frozen=True)
 class ErrorFeedback:
-    """Wraps a transform; the client's memory is given and returned.
+    """Wraps transforms; the client's memory is given and returned.
 
     Args:
-        transform: what compresses.
+        transforms: what compresses, in the order in which the client applies them.
 
     Raises:
         ValueError: if it holds a `RandomK` that scales: its error may be larger than what it was
@@ -31,7 +33,7 @@ class ErrorFeedback:
 
     Example:
         >>> from fl_lightning.updates.top_k import TopK
-        >>> feedback = ErrorFeedback(TopK(0.5))
+        >>> feedback = ErrorFeedback([TopK(0.5)])
         >>> payload, memory = feedback.on_client(torch.tensor([1.0, 3.0]), None, seed=0)
         >>> payload.to_dense(), memory
         (tensor([0., 3.]), tensor([1., 0.]))
@@ -40,10 +42,19 @@ class ErrorFeedback:
         (tensor([2., 0.]), tensor([0., 1.]))
     """
 
-    transform: UpdateTransform
+    transforms: Sequence[UpdateTransform]
 
     def __post_init__(self) -> None:
-        _refuse_scaling(self.transform)
+        _refuse_scaling(self._chain)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Those of the transforms: how a memory came into the numbers need not be known."""
+        return self._chain.names
+
+    @cached_property
+    def _chain(self) -> Chain:
+        return Chain(tuple(self.transforms))
 
     def on_client(self, update: Tensor, memory: Tensor | None, seed: int) -> tuple[Payload, Tensor]:
         """Return what is sent, and the client's memory for its next round.
@@ -62,9 +73,13 @@ class ErrorFeedback:
                 "start a new memory when the mask changes"
             )
         wanted = update if memory is None else update + memory
-        payload = self.transform.on_client(Dense(wanted), seed)
-        arrived = self.transform.on_server(payload, seed, size=wanted.numel())
+        payload = self._chain.on_client(Dense(wanted), seed)
+        arrived = self.on_server(payload, seed, size=wanted.numel())
         return payload, torch.sub(wanted, arrived.to_dense())
+
+    def on_server(self, payload: Payload, seed: int, size: int) -> Payload:
+        """Return what the server takes a payload for, of ``size`` numbers."""
+        return self._chain.on_server(payload, seed, size)
 
 
 def _refuse_scaling(transform: UpdateTransform) -> None:

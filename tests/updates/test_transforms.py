@@ -54,7 +54,7 @@ def test_what_is_off_changes_no_bit(identity, dtype):
     assert isinstance(sent, Dense)
     assert torch.equal(received(identity, values), values)
     assert received(identity, values).dtype == dtype
-    payload, memory = ErrorFeedback(identity).on_client(values, None, seed=0)
+    payload, memory = ErrorFeedback([identity]).on_client(values, None, seed=0)
     assert torch.equal(payload.to_dense(), values)
     assert not memory.any()
 
@@ -190,7 +190,7 @@ class TestSign:
 
 class TestErrorFeedback:
     def test_top_1(self):
-        feedback, memory = ErrorFeedback(TopK(0.25)), None
+        feedback, memory = ErrorFeedback([TopK(0.25)]), None
         sent, memories = [], []
         for seed in range(3):
             payload, memory = feedback.on_client(torch.tensor([1.0, -2.0, 0.5, 3.0]), memory, seed)
@@ -205,7 +205,7 @@ class TestErrorFeedback:
         ids=lambda transform: transform.name,
     )
     def test_nothing_is_lost(self, transform):
-        feedback, memory = ErrorFeedback(transform), None
+        feedback, memory = ErrorFeedback([transform]), None
         there, sent = torch.zeros(200, dtype=torch.float64), torch.zeros(200, dtype=torch.float64)
         norms = []
         for seed in range(300):
@@ -219,8 +219,8 @@ class TestErrorFeedback:
 
     def test_random_k_with_feedback_does_not_scale(self):
         with pytest.raises(ValueError, match="unbiased: false"):
-            ErrorFeedback(Chain((RandomK(0.1), QSGD())))
-        payload, memory = ErrorFeedback(RandomK(0.5, unbiased=False)).on_client(
+            ErrorFeedback([RandomK(0.1), QSGD()])
+        payload, memory = ErrorFeedback([RandomK(0.5, unbiased=False)]).on_client(
             torch.tensor([1.0, 2.0]), None, seed=0
         )
         assert payload.size == 1
@@ -228,7 +228,7 @@ class TestErrorFeedback:
 
     def test_a_memory_of_another_mask(self):
         with pytest.raises(ValueError, match="start a new memory"):
-            ErrorFeedback(TopK(0.5)).on_client(torch.ones(3), torch.ones(2), seed=0)
+            ErrorFeedback([TopK(0.5)]).on_client(torch.ones(3), torch.ones(2), seed=0)
 
 
 class TestChain:

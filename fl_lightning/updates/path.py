@@ -1,0 +1,152 @@
+"""The way of an update from its client to the server: what arrives, and how many bytes travel.
+
+    Δ → T_1 → T_2 → … → bytes → … → T_2⁻¹ → T_1⁻¹ → Δ'
+
+Nothing is encoded on the way: the bytes are counted, and they are those of the real encoding. With
+error feedback a client keeps what did not arrive, and sends it later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.seeds import derive_seed
+from fl_lightning.core.update import ClientUpdate
+from fl_lightning.updates.codec import encoded_size
+from fl_lightning.updates.error_feedback import ErrorFeedback
+from fl_lightning.updates.message import Message
+from fl_lightning.updates.payload import Dense, Payload
+from fl_lightning.updates.traffic import bytes_up
+from fl_lightning.updates.transform import Chain, UpdateTransform
+
+# The step that keeps a memory, and what a federation's `updates` consists of.
+Step = UpdateTransform | ErrorFeedback
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """What came of an update on its way.
+
+    Attributes:
+        update: as the server has it.
+        num_bytes: length of its message.
+        error: ‖Δ' - Δ‖ / ‖Δ‖, a scalar; 0 where both are 0.
+        memory: what the client keeps for its next round, shape (k,); None without error feedback.
+    """
+
+    update: ClientUpdate
+    num_bytes: int
+    error: Tensor
+    memory: Tensor | None = None
+
+
+class UpdatePath:
+    """Sends updates through transforms.
+
+    Args:
+        steps: in the order in which a client applies them; `ErrorFeedback`, if there is any, last.
+        seed: the run's.
+
+    Raises:
+        ConfigurationError: if something follows an error feedback.
+
+    Attributes:
+        is_empty: whether updates arrive as they are.
+        has_memory: whether clients remember something.
+
+    Example:
+        >>> from fl_lightning.updates.top_k import TopK
+        >>> path = UpdatePath([ErrorFeedback([TopK(0.5)])], seed=0)
+        >>> update = ClientUpdate(7, torch.tensor([3.0, 4.0]), torch.empty(0), 10, 1)
+        >>> arrival = path.send(update, round_index=0, memory=None)
+        >>> arrival.update.delta, arrival.memory, round(float(arrival.error), 6)
+        (tensor([0., 4.]), tensor([3., 0.]), 0.6)
+    """
+
+    def __init__(self, steps: Sequence[Step], seed: int) -> None:
+        feedbacks = [step for step in steps if isinstance(step, ErrorFeedback)]
+        if feedbacks and steps[-1] is not feedbacks[0]:
+            raise ConfigurationError(
+                "federation.updates: ErrorFeedback must come last, and once: what follows it would "
+                "lose what it cannot remember. Put those transforms inside it"
+            )
+        self._before = Chain(tuple(s for s in steps if not isinstance(s, ErrorFeedback)))
+        self._feedback = feedbacks[0] if feedbacks else None
+        self._seed = seed
+        self.is_empty = not steps
+        self.has_memory = bool(feedbacks)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What is done to a delta, in order, as the message's header says it."""
+        return self._before.names + (self._feedback.names if self._feedback else ())
+
+    def send(self, update: ClientUpdate, round_index: int, memory: Tensor | None) -> Arrival:
+        """Return what arrives of an update.
+
+        Of an update with coordinates that its client may not move, only the others travel.
+
+        Args:
+            update: the client's own.
+            round_index: the round.
+            memory: what this client kept from its last round, shape (k,); None if nothing.
+        """
+        if self.is_empty:
+            return Arrival(update, bytes_up(update), torch.zeros(()))
+        active = update.active
+        seed = derive_seed(self._seed, "update", round_index, update.client_id)
+        delta = update.delta if active is None else update.delta[active]
+        kept = memory if active is None or memory is None else memory[active]
+        payload, arrived, kept = self._sent(delta, kept, seed)
+        message = Message.of_update(
+            update, space="0" * 32, round_index=round_index, params=payload, transforms=self.names
+        )
+        if active is not None:
+            arrived = torch.zeros_like(update.delta).masked_scatter_(active, arrived)
+            if kept is not None:
+                before = torch.zeros_like(update.delta) if memory is None else memory
+                kept = before.masked_scatter(active, kept)
+        return Arrival(
+            replace(update, delta=arrived),
+            encoded_size(message),
+            _relative_error(arrived, update.delta),
+            kept,
+        )
+
+    def _sent(
+        self, delta: Tensor, memory: Tensor | None, seed: int
+    ) -> tuple[Payload, Tensor, Tensor | None]:
+        """Return what travels, what the server takes it for, and what the client keeps."""
+        payload = self._before.on_client(Dense(delta), seed)
+        size = self._before.sent_size(len(delta))
+        if self._feedback is not None:
+            sent = payload.to_dense()
+            payload, memory = self._feedback.on_client(sent, memory, seed)
+            received = self._feedback.on_server(payload, seed, size=size)
+        else:
+            received = payload
+        arrived = self._before.on_server(received, seed, size=len(delta)).to_dense()
+        return payload, arrived.to(delta.dtype), memory
+
+    def typical_bytes(self, like: Tensor, num_buffers: int = 0) -> int:
+        """Return about how long a client's message is, without metrics.
+
+        Args:
+            like: of an update's shape (k,), dtype and device; normal draws stand for its numbers.
+            num_buffers: floating-point buffers of the model.
+        """
+        generator = torch.Generator().manual_seed(derive_seed(self._seed, "typical update"))
+        delta = torch.randn(like.shape, generator=generator).to(like)
+        update = ClientUpdate(0, delta, like.new_zeros(num_buffers), 1, 1)
+        return self.send(update, 0, None).num_bytes
+
+
+def _relative_error(arrived: Tensor, sent: Tensor) -> Tensor:
+    norm = torch.linalg.vector_norm(sent)
+    error: Tensor = torch.linalg.vector_norm(arrived - sent)
+    return error / torch.where(norm > 0, norm, 1.0)
