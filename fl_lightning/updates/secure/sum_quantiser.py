@@ -22,6 +22,8 @@ from torch import Tensor
 from fl_lightning.updates.secure.entropy import Draws
 from fl_lightning.updates.secure.ring import Integers, Ring
 
+CHUNK = 1 << 14  # numbers at a time, so that what happens between the steps stays in the cache
+
 
 @dataclass(frozen=True, kw_only=True)
 class SumQuantiser:
@@ -98,11 +100,17 @@ class SumQuantiser:
         """
         if not torch.isfinite(delta).all():
             raise ValueError("an update with numbers that are not finite cannot be quantised")
-        values = delta.detach().double().cpu().numpy().clip(-self.clip, self.clip)
-        exact = (values + self.clip) * (self.levels / (2 * self.clip))
-        low = np.floor(exact)
-        low += draw(len(low)) < exact - low
-        return low.clip(0, self.levels).astype(np.uint64)
+        values = delta.detach().cpu()
+        levels = np.empty(len(values), np.uint64)
+        for start in range(0, len(values), CHUNK):
+            part = slice(start, start + CHUNK)
+            exact = values[part].double().numpy().clip(-self.clip, self.clip)
+            exact += self.clip
+            exact *= self.levels / (2 * self.clip)
+            low = np.floor(exact)
+            low += draw(len(low)) < exact - low
+            levels[part] = low.clip(0, self.levels, out=low)
+        return levels
 
     def encode(self, delta: Tensor, num_examples: int, draw: Draws) -> Integers:
         """Return what a client adds to the sum, of the ring's dtype, shape (k + 1,).

@@ -122,7 +122,7 @@ def test_the_sum_is_exact_for_every_pattern_of_dropouts(options, stages, sums):
 
 def random_case(seed):
     rng = np.random.default_rng(seed)
-    n = int(rng.integers(7, 18))
+    n = int(rng.integers(7, 14))
     kind = ("complete", "active", "sparse")[seed % 3]
     least = n // 2 + 1 if kind == "complete" else 2 * n // 3 + 1
     options = {"threshold": int(rng.integers(least, n + 1)), "active": kind == "active"}
