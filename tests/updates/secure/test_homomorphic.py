@@ -149,16 +149,16 @@ def test_unsafe_parameters_are_refused(options, message):
         CKKSParameters(**options)
 
 
-def test_the_limits_are_those_of_the_library():
-    for degree, most in MOST_BITS.items():
-        assert tenseal is not None
-        first = min(60, most - 40)
-        if degree in (4096, 8192):
-            CKKSParameters(degree=degree, coefficient_bits=(first, 20, 20), scale_bits=20)
-    over = {"coeff_mod_bit_sizes": [60, 60, 60, 39]}  # 219 bits
+@pytest.mark.parametrize("degree", [4096, 8192, 16384])
+def test_the_limits_are_those_of_the_library(degree):
+    most = MOST_BITS[degree]
+    count = -(-most // 50)
+    bits = [most // count + (at < most % count) for at in range(count)]
+    scheme = tenseal.SCHEME_TYPE.CKKS
+    assert sum(bits) == most
+    tenseal.context(scheme, degree, coeff_mod_bit_sizes=bits)
     with pytest.raises(ValueError, match="encryption parameters"):
-        tenseal.context(tenseal.SCHEME_TYPE.CKKS, 8192, **over)
-    tenseal.context(tenseal.SCHEME_TYPE.CKKS, 8192, coeff_mod_bit_sizes=[60, 60, 60, 38])
+        tenseal.context(scheme, degree, coeff_mod_bit_sizes=[*bits[:-1], bits[-1] + 1])
 
 
 def test_noise_over_a_published_sum_is_gaussian():
