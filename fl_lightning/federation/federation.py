@@ -12,11 +12,14 @@ from contextlib import ExitStack
 from typing import Any, Literal, final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
+from fl_lightning.client.correction import Correction
+from fl_lightning.client.devices import Devices
 from fl_lightning.client.speedups import Speedup
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import (
@@ -25,11 +28,13 @@ from fl_lightning.core.seeds import (
     run_seed,
     seed_global_generators,
 )
-from fl_lightning.data.cohort import AllClients, CohortSampler, Population, UniformCohort
+from fl_lightning.data.cohort import AllClients, CohortSampler, UniformCohort
 from fl_lightning.data.federated import FederatedDataModule
+from fl_lightning.data.population import Population
 from fl_lightning.federation.atomic_checkpoint import AtomicCheckpointIO
 from fl_lightning.federation.client_masks import client_masks
 from fl_lightning.federation.compatibility import (
+    check_asynchronous,
     check_compatible,
     check_set_up,
     check_validation_interval,
@@ -39,6 +44,7 @@ from fl_lightning.federation.engine import (
     EngineOptions,
     trains_in_large_groups,
 )
+from fl_lightning.federation.fresh_losses import refresh_losses
 from fl_lightning.federation.group_size import num_short_clients
 from fl_lightning.federation.groups import RoundGroups, Share
 from fl_lightning.federation.hooks import GroupsPassBy
@@ -46,9 +52,15 @@ from fl_lightning.federation.loop import install, renumber_groups
 from fl_lightning.federation.round_options import RoundOptions
 from fl_lightning.federation.rounds import RoundRunner
 from fl_lightning.federation.shares import local_work
+from fl_lightning.federation.virtual_time import VirtualTime
 from fl_lightning.server.aggregators import Aggregator, Mean
+from fl_lightning.server.normalised_mean import NormalisedMean
 from fl_lightning.server.overlap_mean import OverlapMean
 from fl_lightning.server.server import ServerOptimizer, fedavg_optimizer
+from fl_lightning.server.staleness import AsyncRule
+from fl_lightning.updates.error_feedback import ErrorFeedback
+from fl_lightning.updates.path import UpdatePath
+from fl_lightning.updates.transform import UpdateTransform
 
 
 @final
@@ -56,16 +68,27 @@ class Federation(Callback):
     """Trains over many clients: one epoch is one round.
 
     The module's optimizer is the clients' (its state starts empty whenever a client trains), its
-    learning-rate schedule advances once per round, ``global_step`` counts rounds.
+    learning-rate schedule advances once per round, ``global_step`` counts rounds. What a client sends
+    is where it began minus where it ended, however it got there: a ``training_step`` may also set the
+    parameters itself and return None.
 
     Args:
         cohort: who takes part in a round; everybody if None.
         local_steps: optimizer steps of a client per round; or
         local_epochs: passes over its shard per round. One pass if neither is given.
+        correction: what clients add to their gradients so that they do not drift apart: `FedProx`,
+            `Scaffold`, `FedDyn`, …; nothing if None.
+        updates: what happens to a client's update on its way, in order: `TopK`, `QSGD`, …, and
+            `ErrorFeedback` around them; nothing if None.
         aggregator: how updates become one; the mean weighted by examples if None, over the clients
             that may move a coordinate where they have masks of their own.
         server_optimizer: builds the `torch.optim.Optimizer` that descends the aggregated delta;
             SGD with learning rate 1, which is FedAvg, if None.
+        devices: how fast clients are, how reliable, and how long the server waits for them, in
+            virtual time; if None there is no such time, and all arrive.
+        asynchronous: instead of waiting for a cohort the server steps whenever so many updates are
+            there (`FedBuff`, `FedAsync`), in the virtual time of ``devices``. A round is a step of
+            the server.
         on_client_failure: what to do when a client's step raises, its loss or update is not
             finite, or it has no examples: ``raise``, naming it, or ``skip`` it and count it.
         min_replies: a round with fewer valid updates stops the run.
@@ -79,6 +102,9 @@ class Federation(Callback):
         clients_per_group: how many clients Lightning's loop takes for a batch: so often the
             progress bar moves and callbacks' batch hooks are called. Results do not depend on it.
             If None, one after the other as many as take about 0.2 s, in slots the whole cohort.
+        client_memory_gb: of what clients remember between rounds (see ``correction``), so many
+            gigabytes (1e9 bytes) are kept in RAM, the rest in files of which pages are read as
+            needed. Checkpoints hold up to 64 MB of it, more lies in ``client_memory`` beside them.
         seed: root of every draw (cohorts, shuffling, dropout, augmentation); the run's seed,
             as given to `lightning.seed_everything`, if None.
 
@@ -102,31 +128,50 @@ class Federation(Callback):
         cohort: CohortSampler | None = None,
         local_steps: int | None = None,
         local_epochs: int | None = None,
+        correction: Correction | None = None,
+        updates: list[UpdateTransform | ErrorFeedback] | None = None,
         aggregator: Aggregator | None = None,
         server_optimizer: ServerOptimizer | None = None,
+        devices: Devices | None = None,
+        asynchronous: AsyncRule | None = None,
         on_client_failure: Literal["raise", "skip"] = "raise",
         min_replies: int = 1,
         engine: EngineName = "auto",
         slots: int | None = None,
         speedups: list[Speedup] | None = None,
         clients_per_group: int | None = None,
+        client_memory_gb: float = 2.0,
         seed: int | None = None,
     ) -> None:
         super().__init__()
         _check(local_steps, local_epochs, on_client_failure, min_replies, clients_per_group)
+        if not client_memory_gb >= 0:
+            raise ConfigurationError(
+                f"federation: client_memory_gb must be at least 0, got {client_memory_gb}"
+            )
+        if asynchronous is not None:
+            check_asynchronous(cohort, devices, correction)
+            cohort = UniformCohort(size=asynchronous.buffer_size)  # who calibrates a mask, e.g.
         self.cohort = cohort if cohort is not None else AllClients()
+        self.devices = devices
+        self.asynchronous = asynchronous
         self.local_steps = local_steps
         self.local_epochs = local_epochs if local_steps or local_epochs else 1
+        self.correction = correction
+        self.updates = list(updates or [])
+        UpdatePath(self.updates, 0)  # refuses what does not go together
         self.aggregator = aggregator
         self.server_optimizer = server_optimizer or fedavg_optimizer
         self.on_client_failure: Literal["raise", "skip"] = on_client_failure
         self.min_replies = min_replies
         self.engine = EngineOptions(engine, slots, None if speedups is None else tuple(speedups))
         self.clients_per_group = clients_per_group
+        self.client_memory_gb = client_memory_gb
         self.seed = run_seed(seed)
         self.rounds: RoundRunner | None = None
         self._saved: dict[str, Any] = {}
         self._accumulate = 1
+        self._time = VirtualTime()
         self._cleanup = ExitStack()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -137,8 +182,10 @@ class Federation(Callback):
         data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
         self._check_shards(data)
         population = Population(data.clients.num_examples)
+        num_steps = self._num_steps(trainer, data)
+        self._time = VirtualTime.of(self.devices, self.asynchronous, num_steps, self.seed)
         groups = RoundGroups(
-            self.cohort,
+            self._time.cohort or self.cohort,
             population,
             self.seed,
             share=self._share(trainer, data),
@@ -165,6 +212,7 @@ class Federation(Callback):
         check_set_up(trainer)
         for config in trainer.lr_scheduler_configs:
             config.interval = "epoch"  # a step is a round, however many groups of clients it has
+        self._check_correction(trainer)
         options = RoundOptions(
             local_steps=self.local_steps,
             local_epochs=self.local_epochs,
@@ -173,10 +221,18 @@ class Federation(Callback):
             min_replies=self.min_replies,
             seed=self.seed,
             engine=self.engine,
+            correction=self.correction,
+            updates=self.updates,
+            client_memory_bytes=self.client_memory_gb * 1e9,
+            num_clients=len(trainer.datamodule.clients),  # type: ignore[attr-defined]
+            fleet=self._time.fleet,
+            versions=self._time.versions(),
         )
         self.rounds = RoundRunner(
             trainer, options, self._groups, self._aggregator(trainer), self.server_optimizer
         )
+        if isinstance(trainer.strategy.checkpoint_io, AtomicCheckpointIO):
+            trainer.strategy.checkpoint_io.files = self.rounds.memory.files_of_checkpoint
         self._groups_before = self._saved.get("groups", len(self._groups))
         if self._saved:
             self.rounds.load_state_dict(self._saved)
@@ -194,6 +250,7 @@ class Federation(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let what hooks draw between rounds depend on the round alone."""
+        refresh_losses(trainer, self.cohort, self._groups.population, self.seed)
         seed_global_generators(derive_seed(self.seed, "round", trainer.current_epoch))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -253,27 +310,52 @@ class Federation(Callback):
             module, max(1.0, per_client * trainer.accumulate_grad_batches), data.batch_size
         )
 
+    def _check_correction(self, trainer: Trainer) -> None:
+        """Refuse corrections that would give a wrong result."""
+        correction = self.correction
+        if correction is None:
+            return
+        if correction.remembers and client_masks(trainer) is not None:
+            raise ConfigurationError(
+                f"federation.correction {type(correction).__name__} remembers a number for every "
+                "coordinate, and with masks of their own clients do not move the same ones: use one "
+                "mask for all, or FedProx"
+            )
+        if any(group.get("maximize") for group in trainer.optimizers[0].param_groups):
+            raise ConfigurationError(
+                "federation.correction is added to the gradient of what is minimised, and the "
+                "clients' optimizer has maximize: leave that out and return the negative loss"
+            )
+
     def _aggregator(self, trainer: Trainer) -> Aggregator:
         masks_differ = client_masks(trainer) is not None
-        if masks_differ and isinstance(self.aggregator, Mean):
+        if masks_differ and isinstance(self.aggregator, (Mean, NormalisedMean)):
             raise ConfigurationError(
-                "federation: with masks of the clients' own, Mean counts a client that may not move "
-                "an entry as one that wants it to stay: set aggregator to OverlapMean, or leave it "
-                "out"
+                f"federation: with masks of the clients' own, {type(self.aggregator).__name__} "
+                "counts a client that may not move an entry as one that wants it to stay: set "
+                "aggregator to OverlapMean, or leave it out"
             )
         return self.aggregator or (OverlapMean() if masks_differ else Mean())
 
-    def _share(self, trainer: Trainer, data: FederatedDataModule) -> Share | None:
-        if trainer.world_size == 1:
-            return None
-        work = local_work(
+    def _num_steps(self, trainer: Trainer, data: FederatedDataModule) -> npt.NDArray[np.int64]:
+        """Return the local steps of every client's round."""
+        batches = self._local_batches(data)
+        return batches if self.local_steps else -(-batches // trainer.accumulate_grad_batches)
+
+    def _local_batches(self, data: FederatedDataModule) -> npt.NDArray[np.int64]:
+        """Return the batches, or with ``local_steps`` the steps, of every client's round."""
+        return local_work(
             data.clients.num_examples,
             data.batch_size,
             drop_last=data.drop_last,
             num_epochs=self.local_epochs,
             num_steps=self.local_steps,
         )
-        return Share(work, trainer.global_rank, trainer.world_size)
+
+    def _share(self, trainer: Trainer, data: FederatedDataModule) -> Share | None:
+        if trainer.world_size == 1:
+            return None
+        return Share(self._local_batches(data), trainer.global_rank, trainer.world_size)
 
     def _check_min_replies(self, groups: RoundGroups, population: Population) -> None:
         fixed = isinstance(self.cohort, (AllClients, UniformCohort))

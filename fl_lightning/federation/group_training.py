@@ -7,32 +7,36 @@ fp16 scale) never reaches the next one.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 from lightning.pytorch import Trainer
 from torch import Tensor
 
+from fl_lightning.client.added_term import AddedTerm
 from fl_lightning.client.local_training import GlobalModel, LocalTrainer
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.slot_training import usable_rows
 from fl_lightning.client.work import ClientWork
-from fl_lightning.core.errors import ClientFailure
+from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.metric_states import MetricStates, kept_apart, metrics_of
 from fl_lightning.core.seeds import seed_global_generators
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.federation.client_masks import client_masks
 from fl_lightning.federation.client_scaler import ClientScaler
 from fl_lightning.federation.client_work import LocalWork, WorkPlan
+from fl_lightning.federation.corrector import Corrector
 from fl_lightning.federation.engine import EngineChooser
+from fl_lightning.federation.intake import Intake
 from fl_lightning.federation.lightning_step import LightningStep
 from fl_lightning.federation.ranks import Ranks
 from fl_lightning.federation.round_options import RoundOptions
 from fl_lightning.federation.round_record import RoundRecord
+from fl_lightning.federation.shard_gradient import ShardGradient
 from fl_lightning.federation.slot_engine import SlotEngine
+from fl_lightning.federation.versions import Start
 from fl_lightning.server.server import Server
-from fl_lightning.updates.traffic import bytes_down, bytes_up
+from fl_lightning.updates.traffic import bytes_down
 
 
 class GroupTraining:
@@ -42,6 +46,8 @@ class GroupTraining:
         trainer: set up, with its optimizer built and its module on its device. If one of its
             callbacks has masks of the clients' own (`HasClientMasks`), clients train under these.
         options: what a round does.
+        corrector: what clients add to their objective.
+        intake: takes in their updates.
 
     Attributes:
         local: the sequential engine.
@@ -51,7 +57,9 @@ class GroupTraining:
         step: one local step.
     """
 
-    def __init__(self, trainer: Trainer, options: RoundOptions) -> None:
+    def __init__(
+        self, trainer: Trainer, options: RoundOptions, corrector: Corrector, intake: Intake
+    ) -> None:
         self._trainer = trainer
         self._options = options
         self._module = trainer.lightning_module
@@ -65,9 +73,22 @@ class GroupTraining:
         self.local = LocalTrainer(self._module, trainer.optimizers[0], self.step, self.collector)
         self.scaler = ClientScaler(getattr(trainer.precision_plugin, "scaler", None))
         self._client_masks = client_masks(trainer)
+        self._versions = options.versions
+        if self._versions is not None and self._client_masks is not None:
+            raise ConfigurationError(
+                "federation: asynchronous does not work with masks of the clients' own, which are "
+                "found on the present model: use one mask for all"
+            )
         self.engine = EngineChooser(
-            trainer, self.local, self.step, options.engine, options.accumulate
+            trainer,
+            self.local,
+            self.step,
+            options.engine,
+            options.accumulate,
+            options.correction,
         )
+        self._corrector, self._intake = corrector, intake
+        self._gradient = ShardGradient(self._module, self.local, self.step, self._plan)
 
     def renew_space(self) -> None:
         """Have vectors hold what may move now."""
@@ -102,24 +123,60 @@ class GroupTraining:
         Raises:
             ClientFailure: if a client's update cannot be used and failures are not skipped.
         """
-        work = self._work_of(clients)
-        if self.engine.slots is not None:
-            work = self._train_in_slots(self.engine.slots, work, server, record)
-        with self.collector.listening_to(self._module):
-            for client in work:
-                self._train_client(client, server, record)
+        work = self._who_will_send(self._work_of(clients), server, record)
+        for start, together in self._by_start(work, server.model):
+            if self.engine.slots is not None:
+                together = self._train_in_slots(self.engine.slots, together, start, server, record)
+            with self.collector.listening_to(self._module):
+                for client in together:
+                    self._train_client(client, start, server, record)
+
+    def _who_will_send(
+        self, work: list[ClientWork], server: Server, record: RoundRecord
+    ) -> list[ClientWork]:
+        """Return what clients manage on their devices; those whose update will not come are out."""
+        fleet, accumulate = self._options.fleet, self._options.accumulate
+        if fleet is None or self._versions is not None:  # there, only what arrives is trained
+            return work
+        sending = []
+        for client in work:
+            num_steps = -(-len(client.sizes) // accumulate)
+            fate = fleet.fate(client.client_id, num_steps, draw=client.round_index)
+            record.durations[client.client_id] = fate.seconds
+            if fate.is_lost and num_steps:
+                record.lost.append(client.client_id)
+                record.finish([client.client_id], num_bytes=_bytes_down(server))
+            else:
+                sending.append(client.head(fate.num_steps * accumulate))
+        return sending
+
+    def _by_start(
+        self, work: list[ClientWork], present: GlobalModel
+    ) -> list[tuple[Start, list[ClientWork]]]:
+        """Return clients together that begin from the same model."""
+        if self._versions is None:
+            return [(Start(present, present), work)]
+        now, versions = self._trainer.current_epoch, sorted({w.round_index for w in work})
+        return [
+            (self._versions.start(v, now, present), [w for w in work if w.round_index == v])
+            for v in versions
+        ]
 
     def restore(self, model: GlobalModel) -> None:
         """Put the global model, a fresh optimizer and the round's fp16 scale into their places."""
         self.local.restore(model)
         self.scaler.wind_back()
 
-    def _train_client(self, work: ClientWork, server: Server, record: RoundRecord) -> None:
+    def _train_client(
+        self, work: ClientWork, start: Start, server: Server, record: RoundRecord
+    ) -> None:
         masks = self._masks_of(work.client_id, server.model)
         seed_global_generators(work.seed)
         metrics = MetricStates(self._metrics)
         try:
-            update = self._local_update(server.model, work, masks)
+            self._set_terms(work, start.model)
+            update = self._local_update(start.model, work, masks)
+            self._accept(update, work, server)
         except BaseException as error:  # also an interruption, after which a checkpoint may follow
             metrics.put_back()
             self.scaler.wind_back()
@@ -128,8 +185,7 @@ class GroupTraining:
             self._skip_or_raise(error, record)
         else:
             self.scaler.end_client()
-            server.receive(update)
-            record.add(update, num_bytes=bytes_up(update))
+            self._intake.receive(update, start, self._trainer.current_epoch, server, record)
         active = None if masks is None else self.local.space.coordinates(masks)
         record.finish([work.client_id], num_bytes=_bytes_down(server, active))
 
@@ -140,22 +196,25 @@ class GroupTraining:
         return self._client_masks(client)
 
     def _train_in_slots(
-        self, slots: SlotEngine, work: Sequence[ClientWork], server: Server, record: RoundRecord
+        self,
+        slots: SlotEngine,
+        work: Sequence[ClientWork],
+        start: Start,
+        server: Server,
+        record: RoundRecord,
     ) -> list[ClientWork]:
         """Train those clients that slots can train and return the others."""
         stackable, others = slots.split(work)
-        before = copy.deepcopy((server.state_dict(), record.state_dict()))
-        try:
-            for update in slots.train(server.model, stackable):
+        by_id = {client.client_id: client for client in stackable}
+        with self._intake.all_or_nothing(server, record):
+            for update in slots.train(start.model, stackable, self._corrector.term):
                 usable, failures = usable_rows(update)
                 for failure in failures:
                     self._skip_or_raise(failure, record)
-                server.receive_group(usable)
-                record.add_group(usable, num_bytes=bytes_up(usable))
-        except BaseException:  # the group counts as a whole or not at all
-            server.load_state_dict(before[0])
-            record.load_state_dict(before[1])
-            raise
+                for each in usable if self._corrector.correction.remembers else ():
+                    self._accept(each, by_id[each.client_id], server)
+                now = self._trainer.current_epoch
+                self._intake.receive_group(usable, start, now, server, record)
         record.finish([c.client_id for c in stackable], num_bytes=_bytes_down(server))
         return others
 
@@ -174,17 +233,38 @@ class GroupTraining:
     def _local_update(
         self, model: GlobalModel, work: ClientWork, masks: Mapping[str, Tensor] | None = None
     ) -> ClientUpdate:
-        return self.local.train(
-            model,
-            client_id=work.client_id,
-            num_examples=work.num_examples,
-            batches=self._plan.steps(work),
-            masks=masks,
-        )
+        try:
+            return self.local.train(
+                model,
+                client_id=work.client_id,
+                num_examples=work.num_examples,
+                batches=self._plan.steps(work),
+                masks=masks,
+            )
+        finally:
+            self.step.term = self.step.contrast = None
+
+    def _set_terms(self, work: ClientWork, model: GlobalModel) -> None:
+        """Have local steps add to gradients and losses what this client adds."""
+        corrector, space, start = self._corrector, self.local.space, model.params
+        self.step.contrast = corrector.contrast(work.client_id, start, space)
+        term = corrector.term(work.client_id)
+        if not term.is_nothing:
+            self.step.term = AddedTerm(space, start, term)
+
+    def _accept(self, update: ClientUpdate, work: ClientWork, server: Server) -> None:
+        """Have the correction learn from an update that is used."""
+
+        def gradient() -> Tensor:
+            with self.collector.listening_to(self._module):
+                return self._gradient(server.model, work)
+
+        self._intake.learn(update, server, self.local.space, gradient)
 
     def _work_of(self, clients: Iterable[int]) -> list[ClientWork]:
-        round_index = self._trainer.current_epoch
-        return [self._plan.of(client, round_index) for client in clients]
+        now = self._trainer.current_epoch
+        began = {} if self._versions is None else self._versions.step(now).versions
+        return [self._plan.of(client, began.get(client, now)) for client in clients]
 
 
 def _bytes_down(server: Server, active: Tensor | None = None) -> int:

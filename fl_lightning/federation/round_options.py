@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from fl_lightning.client.correction import Correction
+from fl_lightning.client.devices import Fleet
 from fl_lightning.federation.engine import EngineOptions
+from fl_lightning.federation.versions import Versions
+from fl_lightning.updates.path import Step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,6 +19,11 @@ class RoundOptions:
 
     Attributes:
         accumulate: batches per local step.
+        correction: None for none.
+        num_clients: all of them.
+        client_memory_bytes: of what clients remember, kept in RAM.
+        fleet: the clients' devices, for virtual time; None if there is none.
+        versions: of the model that clients begin from; None if all begin from the present one.
     """
 
     local_steps: int | None
@@ -23,3 +33,9 @@ class RoundOptions:
     min_replies: int
     seed: int
     engine: EngineOptions
+    correction: Correction | None = None
+    num_clients: int
+    client_memory_bytes: float
+    updates: Sequence[Step] = ()
+    fleet: Fleet | None = None
+    versions: Versions | None = None

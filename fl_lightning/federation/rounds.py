@@ -7,6 +7,7 @@ that a checkpoint inside a round must hold; the clients' work is `GroupTraining`
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -14,12 +15,15 @@ from typing import Any
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import Trainer
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.core.errors import ClientFailure, ConfigurationError, RoundFailure
+from fl_lightning.federation.corrector import Corrector
+from fl_lightning.federation.cost import cost_line
 from fl_lightning.federation.group_training import GroupTraining
 from fl_lightning.federation.groups import ClientGroup, RoundGroups
+from fl_lightning.federation.intake import Intake
 from fl_lightning.federation.meeting import (
     Failure,
     Report,
@@ -31,8 +35,10 @@ from fl_lightning.federation.meeting import (
 from fl_lightning.federation.ranks import Ranks
 from fl_lightning.federation.round_options import RoundOptions
 from fl_lightning.federation.round_record import RoundRecord
+from fl_lightning.federation.run_memory import RunMemory
 from fl_lightning.server.aggregators import Aggregator
 from fl_lightning.server.server import Server, ServerOptimizer
+from fl_lightning.updates.path import UpdatePath
 
 
 class RoundRunner:
@@ -48,6 +54,8 @@ class RoundRunner:
     Attributes:
         clients: the clients' part.
         server: the global model and how it moves.
+        corrector: what clients add to their objective, and what is known for that.
+        memory: what clients remember.
         record: what is known of the present round, or of the last one until the next begins.
     """
 
@@ -65,8 +73,19 @@ class RoundRunner:
         self._module = trainer.lightning_module
         self._ranks = Ranks(trainer)
         self._failure: Failure | None = None
-        self._is_noted = False
-        self.clients = GroupTraining(trainer, options)
+        self._is_noted = self._cost_is_told = False
+        self.memory = RunMemory(trainer, self._ranks, options.client_memory_bytes)
+        self.corrector = Corrector(
+            options.correction,
+            self.memory.clients,
+            options.num_clients,
+            self._module,
+            trainer.optimizers[0],
+            aggregator,
+        )
+        self._path = UpdatePath(options.updates, options.seed)
+        self._intake = Intake(self._path, self.memory.clients, self.corrector)
+        self.clients = GroupTraining(trainer, options, self.corrector, self._intake)
         self.server = Server(self.clients.local.read(), aggregator, server_optimizer)
         self.record = RoundRecord()
         self._is_kept_by_lightning = self._can_be_kept_by_lightning()
@@ -123,7 +142,10 @@ class RoundRunner:
         for client in sorted(self.record.skipped):
             rank_zero_warn(f"skipped: {self.record.skipped[client]}")
         self._check_replies()
-        self.record.update_norm = float(self.server.close_round())
+        self._note_clients()
+        self.memory.clients.commit()
+        self.corrector.close_round()
+        self.record.update_norm = float(self.server.close_round(self.corrector))
         with self.clients.metrics_kept_apart():
             self.record.pooled = self.clients.collector.collect_metrics()
         self.clients.scaler.end_round()
@@ -131,6 +153,21 @@ class RoundRunner:
         self.clients.local.restore(self.server.model)
         self._groups.advance()  # only now: a round that failed is no finished one
         self.record.seconds += time.perf_counter() - began
+
+    def _note_clients(self) -> None:
+        """Let the clock go on, and keep what the round has shown of its clients."""
+        record, number = self.record, self._trainer.current_epoch
+        if self._options.versions is not None:
+            step = self._options.versions.step(number)
+            record.durations, record.ended_at = dict(step.durations), step.seconds
+        elif self._options.fleet is not None:
+            record.ended_at = record.began_at + max(record.durations.values(), default=0.0)
+        self._groups.population.note(
+            record.finished,
+            round_index=number,
+            losses=record.means.by_client("train/loss"),
+            durations=record.durations,
+        )
 
     def _report(self) -> Report:
         states = self.clients.collector.metric_states(self._module)
@@ -141,6 +178,7 @@ class RoundRunner:
             logged=logged_metrics(self.clients.collector, self._module),
             metric_states=move_data_to_device(states, "cpu"),
             prog_bar=self.clients.collector.prog_bar,
+            memories=self.memory.waiting(),
         )
 
     def _take_in(self, reports: Sequence[Report]) -> None:
@@ -153,6 +191,8 @@ class RoundRunner:
         self.clients.scaler.merge(report.scaler for report in reports)
         pool_metrics(reports, self.clients.collector, self._module)
         self.server.reduce(self._ranks.all_reduce)
+        self.corrector.reduce(self._ranks.all_reduce)
+        self.memory.share([report.memories for report in reports], self.clients.local.space.device)
 
     def in_progress_bar(self, name: str) -> bool:
         """Return whether a logged value is shown beside the progress bar."""
@@ -164,18 +204,42 @@ class RoundRunner:
         if not self._is_noted:  # by now, unlike in the constructor, Lightning has restored both
             self.clients.start_round()
             self._is_noted = True
+        if not self._cost_is_told:
+            self._tell_cost()
         if not self.server.is_open:
-            self.record = RoundRecord()
+            self.record = RoundRecord(began_at=self.record.ended_at or 0.0)
             if self._is_kept_by_lightning:  # hooks between rounds may have changed it
                 self.server.replace_model(self.clients.local.read())
             self.server.open_round()
+            self.memory.clients.discard()
+            self.corrector.open_round(self.server.model.params)
+            if self._options.versions is not None:
+                self._options.versions.open_round(self._trainer.current_epoch, self.server.model)
+
+    def _tell_cost(self) -> None:
+        self._cost_is_told = True
+        rounds = self._trainer.max_epochs
+        line = cost_line(
+            self._path,
+            self.server.model,
+            num_clients=self._groups.num_clients,
+            num_rounds=math.inf if rounds is None or rounds < 0 else rounds,
+        )
+        rank_zero_info(f"bytes: {line}")
 
     def _renew_space(self) -> None:
         """Follow masks that changed between rounds: other coordinates travel from here on."""
+        if self._options.versions is not None and self._options.versions.keeps_any:
+            raise ConfigurationError(
+                "federation: asynchronous does not work with masks that change during the run: "
+                "clients at work would send other entries than the server expects"
+            )
         before = self.clients.local.space
         self.clients.renew_space()
         after = self.clients.local
-        self.server.relocate(after.read(), after.space.positions_in(before))
+        positions = after.space.positions_in(before)
+        self.server.relocate(after.read(), positions)
+        self._intake.relocate(positions)
         self._is_kept_by_lightning = self._can_be_kept_by_lightning()
 
     def _check_replies(self) -> None:
@@ -193,7 +257,7 @@ class RoundRunner:
         are saved; otherwise the server's own model is kept as well. Of several processes one writes
         the checkpoint: it leaves out the open round, which is then trained again from its start.
         """
-        open_here = self.server.is_open and self._ranks.size == 1
+        open_here, versions = self.server.is_open and self._ranks.size == 1, self._options.versions
         state = {
             "space": self.clients.local.space.fingerprint(),
             "mask": self.clients.local.space.mask_fingerprint(),
@@ -207,7 +271,13 @@ class RoundRunner:
             "groups": len(self._groups),
             "inside": self.server.is_open,
             "engine": self.clients.engine.state_dict(),
+            "updates": list(self._path.names),
+            "memory": self.memory.state_dict(with_round=open_here),
+            "population": self._groups.population.state_dict(),
+            "versions": None if versions is None else versions.state_dict(),
         }
+        if self.corrector.correction.remembers:
+            state["correction"] = self.corrector.state_dict(with_round=open_here)
         if not self._is_kept_by_lightning:
             state["model"] = vars(self.server.model)
         return state
@@ -221,6 +291,11 @@ class RoundRunner:
         _check_same("model", state["space"], self.clients.local.space.fingerprint())
         _check_same("mask", state["mask"], self.clients.local.space.mask_fingerprint())
         _check_same("seed", state["seed"], self._options.seed)
+        kind = state.get("correction", {}).get("kind")
+        _check_same("correction", kind, self.corrector.kind)
+        _check_same("updates", state.get("updates", []), list(self._path.names))
+        versions, choice = self._options.versions, "choice of federation.asynchronous"
+        _check_same(choice, state["versions"] is not None, versions is not None)
         if state["inside"]:
             _check_same("number of processes", state["ranks"], self._ranks.size)
             _check_same("number of groups of clients", state["groups"], len(self._groups))
@@ -228,11 +303,16 @@ class RoundRunner:
             self.server.replace_model(GlobalModel(**state["model"]))
             self.clients.local.restore(self.server.model)
         self.server.load_state_dict(state["server"])
+        self.corrector.load_state_dict(state.get("correction", {}), self.server.model.params)
         self.record.load_state_dict(state["record"])
         self.clients.scaler.load_state_dict(state["scaler"])
         self.clients.collector.load_metric_states(self._module, state["metrics"])
         self.clients.collector.prog_bar |= set(state["prog_bar"])
         self.clients.engine.load_state_dict(state["engine"])
+        self.memory.load_state_dict(state.get("memory", {}))
+        self._groups.population.load_state_dict(state["population"])
+        if versions is not None:
+            versions.load_state_dict(state["versions"])
 
 
 def _check_same(what: str, saved: Any, present: Any) -> None:

@@ -1,0 +1,207 @@
+"""A correction at work in a run: terms from memories, memories from updates, their mean.
+
+    m ← m + 1/N Σ_{i in S} (m_i⁺ - m_i)        N: all clients,  S: those whose updates were accepted
+
+A client's new memory counts from the round's end on, as its update does.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fl_lightning.client.correction import Correction, GradientTerm, Outcome
+from fl_lightning.client.fedprox import FedProx
+from fl_lightning.client.local_solver import LocalSolver
+from fl_lightning.client.memory import ClientMemory
+from fl_lightning.client.moon import Contrast, Moon
+from fl_lightning.core.space import Space
+from fl_lightning.core.update import ClientUpdate, GroupUpdate
+from fl_lightning.server.aggregators import Aggregator, RunningMean, new_mean
+from fl_lightning.server.exact_mean import ExactMean
+from fl_lightning.server.server import AllReduce, added_up
+
+_NAME = "correction"
+
+
+class Corrector:
+    """Holds what a correction needs between rounds.
+
+    Args:
+        correction: what clients add to their objective; nothing if None.
+        memory: where clients' memories are.
+        num_clients: all of them, N.
+        module: that trains.
+        optimizer: the clients'.
+        aggregator: says whether sums must have the same bits over any number of processes, and
+            whether updates must say how many gradients they add up to.
+
+    Raises:
+        ConfigurationError: if the correction refuses module or optimizer, or updates of this
+            optimizer do not add up gradients.
+
+    Attributes:
+        correction: as given; one that does nothing if None.
+    """
+
+    def __init__(
+        self,
+        correction: Correction | None,
+        memory: ClientMemory,
+        num_clients: int,
+        module: nn.Module,
+        optimizer: Optimizer,
+        aggregator: Aggregator,
+    ) -> None:
+        self.correction: Correction = correction or FedProx(mu=0.0)
+        self.correction.check(module, optimizer)
+        self._memory, self._num_clients, self._exact = memory, num_clients, aggregator.exact
+        self._module = module
+        self._solver = LocalSolver(optimizer, self.correction.pull)
+        self._counts_steps = getattr(aggregator, "needs_effective_steps", False)
+        if self._counts_steps:
+            self._solver.effective_steps(1)  # refuses what has no such number
+        self._mean: Tensor | None = None
+
+    def open_round(self, like: Tensor) -> None:
+        """Forget what an unfinished round has learnt; ``like`` is a vector of shape (k,)."""
+        self._device = like.device
+        self._changes = self._new_mean(like)
+        self._num_changes = 0
+
+    def _new_mean(self, like: Tensor) -> RunningMean | ExactMean:
+        kept = like if self.correction.needs_mean else like.new_empty(0)
+        return new_mean(kept, exact=self._exact)
+
+    @property
+    def kind(self) -> str | None:
+        """What checkpoints call a correction with memories; None without."""
+        return type(self.correction).__name__ if self.correction.remembers else None
+
+    def term(self, client: int) -> GradientTerm:
+        """Return a client's term for this round."""
+        return self.correction.term(self._recalled(client), self._mean)
+
+    def contrast(self, client: int, start: Tensor, space: Space) -> Contrast | None:
+        """Return what a client adds to its loss in this round; None if nothing.
+
+        Args:
+            client: its id.
+            start: the global model, shape (k,).
+            space: of its coordinates.
+        """
+        if not isinstance(self.correction, Moon):
+            return None
+        last = self._recalled(client)
+        if last is None:
+            return None
+        return Contrast(self.correction, self._module, space, start, last)
+
+    def accept(
+        self, update: ClientUpdate, start: Tensor, space: Space, gradient: Callable[[], Tensor]
+    ) -> None:
+        """Remember a client's round.
+
+        Args:
+            update: what it sent.
+            start: the global model, shape (k,).
+            space: of its coordinates.
+            gradient: gives the gradient of its whole shard at ``start``.
+        """
+        if not self.correction.remembers:
+            return
+        outcome = Outcome(
+            start, update.delta, lambda: self._solver.travel(update.num_steps, space), gradient
+        )
+        before = self._recalled(update.client_id)
+        after = self.correction.remember(before, self._mean, outcome)
+        self._memory.put(_NAME, update.client_id, after)
+        if self.correction.needs_mean:
+            self._changes.add(after if before is None else after - before, 1)
+            self._num_changes += 1
+
+    def counted(self, update: ClientUpdate) -> ClientUpdate:
+        """Have an update say how many gradients it adds up to, where the aggregator asks for it."""
+        if not self._counts_steps:
+            return update
+        return replace(update, effective_steps=self._solver.effective_steps(update.num_steps))
+
+    def counted_group(self, group: GroupUpdate) -> GroupUpdate:
+        """Have each update of a group say so."""
+        if not self._counts_steps:
+            return group
+        steps = [self._solver.effective_steps(number) for number in group.num_steps]
+        return replace(group, effective_steps=steps)
+
+    def reduce(self, all_reduce: AllReduce) -> None:
+        """Add up what the clients of all processes have learnt."""
+        if not self.correction.needs_mean:
+            return
+        sums = self._changes.sums()
+        count = torch.full_like(sums[-1], self._num_changes)
+        *sums, count = added_up([*sums, count], all_reduce)
+        self._changes.load_sums(sums)
+        self._num_changes = int(count)
+
+    def close_round(self) -> None:
+        """Let what the clients have learnt count; their memories are committed by themselves."""
+        if self._num_changes:
+            change = self._changes.value() * (self._num_changes / self._num_clients)
+            self._mean = change if self._mean is None else self._mean + change
+
+    def pseudo_gradient(self, aggregate: Tensor) -> Tensor:
+        """Return what the server descends; to be called after `close_round`."""
+        return self.correction.pseudo_gradient(aggregate, self._mean)
+
+    def relocate(self, positions: Tensor) -> None:
+        """Go on in other coordinates, see `Server.relocate`; what is new is 0.
+
+        Memories that are models are dropped: 0 is no weight that a model had.
+        """
+        if not self.correction.needs_mean:
+            self._memory.forget(_NAME)
+            return
+        self._memory.relocate(_NAME, positions)
+        if self._mean is not None:
+            known = self._mean[positions.clamp(min=0)]
+            self._mean = torch.where(positions >= 0, known, 0)
+
+    def _recalled(self, client: int) -> Tensor | None:
+        if not self.correction.remembers:
+            return None
+        vector = self._memory.get(_NAME, client)
+        return None if vector is None else vector.to(self._device)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return what has been learnt in the open round but for memories, for `go_back`."""
+        return copy.deepcopy(self._round_state())
+
+    def go_back(self, snapshot: dict[str, Any]) -> None:
+        """Forget what has been learnt since."""
+        self._load_round_state(snapshot)
+
+    def state_dict(self, *, with_round: bool = True) -> dict[str, Any]:
+        """Return the mean and, inside a round, what has been learnt so far; not the memories."""
+        state: dict[str, Any] = {"kind": self.kind, "mean": self._mean}
+        return state | {"round": self._round_state()} if with_round else state
+
+    def load_state_dict(self, state: dict[str, Any], like: Tensor) -> None:
+        """Take up where `state_dict` left off."""
+        self.open_round(like)
+        mean = state.get("mean")  # nothing is saved of a correction without memories
+        self._mean = None if mean is None else mean.to(like.device)
+        if "round" in state:
+            self._load_round_state(state["round"])
+
+    def _round_state(self) -> dict[str, Any]:
+        return {"changes": self._changes.state_dict(), "num_changes": self._num_changes}
+
+    def _load_round_state(self, state: dict[str, Any]) -> None:
+        self._changes.load_state_dict(state["changes"])
+        self._num_changes = state["num_changes"]
