@@ -32,6 +32,7 @@ from fl_lightning.data.cohort import AllClients, CohortSampler, UniformCohort
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.data.population import Population
 from fl_lightning.federation.atomic_checkpoint import AtomicCheckpointIO
+from fl_lightning.federation.attackers import Attackers
 from fl_lightning.federation.client_masks import client_masks
 from fl_lightning.federation.compatibility import (
     check_asynchronous,
@@ -54,13 +55,23 @@ from fl_lightning.federation.rounds import RoundRunner
 from fl_lightning.federation.shares import local_work
 from fl_lightning.federation.virtual_time import VirtualTime
 from fl_lightning.server.aggregators import Aggregator, Mean
+from fl_lightning.server.collected import RobustRule
+from fl_lightning.server.fair_means import QFedAvg, TiltedMean
 from fl_lightning.server.normalised_mean import NormalisedMean
 from fl_lightning.server.overlap_mean import OverlapMean
-from fl_lightning.server.server import ServerOptimizer, fedavg_optimizer
+from fl_lightning.server.server import (
+    KeepsUpdates,
+    ServerOptimizer,
+    ServerSchedule,
+    as_aggregator,
+    fedavg_optimizer,
+)
 from fl_lightning.server.staleness import AsyncRule
 from fl_lightning.updates.error_feedback import ErrorFeedback
 from fl_lightning.updates.path import UpdatePath
 from fl_lightning.updates.transform import UpdateTransform
+
+_PLAIN_MEANS = (Mean, NormalisedMean, QFedAvg, TiltedMean)
 
 
 @final
@@ -81,7 +92,8 @@ class Federation(Callback):
         updates: what happens to a client's update on its way, in order: `TopK`, `QSGD`, …, and
             `ErrorFeedback` around them; nothing if None.
         aggregator: how updates become one; the mean weighted by examples if None, over the clients
-            that may move a coordinate where they have masks of their own.
+            that may move a coordinate where they have masks of their own. Or a robust rule, like
+            `Krum`, that looks at all updates of the round together.
         server_optimizer: builds the `torch.optim.Optimizer` that descends the aggregated delta;
             SGD with learning rate 1, which is FedAvg, if None.
         devices: how fast clients are, how reliable, and how long the server waits for them, in
@@ -89,6 +101,9 @@ class Federation(Callback):
         asynchronous: instead of waiting for a cohort the server steps whenever so many updates are
             there (`FedBuff`, `FedAsync`), in the virtual time of ``devices``. A round is a step of
             the server.
+        server_schedule: builds the schedule of that optimizer's learning rate over rounds, e.g. of
+            `torch.optim.lr_scheduler`; None for a constant one.
+        attackers: clients that attack, to test defences; nobody if None.
         on_client_failure: what to do when a client's step raises, its loss or update is not
             finite, or it has no examples: ``raise``, naming it, or ``skip`` it and count it.
         min_replies: a round with fewer valid updates stops the run.
@@ -130,10 +145,12 @@ class Federation(Callback):
         local_epochs: int | None = None,
         correction: Correction | None = None,
         updates: list[UpdateTransform | ErrorFeedback] | None = None,
-        aggregator: Aggregator | None = None,
+        aggregator: Aggregator | RobustRule | None = None,
         server_optimizer: ServerOptimizer | None = None,
         devices: Devices | None = None,
         asynchronous: AsyncRule | None = None,
+        server_schedule: ServerSchedule | None = None,
+        attackers: Attackers | None = None,
         on_client_failure: Literal["raise", "skip"] = "raise",
         min_replies: int = 1,
         engine: EngineName = "auto",
@@ -162,6 +179,8 @@ class Federation(Callback):
         UpdatePath(self.updates, 0)  # refuses what does not go together
         self.aggregator = aggregator
         self.server_optimizer = server_optimizer or fedavg_optimizer
+        self.server_schedule = server_schedule
+        self.attackers = attackers
         self.on_client_failure: Literal["raise", "skip"] = on_client_failure
         self.min_replies = min_replies
         self.engine = EngineOptions(engine, slots, None if speedups is None else tuple(speedups))
@@ -181,6 +200,9 @@ class Federation(Callback):
         check_compatible(trainer, pl_module)
         data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
         self._check_shards(data)
+        if self.attackers is not None:
+            self.attackers.enter(data)
+            self._cleanup.callback(data.poison, [], None)
         population = Population(data.clients.num_examples)
         num_steps = self._num_steps(trainer, data)
         self._time = VirtualTime.of(self.devices, self.asynchronous, num_steps, self.seed)
@@ -229,7 +251,12 @@ class Federation(Callback):
             versions=self._time.versions(),
         )
         self.rounds = RoundRunner(
-            trainer, options, self._groups, self._aggregator(trainer), self.server_optimizer
+            trainer,
+            options,
+            self._groups,
+            self._aggregator(trainer),
+            self.server_optimizer,
+            self.server_schedule,
         )
         if isinstance(trainer.strategy.checkpoint_io, AtomicCheckpointIO):
             trainer.strategy.checkpoint_io.files = self.rounds.memory.files_of_checkpoint
@@ -329,13 +356,24 @@ class Federation(Callback):
 
     def _aggregator(self, trainer: Trainer) -> Aggregator:
         masks_differ = client_masks(trainer) is not None
-        if masks_differ and isinstance(self.aggregator, (Mean, NormalisedMean)):
+        if masks_differ and isinstance(self.aggregator, _PLAIN_MEANS):
             raise ConfigurationError(
                 f"federation: with masks of the clients' own, {type(self.aggregator).__name__} "
                 "counts a client that may not move an entry as one that wants it to stay: set "
                 "aggregator to OverlapMean, or leave it out"
             )
-        return self.aggregator or (OverlapMean() if masks_differ else Mean())
+        if masks_differ and self.aggregator is None:
+            return OverlapMean()
+        aggregator = as_aggregator(self.aggregator)
+        if masks_differ and isinstance(aggregator, KeepsUpdates):
+            raise ConfigurationError(
+                "federation: robust rules compare whole updates, and with masks of the clients' own "
+                "they have different coordinates: share one mask, or set aggregator to OverlapMean"
+            )
+        if self.attackers is None:
+            return aggregator
+        data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
+        return self.attackers.wrap(aggregator, len(data.clients))
 
     def _num_steps(self, trainer: Trainer, data: FederatedDataModule) -> npt.NDArray[np.int64]:
         """Return the local steps of every client's round."""
@@ -364,6 +402,12 @@ class Federation(Callback):
             raise ConfigurationError(
                 f"federation.min_replies is {self.min_replies}, but a round has at most {most} "
                 "clients: lower it, or raise the cohort's size"
+            )
+        if isinstance(self.aggregator, RobustRule) and self.aggregator.min_updates > most:
+            raise ConfigurationError(
+                f"federation.aggregator {self.aggregator} needs at least "
+                f"{self.aggregator.min_updates} updates, but a round has at most {most}: raise the "
+                "cohort's size, or lower num_attackers"
             )
 
     def _check_shards(self, data: FederatedDataModule) -> None:

@@ -37,7 +37,7 @@ from fl_lightning.federation.round_options import RoundOptions
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run_memory import RunMemory
 from fl_lightning.server.aggregators import Aggregator
-from fl_lightning.server.server import Server, ServerOptimizer
+from fl_lightning.server.server import Server, ServerOptimizer, ServerSchedule
 from fl_lightning.updates.path import UpdatePath
 
 
@@ -50,6 +50,7 @@ class RoundRunner:
         aggregator: how updates become one.
         groups: learns when a group is done.
         server_optimizer: how the global model moves.
+        server_schedule: how its learning rate does.
 
     Attributes:
         clients: the clients' part.
@@ -66,6 +67,7 @@ class RoundRunner:
         groups: RoundGroups,
         aggregator: Aggregator,
         server_optimizer: ServerOptimizer,
+        server_schedule: ServerSchedule | None = None,
     ) -> None:
         self._trainer = trainer
         self._options = options
@@ -86,7 +88,9 @@ class RoundRunner:
         self._path = UpdatePath(options.updates, options.seed)
         self._intake = Intake(self._path, self.memory.clients, self.corrector)
         self.clients = GroupTraining(trainer, options, self.corrector, self._intake)
-        self.server = Server(self.clients.local.read(), aggregator, server_optimizer)
+        self.server = Server(
+            self.clients.local.read(), aggregator, server_optimizer, server_schedule
+        )
         self.record = RoundRecord()
         self._is_kept_by_lightning = self._can_be_kept_by_lightning()
 
@@ -190,7 +194,7 @@ class RoundRunner:
         self.record = merged_record(reports)
         self.clients.scaler.merge(report.scaler for report in reports)
         pool_metrics(reports, self.clients.collector, self._module)
-        self.server.reduce(self._ranks.all_reduce)
+        self.server.reduce(self._ranks.all_reduce, self._ranks.gather)
         self.corrector.reduce(self._ranks.all_reduce)
         self.memory.share([report.memories for report in reports], self.clients.local.space.device)
 
@@ -210,7 +214,7 @@ class RoundRunner:
             self.record = RoundRecord(began_at=self.record.ended_at or 0.0)
             if self._is_kept_by_lightning:  # hooks between rounds may have changed it
                 self.server.replace_model(self.clients.local.read())
-            self.server.open_round()
+            self.server.open_round(self._trainer.current_epoch)
             self.memory.clients.discard()
             self.corrector.open_round(self.server.model.params)
             if self._options.versions is not None:
