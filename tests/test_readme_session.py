@@ -36,6 +36,7 @@ OVERHEAD = first_with("benchmarks.overhead")
 ROUNDS = first_with("benchmarks --workloads")
 MEMORY = first_with("benchmarks.memory")
 CODEC = first_with("benchmarks.codec")
+SECURE = first_with("benchmarks.secure")
 
 A_SMALL_VIT = (
     "--trainer.max_epochs 1 --model.init_args.pretrained false"
@@ -69,6 +70,7 @@ SHORTER = {
     **dict.fromkeys([CIFAR100, *SPARSE_CIFAR100], A_SMALL_VIT),
     OVERHEAD: "--turns 1",
     CODEC: "--size 100000 --repetitions 2",
+    SECURE: "--size 1000 --clients 5 --paillier 100",
     ROUNDS: "--workloads U-mlp --rounds 1 --scale 0.02 --engine sequential",
 }
 # Python runs this file when it starts: small files cannot have the checksums of the real ones
