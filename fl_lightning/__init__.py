@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from fl_lightning.callbacks.mask_calibration import MaskCalibration
     from fl_lightning.callbacks.partition_report import PartitionReport
     from fl_lightning.callbacks.progress import RoundProgressBar
+    from fl_lightning.client.feddyn import FedDyn
+    from fl_lightning.client.fedprox import FedProx
+    from fl_lightning.client.scaffold import Scaffold
     from fl_lightning.core.errors import ClientFailure, ConfigurationError, RoundFailure
     from fl_lightning.data.cohort import AllClients, PoissonCohort, UniformCohort
     from fl_lightning.data.federated import FederatedDataModule
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
     from fl_lightning.federation.strategy import FederatedStrategy
     from fl_lightning.models.image_classifier import ImageClassifier
     from fl_lightning.server.aggregators import Mean
+    from fl_lightning.server.normalised_mean import NormalisedMean
     from fl_lightning.server.overlap_mean import OverlapMean
     from fl_lightning.sparsity.sparse_adamw import SparseAdamW
     from fl_lightning.sparsity.sparse_sgdm import SparseSGDM
@@ -38,17 +42,21 @@ __all__ = [
     "ClientEvaluation",
     "ClientFailure",
     "ConfigurationError",
+    "FedDyn",
+    "FedProx",
     "FederatedDataModule",
     "FederatedStrategy",
     "Federation",
     "ImageClassifier",
     "MaskCalibration",
     "Mean",
+    "NormalisedMean",
     "OverlapMean",
     "PartitionReport",
     "PoissonCohort",
     "RoundFailure",
     "RoundProgressBar",
+    "Scaffold",
     "SparseAdamW",
     "SparseSGDM",
     "UniformCohort",
@@ -60,17 +68,21 @@ _HOMES = {
     "ClientEvaluation": "fl_lightning.callbacks.client_evaluation",
     "ClientFailure": "fl_lightning.core.errors",
     "ConfigurationError": "fl_lightning.core.errors",
+    "FedDyn": "fl_lightning.client.feddyn",
+    "FedProx": "fl_lightning.client.fedprox",
     "FederatedDataModule": "fl_lightning.data.federated",
     "FederatedStrategy": "fl_lightning.federation.strategy",
     "Federation": "fl_lightning.federation.federation",
     "ImageClassifier": "fl_lightning.models.image_classifier",
     "MaskCalibration": "fl_lightning.callbacks.mask_calibration",
     "Mean": "fl_lightning.server.aggregators",
+    "NormalisedMean": "fl_lightning.server.normalised_mean",
     "OverlapMean": "fl_lightning.server.overlap_mean",
     "PartitionReport": "fl_lightning.callbacks.partition_report",
     "PoissonCohort": "fl_lightning.data.cohort",
     "RoundFailure": "fl_lightning.core.errors",
     "RoundProgressBar": "fl_lightning.callbacks.progress",
+    "Scaffold": "fl_lightning.client.scaffold",
     "SparseAdamW": "fl_lightning.sparsity.sparse_adamw",
     "SparseSGDM": "fl_lightning.sparsity.sparse_sgdm",
     "UniformCohort": "fl_lightning.data.cohort",

@@ -44,12 +44,15 @@ class LogCollector:
 
     @contextlib.contextmanager
     def listening_to(self, module: nn.Module) -> Iterator[None]:
-        """Shadow ``module.log`` while the block runs."""
+        """Shadow ``module.log`` while the block runs, which may be inside another such block."""
+        before = module.__dict__.get("log")
         object.__setattr__(module, "log", self.log)
         try:
             yield
         finally:
             object.__delattr__(module, "log")
+            if before is not None:
+                object.__setattr__(module, "log", before)
 
     @contextlib.contextmanager
     def not_listening_to(self, module: nn.Module) -> Iterator[None]:

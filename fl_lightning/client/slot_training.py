@@ -8,7 +8,7 @@ reset and refilled on its own (see `pack`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fl_lightning.client.correction import GradientTerm
 from fl_lightning.client.functional_step import OWN_LOSS, Tensors
 from fl_lightning.client.local_training import GlobalModel, check_finite
 from fl_lightning.client.metric_feed import GivenStep
@@ -27,6 +28,9 @@ from fl_lightning.core.errors import ClientFailure
 from fl_lightning.core.seeds import preserve_global_generators
 from fl_lightning.core.space import Space
 from fl_lightning.core.update import GroupUpdate
+
+# Gives a client's term by its id.
+TermOf = Callable[[int], GradientTerm]
 
 
 class SlotTrainer:
@@ -69,7 +73,9 @@ class SlotTrainer:
         self._integers = [b for b in step.buffers.values() if not b.is_floating_point()]
         self._integer_starts = [b[0].clone() for b in self._integers]
 
-    def train(self, start: GlobalModel, work: Sequence[ClientWork]) -> Iterator[GroupUpdate]:
+    def train(
+        self, start: GlobalModel, work: Sequence[ClientWork], term: TermOf | None = None
+    ) -> Iterator[GroupUpdate]:
         """Train the clients and yield their updates, those that end together at once.
 
         When all are yielded, the module's torchmetrics objects hold their examples, without those
@@ -78,12 +84,15 @@ class SlotTrainer:
         Args:
             start: the global model.
             work: of each client, with at least one batch.
+            term: what clients add to their gradients, all with the same pull; None for nothing.
         """
         self._step.read_options()
         with preserve_global_generators():
             rehearsal = self._step.rehearse(lambda: self._inputs.batch_like(work[0]))
         draws = rehearsal.draws if rehearsal.draws.numbers else None
         named_start = self._space.full(start.params)
+        pull = 0.0 if term is None else term(work[0].client_id).pull
+        self._step.pull_to(named_start, pull)
         self._start = list(named_start.values())
         self._start_buffers = self._buffers.views(start.buffers) if self._step.buffers else []
         self._state_rows = [t for states in self._step.states.values() for t in states]
@@ -99,6 +108,7 @@ class SlotTrainer:
             new, done = begins.get(number, []), ends.get(number + 1, [])
             guests = [(stay, work[stay.client]) for stay in new]
             batch = self._inputs.next(number, step_indices, guests, draws)
+            self._shift(guests, term)
             deltas, sums = None, self._step.sums
             if together and new and done:
                 deltas, sums = self._step.only(named_start, batch, step_valid, self._space.active)
@@ -149,6 +159,23 @@ class SlotTrainer:
         valid = torch.zeros(shape, dtype=torch.float32)
         valid[when, where] = (columns < sizes[:, None]).float()
         return indices, valid.to(self._step.count.device)
+
+    @torch.no_grad()
+    def _shift(self, guests: Sequence[tuple[Stay, ClientWork]], term: TermOf | None) -> None:
+        """Have the clients that begin shift their gradients."""
+        shifts = self._step.shifts
+        for stay, client in guests if shifts else ():
+            rows = {name: shift[stay.slot] for name, shift in shifts.items()}
+            vector = None if term is None else term(client.client_id).shift
+            if vector is None:
+                torch._foreach_zero_(list(rows.values()))
+                continue
+            for name, view in self._space.named_views(vector).items():
+                index = self._space.active.get(name)
+                if index is None:
+                    rows[name].copy_(view)
+                else:  # what is frozen stays 0
+                    rows[name].view(-1).index_copy_(0, index, view)
 
     @torch.no_grad()
     def _reset(self, slots: list[int]) -> None:

@@ -38,6 +38,8 @@ class StackedOptions:
         clip_norm: largest norm of a client's gradient; None for no clipping.
         clip_value: largest absolute value of a gradient's numbers; None for no clipping.
         compiled: have the compiler turn the step into one graph.
+        has_pull: clients may be pulled back to where they began.
+        has_shift: a vector may be added to a client's gradients.
     """
 
     num_slots: int
@@ -45,6 +47,22 @@ class StackedOptions:
     clip_norm: float | None = None
     clip_value: float | None = None
     compiled: bool = False
+    has_pull: bool = False
+    has_shift: bool = False
+
+
+class StackedTerm(NamedTuple):
+    """What is added to the gradients: pull · (y - x) + shift.
+
+    Attributes:
+        pull: a scalar.
+        starts: x by name, without the axis of clients; empty where nothing pulls.
+        shifts: by name, shape (G, …); empty where there are none.
+    """
+
+    pull: Tensor
+    starts: Tensors
+    shifts: Tensors
 
 
 class Slots(NamedTuple):
@@ -54,11 +72,13 @@ class Slots(NamedTuple):
         params: by name, shape (G, …).
         states: of the optimizer, by name.
         lrs: learning rates of its parameter groups.
+        term: of a correction; None where there is none.
     """
 
     params: Tensors
     states: dict[str, list[Tensor]]
     lrs: list[Tensor]
+    term: StackedTerm | None = None
 
 
 class StackedStep:
@@ -80,6 +100,7 @@ class StackedStep:
         masks: ``True`` where an entry may move, of parameters with frozen entries, by name.
         buffers: floating-point buffers by name, shape (G, …); empty if ``weighted``.
         sums: loss and logged values by name: Σ value · weight and Σ weight, shape (G, 2).
+        shifts: of a correction, by name, shape (G, …); empty where there are none.
         count: steps that each client has taken, float64 of shape (G,).
         rehearsal: what the step draws and gives to metrics; None before `rehearse`.
         given: what the last step gave to metrics.
@@ -102,6 +123,13 @@ class StackedStep:
         first = next(iter(trained.values()))
         self._device, self._dtype = first.device, first.dtype
         self.params = {name: self._stacked(p.detach()) for name, p in trained.items()}
+        self.shifts = (
+            {name: torch.zeros_like(p) for name, p in self.params.items()}
+            if options.has_shift
+            else {}
+        )
+        self._pull = torch.zeros((), dtype=self._dtype, device=self._device)
+        self._starts: Tensors = {}
         stacked_buffers = {} if options.weighted else dict(module.named_buffers())
         self.buffers = {n: self._stacked(b) for n, b in stacked_buffers.items()}
         self.count = torch.zeros(options.num_slots, device=self._device, dtype=torch.float64)
@@ -140,6 +168,11 @@ class StackedStep:
         self._graphs = []
         self._run, self._run_first = self._graph(self._step), self._graph(self._first_step)
         self._run_only = self._graph(self._only_step)
+
+    def pull_to(self, starts: Tensors, pull: float) -> None:
+        """Pull all clients back to parameters, by name, without the axis of clients."""
+        self._starts = starts
+        self._pull.fill_(pull)
 
     def _graph(self, function: Callable[..., Any]) -> Callable[..., Any]:
         if not self.options.compiled or self._num_graphs > MOST_GRAPHS:
@@ -213,7 +246,10 @@ class StackedStep:
 
     @property
     def _slots(self) -> Slots:
-        return Slots(self.params, self.states, self._lrs)
+        options, term = self.options, None
+        if options.has_pull or options.has_shift:
+            term = StackedTerm(self._pull, self._starts if options.has_pull else {}, self.shifts)
+        return Slots(self.params, self.states, self._lrs, term)
 
     def _inputs(self, batch: Any, valid: Tensor) -> Inputs:
         draws = [] if self.rehearsal is None else self.rehearsal.draws.numbers
@@ -262,11 +298,12 @@ class StackedStep:
             name: [torch.zeros_like(grads[name]) for _ in state]
             for name, state in slots.states.items()
         }
-        return self._moved(Slots(params, states, slots.lrs), grads, inputs.steps), outputs
+        fresh = Slots(params, states, slots.lrs, slots.term)
+        return self._moved(fresh, grads, inputs.steps), outputs
 
     def _moved(self, slots: Slots, grads: Tensors, count: Tensor) -> Slots:
         """Return the slots after the optimizer's step."""
-        grads = self._clipped(grads)
+        grads = self._clipped(_corrected(grads, slots))
         params, states = {}, {}
         for name, param in slots.params.items():
             group = self._group_of[name]
@@ -297,6 +334,15 @@ class StackedStep:
 
     def _stacked(self, tensor: Tensor) -> Tensor:
         return tensor.unsqueeze(0).repeat(self.options.num_slots, *[1] * tensor.ndim)
+
+
+def _corrected(grads: Tensors, slots: Slots) -> Tensors:
+    term = slots.term
+    if term is None:
+        return grads
+    for name, start in term.starts.items():
+        grads = grads | {name: grads[name] + term.pull * (slots.params[name] - start)}
+    return grads | {name: grads[name] + shift for name, shift in term.shifts.items()}
 
 
 def _groups(optimizer: Optimizer, trained: Mapping[str, Tensor]) -> dict[str, int]:

@@ -150,6 +150,13 @@ class Space:
         trios = zip(parts, self._tensors, self._indices, strict=True)
         return [part if index is not None else part.view_as(t) for part, t, index in trios]
 
+    def entries(self, vector: Tensor) -> list[tuple[Tensor, Tensor | None, Tensor]]:
+        """Return every live tensor, which of its entries are part, and their part of the vector.
+
+        The entries are indices into the flattened tensor; None stands for all. Parts are `views`.
+        """
+        return list(zip(self._tensors, self._indices, self.views(vector), strict=True))
+
     def full(self, vector: Tensor) -> dict[str, Tensor]:
         """Return whole tensors by name: the vector's entries, and the live ones that it lacks."""
         tensors = {}

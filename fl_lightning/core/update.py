@@ -24,6 +24,8 @@ class ClientUpdate:
         metrics: means over the client's local steps by name, each a scalar tensor.
         active: which coordinates the client may move, bool, shape (k,); None if all. The others
             are 0 and do not travel.
+        effective_steps: ‖a‖₁, how many gradients the delta adds up to, see
+            `fl_lightning.client.local_solver`; None where nobody asks for it.
     """
 
     client_id: int
@@ -33,6 +35,7 @@ class ClientUpdate:
     num_steps: int
     metrics: dict[str, Tensor] = field(default_factory=dict)
     active: Tensor | None = None
+    effective_steps: float | None = None
 
     @cached_property
     def norm(self) -> Tensor:
@@ -52,6 +55,7 @@ class GroupUpdate:
         num_examples: aggregation weights.
         num_steps: local steps taken.
         metrics: means over each client's local steps by name, each of shape (m,).
+        effective_steps: of each client, as in `ClientUpdate`.
 
     Example:
         >>> group = GroupUpdate([4, 7], torch.eye(2), torch.empty(2, 0), [10, 20], [1, 2])
@@ -65,6 +69,7 @@ class GroupUpdate:
     num_examples: list[int]
     num_steps: list[int]
     metrics: dict[str, Tensor] = field(default_factory=dict)
+    effective_steps: list[float] | None = None
 
     def __iter__(self) -> Iterator[ClientUpdate]:
         for row, client_id in enumerate(self.client_ids):
@@ -75,6 +80,7 @@ class GroupUpdate:
                 self.num_examples[row],
                 self.num_steps[row],
                 {name: values[row] for name, values in self.metrics.items()},
+                effective_steps=None if self.effective_steps is None else self.effective_steps[row],
             )
 
     @cached_property

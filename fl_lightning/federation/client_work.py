@@ -61,6 +61,11 @@ class WorkPlan:
         )
         return ClientWork(client, num_examples, order, sizes, round_index, amount.seed)
 
+    def shard(self, work: ClientWork) -> Iterator[SizedBatch]:
+        """Yield every example of the client once, in batches, in the order of the shard."""
+        for indices in self._clients[work.client_id].split(self._batch_size):
+            yield self._data.train_batch(indices), len(indices)
+
     def steps(self, work: ClientWork) -> Iterator[Sequence[SizedBatch]]:
         """Yield the batches of every local step, built when they are needed."""
         batches = iter(work.batches)

@@ -23,6 +23,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from fl_lightning.client.cannot_stack import CannotStack
+from fl_lightning.client.correction import Correction
 from fl_lightning.client.local_training import GlobalModel, LocalTrainer
 from fl_lightning.client.speedups import SPEEDUPS, Speedup
 from fl_lightning.client.work import ClientWork
@@ -112,6 +113,7 @@ class EngineChooser:
         step: its local step.
         options: what was asked for.
         accumulate: batches per local step.
+        correction: what clients add to their gradients; None for nothing.
 
     Raises:
         ConfigurationError: if a speedup was asked for that does not apply.
@@ -128,7 +130,12 @@ class EngineChooser:
         step: LightningStep,
         options: EngineOptions,
         accumulate: int,
+        correction: Correction | None = None,
     ) -> None:
+        self._corrects = {
+            "has_pull": correction is not None and correction.pull > 0,
+            "has_shift": correction is not None and correction.has_shift,
+        }
         self._trainer, self._local, self._step = trainer, local, step
         self._speedups = SpeedupTrial(trainer, step)
         if options.speedups is not None:
@@ -190,7 +197,8 @@ class EngineChooser:
         num_slots = self._options.num_slots or self._fitting_slots(work)
         weighted = agreeing(self._trainer, self._local, model, work, train_one)
         compiled = self._num_steps(work) >= SHORT_RUN_STEPS
-        return SlotEngine(self._trainer, self._local, Stacking(num_slots, weighted, compiled))
+        stacking = Stacking(num_slots, weighted, compiled, **self._corrects)
+        return SlotEngine(self._trainer, self._local, stacking)
 
     def _measured(
         self, model: GlobalModel, work: Sequence[ClientWork], train_one: TrainOne
@@ -209,7 +217,7 @@ class EngineChooser:
         engines: dict[int, SlotEngine] = {}
 
         def seconds(num_slots: int) -> float:
-            stacking = Stacking(num_slots, weighted, compiled=True)
+            stacking = Stacking(num_slots, weighted, compiled=True, **self._corrects)
             engines[num_slots] = SlotEngine(self._trainer, self._local, stacking)
             list(engines[num_slots].train(model, trial))  # compiles
             return _seconds(lambda: list(engines[num_slots].train(model, trial)))

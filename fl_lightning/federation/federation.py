@@ -17,6 +17,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
+from fl_lightning.client.correction import Correction
 from fl_lightning.client.speedups import Speedup
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import (
@@ -62,6 +63,8 @@ class Federation(Callback):
         cohort: who takes part in a round; everybody if None.
         local_steps: optimizer steps of a client per round; or
         local_epochs: passes over its shard per round. One pass if neither is given.
+        correction: what clients add to their gradients so that they do not drift apart: `FedProx`,
+            `Scaffold`, `FedDyn`, …; nothing if None.
         aggregator: how updates become one; the mean weighted by examples if None, over the clients
             that may move a coordinate where they have masks of their own.
         server_optimizer: builds the `torch.optim.Optimizer` that descends the aggregated delta;
@@ -102,6 +105,7 @@ class Federation(Callback):
         cohort: CohortSampler | None = None,
         local_steps: int | None = None,
         local_epochs: int | None = None,
+        correction: Correction | None = None,
         aggregator: Aggregator | None = None,
         server_optimizer: ServerOptimizer | None = None,
         on_client_failure: Literal["raise", "skip"] = "raise",
@@ -117,6 +121,7 @@ class Federation(Callback):
         self.cohort = cohort if cohort is not None else AllClients()
         self.local_steps = local_steps
         self.local_epochs = local_epochs if local_steps or local_epochs else 1
+        self.correction = correction
         self.aggregator = aggregator
         self.server_optimizer = server_optimizer or fedavg_optimizer
         self.on_client_failure: Literal["raise", "skip"] = on_client_failure
@@ -173,6 +178,8 @@ class Federation(Callback):
             min_replies=self.min_replies,
             seed=self.seed,
             engine=self.engine,
+            correction=self.correction,
+            num_clients=len(trainer.datamodule.clients),  # type: ignore[attr-defined]
         )
         self.rounds = RoundRunner(
             trainer, options, self._groups, self._aggregator(trainer), self.server_optimizer

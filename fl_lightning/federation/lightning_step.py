@@ -20,6 +20,7 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
+from fl_lightning.client.added_term import AddedTerm
 from fl_lightning.client.compiled_gradients import CompiledGradients
 from fl_lightning.client.local_training import SizedBatch, loss_of
 from fl_lightning.client.log_collector import LogCollector
@@ -36,6 +37,10 @@ class LightningStep:
         trainer: whose strategy, precision plugin and clipping are used.
         collector: learns the batch sizes.
         accumulate: the number of batches that a full step accumulates.
+
+    Attributes:
+        term: what the present client adds to its gradients; None if nothing.
+        is_lean: whether steps are lean ones.
     """
 
     def __init__(self, trainer: Trainer, collector: LogCollector, accumulate: int = 1) -> None:
@@ -54,6 +59,7 @@ class LightningStep:
         self._ended: list[tuple[Any, Any]] = []
         self._batch_size: int = trainer.datamodule.batch_size  # type: ignore[attr-defined]
         self._faster: FasterStep | None = None
+        self.term: AddedTerm | None = None
         self._graphs: dict[frozenset[Speedup], CompiledGradients] = {}
         self.is_lean = (
             accumulate == 1 and not trainer.gradient_clip_val and extra_work(trainer) is None
@@ -95,13 +101,14 @@ class LightningStep:
         return loss
 
     def _lean(self, sized_batch: SizedBatch, index: int) -> Tensor | None:
-        for param in self._params:  # zero_grad, without the 20 µs of its profiling hook
-            param.grad = None
+        self.forget_gradients()
         batch, faster = self._prepared(*sized_batch, index), self._faster
         if faster is None:
             loss = self._loss(batch, index)
             if loss is not None:
                 loss.backward()
+                if self.term is not None:
+                    self.term.add()
                 self._optimizer.step()
                 loss = loss.detach()
             return loss
@@ -113,8 +120,37 @@ class LightningStep:
             if loss is None:
                 return None
             loss.backward()
+        if self.term is not None:
+            self.term.add()
         faster.step()
         return loss.detach()
+
+    def forget_gradients(self) -> None:
+        """Start anew; `Optimizer.zero_grad` has a profiling hook of 20 µs."""
+        for param in self._params:
+            param.grad = None
+
+    @property
+    def scale(self) -> float:
+        """By what losses are multiplied before they go backward."""
+        scaler = getattr(self._precision, "scaler", None)
+        return 1.0 if scaler is None else float(scaler.get_scale())
+
+    def backward(self, batch: Any, size: int, index: int, *, factor: float) -> None:
+        """Add the gradient of factor · loss to those that are there, and nothing else.
+
+        Args:
+            batch: as it was read.
+            size: examples in it.
+            index: its number.
+            factor: of the loss.
+        """
+        self._collector.start_step(size)
+        batch = batch if self._prepare is None else self._prepare(batch)
+        batch = batch if self._faster is None else self._faster.batch(batch)
+        loss = loss_of(self._output(batch, index))
+        if loss is not None:
+            (loss * factor).backward()
 
     def _prepared(self, batch: Any, size: int, index: int) -> Any:
         """Return the batch as the training step takes it."""
@@ -145,6 +181,7 @@ class LightningStep:
     def _full(self, batches: Sequence[SizedBatch], index: int) -> Tensor | None:
         losses: list[Tensor] = []
         sizes: list[int] = []
+        term = self.term
 
         def closure() -> Tensor | None:
             losses.clear()  # an optimizer may evaluate the closure several times
@@ -160,7 +197,13 @@ class LightningStep:
                     self._trainer.strategy.backward(scaled, self._optimizer)
                     losses.append(loss.detach() * size)
                     sizes.append(size)
-            return losses[-1] if losses else None
+            if not losses:
+                return None
+            if term is not None:
+                term.add(self.scale)
+                if isinstance(self._optimizer, LBFGS):  # which compares values along a line
+                    return torch.stack(losses).sum() / sum(sizes) + term.value()
+            return losses[-1]
 
         optimizer = self._module.optimizers()
         self._module.optimizer_step(self._trainer.current_epoch, index, optimizer, closure)  # type: ignore[arg-type]

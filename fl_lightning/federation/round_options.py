@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from fl_lightning.client.correction import Correction
 from fl_lightning.federation.engine import EngineOptions
 
 
@@ -14,6 +15,8 @@ class RoundOptions:
 
     Attributes:
         accumulate: batches per local step.
+        correction: None for none.
+        num_clients: all of them.
     """
 
     local_steps: int | None
@@ -23,3 +26,5 @@ class RoundOptions:
     min_replies: int
     seed: int
     engine: EngineOptions
+    correction: Correction | None = None
+    num_clients: int

@@ -16,8 +16,11 @@ from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
+from fl_lightning.client.local_solver import LocalSolver
 from fl_lightning.client.local_training import GlobalModel
+from fl_lightning.client.memory import ClientMemory
 from fl_lightning.core.errors import ClientFailure, ConfigurationError, RoundFailure
+from fl_lightning.federation.corrector import Corrector
 from fl_lightning.federation.group_training import GroupTraining
 from fl_lightning.federation.groups import ClientGroup, RoundGroups
 from fl_lightning.federation.meeting import (
@@ -66,10 +69,35 @@ class RoundRunner:
         self._ranks = Ranks(trainer)
         self._failure: Failure | None = None
         self._is_noted = False
-        self.clients = GroupTraining(trainer, options)
+        self._memory = ClientMemory()
+        self._corrector = self._new_corrector(aggregator)
+        self.clients = GroupTraining(
+            trainer, options, self._corrector, self._new_solver(aggregator)
+        )
         self.server = Server(self.clients.local.read(), aggregator, server_optimizer)
         self.record = RoundRecord()
         self._is_kept_by_lightning = self._can_be_kept_by_lightning()
+
+    def _new_corrector(self, aggregator: Aggregator) -> Corrector | None:
+        options, optimizer = self._options, self._trainer.optimizers[0]
+        if options.correction is None:
+            return None
+        return Corrector(
+            options.correction,
+            self._memory,
+            options.num_clients,
+            optimizer,
+            exact=aggregator.exact,
+        )
+
+    def _new_solver(self, aggregator: Aggregator) -> LocalSolver | None:
+        if not getattr(aggregator, "needs_effective_steps", False):
+            return None
+        correction = self._options.correction
+        pull = 0.0 if correction is None else correction.pull
+        solver = LocalSolver(self._trainer.optimizers[0], pull)
+        solver.effective_steps(1)  # refuses what has no such number
+        return solver
 
     def _can_be_kept_by_lightning(self) -> bool:
         """Return whether the checkpoint's weights hold every bit of the server's model."""
@@ -123,7 +151,9 @@ class RoundRunner:
         for client in sorted(self.record.skipped):
             rank_zero_warn(f"skipped: {self.record.skipped[client]}")
         self._check_replies()
-        self.record.update_norm = float(self.server.close_round())
+        if self._corrector is not None:
+            self._corrector.close_round()
+        self.record.update_norm = float(self.server.close_round(self._corrector))
         with self.clients.metrics_kept_apart():
             self.record.pooled = self.clients.collector.collect_metrics()
         self.clients.scaler.end_round()
@@ -153,6 +183,8 @@ class RoundRunner:
         self.clients.scaler.merge(report.scaler for report in reports)
         pool_metrics(reports, self.clients.collector, self._module)
         self.server.reduce(self._ranks.all_reduce)
+        if self._corrector is not None:
+            self._corrector.reduce(self._ranks.all_reduce)
 
     def in_progress_bar(self, name: str) -> bool:
         """Return whether a logged value is shown beside the progress bar."""
@@ -169,13 +201,18 @@ class RoundRunner:
             if self._is_kept_by_lightning:  # hooks between rounds may have changed it
                 self.server.replace_model(self.clients.local.read())
             self.server.open_round()
+            if self._corrector is not None:
+                self._corrector.open_round(self.server.model.params)
 
     def _renew_space(self) -> None:
         """Follow masks that changed between rounds: other coordinates travel from here on."""
         before = self.clients.local.space
         self.clients.renew_space()
         after = self.clients.local
-        self.server.relocate(after.read(), after.space.positions_in(before))
+        positions = after.space.positions_in(before)
+        self.server.relocate(after.read(), positions)
+        if self._corrector is not None:
+            self._corrector.relocate(positions)
         self._is_kept_by_lightning = self._can_be_kept_by_lightning()
 
     def _check_replies(self) -> None:
@@ -208,6 +245,9 @@ class RoundRunner:
             "inside": self.server.is_open,
             "engine": self.clients.engine.state_dict(),
         }
+        if self._corrector is not None:
+            state["correction"] = self._corrector.state_dict(with_round=open_here)
+            state["memory"] = self._memory.state_dict(with_round=open_here)
         if not self._is_kept_by_lightning:
             state["model"] = vars(self.server.model)
         return state
@@ -228,11 +268,20 @@ class RoundRunner:
             self.server.replace_model(GlobalModel(**state["model"]))
             self.clients.local.restore(self.server.model)
         self.server.load_state_dict(state["server"])
+        self._load_corrections(state)
         self.record.load_state_dict(state["record"])
         self.clients.scaler.load_state_dict(state["scaler"])
         self.clients.collector.load_metric_states(self._module, state["metrics"])
         self.clients.collector.prog_bar |= set(state["prog_bar"])
         self.clients.engine.load_state_dict(state["engine"])
+
+    def _load_corrections(self, state: dict[str, Any]) -> None:
+        correction = self._options.correction
+        present = None if correction is None else type(correction).__name__
+        _check_same("correction", state.get("correction", {"kind": None})["kind"], present)
+        if self._corrector is not None:
+            self._corrector.load_state_dict(state["correction"], self.server.model.params)
+            self._memory.load_state_dict(state["memory"])
 
 
 def _check_same(what: str, saved: Any, present: Any) -> None:

@@ -21,7 +21,7 @@ from torchmetrics import Metric
 
 from fl_lightning.client.cannot_stack import CannotStack
 from fl_lightning.client.local_training import GlobalModel, LocalTrainer
-from fl_lightning.client.slot_training import SlotTrainer
+from fl_lightning.client.slot_training import SlotTrainer, TermOf
 from fl_lightning.client.stacked_optimizers import stacked_rule
 from fl_lightning.client.stacked_step import StackedOptions, StackedStep
 from fl_lightning.client.work import ClientWork
@@ -52,11 +52,15 @@ class Stacking:
         weighted: whether the loss is a mean over examples, so that batches may be padded; if not,
             clients with smaller batches train one after the other.
         compiled: whether the stacked step is compiled.
+        has_pull: whether a correction pulls.
+        has_shift: whether a correction shifts gradients.
     """
 
     num_slots: int
     weighted: bool = True
     compiled: bool = False
+    has_pull: bool = False
+    has_shift: bool = False
 
 
 class SlotEngine:
@@ -84,6 +88,8 @@ class SlotEngine:
                 stacking.num_slots,
                 stacking.weighted,
                 compiled=stacking.compiled,
+                has_pull=stacking.has_pull,
+                has_shift=stacking.has_shift,
                 **_clipping(trainer),
             ),
         )
@@ -111,12 +117,14 @@ class SlotEngine:
             (stackable if fits else others).append(client)
         return stackable, others
 
-    def train(self, model: GlobalModel, work: Sequence[ClientWork]) -> Iterator[GroupUpdate]:
-        """Train clients and yield their updates as they end."""
+    def train(
+        self, model: GlobalModel, work: Sequence[ClientWork], term: TermOf | None = None
+    ) -> Iterator[GroupUpdate]:
+        """Train clients, with their terms if there are any, and yield their updates as they end."""
         if not work:
             return
         with self._collector.not_listening_to(self._module):  # a graph is for one `log`
-            yield from self._slots.train(model, work)
+            yield from self._slots.train(model, work, term)
         rehearsal = self._step.rehearsal
         names = self._collector.epoch_names
         for name, metric in rehearsal.metrics.items() if rehearsal is not None else ():

@@ -10,7 +10,7 @@ aggregator and the optimizer; integer ones stay the server's.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,13 @@ from fl_lightning.server.aggregators import Aggregator, Mean, new_mean
 ServerOptimizer = Callable[[Iterable[Any]], Optimizer]
 # Replaces a tensor by its sum over all processes, in place
 AllReduce = Callable[[Tensor], None]
+
+
+class Corrects(Protocol):
+    """What may change an aggregate before the server steps on it."""
+
+    def pseudo_gradient(self, aggregate: Tensor) -> Tensor:
+        """Return what the server descends, shape (k,)."""
 
 
 def fedavg_optimizer(params: Iterable[Any]) -> Optimizer:
@@ -139,12 +146,20 @@ class Server:
         self._mean_buffers.load_sums(sums[len(deltas) :])
         self.num_replies = int(replies)
 
-    def close_round(self) -> Tensor:
-        """Step on the aggregate and return its L2 norm; without a reply the model stays."""
+    def close_round(self, corrector: Corrects | None = None) -> Tensor:
+        """Step on the aggregate and return the pseudo-gradient's L2 norm.
+
+        Without a reply the model stays.
+
+        Args:
+            corrector: makes the pseudo-gradient of the aggregate; they are the same if None.
+        """
         self.is_open = False
         if self.num_replies == 0:
             return torch.zeros(())
         pseudo_gradient = self._aggregator.close()
+        if corrector is not None:
+            pseudo_gradient = corrector.pseudo_gradient(pseudo_gradient)
         self._params.grad = pseudo_gradient
         self.optimizer.step()
         self._params.grad = None

@@ -1,0 +1,127 @@
+"""How much gradient a client's steps add up to: FedNova's ‖a‖₁.
+
+    Δ = η Σ_t a_t g_t,      ‖a‖₁ = Σ_t a_t
+
+For K plain steps ‖a‖₁ = K; with momentum ρ it is [K - ρ(1 - ρ^K)/(1 - ρ)]/(1 - ρ), with a pull μ
+towards the start [1 - (1 - ημ)^K]/(ημ). It is how far K steps go under a gradient of 1, divided by
+η; so we take these steps, on one number, which also covers dampening, Nesterov's momentum and all
+of them together. Weight decay counts as part of the gradient.
+
+Source: Wang et al. 2020, "Tackling the Objective Inconsistency Problem in Heterogeneous Federated
+Optimization", section 4.1 and appendix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Optimizer
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.space import Space
+from fl_lightning.sparsity.sparse_sgdm import SparseSGDM
+
+
+class LocalSolver:
+    """The clients' optimizer, as far as it adds up gradients.
+
+    Args:
+        optimizer: its options are read at every call.
+        pull: of the correction, ≥ 0.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.zeros(1))
+        >>> LocalSolver(SGD([weight], lr=0.1, momentum=0.5)).effective_steps(2)
+        2.5
+    """
+
+    def __init__(self, optimizer: Optimizer, pull: float = 0.0) -> None:
+        self._optimizer, self._pull = optimizer, pull
+
+    def effective_steps(self, num_steps: int) -> float:
+        """Return ‖a‖₁ of so many local steps.
+
+        Raises:
+            ConfigurationError: if the optimizer is not SGD, or its parameter groups differ in it.
+        """
+        sizes = {steps for _, steps in self._by_group(num_steps)}
+        if len(sizes) > 1:
+            raise ConfigurationError(
+                "the parameter groups of the clients' optimizer add up gradients differently: give "
+                "them the same momentum, dampening and nesterov, and the same learning rate if a "
+                "correction pulls"
+            )
+        return sizes.pop()
+
+    def travels(self, num_steps: int) -> list[float]:
+        """Return η ‖a‖₁ of every parameter group.
+
+        Raises:
+            ConfigurationError: if the optimizer is not SGD.
+        """
+        return [lr * steps for lr, steps in self._by_group(num_steps)]
+
+    def travel(self, num_steps: int, space: Space) -> Tensor | float:
+        """Return η ‖a‖₁ of every coordinate, shape (k,), or a number that all have.
+
+        Raises:
+            ConfigurationError: if the optimizer is not SGD.
+        """
+        travels = self.travels(num_steps)
+        groups = self._optimizer.param_groups
+        of_param = {
+            id(p): travel
+            for travel, group in zip(travels, groups, strict=True)
+            for p in group["params"]
+        }
+        parts = [
+            (view.numel(), of_param.get(id(tensor), 0.0))
+            for tensor, _, view in space.entries(torch.empty(space.size))
+        ]
+        if len({travel for _, travel in parts}) == 1:
+            return parts[0][1]
+        filled = [
+            torch.full((size,), travel, dtype=space.dtype, device=space.device)
+            for size, travel in parts
+        ]
+        return torch.cat(filled)
+
+    def _by_group(self, num_steps: int) -> list[tuple[float, float]]:
+        """Return learning rate and ‖a‖₁ of every parameter group."""
+        optimizer = self._optimizer
+        if type(optimizer) not in (SGD, SparseSGDM):
+            raise ConfigurationError(
+                f"the steps of {type(optimizer).__name__} are no sum of gradients: use torch.optim.SGD"
+            )
+        return [self._of_group(group, num_steps) for group in optimizer.param_groups]
+
+    def _of_group(self, group: Mapping[str, Any], num_steps: int) -> tuple[float, float]:
+        lr = float(group["lr"])
+        options = float(group["momentum"]), float(group["dampening"]), bool(group["nesterov"])
+        return lr, _distance(num_steps, *options, lr * self._pull)
+
+
+@lru_cache(maxsize=4096)
+def _distance(
+    num_steps: int, momentum: float, dampening: float, nesterov: bool, pull: float
+) -> float:
+    """Return how far SGD goes in so many steps under a gradient of 1, divided by η.
+
+    Args:
+        num_steps: how many, ≥ 1.
+        momentum: ρ.
+        dampening: of what comes new into the momentum, but for the first step.
+        nesterov: look ahead.
+        pull: η μ.
+    """
+    distance = velocity = 0.0
+    for step in range(num_steps):
+        gradient = 1.0 - pull * distance
+        velocity = gradient if step == 0 else momentum * velocity + (1 - dampening) * gradient
+        ahead = gradient + momentum * velocity if nesterov else velocity
+        distance += ahead if momentum else gradient
+    return distance
