@@ -36,7 +36,8 @@ from fl_lightning.core.seeds import (
     seed_global_generators,
     torch_generator,
 )
-from fl_lightning.data.cohort import AllClients, CohortSampler, Population
+from fl_lightning.data.cohort import AllClients, CohortSampler
+from fl_lightning.data.population import Population
 from fl_lightning.federation.ranks import Ranks
 from fl_lightning.sparsity.calibration import Calibration
 from fl_lightning.sparsity.fisher import SampledFisher

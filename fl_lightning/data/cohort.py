@@ -1,41 +1,25 @@
-"""Which clients take part in a round: pure functions of (seed, round).
+"""Which clients take part in a round: pure functions of (seed, round, what is known of clients).
 
-Nothing is remembered between rounds, so a resumed run draws the cohorts that the uninterrupted one
-would have drawn. Ids are returned in increasing order: the order in which clients train, and in
+A sampler remembers nothing between rounds; what the server has learnt of clients is in `Population`,
+which is part of the checkpoint. So a resumed run draws the cohorts that the uninterrupted one would
+have drawn. Ids are returned in increasing order: the order in which clients train, and in
 which their updates are added up, does not depend on the draw.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
-import numpy.typing as npt
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import numpy_generator
-
-ClientIds = npt.NDArray[np.int64]
+from fl_lightning.data.cohort_size import check_cohort_size, check_fraction, cohort_size
+from fl_lightning.data.population import ClientIds, Population
 
 # An empty Poisson draw is repeated at most this often: beyond, the expected size is hopeless.
 MAX_REDRAWS = 1000
-
-
-@dataclass(frozen=True)
-class Population:
-    """What the server knows of all clients.
-
-    Attributes:
-        num_examples: training examples of each client, shape (num_clients,).
-    """
-
-    num_examples: npt.NDArray[np.int64]
-
-    @property
-    def num_clients(self) -> int:
-        """Number of clients, sampled or not."""
-        return len(self.num_examples)
 
 
 class CohortSampler(Protocol):
@@ -48,12 +32,20 @@ class CohortSampler(Protocol):
         """Return the ids of the round's clients, increasing and distinct; a pure function."""
 
 
-def _check_fraction(fraction: float) -> None:
-    if not 0 < fraction <= 1:
-        raise ConfigurationError(
-            f"fraction must be in (0, 1], got {fraction}: it is the share of all clients that "
-            "takes part in a round. Use size for a number of clients."
-        )
+@runtime_checkable
+class NeedsFreshLosses(Protocol):
+    """A sampler that looks at clients' losses on the present global model.
+
+    Before it draws, the federation measures those that it asks for and puts them into
+    `Population.losses`. A forward pass over a client's training examples each.
+    """
+
+    @property
+    def loss_batches(self) -> int | None:
+        """Over how many batches of a client; None is all."""
+
+    def candidates(self, round_index: int, population: Population, seed: int) -> ClientIds:
+        """Return whose losses are needed, maybe nobody's; a pure function."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,37 +70,20 @@ class UniformCohort:
     min_size: int = 1
 
     def __post_init__(self) -> None:
-        if (self.fraction is None) == (self.size is None):
-            raise ConfigurationError(
-                "UniformCohort needs either fraction or size, "
-                f"got fraction={self.fraction} and size={self.size}"
-            )
-        if self.fraction is not None:
-            _check_fraction(self.fraction)
-        if self.size is not None and self.size < 1:
-            raise ConfigurationError(f"size must be at least 1 client, got {self.size}")
-        if self.min_size < 1:
-            raise ConfigurationError(f"min_size must be at least 1 client, got {self.min_size}")
+        check_cohort_size("UniformCohort", self.fraction, self.size, self.min_size)
 
     def expected_size(self, num_clients: int) -> int:
         """Return the number of clients in every round."""
-        size = self.size
-        if size is None:
-            assert self.fraction is not None
-            size = max(self.min_size, round(self.fraction * num_clients))
-        if size > num_clients:
-            raise ConfigurationError(
-                f"the cohort has {size} clients but there are only {num_clients}: "
-                "lower size or min_size, or raise data.num_clients"
-            )
-        return size
+        return cohort_size(self.fraction, self.size, self.min_size, num_clients)
 
     def sample(self, round_index: int, population: Population, seed: int) -> ClientIds:
-        """Return `expected_size` distinct client ids."""
+        """Return `expected_size` distinct client ids, or all that are available."""
         generator = numpy_generator(seed, "cohort", round_index)
-        size = self.expected_size(population.num_clients)
+        there = population.num_available
+        size = min(self.expected_size(population.num_clients), there)
         # of a cohort below a fiftieth of the clients NumPy draws only the cohort (Floyd's algorithm)
-        return np.sort(generator.choice(population.num_clients, size, replace=False))
+        drawn = np.sort(generator.choice(there, size, replace=False))
+        return drawn if population.is_available is None else population.available_ids[drawn]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +108,7 @@ class PoissonCohort:
     min_size: int = 0
 
     def __post_init__(self) -> None:
-        _check_fraction(self.fraction)
+        check_fraction(self.fraction)
         if self.min_size < 0:
             raise ConfigurationError(f"min_size must not be negative, got {self.min_size}")
 
@@ -149,7 +124,10 @@ class PoissonCohort:
         """
         for attempt in range(MAX_REDRAWS):
             generator = numpy_generator(seed, "cohort", round_index, attempt)
-            ids = np.flatnonzero(generator.random(population.num_clients) < self.fraction)
+            joins = generator.random(population.num_clients) < self.fraction
+            if population.is_available is not None:
+                joins &= population.is_available
+            ids = np.flatnonzero(joins)
             if len(ids) >= self.min_size:
                 return ids
         raise ConfigurationError(
@@ -168,4 +146,4 @@ class AllClients:
 
     def sample(self, round_index: int, population: Population, seed: int) -> ClientIds:
         """Return all ids."""
-        return np.arange(population.num_clients)
+        return population.available_ids

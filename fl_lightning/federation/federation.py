@@ -26,8 +26,9 @@ from fl_lightning.core.seeds import (
     run_seed,
     seed_global_generators,
 )
-from fl_lightning.data.cohort import AllClients, CohortSampler, Population, UniformCohort
+from fl_lightning.data.cohort import AllClients, CohortSampler, UniformCohort
 from fl_lightning.data.federated import FederatedDataModule
+from fl_lightning.data.population import Population
 from fl_lightning.federation.atomic_checkpoint import AtomicCheckpointIO
 from fl_lightning.federation.client_masks import client_masks
 from fl_lightning.federation.compatibility import (

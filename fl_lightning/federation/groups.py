@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.data.cohort import CohortSampler, Population
+from fl_lightning.data.cohort import CohortSampler
+from fl_lightning.data.population import Population
 from fl_lightning.federation.shares import shares
 
 # Lightning lets the processes wait for each other at every batch: few groups, few waits.

@@ -1,24 +1,57 @@
 """Cohorts: sizes, distinct and sorted ids, pure functions of (seed, round)."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.data.cohort import AllClients, PoissonCohort, Population, UniformCohort
+from fl_lightning.data.availability import AvailableCohort, Diurnal, Stretches
+from fl_lightning.data.cohort import AllClients, PoissonCohort, UniformCohort
+from fl_lightning.data.oort import OortCohort
+from fl_lightning.data.population import Population
+from fl_lightning.data.turns import LeastRecentCohort, RoundRobinCohort
+from fl_lightning.data.weighted_cohorts import ByLossCohort, BySizeCohort, PowerOfChoiceCohort
 
 SAMPLERS = [
     UniformCohort(fraction=0.3),
     UniformCohort(size=4),
     PoissonCohort(fraction=0.3),
     PoissonCohort(fraction=0.3, min_size=2),
+    BySizeCohort(size=4),
+    ByLossCohort(size=4, temperature=0.5),
+    PowerOfChoiceCohort(size=4, num_candidates=7),
+    OortCohort(size=4),
+    LeastRecentCohort(size=4),
+    AvailableCohort(UniformCohort(size=4), Stretches(fraction=0.5)),
+    AvailableCohort(OortCohort(size=4), Diurnal()),
+    RoundRobinCohort(size=4),
     AllClients(),
 ]
+FIXED = [sampler for sampler in SAMPLERS if getattr(sampler, "size", None)]
 
 
 def population(num_clients):
     return Population(np.arange(1, num_clients + 1))
+
+
+def known(num_clients):
+    """A population of which two thirds have been seen, with losses, rounds and durations."""
+    one, random = population(num_clients), np.random.default_rng(0)
+    seen = np.flatnonzero(random.random(num_clients) < 0.66).tolist()
+    for client in seen:
+        losses, durations = {client: random.random()}, {client: random.random()}
+        round_index = int(random.integers(20))
+        one.note([client], round_index=round_index, losses=losses, durations=durations)
+    return one
+
+
+def shares(sampler, clients, num_draws=2000):
+    """How often each client is drawn."""
+    draws = [sampler.sample(r, clients, 0) for r in range(num_draws)]
+    return np.bincount(np.concatenate(draws), minlength=clients.num_clients) / num_draws
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS, ids=repr)
@@ -37,6 +70,12 @@ class TestEverySampler:
         assert set(ids) <= set(range(num_clients))
         again = sampler.sample(round_index, population(num_clients), seed)
         np.testing.assert_array_equal(ids, again)
+        some = known(num_clients)
+        ids = sampler.sample(round_index, some, seed)
+        assert (np.diff(ids) > 0).all()
+        restored = population(num_clients)
+        restored.load_state_dict(some.state_dict())
+        np.testing.assert_array_equal(ids, sampler.sample(round_index, restored, seed))
 
     def test_leaves_the_global_generator_alone(self, sampler):
         before = np.random.get_state()[1].copy()
@@ -44,7 +83,7 @@ class TestEverySampler:
         np.testing.assert_array_equal(np.random.get_state()[1], before)
 
 
-@pytest.mark.parametrize("sampler", SAMPLERS[:-1], ids=repr)
+@pytest.mark.parametrize("sampler", SAMPLERS[:-2], ids=repr)
 def test_rounds_and_seeds_draw_differently(sampler):
     def draws(keys):
         return {tuple(sampler.sample(r, population(50), seed).tolist()) for r, seed in keys}
@@ -172,3 +211,217 @@ class TestPoissonCohort:
     def test_refuses(self, settings, message):
         with pytest.raises(ConfigurationError, match=message):
             PoissonCohort(**settings)
+
+
+@pytest.mark.parametrize("sampler", [*FIXED, PoissonCohort(fraction=0.3), AllClients()], ids=repr)
+class TestAvailability:
+    @given(round_index=st.integers(0, 200), seed=st.integers(0, 2**62))
+    def test_all_available_is_the_sampler_itself(self, sampler, round_index, seed):
+        wrapped = AvailableCohort(sampler, Stretches(fraction=1.0))
+        expected = sampler.sample(round_index, known(23), seed)
+        np.testing.assert_array_equal(wrapped.sample(round_index, known(23), seed), expected)
+
+    @given(
+        num_clients=st.integers(7, 40),
+        round_index=st.integers(0, 200),
+        fraction=st.floats(0.05, 1),
+        length=st.integers(1, 9),
+    )
+    def test_only_who_is_there_and_as_many_as_asked_for(
+        self, sampler, num_clients, round_index, fraction, length
+    ):
+        availability = Stretches(fraction=fraction, length=length)
+        there = availability.available(round_index, num_clients, 0)
+        ids = AvailableCohort(sampler, availability).sample(round_index, known(num_clients), 0)
+        assert there[ids].all()
+        if sampler in FIXED:
+            assert len(ids) == min(4, there.sum())
+
+
+def test_who_draws_clients_that_are_not_there_is_refused():
+    class First:
+        def expected_size(self, num_clients):
+            return 1
+
+        def sample(self, round_index, population, seed):
+            return np.arange(1)
+
+    sampler = AvailableCohort(First(), Stretches(length=1))
+    with pytest.raises(ConfigurationError, match="First draws clients that are not available"):
+        [sampler.sample(round_index, population(3), 0) for round_index in range(9)]
+
+
+class TestStretches:
+    def test_the_share_and_the_length_are_the_ones_asked_for(self):
+        trace = np.array(
+            [Stretches(fraction=0.3, length=5).available(r, 400, 0) for r in range(100)]
+        )
+        assert trace.mean() == pytest.approx(0.3, abs=0.03)  # 8000 coins
+        changes = (trace[1:] != trace[:-1]).mean()
+        assert changes == pytest.approx(2 * 0.3 * 0.7 / 5, abs=0.01)
+        for client in trace.T[:20]:  # who is there or away is so for whole stretches
+            borders = np.flatnonzero(np.diff(client.astype(int)))
+            assert (np.diff(borders) % 5 == 0).all()
+
+    @pytest.mark.parametrize("settings", [{"fraction": 0.0}, {"fraction": 1.1}, {"length": 0}])
+    def test_refuses(self, settings):
+        with pytest.raises(ConfigurationError, match=f"Stretches: {next(iter(settings))} must be"):
+            Stretches(**settings)
+
+
+class TestDiurnal:
+    def test_is_the_stated_probability(self):
+        day = Diurnal(mean=0.4, amplitude=0.3, period=8)
+        for hour in range(16):
+            share = day.available(hour, 20_000, 1).mean()
+            assert share == pytest.approx(0.4 + 0.3 * np.sin(2 * np.pi * hour / 8), abs=0.018)
+
+    def test_around_the_globe_it_is_always_day_somewhere(self):
+        day = Diurnal(mean=0.4, amplitude=0.4, period=8, spread=1.0)
+        there = np.array([day.available(hour, 20_000, 1) for hour in range(8)])
+        np.testing.assert_allclose(there.mean(1), 0.4, atol=0.02)
+        assert there.mean(0).std() > 0.1
+
+    def test_refuses(self):
+        with pytest.raises(ConfigurationError, match=r"amplitude must be in \[0, 0.2\] .* got 0.3"):
+            Diurnal(mean=0.8, amplitude=0.3)
+
+
+def successive_inclusion(weights, size):
+    """The probability that each is among ``size`` draws without replacement, by enumeration."""
+    chances = np.zeros(len(weights))
+    for order in itertools.permutations(range(len(weights)), size):
+        left, chance = sum(weights), 1.0
+        for one in order:
+            chance *= weights[one] / left
+            left -= weights[one]
+        chances[list(order)] += chance
+    return chances
+
+
+class TestWeightedCohorts:
+    def test_by_size_has_the_law_of_successive_draws(self):
+        weights = np.array([1, 2, 3, 10, 4])
+        expected = successive_inclusion(weights.tolist(), 2)
+        found = shares(BySizeCohort(size=2), Population(weights), 4000)
+        np.testing.assert_allclose(found, expected, atol=0.04)  # five standard errors
+
+    def test_by_loss_is_a_softmax(self):
+        clients = population(4)
+        losses = dict(enumerate([0.1, 1.0, 2.0, 0.5]))
+        clients.note(list(losses), round_index=0, losses=losses)
+        expected = np.exp(np.array(list(losses.values())) / 0.7)
+        sampler = ByLossCohort(size=1, temperature=0.7)
+        found = shares(sampler, clients, 4000)
+        np.testing.assert_allclose(found, expected / expected.sum(), atol=0.04)
+
+    def test_unknown_losses_count_as_the_highest(self):
+        clients = population(3)
+        clients.note([0, 1], round_index=0, losses={0: 1.0, 1: 3.0})
+        found = shares(ByLossCohort(size=1), clients)
+        assert found[1] == pytest.approx(found[2], abs=0.06)
+        fresh = shares(ByLossCohort(size=1), population(3))
+        np.testing.assert_allclose(fresh, 1 / 3, atol=0.06)
+
+    @given(round_index=st.integers(0, 1000))
+    def test_power_of_choice_with_as_many_candidates_as_clients_is_by_size(self, round_index):
+        one, other = PowerOfChoiceCohort(size=5, num_candidates=5), BySizeCohort(size=5)
+        expected = other.sample(round_index, known(30), 0)
+        np.testing.assert_array_equal(one.sample(round_index, known(30), 0), expected)
+
+    @given(round_index=st.integers(0, 1000))
+    def test_power_of_choice_takes_the_worst_of_its_candidates(self, round_index):
+        sampler, clients = PowerOfChoiceCohort(size=3, num_candidates=8), known(30)
+        candidates = sampler.candidates(round_index, clients, 0)
+        assert len(candidates) == 8
+        chosen = sampler.sample(round_index, clients, 0)
+        assert set(chosen) <= set(candidates)
+        losses = np.nan_to_num(clients.losses, nan=np.inf)
+        rest = np.setdiff1d(candidates, chosen)
+        assert losses[chosen].min() >= losses[rest].max()
+
+    def test_clients_without_examples_come_last(self):
+        clients = Population(np.array([0, 5, 0, 5]))
+        assert BySizeCohort(size=2).sample(0, clients, 0).tolist() == [1, 3]
+        draws = {tuple(BySizeCohort(size=3).sample(r, clients, 0).tolist()) for r in range(20)}
+        assert draws == {(0, 1, 3), (1, 2, 3)}
+
+    def test_nothing_is_asked_of_clients_whose_last_loss_will_do(self):
+        for sampler in (
+            ByLossCohort(size=2),
+            PowerOfChoiceCohort(size=2, num_candidates=3, losses="last_known"),
+        ):
+            assert sampler.candidates(0, known(9), 0).tolist() == []
+        everybody = ByLossCohort(size=2, losses="fresh").candidates(0, known(9), 0)
+        assert everybody.tolist() == list(range(9))
+
+    @pytest.mark.parametrize(
+        ("make", "message"),
+        [
+            (lambda: BySizeCohort(), "BySizeCohort needs either fraction or size"),
+            (lambda: ByLossCohort(size=2, temperature=0), "temperature must be greater than 0"),
+            (lambda: ByLossCohort(size=2, losses="new"), "losses must be last_known or fresh"),
+            (lambda: ByLossCohort(size=2, loss_batches=0), "loss_batches must be at least 1"),
+            (
+                lambda: PowerOfChoiceCohort(size=4, num_candidates=3).sample(0, population(9), 0),
+                "num_candidates must be from 4, .* to 9, .* got 3",
+            ),
+        ],
+    )
+    def test_refuses(self, make, message):
+        with pytest.raises(ConfigurationError, match=message):
+            make()
+
+
+class TestOort:
+    def test_explores_first_and_never_indexes_out_of_range(self):
+        """The released code fails where every client that was scored is exploited."""
+        sampler, clients, seen = OortCohort(size=3, exploration=0.5), population(7), set()
+        for round_index in range(40):
+            ids = sampler.sample(round_index, clients, 0).tolist()
+            assert len(ids) == 3
+            clients.note(ids, round_index=round_index, losses={i: 1.0 + i for i in ids})
+            seen |= set(ids)
+        assert seen == set(range(7))
+
+    def test_utility_by_hand(self):
+        clients = Population(np.array([10, 20, 30, 40]))
+        losses, durations = {0: 1.0, 1: 2.0, 3: 0.5}, {0: 1.0, 1: 4.0, 3: 1.0}
+        clients.note([0, 1, 3], round_index=1, losses=losses, durations=durations)
+        sampler = OortCohort(size=1, clip_quantile=1.0, duration_quantile=0.5)
+        found = sampler.utilities(4, clients, np.array([0, 1, 3]))
+        waited = np.sqrt(0.1 * np.log(5) / 2)
+        expected = [waited, (1 + waited) * (1 / 4) ** 2, 1 / 3 + waited]
+        np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+    def test_exploits_only_above_the_cut_off(self):
+        clients = Population(np.full(6, 10))
+        losses = {0: 1.0, 1: 0.99, 2: 0.2, 3: 0.1, 4: 0.0, 5: 0.0}
+        clients.note(list(losses), round_index=0, losses=losses)
+        sampler = OortCohort(size=2, clip_quantile=1.0)
+        found = shares(sampler, clients, 200)
+        assert found[[0, 1]].tolist() == [1.0, 1.0]
+
+    @pytest.mark.parametrize("name", ["exploration", "cut_off", "slowness"])
+    def test_refuses(self, name):
+        with pytest.raises(ConfigurationError, match=f"{name} must"):
+            OortCohort(size=1, **{name: -0.1})
+
+
+class TestTurns:
+    @given(num_clients=st.integers(4, 40), first=st.integers(0, 100))
+    def test_everybody_has_as_many_turns(self, num_clients, first):
+        clients, turns = population(num_clients), np.zeros(num_clients, int)
+        for round_index in range(first, first + num_clients):
+            turns[RoundRobinCohort(size=4).sample(round_index, clients, 0)] += 1
+        assert (turns == 4).all()
+
+    @given(num_clients=st.integers(4, 40))
+    def test_nobody_waits_longer_than_it_takes_to_ask_all(self, num_clients):
+        clients, sampler = population(num_clients), LeastRecentCohort(size=4)
+        longest = -(-num_clients // 4)
+        for round_index in range(3 * longest):
+            ids = sampler.sample(round_index, clients, 0).tolist()
+            clients.note(ids, round_index=round_index, losses={})
+            if round_index >= longest - 1:
+                assert clients.last_rounds.min() > round_index - longest

@@ -13,10 +13,11 @@ from toys import ToyData, toy_data
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data import flat_shards
-from fl_lightning.data.cohort import Population, UniformCohort
+from fl_lightning.data.cohort import UniformCohort
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.data.flat_shards import FlatShards
 from fl_lightning.data.partition import IID
+from fl_lightning.data.population import Population
 from fl_lightning.data.shards import ClientShards
 from fl_lightning.data.summary import PartitionSummary, partition_fingerprint
 

@@ -462,7 +462,7 @@ def test_processes_started_from_outside_all_know_everything(tmp_path):
 
 
 def test_every_client_is_in_one_share():
-    from fl_lightning.data.cohort import Population
+    from fl_lightning.data.population import Population
     from fl_lightning.federation.groups import RoundGroups, Share
 
     work = np.arange(1, 31)
