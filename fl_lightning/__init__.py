@@ -34,11 +34,13 @@ if TYPE_CHECKING:
     from fl_lightning.server.aggregators import Mean
     from fl_lightning.server.normalised_mean import NormalisedMean
     from fl_lightning.server.overlap_mean import OverlapMean
+    from fl_lightning.server.privacy.central import CentralDP
     from fl_lightning.sparsity.sparse_adamw import SparseAdamW
     from fl_lightning.sparsity.sparse_sgdm import SparseSGDM
 
 __all__ = [
     "AllClients",
+    "CentralDP",
     "ClientEvaluation",
     "ClientFailure",
     "ConfigurationError",
@@ -65,6 +67,7 @@ __all__ = [
 # Imported when first asked for: PyTorch and Lightning take seconds (PEP 562).
 _HOMES = {
     "AllClients": "fl_lightning.data.cohort",
+    "CentralDP": "fl_lightning.server.privacy.central",
     "ClientEvaluation": "fl_lightning.callbacks.client_evaluation",
     "ClientFailure": "fl_lightning.core.errors",
     "ConfigurationError": "fl_lightning.core.errors",

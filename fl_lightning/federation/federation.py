@@ -16,6 +16,7 @@ import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.utilities import rank_zero_info
 
 from fl_lightning.client.correction import Correction
 from fl_lightning.client.speedups import Speedup
@@ -45,11 +46,20 @@ from fl_lightning.federation.group_size import num_short_clients
 from fl_lightning.federation.groups import RoundGroups, Share
 from fl_lightning.federation.hooks import GroupsPassBy
 from fl_lightning.federation.loop import install, renumber_groups
+from fl_lightning.federation.privacy_checks import (
+    check_private,
+    check_private_trainer,
+    warn_of_releases,
+)
+from fl_lightning.federation.private_rounds import PrivateRounds
+from fl_lightning.federation.ranks import Ranks
 from fl_lightning.federation.round_options import RoundOptions
 from fl_lightning.federation.rounds import RoundRunner
 from fl_lightning.federation.shares import local_work
 from fl_lightning.server.aggregators import Aggregator, Mean
 from fl_lightning.server.overlap_mean import OverlapMean
+from fl_lightning.server.privacy.mechanism import Privacy
+from fl_lightning.server.privacy.run import Run
 from fl_lightning.server.server import ServerOptimizer, fedavg_optimizer
 
 
@@ -68,6 +78,7 @@ class Federation(Callback):
             `Scaffold`, `FedDyn`, …; nothing if None.
         aggregator: how updates become one; the mean weighted by examples if None, over the clients
             that may move a coordinate where they have masks of their own.
+        privacy: differential privacy of clients: `CentralDP`, `LocalDP`, …; none if None.
         server_optimizer: builds the `torch.optim.Optimizer` that descends the aggregated delta;
             SGD with learning rate 1, which is FedAvg, if None.
         on_client_failure: what to do when a client's step raises, its loss or update is not
@@ -108,6 +119,7 @@ class Federation(Callback):
         local_epochs: int | None = None,
         correction: Correction | None = None,
         aggregator: Aggregator | None = None,
+        privacy: Privacy | None = None,
         server_optimizer: ServerOptimizer | None = None,
         on_client_failure: Literal["raise", "skip"] = "raise",
         min_replies: int = 1,
@@ -120,6 +132,9 @@ class Federation(Callback):
         super().__init__()
         _check(local_steps, local_epochs, on_client_failure, min_replies, clients_per_group)
         self.cohort = cohort if cohort is not None else AllClients()
+        if privacy is not None:
+            check_private(privacy, self.cohort, aggregator, correction)
+        self.privacy = privacy
         self.local_steps = local_steps
         self.local_epochs = local_epochs if local_steps or local_epochs else 1
         self.correction = correction
@@ -140,6 +155,8 @@ class Federation(Callback):
         if stage != "fit":
             return
         check_compatible(trainer, pl_module)
+        if self.privacy is not None:
+            check_private_trainer(trainer)
         data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
         self._check_shards(data)
         population = Population(data.clients.num_examples)
@@ -149,6 +166,7 @@ class Federation(Callback):
             self.seed,
             share=self._share(trainer, data),
             clients_per_group=self._num_together(trainer, pl_module, data),
+            restarts=self.privacy is not None,
             limit=trainer.limit_train_batches or 1.0,  # with 0 Lightning does not train
         )
         check_validation_interval(trainer, len(groups))
@@ -182,8 +200,14 @@ class Federation(Callback):
             correction=self.correction,
             num_clients=len(trainer.datamodule.clients),  # type: ignore[attr-defined]
         )
+        private = self._private_rounds(trainer)
         self.rounds = RoundRunner(
-            trainer, options, self._groups, self._aggregator(trainer), self.server_optimizer
+            trainer,
+            options,
+            self._groups,
+            self._aggregator(trainer) if private is None else private.aggregator,
+            self.server_optimizer,
+            private,
         )
         self._groups_before = self._saved.get("groups", len(self._groups))
         if self._saved:
@@ -199,6 +223,16 @@ class Federation(Callback):
         """Go on from a checkpoint of a run whose rounds had another number of groups."""
         if self._groups_before != len(self._groups):
             renumber_groups(trainer, self._groups_before, len(self._groups))
+        assert self.rounds is not None
+        if self.privacy is not None and self.rounds.private is not None:
+            self.rounds.private.announce()
+            warn_of_releases(
+                trainer,
+                self.privacy,
+                num_clients=len(trainer.datamodule.clients),  # type: ignore[attr-defined]
+                num_buffers=self.rounds.server.model.buffers.numel(),
+            )
+            self._stop_within_budget(trainer)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let what hooks draw between rounds depend on the round alone."""
@@ -217,6 +251,7 @@ class Federation(Callback):
         trainer.callback_metrics.update({name: torch.tensor(v) for name, v in facts.items()})
         for logger in trainer.loggers:
             logger.log_metrics(facts, step=trainer.global_step - 1)
+        self._stop_within_budget(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Give Trainer, module and data module back as they were."""
@@ -270,6 +305,29 @@ class Federation(Callback):
                 "out"
             )
         return self.aggregator or (OverlapMean() if masks_differ else Mean())
+
+    def _private_rounds(self, trainer: Trainer) -> PrivateRounds | None:
+        if self.privacy is None:
+            return None
+        rounds = trainer.max_epochs
+        run = Run(
+            self.cohort,
+            num_clients=len(trainer.datamodule.clients),  # type: ignore[attr-defined]
+            num_rounds=None if rounds is None or rounds < 0 else rounds,
+            seed=self.seed,
+        )
+        exact = self.aggregator is not None and self.aggregator.exact
+        return PrivateRounds(self.privacy, run, Ranks(trainer), exact=exact)
+
+    def _stop_within_budget(self, trainer: Trainer) -> None:
+        assert self.rounds is not None
+        private, planned = self.rounds.private, trainer.max_epochs
+        if private is not None and private.is_spent:
+            if planned is None or planned < 0 or private.released < planned:
+                rank_zero_info(
+                    f"privacy: the budget is spent after {private.released} rounds; training ends"
+                )
+            trainer.should_stop = True
 
     def _share(self, trainer: Trainer, data: FederatedDataModule) -> Share | None:
         if trainer.world_size == 1:

@@ -31,6 +31,7 @@ from fl_lightning.federation.meeting import (
     merged_record,
     pool_metrics,
 )
+from fl_lightning.federation.private_rounds import PrivateRounds
 from fl_lightning.federation.ranks import Ranks
 from fl_lightning.federation.round_options import RoundOptions
 from fl_lightning.federation.round_record import RoundRecord
@@ -47,11 +48,13 @@ class RoundRunner:
         aggregator: how updates become one.
         groups: learns when a group is done.
         server_optimizer: how the global model moves.
+        private: makes every round's aggregate private; it is none if None.
 
     Attributes:
         clients: the clients' part.
         server: the global model and how it moves.
         record: what is known of the present round, or of the last one until the next begins.
+        private: as given.
     """
 
     def __init__(
@@ -61,7 +64,9 @@ class RoundRunner:
         groups: RoundGroups,
         aggregator: Aggregator,
         server_optimizer: ServerOptimizer,
+        private: PrivateRounds | None = None,
     ) -> None:
+        self.private = private
         self._trainer = trainer
         self._options = options
         self._groups = groups
@@ -148,12 +153,14 @@ class RoundRunner:
         began = time.perf_counter()  # waiting for other processes is no work
         if reports:
             self._take_in(reports)
-        for client in sorted(self.record.skipped):
-            rank_zero_warn(f"skipped: {self.record.skipped[client]}")
+        if self.private is None or self.private.shows_clients:
+            for client in sorted(self.record.skipped):
+                rank_zero_warn(f"skipped: {self.record.skipped[client]}")
         self._check_replies()
         if self._corrector is not None:
             self._corrector.close_round()
-        self.record.update_norm = float(self.server.close_round(self._corrector))
+        # privacy goes with corrections that leave the aggregate as it is
+        self.record.update_norm = float(self.server.close_round(self.private or self._corrector))
         with self.clients.metrics_kept_apart():
             self.record.pooled = self.clients.collector.collect_metrics()
         self.clients.scaler.end_round()
@@ -161,6 +168,8 @@ class RoundRunner:
         self.clients.local.restore(self.server.model)
         self._groups.advance()  # only now: a round that failed is no finished one
         self.record.seconds += time.perf_counter() - began
+        if self.private is not None:
+            self.private.note(self.record)
 
     def _report(self) -> Report:
         states = self.clients.collector.metric_states(self._module)
@@ -200,6 +209,8 @@ class RoundRunner:
             self.record = RoundRecord()
             if self._is_kept_by_lightning:  # hooks between rounds may have changed it
                 self.server.replace_model(self.clients.local.read())
+            if self.private is not None:
+                self.private.open_round(self._trainer.current_epoch)
             self.server.open_round()
             if self._corrector is not None:
                 self._corrector.open_round(self.server.model.params)
@@ -229,14 +240,16 @@ class RoundRunner:
         That holds only for single precision (others are rounded on the way) and for buffers that
         are saved; otherwise the server's own model is kept as well. Of several processes one writes
         the checkpoint: it leaves out the open round, which is then trained again from its start.
+        So does a private run, because the sums of an open round have no noise.
         """
-        open_here = self.server.is_open and self._ranks.size == 1
+        open_here = self.server.is_open and self._ranks.size == 1 and self.private is None
+        hides_record = self.server.is_open and self.private is not None
         state = {
             "space": self.clients.local.space.fingerprint(),
             "mask": self.clients.local.space.mask_fingerprint(),
             "seed": self._options.seed,
             "server": self.server.state_dict(with_round=open_here),
-            "record": self.record.state_dict(),
+            "record": (RoundRecord() if hides_record else self.record).state_dict(),
             "scaler": self.clients.scaler.state_dict() if open_here else {},
             "metrics": self.clients.collector.metric_states(self._module) if open_here else {},
             "prog_bar": sorted(self.clients.collector.prog_bar),
@@ -248,6 +261,8 @@ class RoundRunner:
         if self._corrector is not None:
             state["correction"] = self._corrector.state_dict(with_round=open_here)
             state["memory"] = self._memory.state_dict(with_round=open_here)
+        if self.private is not None:
+            state["privacy"] = self.private.state_dict()
         if not self._is_kept_by_lightning:
             state["model"] = vars(self.server.model)
         return state
@@ -269,11 +284,17 @@ class RoundRunner:
             self.clients.local.restore(self.server.model)
         self.server.load_state_dict(state["server"])
         self._load_corrections(state)
+        self._load_privacy(state)
         self.record.load_state_dict(state["record"])
         self.clients.scaler.load_state_dict(state["scaler"])
         self.clients.collector.load_metric_states(self._module, state["metrics"])
         self.clients.collector.prog_bar |= set(state["prog_bar"])
         self.clients.engine.load_state_dict(state["engine"])
+
+    def _load_privacy(self, state: dict[str, Any]) -> None:
+        _check_same("privacy", "privacy" in state, self.private is not None)
+        if self.private is not None:
+            self.private.load_state_dict(state["privacy"])
 
     def _load_corrections(self, state: dict[str, Any]) -> None:
         correction = self._options.correction

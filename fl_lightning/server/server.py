@@ -4,7 +4,7 @@
 
 Source: Reddi et al. 2021, Algorithm 1 (FedOpt). With SGD at learning rate 1 this is FedAvg exactly.
 Buffers are no parameters: floating ones become their mean weighted by examples, whatever the
-aggregator and the optimizer; integer ones stay the server's.
+aggregator and the optimizer; integer ones stay the server's. With a private aggregator all do.
 """
 
 from __future__ import annotations
@@ -75,6 +75,7 @@ class Server:
         # live: `close_round` changes it in place
         self.model = GlobalModel(self._params.detach(), self._buffers)
         self._aggregator = aggregator if aggregator is not None else Mean()
+        self._is_private = getattr(self._aggregator, "is_private", False)
         _check_steps(make_optimizer)
         self.optimizer = make_optimizer([self._params])
         self.num_replies = 0
@@ -149,13 +150,14 @@ class Server:
     def close_round(self, corrector: Corrects | None = None) -> Tensor:
         """Step on the aggregate and return the pseudo-gradient's L2 norm.
 
-        Without a reply the model stays.
+        Without a reply the model stays, unless the aggregator is private: that nobody replied is
+        not to be seen.
 
         Args:
             corrector: makes the pseudo-gradient of the aggregate; they are the same if None.
         """
         self.is_open = False
-        if self.num_replies == 0:
+        if self.num_replies == 0 and not self._is_private:
             return torch.zeros(())
         pseudo_gradient = self._aggregator.close()
         if corrector is not None:
@@ -163,7 +165,8 @@ class Server:
         self._params.grad = pseudo_gradient
         self.optimizer.step()
         self._params.grad = None
-        self._buffers.copy_(self._mean_buffers.value())
+        if not self._is_private:
+            self._buffers.copy_(self._mean_buffers.value())
         norm: Tensor = torch.linalg.vector_norm(pseudo_gradient)
         return norm
 

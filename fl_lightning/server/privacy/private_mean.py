@@ -38,6 +38,7 @@ class PrivateMean:
         is_private: clients' buffers are not taken, and a round without a reply is a release like
             any other.
         clip_norm: of the present round, set by whoever opens it.
+        release: likewise.
 
     Example:
         >>> mean = PrivateMean(expected=4)
@@ -54,7 +55,8 @@ class PrivateMean:
     def __init__(self, expected: float, exact: bool = False, release: Release | None = None) -> None:
         self.exact = exact
         self.clip_norm = float("inf")
-        self._expected, self._release = expected, release
+        self.release = release
+        self._expected = expected
 
     def open(self, like: Tensor) -> None:
         """Start from zero."""
@@ -64,8 +66,8 @@ class PrivateMean:
     def add(self, update: ClientUpdate) -> None:
         """Clip and add one update."""
         delta, is_within = clipped(update.delta, self.clip_norm)
-        if self._release is not None:
-            delta = self._release(delta, update.client_id)
+        if self.release is not None:
+            delta = self.release(delta, update.client_id)
         self._mean.add(delta, 1)
         self._counts += torch.stack([is_within, torch.ones_like(is_within)])
 
