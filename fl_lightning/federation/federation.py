@@ -199,6 +199,7 @@ class Federation(Callback):
             engine=self.engine,
             correction=self.correction,
             num_clients=len(trainer.datamodule.clients),  # type: ignore[attr-defined]
+            sends_buffers=self.privacy is None,
         )
         private = self._private_rounds(trainer)
         self.rounds = RoundRunner(

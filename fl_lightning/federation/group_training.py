@@ -151,7 +151,8 @@ class GroupTraining:
             self._skip_or_raise(error, record)
         else:
             self.scaler.end_client()
-            server.receive(self._counted(update))
+            update = self._as_sent(update)
+            server.receive(update)
             record.add(update, num_bytes=bytes_up(update))
         active = None if masks is None else self.local.space.coordinates(masks)
         record.finish([work.client_id], num_bytes=_bytes_down(server, active))
@@ -178,7 +179,8 @@ class GroupTraining:
                     self._skip_or_raise(failure, record)
                 for each in usable if corrector is not None else ():
                     self._accept(each, by_id[each.client_id], server)
-                server.receive_group(self._counted_group(usable))
+                usable = self._group_as_sent(usable)
+                server.receive_group(usable)
                 record.add_group(usable, num_bytes=bytes_up(usable))
         except BaseException:  # the group counts as a whole or not at all
             server.load_state_dict(before[0])
@@ -232,14 +234,18 @@ class GroupTraining:
 
         self._corrector.accept(update, server.model.params, self.local.space, gradient)
 
-    def _counted(self, update: ClientUpdate) -> ClientUpdate:
-        """Say how many gradients an update adds up to, where that is asked for."""
+    def _as_sent(self, update: ClientUpdate) -> ClientUpdate:
+        """Leave out buffers that stay, and say how many gradients it adds up to if that is asked."""
+        if not self._options.sends_buffers:
+            update = dataclasses.replace(update, buffers=update.buffers[:0])
         if self._solver is None:
             return update
         steps = self._solver.effective_steps(update.num_steps)
         return dataclasses.replace(update, effective_steps=steps)
 
-    def _counted_group(self, group: GroupUpdate) -> GroupUpdate:
+    def _group_as_sent(self, group: GroupUpdate) -> GroupUpdate:
+        if not self._options.sends_buffers:
+            group = dataclasses.replace(group, buffers=group.buffers[:, :0])
         if self._solver is None:
             return group
         steps = [self._solver.effective_steps(number) for number in group.num_steps]

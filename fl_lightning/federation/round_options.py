@@ -17,6 +17,7 @@ class RoundOptions:
         accumulate: batches per local step.
         correction: None for none.
         num_clients: all of them.
+        sends_buffers: whether a client sends its buffers with its update.
     """
 
     local_steps: int | None
@@ -28,3 +29,4 @@ class RoundOptions:
     engine: EngineOptions
     correction: Correction | None = None
     num_clients: int
+    sends_buffers: bool = True

@@ -1,0 +1,213 @@
+"""Private rounds: off is exactly off, the noise is what was asked for, nothing is spent twice."""
+
+import math
+
+import pytest
+import torch
+from lightning.pytorch import seed_everything
+from toys import SaveEverywhere, ToyModule, toy_data, toy_trainer, weights
+
+from fl_lightning import (
+    CentralDP,
+    ConfigurationError,
+    Federation,
+    FedProx,
+    Mean,
+    PoissonCohort,
+    Scaffold,
+    UniformCohort,
+)
+from fl_lightning.server.privacy.adaptive_clip import AdaptiveClip
+
+pytestmark = pytest.mark.filterwarnings("ignore:privacy:UserWarning")
+
+
+def run(max_epochs=3, callbacks=(), ckpt_path=None, module=None, num_clients=6, **options):
+    seed_everything(0, verbose=False)
+    module = module or ToyModule()
+    federation = Federation(**{"seed": 4, "engine": "sequential", **options})
+    trainer = toy_trainer(federation, *callbacks, max_epochs=max_epochs)
+    trainer.fit(module, datamodule=toy_data(num_clients), ckpt_path=ckpt_path)
+    return module, trainer
+
+
+def private(**options):
+    defaults = {"clip_norm": 0.1, "noise_multiplier": 1.0, "delta": 1e-3, "secure_noise": False}
+    return CentralDP(**{**defaults, **options})
+
+
+def facts(trainer):
+    return {k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("privacy/")}
+
+
+@pytest.mark.parametrize("engine", ["sequential", "slots"])
+@pytest.mark.parametrize("exact", [False, True])
+def test_without_noise_and_clipping_it_is_the_plain_mean_to_the_bit(engine, exact):
+    mean = Mean(weight_by_examples=False, exact=exact)
+    plain, _ = run(engine=engine, aggregator=mean)
+    off = private(clip_norm=math.inf, noise_multiplier=0.0)
+    module, _ = run(engine=engine, aggregator=mean, privacy=off)
+    assert torch.equal(weights(module), weights(plain))
+
+
+def test_engines_release_the_same():
+    one, _ = run(privacy=private(), cohort=PoissonCohort(fraction=0.5))
+    other, _ = run(privacy=private(), cohort=PoissonCohort(fraction=0.5), engine="slots")
+    assert torch.allclose(weights(one), weights(other), atol=1e-6)
+
+
+def test_an_empty_round_releases_noise_over_the_expected_cohort():
+    """Nobody replies in ten rounds: the model has moved by ten draws of known spread."""
+    cohort = PoissonCohort(fraction=1e-9)
+    start = weights(ToyModule_seeded())
+    privacy = private(clip_norm=1e-8, noise_multiplier=3.0)
+    module, trainer = run(10, privacy=privacy, cohort=cohort, module=ToyModule_seeded())
+    moved = weights(module) - start
+    stddev = 3.0 * 1e-8 / (6 * 1e-9)
+    assert facts(trainer)["privacy/noise_stddev"] == pytest.approx(stddev)
+    assert float(moved.std()) == pytest.approx(stddev * math.sqrt(10), rel=0.3)
+
+
+def ToyModule_seeded():
+    torch.manual_seed(1)
+    return ToyModule()
+
+
+def test_what_is_logged():
+    _, trainer = run(privacy=private(epsilon=50.0), cohort=PoissonCohort(fraction=0.5))
+    logged = facts(trainer)
+    mechanism = private()
+    assert logged["privacy/clip_norm"] == pytest.approx(0.1)
+    assert logged["privacy/noise_stddev"] == pytest.approx(0.1 / 3)
+    assert 0 <= logged["privacy/clip_fraction"] <= 1
+    assert logged["privacy/epsilon"] + logged["privacy/budget_left"] == pytest.approx(50.0)
+    assert mechanism.noise_multiplier == 1.0
+    assert "train/loss" in trainer.callback_metrics
+
+
+def test_what_no_noise_covers_can_be_left_out(tmp_path):
+    callbacks = [SaveEverywhere(tmp_path)]
+    privacy = private(log_unprotected=False)
+    _, trainer = run(privacy=privacy, callbacks=callbacks, clients_per_group=2)
+    names = {name for name in trainer.callback_metrics if not name.startswith(("val", "privacy"))}
+    assert names == {"round/update_norm"}
+    for path in tmp_path.glob("*.ckpt"):
+        state = torch.load(path, weights_only=True)["callbacks"]["Federation"]
+        assert "round" not in state["server"]
+        assert state["record"]["finished"] == []
+        assert state["metrics"] == {}
+
+
+def test_a_budget_ends_the_run_with_its_last_model(tmp_path):
+    privacy = private(epsilon=8.0, noise_multiplier=2.0)
+    module, trainer = run(50, privacy=privacy, callbacks=[SaveEverywhere(tmp_path)])
+    done = trainer.current_epoch
+    assert 0 < done < 50
+    assert facts(trainer)["privacy/epsilon"] <= 8.0
+    last = torch.load(tmp_path / f"{done - 1}-end.ckpt", weights_only=True)
+    assert last["callbacks"]["Federation"]["privacy"]["released"] == done
+    assert torch.equal(last["state_dict"]["net.0.weight"], module.net[0].weight)
+    # the next round would have exceeded it, also for a run that is resumed with more rounds
+    again, resumed = run(80, privacy=privacy, ckpt_path=tmp_path / f"{done - 1}-end.ckpt")
+    assert resumed.current_epoch == done
+    assert torch.equal(weights(again), weights(module))
+    _, longer = run(done + 1, privacy=private(noise_multiplier=2.0))
+    assert facts(longer)["privacy/epsilon"] > 8.0
+
+
+def test_noise_is_found_for_a_budget():
+    privacy = private(epsilon=4.0, noise_multiplier=None)
+    _, trainer = run(5, privacy=privacy)
+    assert trainer.current_epoch == 5
+    assert facts(trainer)["privacy/epsilon"] == pytest.approx(4.0, abs=1e-3)
+    assert facts(trainer)["privacy/epsilon"] <= 4.0
+
+
+@pytest.mark.parametrize("moment", ["0-end", "1-group0", "1-group2", "2-validation"])
+def test_resuming_spends_and_draws_nothing_twice(tmp_path, moment):
+    options = {
+        "cohort": PoissonCohort(fraction=0.5),
+        "clients_per_group": 1,
+        "privacy": private(adaptive_clip=AdaptiveClip()),
+    }
+    expected, uninterrupted = run(4, callbacks=[SaveEverywhere(tmp_path)], **options)
+    module, trainer = run(4, ckpt_path=tmp_path / f"{moment}.ckpt", **options)
+    assert torch.equal(weights(module), weights(expected))
+    assert facts(trainer) == facts(uninterrupted)
+
+
+def test_a_checkpoint_of_another_privacy_is_refused(tmp_path):
+    run(2, callbacks=[SaveEverywhere(tmp_path)], privacy=private())
+    for other in (private(noise_multiplier=2.0), None):
+        with pytest.raises(ConfigurationError, match="privacy"):
+            run(4, ckpt_path=tmp_path / "1-end.ckpt", privacy=other)
+    with pytest.raises(ConfigurationError, match="rounds cost something else"):
+        run(
+            4,
+            ckpt_path=tmp_path / "1-end.ckpt",
+            privacy=private(),
+            cohort=PoissonCohort(fraction=0.5),
+        )
+
+
+def test_the_noise_of_a_budget_is_kept_when_more_rounds_are_asked_for(tmp_path):
+    privacy = private(epsilon=4.0, noise_multiplier=None)
+    run(3, callbacks=[SaveEverywhere(tmp_path)], privacy=privacy)
+    _, trainer = run(9, ckpt_path=tmp_path / "2-end.ckpt", privacy=privacy)
+    assert trainer.current_epoch == 3  # all of it was spent in those three
+
+
+def test_secure_noise_differs_from_run_to_run():
+    one, _ = run(1, privacy=private(secure_noise=True))
+    other, _ = run(1, privacy=private(secure_noise=True))
+    assert not torch.equal(weights(one), weights(other))
+
+
+def test_the_clip_norm_follows_the_updates():
+    privacy = private(clip_norm=1e-3, noise_multiplier=0.0, adaptive_clip=AdaptiveClip())
+    _, trainer = run(3, privacy=privacy)  # all updates are longer
+    norm = 1e-3 * math.exp(0.2 * 0.5) ** 2
+    assert facts(trainer)["privacy/clip_norm"] == pytest.approx(norm)
+    assert facts(trainer)["privacy/noisy_clip_fraction"] == pytest.approx(1.0)
+
+
+@pytest.mark.filterwarnings("error")
+def test_what_ε_does_not_cover_is_named():
+    module = ToyModule(batch_norm=True)
+    with pytest.warns(UserWarning, match="privacy") as caught:
+        run(1, module=module, privacy=private(delta=0.5))
+    said = " ".join(str(warning.message) for warning in caught)
+    for word in ("norms of clients", "batch norm", "1 / 6 clients", "seed"):
+        assert word in said
+    assert float(module.net[1].running_var.sub(1).abs().max()) == 0  # it did not move
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"aggregator": Mean()}, "weight_by_examples to false"),
+        ({"correction": Scaffold()}, "Scaffold sends the mean of clients' memories"),
+        ({"cohort": PoissonCohort(fraction=0.5, min_size=2)}, "min_size"),
+    ],
+)
+def test_combinations_without_a_proof_are_refused_at_construction(options, reason):
+    with pytest.raises(ConfigurationError, match=reason):
+        Federation(privacy=private(), **options)
+
+
+def test_a_correction_that_stays_with_the_client_is_allowed():
+    none, _ = run(1, privacy=private())
+    prox, _ = run(1, privacy=private(), correction=FedProx(mu=10.0))
+    assert not torch.equal(weights(none), weights(prox))
+
+
+def test_a_budget_that_allows_no_round_is_refused():
+    with pytest.raises(ConfigurationError, match="one round costs"):
+        run(privacy=private(epsilon=0.1, noise_multiplier=0.5))
+
+
+def test_fixed_size_cohorts_are_accounted_as_such(capsys):
+    _, trainer = run(2, privacy=private(), cohort=UniformCohort(size=3))
+    expected = private().mechanism
+    assert expected is not None
+    assert facts(trainer)["privacy/noise_stddev"] == pytest.approx(0.1 / 3)
