@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
@@ -122,7 +121,7 @@ class PrivateRounds:
         mechanism, clip_norm = self._mechanism, self._clip_norm
         normals = self._normals(aggregate)
         noise = None
-        if mechanism.noise_multiplier > 0:
+        if mechanism.noise_multiplier > 0 and mechanism.server_draws:
             noise = mechanism.server_noise(normals[:-1], self._round_index)
         if noise is not None:
             aggregate = aggregate + noise * (clip_norm / mechanism.expected)
@@ -136,7 +135,7 @@ class PrivateRounds:
 
     def _normals(self, like: Tensor) -> Tensor:
         """Return one normal number for each coordinate and one for the count, everywhere the same."""
-        if self._mechanism.noise_multiplier == 0:
+        if self._mechanism.noise_multiplier == 0 or not self._mechanism.server_draws:
             return like.new_zeros(1)
         if self._ranks.rank == 0:
             normals = self._source.normal(len(like) + 1, self._round_index).to(like)

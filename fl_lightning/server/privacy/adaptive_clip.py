@@ -46,7 +46,7 @@ def update_noise_multiplier(noise_multiplier: float, bits_stddev: float) -> floa
             f"unclipped updates for a noise multiplier of {noise_multiplier:g}: it must be above "
             f"{noise_multiplier / 2:g}, or the cohort larger"
         )
-    return left**-0.5
+    return 1 / math.sqrt(left)
 
 
 @dataclass(frozen=True, kw_only=True)

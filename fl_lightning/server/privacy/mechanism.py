@@ -22,13 +22,17 @@ class Mechanism(Protocol):
         noise_multiplier: z, in clip norms.
         bits_stddev: of the noise on the count of unclipped updates; None where nobody counts.
         expected: the cohort's size that sums are divided by.
-        noise_per_round: standard deviation of the noise in a sum of updates, in clip norms.
+        server_draws: whether the server adds noise, and not clients.
     """
 
     noise_multiplier: float
     bits_stddev: float | None
     expected: float
-    noise_per_round: float
+    server_draws: bool
+
+    @property
+    def noise_per_round(self) -> float:
+        """Standard deviation of the noise in a sum of updates, in clip norms."""
 
     def __str__(self) -> str:
         """Return what is compared, and how cohorts are drawn, for people."""

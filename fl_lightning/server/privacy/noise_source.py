@@ -19,7 +19,7 @@ from fl_lightning.core.seeds import torch_generator
 
 _PURPOSE = "privacy noise"
 # numbers that are made at a time: 128 MB of random bytes
-_CHUNK = 1 << 21
+CHUNK = 1 << 21
 
 
 class NoiseSource(Protocol):
@@ -69,8 +69,8 @@ class SecureNoise:
     def normal(self, size: int, *ids: int) -> Tensor:
         """Return new numbers, whatever the ids."""
         numbers = np.empty(size)
-        for start in range(0, size, _CHUNK):
-            part = numbers[start : start + _CHUNK]
+        for start in range(0, size, CHUNK):
+            part = numbers[start : start + CHUNK]
             part[:] = _secure_normals(4 * len(part)).reshape(4, -1).sum(0) / 2
         return torch.from_numpy(numbers)
 

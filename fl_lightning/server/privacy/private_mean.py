@@ -52,7 +52,9 @@ class PrivateMean:
 
     is_private = True
 
-    def __init__(self, expected: float, exact: bool = False, release: Release | None = None) -> None:
+    def __init__(
+        self, expected: float, exact: bool = False, release: Release | None = None
+    ) -> None:
         self.exact = exact
         self.clip_norm = float("inf")
         self.release = release

@@ -16,6 +16,20 @@ from fl_lightning.data.turns import RoundRobinCohort
 _FIXED_IN_ADVANCE = (AllClients, PoissonCohort, RoundRobinCohort, UniformCohort)
 
 
+def check_fixed_in_advance(cohort: CohortSampler) -> None:
+    """Refuse cohorts that depend on what happens in the run.
+
+    Raises:
+        ConfigurationError: saying which do not.
+    """
+    if type(cohort) not in _FIXED_IN_ADVANCE:
+        names = ", ".join(kind.__name__ for kind in _FIXED_IN_ADVANCE)
+        raise ConfigurationError(
+            f"federation.privacy: with {type(cohort).__name__} nobody knows in advance how often a "
+            f"client takes part: set federation.cohort to one of {names}"
+        )
+
+
 @dataclass(frozen=True)
 class Participation:
     """How often clients take part.
@@ -66,18 +80,20 @@ class Run:
             )
         return self.num_rounds
 
+    @property
+    def expected_cohort(self) -> float:
+        """The expected number of clients in a round, > 0, which need not be whole."""
+        if isinstance(self.cohort, PoissonCohort):
+            return self.cohort.fraction * self.num_clients
+        return float(self.cohort.expected_size(self.num_clients))
+
     def participation(self) -> Participation:
         """Return how often clients take part, by going through all cohorts of the run.
 
         Raises:
             ConfigurationError: if cohorts depend on what happens in the run.
         """
-        if type(self.cohort) not in _FIXED_IN_ADVANCE:
-            names = ", ".join(kind.__name__ for kind in _FIXED_IN_ADVANCE)
-            raise ConfigurationError(
-                f"federation.privacy: with {type(self.cohort).__name__} nobody knows in advance "
-                f"how often a client takes part: set federation.cohort to one of {names}"
-            )
+        check_fixed_in_advance(self.cohort)
         population = Population(np.ones(self.num_clients, np.int64))
         counts = np.zeros(self.num_clients, np.int64)
         last = np.full(self.num_clients, -1, np.int64)

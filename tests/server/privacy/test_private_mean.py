@@ -87,7 +87,9 @@ def test_sums_of_several_processes_add_up():
     parts[0].load_sums([a + b for a, b in zip(parts[0].sums(), parts[1].sums(), strict=True)])
     whole = PrivateMean(5, exact=True)
     assert torch.equal(parts[0].close(), fold(whole, deltas, 0.7))
-    assert parts[0].num_unclipped == whole.num_unclipped == sum(float(d.norm()) <= 0.7 for d in deltas)
+    assert (
+        parts[0].num_unclipped == whole.num_unclipped == sum(float(d.norm()) <= 0.7 for d in deltas)
+    )
 
 
 def test_adaptive_norm_by_the_vectors_of_the_paper():
