@@ -173,8 +173,8 @@ def test_the_clip_norm_follows_the_updates():
 
 def test_what_ε_does_not_cover_is_named():
     module = ToyModule(batch_norm=True)
+    data = toy_data(batch_size=4, drop_last=True)
     with pytest.warns(UserWarning, match="privacy") as caught:
-        data = toy_data(batch_size=4, drop_last=True)
         run(1, module=module, data=data, privacy=private(delta=0.5))
     said = " ".join(str(warning.message) for warning in caught)
     for word in ("norms of clients", "batch norm", "1 / 6 clients", "seed"):

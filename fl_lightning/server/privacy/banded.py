@@ -130,6 +130,7 @@ class BandedGaussian:
     expected: float
     noise_per_round: float = field(init=False)
     bits_stddev: None = None
+    fewest_replies: int = 0
     server_draws: bool = True
 
     def __post_init__(self) -> None:

@@ -34,7 +34,7 @@ def banded_factor(num_rounds: int, bands: int) -> Matrix:
 
     Example:
         >>> banded_factor(4, bands=4).round(4).tolist()[0]
-        [0.8247, 0.4496, 0.3011, 0.1646]
+        [0.8247, 0.4495, 0.301, 0.1647]
     """
     if not 1 <= bands <= num_rounds:
         raise ConfigurationError(
@@ -92,7 +92,8 @@ def _square_root(num_rounds: int, bands: int) -> Matrix:
     coefficients = np.concatenate([[1.0], np.cumprod(1 - 0.5 / steps)])
     inside = np.arange(num_rounds)[:, None] + np.arange(bands) < num_rounds
     columns: Matrix = coefficients * inside
-    return columns / np.linalg.norm(columns, axis=1, keepdims=True)
+    columns /= np.linalg.norm(columns, axis=1, keepdims=True)
+    return columns
 
 
 def _optimised(start: Matrix) -> Matrix:
@@ -106,7 +107,7 @@ def _optimised(start: Matrix) -> Matrix:
     def unit(values: Tensor) -> Tensor:
         columns = torch.zeros(num_rounds, bands, dtype=torch.float64)
         columns[inside] = values
-        return columns / columns.norm(dim=1, keepdim=True)
+        return torch.nn.functional.normalize(columns, dim=1)
 
     def error(values: Matrix) -> tuple[float, Matrix]:
         wanted = torch.from_numpy(values).requires_grad_()

@@ -113,6 +113,7 @@ class CentralGaussian:
     bits_stddev: float | None = None
     noise_per_round: float = field(init=False)
     expected: float = field(init=False)
+    fewest_replies: int = 0
     server_draws: bool = True
 
     def __post_init__(self) -> None:

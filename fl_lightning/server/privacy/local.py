@@ -96,6 +96,7 @@ class LocalGaussian:
     noise_multiplier: float
     expected: float
     bits_stddev: None = None
+    fewest_replies: int = 0
     server_draws: bool = False
 
     @property

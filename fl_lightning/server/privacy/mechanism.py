@@ -22,12 +22,14 @@ class Mechanism(Protocol):
         noise_multiplier: z, in clip norms.
         bits_stddev: of the noise on the count of unclipped updates; None where nobody counts.
         expected: the cohort's size that sums are divided by.
+        fewest_replies: with fewer a round has too little noise to be released.
         server_draws: whether the server adds noise, and not clients.
     """
 
     noise_multiplier: float
     bits_stddev: float | None
     expected: float
+    fewest_replies: int
     server_draws: bool
 
     @property

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning.core.seeds import torch_generator
+from fl_lightning.core.seeds import numpy_generator, torch_generator
+from fl_lightning.updates.discrete_noise import Words
 
 _PURPOSE = "privacy noise"
 # numbers that are made at a time: 128 MB of random bytes
@@ -32,6 +33,9 @@ class NoiseSource(Protocol):
             size: how many.
             ids: what tells this draw from others, e.g. round and client.
         """
+
+    def words(self, size: int, *ids: int) -> Words:
+        """Return numbers that are uniform on 64 bits, shape (size,)."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,11 @@ class SeededNoise:
         """Return the numbers of this draw."""
         generator = torch_generator(self.seed, _PURPOSE, *ids)
         return torch.randn(size, generator=generator, dtype=torch.float64)
+
+    def words(self, size: int, *ids: int) -> Words:
+        """Return the words of this draw."""
+        generator = numpy_generator(self.seed, _PURPOSE, *ids)
+        return generator.integers(0, 2**64, size, dtype=np.uint64)
 
 
 @dataclass(frozen=True)
@@ -73,6 +82,10 @@ class SecureNoise:
             part = numbers[start : start + CHUNK]
             part[:] = _secure_normals(4 * len(part)).reshape(4, -1).sum(0) / 2
         return torch.from_numpy(numbers)
+
+    def words(self, size: int, *ids: int) -> Words:
+        """Return new words, whatever the ids."""
+        return np.frombuffer(os.urandom(8 * size), dtype=np.uint64)
 
 
 def _secure_normals(count: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:

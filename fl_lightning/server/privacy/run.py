@@ -59,12 +59,14 @@ class Run:
         num_clients: how many there are.
         num_rounds: that are planned; None if there is no end.
         seed: of the cohorts.
+        num_coordinates: numbers in an update, k, or more.
     """
 
     cohort: CohortSampler
     num_clients: int
     num_rounds: int | None
     seed: int
+    num_coordinates: int = 1
 
     @property
     def planned_rounds(self) -> int:

@@ -120,7 +120,7 @@ def test_options_out_of_range(options, reason):
 
 
 def test_too_little_noise_on_the_count_is_refused():
-    with pytest.raises(ConfigurationError, match="must be above 0.5"):
+    with pytest.raises(ConfigurationError, match=r"must be above 0\.5"):
         update_noise_multiplier(1.0, bits_stddev=0.5)
     for options in ({"quantile": 1.0}, {"learning_rate": 0.0}, {"bits_stddev": -1.0}):
         with pytest.raises(ConfigurationError, match=next(iter(options))):
