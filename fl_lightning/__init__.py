@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from fl_lightning.server.privacy.adaptive_clip import AdaptiveClip
     from fl_lightning.server.privacy.banded import BandedMatrixDP
     from fl_lightning.server.privacy.central import CentralDP
+    from fl_lightning.server.privacy.distributed import DistributedDP
     from fl_lightning.server.privacy.local import LocalDP
     from fl_lightning.sparsity.sparse_adamw import SparseAdamW
     from fl_lightning.sparsity.sparse_sgdm import SparseSGDM
@@ -49,6 +50,7 @@ __all__ = [
     "ClientEvaluation",
     "ClientFailure",
     "ConfigurationError",
+    "DistributedDP",
     "FedDyn",
     "FedProx",
     "FederatedDataModule",
@@ -79,6 +81,7 @@ _HOMES = {
     "ClientEvaluation": "fl_lightning.callbacks.client_evaluation",
     "ClientFailure": "fl_lightning.core.errors",
     "ConfigurationError": "fl_lightning.core.errors",
+    "DistributedDP": "fl_lightning.server.privacy.distributed",
     "FedDyn": "fl_lightning.client.feddyn",
     "FedProx": "fl_lightning.client.fedprox",
     "FederatedDataModule": "fl_lightning.data.federated",

@@ -316,6 +316,9 @@ class Federation(Callback):
             num_clients=len(trainer.datamodule.clients),  # type: ignore[attr-defined]
             num_rounds=None if rounds is None or rounds < 0 else rounds,
             seed=self.seed,
+            num_coordinates=sum(
+                p.numel() for p in trainer.lightning_module.parameters() if p.requires_grad
+            ),
         )
         exact = self.aggregator is not None and self.aggregator.exact
         return PrivateRounds(self.privacy, run, Ranks(trainer), exact=exact)

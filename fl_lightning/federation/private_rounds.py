@@ -119,6 +119,7 @@ class PrivateRounds:
     def pseudo_gradient(self, aggregate: Tensor) -> Tensor:
         """Return the aggregate with the round's noise, shape (k,): what is released."""
         mechanism, clip_norm = self._mechanism, self._clip_norm
+        self._check_shares()
         normals = self._normals(aggregate)
         noise = None
         if mechanism.noise_multiplier > 0 and mechanism.server_draws:
@@ -132,6 +133,14 @@ class PrivateRounds:
         }
         self._count_unclipped(normals[-1])
         return aggregate
+
+    def _check_shares(self) -> None:
+        replies, wanted = self.aggregator.num_replies, self._mechanism.fewest_replies
+        if replies < wanted:
+            raise RoundFailure(
+                f"round {self._round_index}: {replies} clients replied, whose shares of noise are "
+                f"too little together: federation.privacy.min_shares is {wanted}"
+            )
 
     def _normals(self, like: Tensor) -> Tensor:
         """Return one normal number for each coordinate and one for the count, everywhere the same."""

@@ -56,7 +56,8 @@ def discrete_noise(distribution: Distribution, variance: float, words: Words) ->
     # the table falls from 2⁶³, which stands for P(|N| ≥ 0) = 1
     magnitude = len(table) - np.searchsorted(table[::-1], uniform, side="right") - 1
     sign = 1 - 2 * (words & np.uint64(1)).astype(np.int64)
-    return magnitude.astype(np.int64) * sign
+    noise: Integers = magnitude.astype(np.int64) * sign
+    return noise
 
 
 @lru_cache(maxsize=8)
@@ -72,4 +73,5 @@ def _tail_table(distribution: Distribution, variance: float) -> Words:
     mass[1:] *= 2
     tails = np.cumsum(mass[::-1])[::-1]
     scaled = np.floor(tails / tails[0] * 2.0**63)
-    return scaled[: np.count_nonzero(scaled)].astype(np.uint64)
+    table: Words = scaled[: np.count_nonzero(scaled)].astype(np.uint64)
+    return table

@@ -60,7 +60,8 @@ def to_integers(delta: Tensor, clip_norm: float, step: float, draws: Iterator[Wo
         uniform = (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
         rounded = np.floor(scaled + uniform)
         if float(np.linalg.norm(rounded)) <= bound * (1 + 1e-9):
-            return rounded.astype(np.int64)
+            whole: Integers = rounded.astype(np.int64)
+            return whole
     raise ValueError("the draws ended before a rounding was short enough: is the vector clipped?")
 
 

@@ -30,7 +30,8 @@ def skellam_rdp(
     """
     gaussian = orders * l2**2 / (2 * variance)
     first = ((2 * orders - 1) * l2**2 + 6 * l1) / (4 * variance**2)
-    return gaussian + np.minimum(first, 3 * l1 / (2 * variance))
+    divergence: npt.NDArray[np.float64] = gaussian + np.minimum(first, 3 * l1 / (2 * variance))
+    return divergence
 
 
 def skellam_epsilon(variance: float, l2: float, size: int, releases: int, delta: float) -> float:
