@@ -47,8 +47,9 @@ from fl_lightning.federation.groups import RoundGroups, Share
 from fl_lightning.federation.hooks import GroupsPassBy
 from fl_lightning.federation.loop import install, renumber_groups
 from fl_lightning.federation.privacy_checks import (
+    check_one_mask,
     check_private,
-    check_private_trainer,
+    check_whole_cohorts,
     warn_of_releases,
 )
 from fl_lightning.federation.private_rounds import PrivateRounds
@@ -156,7 +157,7 @@ class Federation(Callback):
             return
         check_compatible(trainer, pl_module)
         if self.privacy is not None:
-            check_private_trainer(trainer)
+            check_whole_cohorts(trainer)
         data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
         self._check_shards(data)
         population = Population(data.clients.num_examples)
@@ -310,6 +311,7 @@ class Federation(Callback):
     def _private_rounds(self, trainer: Trainer) -> PrivateRounds | None:
         if self.privacy is None:
             return None
+        check_one_mask(trainer)
         rounds = trainer.max_epochs
         run = Run(
             self.cohort,

@@ -59,25 +59,31 @@ def _aggregator_problems(aggregator: object) -> Iterator[str]:
         )
 
 
-def check_private_trainer(trainer: Trainer) -> None:
-    """Refuse settings of the Trainer, and callbacks, that privacy does not go with.
+def check_whole_cohorts(trainer: Trainer) -> None:
+    """Refuse to train fewer clients than were drawn; to be asked before the federation sets up.
 
     Raises:
-        ConfigurationError: one line for each of them.
+        ConfigurationError: if ``limit_train_batches`` is in use.
     """
-    problems = []
-    if trainer.limit_train_batches != 1.0:
-        problems.append(
-            f"trainer.limit_train_batches {trainer.limit_train_batches} drops the clients with the "
-            "highest ids from a cohort, which then is no random sample: lower the cohort instead"
+    if trainer.limit_train_batches not in (0, 1.0):
+        raise ConfigurationError(
+            f"federation.privacy: trainer.limit_train_batches {trainer.limit_train_batches} drops "
+            "the clients with the highest ids from a cohort, which then is no random sample: lower "
+            "the cohort instead"
         )
+
+
+def check_one_mask(trainer: Trainer) -> None:
+    """Refuse masks of the clients' own; to be asked once callbacks have found them.
+
+    Raises:
+        ConfigurationError: if clients have their own.
+    """
     if client_masks(trainer) is not None:
-        problems.append(
-            "masks of the clients' own tell of their data, and updates are averaged over those that "
-            "may move an entry: set per_client of MaskCalibration to false"
+        raise ConfigurationError(
+            "federation.privacy: masks of the clients' own tell of their data, and updates are "
+            "averaged over those that may move an entry: set per_client of MaskCalibration to false"
         )
-    if problems:
-        raise ConfigurationError("federation.privacy: " + "; ".join(problems))
 
 
 def warn_of_releases(

@@ -41,8 +41,8 @@ def discrete_noise(distribution: Distribution, variance: float, words: Words) ->
     Example:
         >>> words = np.random.default_rng(0).integers(0, 2**64, 100_000, dtype=np.uint64)
         >>> noise = discrete_noise("skellam", 9.0, words)
-        >>> noise.dtype, round(float(noise.mean()), 1), round(float(noise.var()), 1)
-        (dtype('int64'), 0.0, 9.0)
+        >>> noise.dtype, round(float(noise.var()), 1)
+        (dtype('int64'), 9.0)
     """
     if not 0 <= variance <= MOST_VARIANCE:
         raise ValueError(

@@ -4,31 +4,42 @@ import math
 
 import pytest
 import torch
-from lightning.pytorch import seed_everything
+from lightning.pytorch import Callback, seed_everything
 from toys import SaveEverywhere, ToyModule, toy_data, toy_trainer, weights
 
 from fl_lightning import (
+    BandedMatrixDP,
     CentralDP,
     ConfigurationError,
+    DistributedDP,
     Federation,
     FedProx,
+    LocalDP,
+    MaskCalibration,
     Mean,
     PoissonCohort,
+    RoundFailure,
     Scaffold,
     UniformCohort,
 )
+from fl_lightning.data.turns import RoundRobinCohort
+from fl_lightning.federation.ranks import Ranks
 from fl_lightning.server.privacy.adaptive_clip import AdaptiveClip
 from fl_lightning.server.privacy.noise_source import SeededNoise
 from fl_lightning.server.privacy.run import Run
+from fl_lightning.sparsity import SparseSGDM
 
 pytestmark = pytest.mark.filterwarnings("ignore:privacy:UserWarning")
 
 
-def run(max_epochs=3, callbacks=(), ckpt_path=None, module=None, data=None, **options):
+def run(max_epochs=3, callbacks=(), ckpt_path=None, module=None, data=None, devices=1, **options):
     seed_everything(0, verbose=False)
     module = module or ToyModule()
     federation = Federation(**{"seed": 4, "engine": "sequential", **options})
-    trainer = toy_trainer(federation, *callbacks, max_epochs=max_epochs)
+    strategy = "federated" if devices > 1 else "auto"
+    trainer = toy_trainer(
+        *(federation, *callbacks), max_epochs=max_epochs, devices=devices, strategy=strategy
+    )
     trainer.fit(module, datamodule=data or toy_data(), ckpt_path=ckpt_path)
     return module, trainer
 
@@ -212,3 +223,77 @@ def test_fixed_size_cohorts_are_accounted_as_such():
     mechanism = private().mechanism(Run(cohort, 6, 2, seed=0), SeededNoise(0))
     assert facts(trainer)["privacy/noise_stddev"] == pytest.approx(0.1 / 3)
     assert facts(trainer)["privacy/epsilon"] == pytest.approx(mechanism.epsilon(2))
+
+
+@pytest.mark.parametrize("engine", ["sequential", "slots"])
+@pytest.mark.parametrize(
+    ("kind", "cohort", "stddev"),
+    [
+        (BandedMatrixDP, RoundRobinCohort(size=2), None),
+        (LocalDP, UniformCohort(size=3), 2.0 * 0.1 / math.sqrt(3)),
+        (DistributedDP, UniformCohort(size=3), 2.0 * 0.1 / 3),
+    ],
+)
+def test_other_mechanisms_end_to_end_and_resumed(tmp_path, engine, kind, cohort, stddev):
+    privacy = kind(clip_norm=0.1, noise_multiplier=2.0, delta=1e-3, secure_noise=False)
+    options = {"privacy": privacy, "cohort": cohort, "engine": engine}
+    expected, whole = run(4, callbacks=[SaveEverywhere(tmp_path)], **options)
+    module, trainer = run(4, ckpt_path=tmp_path / "1-end.ckpt", **options)
+    assert torch.equal(weights(module), weights(expected))
+    mechanism = privacy.mechanism(Run(cohort, 6, 4, 4, num_coordinates=67), SeededNoise(4))
+    assert facts(trainer)["privacy/epsilon"] == pytest.approx(mechanism.epsilon(4), rel=1e-5)
+    if stddev is not None:
+        assert facts(whole)["privacy/noise_stddev"] == pytest.approx(stddev)
+
+
+def test_local_noise_is_in_the_sum_and_the_server_adds_none():
+    """Updates are 0 (learning rate 0), so that what moves the model is the clients' noise."""
+    module = ToyModule(lr=0.0, scheduler=False)
+    start = weights(module)
+    privacy = LocalDP(clip_norm=1.0, noise_multiplier=3.0, secure_noise=False)
+    module, _ = run(1, module=module, privacy=privacy)
+    moved = weights(module) - start
+    assert float(moved.std()) == pytest.approx(3.0 / math.sqrt(6), rel=0.25)
+
+
+def test_too_few_shares_are_not_released():
+    privacy = DistributedDP(clip_norm=0.1, noise_multiplier=2.0, min_shares=5, secure_noise=False)
+    with pytest.raises(RoundFailure, match="too little together"):
+        run(1, privacy=privacy, cohort=UniformCohort(size=3))
+
+
+def test_a_part_of_a_cohort_and_masks_of_the_clients_own_are_refused():
+    seed_everything(0, verbose=False)
+    federation = Federation(privacy=private(), engine="sequential")
+    trainer = toy_trainer(federation, limit_train_batches=2)
+    with pytest.raises(ConfigurationError, match="is no random sample"):
+        trainer.fit(ToyModule(), datamodule=toy_data())
+    masks = MaskCalibration(density=0.5, per_client=True)
+    trainer = toy_trainer(masks, Federation(privacy=private(), engine="sequential"))
+    with pytest.raises(ConfigurationError, match="masks of the clients' own"):
+        trainer.fit(MaskedToy(), datamodule=toy_data())
+    assert "scores" in masks.unprotected
+
+
+class MaskedToy(ToyModule):
+    def configure_optimizers(self):
+        return SparseSGDM(self.named_parameters(), lr=0.1)
+
+
+def test_two_processes_release_what_one_does():
+    """The first draws the noise, also of a secure generator; both step on the same aggregate."""
+    privacy = private(adaptive_clip=AdaptiveClip(bits_stddev=2.0), noise_multiplier=1.0)
+    options = {"aggregator": Mean(weight_by_examples=False, exact=True), "privacy": privacy}
+    one, alone = run(2, **options)
+    two, both = run(2, devices=2, **options)
+    assert float((weights(one) - weights(two)).abs().max()) < 1e-7
+    for name, value in facts(alone).items():
+        assert facts(both)[name] == pytest.approx(value)
+    options["privacy"] = private(secure_noise=True)
+    run(2, devices=2, callbacks=[SameModel()], **options)
+
+
+class SameModel(Callback):
+    def on_train_epoch_end(self, trainer, module):
+        first, second = Ranks(trainer).gather(weights(module))
+        assert torch.equal(first, second)

@@ -34,7 +34,7 @@ def banded_factor(num_rounds: int, bands: int) -> Matrix:
 
     Example:
         >>> banded_factor(4, bands=4).round(4).tolist()[0]
-        [0.8247, 0.4495, 0.301, 0.1647]
+        [0.8247, 0.4495, 0.3011, 0.1647]
     """
     if not 1 <= bands <= num_rounds:
         raise ConfigurationError(

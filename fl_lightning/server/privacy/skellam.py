@@ -46,7 +46,7 @@ def skellam_epsilon(variance: float, l2: float, size: int, releases: int, delta:
 
     Example:
         >>> fine = skellam_epsilon(1e8, l2=1e4, size=1000, releases=1, delta=1e-5)
-        >>> round(fine, 3)  # as a Gaussian by RDP
+        >>> round(fine, 2)  # of a Gaussian by RDP it is 4.73
         4.75
     """
     if releases == 0:

@@ -72,8 +72,8 @@ def test_rounding_is_within_a_step_and_of_bounded_norm(delta, step, seed):
 def test_rounding_is_right_on_average():
     delta = torch.tensor([0.3, -0.7, 0.1])
     draws = (SeededNoise(0).words(3, n) for n in itertools.count())
-    mean = np.mean([to_integers(delta, 10.0, 1.0, draws) for _ in range(20_000)], axis=0)
-    assert mean == pytest.approx([0.3, -0.7, 0.1], abs=4 * 0.5 / 20_000**0.5)
+    mean = np.mean([to_integers(delta, 10.0, 1.0, draws) for _ in range(3000)], axis=0)
+    assert mean == pytest.approx([0.3, -0.7, 0.1], abs=4 * 0.5 / 3000**0.5)
 
 
 @pytest.mark.parametrize(("variance", "shift"), [(4.0, 1), (25.0, 3), (400.0, 10)])
@@ -84,9 +84,9 @@ def test_the_bound_on_skellams_divergence_holds_and_is_tight(variance, shift):
     here, there = ive(np.abs(at), variance), ive(np.abs(at - shift), variance)
     bound = skellam_rdp(orders, variance, l2=shift, l1=shift)
     for order, limit in zip(orders.tolist(), bound.tolist(), strict=True):
-        with np.errstate(divide="ignore"):
-            terms = order * np.log(there) - (order - 1) * np.log(here)
-        exact = np.logaddexp.reduce(terms[(here > 0) & (there > 0)]) / (order - 1)
+        both = (here > 0) & (there > 0)
+        terms = order * np.log(there[both]) - (order - 1) * np.log(here[both])
+        exact = np.logaddexp.reduce(terms) / (order - 1)
         assert exact <= limit
     assert bound[0] == pytest.approx(shift**2 / variance, rel=4 / variance + 0.02)
 
@@ -110,8 +110,11 @@ def test_it_costs_a_little_more_than_gaussian_noise():
 def test_the_sum_of_whole_numbers_is_the_noisy_sum(source):
     shares = mechanism(num_clients=20, source=source)
     code, deltas = shares.code, [torch.full((1000,), 0.01 * i / 20) for i in range(20)]
-    draws = [(source.words(1000, client, n) for n in itertools.count()) for client in range(20)]
-    whole = sum(code.encode(d, 0.5, draw) for d, draw in zip(deltas, draws, strict=True))
+
+    def draws(client):
+        return (source.words(1000, client, n) for n in itertools.count())
+
+    whole = sum(code.encode(delta, 0.5, draws(i)) for i, delta in enumerate(deltas))
     assert np.abs(whole).max() < 2 ** (code.num_bits(20) - 1)
     noise = code.decode(whole, 0.5, deltas[0]) - sum(deltas)
     assert float(noise.std()) == pytest.approx(6.0 * 0.5, rel=0.1)
