@@ -41,6 +41,7 @@ SMALL = {
 DIFFS = {
     "centralized.yaml": "quickstart.yaml",
     "noniid.yaml": "cifar100.yaml",
+    "private.yaml": "quickstart.yaml",
     "sparse.yaml": "cifar100.yaml",
 }
 

@@ -134,17 +134,24 @@ def test_noise_is_found_for_a_budget():
     assert facts(trainer)["privacy/epsilon"] <= 4.0
 
 
-@pytest.mark.parametrize("moment", ["0-end", "1-group0", "1-group2", "2-validation"])
-def test_resuming_spends_and_draws_nothing_twice(tmp_path, moment):
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoints")
     options = {
         "cohort": PoissonCohort(fraction=0.5),
         "clients_per_group": 1,
         "privacy": private(adaptive_clip=AdaptiveClip(bits_stddev=2.0)),
     }
-    expected, uninterrupted = run(4, callbacks=[SaveEverywhere(tmp_path)], **options)
-    module, trainer = run(4, ckpt_path=tmp_path / f"{moment}.ckpt", **options)
-    assert torch.equal(weights(module), weights(expected))
-    assert facts(trainer) == facts(uninterrupted)
+    module, trainer = run(4, callbacks=[SaveEverywhere(folder)], **options)
+    return folder, options, weights(module), facts(trainer)
+
+
+@pytest.mark.parametrize("moment", ["0-end", "1-group0", "1-group2", "2-validation"])
+def test_resuming_spends_and_draws_nothing_twice(uninterrupted, moment):
+    folder, options, expected, logged = uninterrupted
+    module, trainer = run(4, ckpt_path=folder / f"{moment}.ckpt", **options)
+    assert torch.equal(weights(module), expected)
+    assert facts(trainer) == logged
 
 
 def test_a_checkpoint_of_another_privacy_is_refused(tmp_path):
@@ -276,6 +283,9 @@ def test_a_part_of_a_cohort_and_masks_of_the_clients_own_are_refused():
 
 
 class MaskedToy(ToyModule):
+    def forward(self, x):
+        return self.net(x)
+
     def configure_optimizers(self):
         return SparseSGDM(self.named_parameters(), lr=0.1)
 
