@@ -84,6 +84,7 @@ def test_every_base_runs_a_round(config):
     assert list(Path("runs").rglob("last.ckpt"))
 
 
+@pytest.mark.filterwarnings("ignore:privacy:UserWarning")  # what ε does not cover
 @pytest.mark.parametrize(("config", "base"), DIFFS.items())
 def test_every_diff_runs_over_its_base(config, base):
     run(base, config)

@@ -12,7 +12,10 @@ from fl_lightning.cli import main
 
 DOC = (ROOT / "docs" / "privacy.md").read_text()
 COMMANDS = re.findall(r"^uv run fl-lightning (fit .*)$", DOC, re.MULTILINE)
-SHORT = "--trainer.max_epochs 1 --trainer.enable_progress_bar false --trainer.devices 1"
+SHORT = (
+    "--trainer.max_epochs 1 --trainer.enable_progress_bar false --trainer.devices 1"
+    " --federation.local_epochs null --federation.local_steps 1 --test_after_fit false"
+)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -49,7 +49,7 @@ def epsilon_lower_bound(
     present, absent = np.asarray(with_it, float), np.asarray(without, float)
     half = len(present) // 2
     chosen = max(
-        np.unique(np.concatenate([present[:half], absent[:half]])),
+        np.quantile(np.concatenate([present[:half], absent[:half]]), np.linspace(0, 1, 41)),
         key=lambda at: _bound(present[:half], absent[:half], at, delta, confidence),
     )
     return max(0.0, _bound(present[half:], absent[half:], chosen, delta, confidence))

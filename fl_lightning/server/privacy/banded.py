@@ -26,7 +26,7 @@ from fl_lightning.server.privacy.banded_matrix import (
     noise_of_rounds,
 )
 from fl_lightning.server.privacy.gaussian import gaussian_epsilon
-from fl_lightning.server.privacy.mechanism import check_options
+from fl_lightning.server.privacy.mechanism import Mechanism, check_options
 from fl_lightning.server.privacy.noise_for_budget import noise_for_budget
 from fl_lightning.server.privacy.noise_source import NoiseSource
 from fl_lightning.server.privacy.private_mean import Release
@@ -92,7 +92,7 @@ class BandedMatrixDP:
 
     def mechanism(
         self, run: Run, source: NoiseSource, noise_multiplier: float | None = None
-    ) -> BandedGaussian:
+    ) -> Mechanism:
         """Return the matrix mechanism of a run.
 
         Raises:

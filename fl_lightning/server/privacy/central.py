@@ -19,7 +19,7 @@ from fl_lightning.server.privacy.adaptive_clip import (
     quantile_noise,
     update_noise_multiplier,
 )
-from fl_lightning.server.privacy.mechanism import check_options
+from fl_lightning.server.privacy.mechanism import Mechanism, check_options
 from fl_lightning.server.privacy.noise_for_budget import noise_for_budget
 from fl_lightning.server.privacy.noise_source import NoiseSource
 from fl_lightning.server.privacy.private_mean import Release
@@ -81,7 +81,7 @@ class CentralDP:
 
     def mechanism(
         self, run: Run, source: NoiseSource, noise_multiplier: float | None = None
-    ) -> CentralGaussian:
+    ) -> Mechanism:
         """Return the Gaussian mechanism of a run."""
         sampling = sampling_of(run.cohort, run.num_clients)
         noise = self.noise_multiplier if noise_multiplier is None else noise_multiplier

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.cohort import CohortSampler, PoissonCohort
-from fl_lightning.server.privacy.mechanism import check_options
+from fl_lightning.server.privacy.mechanism import Mechanism, check_options
 from fl_lightning.server.privacy.noise_for_budget import noise_for_budget
 from fl_lightning.server.privacy.noise_source import NoiseSource
 from fl_lightning.server.privacy.private_mean import Release
@@ -121,7 +121,7 @@ class DistributedDP:
 
     def mechanism(
         self, run: Run, source: NoiseSource, noise_multiplier: float | None = None
-    ) -> DistributedSkellam:
+    ) -> Mechanism:
         """Return the clients' mechanism."""
         turns, shares = run.participation(), self.min_shares or round(run.expected_cohort)
         noise = self.noise_multiplier if noise_multiplier is None else noise_multiplier

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fl_lightning.data.cohort import CohortSampler
 from fl_lightning.server.privacy.gaussian import gaussian_epsilon
-from fl_lightning.server.privacy.mechanism import check_options
+from fl_lightning.server.privacy.mechanism import Mechanism, check_options
 from fl_lightning.server.privacy.noise_for_budget import noise_for_budget
 from fl_lightning.server.privacy.noise_source import NoiseSource
 from fl_lightning.server.privacy.private_mean import Release
@@ -71,7 +71,7 @@ class LocalDP:
 
     def mechanism(
         self, run: Run, source: NoiseSource, noise_multiplier: float | None = None
-    ) -> LocalGaussian:
+    ) -> Mechanism:
         """Return the clients' mechanism."""
         turns = run.participation()
         noise = self.noise_multiplier if noise_multiplier is None else noise_multiplier

@@ -20,17 +20,19 @@ class Mechanism(Protocol):
 
     Attributes:
         noise_multiplier: z, in clip norms.
-        bits_stddev: of the noise on the count of unclipped updates; None where nobody counts.
         expected: the cohort's size that sums are divided by.
         fewest_replies: with fewer a round has too little noise to be released.
         server_draws: whether the server adds noise, and not clients.
     """
 
     noise_multiplier: float
-    bits_stddev: float | None
     expected: float
     fewest_replies: int
     server_draws: bool
+
+    @property
+    def bits_stddev(self) -> float | None:
+        """Of the noise on the count of unclipped updates; None where nobody counts."""
 
     @property
     def noise_per_round(self) -> float:

@@ -23,9 +23,8 @@ def test_the_bound_is_below_the_truth(sigma, seed):
 
 
 def test_too_little_noise_is_found():
-    """Noise of a third of what was accounted: the bound exceeds the accounted ε."""
+    """Noise of an eighth of what was accounted: the bound exceeds the accounted ε."""
     bound = epsilon_lower_bound(scores(0.5, 0, 1), scores(0.5, 1, 0), 1e-5)
-    assert bound > 1.5 > 1.0 > 0.0
     assert bound > gaussian_epsilon(4.0, 1e-5)
 
 
