@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from fl_lightning.callbacks.progress import RoundProgressBar
     from fl_lightning.client.feddyn import FedDyn
     from fl_lightning.client.fedprox import FedProx
+    from fl_lightning.client.moon import Moon
     from fl_lightning.client.scaffold import Scaffold
     from fl_lightning.core.errors import ClientFailure, ConfigurationError, RoundFailure
     from fl_lightning.data.cohort import AllClients, PoissonCohort, UniformCohort
@@ -60,6 +61,7 @@ __all__ = [
     "LocalDP",
     "MaskCalibration",
     "Mean",
+    "Moon",
     "NormalisedMean",
     "OverlapMean",
     "PartitionReport",
@@ -91,6 +93,7 @@ _HOMES = {
     "LocalDP": "fl_lightning.server.privacy.local",
     "MaskCalibration": "fl_lightning.callbacks.mask_calibration",
     "Mean": "fl_lightning.server.aggregators",
+    "Moon": "fl_lightning.client.moon",
     "NormalisedMean": "fl_lightning.server.normalised_mean",
     "OverlapMean": "fl_lightning.server.overlap_mean",
     "PartitionReport": "fl_lightning.callbacks.partition_report",

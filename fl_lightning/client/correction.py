@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 
@@ -81,8 +81,8 @@ class Correction(Protocol):
     def needs_mean(self) -> bool:
         """Whether the mean of all memories is needed."""
 
-    def check(self, optimizer: Optimizer) -> None:
-        """Refuse an optimizer of the clients with which it makes no sense.
+    def check(self, module: nn.Module, optimizer: Optimizer) -> None:
+        """Refuse a module, or an optimizer of the clients, with which it makes no sense.
 
         Raises:
             ConfigurationError: saying why.

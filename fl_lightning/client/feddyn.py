@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import final
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fl_lightning.client.correction import GradientTerm, Outcome
@@ -58,7 +58,7 @@ class FedDyn:
         """α."""
         return self.alpha
 
-    def check(self, optimizer: Optimizer) -> None:
+    def check(self, module: nn.Module, optimizer: Optimizer) -> None:
         """Take any optimizer: it minimises the regularised objective."""
 
     def term(self, memory: Tensor | None, mean: Tensor | None) -> GradientTerm:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import final
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fl_lightning.client.correction import GradientTerm, Outcome
@@ -52,7 +52,7 @@ class FedProx:
         """μ."""
         return self.mu
 
-    def check(self, optimizer: Optimizer) -> None:
+    def check(self, module: nn.Module, optimizer: Optimizer) -> None:
         """Take any optimizer."""
 
     def term(self, memory: Tensor | None, mean: Tensor | None) -> GradientTerm:

@@ -1,17 +1,58 @@
-"""What clients remember from one round to the next."""
+"""What clients remember from one round to the next: vectors by name and client.
+
+They are kept in RAM up to a limit, and beyond it in files that are mapped into memory. What is put
+during a round counts from its end on, so that a round that fails or is trained again changes
+nothing.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fl_lightning.client.vector_file import VectorFile
+
 Key = tuple[str, int]
+# So much is kept inside a checkpoint, which then is one file; more lies in files beside it.
+INSIDE_CHECKPOINT_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """Where a vector is: in RAM, in a file, or both.
+
+    Attributes:
+        vector: in RAM.
+        file: with the same content.
+        is_checked: whether the file is known to hold it.
+    """
+
+    vector: Tensor | None
+    file: VectorFile | None = None
+    is_checked: bool = True
+
+    @property
+    def num_bytes(self) -> int:
+        if self.vector is not None:
+            return self.vector.nbytes
+        return 0 if self.file is None else self.file.num_bytes
 
 
 class ClientMemory:
-    """Vectors by name and client; what is put counts from `commit` on.
+    """The memories of all clients.
+
+    Args:
+        ram_bytes: of vectors in RAM at most; those that come later go to disk.
+        folder: gives the folder for files, when the first is written. Files in it are deleted when
+            they are not needed any more.
+
+    Attributes:
+        files_of_checkpoint: to which the last `state_dict` refers.
 
     Example:
         >>> memory = ClientMemory()
@@ -23,43 +64,166 @@ class ClientMemory:
         tensor([1., 1.])
     """
 
-    def __init__(self) -> None:
-        self._vectors: dict[Key, Tensor] = {}
-        self._new: dict[Key, Tensor] = {}
+    def __init__(
+        self, ram_bytes: float = float("inf"), folder: Callable[[], Path] = Path.cwd
+    ) -> None:
+        self._ram_bytes, self._folder = ram_bytes, folder
+        self._present: dict[Key, _Entry] = {}
+        self._new: dict[Key, _Entry] = {}
+        self._own_files: set[VectorFile] = set()
+        self._in_ram = 0
+        self.files_of_checkpoint: list[VectorFile] = []
 
     def get(self, name: str, client: int) -> Tensor | None:
-        """Return what a client remembers, not to be changed; None if nothing."""
-        return self._vectors.get((name, client))
+        """Return what a client remembers, on the CPU and not to be changed; None if nothing.
+
+        Raises:
+            ConfigurationError: if it is in a file that came with a checkpoint and is damaged.
+        """
+        key = name, client
+        entry = self._present.get(key)
+        if entry is None:
+            return None
+        if not entry.is_checked and entry.file is not None:
+            entry.file.check()
+            self._present[key] = replace(entry, is_checked=True)
+        return _read(entry)
 
     def put(self, name: str, client: int, vector: Tensor) -> None:
-        """Have a client remember a vector from the end of the round on."""
-        self._new[name, client] = vector
+        """Have a client remember a vector, of shape (k,), from the next `commit` on."""
+        self._forget(self._new.pop((name, client), None))
+        self._new[name, client] = self._stored(vector)
+
+    def waiting(self) -> dict[Key, Tensor]:
+        """Return what was put since the last `commit`."""
+        return {key: _read(entry) for key, entry in self._new.items()}
 
     @property
-    def waiting(self) -> frozenset[Key]:
-        """What was put since the last `commit`."""
+    def waiting_keys(self) -> frozenset[Key]:
+        """Of what was put since the last `commit`."""
         return frozenset(self._new)
 
     def discard(self, keep: frozenset[Key] = frozenset()) -> None:
         """Forget what was put since the last `commit`, but for some."""
-        self._new = {key: vector for key, vector in self._new.items() if key in keep}
+        for key in self._new.keys() - keep:
+            self._forget(self._new.pop(key))
+        self._delete_unused()
 
     def commit(self) -> None:
         """Let what was put count."""
-        self._vectors.update(self._new)
+        for key in self._new:
+            self._forget(self._present.get(key))
+        self._present.update(self._new)
         self._new = {}
+        self._delete_unused()
 
     def relocate(self, name: str, positions: Tensor) -> None:
-        """Have vectors of a name follow their coordinates."""
-        for key, vector in self._vectors.items():
-            if key[0] == name:
-                known = vector[positions.clamp(min=0)]
-                self._vectors[key] = torch.where(positions >= 0, known, 0)
+        """Have the vectors of a name follow their coordinates; what is new is 0.
 
-    def state_dict(self, *, with_round: bool = True) -> dict[str, Any]:
-        """Return all."""
-        return {"vectors": self._vectors, "new": self._new if with_round else {}}
+        Args:
+            name: whose.
+            positions: where each new coordinate was, -1 where it was not, shape (k',).
+        """
+        positions = positions.cpu()
+        is_known, known = positions >= 0, positions.clamp(min=0)
+        for key in [key for key in self._present if key[0] == name]:
+            vector = self.get(*key)
+            assert vector is not None
+            moved = torch.where(is_known, vector[known], 0)
+            del vector
+            self._forget(self._present.pop(key))
+            self._present[key] = self._stored(moved)
+        self._delete_unused()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
-        self._vectors, self._new = dict(state["vectors"]), dict(state["new"])
+    def forget(self, name: str) -> None:
+        """Drop all that is remembered under a name."""
+        for entries in (self._present, self._new):
+            for key in [key for key in entries if key[0] == name]:
+                self._forget(entries.pop(key))
+        self._delete_unused()
+
+    def _files(self) -> Iterator[VectorFile]:
+        entries = [*self._present.values(), *self._new.values()]
+        yield from (entry.file for entry in entries if entry.file is not None)
+
+    def state_dict(self, *, with_round: bool = True, inside: bool = True) -> dict[str, Any]:
+        """Return all memories, or where they are if they are large.
+
+        Args:
+            with_round: also what was put since the last `commit`.
+            inside: return all of them, however large. Else, if they are more than 64 MB, all are in
+                files, of which those that are not there yet are written.
+        """
+        self.files_of_checkpoint = []
+        parts = {"present": self._present, "new": self._new if with_round else {}}
+        num_bytes = sum(e.num_bytes for entries in parts.values() for e in entries.values())
+        if inside or num_bytes <= INSIDE_CHECKPOINT_BYTES:
+            return {
+                name: [(*key, _read(entry)) for key, entry in entries.items()]
+                for name, entries in parts.items()
+            }
+        return {name: self._written(entries) for name, entries in parts.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any], folder: Path | None = None) -> None:
+        """Take up where `state_dict` left off.
+
+        Args:
+            state: from there.
+            folder: where files are.
+
+        Raises:
+            ConfigurationError: if one is missing or of another length.
+        """
+        self._in_ram = 0
+        self._present = self._loaded(state["present"], folder)
+        self._new = self._loaded(state["new"], folder)
+        self._delete_unused()
+
+    def _stored(self, vector: Tensor) -> _Entry:
+        vector = vector.detach().cpu()
+        if self._in_ram + vector.nbytes <= self._ram_bytes or not vector.numel():
+            self._in_ram += vector.nbytes
+            whole = vector.untyped_storage().nbytes() == vector.nbytes
+            return _Entry(vector if whole else vector.clone())
+        return _Entry(None, self._write(vector))
+
+    def _forget(self, entry: _Entry | None) -> None:
+        if entry is not None and entry.vector is not None:
+            self._in_ram -= entry.vector.nbytes
+
+    def _write(self, vector: Tensor) -> VectorFile:
+        file = VectorFile.write(vector, self._folder())
+        self._own_files.add(file)
+        return file
+
+    def _written(self, entries: dict[Key, _Entry]) -> list[tuple[str, int, str, str, int]]:
+        for key, entry in entries.items():
+            if entry.file is None and entry.vector is not None:
+                entries[key] = replace(entry, file=self._write(entry.vector))
+        files = [(key, entry.file) for key, entry in entries.items() if entry.file is not None]
+        self.files_of_checkpoint += [file for _, file in files]
+        return [(*key, file.path.name, file.dtype, file.size) for key, file in files]
+
+    def _loaded(self, saved: list[Any], folder: Path | None) -> dict[Key, _Entry]:
+        entries: dict[Key, _Entry] = {}
+        for name, client, *what in saved:
+            if len(what) == 1:
+                entries[name, client] = self._stored(what[0])
+                continue
+            file = VectorFile((folder or Path()) / what[0], what[1], what[2])
+            if not file.is_whole:
+                file.check()  # says what is wrong
+            entries[name, client] = _Entry(None, file, is_checked=False)
+        return entries
+
+    def _delete_unused(self) -> None:
+        for file in self._own_files - set(self._files()) if self._own_files else ():
+            file.path.unlink(missing_ok=True)
+            self._own_files.discard(file)
+
+
+def _read(entry: _Entry) -> Tensor:
+    if entry.vector is not None:
+        return entry.vector
+    assert entry.file is not None
+    return entry.file.read()

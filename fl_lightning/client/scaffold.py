@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Literal, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fl_lightning.client.correction import GradientTerm, Outcome
@@ -58,7 +58,7 @@ class Scaffold:
         if self.option not in ("I", "II"):
             raise ConfigurationError(f"Scaffold: option must be I or II, got {self.option!r}")
 
-    def check(self, optimizer: Optimizer) -> None:
+    def check(self, module: nn.Module, optimizer: Optimizer) -> None:
         """Refuse, for option II, what is not SGD."""
         if self.option == "I":
             return

@@ -9,78 +9,99 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fl_lightning.client.correction import Correction, GradientTerm, Outcome
+from fl_lightning.client.fedprox import FedProx
 from fl_lightning.client.local_solver import LocalSolver
-from fl_lightning.client.memory import ClientMemory, Key
+from fl_lightning.client.memory import ClientMemory
+from fl_lightning.client.moon import Contrast, Moon
 from fl_lightning.core.space import Space
-from fl_lightning.core.update import ClientUpdate
-from fl_lightning.server.aggregators import new_mean
+from fl_lightning.core.update import ClientUpdate, GroupUpdate
+from fl_lightning.server.aggregators import Aggregator, RunningMean, new_mean
+from fl_lightning.server.exact_mean import ExactMean
 from fl_lightning.server.server import AllReduce, added_up
 
 _NAME = "correction"
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """What a corrector had learnt in the open round at one moment.
-
-    Attributes:
-        state: sums over clients.
-        waiting: whose memories are to count at the round's end.
-    """
-
-    state: dict[str, Any]
-    waiting: frozenset[Key]
 
 
 class Corrector:
     """Holds what a correction needs between rounds.
 
     Args:
-        correction: what clients add to their objective.
+        correction: what clients add to their objective; nothing if None.
         memory: where clients' memories are.
         num_clients: all of them, N.
+        module: that trains.
         optimizer: the clients'.
-        exact: have the same bits over any number of processes.
+        aggregator: says whether sums must have the same bits over any number of processes, and
+            whether updates must say how many gradients they add up to.
 
     Raises:
-        ConfigurationError: if the correction refuses the optimizer.
+        ConfigurationError: if the correction refuses module or optimizer, or updates of this
+            optimizer do not add up gradients.
 
     Attributes:
-        correction: as given.
+        correction: as given; one that does nothing if None.
     """
 
     def __init__(
         self,
-        correction: Correction,
+        correction: Correction | None,
         memory: ClientMemory,
         num_clients: int,
+        module: nn.Module,
         optimizer: Optimizer,
-        *,
-        exact: bool,
+        aggregator: Aggregator,
     ) -> None:
-        correction.check(optimizer)
-        self.correction = correction
-        self._memory, self._num_clients, self._exact = memory, num_clients, exact
-        self._solver = LocalSolver(optimizer, correction.pull)
+        self.correction: Correction = correction or FedProx(mu=0.0)
+        self.correction.check(module, optimizer)
+        self._memory, self._num_clients, self._exact = memory, num_clients, aggregator.exact
+        self._module = module
+        self._solver = LocalSolver(optimizer, self.correction.pull)
+        self._counts_steps = getattr(aggregator, "needs_effective_steps", False)
+        if self._counts_steps:
+            self._solver.effective_steps(1)  # refuses what has no such number
         self._mean: Tensor | None = None
 
     def open_round(self, like: Tensor) -> None:
         """Forget what an unfinished round has learnt; ``like`` is a vector of shape (k,)."""
-        self._memory.discard()
-        self._changes = new_mean(like, exact=self._exact)
+        self._device = like.device
+        self._changes = self._new_mean(like)
         self._num_changes = 0
+
+    def _new_mean(self, like: Tensor) -> RunningMean | ExactMean:
+        kept = like if self.correction.needs_mean else like.new_empty(0)
+        return new_mean(kept, exact=self._exact)
+
+    @property
+    def kind(self) -> str | None:
+        """What checkpoints call a correction with memories; None without."""
+        return type(self.correction).__name__ if self.correction.remembers else None
 
     def term(self, client: int) -> GradientTerm:
         """Return a client's term for this round."""
         return self.correction.term(self._recalled(client), self._mean)
+
+    def contrast(self, client: int, start: Tensor, space: Space) -> Contrast | None:
+        """Return what a client adds to its loss in this round; None if nothing.
+
+        Args:
+            client: its id.
+            start: the global model, shape (k,).
+            space: of its coordinates.
+        """
+        if not isinstance(self.correction, Moon):
+            return None
+        last = self._recalled(client)
+        if last is None:
+            return None
+        return Contrast(self.correction, self._module, space, start, last)
 
     def accept(
         self, update: ClientUpdate, start: Tensor, space: Space, gradient: Callable[[], Tensor]
@@ -105,8 +126,23 @@ class Corrector:
             self._changes.add(after if before is None else after - before, 1)
             self._num_changes += 1
 
+    def counted(self, update: ClientUpdate) -> ClientUpdate:
+        """Have an update say how many gradients it adds up to, where the aggregator asks for it."""
+        if not self._counts_steps:
+            return update
+        return replace(update, effective_steps=self._solver.effective_steps(update.num_steps))
+
+    def counted_group(self, group: GroupUpdate) -> GroupUpdate:
+        """Have each update of a group say so."""
+        if not self._counts_steps:
+            return group
+        steps = [self._solver.effective_steps(number) for number in group.num_steps]
+        return replace(group, effective_steps=steps)
+
     def reduce(self, all_reduce: AllReduce) -> None:
         """Add up what the clients of all processes have learnt."""
+        if not self.correction.needs_mean:
+            return
         sums = self._changes.sums()
         count = torch.full_like(sums[-1], self._num_changes)
         *sums, count = added_up([*sums, count], all_reduce)
@@ -114,8 +150,7 @@ class Corrector:
         self._num_changes = int(count)
 
     def close_round(self) -> None:
-        """Let the clients' new memories count."""
-        self._memory.commit()
+        """Let what the clients have learnt count; their memories are committed by themselves."""
         if self._num_changes:
             change = self._changes.value() * (self._num_changes / self._num_clients)
             self._mean = change if self._mean is None else self._mean + change
@@ -125,34 +160,43 @@ class Corrector:
         return self.correction.pseudo_gradient(aggregate, self._mean)
 
     def relocate(self, positions: Tensor) -> None:
-        """Go on in other coordinates, see `Server.relocate`; what is new is 0."""
+        """Go on in other coordinates, see `Server.relocate`; what is new is 0.
+
+        Memories that are models are dropped: 0 is no weight that a model had.
+        """
+        if not self.correction.needs_mean:
+            self._memory.forget(_NAME)
+            return
         self._memory.relocate(_NAME, positions)
         if self._mean is not None:
             known = self._mean[positions.clamp(min=0)]
             self._mean = torch.where(positions >= 0, known, 0)
 
     def _recalled(self, client: int) -> Tensor | None:
-        return self._memory.get(_NAME, client) if self.correction.remembers else None
+        if not self.correction.remembers:
+            return None
+        vector = self._memory.get(_NAME, client)
+        return None if vector is None else vector.to(self._device)
 
-    def snapshot(self) -> Snapshot:
-        """Return what has been learnt in the open round, for `go_back`."""
-        return Snapshot(copy.deepcopy(self._round_state()), self._memory.waiting)
+    def snapshot(self) -> dict[str, Any]:
+        """Return what has been learnt in the open round but for memories, for `go_back`."""
+        return copy.deepcopy(self._round_state())
 
-    def go_back(self, snapshot: Snapshot) -> None:
+    def go_back(self, snapshot: dict[str, Any]) -> None:
         """Forget what has been learnt since."""
-        self._load_round_state(snapshot.state)
-        self._memory.discard(keep=snapshot.waiting)
+        self._load_round_state(snapshot)
 
     def state_dict(self, *, with_round: bool = True) -> dict[str, Any]:
         """Return the mean and, inside a round, what has been learnt so far; not the memories."""
-        state: dict[str, Any] = {"kind": type(self.correction).__name__, "mean": self._mean}
+        state: dict[str, Any] = {"kind": self.kind, "mean": self._mean}
         return state | {"round": self._round_state()} if with_round else state
 
     def load_state_dict(self, state: dict[str, Any], like: Tensor) -> None:
         """Take up where `state_dict` left off."""
-        self._mean = None if state["mean"] is None else state["mean"].to(like.device)
+        self.open_round(like)
+        mean = state.get("mean")  # nothing is saved of a correction without memories
+        self._mean = None if mean is None else mean.to(like.device)
         if "round" in state:
-            self._changes = new_mean(like, exact=self._exact)
             self._load_round_state(state["round"])
 
     def _round_state(self) -> dict[str, Any]:

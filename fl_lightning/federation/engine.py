@@ -25,6 +25,7 @@ from torch import nn
 from fl_lightning.client.cannot_stack import CannotStack
 from fl_lightning.client.correction import Correction
 from fl_lightning.client.local_training import GlobalModel, LocalTrainer
+from fl_lightning.client.moon import Moon
 from fl_lightning.client.speedups import SPEEDUPS, Speedup
 from fl_lightning.client.work import ClientWork
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
@@ -136,8 +137,9 @@ class EngineChooser:
             "has_pull": correction is not None and correction.pull > 0,
             "has_shift": correction is not None and correction.has_shift,
         }
+        self._contrasts = isinstance(correction, Moon)
         self._trainer, self._local, self._step = trainer, local, step
-        self._speedups = SpeedupTrial(trainer, step)
+        self._speedups = SpeedupTrial(trainer, step, adds_to_loss=self._contrasts)
         if options.speedups is not None:
             self._speedups.force(options.speedups)
         self._kept = step.speedups  # after the fit the step itself has none
@@ -161,7 +163,7 @@ class EngineChooser:
         sequential = "sequential"
         try:
             sequential += self._choose_speedups(work, train_one)
-            raise_if_impossible(self._trainer, self._accumulate)
+            raise_if_impossible(self._trainer, self._accumulate, adds_to_loss=self._contrasts)
             if self._options.engine == "slots":
                 self.slots, why = self._forced(model, work, train_one), "as asked for"
             else:

@@ -58,10 +58,14 @@ from fl_lightning.federation.round_options import RoundOptions
 from fl_lightning.federation.rounds import RoundRunner
 from fl_lightning.federation.shares import local_work
 from fl_lightning.server.aggregators import Aggregator, Mean
+from fl_lightning.server.normalised_mean import NormalisedMean
 from fl_lightning.server.overlap_mean import OverlapMean
 from fl_lightning.server.privacy.mechanism import Privacy
 from fl_lightning.server.privacy.run import Run
 from fl_lightning.server.server import ServerOptimizer, fedavg_optimizer
+from fl_lightning.updates.error_feedback import ErrorFeedback
+from fl_lightning.updates.path import UpdatePath
+from fl_lightning.updates.transform import UpdateTransform
 
 
 @final
@@ -77,6 +81,8 @@ class Federation(Callback):
         local_epochs: passes over its shard per round. One pass if neither is given.
         correction: what clients add to their gradients so that they do not drift apart: `FedProx`,
             `Scaffold`, `FedDyn`, …; nothing if None.
+        updates: what happens to a client's update on its way, in order: `TopK`, `QSGD`, …, and
+            `ErrorFeedback` around them; nothing if None.
         aggregator: how updates become one; the mean weighted by examples if None, over the clients
             that may move a coordinate where they have masks of their own.
         privacy: differential privacy of clients: `CentralDP`, `LocalDP`, …; none if None.
@@ -95,6 +101,9 @@ class Federation(Callback):
         clients_per_group: how many clients Lightning's loop takes for a batch: so often the
             progress bar moves and callbacks' batch hooks are called. Results do not depend on it.
             If None, one after the other as many as take about 0.2 s, in slots the whole cohort.
+        client_memory_gb: of what clients remember between rounds (see ``correction``), so many
+            gigabytes (1e9 bytes) are kept in RAM, the rest in files of which pages are read as
+            needed. Checkpoints hold up to 64 MB of it, more lies in ``client_memory`` beside them.
         seed: root of every draw (cohorts, shuffling, dropout, augmentation); the run's seed,
             as given to `lightning.seed_everything`, if None.
 
@@ -119,6 +128,7 @@ class Federation(Callback):
         local_steps: int | None = None,
         local_epochs: int | None = None,
         correction: Correction | None = None,
+        updates: list[UpdateTransform | ErrorFeedback] | None = None,
         aggregator: Aggregator | None = None,
         privacy: Privacy | None = None,
         server_optimizer: ServerOptimizer | None = None,
@@ -128,23 +138,31 @@ class Federation(Callback):
         slots: int | None = None,
         speedups: list[Speedup] | None = None,
         clients_per_group: int | None = None,
+        client_memory_gb: float = 2.0,
         seed: int | None = None,
     ) -> None:
         super().__init__()
         _check(local_steps, local_epochs, on_client_failure, min_replies, clients_per_group)
+        if not client_memory_gb >= 0:
+            raise ConfigurationError(
+                f"federation: client_memory_gb must be at least 0, got {client_memory_gb}"
+            )
         self.cohort = cohort if cohort is not None else AllClients()
         if privacy is not None:
-            check_private(privacy, self.cohort, aggregator, correction)
+            check_private(privacy, self.cohort, aggregator, correction, updates)
         self.privacy = privacy
         self.local_steps = local_steps
         self.local_epochs = local_epochs if local_steps or local_epochs else 1
         self.correction = correction
+        self.updates = list(updates or [])
+        UpdatePath(self.updates, 0)  # refuses what does not go together
         self.aggregator = aggregator
         self.server_optimizer = server_optimizer or fedavg_optimizer
         self.on_client_failure: Literal["raise", "skip"] = on_client_failure
         self.min_replies = min_replies
         self.engine = EngineOptions(engine, slots, None if speedups is None else tuple(speedups))
         self.clients_per_group = clients_per_group
+        self.client_memory_gb = client_memory_gb
         self.seed = run_seed(seed)
         self.rounds: RoundRunner | None = None
         self._saved: dict[str, Any] = {}
@@ -190,6 +208,7 @@ class Federation(Callback):
         check_set_up(trainer)
         for config in trainer.lr_scheduler_configs:
             config.interval = "epoch"  # a step is a round, however many groups of clients it has
+        self._check_correction(trainer)
         options = RoundOptions(
             local_steps=self.local_steps,
             local_epochs=self.local_epochs,
@@ -199,8 +218,9 @@ class Federation(Callback):
             seed=self.seed,
             engine=self.engine,
             correction=self.correction,
+            updates=self.updates,
+            client_memory_bytes=self.client_memory_gb * 1e9,
             num_clients=len(trainer.datamodule.clients),  # type: ignore[attr-defined]
-            sends_buffers=self.privacy is None,
         )
         private = self._private_rounds(trainer)
         self.rounds = RoundRunner(
@@ -211,6 +231,8 @@ class Federation(Callback):
             self.server_optimizer,
             private,
         )
+        if isinstance(trainer.strategy.checkpoint_io, AtomicCheckpointIO):
+            trainer.strategy.checkpoint_io.files = self.rounds.memory.files_of_checkpoint
         self._groups_before = self._saved.get("groups", len(self._groups))
         if self._saved:
             self.rounds.load_state_dict(self._saved)
@@ -233,6 +255,7 @@ class Federation(Callback):
                 self.privacy,
                 num_clients=len(trainer.datamodule.clients),  # type: ignore[attr-defined]
                 num_buffers=self.rounds.server.model.buffers.numel(),
+                has_memory=self.rounds.has_memory,
             )
             self._stop_within_budget(trainer)
 
@@ -298,13 +321,30 @@ class Federation(Callback):
             module, max(1.0, per_client * trainer.accumulate_grad_batches), data.batch_size
         )
 
+    def _check_correction(self, trainer: Trainer) -> None:
+        """Refuse corrections that would give a wrong result."""
+        correction = self.correction
+        if correction is None:
+            return
+        if correction.remembers and client_masks(trainer) is not None:
+            raise ConfigurationError(
+                f"federation.correction {type(correction).__name__} remembers a number for every "
+                "coordinate, and with masks of their own clients do not move the same ones: use one "
+                "mask for all, or FedProx"
+            )
+        if any(group.get("maximize") for group in trainer.optimizers[0].param_groups):
+            raise ConfigurationError(
+                "federation.correction is added to the gradient of what is minimised, and the "
+                "clients' optimizer has maximize: leave that out and return the negative loss"
+            )
+
     def _aggregator(self, trainer: Trainer) -> Aggregator:
         masks_differ = client_masks(trainer) is not None
-        if masks_differ and isinstance(self.aggregator, Mean):
+        if masks_differ and isinstance(self.aggregator, (Mean, NormalisedMean)):
             raise ConfigurationError(
-                "federation: with masks of the clients' own, Mean counts a client that may not move "
-                "an entry as one that wants it to stay: set aggregator to OverlapMean, or leave it "
-                "out"
+                f"federation: with masks of the clients' own, {type(self.aggregator).__name__} "
+                "counts a client that may not move an entry as one that wants it to stay: set "
+                "aggregator to OverlapMean, or leave it out"
             )
         return self.aggregator or (OverlapMean() if masks_differ else Mean())
 

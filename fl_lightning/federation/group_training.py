@@ -7,8 +7,6 @@ fp16 scale) never reaches the next one.
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
@@ -16,8 +14,6 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 from fl_lightning.client.added_term import AddedTerm
-from fl_lightning.client.correction import GradientTerm
-from fl_lightning.client.local_solver import LocalSolver
 from fl_lightning.client.local_training import GlobalModel, LocalTrainer
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.slot_training import usable_rows
@@ -25,12 +21,13 @@ from fl_lightning.client.work import ClientWork
 from fl_lightning.core.errors import ClientFailure
 from fl_lightning.core.metric_states import MetricStates, kept_apart, metrics_of
 from fl_lightning.core.seeds import seed_global_generators
-from fl_lightning.core.update import ClientUpdate, GroupUpdate
+from fl_lightning.core.update import ClientUpdate
 from fl_lightning.federation.client_masks import client_masks
 from fl_lightning.federation.client_scaler import ClientScaler
 from fl_lightning.federation.client_work import LocalWork, WorkPlan
 from fl_lightning.federation.corrector import Corrector
 from fl_lightning.federation.engine import EngineChooser
+from fl_lightning.federation.intake import Intake
 from fl_lightning.federation.lightning_step import LightningStep
 from fl_lightning.federation.ranks import Ranks
 from fl_lightning.federation.round_options import RoundOptions
@@ -38,7 +35,7 @@ from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.shard_gradient import ShardGradient
 from fl_lightning.federation.slot_engine import SlotEngine
 from fl_lightning.server.server import Server
-from fl_lightning.updates.traffic import bytes_down, bytes_up
+from fl_lightning.updates.traffic import bytes_down
 
 
 class GroupTraining:
@@ -48,8 +45,8 @@ class GroupTraining:
         trainer: set up, with its optimizer built and its module on its device. If one of its
             callbacks has masks of the clients' own (`HasClientMasks`), clients train under these.
         options: what a round does.
-        corrector: what clients add to their gradients; None if nothing.
-        solver: counts the steps that updates come to; None if nobody asks for that.
+        corrector: what clients add to their objective.
+        intake: takes in their updates.
 
     Attributes:
         local: the sequential engine.
@@ -60,11 +57,7 @@ class GroupTraining:
     """
 
     def __init__(
-        self,
-        trainer: Trainer,
-        options: RoundOptions,
-        corrector: Corrector | None = None,
-        solver: LocalSolver | None = None,
+        self, trainer: Trainer, options: RoundOptions, corrector: Corrector, intake: Intake
     ) -> None:
         self._trainer = trainer
         self._options = options
@@ -87,7 +80,7 @@ class GroupTraining:
             options.accumulate,
             options.correction,
         )
-        self._corrector, self._solver = corrector, solver
+        self._corrector, self._intake = corrector, intake
         self._gradient = ShardGradient(self._module, self.local, self.step, self._plan)
 
     def renew_space(self) -> None:
@@ -139,9 +132,9 @@ class GroupTraining:
         masks = self._masks_of(work.client_id, server.model)
         seed_global_generators(work.seed)
         metrics = MetricStates(self._metrics)
-        term = None if self._corrector is None else self._corrector.term(work.client_id)
         try:
-            update = self._local_update(server.model, work, masks, term)
+            self._set_terms(work, server.model)
+            update = self._local_update(server.model, work, masks)
             self._accept(update, work, server)
         except BaseException as error:  # also an interruption, after which a checkpoint may follow
             metrics.put_back()
@@ -151,9 +144,7 @@ class GroupTraining:
             self._skip_or_raise(error, record)
         else:
             self.scaler.end_client()
-            update = self._as_sent(update)
-            server.receive(update)
-            record.add(update, num_bytes=bytes_up(update))
+            self._intake.receive(update, self._trainer.current_epoch, server, record)
         active = None if masks is None else self.local.space.coordinates(masks)
         record.finish([work.client_id], num_bytes=_bytes_down(server, active))
 
@@ -168,26 +159,15 @@ class GroupTraining:
     ) -> list[ClientWork]:
         """Train those clients that slots can train and return the others."""
         stackable, others = slots.split(work)
-        before = copy.deepcopy((server.state_dict(), record.state_dict()))
-        corrector, by_id = self._corrector, {client.client_id: client for client in stackable}
-        learnt = None if corrector is None else corrector.snapshot()
-        term = None if corrector is None else corrector.term
-        try:
-            for update in slots.train(server.model, stackable, term):
+        by_id = {client.client_id: client for client in stackable}
+        with self._intake.all_or_nothing(server, record):
+            for update in slots.train(server.model, stackable, self._corrector.term):
                 usable, failures = usable_rows(update)
                 for failure in failures:
                     self._skip_or_raise(failure, record)
-                for each in usable if corrector is not None else ():
+                for each in usable if self._corrector.correction.remembers else ():
                     self._accept(each, by_id[each.client_id], server)
-                usable = self._group_as_sent(usable)
-                server.receive_group(usable)
-                record.add_group(usable, num_bytes=bytes_up(usable))
-        except BaseException:  # the group counts as a whole or not at all
-            server.load_state_dict(before[0])
-            record.load_state_dict(before[1])
-            if corrector is not None and learnt is not None:
-                corrector.go_back(learnt)
-            raise
+                self._intake.receive_group(usable, self._trainer.current_epoch, server, record)
         record.finish([c.client_id for c in stackable], num_bytes=_bytes_down(server))
         return others
 
@@ -204,14 +184,8 @@ class GroupTraining:
         return self._local_update(model, work)
 
     def _local_update(
-        self,
-        model: GlobalModel,
-        work: ClientWork,
-        masks: Mapping[str, Tensor] | None = None,
-        term: GradientTerm | None = None,
+        self, model: GlobalModel, work: ClientWork, masks: Mapping[str, Tensor] | None = None
     ) -> ClientUpdate:
-        if term is not None and not term.is_nothing:
-            self.step.term = AddedTerm(self.local.space, model.params, term)
         try:
             return self.local.train(
                 model,
@@ -221,35 +195,24 @@ class GroupTraining:
                 masks=masks,
             )
         finally:
-            self.step.term = None
+            self.step.term = self.step.contrast = None
+
+    def _set_terms(self, work: ClientWork, model: GlobalModel) -> None:
+        """Have local steps add to gradients and losses what this client adds."""
+        corrector, space, start = self._corrector, self.local.space, model.params
+        self.step.contrast = corrector.contrast(work.client_id, start, space)
+        term = corrector.term(work.client_id)
+        if not term.is_nothing:
+            self.step.term = AddedTerm(space, start, term)
 
     def _accept(self, update: ClientUpdate, work: ClientWork, server: Server) -> None:
         """Have the correction learn from an update that is used."""
-        if self._corrector is None:
-            return
 
         def gradient() -> Tensor:
             with self.collector.listening_to(self._module):
                 return self._gradient(server.model, work)
 
-        self._corrector.accept(update, server.model.params, self.local.space, gradient)
-
-    def _as_sent(self, update: ClientUpdate) -> ClientUpdate:
-        """Leave out buffers that stay, and say how many gradients it adds up to if that is asked."""
-        if not self._options.sends_buffers:
-            update = dataclasses.replace(update, buffers=update.buffers[:0])
-        if self._solver is None:
-            return update
-        steps = self._solver.effective_steps(update.num_steps)
-        return dataclasses.replace(update, effective_steps=steps)
-
-    def _group_as_sent(self, group: GroupUpdate) -> GroupUpdate:
-        if not self._options.sends_buffers:
-            group = dataclasses.replace(group, buffers=group.buffers[:, :0])
-        if self._solver is None:
-            return group
-        steps = [self._solver.effective_steps(number) for number in group.num_steps]
-        return dataclasses.replace(group, effective_steps=steps)
+        self._intake.learn(update, server, self.local.space, gradient)
 
     def _work_of(self, clients: Iterable[int]) -> list[ClientWork]:
         round_index = self._trainer.current_epoch

@@ -11,7 +11,7 @@ Two ways with one result:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ class LightningStep:
 
     Attributes:
         term: what the present client adds to its gradients; None if nothing.
+        contrast: what it adds to its loss, given a batch; None if nothing.
         is_lean: whether steps are lean ones.
     """
 
@@ -60,6 +61,7 @@ class LightningStep:
         self._batch_size: int = trainer.datamodule.batch_size  # type: ignore[attr-defined]
         self._faster: FasterStep | None = None
         self.term: AddedTerm | None = None
+        self.contrast: Callable[[Any], Tensor] | None = None
         self._graphs: dict[frozenset[Speedup], CompiledGradients] = {}
         self.is_lean = (
             accumulate == 1 and not trainer.gradient_clip_val and extra_work(trainer) is None
@@ -169,7 +171,11 @@ class LightningStep:
         if self._ends:
             outputs = output if isinstance(output, dict) else {"loss": output}
             self._ended.append((outputs, batch))
-        return loss_of(output)
+        loss = loss_of(output)
+        if self.contrast is None or loss is None:
+            return loss
+        with self._precision.train_step_context():
+            return loss + self.contrast(batch)
 
     def _output(self, batch: Any, index: Any) -> Any:
         arguments = (batch, index) if self._takes_index else (batch,)

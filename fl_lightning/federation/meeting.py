@@ -18,6 +18,7 @@ from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.metric_states import pool
 from fl_lightning.federation.round_record import RoundRecord
+from fl_lightning.federation.run_memory import Waiting
 
 Failure = ClientFailure | ConfigurationError
 
@@ -33,6 +34,7 @@ class Report:
         logged: every logged torchmetrics object's name, its name per epoch, its place in the module.
         metric_states: the states of those objects by place.
         prog_bar: names of values that are shown beside the progress bar.
+        memories: what its clients remember from this round on.
     """
 
     failure: Failure | None
@@ -41,6 +43,7 @@ class Report:
     logged: list[tuple[str, str, str]]
     metric_states: dict[str, Any]
     prog_bar: set[str]
+    memories: list[Waiting]
 
 
 def first_failure(reports: Sequence[Report]) -> Failure | None:

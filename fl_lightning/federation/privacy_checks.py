@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
 from lightning.pytorch import Trainer
@@ -13,7 +13,10 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.cohort import CohortSampler
 from fl_lightning.federation.client_masks import client_masks
 from fl_lightning.server.aggregators import Mean
+from fl_lightning.server.privacy.distributed import DistributedDP
+from fl_lightning.server.privacy.local import LocalDP
 from fl_lightning.server.privacy.mechanism import Privacy
+from fl_lightning.updates.path import Step
 
 
 @runtime_checkable
@@ -26,7 +29,11 @@ class ReleasesUnprotected(Protocol):
 
 
 def check_private(
-    privacy: Privacy, cohort: CohortSampler, aggregator: object, correction: Correction | None
+    privacy: Privacy,
+    cohort: CohortSampler,
+    aggregator: object,
+    correction: Correction | None,
+    updates: Sequence[Step] | None,
 ) -> None:
     """Refuse combinations for which no ε is proved.
 
@@ -35,6 +42,11 @@ def check_private(
     """
     privacy.check_cohort(cohort)
     problems = [*_aggregator_problems(aggregator)]
+    if updates and isinstance(privacy, (LocalDP, DistributedDP)):
+        problems.append(
+            f"with {type(privacy).__name__} clients send noisy numbers, which federation.updates "
+            "would change after the noise was accounted: leave updates out, or use CentralDP"
+        )
     if correction is not None and correction.needs_mean:
         problems.append(
             f"{type(correction).__name__} sends the mean of clients' memories to everybody, without "
@@ -87,7 +99,7 @@ def check_one_mask(trainer: Trainer) -> None:
 
 
 def warn_of_releases(
-    trainer: Trainer, privacy: Privacy, *, num_clients: int, num_buffers: int
+    trainer: Trainer, privacy: Privacy, *, num_clients: int, num_buffers: int, has_memory: bool
 ) -> None:
     """Name what is released and not covered, in one warning."""
     names = [
@@ -100,6 +112,8 @@ def warn_of_releases(
             "metrics and norms of clients, cohort sizes and shares of clipped updates in the logs "
             "(log_unprotected: false leaves them out)"
         )
+    if has_memory:
+        names.append("what clients remember between rounds, in checkpoints")
     if names:
         rank_zero_warn("privacy: ε covers the models, and not: " + "; ".join(names))
     if num_buffers:

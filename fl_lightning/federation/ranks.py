@@ -35,6 +35,11 @@ class Ranks:
         torch.distributed.all_gather_object(values, value)
         return values
 
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Replace a tensor by that of one process; to be called by all of them."""
+        if self.size > 1:
+            torch.distributed.broadcast(tensor, src=source)
+
     def all_reduce(self, tensor: Tensor) -> None:
         """Replace a tensor by its sum over all processes; to be called by all of them."""
         if self.size > 1:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from fl_lightning.client.correction import Correction
 from fl_lightning.federation.engine import EngineOptions
+from fl_lightning.updates.path import Step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +19,7 @@ class RoundOptions:
         accumulate: batches per local step.
         correction: None for none.
         num_clients: all of them.
-        sends_buffers: whether a client sends its buffers with its update.
+        client_memory_bytes: of what clients remember, kept in RAM.
     """
 
     local_steps: int | None
@@ -29,4 +31,5 @@ class RoundOptions:
     engine: EngineOptions
     correction: Correction | None = None
     num_clients: int
-    sends_buffers: bool = True
+    client_memory_bytes: float
+    updates: Sequence[Step] = ()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from fl_lightning.core.metrics import ClientMeans
 from fl_lightning.core.update import ClientUpdate, GroupUpdate
 
@@ -55,6 +57,11 @@ class RoundRecord:
         n, client = update.num_examples, update.client_id
         self.means.add(update.metrics, n, client)
         self.norms.add({"round/client_update_norm": update.norm}, n, client)
+
+    def add_on_the_way(self, update: ClientUpdate, error: Tensor) -> None:
+        """Take in how far what arrived of an update is from what was sent, as a part of it."""
+        n, client = update.num_examples, update.client_id
+        self.norms.add({"round/compression_error": error}, n, client)
 
     def merge(self, other: RoundRecord) -> None:
         """Take in what another process did in the same round, at the same time."""

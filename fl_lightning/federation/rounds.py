@@ -7,6 +7,7 @@ that a checkpoint inside a round must hold; the clients' work is `GroupTraining`
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -14,15 +15,15 @@ from typing import Any
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import Trainer
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from fl_lightning.client.local_solver import LocalSolver
 from fl_lightning.client.local_training import GlobalModel
-from fl_lightning.client.memory import ClientMemory
 from fl_lightning.core.errors import ClientFailure, ConfigurationError, RoundFailure
 from fl_lightning.federation.corrector import Corrector
+from fl_lightning.federation.cost import cost_line
 from fl_lightning.federation.group_training import GroupTraining
 from fl_lightning.federation.groups import ClientGroup, RoundGroups
+from fl_lightning.federation.intake import Intake
 from fl_lightning.federation.meeting import (
     Failure,
     Report,
@@ -35,8 +36,10 @@ from fl_lightning.federation.private_rounds import PrivateRounds
 from fl_lightning.federation.ranks import Ranks
 from fl_lightning.federation.round_options import RoundOptions
 from fl_lightning.federation.round_record import RoundRecord
+from fl_lightning.federation.run_memory import RunMemory
 from fl_lightning.server.aggregators import Aggregator
 from fl_lightning.server.server import Server, ServerOptimizer
+from fl_lightning.updates.path import UpdatePath
 
 
 class RoundRunner:
@@ -53,6 +56,8 @@ class RoundRunner:
     Attributes:
         clients: the clients' part.
         server: the global model and how it moves.
+        corrector: what clients add to their objective, and what is known for that.
+        memory: what clients remember.
         record: what is known of the present round, or of the last one until the next begins.
         private: as given.
     """
@@ -73,36 +78,24 @@ class RoundRunner:
         self._module = trainer.lightning_module
         self._ranks = Ranks(trainer)
         self._failure: Failure | None = None
-        self._is_noted = False
-        self._memory = ClientMemory()
-        self._corrector = self._new_corrector(aggregator)
-        self.clients = GroupTraining(
-            trainer, options, self._corrector, self._new_solver(aggregator)
+        self._is_noted = self._cost_is_told = False
+        self.memory = RunMemory(trainer, self._ranks, options.client_memory_bytes)
+        self.corrector = Corrector(
+            options.correction,
+            self.memory.clients,
+            options.num_clients,
+            self._module,
+            trainer.optimizers[0],
+            aggregator,
         )
+        self._path = UpdatePath(options.updates, options.seed)
+        self._intake = Intake(
+            self._path, self.memory.clients, self.corrector, sends_buffers=private is None
+        )
+        self.clients = GroupTraining(trainer, options, self.corrector, self._intake)
         self.server = Server(self.clients.local.read(), aggregator, server_optimizer)
         self.record = RoundRecord()
         self._is_kept_by_lightning = self._can_be_kept_by_lightning()
-
-    def _new_corrector(self, aggregator: Aggregator) -> Corrector | None:
-        options, optimizer = self._options, self._trainer.optimizers[0]
-        if options.correction is None:
-            return None
-        return Corrector(
-            options.correction,
-            self._memory,
-            options.num_clients,
-            optimizer,
-            exact=aggregator.exact,
-        )
-
-    def _new_solver(self, aggregator: Aggregator) -> LocalSolver | None:
-        if not getattr(aggregator, "needs_effective_steps", False):
-            return None
-        correction = self._options.correction
-        pull = 0.0 if correction is None else correction.pull
-        solver = LocalSolver(self._trainer.optimizers[0], pull)
-        solver.effective_steps(1)  # refuses what has no such number
-        return solver
 
     def _can_be_kept_by_lightning(self) -> bool:
         """Return whether the checkpoint's weights hold every bit of the server's model."""
@@ -157,10 +150,10 @@ class RoundRunner:
             for client in sorted(self.record.skipped):
                 rank_zero_warn(f"skipped: {self.record.skipped[client]}")
         self._check_replies()
-        if self._corrector is not None:
-            self._corrector.close_round()
+        self.memory.clients.commit()
+        self.corrector.close_round()
         # privacy goes with corrections that leave the aggregate as it is
-        self.record.update_norm = float(self.server.close_round(self.private or self._corrector))
+        self.record.update_norm = float(self.server.close_round(self.private or self.corrector))
         with self.clients.metrics_kept_apart():
             self.record.pooled = self.clients.collector.collect_metrics()
         self.clients.scaler.end_round()
@@ -180,6 +173,7 @@ class RoundRunner:
             logged=logged_metrics(self.clients.collector, self._module),
             metric_states=move_data_to_device(states, "cpu"),
             prog_bar=self.clients.collector.prog_bar,
+            memories=self.memory.waiting(),
         )
 
     def _take_in(self, reports: Sequence[Report]) -> None:
@@ -192,12 +186,17 @@ class RoundRunner:
         self.clients.scaler.merge(report.scaler for report in reports)
         pool_metrics(reports, self.clients.collector, self._module)
         self.server.reduce(self._ranks.all_reduce)
-        if self._corrector is not None:
-            self._corrector.reduce(self._ranks.all_reduce)
+        self.corrector.reduce(self._ranks.all_reduce)
+        self.memory.share([report.memories for report in reports], self.clients.local.space.device)
 
     def in_progress_bar(self, name: str) -> bool:
         """Return whether a logged value is shown beside the progress bar."""
         return name == "train/loss" or name in self.clients.collector.prog_bar
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether clients remember something between rounds."""
+        return self._path.has_memory or self.corrector.correction.remembers
 
     def _open_round(self) -> None:
         if self.clients.local.has_new_masks and not self.server.is_open:
@@ -205,6 +204,8 @@ class RoundRunner:
         if not self._is_noted:  # by now, unlike in the constructor, Lightning has restored both
             self.clients.start_round()
             self._is_noted = True
+        if not self._cost_is_told:
+            self._tell_cost()
         if not self.server.is_open:
             self.record = RoundRecord()
             if self._is_kept_by_lightning:  # hooks between rounds may have changed it
@@ -212,8 +213,19 @@ class RoundRunner:
             if self.private is not None:
                 self.private.open_round(self._trainer.current_epoch)
             self.server.open_round()
-            if self._corrector is not None:
-                self._corrector.open_round(self.server.model.params)
+            self.memory.clients.discard()
+            self.corrector.open_round(self.server.model.params)
+
+    def _tell_cost(self) -> None:
+        self._cost_is_told = True
+        rounds = self._trainer.max_epochs
+        line = cost_line(
+            self._path,
+            self.server.model,
+            num_clients=self._groups.num_clients,
+            num_rounds=math.inf if rounds is None or rounds < 0 else rounds,
+        )
+        rank_zero_info(f"bytes: {line}")
 
     def _renew_space(self) -> None:
         """Follow masks that changed between rounds: other coordinates travel from here on."""
@@ -222,8 +234,7 @@ class RoundRunner:
         after = self.clients.local
         positions = after.space.positions_in(before)
         self.server.relocate(after.read(), positions)
-        if self._corrector is not None:
-            self._corrector.relocate(positions)
+        self._intake.relocate(positions)
         self._is_kept_by_lightning = self._can_be_kept_by_lightning()
 
     def _check_replies(self) -> None:
@@ -257,10 +268,11 @@ class RoundRunner:
             "groups": len(self._groups),
             "inside": self.server.is_open,
             "engine": self.clients.engine.state_dict(),
+            "updates": list(self._path.names),
+            "memory": self.memory.state_dict(with_round=open_here),
         }
-        if self._corrector is not None:
-            state["correction"] = self._corrector.state_dict(with_round=open_here)
-            state["memory"] = self._memory.state_dict(with_round=open_here)
+        if self.corrector.correction.remembers:
+            state["correction"] = self.corrector.state_dict(with_round=open_here)
         if self.private is not None:
             state["privacy"] = self.private.state_dict()
         if not self._is_kept_by_lightning:
@@ -276,6 +288,9 @@ class RoundRunner:
         _check_same("model", state["space"], self.clients.local.space.fingerprint())
         _check_same("mask", state["mask"], self.clients.local.space.mask_fingerprint())
         _check_same("seed", state["seed"], self._options.seed)
+        kind = state.get("correction", {}).get("kind")
+        _check_same("correction", kind, self.corrector.kind)
+        _check_same("updates", state.get("updates", []), list(self._path.names))
         if state["inside"]:
             _check_same("number of processes", state["ranks"], self._ranks.size)
             _check_same("number of groups of clients", state["groups"], len(self._groups))
@@ -283,26 +298,16 @@ class RoundRunner:
             self.server.replace_model(GlobalModel(**state["model"]))
             self.clients.local.restore(self.server.model)
         self.server.load_state_dict(state["server"])
-        self._load_corrections(state)
-        self._load_privacy(state)
+        self.corrector.load_state_dict(state.get("correction", {}), self.server.model.params)
+        _check_same("privacy", "privacy" in state, self.private is not None)
+        if self.private is not None:
+            self.private.load_state_dict(state["privacy"])
         self.record.load_state_dict(state["record"])
         self.clients.scaler.load_state_dict(state["scaler"])
         self.clients.collector.load_metric_states(self._module, state["metrics"])
         self.clients.collector.prog_bar |= set(state["prog_bar"])
         self.clients.engine.load_state_dict(state["engine"])
-
-    def _load_privacy(self, state: dict[str, Any]) -> None:
-        _check_same("privacy", "privacy" in state, self.private is not None)
-        if self.private is not None:
-            self.private.load_state_dict(state["privacy"])
-
-    def _load_corrections(self, state: dict[str, Any]) -> None:
-        correction = self._options.correction
-        present = None if correction is None else type(correction).__name__
-        _check_same("correction", state.get("correction", {"kind": None})["kind"], present)
-        if self._corrector is not None:
-            self._corrector.load_state_dict(state["correction"], self.server.model.params)
-            self._memory.load_state_dict(state["memory"])
+        self.memory.load_state_dict(state.get("memory", {}))
 
 
 def _check_same(what: str, saved: Any, present: Any) -> None:

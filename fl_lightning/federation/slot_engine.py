@@ -131,7 +131,7 @@ class SlotEngine:
             self._collector.add_metric(name, names.get(name, name), metric)
 
 
-def raise_if_impossible(trainer: Trainer, accumulate: int) -> None:
+def raise_if_impossible(trainer: Trainer, accumulate: int, *, adds_to_loss: bool = False) -> None:
     """Find what rules out slots before anything runs.
 
     Raises:
@@ -144,6 +144,8 @@ def raise_if_impossible(trainer: Trainer, accumulate: int) -> None:
         raise CannotStack("a local step accumulates several batches")
     if trainer.precision not in ("32-true", "64-true"):
         raise CannotStack(f"the precision is {trainer.precision}")
+    if adds_to_loss:
+        raise CannotStack("its correction contrasts the features of one model at a time")
     if client_masks(trainer) is not None:
         raise CannotStack("clients have masks of their own")
     if extra := extra_work(trainer):

@@ -44,10 +44,13 @@ class SpeedupTrial:
     Args:
         trainer: set up for fitting.
         step: the local step that may use them.
+        adds_to_loss: whether a correction adds to the loss of a step.
     """
 
-    def __init__(self, trainer: Trainer, step: LightningStep) -> None:
-        self._trainer, self._step = trainer, step
+    def __init__(
+        self, trainer: Trainer, step: LightningStep, *, adds_to_loss: bool = False
+    ) -> None:
+        self._trainer, self._step, self._adds_to_loss = trainer, step, adds_to_loss
         self._num_tries = _NUM_TRIES
 
     def force(self, speedups: Sequence[Speedup]) -> None:
@@ -108,6 +111,8 @@ class SpeedupTrial:
             return "accumulation, clipping, gradient scaling or hooks take part in its steps"
         if speedup == "compiled" and self._step.has_batch_hooks:
             return "the module has hooks at the start or end of a batch"
+        if speedup == "compiled" and self._adds_to_loss:
+            return "a correction adds to the loss"
         trainer = self._trainer
         return reason_against(speedup, trainer.lightning_module, trainer.optimizers[0])
 

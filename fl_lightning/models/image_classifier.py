@@ -23,6 +23,7 @@ from torch.nn import functional
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.models.checkpoints import load_backbone
+from fl_lightning.models.cnn import LeNet, McMahanCNN
 from fl_lightning.models.networks import build_network, freeze
 from fl_lightning.models.schedule import Schedule
 
@@ -94,6 +95,16 @@ class ImageClassifier(LightningModule):
         """Return logits (B, num_classes)."""
         logits: Tensor = self.network(images)
         return logits
+
+    def features(self, batch: Batch) -> Tensor:
+        """Return what the classifier is given for a batch's images, shape (B, …)."""
+        network: Any = self.network
+        images = batch[0]
+        if isinstance(network, LeNet | McMahanCNN):
+            features: Tensor = network.features(images)
+        else:
+            features = network.forward_head(network.forward_features(images), pre_logits=True)
+        return features
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the batch's mean loss; log its accuracy per round."""

@@ -1,1 +1,21 @@
 """Floor 2: an update on its way from a client to the server."""
+
+from fl_lightning.updates.affine import Affine
+from fl_lightning.updates.error_feedback import ErrorFeedback
+from fl_lightning.updates.qsgd import QSGD
+from fl_lightning.updates.random_k import RandomK
+from fl_lightning.updates.sign import Sign, ternary
+from fl_lightning.updates.top_k import TopK
+from fl_lightning.updates.transform import Chain, UpdateTransform
+
+__all__ = [
+    "QSGD",
+    "Affine",
+    "Chain",
+    "ErrorFeedback",
+    "RandomK",
+    "Sign",
+    "TopK",
+    "UpdateTransform",
+    "ternary",
+]

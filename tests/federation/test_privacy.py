@@ -28,6 +28,7 @@ from fl_lightning.server.privacy.adaptive_clip import AdaptiveClip
 from fl_lightning.server.privacy.noise_source import SeededNoise
 from fl_lightning.server.privacy.run import Run
 from fl_lightning.sparsity import SparseSGDM
+from fl_lightning.updates.random_k import RandomK
 
 pytestmark = pytest.mark.filterwarnings("ignore:privacy:UserWarning")
 
@@ -307,3 +308,15 @@ class SameModel(Callback):
     def on_train_epoch_end(self, trainer, module):
         first, second = Ranks(trainer).gather(weights(module))
         assert torch.equal(first, second)
+
+
+def test_compression_does_not_break_the_bound_and_local_noise_refuses_it():
+    """Sixteen-fold random-k makes updates longer; they are clipped again where they arrive."""
+    start = weights(still_module())
+    privacy = private(clip_norm=1e-3, noise_multiplier=0.0)
+    options = {"privacy": privacy, "updates": [RandomK(1 / 16)]}
+    module, _ = run(1, module=still_module(), **options)
+    assert 0 < float((weights(module) - start).norm()) <= 1e-3 * (1 + 1e-4)
+    local = LocalDP(clip_norm=0.1, noise_multiplier=2.0)
+    with pytest.raises(ConfigurationError, match="after the noise was accounted"):
+        Federation(privacy=local, updates=[RandomK(0.5)])

@@ -143,7 +143,16 @@ class CorrelatedNoise:
         self._past: list[Tensor] = []  # the newest first
 
     def next(self, normals: Tensor) -> Tensor:
-        """Return the next round's noise, shape (k,), given independent normal numbers."""
+        """Return the next round's noise, shape (k,), given independent normal numbers.
+
+        Raises:
+            ConfigurationError: if earlier rounds had another number of coordinates.
+        """
+        if self._past and self._past[0].shape != normals.shape:
+            raise ConfigurationError(
+                "federation.privacy: BandedMatrixDP takes back noise of earlier rounds, and the "
+                "mask has changed since: set every_n_rounds of MaskCalibration to null"
+            )
         noise = normals.clone()
         for back, earlier in enumerate(self._past, start=1):
             noise -= earlier * float(self._columns[self._index - back, back])

@@ -1,0 +1,129 @@
+"""Files of large client memories beside the checkpoints that refer to them.
+
+A checkpoint in a folder finds its files in ``client_memory`` there. They are hard links to those
+that the run works with, so that nothing is copied and what did not change is not written again.
+``references.json`` says which checkpoint needs which files; what none needs is deleted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterable
+from multiprocessing.util import Finalize
+from pathlib import Path
+
+from fl_lightning.client.vector_file import SUFFIX, VectorFile
+
+FOLDER = "client_memory"
+_REFERENCES = "references.json"
+_WORKING = ".client_memory-"
+
+
+class WorkingFolder:
+    """Where one process keeps files as long as this lives; a killed one's is removed by the next.
+
+    Args:
+        parent: in which it will be.
+    """
+
+    def __init__(self, parent: Path) -> None:
+        self._parent = parent
+        self._path: Path | None = None
+
+    def __call__(self) -> Path:
+        """Return the folder, made when first asked for."""
+        if self._path is None:
+            host = f"{_WORKING}{socket.gethostname()}-"
+            for left in self._parent.glob(f"{host}*"):
+                if not _is_running(left.name.removeprefix(host).split("-")[0]):
+                    shutil.rmtree(left, ignore_errors=True)
+            self._parent.mkdir(parents=True, exist_ok=True)
+            prefix = f"{host}{os.getpid()}-"  # one process may have several runs
+            self._path = Path(tempfile.mkdtemp(prefix=prefix, dir=self._parent))
+            # unlike weakref's and atexit's it also runs where a forked process ends
+            Finalize(self, shutil.rmtree, (self._path, True), exitpriority=0)
+        return self._path
+
+
+def _is_running(process: str) -> bool:
+    if not process.isdigit():
+        return False
+    try:
+        os.kill(int(process), 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def place(files: Iterable[VectorFile], checkpoint: Path) -> None:
+    """Have files beside a checkpoint that is about to be written.
+
+    Until `tidy` those of the checkpoint that it replaces stay.
+
+    Args:
+        files: that it refers to.
+        checkpoint: its path.
+    """
+    folder = checkpoint.parent / FOLDER
+    names = {file.path.name for file in files}
+    references = _read_references(folder)
+    if not names and not references:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    before = references.get(checkpoint.name, [])
+    _write_references(folder, references | {checkpoint.name: sorted({*before, *names})})
+    for file in files:
+        _link(file.path, folder / file.path.name)
+
+
+def tidy(checkpoint: Path, names: Iterable[str] = ()) -> None:
+    """Delete the files that no checkpoint of the folder needs any more.
+
+    Args:
+        checkpoint: that was written or removed just now.
+        names: of the files that it refers to.
+    """
+    folder = checkpoint.parent / FOLDER
+    if not folder.is_dir():
+        return
+    references = _read_references(folder) | {checkpoint.name: sorted(names)}
+    kept = {name: files for name, files in references.items() if files}
+    kept = {name: files for name, files in kept.items() if (checkpoint.parent / name).exists()}
+    _write_references(folder, kept)
+    needed = {file for files in kept.values() for file in files}
+    for path in folder.glob(f"*{SUFFIX}"):
+        if path.name not in needed:
+            path.unlink(missing_ok=True)
+    for unfinished in folder.glob("*.unfinished"):  # of a run that was killed
+        unfinished.unlink(missing_ok=True)
+
+
+def _link(source: Path, target: Path) -> None:
+    if target.exists():
+        return
+    try:
+        os.link(source, target)
+    except OSError:  # another file system, or one without links
+        unfinished = target.with_suffix(".unfinished")
+        shutil.copyfile(source, unfinished)
+        os.replace(unfinished, target)
+
+
+def _read_references(folder: Path) -> dict[str, list[str]]:
+    path = folder / _REFERENCES
+    if not path.is_file():
+        return {}
+    references: dict[str, list[str]] = json.loads(path.read_text())
+    return references
+
+
+def _write_references(folder: Path, references: dict[str, list[str]]) -> None:
+    unfinished = folder / f".{_REFERENCES}.unfinished"
+    unfinished.write_text(json.dumps(references, indent=0))
+    os.replace(unfinished, folder / _REFERENCES)

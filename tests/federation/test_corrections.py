@@ -1,0 +1,452 @@
+"""Corrections of drift and FedNova: closed forms, reductions, and every way a step is taken."""
+
+import copy
+import functools
+
+import pytest
+import torch
+from lightning.pytorch import seed_everything
+from lightning.pytorch.plugins.precision import MixedPrecision
+from quadratics import Quadratic, trajectory
+from test_masks import Masked, NewMasks
+from toys import SaveEverywhere, ToyModule, toy_data, toy_trainer, weights
+
+from fl_lightning import (
+    ConfigurationError,
+    FedDyn,
+    Federation,
+    FedProx,
+    Mean,
+    Moon,
+    NormalisedMean,
+    Scaffold,
+    UniformCohort,
+)
+from fl_lightning.client import memory as client_memory
+from fl_lightning.federation.memory_files import FOLDER
+
+ALIKE = {"weight_by_examples": False}
+NOVA = {"aggregator": NormalisedMean(**ALIKE)}
+
+# of two quadratics; the last number is where it ends
+TRAJECTORIES = {
+    "FedProx": ((10, 10), {"correction": FedProx(mu=1.0)}, [3.99609375, 5.50355686, 6.07222346], 6.41668756),
+    "SCAFFOLD": ((10, 10), {"correction": Scaffold()}, [4.96976691, 6.85221093, 7.56524145], 8),
+    "SCAFFOLD, unequal": ((2, 10), {"correction": Scaffold()}, [4.96976691, 6.85221093, 7.56524145], 8),
+    "FedNova": ((2, 10), NOVA, [2.98186015, 4.22474116, 4.74279135], 5.11305153),
+    "FedDyn": ((10, 10), {"correction": FedDyn(alpha=1.0)}, [7.99218750, 8.42906967, 8.13264151], 8),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TRAJECTORIES)
+def test_two_quadratics_move_as_published_and_end_where_they_should(name):
+    copies, options, first, last = TRAJECTORIES[name]
+    values, _ = trajectory(copies, rounds=60 if name == "FedDyn" else 30, **options)
+    assert values[:3] == pytest.approx(first, abs=5e-9)
+    assert values[-1] == pytest.approx(last, abs=5e-9)
+
+
+@pytest.mark.parametrize("name", TRAJECTORIES)
+def test_slots_move_them_alike(name):
+    copies, options, first, _ = TRAJECTORIES[name]
+    values, federation = trajectory(copies, engine="slots", **options)
+    assert values == pytest.approx(first, abs=5e-9)
+    assert federation.rounds.clients.engine.slots is not None
+
+
+@pytest.mark.parametrize("engine", ["sequential", "slots"])
+def test_fednova_with_local_momentum(engine):
+    expected = [1.29298146, 1.03677549, 1.08754304]
+    module = Quadratic(momentum=0.9)
+    values, _ = trajectory((2, 10), module=module, engine=engine, **NOVA)
+    assert values == pytest.approx(expected, abs=5e-9)
+
+
+@pytest.mark.parametrize(
+    ("alpha", "expected"), [(1.0, [8, 8, 8]), (0.1, [9.75609756, 5.76496674, 5.66762209])]
+)
+def test_feddyn_with_local_problems_solved_exactly(alpha, expected):
+    values, _ = trajectory((200, 200), correction=FedDyn(alpha=alpha))
+    assert values == pytest.approx(expected, abs=5e-9)
+
+
+def test_scaffold_with_full_gradients():
+    """c_i = a_i (x - z_i), so that a step of the client is one of the mean objective, but for a_i."""
+    x, expected = 0.0, []
+    variates = [0.0, 0.0]
+    for _ in range(3):
+        mean, ends = sum(variates) / 2, []
+        gradients = [1.0 * x, 4.0 * (x - 10)]
+        for (a, centre), variate in zip(((1.0, 0.0), (4.0, 10.0)), variates, strict=True):
+            y = x
+            for _ in range(10):
+                y -= 0.1 * (a * (y - centre) - variate + mean)
+            ends.append(y)
+        x, variates = sum(ends) / 2, gradients
+        expected.append(x)
+    for engine in ("sequential", "slots"):
+        values, _ = trajectory((10, 10), correction=Scaffold("I"), engine=engine)
+        assert values == pytest.approx(expected, rel=1e-12)
+
+
+CORRECTIONS = {
+    "FedProx": {"correction": FedProx(mu=0.5)},
+    "Scaffold": {"correction": Scaffold()},
+    "Scaffold I": {"correction": Scaffold("I")},
+    "FedDyn": {"correction": FedDyn(alpha=0.3)},
+    "FedNova with FedProx": {"correction": FedProx(mu=0.5), "aggregator": NormalisedMean()},
+}
+
+
+class Groups(ToyModule):
+    """Two parameter groups with different rates."""
+
+    def configure_optimizers(self):
+        groups = [
+            {"params": self.net[0].parameters()},
+            {"params": self.net[4].parameters(), "lr": 0.03},
+        ]
+        return torch.optim.SGD(groups, lr=self.lr, momentum=self.momentum, weight_decay=0.01)
+
+
+def run(
+    module=ToyModule,
+    *callbacks,
+    ckpt_path=None,
+    data=None,
+    precision="64-true",
+    trainer=None,
+    **block,
+):
+    """Fit three rounds of three of six clients, and return module and federation."""
+    seed_everything(0, verbose=False)
+    module = module()
+    federation = Federation(
+        **{"cohort": UniformCohort(size=3), "local_epochs": 2, "seed": 4} | block
+    )
+    fit = toy_trainer(*callbacks, federation, precision=precision, **(trainer or {}))
+    dtype = torch.float64 if precision == "64-true" else torch.float32
+    data = data or toy_data(batch_size=4, dtype=dtype)
+    fit.fit(module.to(dtype), datamodule=data, ckpt_path=ckpt_path)
+    return module, federation
+
+
+class TestReductions:
+    def test_no_pull_is_no_correction_bit_for_bit(self):
+        plain, _ = run(precision="32-true")
+        off, _ = run(precision="32-true", correction=FedProx(mu=0.0))
+        assert torch.equal(weights(plain), weights(off))
+
+    @pytest.mark.parametrize("name", ["Scaffold", "Scaffold I"])
+    @pytest.mark.parametrize("engine", ["sequential", "slots"])
+    def test_the_first_round_of_scaffold_is_fedavg_bit_for_bit(self, name, engine):
+        options = {"engine": engine, "precision": "32-true", "trainer": {"max_epochs": 1}}
+        first, _ = run(**options)
+        corrected, _ = run(**options, **CORRECTIONS[name])
+        assert torch.equal(weights(first), weights(corrected))
+
+    @pytest.mark.parametrize("exact", [False, True])
+    def test_fednova_with_equal_steps_is_fedavg(self, exact):
+        options = {"local_epochs": None, "local_steps": 3}
+        plain, _ = run(**options)
+        nova, _ = run(**options, aggregator=NormalisedMean(exact=exact))
+        torch.testing.assert_close(weights(nova), weights(plain), rtol=1e-12, atol=1e-14)
+
+    def test_as_alpha_vanishes_feddyn_becomes_fedavg(self):
+        """But for the server's h / α, which does not depend on α in the first round."""
+        one = {"trainer": {"max_epochs": 1}, "cohort": UniformCohort(fraction=1.0)}
+        start = run(**one, server_optimizer=lambda p: torch.optim.SGD(p, lr=0.0))[0]
+        plain, small = run(**one)[0], run(**one, correction=FedDyn(alpha=1e-9))[0]
+        # all take part: mean Δ by examples and h / α = mean Δ by clients
+        alike = run(**one, aggregator=Mean(**ALIKE))[0]
+        moved = weights(start) - weights(plain) + weights(start) - weights(alike)
+        torch.testing.assert_close(weights(start) - moved, weights(small), rtol=1e-7, atol=1e-8)
+
+
+@functools.cache
+def plain_end(module):
+    return weights(run(module)[0])
+
+
+@pytest.mark.parametrize("module", [Groups, Masked])
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_both_engines_agree(name, module):
+    if name == "FedNova with FedProx" and module is Groups:
+        pytest.skip("a pull makes groups of different rates differ")
+    ends = [run(module, engine=engine, **CORRECTIONS[name]) for engine in ("sequential", "slots")]
+    torch.testing.assert_close(*(weights(end) for end, _ in ends), rtol=1e-9, atol=1e-11)
+    assert ends[1][1].rounds.clients.engine.slots is not None
+    assert not torch.allclose(plain_end(module), weights(ends[0][0]))
+
+
+class InTheLoss:
+    """The same pull as a term of the loss, as a user would write it."""
+
+    mu = 0.5
+
+    def on_train_epoch_start(self):
+        self.begin = [p.detach().clone() for p in self.parameters()]
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        pairs = zip(self.parameters(), self.begin, strict=True)
+        return loss + self.mu / 2 * sum((p - x).square().sum() for p, x in pairs)
+
+
+class Searching(ToyModule):
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters(), lr=0.3, max_iter=4)
+
+
+def scaler():
+    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**10))
+
+
+PATHS = {
+    "lean": (ToyModule, {}, 1e-11),
+    "groups": (Groups, {}, 1e-11),
+    "masks": (Masked, {}, 1e-11),
+    "clipping": (ToyModule, {"trainer": {"gradient_clip_val": 0.05}}, 1e-11),
+    "accumulation": (ToyModule, {"trainer": {"accumulate_grad_batches": 2}}, 1e-11),
+    "line search": (Searching, {}, 1e-9),
+    "fused": (ToyModule, {"speedups": ["fused_optimizer"]}, 1e-11),
+    "fp16": (ToyModule, {"precision": None}, 2e-3),
+}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_pull_is_a_term_of_the_loss_however_steps_are_taken(path):
+    module, options, tolerance = PATHS[path]
+
+    class Expected(InTheLoss, module):
+        pass
+
+    def end(kind, **block):
+        plugins = {"trainer": {"plugins": [scaler()]}} if path == "fp16" else {}
+        return weights(run(kind, engine="sequential", **options | block | plugins)[0])
+
+    expected = end(Expected, speedups=None)
+    found = end(module, correction=FedProx(mu=InTheLoss.mu))
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    assert not torch.allclose(found, end(module), rtol=tolerance, atol=10 * tolerance)
+
+
+class TestMemories:
+    def test_the_servers_variate_is_the_mean_of_all_clients(self):
+        _, federation = run(Groups, correction=Scaffold())
+        state = federation.state_dict()
+        total = sum(vector for _, _, vector in state["memory"]["present"])
+        assert len(state["memory"]["present"]) > 3
+        torch.testing.assert_close(state["correction"]["mean"], total / 6, rtol=1e-12, atol=1e-14)
+
+    def test_a_variate_is_the_mean_gradient_of_the_steps(self):
+        """With one step of one full batch, momentum and two rates: the gradient at the start."""
+        options = {
+            "data": toy_data(batch_size=1000, dtype=torch.float64),
+            "local_epochs": 1,
+            "trainer": {"max_epochs": 1},
+        }
+        ends = [run(Groups, correction=Scaffold(which), **options)[1] for which in ("I", "II")]
+        first, second = (dict_of(end.state_dict()["memory"]["present"]) for end in ends)
+        decay = 0.01 * torch.cat([p.detach().flatten() for p in run_start(Groups)])
+        for key, gradient in first.items():
+            torch.testing.assert_close(second[key], gradient + decay, rtol=1e-9, atol=1e-12)
+
+    @pytest.mark.parametrize("name", ["Scaffold", "FedDyn"])
+    @pytest.mark.parametrize("where", ["inside", "beside"])
+    def test_resume_anywhere(self, name, where, tmp_path, monkeypatch):
+        options = dict(CORRECTIONS[name])
+        if where == "beside":
+            monkeypatch.setattr(client_memory, "INSIDE_CHECKPOINT_BYTES", 0)
+            options["client_memory_gb"] = 1e-7  # one vector
+        options |= {"clients_per_group": 1, "trainer": {"default_root_dir": tmp_path / "work"}}
+        expected, federation = run(ToyModule, SaveEverywhere(tmp_path), **options)
+        assert (tmp_path / FOLDER).exists() == (where == "beside")
+        for moment in ("0-group1", "0-end", "1-group0", "1-end", "2-group1"):
+            module, resumed = run(ckpt_path=tmp_path / f"{moment}.ckpt", **options)
+            assert torch.equal(weights(module), weights(expected)), moment
+            first, second = (f.rounds.state_dict() for f in (federation, resumed))
+            assert torch.equal(first["correction"]["mean"], second["correction"]["mean"])
+
+    def test_missing_and_foreign_files_are_refused(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(client_memory, "INSIDE_CHECKPOINT_BYTES", 0)
+        options = CORRECTIONS["Scaffold"] | {"trainer": {"default_root_dir": tmp_path / "work"}}
+        run(ToyModule, SaveEverywhere(tmp_path), **options)
+        file = sorted((tmp_path / FOLDER).glob("*.vector"))
+        for path in file:
+            path.write_bytes(bytes(path.stat().st_size))
+        with pytest.raises(ConfigurationError, match="holds something else"):
+            run(ckpt_path=tmp_path / "1-end.ckpt", **options)
+        for path in file:
+            path.unlink()
+        with pytest.raises(ConfigurationError, match="is missing: move a checkpoint together with"):
+            run(ckpt_path=tmp_path / "1-end.ckpt", **options)
+
+    def test_another_correction_is_refused(self, tmp_path):
+        run(ToyModule, SaveEverywhere(tmp_path), correction=FedDyn())
+        with pytest.raises(ConfigurationError, match="another correction"):
+            run(ckpt_path=tmp_path / "0-end.ckpt", correction=Scaffold())
+
+    def test_masks_that_change_take_memories_along(self, tmp_path):
+        options = {"correction": Scaffold(), "trainer": {"max_epochs": 4}}
+        expected, federation = run(Masked, NewMasks(), SaveEverywhere(tmp_path), **options)
+        state, size = federation.state_dict(), federation.rounds.server.model.params.numel()
+        total = sum(vector for _, _, vector in state["memory"]["present"])
+        assert total.shape == (size,)
+        torch.testing.assert_close(state["correction"]["mean"], total / 6)
+        module, _ = run(Masked, NewMasks(), ckpt_path=tmp_path / "1-end.ckpt", **options)
+        assert torch.equal(weights(module), weights(expected))
+
+    def test_a_group_of_slots_that_fails_leaves_no_memory(self):
+        """The group is trained again when resumed: what its other clients learnt must not count."""
+        data = toy_data(batch_size=1000, dtype=torch.float64)
+        data.setup("fit")
+        (bad,) = data.train_dataset.tensors[0][data.clients[5], 0][:1]
+
+        class Fails(ToyModule):
+            def training_step(self, batch, batch_idx):
+                factor = torch.where((batch[0][:, 0] == bad).any(), torch.nan, 1.0)
+                return super().training_step(batch, batch_idx) * factor
+
+        federation = Federation(engine="slots", slots=2, correction=Scaffold(), seed=4)
+        with pytest.raises(RuntimeError, match="client 5"):
+            toy_trainer(federation, precision="64-true").fit(Fails().double(), datamodule=data)
+        state = federation.rounds.state_dict()
+        assert state["memory"] == {"present": [], "new": []}
+        assert state["correction"]["round"]["num_changes"] == 0
+
+    def test_the_number_of_processes_does_not_change_the_model(self):
+        """In two processes clients of a later round train where they did not before."""
+        ends = []
+        for devices, limit in ((1, 1.0), (2, 1.0), (2, 0.0)):
+            strategy = "federated" if devices > 1 else "auto"
+            options = {"trainer": {"devices": devices, "strategy": strategy, "max_epochs": 4}}
+            options |= {"client_memory_gb": limit, "aggregator": Mean(exact=True)}
+            ends.append(weights(run(correction=Scaffold(), clients_per_group=1, **options)[0]))
+        assert torch.equal(ends[0], ends[1])
+        assert torch.equal(ends[0], ends[2])
+
+
+class Seeing(ToyModule):
+    """Has features."""
+
+    def features(self, batch):
+        return self.net[:3](batch[0])
+
+
+class TestMoon:
+    def test_two_rounds_by_hand(self):
+        """One client, one step a round: in the second round its last model is the global one before."""
+        data = toy_data(num_clients=1, batch_size=1000, dtype=torch.float64)
+        block = {"cohort": None, "local_epochs": 1, "data": data}
+        half = {"server_optimizer": lambda p: torch.optim.SGD(p, lr=0.5)}
+        moon = Moon(mu=2.0, temperature=0.7)
+        found = weights(run(Seeing, correction=moon, trainer={"max_epochs": 2}, **block, **half)[0])
+
+        seed_everything(0, verbose=False)
+        module, rate = Seeing().double(), 0.1
+        x, y = data.train_dataset.tensors
+        last = None
+        for _ in range(2):
+            start = [p.detach().clone() for p in module.parameters()]
+            loss = torch.nn.functional.cross_entropy(module.net(x), y)
+            if last is not None:
+                z, old = module.features((x, y)), last.features((x, y)).detach()
+                near = torch.cosine_similarity(z, z.detach()) / 0.7
+                far = torch.cosine_similarity(z, old) / 0.7
+                share = near.exp() / (near.exp() + far.exp())
+                loss = loss - 2.0 * share.log().mean()
+            gradients = torch.autograd.grad(loss, list(module.parameters()))
+            last = copy.deepcopy(module)
+            for p, own, s, g in zip(
+                module.parameters(), last.parameters(), start, gradients, strict=True
+            ):
+                own.data = s - rate * g
+                p.data = s - 0.5 * rate * g
+            rate *= 0.9
+        torch.testing.assert_close(found, weights(module), rtol=1e-6, atol=1e-7)
+
+    def test_no_weight_is_no_contrast(self):
+        plain, _ = run(Seeing)
+        off, _ = run(Seeing, correction=Moon(mu=0.0))
+        torch.testing.assert_close(weights(plain), weights(off), rtol=1e-12, atol=1e-14)
+
+    def test_masks_that_change_let_it_start_anew(self):
+        class Both(Masked, Seeing):
+            pass
+
+        module, federation = run(
+            Both, NewMasks(), correction=Moon(), trainer={"max_epochs": 4}, clients_per_group=1
+        )
+        assert weights(module).isfinite().all()
+        sizes = {len(v) for _, _, v in federation.state_dict()["memory"]["present"]}
+        assert sizes == {federation.rounds.server.model.params.numel()}
+
+    @pytest.mark.filterwarnings("ignore:engine. sequential and not slots:UserWarning")
+    def test_it_takes_no_slots_and_leaves_running_statistics_alone(self):
+        def make():
+            return Seeing(batch_norm=True)
+
+        data = toy_data(batch_size=4, dtype=torch.float64, drop_last=True)
+        plain, _ = run(make, data=data)
+        module, federation = run(make, data=data, correction=Moon(mu=0.0), engine="slots")
+        assert federation.rounds.clients.engine.slots is None
+        torch.testing.assert_close(weights(plain), weights(module), rtol=1e-12, atol=1e-14)
+
+
+def dict_of(entries):
+    return {(name, client): vector for name, client, vector in entries}
+
+
+def run_start(module):
+    seed_everything(0, verbose=False)
+    return list(module().double().parameters())
+
+
+class Adam(ToyModule):
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters())
+
+
+class Climbing(ToyModule):
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, maximize=True)
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("make", "message"),
+        [
+            (lambda: FedProx(mu=-1), "mu must be at least 0, got -1"),
+            (lambda: FedDyn(alpha=0), "alpha must be above 0, got 0"),
+            (lambda: Scaffold("III"), "option must be I or II, got 'III'"),
+            (lambda: Moon(temperature=0), "temperature must be above 0, got 0"),
+            (lambda: Federation(client_memory_gb=-1), "client_memory_gb must be at least 0"),
+        ],
+    )
+    def test_options_out_of_range(self, make, message):
+        with pytest.raises(ConfigurationError, match=message):
+            make()
+
+    @pytest.mark.parametrize(
+        ("module", "block", "message"),
+        [
+            (Adam, {"correction": Scaffold()}, "the steps of Adam are no sum of gradients"),
+            (Adam, {"aggregator": NormalisedMean()}, "the steps of Adam are no sum of gradients"),
+            (
+                Groups,
+                {"aggregator": NormalisedMean(), "correction": FedProx(mu=1)},
+                "groups of the clients' optimizer add up gradients differently",
+            ),
+            (Climbing, {"correction": FedProx(mu=1)}, "maximize"),
+            (ToyModule, {"correction": Moon()}, "ToyModule has no method features"),
+        ],
+    )
+    def test_combinations_that_make_no_sense(self, module, block, message):
+        with pytest.raises(ConfigurationError, match=message):
+            run(module, **block)
+
+    @pytest.mark.parametrize("name", ["Scaffold I", "FedDyn"])
+    def test_adam_takes_the_others(self, name):
+        ends = [run(Adam, engine=e, **CORRECTIONS[name])[0] for e in ("sequential", "slots")]
+        torch.testing.assert_close(*map(weights, ends), rtol=1e-7, atol=1e-9)

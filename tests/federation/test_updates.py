@@ -1,0 +1,183 @@
+"""Updates on their way in a run: nothing where nothing is done, and real bytes, memories, refusals."""
+
+import pytest
+import torch
+from lightning.pytorch import Callback, seed_everything
+from test_masks import Masked, NewMasks
+from toys import SaveEverywhere, ToyModule, toy_data, toy_trainer, weights
+
+from fl_lightning import ConfigurationError, Federation, UniformCohort
+from fl_lightning.core.seeds import derive_seed
+from fl_lightning.core.update import ClientUpdate
+from fl_lightning.server.server import Server
+from fl_lightning.updates import QSGD, Affine, ErrorFeedback, RandomK, Sign, TopK
+from fl_lightning.updates.codec import encode
+from fl_lightning.updates.message import Message
+from fl_lightning.updates.path import UpdatePath
+from fl_lightning.updates.payload import Dense
+from fl_lightning.updates.transform import Chain
+
+COMPRESSED = [ErrorFeedback([TopK(0.3), QSGD(4)])]
+
+
+def run(updates, callbacks=(), ckpt_path=None, module=None, cohort=3, trainer=None, **options):
+    seed_everything(0, verbose=False)
+    module = (module or (lambda: ToyModule(dropout=0.2)))()
+    options = {"local_steps": 2, "clients_per_group": 1, "engine": "sequential", **options}
+    federation = Federation(cohort=UniformCohort(size=cohort), updates=updates, **options)
+    trainer = toy_trainer(federation, *callbacks, **(trainer or {}))
+    data = toy_data(num_clients=6, batch_size=4, drop_last=True)
+    trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
+    return module, federation
+
+
+class Updates(Callback):
+    """Notes what the server receives, and its model at every round's start."""
+
+    def __init__(self, monkeypatch):
+        self.received = []
+        original = Server.receive
+
+        def receive(server, update):
+            self.received.append(update)
+            original(server, update)
+
+        monkeypatch.setattr(Server, "receive", receive)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "slots"])
+@pytest.mark.parametrize("off", [[], [TopK(1.0)], [ErrorFeedback([TopK(1.0), RandomK(1.0)])]])
+def test_what_is_off_changes_no_bit(engine, off):
+    plain, _ = run(None, engine=engine)
+    other, federation = run(off, engine=engine)
+    assert torch.equal(weights(plain), weights(other))
+    assert federation.rounds.record.facts().get("round/compression_error", 0.0) == 0.0
+
+
+@pytest.mark.parametrize(
+    "transforms", [[TopK(0.25)], [RandomK(0.5), Affine(8)], [QSGD(2)], [Sign(block=10)]], ids=str
+)
+def test_the_server_gets_what_a_real_message_brings_and_bytes_are_its_own(transforms, monkeypatch):
+    sent = {}
+    original = Chain.on_client
+
+    def on_client(chain, payload, seed):
+        sent[seed] = payload.to_dense().clone()
+        return original(chain, payload, seed)
+
+    monkeypatch.setattr(Chain, "on_client", on_client)
+    noted = Updates(monkeypatch)
+    _, federation = run(transforms, callbacks=[noted], trainer={"max_epochs": 1})
+    chain, num_bytes = Chain(tuple(transforms)), 0
+    assert len(noted.received) == 3
+    for update in noted.received:
+        seed = derive_seed(federation.seed, "update", 0, update.client_id)
+        delta = sent[seed]
+        payload = original(chain, Dense(delta), seed)
+        arrived = chain.on_server(payload, seed, len(delta)).to_dense()
+        assert torch.equal(update.delta, arrived)
+        assert not torch.equal(arrived, delta)
+        message = Message.of_update(
+            update, space="0" * 32, round_index=0, params=payload, transforms=chain.names
+        )
+        num_bytes += len(encode(message))
+    assert federation.rounds.record.total_bytes_up == num_bytes
+    assert federation.rounds.record.facts()["round/compression_error"] > 0
+
+
+def test_slots_send_what_one_after_the_other_sends(monkeypatch):
+    alone = Updates(monkeypatch)
+    run(COMPRESSED, callbacks=[alone], module=ToyModule)
+    first = {(u.client_id, i // 3): u.delta for i, u in enumerate(alone.received)}
+    together = Updates(monkeypatch)
+    _, federation = run(
+        COMPRESSED, callbacks=[together], module=ToyModule, engine="slots", clients_per_group=3
+    )
+    assert federation.rounds.clients.engine.slots is not None
+    second = {(u.client_id, i // 3): u.delta for i, u in enumerate(together.received)}
+    assert first.keys() == second.keys()
+    # rounding may tip a number over a level of the quantiser, or another one into the largest
+    close = [torch.isclose(first[key], second[key], atol=1e-5).float().mean() for key in first]
+    assert sum(close) / len(close) > 0.95
+
+
+def test_with_feedback_what_arrived_is_what_was_sent_but_for_the_memory(monkeypatch):
+    """Of every client: Σ Δ = Σ Δ' + memory."""
+    noted, deltas = Updates(monkeypatch), []
+    original = ErrorFeedback.on_client
+
+    def on_client(feedback, update, memory, seed):
+        deltas.append(update.clone())
+        return original(feedback, update, memory, seed)
+
+    monkeypatch.setattr(ErrorFeedback, "on_client", on_client)
+    options = {"cohort": 6, "trainer": {"max_epochs": 4}}
+    _, federation = run(COMPRESSED, callbacks=[noted], **options)
+    arrived, memories = {}, federation.rounds.memory.clients
+    for update in noted.received:
+        arrived[update.client_id] = arrived.get(update.client_id, 0) + update.delta
+    for client, total in arrived.items():
+        sent = sum(deltas[1:][client::6])  # the first one told the cost
+        assert torch.allclose(sent, total + memories.get("error feedback", client), atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoints")
+    module, _ = run(COMPRESSED, callbacks=[SaveEverywhere(folder)])
+    return folder, weights(module)
+
+
+@pytest.mark.parametrize("moment", ["0-group1", "1-group0", "1-group2", "1-end", "2-group1"])
+def test_resuming_goes_on_with_the_memories(uninterrupted, moment):
+    folder, expected = uninterrupted
+    module, _ = run(COMPRESSED, ckpt_path=folder / f"{moment}.ckpt")
+    assert torch.equal(weights(module), expected)
+
+
+def test_a_checkpoint_of_a_run_with_other_updates_is_refused(uninterrupted):
+    folder, _ = uninterrupted
+    with pytest.raises(ConfigurationError, match=r"another updates.*top-k"):
+        run([TopK(0.5)], ckpt_path=folder / "1-end.ckpt")
+
+
+def test_two_processes_are_one_run():
+    options = {"cohort": 4, "aggregator": None}
+    alone, _ = run(COMPRESSED, **options, trainer={"max_epochs": 3})
+    two = {"max_epochs": 3, "devices": 2, "strategy": "federated"}
+    together, _ = run(COMPRESSED, **options, trainer=two)
+    assert torch.allclose(weights(alone), weights(together), atol=1e-6)
+
+
+def test_memories_follow_a_mask_that_changes():
+    module, federation = run(COMPRESSED, callbacks=[NewMasks()], module=Masked, cohort=6)
+    size = federation.rounds.clients.local.space.size
+    assert weights(module).isfinite().all()
+    assert {len(federation.rounds.memory.clients.get("error feedback", c)) for c in range(6)} == {
+        size
+    }
+
+
+def test_what_follows_a_feedback_is_refused_at_once():
+    with pytest.raises(ConfigurationError, match="ErrorFeedback must come last"):
+        Federation(updates=[ErrorFeedback([TopK(0.1)]), QSGD()])
+
+
+def test_the_cost_is_told_before_the_first_client_trains(caplog):
+    with caplog.at_level("INFO"):
+        run([TopK(0.1)], trainer={"max_epochs": 1})
+    told = [r.message for r in caplog.records if r.message.startswith("bytes: a client sends")]
+    assert len(told) == 1
+    assert "3 clients in 1 rounds" in told[0]
+
+
+def test_clients_with_masks_of_their_own_send_their_own_coordinates():
+    active = torch.tensor([True, False, True, True])
+    update = ClientUpdate(
+        0, torch.tensor([4.0, 0.0, 1.0, 2.0]), torch.empty(0), 1, 1, active=active
+    )
+    path = UpdatePath([ErrorFeedback([TopK(1 / 3)])], seed=0)
+    memory = torch.tensor([0.0, 9.0, 5.0, 0.0])
+    arrival = path.send(update, 0, memory)
+    assert arrival.update.delta.tolist() == [0.0, 0.0, 6.0, 0.0]
+    assert arrival.memory.tolist() == [4.0, 9.0, 0.0, 2.0]
