@@ -276,7 +276,7 @@ def test_a_part_of_a_cohort_and_masks_of_the_clients_own_are_refused():
     trainer = toy_trainer(federation, limit_train_batches=2)
     with pytest.raises(ConfigurationError, match="is no random sample"):
         trainer.fit(ToyModule(), datamodule=toy_data())
-    masks = MaskCalibration(density=0.5, per_client=True)
+    masks = MaskCalibration(density=0.5, per_client=True, head_name="net.4")
     trainer = toy_trainer(masks, Federation(privacy=private(), engine="sequential"))
     with pytest.raises(ConfigurationError, match="masks of the clients' own"):
         trainer.fit(MaskedToy(), datamodule=toy_data())
