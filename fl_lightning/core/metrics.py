@@ -70,6 +70,12 @@ class ClientMeans:
         """Return one metric's values by client, shape (number of clients,), float64 on the CPU."""
         return torch.cat(self._values[name])[self._order(name)].double().cpu()
 
+    def by_client(self, name: str) -> dict[int, float]:
+        """Return one metric's value of each client; empty if there is no such metric."""
+        if name not in self._values:
+            return {}
+        return dict(zip(sorted(self._clients[name]), self.values(name).tolist(), strict=True))
+
     def _order(self, name: str) -> list[int]:
         return sorted(range(len(self._clients[name])), key=self._clients[name].__getitem__)
 

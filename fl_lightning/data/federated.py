@@ -6,7 +6,8 @@ loaders are the source's own; only its training set is divided among clients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -19,12 +20,15 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import numpy_generator, run_seed
+from fl_lightning.data.inputs import InputTransform, Transform, on_inputs
 from fl_lightning.data.partition import IID, Partition
+from fl_lightning.data.poisoning import Poison, poisoned_examples, poisoned_reader
 from fl_lightning.data.reading import evaluation_reader, loader_option
 from fl_lightning.data.shards import ClientShards, batch_reader, read_column, reads_by_index
 from fl_lightning.data.summary import PartitionSummary, partition_fingerprint
 
 MAX_CLIENTS_COUNTED = 10_000  # by `FederatedDataModule.summary`, class by class
+MAX_EXAMPLES_READ = 1024  # at a time, for statistics
 
 # What a source may define and Lightning looks for on the data module: handed through if it does.
 _HANDED_THROUGH = (
@@ -52,6 +56,8 @@ class FederatedDataModule(LightningDataModule):
         batch_size: examples per local batch; the source's own if None.
         client_val_fraction: share of every client's examples, in [0, 1), that it never trains on
             and that per-client evaluation uses.
+        transforms: what is done to the inputs of every batch, in training and in evaluation, e.g.
+            `FederatedNormalize`; in a central run as well.
         labels: the data set's attribute that holds one label per example; found by itself for
             torchvision's and tensor data sets.
         seed: of partition and hold-out; the run's seed if None.
@@ -76,6 +82,7 @@ class FederatedDataModule(LightningDataModule):
         partition: Partition | None = None,
         batch_size: int | None = None,
         client_val_fraction: float = 0.0,
+        transforms: list[InputTransform] | None = None,
         labels: str | None = None,
         seed: int | None = None,
     ) -> None:
@@ -85,15 +92,59 @@ class FederatedDataModule(LightningDataModule):
         self.num_clients = num_clients
         self.partition = partition if partition is not None else IID()
         self.client_val_fraction = client_val_fraction
+        self.transforms = list(transforms or [])
         self.label_attribute = labels
         self.seed = run_seed(seed)
         self.prepare_data_per_node = source.prepare_data_per_node
         self._batch_size = batch_size
         self._rounds: Any = None
+        self._poison: tuple[list[int], Poison, int] | None = None
         self._is_set_up = False
         for name in _HANDED_THROUGH:
             if is_overridden(name, source, LightningDataModule):
-                setattr(self, name, getattr(source, name))
+                setattr(self, name, self._handed_through(name))
+
+    def _handed_through(self, name: str) -> Any:
+        """Return a method of the source; one that makes loaders with the transforms on top."""
+        method = getattr(self.source, name)
+        if not self.transforms or not name.endswith("_dataloader"):
+            return method
+
+        def transformed() -> Any:
+            return self._transformed(method())
+
+        return transformed
+
+    def _transformed(self, loaders: Any) -> Any:
+        """Return loaders whose batches went through the transforms."""
+        if not self.transforms:
+            return loaders
+        if isinstance(loaders, (list, tuple)):
+            return [self._transformed(loader) for loader in loaders]
+        if not isinstance(loaders, DataLoader):
+            raise ConfigurationError(
+                f"data.transforms need loaders of the type DataLoader, got {type(loaders).__name__}"
+            )
+        loader, collate = copy.copy(loaders), loaders.collate_fn
+        loader.collate_fn = lambda examples: on_inputs(self.fitted_transforms, collate(examples))
+        return loader
+
+    @cached_property
+    def fitted_transforms(self) -> list[Transform]:
+        """The transforms as functions of inputs; what they learn, they learn from all clients."""
+        fitted: list[Transform] = []
+        read = evaluation_reader(self._loader)
+
+        def inputs_of(client: Tensor) -> Iterator[Tensor]:
+            for indices in client.split(MAX_EXAMPLES_READ):
+                if len(indices):
+                    batch = on_inputs(fitted, read(indices))
+                    yield batch if isinstance(batch, Tensor) else batch[0]
+
+        for transform in self.transforms:
+            done = transform.fit(lambda: map(inputs_of, self.clients))
+            fitted = [*fitted, done]
+        return fitted
 
     def prepare_data(self) -> None:
         """Let the source download or check its files."""
@@ -111,7 +162,9 @@ class FederatedDataModule(LightningDataModule):
 
     def train_dataloader(self) -> Any:
         """Return the rounds' client groups in a federation, else the source's own loader."""
-        return self.source.train_dataloader() if self._rounds is None else self._rounds
+        if self._rounds is not None:
+            return self._rounds
+        return self._transformed(self.source.train_dataloader())
 
     def train_in_rounds(self, rounds: Any) -> None:
         """Have `train_dataloader` return these groups of clients; None for central training."""
@@ -221,7 +274,28 @@ class FederatedDataModule(LightningDataModule):
     @cached_property
     def train_batch(self) -> Callable[[Tensor], Any]:
         """The function from indices, shape (B,), to a training batch."""
-        return batch_reader(self.train_dataset, self._loader.collate_fn)
+        read = batch_reader(self.train_dataset, self._loader.collate_fn)
+        if self._poison is not None:
+            clients, poison, seed = self._poison
+            total: int = len(self.train_dataset)  # type: ignore[arg-type]
+            chosen = poisoned_examples(self.clients, clients, poison.share, total, seed)
+            read = poisoned_reader(read, chosen, poison)
+        return self._reader(read)
+
+    def _reader(self, read: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+        transforms = self.fitted_transforms
+        return (lambda indices: on_inputs(transforms, read(indices))) if transforms else read
+
+    def poison(self, clients: Sequence[int], poison: Poison | None, seed: int = 0) -> None:
+        """Have some clients train on changed examples; None for what is theirs.
+
+        Args:
+            clients: whose.
+            poison: what becomes of them.
+            seed: of which examples, where it is not all.
+        """
+        self._poison = None if poison is None else (list(clients), poison, seed)
+        self.__dict__.pop("train_batch", None)
 
     @property
     def reads_by_index(self) -> bool:
@@ -237,7 +311,7 @@ class FederatedDataModule(LightningDataModule):
     @cached_property
     def evaluation_batch(self) -> Callable[[Tensor], Any]:
         """The function from indices, shape (B,), to a batch without augmentation, if known."""
-        return evaluation_reader(self._loader)
+        return self._reader(evaluation_reader(self._loader))
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run must find unchanged."""

@@ -112,7 +112,7 @@ class OortCohort:
         if not len(clients):
             return np.empty(0)
         losses = np.nan_to_num(population.losses[clients])  # those that failed taught nothing
-        worth = np.maximum(losses, 0) * population.num_examples[clients]
+        worth: Numbers = np.maximum(losses, 0) * population.num_examples[clients]
         worth = np.minimum(worth, np.quantile(worth, self.clip_quantile))
         spread = worth.max() - worth.min()
         worth = (worth - worth.min()) / spread if spread else np.ones_like(worth)

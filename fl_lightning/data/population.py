@@ -12,11 +12,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 ClientIds = npt.NDArray[np.int64]
 Numbers = npt.NDArray[np.float64]
 
 NEVER = -1
+_COLUMNS = {"losses": np.nan, "last_rounds": NEVER, "durations": np.nan}
 
 
 class Population:
@@ -104,19 +106,16 @@ class Population:
             known[list(seen)] = list(seen.values())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is known of those clients of whom anything is."""
-        has_loss = ~np.isnan(self.losses)
-        known = np.flatnonzero((self.last_rounds != NEVER) | has_loss)
-        return {
-            "clients": known.tolist(),
-            "losses": self.losses[known].tolist(),
-            "last_rounds": self.last_rounds[known].tolist(),
-            "durations": self.durations[known].tolist(),
+        """Return what is known of those clients of whom anything is, as tensors."""
+        known = np.flatnonzero((self.last_rounds != NEVER) | ~np.isnan(self.losses))
+        columns = {name: getattr(self, name)[known] for name in _COLUMNS}
+        return {"clients": torch.from_numpy(known)} | {
+            name: torch.from_numpy(values) for name, values in columns.items()
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Know exactly what `state_dict` told."""
-        self.losses[:], self.last_rounds[:], self.durations[:] = np.nan, NEVER, np.nan
-        self.losses[state["clients"]] = state["losses"]
-        self.last_rounds[state["clients"]] = state["last_rounds"]
-        self.durations[state["clients"]] = state["durations"]
+        for name, unknown in _COLUMNS.items():
+            column = getattr(self, name)
+            column[:] = unknown
+            column[state["clients"].numpy()] = state[name].numpy()

@@ -78,6 +78,10 @@ class LeastRecentCohort:
     def sample(self, round_index: int, population: Population, seed: int) -> ClientIds:
         """Return `expected_size` distinct client ids, or all that are available."""
         ids = population.available_ids
+        size = min(self.expected_size(population.num_clients), len(ids))
+        if not size:
+            return ids
+        # lots lie in [0, 1): they decide only among clients with the same last round
         lots = numpy_generator(seed, "cohort", round_index).random(len(ids))
-        order = np.lexsort((lots, population.last_rounds[ids]))
-        return np.sort(ids[order[: self.expected_size(population.num_clients)]])
+        order = np.argpartition(population.last_rounds[ids] + lots, size - 1)
+        return np.sort(ids[order[:size]])

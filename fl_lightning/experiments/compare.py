@@ -83,6 +83,6 @@ def _report(experiment: Experiment, results: Sequence[Result], out: Path) -> Non
         text = "\n\n".join([text, *(matrix_table(results, m, axes) for m in experiment.report)])
     write_csv(out / "results.csv", results)
     (out / "results.md").write_text(text + "\n")
-    draw(out / "results.png", results, experiment.report, axes)
+    draw(out / "results.png", results, experiment.report, axes, experiment.over)
     print(f"\n{text}\n\nresults:    {out}/results.csv, results.md, results.png")
     print(f"look:       tensorboard --logdir {out}")

@@ -68,6 +68,8 @@ class Experiment:
         report: metrics to report, as the runs log them.
         monitor: metric that chooses the best round of a run, on validation data.
         mode: whether a high or a low value of it is good.
+        over: metric over which the figure's curves are drawn, e.g. round/total_virtual_seconds;
+            rounds if None.
 
     Raises:
         ConfigurationError: if there is nothing to compare, or names or seeds repeat.
@@ -88,6 +90,7 @@ class Experiment:
     report: list[str] = field(default_factory=lambda: ["test/accuracy"])
     monitor: str = "val/accuracy"
     mode: Literal["max", "min"] = "max"
+    over: str | None = None
 
     def __post_init__(self) -> None:
         issues = []

@@ -31,12 +31,26 @@ class Result:
         seed: of the run.
         curves: of the reported metrics, round to value.
         columns: reported numbers by name: final values, those of the best round, costs.
+        clock: round to the value over which curves are drawn; None for rounds themselves.
     """
 
     variant: Variant
     seed: int
     curves: Mapping[str, Curve]
     columns: Mapping[str, float]
+    clock: Curve | None = None
+
+    def curve_over_clock(self, metric: str) -> list[tuple[float, float]]:
+        """Return one metric's curve as points (time, value), in order of rounds.
+
+        Example:
+            >>> curves = {"val/loss": {1: 0.9, 2: 0.5, 3: 0.4}}
+            >>> Result(Variant("a", ()), 0, curves, {}, {1: 10.0, 2: 25.0}).curve_over_clock("val/loss")
+            [(10.0, 0.9), (25.0, 0.5)]
+        """
+        curve, clock = self.curves[metric], self.clock
+        rounds = sorted(curve if clock is None else curve.keys() & clock.keys())
+        return [(float(r) if clock is None else clock[r], curve[r]) for r in rounds]
 
 
 class Spread(NamedTuple):
@@ -65,7 +79,8 @@ def read_result(run: Run, experiment: Experiment) -> Result:
         ConfigurationError: if it did not log a metric that is to be reported.
     """
     logged = curves(run.folder)
-    _require(experiment.report, logged)
+    over = [experiment.over] if experiment.over is not None else []
+    _require([*experiment.report, *over], logged)
     reported = {name: logged[name] for name in experiment.report}
     columns = {name: _last(curve) for name, curve in reported.items()}
     if monitored := logged.get(experiment.monitor):
@@ -77,7 +92,10 @@ def read_result(run: Run, experiment: Experiment) -> Result:
         if sent := logged.get(f"round/total_bytes_{way}"):
             columns[f"bytes {way}"] = sum(sent.values())
     columns["seconds"] = seconds_of(run)
-    return Result(run.variant, run.seed, reported, columns)
+    if virtual := logged.get("round/total_virtual_seconds"):
+        columns["virtual seconds"] = _last(virtual)
+    clock = None if experiment.over is None else logged[experiment.over]
+    return Result(run.variant, run.seed, reported, columns, clock)
 
 
 def by_variant(results: Sequence[Result]) -> dict[str, list[Result]]:

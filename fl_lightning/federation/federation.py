@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from typing import Any, Literal, final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -19,6 +20,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_info
 
 from fl_lightning.client.correction import Correction
+from fl_lightning.client.devices import Devices
 from fl_lightning.client.speedups import Speedup
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import (
@@ -31,8 +33,10 @@ from fl_lightning.data.cohort import AllClients, CohortSampler, UniformCohort
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.data.population import Population
 from fl_lightning.federation.atomic_checkpoint import AtomicCheckpointIO
+from fl_lightning.federation.attackers import Attackers
 from fl_lightning.federation.client_masks import client_masks
 from fl_lightning.federation.compatibility import (
+    check_asynchronous,
     check_compatible,
     check_set_up,
     check_validation_interval,
@@ -42,11 +46,13 @@ from fl_lightning.federation.engine import (
     EngineOptions,
     trains_in_large_groups,
 )
+from fl_lightning.federation.fresh_losses import refresh_losses
 from fl_lightning.federation.group_size import num_short_clients
 from fl_lightning.federation.groups import RoundGroups, Share
 from fl_lightning.federation.hooks import GroupsPassBy
 from fl_lightning.federation.loop import install, renumber_groups
 from fl_lightning.federation.privacy_checks import (
+    check_nothing_else,
     check_one_mask,
     check_private,
     check_whole_cohorts,
@@ -57,15 +63,27 @@ from fl_lightning.federation.ranks import Ranks
 from fl_lightning.federation.round_options import RoundOptions
 from fl_lightning.federation.rounds import RoundRunner
 from fl_lightning.federation.shares import local_work
+from fl_lightning.federation.virtual_time import VirtualTime
 from fl_lightning.server.aggregators import Aggregator, Mean
+from fl_lightning.server.collected import RobustRule
+from fl_lightning.server.fair_means import QFedAvg, TiltedMean
 from fl_lightning.server.normalised_mean import NormalisedMean
 from fl_lightning.server.overlap_mean import OverlapMean
 from fl_lightning.server.privacy.mechanism import Privacy
 from fl_lightning.server.privacy.run import Run
-from fl_lightning.server.server import ServerOptimizer, fedavg_optimizer
+from fl_lightning.server.server import (
+    KeepsUpdates,
+    ServerOptimizer,
+    ServerSchedule,
+    as_aggregator,
+    fedavg_optimizer,
+)
+from fl_lightning.server.staleness import AsyncRule
 from fl_lightning.updates.error_feedback import ErrorFeedback
 from fl_lightning.updates.path import UpdatePath
 from fl_lightning.updates.transform import UpdateTransform
+
+_PLAIN_MEANS = (Mean, NormalisedMean, QFedAvg, TiltedMean)
 
 
 @final
@@ -73,7 +91,9 @@ class Federation(Callback):
     """Trains over many clients: one epoch is one round.
 
     The module's optimizer is the clients' (its state starts empty whenever a client trains), its
-    learning-rate schedule advances once per round, ``global_step`` counts rounds.
+    learning-rate schedule advances once per round, ``global_step`` counts rounds. What a client sends
+    is where it began minus where it ended, however it got there: a ``training_step`` may also set the
+    parameters itself and return None.
 
     Args:
         cohort: who takes part in a round; everybody if None.
@@ -84,10 +104,19 @@ class Federation(Callback):
         updates: what happens to a client's update on its way, in order: `TopK`, `QSGD`, …, and
             `ErrorFeedback` around them; nothing if None.
         aggregator: how updates become one; the mean weighted by examples if None, over the clients
-            that may move a coordinate where they have masks of their own.
+            that may move a coordinate where they have masks of their own. Or a robust rule, like
+            `Krum`, that looks at all updates of the round together.
         privacy: differential privacy of clients: `CentralDP`, `LocalDP`, …; none if None.
         server_optimizer: builds the `torch.optim.Optimizer` that descends the aggregated delta;
             SGD with learning rate 1, which is FedAvg, if None.
+        devices: how fast clients are, how reliable, and how long the server waits for them, in
+            virtual time; if None there is no such time, and all arrive.
+        asynchronous: instead of waiting for a cohort the server steps whenever so many updates are
+            there (`FedBuff`, `FedAsync`), in the virtual time of ``devices``. A round is a step of
+            the server.
+        server_schedule: builds the schedule of that optimizer's learning rate over rounds, e.g. of
+            `torch.optim.lr_scheduler`; None for a constant one.
+        attackers: clients that attack, to test defences; nobody if None.
         on_client_failure: what to do when a client's step raises, its loss or update is not
             finite, or it has no examples: ``raise``, naming it, or ``skip`` it and count it.
         min_replies: a round with fewer valid updates stops the run.
@@ -129,9 +158,13 @@ class Federation(Callback):
         local_epochs: int | None = None,
         correction: Correction | None = None,
         updates: list[UpdateTransform | ErrorFeedback] | None = None,
-        aggregator: Aggregator | None = None,
+        aggregator: Aggregator | RobustRule | None = None,
         privacy: Privacy | None = None,
         server_optimizer: ServerOptimizer | None = None,
+        devices: Devices | None = None,
+        asynchronous: AsyncRule | None = None,
+        server_schedule: ServerSchedule | None = None,
+        attackers: Attackers | None = None,
         on_client_failure: Literal["raise", "skip"] = "raise",
         min_replies: int = 1,
         engine: EngineName = "auto",
@@ -147,10 +180,16 @@ class Federation(Callback):
             raise ConfigurationError(
                 f"federation: client_memory_gb must be at least 0, got {client_memory_gb}"
             )
+        if asynchronous is not None:
+            check_asynchronous(cohort, devices, correction)
+            cohort = UniformCohort(size=asynchronous.buffer_size)  # who calibrates a mask, e.g.
         self.cohort = cohort if cohort is not None else AllClients()
         if privacy is not None:
             check_private(privacy, self.cohort, aggregator, correction, updates)
+            check_nothing_else(asynchronous, attackers)
         self.privacy = privacy
+        self.devices = devices
+        self.asynchronous = asynchronous
         self.local_steps = local_steps
         self.local_epochs = local_epochs if local_steps or local_epochs else 1
         self.correction = correction
@@ -158,6 +197,8 @@ class Federation(Callback):
         UpdatePath(self.updates, 0)  # refuses what does not go together
         self.aggregator = aggregator
         self.server_optimizer = server_optimizer or fedavg_optimizer
+        self.server_schedule = server_schedule
+        self.attackers = attackers
         self.on_client_failure: Literal["raise", "skip"] = on_client_failure
         self.min_replies = min_replies
         self.engine = EngineOptions(engine, slots, None if speedups is None else tuple(speedups))
@@ -167,6 +208,7 @@ class Federation(Callback):
         self.rounds: RoundRunner | None = None
         self._saved: dict[str, Any] = {}
         self._accumulate = 1
+        self._time = VirtualTime()
         self._cleanup = ExitStack()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -178,9 +220,14 @@ class Federation(Callback):
             check_whole_cohorts(trainer)
         data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
         self._check_shards(data)
+        if self.attackers is not None:
+            self.attackers.enter(data)
+            self._cleanup.callback(data.poison, [], None)
         population = Population(data.clients.num_examples)
+        num_steps = self._num_steps(trainer, data)
+        self._time = VirtualTime.of(self.devices, self.asynchronous, num_steps, self.seed)
         groups = RoundGroups(
-            self.cohort,
+            self._time.cohort or self.cohort,
             population,
             self.seed,
             share=self._share(trainer, data),
@@ -221,6 +268,8 @@ class Federation(Callback):
             updates=self.updates,
             client_memory_bytes=self.client_memory_gb * 1e9,
             num_clients=len(trainer.datamodule.clients),  # type: ignore[attr-defined]
+            fleet=self._time.fleet,
+            versions=self._time.versions(),
         )
         private = self._private_rounds(trainer)
         self.rounds = RoundRunner(
@@ -229,6 +278,7 @@ class Federation(Callback):
             self._groups,
             self._aggregator(trainer) if private is None else private.aggregator,
             self.server_optimizer,
+            self.server_schedule,
             private,
         )
         if isinstance(trainer.strategy.checkpoint_io, AtomicCheckpointIO):
@@ -261,6 +311,7 @@ class Federation(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let what hooks draw between rounds depend on the round alone."""
+        refresh_losses(trainer, self.cohort, self._groups.population, self.seed)
         seed_global_generators(derive_seed(self.seed, "round", trainer.current_epoch))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -340,13 +391,24 @@ class Federation(Callback):
 
     def _aggregator(self, trainer: Trainer) -> Aggregator:
         masks_differ = client_masks(trainer) is not None
-        if masks_differ and isinstance(self.aggregator, (Mean, NormalisedMean)):
+        if masks_differ and isinstance(self.aggregator, _PLAIN_MEANS):
             raise ConfigurationError(
                 f"federation: with masks of the clients' own, {type(self.aggregator).__name__} "
                 "counts a client that may not move an entry as one that wants it to stay: set "
                 "aggregator to OverlapMean, or leave it out"
             )
-        return self.aggregator or (OverlapMean() if masks_differ else Mean())
+        if masks_differ and self.aggregator is None:
+            return OverlapMean()
+        aggregator = as_aggregator(self.aggregator)
+        if masks_differ and isinstance(aggregator, KeepsUpdates):
+            raise ConfigurationError(
+                "federation: robust rules compare whole updates, and with masks of the clients' own "
+                "they have different coordinates: share one mask, or set aggregator to OverlapMean"
+            )
+        if self.attackers is None:
+            return aggregator
+        data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
+        return self.attackers.wrap(aggregator, len(data.clients))
 
     def _private_rounds(self, trainer: Trainer) -> PrivateRounds | None:
         if self.privacy is None:
@@ -362,7 +424,7 @@ class Federation(Callback):
                 p.numel() for p in trainer.lightning_module.parameters() if p.requires_grad
             ),
         )
-        exact = self.aggregator is not None and self.aggregator.exact
+        exact = getattr(self.aggregator, "exact", False)
         return PrivateRounds(self.privacy, run, Ranks(trainer), exact=exact)
 
     def _stop_within_budget(self, trainer: Trainer) -> None:
@@ -375,17 +437,25 @@ class Federation(Callback):
                 )
             trainer.should_stop = True
 
-    def _share(self, trainer: Trainer, data: FederatedDataModule) -> Share | None:
-        if trainer.world_size == 1:
-            return None
-        work = local_work(
+    def _num_steps(self, trainer: Trainer, data: FederatedDataModule) -> npt.NDArray[np.int64]:
+        """Return the local steps of every client's round."""
+        batches = self._local_batches(data)
+        return batches if self.local_steps else -(-batches // trainer.accumulate_grad_batches)
+
+    def _local_batches(self, data: FederatedDataModule) -> npt.NDArray[np.int64]:
+        """Return the batches, or with ``local_steps`` the steps, of every client's round."""
+        return local_work(
             data.clients.num_examples,
             data.batch_size,
             drop_last=data.drop_last,
             num_epochs=self.local_epochs,
             num_steps=self.local_steps,
         )
-        return Share(work, trainer.global_rank, trainer.world_size)
+
+    def _share(self, trainer: Trainer, data: FederatedDataModule) -> Share | None:
+        if trainer.world_size == 1:
+            return None
+        return Share(self._local_batches(data), trainer.global_rank, trainer.world_size)
 
     def _check_min_replies(self, groups: RoundGroups, population: Population) -> None:
         fixed = isinstance(self.cohort, (AllClients, UniformCohort))
@@ -394,6 +464,12 @@ class Federation(Callback):
             raise ConfigurationError(
                 f"federation.min_replies is {self.min_replies}, but a round has at most {most} "
                 "clients: lower it, or raise the cohort's size"
+            )
+        if isinstance(self.aggregator, RobustRule) and self.aggregator.min_updates > most:
+            raise ConfigurationError(
+                f"federation.aggregator {self.aggregator} needs at least "
+                f"{self.aggregator.min_updates} updates, but a round has at most {most}: raise the "
+                "cohort's size, or lower num_attackers"
             )
 
     def _check_shards(self, data: FederatedDataModule) -> None:

@@ -18,7 +18,7 @@ from fl_lightning.client.local_training import GlobalModel, LocalTrainer
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.slot_training import usable_rows
 from fl_lightning.client.work import ClientWork
-from fl_lightning.core.errors import ClientFailure
+from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.metric_states import MetricStates, kept_apart, metrics_of
 from fl_lightning.core.seeds import seed_global_generators
 from fl_lightning.core.update import ClientUpdate
@@ -34,6 +34,7 @@ from fl_lightning.federation.round_options import RoundOptions
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.shard_gradient import ShardGradient
 from fl_lightning.federation.slot_engine import SlotEngine
+from fl_lightning.federation.versions import Start
 from fl_lightning.server.server import Server
 from fl_lightning.updates.traffic import bytes_down
 
@@ -72,6 +73,12 @@ class GroupTraining:
         self.local = LocalTrainer(self._module, trainer.optimizers[0], self.step, self.collector)
         self.scaler = ClientScaler(getattr(trainer.precision_plugin, "scaler", None))
         self._client_masks = client_masks(trainer)
+        self._versions = options.versions
+        if self._versions is not None and self._client_masks is not None:
+            raise ConfigurationError(
+                "federation: asynchronous does not work with masks of the clients' own, which are "
+                "found on the present model: use one mask for all"
+            )
         self.engine = EngineChooser(
             trainer,
             self.local,
@@ -116,25 +123,59 @@ class GroupTraining:
         Raises:
             ClientFailure: if a client's update cannot be used and failures are not skipped.
         """
-        work = self._work_of(clients)
-        if self.engine.slots is not None:
-            work = self._train_in_slots(self.engine.slots, work, server, record)
-        with self.collector.listening_to(self._module):
-            for client in work:
-                self._train_client(client, server, record)
+        work = self._who_will_send(self._work_of(clients), server, record)
+        for start, together in self._by_start(work, server.model):
+            if self.engine.slots is not None:
+                together = self._train_in_slots(self.engine.slots, together, start, server, record)
+            with self.collector.listening_to(self._module):
+                for client in together:
+                    self._train_client(client, start, server, record)
+
+    def _who_will_send(
+        self, work: list[ClientWork], server: Server, record: RoundRecord
+    ) -> list[ClientWork]:
+        """Return what clients manage on their devices; those whose update will not come are out."""
+        fleet, accumulate = self._options.fleet, self._options.accumulate
+        if fleet is None or self._versions is not None:  # there, only what arrives is trained
+            return work
+        sending = []
+        for client in work:
+            num_steps = -(-len(client.sizes) // accumulate)
+            fate = fleet.fate(client.client_id, num_steps, draw=client.round_index)
+            record.durations[client.client_id] = fate.seconds
+            if fate.is_lost and num_steps:
+                record.lost.append(client.client_id)
+                record.finish([client.client_id], num_bytes=_bytes_down(server))
+            else:
+                sending.append(client.head(fate.num_steps * accumulate))
+        return sending
+
+    def _by_start(
+        self, work: list[ClientWork], present: GlobalModel
+    ) -> list[tuple[Start, list[ClientWork]]]:
+        """Return clients together that begin from the same model."""
+        if self._versions is None:
+            return [(Start(present, present), work)]
+        now, versions = self._trainer.current_epoch, sorted({w.round_index for w in work})
+        return [
+            (self._versions.start(v, now, present), [w for w in work if w.round_index == v])
+            for v in versions
+        ]
 
     def restore(self, model: GlobalModel) -> None:
         """Put the global model, a fresh optimizer and the round's fp16 scale into their places."""
         self.local.restore(model)
         self.scaler.wind_back()
 
-    def _train_client(self, work: ClientWork, server: Server, record: RoundRecord) -> None:
+    def _train_client(
+        self, work: ClientWork, start: Start, server: Server, record: RoundRecord
+    ) -> None:
         masks = self._masks_of(work.client_id, server.model)
         seed_global_generators(work.seed)
         metrics = MetricStates(self._metrics)
         try:
-            self._set_terms(work, server.model)
-            update = self._local_update(server.model, work, masks)
+            self._set_terms(work, start.model)
+            update = self._local_update(start.model, work, masks)
             self._accept(update, work, server)
         except BaseException as error:  # also an interruption, after which a checkpoint may follow
             metrics.put_back()
@@ -144,7 +185,7 @@ class GroupTraining:
             self._skip_or_raise(error, record)
         else:
             self.scaler.end_client()
-            self._intake.receive(update, self._trainer.current_epoch, server, record)
+            self._intake.receive(update, start, self._trainer.current_epoch, server, record)
         active = None if masks is None else self.local.space.coordinates(masks)
         record.finish([work.client_id], num_bytes=_bytes_down(server, active))
 
@@ -155,19 +196,25 @@ class GroupTraining:
         return self._client_masks(client)
 
     def _train_in_slots(
-        self, slots: SlotEngine, work: Sequence[ClientWork], server: Server, record: RoundRecord
+        self,
+        slots: SlotEngine,
+        work: Sequence[ClientWork],
+        start: Start,
+        server: Server,
+        record: RoundRecord,
     ) -> list[ClientWork]:
         """Train those clients that slots can train and return the others."""
         stackable, others = slots.split(work)
         by_id = {client.client_id: client for client in stackable}
         with self._intake.all_or_nothing(server, record):
-            for update in slots.train(server.model, stackable, self._corrector.term):
+            for update in slots.train(start.model, stackable, self._corrector.term):
                 usable, failures = usable_rows(update)
                 for failure in failures:
                     self._skip_or_raise(failure, record)
                 for each in usable if self._corrector.correction.remembers else ():
                     self._accept(each, by_id[each.client_id], server)
-                self._intake.receive_group(usable, self._trainer.current_epoch, server, record)
+                now = self._trainer.current_epoch
+                self._intake.receive_group(usable, start, now, server, record)
         record.finish([c.client_id for c in stackable], num_bytes=_bytes_down(server))
         return others
 
@@ -215,8 +262,9 @@ class GroupTraining:
         self._intake.learn(update, server, self.local.space, gradient)
 
     def _work_of(self, clients: Iterable[int]) -> list[ClientWork]:
-        round_index = self._trainer.current_epoch
-        return [self._plan.of(client, round_index) for client in clients]
+        now = self._trainer.current_epoch
+        began = {} if self._versions is None else self._versions.step(now).versions
+        return [self._plan.of(client, began.get(client, now)) for client in clients]
 
 
 def _bytes_down(server: Server, active: Tensor | None = None) -> int:

@@ -91,6 +91,7 @@ class RoundGroups:
 
     Attributes:
         num_clients: in a round, as many as are expected.
+        population: the clients to draw from, of whom more becomes known from round to round.
 
     Example:
         >>> from fl_lightning.data.cohort import UniformCohort
@@ -117,7 +118,7 @@ class RoundGroups:
         limit: float = 1.0,
     ) -> None:
         self._sampler = sampler
-        self._population = population
+        self.population = population
         self._seed = seed
         self._share = share
         self._limit = limit
@@ -152,7 +153,7 @@ class RoundGroups:
 
     def groups(self, round_index: int) -> list[ClientGroup]:
         """Return all groups of a round."""
-        ids = self._sampler.sample(round_index, self._population, self._seed)
+        ids = self._sampler.sample(round_index, self.population, self._seed)
         ids = ids[: limited(len(ids), self._limit)]
         if self._share is not None:
             work = self._share.work[ids]

@@ -19,6 +19,7 @@ from fl_lightning.core.space import Space
 from fl_lightning.core.update import ClientUpdate, GroupUpdate
 from fl_lightning.federation.corrector import Corrector
 from fl_lightning.federation.round_record import RoundRecord
+from fl_lightning.federation.versions import Start
 from fl_lightning.server.server import Server
 from fl_lightning.updates.path import UpdatePath
 from fl_lightning.updates.traffic import bytes_up
@@ -64,9 +65,22 @@ class Intake:
         self._corrector.accept(update, server.model.params, space, gradient)
 
     def receive(
-        self, update: ClientUpdate, round_index: int, server: Server, record: RoundRecord
+        self,
+        update: ClientUpdate,
+        start: Start,
+        round_index: int,
+        server: Server,
+        record: RoundRecord,
     ) -> None:
-        """Send a client's update and fold in what arrives."""
+        """Send a client's update and fold in what arrives, as stale as it is.
+
+        Args:
+            update: of a client.
+            start: what it began from.
+            round_index: the round in which it arrives.
+            server: folds it in.
+            record: notes it.
+        """
         if not self._sends_buffers:
             update = replace(update, buffers=update.buffers[:0])
         memory = None
@@ -76,22 +90,27 @@ class Intake:
         arrival = self._path.send(update, round_index, memory)
         if arrival.memory is not None:
             self._memory.put(_FEEDBACK, update.client_id, arrival.memory)
-        server.receive(self._corrector.counted(arrival.update))
+        server.receive(self._corrector.counted(start.counted(arrival.update)))
         record.add(update, num_bytes=arrival.num_bytes)
         if not self._path.is_empty:
             record.add_on_the_way(update, arrival.error)
 
     def receive_group(
-        self, group: GroupUpdate, round_index: int, server: Server, record: RoundRecord
+        self,
+        group: GroupUpdate,
+        start: Start,
+        round_index: int,
+        server: Server,
+        record: RoundRecord,
     ) -> None:
         """Send the updates of clients that trained together and fold in what arrives."""
         if not self._path.is_empty:
             for update in group:
-                self.receive(update, round_index, server, record)
+                self.receive(update, start, round_index, server, record)
             return
         if not self._sends_buffers:
             group = replace(group, buffers=group.buffers[:, :0])
-        server.receive_group(self._corrector.counted_group(group))
+        server.receive_group(self._corrector.counted_group(start.counted_group(group)))
         record.add_group(group, num_bytes=bytes_up(group))
 
     @contextmanager

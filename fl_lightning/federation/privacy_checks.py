@@ -71,6 +71,19 @@ def _aggregator_problems(aggregator: object) -> Iterator[str]:
         )
 
 
+def check_nothing_else(asynchronous: object, attackers: object) -> None:
+    """Refuse what changes who is summed up with whom.
+
+    Raises:
+        ConfigurationError: naming it.
+    """
+    for name, value in (("asynchronous", asynchronous), ("attackers", attackers)):
+        if value is not None:
+            raise ConfigurationError(
+                f"federation.privacy: nothing is proved with federation.{name}: set it to null"
+            )
+
+
 def check_whole_cohorts(trainer: Trainer) -> None:
     """Refuse to train fewer clients than were drawn; to be asked before the federation sets up.
 

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fl_lightning.client.correction import Correction
+from fl_lightning.client.devices import Fleet
 from fl_lightning.federation.engine import EngineOptions
+from fl_lightning.federation.versions import Versions
 from fl_lightning.updates.path import Step
 
 
@@ -20,6 +22,8 @@ class RoundOptions:
         correction: None for none.
         num_clients: all of them.
         client_memory_bytes: of what clients remember, kept in RAM.
+        fleet: the clients' devices, for virtual time; None if there is none.
+        versions: of the model that clients begin from; None if all begin from the present one.
     """
 
     local_steps: int | None
@@ -33,3 +37,5 @@ class RoundOptions:
     num_clients: int
     client_memory_bytes: float
     updates: Sequence[Step] = ()
+    fleet: Fleet | None = None
+    versions: Versions | None = None

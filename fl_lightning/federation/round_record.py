@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,10 @@ class RoundRecord:
     Attributes:
         finished: clients that were asked and have ended, in the order in which they did.
         skipped: why the update of those could not be used that have none, by client.
+        lost: clients whose update never came, or not in time, where devices are simulated.
+        durations: virtual seconds that each client took, where devices are simulated.
+        began_at: virtual time when the round began, in seconds.
+        ended_at: virtual time when it ended; None where there is no such time.
         seconds: wall time of local training and the server's step.
         total_bytes_down: sent to the clients, all together.
         total_bytes_up: received from the clients, all together.
@@ -31,6 +36,10 @@ class RoundRecord:
 
     finished: list[int] = field(default_factory=list)
     skipped: dict[int, str] = field(default_factory=dict)
+    lost: list[int] = field(default_factory=list)
+    durations: dict[int, float] = field(default_factory=dict)
+    began_at: float = 0.0
+    ended_at: float | None = None
     seconds: float = 0.0
     total_bytes_down: int = 0
     total_bytes_up: int = 0
@@ -67,6 +76,8 @@ class RoundRecord:
         """Take in what another process did in the same round, at the same time."""
         self.finished += other.finished
         self.skipped |= other.skipped
+        self.lost += other.lost
+        self.durations |= other.durations
         self.seconds = max(self.seconds, other.seconds)
         self.total_bytes_down += other.total_bytes_down
         self.total_bytes_up += other.total_bytes_up
@@ -101,18 +112,29 @@ class RoundRecord:
         """
         if self.is_withheld:
             return {"round/update_norm": self.update_norm, **self.privacy}
+        num_replies = self.num_sampled - self.num_skipped - len(self.lost)
         return {
             "round/cohort_size": float(self.num_sampled),
             "round/skipped": float(self.num_skipped),
             "round/update_norm": self.update_norm,
             "round/seconds": self.seconds,
-            "round/bytes_up": self.total_bytes_up / max(1, self.num_sampled - self.num_skipped),
+            "round/bytes_up": self.total_bytes_up / max(1, num_replies),
             "round/bytes_down": self.total_bytes_down / max(1, self.num_sampled),
             "round/total_bytes_up": float(self.total_bytes_up),
             "round/total_bytes_down": float(self.total_bytes_down),
+            **self._virtual_time(),
             **self.privacy,
             **{name: self.norms.mean(name) for name in self.norms.names},
             **{f"{name}_spread": self.means.spread(name) for name in self.means.names},
+        }
+
+    def _virtual_time(self) -> dict[str, float]:
+        if self.ended_at is None:
+            return {}
+        return {
+            "round/lost": float(len(self.lost)),
+            "round/virtual_seconds": self.ended_at - self.began_at,
+            "round/total_virtual_seconds": self.ended_at,
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -125,8 +147,8 @@ class RoundRecord:
         means, norms = ClientMeans(), ClientMeans()
         means.load_state_dict(state["means"])
         norms.load_state_dict(state["norms"])
-        values = state | {"finished": list(state["finished"]), "skipped": dict(state["skipped"])}
-        vars(self).update(values | {"means": means, "norms": norms})
+        copies = {name: copy.copy(value) for name, value in state.items()}
+        vars(self).update(copies | {"means": means, "norms": norms})
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> RoundRecord:

@@ -38,7 +38,7 @@ from fl_lightning.federation.round_options import RoundOptions
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run_memory import RunMemory
 from fl_lightning.server.aggregators import Aggregator
-from fl_lightning.server.server import Server, ServerOptimizer
+from fl_lightning.server.server import Server, ServerOptimizer, ServerSchedule
 from fl_lightning.updates.path import UpdatePath
 
 
@@ -51,6 +51,7 @@ class RoundRunner:
         aggregator: how updates become one.
         groups: learns when a group is done.
         server_optimizer: how the global model moves.
+        server_schedule: how its learning rate does.
         private: makes every round's aggregate private; it is none if None.
 
     Attributes:
@@ -69,6 +70,7 @@ class RoundRunner:
         groups: RoundGroups,
         aggregator: Aggregator,
         server_optimizer: ServerOptimizer,
+        server_schedule: ServerSchedule | None = None,
         private: PrivateRounds | None = None,
     ) -> None:
         self.private = private
@@ -93,7 +95,9 @@ class RoundRunner:
             self._path, self.memory.clients, self.corrector, sends_buffers=private is None
         )
         self.clients = GroupTraining(trainer, options, self.corrector, self._intake)
-        self.server = Server(self.clients.local.read(), aggregator, server_optimizer)
+        self.server = Server(
+            self.clients.local.read(), aggregator, server_optimizer, server_schedule
+        )
         self.record = RoundRecord()
         self._is_kept_by_lightning = self._can_be_kept_by_lightning()
 
@@ -146,10 +150,13 @@ class RoundRunner:
         began = time.perf_counter()  # waiting for other processes is no work
         if reports:
             self._take_in(reports)
-        if self.private is None or self.private.shows_clients:
+        shows_clients = self.private is None or self.private.shows_clients
+        if shows_clients:
             for client in sorted(self.record.skipped):
                 rank_zero_warn(f"skipped: {self.record.skipped[client]}")
         self._check_replies()
+        if shows_clients:  # and no cohort that goes with privacy depends on what clients did
+            self._note_clients()
         self.memory.clients.commit()
         self.corrector.close_round()
         # privacy goes with corrections that leave the aggregate as it is
@@ -163,6 +170,21 @@ class RoundRunner:
         self.record.seconds += time.perf_counter() - began
         if self.private is not None:
             self.private.note(self.record)
+
+    def _note_clients(self) -> None:
+        """Let the clock go on, and keep what the round has shown of its clients."""
+        record, number = self.record, self._trainer.current_epoch
+        if self._options.versions is not None:
+            step = self._options.versions.step(number)
+            record.durations, record.ended_at = dict(step.durations), step.seconds
+        elif self._options.fleet is not None:
+            record.ended_at = record.began_at + max(record.durations.values(), default=0.0)
+        self._groups.population.note(
+            record.finished,
+            round_index=number,
+            losses=record.means.by_client("train/loss"),
+            durations=record.durations,
+        )
 
     def _report(self) -> Report:
         states = self.clients.collector.metric_states(self._module)
@@ -185,7 +207,7 @@ class RoundRunner:
         self.record = merged_record(reports)
         self.clients.scaler.merge(report.scaler for report in reports)
         pool_metrics(reports, self.clients.collector, self._module)
-        self.server.reduce(self._ranks.all_reduce)
+        self.server.reduce(self._ranks.all_reduce, self._ranks.gather)
         self.corrector.reduce(self._ranks.all_reduce)
         self.memory.share([report.memories for report in reports], self.clients.local.space.device)
 
@@ -207,14 +229,16 @@ class RoundRunner:
         if not self._cost_is_told:
             self._tell_cost()
         if not self.server.is_open:
-            self.record = RoundRecord()
+            self.record = RoundRecord(began_at=self.record.ended_at or 0.0)
             if self._is_kept_by_lightning:  # hooks between rounds may have changed it
                 self.server.replace_model(self.clients.local.read())
             if self.private is not None:
                 self.private.open_round(self._trainer.current_epoch)
-            self.server.open_round()
+            self.server.open_round(self._trainer.current_epoch)
             self.memory.clients.discard()
             self.corrector.open_round(self.server.model.params)
+            if self._options.versions is not None:
+                self._options.versions.open_round(self._trainer.current_epoch, self.server.model)
 
     def _tell_cost(self) -> None:
         self._cost_is_told = True
@@ -229,6 +253,11 @@ class RoundRunner:
 
     def _renew_space(self) -> None:
         """Follow masks that changed between rounds: other coordinates travel from here on."""
+        if self._options.versions is not None and self._options.versions.keeps_any:
+            raise ConfigurationError(
+                "federation: asynchronous does not work with masks that change during the run: "
+                "clients at work would send other entries than the server expects"
+            )
         before = self.clients.local.space
         self.clients.renew_space()
         after = self.clients.local
@@ -253,8 +282,9 @@ class RoundRunner:
         the checkpoint: it leaves out the open round, which is then trained again from its start.
         So does a private run, because the sums of an open round have no noise.
         """
-        open_here = self.server.is_open and self._ranks.size == 1 and self.private is None
-        hides_record = self.server.is_open and self.private is not None
+        is_open, versions = self.server.is_open, self._options.versions
+        open_here = is_open and self._ranks.size == 1 and self.private is None
+        hides_record = is_open and self.private is not None
         state = {
             "space": self.clients.local.space.fingerprint(),
             "mask": self.clients.local.space.mask_fingerprint(),
@@ -270,6 +300,8 @@ class RoundRunner:
             "engine": self.clients.engine.state_dict(),
             "updates": list(self._path.names),
             "memory": self.memory.state_dict(with_round=open_here),
+            "population": self._groups.population.state_dict(),
+            "versions": None if versions is None else versions.state_dict(),
         }
         if self.corrector.correction.remembers:
             state["correction"] = self.corrector.state_dict(with_round=open_here)
@@ -291,6 +323,8 @@ class RoundRunner:
         kind = state.get("correction", {}).get("kind")
         _check_same("correction", kind, self.corrector.kind)
         _check_same("updates", state.get("updates", []), list(self._path.names))
+        versions, choice = self._options.versions, "choice of federation.asynchronous"
+        _check_same(choice, state["versions"] is not None, versions is not None)
         if state["inside"]:
             _check_same("number of processes", state["ranks"], self._ranks.size)
             _check_same("number of groups of clients", state["groups"], len(self._groups))
@@ -308,6 +342,9 @@ class RoundRunner:
         self.clients.collector.prog_bar |= set(state["prog_bar"])
         self.clients.engine.load_state_dict(state["engine"])
         self.memory.load_state_dict(state.get("memory", {}))
+        self._groups.population.load_state_dict(state["population"])
+        if versions is not None:
+            versions.load_state_dict(state["versions"])
 
 
 def _check_same(what: str, saved: Any, present: Any) -> None:

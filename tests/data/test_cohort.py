@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fl_lightning.core.errors import ConfigurationError
@@ -56,6 +56,7 @@ def shares(sampler, clients, num_draws=2000):
 
 @pytest.mark.parametrize("sampler", SAMPLERS, ids=repr)
 class TestEverySampler:
+    @settings(max_examples=30)
     @given(
         num_clients=st.integers(10, 60),
         round_index=st.integers(0, 10_000),
@@ -215,12 +216,14 @@ class TestPoissonCohort:
 
 @pytest.mark.parametrize("sampler", [*FIXED, PoissonCohort(fraction=0.3), AllClients()], ids=repr)
 class TestAvailability:
+    @settings(max_examples=15)
     @given(round_index=st.integers(0, 200), seed=st.integers(0, 2**62))
     def test_all_available_is_the_sampler_itself(self, sampler, round_index, seed):
         wrapped = AvailableCohort(sampler, Stretches(fraction=1.0))
         expected = sampler.sample(round_index, known(23), seed)
         np.testing.assert_array_equal(wrapped.sample(round_index, known(23), seed), expected)
 
+    @settings(max_examples=15)
     @given(
         num_clients=st.integers(7, 40),
         round_index=st.integers(0, 200),
@@ -263,10 +266,10 @@ class TestStretches:
             borders = np.flatnonzero(np.diff(client.astype(int)))
             assert (np.diff(borders) % 5 == 0).all()
 
-    @pytest.mark.parametrize("settings", [{"fraction": 0.0}, {"fraction": 1.1}, {"length": 0}])
-    def test_refuses(self, settings):
-        with pytest.raises(ConfigurationError, match=f"Stretches: {next(iter(settings))} must be"):
-            Stretches(**settings)
+    @pytest.mark.parametrize("options", [{"fraction": 0.0}, {"fraction": 1.1}, {"length": 0}])
+    def test_refuses(self, options):
+        with pytest.raises(ConfigurationError, match=f"Stretches: {next(iter(options))} must be"):
+            Stretches(**options)
 
 
 class TestDiurnal:
@@ -323,12 +326,14 @@ class TestWeightedCohorts:
         fresh = shares(ByLossCohort(size=1), population(3))
         np.testing.assert_allclose(fresh, 1 / 3, atol=0.06)
 
+    @settings(max_examples=15)
     @given(round_index=st.integers(0, 1000))
     def test_power_of_choice_with_as_many_candidates_as_clients_is_by_size(self, round_index):
         one, other = PowerOfChoiceCohort(size=5, num_candidates=5), BySizeCohort(size=5)
         expected = other.sample(round_index, known(30), 0)
         np.testing.assert_array_equal(one.sample(round_index, known(30), 0), expected)
 
+    @settings(max_examples=15)
     @given(round_index=st.integers(0, 1000))
     def test_power_of_choice_takes_the_worst_of_its_candidates(self, round_index):
         sampler, clients = PowerOfChoiceCohort(size=3, num_candidates=8), known(30)
@@ -409,6 +414,7 @@ class TestOort:
 
 
 class TestTurns:
+    @settings(max_examples=15)
     @given(num_clients=st.integers(4, 40), first=st.integers(0, 100))
     def test_everybody_has_as_many_turns(self, num_clients, first):
         clients, turns = population(num_clients), np.zeros(num_clients, int)
@@ -416,6 +422,7 @@ class TestTurns:
             turns[RoundRobinCohort(size=4).sample(round_index, clients, 0)] += 1
         assert (turns == 4).all()
 
+    @settings(max_examples=15)
     @given(num_clients=st.integers(4, 40))
     def test_nobody_waits_longer_than_it_takes_to_ask_all(self, num_clients):
         clients, sampler = population(num_clients), LeastRecentCohort(size=4)

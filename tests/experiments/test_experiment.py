@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib.figure import Figure
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.experiments import Experiment, Variant
+from fl_lightning.experiments.figure import _draw_curves, draw
 from fl_lightning.experiments.plan import plan_runs
 from fl_lightning.experiments.results import Result, Spread, write_csv
 from fl_lightning.experiments.table import matrix_table, results_table
@@ -130,3 +132,19 @@ def test_the_csv_keeps_every_digit(tmp_path):
     (row,) = csv.DictReader((tmp_path / "r.csv").read_text().splitlines())
     assert float(row["test/accuracy"]) == value
     assert (row["variant"], row["x"], row["y"], row["seed"]) == ("a / b", "a", "b", "3")
+
+
+def test_curves_over_virtual_time_end_where_the_time_does(tmp_path):
+    slow, fast = ({number: number * seconds for number in (1, 2, 3)} for seconds in (10.0, 2.0))
+    results = [
+        Result(Variant(name, (), {}), seed, {"val/loss": {1: 3.0, 3: 1.0}}, {}, clock)
+        for name, clock in (("waits", slow), ("buffer", fast))
+        for seed in (0, 1)
+    ]
+    assert results[0].curve_over_clock("val/loss") == [(10.0, 3.0), (30.0, 1.0)]
+    panel = Figure().subplots()
+    _draw_curves(panel, "val/loss", results)
+    assert [line.get_xdata()[-1] for line in panel.lines] == [30.0, 30.0, 6.0, 6.0]
+    assert panel.get_legend_handles_labels()[1] == ["waits", "buffer"]
+    draw(tmp_path / "f.png", results, ["val/loss"], {}, "round/total_virtual_seconds")
+    assert (tmp_path / "f.png").stat().st_size > 0

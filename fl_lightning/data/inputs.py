@@ -1,0 +1,195 @@
+"""What is done to every batch's inputs, on a client and in evaluation alike, before the model sees them.
+
+    given:      x ← (x - mean) / std
+    federated:  n = Σ_c n_c,  mean = Σ_c Σ_i x_ci / n,  var = Σ_c Σ_i x_ci² / n - mean²
+
+The federated statistics come from three sums per client, which is all that it would send; they are
+those of the pooled training examples. Inputs are a batch's first part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from fl_lightning.core.errors import ConfigurationError
+
+Transform: TypeAlias = Callable[[Tensor], Tensor]
+# For every client its batches' inputs, each of shape (B, …)
+InputsOfClients: TypeAlias = Iterable[Iterable[Tensor]]
+
+
+class InputTransform(Protocol):
+    """Something done to inputs, of which a part may have to be learnt from the clients first."""
+
+    def fit(self, clients: Callable[[], InputsOfClients]) -> Transform:
+        """Return the function from inputs to inputs, each with the batch as first dimension.
+
+        Args:
+            clients: goes once through all clients' training inputs, as the transforms before
+                this one left them.
+        """
+
+
+@dataclass(frozen=True)
+class Reshape:
+    """Gives every example's input another shape.
+
+    Args:
+        shape: of one example; one of its numbers may be -1.
+
+    Example:
+        >>> Reshape([1, 2, 2]).fit(list)(torch.zeros(8, 4)).shape
+        torch.Size([8, 1, 2, 2])
+    """
+
+    shape: list[int]
+
+    def __post_init__(self) -> None:
+        if not self.shape or any(n < 1 and n != -1 for n in self.shape) or self.shape.count(-1) > 1:
+            raise ConfigurationError(
+                f"Reshape: shape must be numbers >= 1, at most one of them -1, got {self.shape}"
+            )
+
+    def fit(self, clients: Callable[[], InputsOfClients]) -> Transform:
+        """Return the function that reshapes."""
+        return self._reshaped
+
+    def _reshaped(self, inputs: Tensor) -> Tensor:
+        size, sample = prod(self.shape), inputs[0].numel() if len(inputs) else 0
+        fits = size == sample if size > 0 else sample % -size == 0
+        if len(inputs) and not fits:
+            raise ConfigurationError(
+                f"Reshape: an input of shape {tuple(inputs.shape[1:])} does not have the numbers "
+                f"for shape {self.shape}"
+            )
+        return inputs.reshape(len(inputs), *self.shape)
+
+
+@dataclass(frozen=True)
+class Normalize:
+    """Shifts and scales with numbers that are given.
+
+    Args:
+        mean: one number per feature, where inputs are vectors, or per channel; or one for all.
+        std: likewise, each > 0.
+
+    Example:
+        >>> Normalize([1.0], [2.0]).fit(list)(torch.tensor([[1.0, 5.0]]))
+        tensor([[0., 2.]])
+    """
+
+    mean: list[float]
+    std: list[float]
+
+    def __post_init__(self) -> None:
+        if not self.mean or len(self.mean) != len(self.std) or not all(s > 0 for s in self.std):
+            raise ConfigurationError(
+                "Normalize: mean and std need as many numbers, those of std > 0, "
+                f"got {self.mean} and {self.std}"
+            )
+
+    def fit(self, clients: Callable[[], InputsOfClients]) -> Transform:
+        """Return the function that normalises."""
+        return _scaler(torch.tensor(self.mean), torch.tensor(self.std))
+
+
+@dataclass(frozen=True)
+class FederatedNormalize:
+    """Shifts and scales with mean and standard deviation of all clients' training inputs.
+
+    Per feature, where inputs are vectors, else per channel (the first dimension of an example).
+
+    Args:
+        eps: added to the variance, ≥ 0, for features that do not vary.
+
+    Example:
+        >>> clients = [[torch.tensor([[0.0], [2.0]])], [torch.tensor([[4.0], [6.0]])]]
+        >>> FederatedNormalize(eps=0.0).fit(lambda: clients)(torch.tensor([[3.0]]))
+        tensor([[0.]])
+    """
+
+    eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        if not self.eps >= 0:
+            raise ConfigurationError(
+                f"FederatedNormalize: eps must not be negative, got {self.eps}"
+            )
+
+    def fit(self, clients: Callable[[], InputsOfClients]) -> Transform:
+        """Return the function that normalises."""
+        mean, variance = mean_and_variance(clients())
+        return _scaler(mean.float(), (variance + self.eps).sqrt().float())
+
+
+def mean_and_variance(clients: InputsOfClients) -> tuple[Tensor, Tensor]:
+    """Return mean and variance over all clients' inputs, per feature or channel, in float64.
+
+    Raises:
+        ConfigurationError: if there is no input.
+
+    Example:
+        >>> mean_and_variance([[torch.tensor([[1.0], [3.0]])], [torch.tensor([[5.0]])]])
+        (tensor([3.], dtype=torch.float64), tensor([2.6667], dtype=torch.float64))
+    """
+    sums = [own for batches in clients if (own := _sums(batches)) is not None]
+    if not sums:
+        raise ConfigurationError("FederatedNormalize: the clients have no training examples")
+    count, total, squares = (torch.stack(parts).sum(0) for parts in zip(*sums, strict=True))
+    mean = total / count
+    return mean, (squares / count - mean.square()).clamp(min=0)
+
+
+def _sums(batches: Iterable[Tensor]) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Return what one client sends: its count, sum and sum of squares per feature or channel."""
+    sums: tuple[Tensor, Tensor, Tensor] | None = None
+    for inputs in batches:
+        columns = inputs.double().reshape(len(inputs), inputs.shape[1], -1)
+        count = torch.tensor(float(columns.shape[0] * columns.shape[2]), dtype=torch.float64)
+        own = count, columns.sum((0, 2)), columns.square().sum((0, 2))
+        sums = own if sums is None else (sums[0] + own[0], sums[1] + own[1], sums[2] + own[2])
+    return sums
+
+
+def _scaler(mean: Tensor, std: Tensor) -> Transform:
+    def scaled(inputs: Tensor) -> Tensor:
+        if len(mean) not in (1, inputs.shape[1]):
+            raise ConfigurationError(
+                f"Normalize: {len(mean)} numbers do not fit inputs of shape {tuple(inputs.shape)}: "
+                f"give one, or {inputs.shape[1]}"
+            )
+        shape = -1, *[1] * (inputs.ndim - 2)
+        shift, scale = mean.to(inputs.device).view(shape), std.to(inputs.device).view(shape)
+        return (inputs - shift) / scale
+
+    return scaled
+
+
+def on_inputs(transforms: Sequence[Transform], batch: Any) -> Any:
+    """Return a batch whose inputs went through the transforms in order.
+
+    Raises:
+        ConfigurationError: for a batch that is neither a tensor nor a tuple or list that begins
+            with one.
+
+    Example:
+        >>> on_inputs([torch.neg], (torch.ones(1), "label"))
+        (tensor([-1.]), 'label')
+    """
+    if not transforms:
+        return batch
+    inputs = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
+    if not isinstance(inputs, Tensor):
+        raise ConfigurationError(
+            "data.transforms change a batch that is a tensor, or a tuple that begins with one, got "
+            f"{type(batch).__name__}: transform examples in the data set instead"
+        )
+    for transform in transforms:
+        inputs = transform(inputs)
+    return inputs if isinstance(batch, Tensor) else type(batch)([inputs, *batch[1:]])

@@ -1,0 +1,180 @@
+"""Asynchronous rules: how an update counts that began from an older model.
+
+    FedBuff:   Δ_i ← s(τ_i) Δ_i,  then the server steps on the aggregate of K of them
+    FedAsync:  x ← (1 - α s(τ)) x + α s(τ) y       that is Δ ← α s(τ) (x - y),  with K = 1
+
+τ is an update's staleness: the server's steps between its client's start and its arrival; y the
+client's model, x the present one. s(0) = 1: an update that is not stale counts in full, and where
+none is, FedBuff is FedAvg.
+
+Sources: FedBuff, Nguyen et al. 2022, AISTATS (2106.06639), Algorithm 1, s(τ) = (1 + τ)^-1/2;
+FedAsync, Xie et al. 2019 (1903.03934), Algorithm 1 and section 5.2 (polynomial, hinge).
+Differs: FedBuff's mean is the federation's aggregator, which weighs by examples unless it is told
+otherwise; as published it is ``Mean(weight_by_examples=False)``. FedAsync's proximal term is a
+matter of the clients' correction.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from fl_lightning.core.errors import ConfigurationError
+
+
+class Staleness(Protocol):
+    """A weight that falls with staleness."""
+
+    def weight(self, staleness: int) -> float:
+        """Return s(τ) in (0, 1], 1 at τ = 0; τ ≥ 0 in steps of the server."""
+
+
+@dataclass(frozen=True)
+class PolynomialStaleness:
+    """s(τ) = (1 + τ)^-a.
+
+    Args:
+        exponent: a ≥ 0; 0 does not look at staleness.
+
+    Example:
+        >>> [round(PolynomialStaleness(0.5).weight(tau), 4) for tau in (0, 1, 3)]
+        [1.0, 0.7071, 0.5]
+    """
+
+    exponent: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not self.exponent >= 0:
+            raise ConfigurationError(f"exponent must not be negative, got {self.exponent}")
+
+    def weight(self, staleness: int) -> float:
+        """Return s(τ)."""
+        return float((1 + staleness) ** -self.exponent)
+
+
+@dataclass(frozen=True)
+class HingeStaleness:
+    """s(τ) = 1 up to τ = b, then 1 / (a (τ - b) + 1).
+
+    Args:
+        slope: a ≥ 0.
+        grace: b ≥ 0, in steps of the server.
+
+    Example:
+        >>> [HingeStaleness(slope=1.0, grace=2).weight(tau) for tau in (0, 2, 3)]
+        [1.0, 1.0, 0.5]
+    """
+
+    slope: float = 10.0
+    grace: int = 4
+
+    def __post_init__(self) -> None:
+        if not self.slope >= 0 or self.grace < 0:
+            raise ConfigurationError(
+                f"slope and grace must not be negative, got {self.slope} and {self.grace}"
+            )
+
+    def weight(self, staleness: int) -> float:
+        """Return s(τ)."""
+        return 1 / (self.slope * max(0, staleness - self.grace) + 1)
+
+
+class AsyncRule(Protocol):
+    """How many clients work at once, when the server steps, and how a stale update counts."""
+
+    @property
+    def concurrency(self) -> int:
+        """Clients at work at any time."""
+
+    @property
+    def buffer_size(self) -> int:
+        """Updates for which the server waits."""
+
+    def weighed(self, deltas: Tensor, staleness: int, drift: Tensor | None) -> Tensor:
+        """Return what counts of updates.
+
+        Args:
+            deltas: start minus end of a client's training, shape (k,), or a row each, (m, k).
+            staleness: τ ≥ 0 of all of them.
+            drift: the present model minus the one they began from, shape (k,); None if τ = 0.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedBuff:
+    """The server steps whenever a buffer of updates is full.
+
+    Args:
+        concurrency: clients at work at any time, ≥ 1.
+        buffer_size: updates per step, K ≥ 1.
+        staleness: how stale updates count; (1 + τ)^-1/2 if None.
+
+    Example:
+        >>> import torch
+        >>> rule = FedBuff(concurrency=20)
+        >>> rule.weighed(torch.tensor([-1.0, 1.0]), staleness=3, drift=torch.zeros(2))
+        tensor([-0.5000,  0.5000])
+    """
+
+    concurrency: int
+    buffer_size: int = 10
+    staleness: Staleness | None = None
+
+    def __post_init__(self) -> None:
+        _check_counts(self.concurrency, self.buffer_size)
+
+    def weighed(self, deltas: Tensor, staleness: int, drift: Tensor | None) -> Tensor:
+        """Return s(τ) Δ."""
+        weight = _weight(self.staleness, staleness)
+        return deltas if weight == 1 else deltas * weight
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedAsync:
+    """The server mixes every client's model in as it arrives.
+
+    Args:
+        concurrency: clients at work at any time, ≥ 1.
+        mixing: α in (0, 1], the share of a model that is not stale.
+        staleness: how stale models count; (1 + τ)^-1/2 if None.
+
+    Example:
+        >>> import torch
+        >>> delta, drift = torch.tensor([0.25]), torch.tensor([1.0])
+        >>> FedAsync(concurrency=4, mixing=0.5).weighed(delta, staleness=3, drift=drift)
+        tensor([0.3125])
+    """
+
+    concurrency: int
+    mixing: float = 0.6
+    staleness: Staleness | None = None
+
+    def __post_init__(self) -> None:
+        _check_counts(self.concurrency, 1)
+        if not 0 < self.mixing <= 1:
+            raise ConfigurationError(f"mixing must be in (0, 1], got {self.mixing}")
+
+    @property
+    def buffer_size(self) -> int:
+        """One update per step."""
+        return 1
+
+    def weighed(self, deltas: Tensor, staleness: int, drift: Tensor | None) -> Tensor:
+        """Return α s(τ) (x - y)."""
+        weight = self.mixing * _weight(self.staleness, staleness)
+        apart = deltas if drift is None else deltas + drift
+        return apart if weight == 1 else apart * weight
+
+
+def _weight(staleness: Staleness | None, tau: int) -> float:
+    return (staleness or PolynomialStaleness()).weight(tau)
+
+
+def _check_counts(concurrency: int, buffer_size: int) -> None:
+    if concurrency < 1 or buffer_size < 1:
+        raise ConfigurationError(
+            "concurrency and buffer_size must be at least 1 client, "
+            f"got {concurrency} and {buffer_size}"
+        )

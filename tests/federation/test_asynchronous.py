@@ -1,0 +1,288 @@
+"""Asynchronous rounds: who arrives when by hand, weights by hand, FedAvg where nobody is late."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from lightning.pytorch import Callback, LightningModule, seed_everything
+from test_devices import run
+from test_masks import Masked, some_masks
+from torch import nn
+from toys import SaveEverywhere, toy_data, toy_trainer, weights
+
+from fl_lightning import ConfigurationError, Federation, Mean, Scaffold, UniformCohort
+from fl_lightning.client import Devices, GivenSpeeds, LogNormalSpeeds
+from fl_lightning.client.devices import Fate
+from fl_lightning.client.local_training import GlobalModel
+from fl_lightning.core.update import ClientUpdate
+from fl_lightning.federation.arrivals import Arrivals
+from fl_lightning.federation.versions import Start
+from fl_lightning.server import FedAsync, FedBuff, HingeStaleness, PolynomialStaleness
+from fl_lightning.server.server import Server
+
+EQUAL = Devices(speeds=GivenSpeeds([1.0]))
+UNEQUAL = Devices(speeds=LogNormalSpeeds(sigma=1.0), jitter=0.2, drop_rate=0.1)
+
+
+def test_the_published_weights():
+    """D = [1, 0], [0, 2], [-1, 1] with staleness 0, 1, 3 weigh 1, 0.7071, 0.5: the sum over 3."""
+    model = GlobalModel(torch.zeros(2), torch.empty(0))
+    server = Server(model, Mean(weight_by_examples=False))
+    server.open_round()
+    rule = FedBuff(concurrency=3, buffer_size=3)
+    for delta, tau in (([-1.0, 0], 0), ([0, -2.0], 1), ([1.0, -1], 3)):
+        update = ClientUpdate(0, torch.tensor(delta), torch.empty(0), 10, 1)
+        server.receive(Start(model, model, tau, rule).counted(update))
+    server.close_round()
+    expected = torch.tensor([0.166667, 0.638071])
+    torch.testing.assert_close(server.model.params, expected, rtol=0, atol=5e-7)
+
+
+@given(x=st.floats(-5, 5), y=st.floats(-5, 5), start=st.floats(-5, 5), tau=st.integers(0, 9))
+def test_fedasync_mixes_models(x, y, start, tau):
+    rule = FedAsync(concurrency=2, mixing=0.6, staleness=PolynomialStaleness(0.5))
+    start = x if tau == 0 else start
+    drift = torch.tensor([x - start], dtype=torch.float64) if tau else None
+    moved = rule.weighed(torch.tensor([start - y], dtype=torch.float64), tau, drift)
+    alpha = 0.6 * (1 + tau) ** -0.5
+    assert x - float(moved) == pytest.approx((1 - alpha) * x + alpha * y, abs=1e-12)
+
+
+@given(tau=st.integers(0, 50), exponent=st.floats(0, 3), slope=st.floats(0, 20))
+def test_weights_fall_from_one(tau, exponent, slope):
+    for s in (PolynomialStaleness(exponent), HingeStaleness(slope, 3)):
+        assert s.weight(0) == 1
+        assert 0 < s.weight(tau + 1) <= s.weight(tau) <= 1
+
+
+def told(speeds, concurrency, buffer_size, lost=()):
+    def fate(client, start):
+        return Fate(1, speeds[client], (client, start) in lost)
+
+    return Arrivals(fate, len(speeds), concurrency, buffer_size, seed=0)
+
+
+def test_arrivals_by_hand():
+    """Client 0 takes 1 s, client 1 takes 2.5 s, both always at work, one update per step."""
+    arrivals = told([1.0, 2.5], 2, 1)
+    found = [(arrivals.step(n).versions, arrivals.step(n).seconds) for n in range(7)]
+    assert found == [
+        ({0: 0}, 1.0),
+        ({0: 1}, 2.0),
+        ({1: 0}, 2.5),
+        ({0: 2}, 3.0),
+        ({0: 4}, 4.0),
+        ({1: 3}, 5.0),
+        ({0: 5}, 5.0),
+    ] or found[-2:] == [({0: 5}, 5.0), ({1: 3}, 5.0)]
+
+
+def test_a_lost_update_frees_its_place():
+    arrivals = told([1.0, 10.0], 1, 1, lost={(c, 0) for c in range(2)})
+    step = arrivals.step(0)
+    assert list(step.versions.values()) == [0]
+    assert step.seconds > 1.0  # whoever was started first was lost
+
+
+@given(
+    num_clients=st.integers(1, 12),
+    data=st.data(),
+    seed=st.integers(0, 2**40),
+    sigma=st.floats(0, 2),
+)
+def test_arrivals_are_consistent(num_clients, data, seed, sigma):
+    concurrency = data.draw(st.integers(1, num_clients))
+    buffer_size = data.draw(st.integers(1, num_clients))
+    speeds = LogNormalSpeeds(sigma=sigma).seconds_per_step(num_clients, seed)
+
+    def fate(client, start):
+        return Fate(1, float(speeds[client]), start % 5 == 4)
+
+    def steps(order):
+        arrivals = Arrivals(fate, num_clients, concurrency, buffer_size, seed)
+        return {n: arrivals.step(n) for n in order}
+
+    found = steps(range(12))
+    assert found == steps([11, *range(11)])  # a function of the step, however it is asked for
+    trained, last = set(), 0.0
+    for number, step in found.items():
+        assert len(step.versions) == buffer_size
+        assert list(step.versions) == sorted(step.versions)
+        assert step.seconds >= last
+        last = step.seconds
+        for client, version in step.versions.items():
+            assert version <= number
+            assert (client, version) not in trained  # of one version a client trains once
+            trained.add((client, version))
+        for later in range(number + 1, 12):  # what will be needed is kept
+            old = {v for v in found[later].versions.values() if v <= number}
+            assert old <= step.in_flight
+        assert len(step.in_flight) <= concurrency + buffer_size
+
+
+def test_with_equal_devices_nobody_is_late_and_it_is_fedavg():
+    settings = {"local_steps": 3}
+    plain, *_ = run(None, **settings)
+    rule = FedBuff(concurrency=6, buffer_size=6)
+    buffered, rows, _ = run(EQUAL, asynchronous=rule, **settings)
+    assert torch.equal(weights(buffered), weights(plain))
+    assert [row["total_virtual_seconds"] for row in rows] == [3.0, 6.0, 9.0]
+
+
+def test_fedasync_of_one_client_at_a_time_is_fedavg_of_it():
+    rule = FedAsync(concurrency=1, mixing=1.0)
+    mixed, _, federation = run(EQUAL, asynchronous=rule, local_steps=3)
+    order = [list(federation._time.arrivals.step(n).versions) for n in range(3)]
+
+    class Replay:
+        def expected_size(self, num_clients):
+            return 1
+
+        def sample(self, round_index, population, seed):
+            return np.array(order[round_index])
+
+    plain, *_ = run(None, cohort=Replay(), local_steps=3)
+    assert torch.equal(weights(mixed), weights(plain))
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [FedBuff(concurrency=4, buffer_size=2), FedAsync(concurrency=5)],
+    ids=lambda rule: type(rule).__name__,
+)
+def test_resumes_anywhere_to_the_same_bits(tmp_path, rule):
+    settings = {"asynchronous": rule, "local_steps": 2, "max_epochs": 6}
+    expected, rows, federation = run(UNEQUAL, SaveEverywhere(tmp_path), **settings)
+    steps = [federation._time.arrivals.step(n) for n in range(6)]
+    assert any(v < n for n, step in enumerate(steps) for v in step.versions.values())
+    for moment in ("1-group0", "2-end", "4-group0", "5-validation"):
+        module, again, _ = run(UNEQUAL, ckpt_path=tmp_path / f"{moment}.ckpt", **settings)
+        assert torch.equal(weights(module), weights(expected)), moment
+        assert again == rows[-len(again) :]
+
+
+class Quadratic(LightningModule):
+    """f(x) = mean (x - a)² / 2 of one number, over the examples' labels a."""
+
+    def __init__(self):
+        super().__init__()
+        self.x = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+
+    def training_step(self, batch, batch_idx):
+        return (self.x - batch[1].double()).square().mean() / 2
+
+    def validation_step(self, batch, batch_idx):
+        pass
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "slots"])
+def test_stale_starts_by_a_plain_loop(engine):
+    """The trajectory of one number against ten lines that keep every version there was."""
+    rule, data = FedBuff(concurrency=4, buffer_size=2), toy_data(batch_size=60)
+    module = Quadratic()
+    federation = Federation(
+        devices=UNEQUAL,
+        asynchronous=rule,
+        aggregator=Mean(weight_by_examples=False),
+        local_steps=1,
+        engine=engine,
+        slots=2 if engine == "slots" else None,
+        seed=3,
+    )
+    toy_trainer(federation, max_epochs=8, limit_val_batches=0).fit(module, datamodule=data)
+    means = [float(data.train_batch(shard)[1].double().mean()) for shard in data.clients]
+    versions = [0.0]
+    for number in range(8):
+        x = versions[-1]
+        for client, version in federation._time.arrivals.step(number).versions.items():
+            moved = 0.5 * (means[client] - versions[version])
+            x += moved * (1 + number - version) ** -0.5 / 2
+        versions.append(x)
+    assert (federation.rounds.clients.engine.slots is not None) == (engine == "slots")
+    assert module.x.item() == pytest.approx(versions[-1], rel=1e-6)
+
+
+def test_over_processes_as_in_one():
+    def fit(**several):
+        seed_everything(0, verbose=False)
+        module = Quadratic()
+        rule = FedBuff(concurrency=5, buffer_size=3)
+        federation = Federation(devices=UNEQUAL, asynchronous=rule, local_steps=2, seed=3)
+        trainer = toy_trainer(federation, max_epochs=4, limit_val_batches=0, **several)
+        trainer.fit(module, datamodule=toy_data())
+        return module.x.item()
+
+    assert fit(devices=2, strategy="federated") == pytest.approx(fit(), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"devices": EQUAL}, "other devices or another asynchronous rule"),
+        ({"asynchronous": FedBuff(concurrency=3, buffer_size=2)}, "other devices or another"),
+        ({"devices": None, "asynchronous": None}, "choice of federation.asynchronous"),
+    ],
+)
+def test_a_checkpoint_of_another_story_is_refused(tmp_path, other, message):
+    rule = FedBuff(concurrency=4, buffer_size=2)
+    settings = {"devices": UNEQUAL, "asynchronous": rule, "local_steps": 1}
+    run(**settings, max_epochs=5, callbacks=(SaveEverywhere(tmp_path),))
+    with pytest.raises(ConfigurationError, match=message):
+        run(**{**settings, **other}, max_epochs=6, ckpt_path=tmp_path / "4-end.ckpt")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"cohort": UniformCohort(size=2)}, "leave cohort out"),
+        ({"devices": None}, "asynchronous needs devices"),
+        ({"correction": Scaffold()}, "Scaffold compares clients that began from the same model"),
+        ({"devices": Devices(speeds=GivenSpeeds([1.0]), deadline=9.0)}, "leave devices.deadline"),
+        (
+            {"asynchronous": FedBuff(concurrency=7)},
+            "at most the number of clients, 6, got 7 and 10",
+        ),
+    ],
+)
+def test_refuses(settings, message):
+    rule = FedBuff(concurrency=2, buffer_size=2)
+    with pytest.raises(ConfigurationError, match=message):
+        run(**{"devices": EQUAL, "asynchronous": rule, "local_steps": 1, **settings})
+
+
+class NewMasks(Callback):
+    """Sets other masks at the start of a round."""
+
+    def __init__(self, at):
+        self.at = at
+
+    def on_train_epoch_start(self, trainer, module):
+        if trainer.current_epoch == self.at:
+            trainer.optimizers[0].set_masks(some_masks(module, seed=self.at))
+
+
+def test_masks_may_be_found_at_the_start_and_not_change_later():
+    def fit(at):
+        seed_everything(0, verbose=False)
+        module = Masked(scheduler=False)
+        before = copy.deepcopy(module)
+        rule = FedBuff(concurrency=4, buffer_size=2)
+        options = {"devices": UNEQUAL, "asynchronous": rule, "local_steps": 2, "seed": 3}
+        trainer = toy_trainer(Federation(**options), NewMasks(at), max_epochs=4)
+        trainer.fit(module, datamodule=toy_data())
+        return module, before
+
+    module, before = fit(0)
+    after = dict(module.named_parameters())
+    for name, mask in some_masks(before, seed=0).items():
+        old = dict(before.named_parameters())[name]
+        assert torch.equal(after[name][~mask], old[~mask])
+        assert not torch.equal(after[name][mask], old[mask])
+    with pytest.raises(ConfigurationError, match="masks that change during the run"):
+        fit(2)
