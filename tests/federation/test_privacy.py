@@ -27,6 +27,7 @@ from fl_lightning.federation.ranks import Ranks
 from fl_lightning.server.privacy.adaptive_clip import AdaptiveClip
 from fl_lightning.server.privacy.noise_source import SeededNoise
 from fl_lightning.server.privacy.run import Run
+from fl_lightning.server.robust.median import Median
 from fl_lightning.sparsity import SparseSGDM
 from fl_lightning.updates.random_k import RandomK
 
@@ -207,6 +208,7 @@ def test_what_ε_does_not_cover_is_named():
         ({"aggregator": Mean()}, "weight_by_examples to false"),
         ({"correction": Scaffold()}, "Scaffold sends the mean of clients' memories"),
         ({"cohort": PoissonCohort(fraction=0.5, min_size=2)}, "min_size"),
+        ({"aggregator": Median()}, "nothing is proved for Median"),
     ],
 )
 def test_combinations_without_a_proof_are_refused_at_construction(options, reason):
