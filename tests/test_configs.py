@@ -42,7 +42,9 @@ SMALL = {
 }
 DIFFS = {
     "centralized.yaml": "quickstart.yaml",
+    "compressed.yaml": "quickstart.yaml",
     "noniid.yaml": "cifar100.yaml",
+    "private.yaml": "quickstart.yaml",
     "sparse.yaml": "cifar100.yaml",
 }
 
@@ -50,6 +52,7 @@ EXPERIMENTS = {  # and how many runs they are
     "sparse_quickstart.yaml": 4,
     "experiments/mask_rules.yaml": 18,
     "experiments/cifar10_sparse.yaml": 27,
+    "experiments/niid_bench.yaml": 4,
     "experiments/virtual_time.yaml": 12,
 }
 GRIDS = {"experiments/robustness.yaml": (8, 5)}  # so many runs that the margins have to do
@@ -87,6 +90,7 @@ def test_every_base_runs_a_round(config):
     assert list(Path("runs").rglob("last.ckpt"))
 
 
+@pytest.mark.filterwarnings("ignore:privacy:UserWarning")  # what ε does not cover
 @pytest.mark.parametrize(("config", "base"), DIFFS.items())
 def test_every_diff_runs_over_its_base(config, base):
     run(base, config)

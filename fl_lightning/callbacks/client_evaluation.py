@@ -51,6 +51,7 @@ class ClientEvaluation(Callback):
         if max_clients < 1:
             raise ConfigurationError(f"max_clients must be at least 1 client, got {max_clients}")
         self.every_n_rounds = every_n_rounds
+        self.unprotected = "the metrics of clients on their held-out examples"
         self.max_clients = max_clients
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

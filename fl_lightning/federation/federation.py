@@ -17,6 +17,7 @@ import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.utilities import rank_zero_info
 
 from fl_lightning.client.correction import Correction
 from fl_lightning.client.devices import Devices
@@ -50,6 +51,15 @@ from fl_lightning.federation.group_size import num_short_clients
 from fl_lightning.federation.groups import RoundGroups, Share
 from fl_lightning.federation.hooks import GroupsPassBy
 from fl_lightning.federation.loop import install, renumber_groups
+from fl_lightning.federation.privacy_checks import (
+    check_nothing_else,
+    check_one_mask,
+    check_private,
+    check_whole_cohorts,
+    warn_of_releases,
+)
+from fl_lightning.federation.private_rounds import PrivateRounds
+from fl_lightning.federation.ranks import Ranks
 from fl_lightning.federation.round_options import RoundOptions
 from fl_lightning.federation.rounds import RoundRunner
 from fl_lightning.federation.shares import local_work
@@ -59,6 +69,8 @@ from fl_lightning.server.collected import RobustRule
 from fl_lightning.server.fair_means import QFedAvg, TiltedMean
 from fl_lightning.server.normalised_mean import NormalisedMean
 from fl_lightning.server.overlap_mean import OverlapMean
+from fl_lightning.server.privacy.mechanism import Privacy
+from fl_lightning.server.privacy.run import Run
 from fl_lightning.server.server import (
     KeepsUpdates,
     ServerOptimizer,
@@ -96,6 +108,7 @@ class Federation(Callback):
         aggregator: how updates become one; the mean weighted by examples if None, over the clients
             that may move a coordinate where they have masks of their own. Or a robust rule, like
             `Krum`, that looks at all updates of the round together.
+        privacy: differential privacy of clients: `CentralDP`, `LocalDP`, …; none if None.
         server_optimizer: builds the `torch.optim.Optimizer` that descends the aggregated delta;
             SGD with learning rate 1, which is FedAvg, if None.
         devices: how fast clients are, how reliable, and how long the server waits for them, in
@@ -149,6 +162,7 @@ class Federation(Callback):
         updates: list[UpdateTransform | ErrorFeedback] | None = None,
         download: list[UpdateTransform] | None = None,
         aggregator: Aggregator | RobustRule | None = None,
+        privacy: Privacy | None = None,
         server_optimizer: ServerOptimizer | None = None,
         devices: Devices | None = None,
         asynchronous: AsyncRule | None = None,
@@ -173,6 +187,10 @@ class Federation(Callback):
             check_asynchronous(cohort, devices, correction, download)
             cohort = UniformCohort(size=asynchronous.buffer_size)  # who calibrates a mask, e.g.
         self.cohort = cohort if cohort is not None else AllClients()
+        if privacy is not None:
+            check_private(privacy, self.cohort, aggregator, correction, updates)
+            check_nothing_else(asynchronous, attackers)
+        self.privacy = privacy
         self.devices = devices
         self.asynchronous = asynchronous
         self.local_steps = local_steps
@@ -203,6 +221,8 @@ class Federation(Callback):
         if stage != "fit":
             return
         check_compatible(trainer, pl_module)
+        if self.privacy is not None:
+            check_whole_cohorts(trainer)
         data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
         self._check_shards(data)
         if self.attackers is not None:
@@ -217,6 +237,7 @@ class Federation(Callback):
             self.seed,
             share=self._share(trainer, data),
             clients_per_group=self._num_together(trainer, pl_module, data),
+            restarts=self.privacy is not None,
             limit=trainer.limit_train_batches or 1.0,  # with 0 Lightning does not train
         )
         check_validation_interval(trainer, len(groups))
@@ -256,13 +277,15 @@ class Federation(Callback):
             fleet=self._time.fleet,
             versions=self._time.versions(),
         )
+        private = self._private_rounds(trainer)
         self.rounds = RoundRunner(
             trainer,
             options,
             self._groups,
-            self._aggregator(trainer),
+            self._aggregator(trainer) if private is None else private.aggregator,
             self.server_optimizer,
             self.server_schedule,
+            private,
         )
         if isinstance(trainer.strategy.checkpoint_io, AtomicCheckpointIO):
             trainer.strategy.checkpoint_io.files = self.rounds.memory.files_of_checkpoint
@@ -280,6 +303,17 @@ class Federation(Callback):
         """Go on from a checkpoint of a run whose rounds had another number of groups."""
         if self._groups_before != len(self._groups):
             renumber_groups(trainer, self._groups_before, len(self._groups))
+        assert self.rounds is not None
+        if self.privacy is not None and self.rounds.private is not None:
+            self.rounds.private.announce()
+            warn_of_releases(
+                trainer,
+                self.privacy,
+                num_clients=len(trainer.datamodule.clients),  # type: ignore[attr-defined]
+                num_buffers=self.rounds.server.model.buffers.numel(),
+                has_memory=self.rounds.has_memory,
+            )
+            self._stop_within_budget(trainer)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let what hooks draw between rounds depend on the round alone."""
@@ -299,6 +333,7 @@ class Federation(Callback):
         trainer.callback_metrics.update({name: torch.tensor(v) for name, v in facts.items()})
         for logger in trainer.loggers:
             logger.log_metrics(facts, step=trainer.global_step - 1)
+        self._stop_within_budget(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Give Trainer, module and data module back as they were."""
@@ -380,6 +415,33 @@ class Federation(Callback):
             return aggregator
         data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
         return self.attackers.wrap(aggregator, len(data.clients))
+
+    def _private_rounds(self, trainer: Trainer) -> PrivateRounds | None:
+        if self.privacy is None:
+            return None
+        check_one_mask(trainer)
+        rounds = trainer.max_epochs
+        run = Run(
+            self.cohort,
+            num_clients=len(trainer.datamodule.clients),  # type: ignore[attr-defined]
+            num_rounds=None if rounds is None or rounds < 0 else rounds,
+            seed=self.seed,
+            num_coordinates=sum(
+                p.numel() for p in trainer.lightning_module.parameters() if p.requires_grad
+            ),
+        )
+        exact = getattr(self.aggregator, "exact", False)
+        return PrivateRounds(self.privacy, run, Ranks(trainer), exact=exact)
+
+    def _stop_within_budget(self, trainer: Trainer) -> None:
+        assert self.rounds is not None
+        private, planned = self.rounds.private, trainer.max_epochs
+        if private is not None and private.is_spent:
+            if planned is None or planned < 0 or private.released < planned:
+                rank_zero_info(
+                    f"privacy: the budget is spent after {private.released} rounds; training ends"
+                )
+            trainer.should_stop = True
 
     def _num_steps(self, trainer: Trainer, data: FederatedDataModule) -> npt.NDArray[np.int64]:
         """Return the local steps of every client's round."""

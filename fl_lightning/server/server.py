@@ -4,7 +4,7 @@
 
 Source: Reddi et al. 2021, Algorithm 1 (FedOpt). With SGD at learning rate 1 this is FedAvg exactly.
 Buffers are no parameters: floating ones become their mean weighted by examples, whatever the
-aggregator and the optimizer; integer ones stay the server's.
+aggregator and the optimizer; integer ones stay the server's. With a private aggregator all do.
 """
 
 from __future__ import annotations
@@ -104,6 +104,7 @@ class Server:
         self._aggregator = as_aggregator(aggregator)
         if isinstance(self._aggregator, KeepsUpdates):
             self._aggregator.memory = {}  # it may have served another run
+        self._is_private = getattr(self._aggregator, "is_private", False)
         _check_steps(make_optimizer)
         self._make_optimizer = make_optimizer
         self.optimizer = make_optimizer([self._params])
@@ -200,13 +201,14 @@ class Server:
     def close_round(self, corrector: Corrects | None = None) -> Tensor:
         """Step on the aggregate and return the pseudo-gradient's L2 norm.
 
-        Without a reply the model stays.
+        Without a reply the model stays, unless the aggregator is private: that nobody replied is
+        not to be seen.
 
         Args:
             corrector: makes the pseudo-gradient of the aggregate; they are the same if None.
         """
         self.is_open = False
-        norm = self._step(corrector) if self.num_replies else torch.zeros(())
+        norm = self._step(corrector) if self.num_replies or self._is_private else torch.zeros(())
         if self._schedule is not None:
             with warnings.catch_warnings():  # the first round may have had no reply
                 warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
@@ -220,7 +222,8 @@ class Server:
         self._params.grad = pseudo_gradient
         self.optimizer.step()
         self._params.grad = None
-        self._buffers.copy_(self._mean_buffers.value())
+        if not self._is_private:
+            self._buffers.copy_(self._mean_buffers.value())
         norm: Tensor = torch.linalg.vector_norm(pseudo_gradient)
         return norm
 
