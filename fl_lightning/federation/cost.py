@@ -33,7 +33,7 @@ def cost_line(
         'a client sends about 4 MB and receives 4 MB a round; 5 clients in 50 rounds: 1 GB and 1 GB'
     """
     up = path.typical_bytes(model.params, model.buffers.numel())
-    down = broadcast.send(model, 0).num_bytes
+    down = broadcast.send(model.params, model.buffers, 0).num_bytes
     line = f"a client sends about {_shown(up)} and receives {_shown(down)} a round"
     if not math.isfinite(num_rounds):
         return line
