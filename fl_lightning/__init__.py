@@ -38,14 +38,23 @@ if TYPE_CHECKING:
     from fl_lightning.server.aggregators import Mean
     from fl_lightning.server.normalised_mean import NormalisedMean
     from fl_lightning.server.overlap_mean import OverlapMean
+    from fl_lightning.server.privacy.adaptive_clip import AdaptiveClip
+    from fl_lightning.server.privacy.banded import BandedMatrixDP
+    from fl_lightning.server.privacy.central import CentralDP
+    from fl_lightning.server.privacy.distributed import DistributedDP
+    from fl_lightning.server.privacy.local import LocalDP
     from fl_lightning.sparsity.sparse_adamw import SparseAdamW
     from fl_lightning.sparsity.sparse_sgdm import SparseSGDM
 
 __all__ = [
+    "AdaptiveClip",
     "AllClients",
+    "BandedMatrixDP",
+    "CentralDP",
     "ClientEvaluation",
     "ClientFailure",
     "ConfigurationError",
+    "DistributedDP",
     "Ditto",
     "FedDyn",
     "FedProx",
@@ -54,6 +63,7 @@ __all__ = [
     "Federation",
     "FineTuned",
     "ImageClassifier",
+    "LocalDP",
     "MaskCalibration",
     "Mean",
     "Moon",
@@ -72,10 +82,14 @@ __all__ = [
 
 # Imported when first asked for: PyTorch and Lightning take seconds (PEP 562).
 _HOMES = {
+    "AdaptiveClip": "fl_lightning.server.privacy.adaptive_clip",
     "AllClients": "fl_lightning.data.cohort",
+    "BandedMatrixDP": "fl_lightning.server.privacy.banded",
+    "CentralDP": "fl_lightning.server.privacy.central",
     "ClientEvaluation": "fl_lightning.callbacks.client_evaluation",
     "ClientFailure": "fl_lightning.core.errors",
     "ConfigurationError": "fl_lightning.core.errors",
+    "DistributedDP": "fl_lightning.server.privacy.distributed",
     "Ditto": "fl_lightning.client.ditto",
     "FedDyn": "fl_lightning.client.feddyn",
     "FedProx": "fl_lightning.client.fedprox",
@@ -84,6 +98,7 @@ _HOMES = {
     "Federation": "fl_lightning.federation.federation",
     "FineTuned": "fl_lightning.client.fine_tuned",
     "ImageClassifier": "fl_lightning.models.image_classifier",
+    "LocalDP": "fl_lightning.server.privacy.local",
     "MaskCalibration": "fl_lightning.callbacks.mask_calibration",
     "Mean": "fl_lightning.server.aggregators",
     "Moon": "fl_lightning.client.moon",

@@ -11,7 +11,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # small tensors gain nothing from
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
+import hypothesis
 import torch
+
+# How long an example takes says more about the machine than about the code.
+hypothesis.settings.register_profile("any machine", deadline=None)
+hypothesis.settings.load_profile("any machine")
 
 # On a busy machine two threads wait for each other: some tests took twenty times as long.
 torch.set_num_threads(1)

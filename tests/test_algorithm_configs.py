@@ -29,7 +29,7 @@ data:
   class_path: fl_lightning.FederatedDataModule
   init_args:
     source: {class_path: fl_lightning.data.Digits, init_args: {batch_size: 64}}
-    num_clients: 6
+    num_clients: 8 # of which Bulyan needs seven
     client_val_fraction: 0.1
 federation:
   cohort: {class_path: fl_lightning.UniformCohort, init_args: {fraction: 0.5}}

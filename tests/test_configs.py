@@ -1,6 +1,7 @@
 """Every file in configs/ runs for a round, on small data; algorithms have a test of their own."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -41,7 +42,9 @@ SMALL = {
 }
 DIFFS = {
     "centralized.yaml": "quickstart.yaml",
+    "compressed.yaml": "quickstart.yaml",
     "noniid.yaml": "cifar100.yaml",
+    "private.yaml": "quickstart.yaml",
     "sparse.yaml": "cifar100.yaml",
 }
 
@@ -49,8 +52,10 @@ EXPERIMENTS = {  # and how many runs they are
     "sparse_quickstart.yaml": 4,
     "experiments/mask_rules.yaml": 18,
     "experiments/cifar10_sparse.yaml": 27,
+    "experiments/niid_bench.yaml": 4,
     "experiments/virtual_time.yaml": 12,
 }
+GRIDS = {"experiments/robustness.yaml": (8, 5)}  # so many runs that the margins have to do
 
 
 # Lightning's summary of a model in mixed precision counts bytes as if it were not
@@ -85,6 +90,7 @@ def test_every_base_runs_a_round(config):
     assert list(Path("runs").rglob("last.ckpt"))
 
 
+@pytest.mark.filterwarnings("ignore:privacy:UserWarning")  # what ε does not cover
 @pytest.mark.parametrize(("config", "base"), DIFFS.items())
 def test_every_diff_runs_over_its_base(config, base):
     run(base, config)
@@ -103,16 +109,30 @@ def test_sparse_training_is_central_as_well():
 def test_no_config_is_left_out():
     paths = [path for path in CONFIGS.rglob("*.yaml") if path.parent.name != "algorithms"]
     names = {path.relative_to(CONFIGS).as_posix() for path in paths}
-    assert names == {*SMALL, *DIFFS, *EXPERIMENTS}
+    assert names == {*SMALL, *DIFFS, *EXPERIMENTS, *GRIDS}
+
+
+def experiment_of(name):
+    given = compare_parser().parse_args(["--config", str(CONFIGS / name)])
+    return Experiment(**{key: given[key] for key in Experiment.__dataclass_fields__})
+
+
+@pytest.mark.parametrize(("name", "shape"), GRIDS.items())
+def test_every_row_and_column_of_a_grid_is_understood(name, shape, tmp_path):
+    experiment = experiment_of(name)
+    assert tuple(map(len, experiment.grid.values())) == shape
+    first = {axis: dict([next(iter(values.items()))]) for axis, values in experiment.grid.items()}
+    for axis, values in experiment.grid.items():
+        margin = replace(experiment, grid={**first, axis: values})
+        runs = plan_runs(margin, out=tmp_path, options=[], resolve=resolve)
+        assert len({run.fingerprint for run in runs}) == len(values)
+    assert f"fl-lightning compare --config configs/{name}" in (CONFIGS / name).read_text()
 
 
 @pytest.mark.parametrize(("name", "num_runs"), EXPERIMENTS.items())
 def test_every_run_of_an_experiment_is_understood(name, num_runs, tmp_path):
     """Each configuration is parsed as its command would; a run of one is the README's business."""
-    parser = compare_parser()
-    given = parser.parse_args(["--config", str(CONFIGS / name)])
-    keys = Experiment.__dataclass_fields__
-    experiment = Experiment(**{key: given[key] for key in keys})
+    experiment = experiment_of(name)
     runs = plan_runs(experiment, out=tmp_path, options=[], resolve=resolve)
     assert len({run.fingerprint for run in runs}) == len(runs) == num_runs
     assert f"fl-lightning compare --config configs/{name}" in (CONFIGS / name).read_text()

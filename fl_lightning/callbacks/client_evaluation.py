@@ -2,8 +2,9 @@
 
 A mean over all examples hides who pays for it. Every client's metrics are those that the module
 itself logs in its validation or test step, averaged over the client's held-out examples; over
-clients they are reported as mean, spread and worst decile, each client counted once. Where clients
-have personal models (`Federation`'s ``personal``), these are evaluated on the same examples.
+clients they are reported as mean, spread, worst decile and Jain's index, each client counted once.
+Where clients have personal models (`Federation`'s ``personal``), these are evaluated on the same
+examples.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class ClientEvaluation(Callback):
         if max_clients < 1:
             raise ConfigurationError(f"max_clients must be at least 1 client, got {max_clients}")
         self.every_n_rounds = every_n_rounds
+        self.unprotected = "the metrics of clients on their held-out examples"
         self.max_clients = max_clients
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -186,6 +188,19 @@ def worst_decile(values: Tensor, *, higher_is_better: bool) -> Tensor:
     return values.sort(descending=not higher_is_better).values[:count].mean()
 
 
+def jains_index(values: Tensor) -> Tensor:
+    """Return Jain's index (Σx)² / (n Σx²): 1 if all clients do alike, 1/n if one has everything.
+
+    Source: Jain et al. 1984, A Quantitative Measure of Fairness, Section 3. For values ≥ 0.
+
+    Example:
+        >>> jains_index(torch.tensor([1.0, 1.0, 1.0])), jains_index(torch.tensor([0.0, 5.0]))
+        (tensor(1.), tensor(0.5000))
+    """
+    squares = values.square().sum() * len(values)
+    return values.sum().square() / squares if squares else torch.ones_like(squares)
+
+
 def _log(trainer: Trainer, name: str, values: Tensor) -> None:
     worst = worst_decile(values, higher_is_better="loss" not in name and "error" not in name)
     key = name if name.startswith(_PERSONAL) else f"clients/{name}"
@@ -193,10 +208,11 @@ def _log(trainer: Trainer, name: str, values: Tensor) -> None:
         f"{key}_mean": float(values.mean()),
         f"{key}_spread": float(values.std(correction=0)),
         f"{key}_worst_decile": float(worst),
+        f"{key}_jain": float(jains_index(values)),
     }
     rank_zero_info(
         f"clients: {name} mean {values.mean():.4f}, spread {values.std(correction=0):.4f}, "
-        f"worst decile {worst:.4f} over {len(values)} clients"
+        f"worst decile {worst:.4f}, Jain's index {jains_index(values):.4f} over {len(values)} clients"
     )
     for logger in trainer.loggers:
         logger.log_metrics(logs, step=trainer.global_step)

@@ -119,9 +119,11 @@ class MaskCalibration(Callback):
         seed: int | None = None,
     ) -> None:
         super().__init__()
+        calibrates = mask_file is None or every_n_rounds is not None
+        self.unprotected = "the mask, found from clients' scores" if calibrates else ""
         check_options(head, max_examples, every_n_rounds, mask_file, per_client)
         self._plan: CalibrationPlan | None = None
-        if mask_file is None or every_n_rounds is not None:
+        if calibrates:
             self._plan = CalibrationPlan(
                 density=density,
                 sparsity=sparsity,

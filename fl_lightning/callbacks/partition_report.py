@@ -18,6 +18,9 @@ class PartitionReport(Callback):
     ``partition.csv``, one row per client, in the logger's directory.
     """
 
+    # what a private run must name
+    unprotected = "the picture and table of the partition"
+
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Report once, before the first round."""
         data = trainer.datamodule  # type: ignore[attr-defined]

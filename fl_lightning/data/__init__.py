@@ -14,6 +14,7 @@ from fl_lightning.data.label_shards import LabelShards
 from fl_lightning.data.mcmahan_shards import McMahanShards
 from fl_lightning.data.oort import OortCohort
 from fl_lightning.data.partition import IID, NaturalPartition, Partition
+from fl_lightning.data.poisoning import LabelFlip, Poison, Trigger
 from fl_lightning.data.population import Population
 from fl_lightning.data.quantity_skew import DirichletSizes, PowerLawSizes
 from fl_lightning.data.summary import PartitionSummary
@@ -45,6 +46,7 @@ __all__ = [
     "ImageTensors",
     "InputTransform",
     "Iris",
+    "LabelFlip",
     "LabelShards",
     "LeastRecentCohort",
     "McMahanShards",
@@ -53,6 +55,7 @@ __all__ = [
     "OortCohort",
     "Partition",
     "PartitionSummary",
+    "Poison",
     "PoissonCohort",
     "Population",
     "PowerLawSizes",
@@ -60,5 +63,6 @@ __all__ = [
     "Reshape",
     "RoundRobinCohort",
     "Stretches",
+    "Trigger",
     "UniformCohort",
 ]

@@ -7,7 +7,7 @@ loaders are the source's own; only its training set is divided among clients.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -22,6 +22,7 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import numpy_generator, run_seed
 from fl_lightning.data.inputs import InputTransform, Transform, on_inputs
 from fl_lightning.data.partition import IID, Partition
+from fl_lightning.data.poisoning import Poison, poisoned_examples, poisoned_reader
 from fl_lightning.data.reading import evaluation_reader, loader_option
 from fl_lightning.data.shards import ClientShards, batch_reader, read_column, reads_by_index
 from fl_lightning.data.summary import PartitionSummary, partition_fingerprint
@@ -97,6 +98,7 @@ class FederatedDataModule(LightningDataModule):
         self.prepare_data_per_node = source.prepare_data_per_node
         self._batch_size = batch_size
         self._rounds: Any = None
+        self._poison: tuple[list[int], Poison, int] | None = None
         self._is_set_up = False
         for name in _HANDED_THROUGH:
             if is_overridden(name, source, LightningDataModule):
@@ -272,11 +274,28 @@ class FederatedDataModule(LightningDataModule):
     @cached_property
     def train_batch(self) -> Callable[[Tensor], Any]:
         """The function from indices, shape (B,), to a training batch."""
-        return self._reader(batch_reader(self.train_dataset, self._loader.collate_fn))
+        read = batch_reader(self.train_dataset, self._loader.collate_fn)
+        if self._poison is not None:
+            clients, poison, seed = self._poison
+            total: int = len(self.train_dataset)  # type: ignore[arg-type]
+            chosen = poisoned_examples(self.clients, clients, poison.share, total, seed)
+            read = poisoned_reader(read, chosen, poison)
+        return self._reader(read)
 
     def _reader(self, read: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
         transforms = self.fitted_transforms
         return (lambda indices: on_inputs(transforms, read(indices))) if transforms else read
+
+    def poison(self, clients: Sequence[int], poison: Poison | None, seed: int = 0) -> None:
+        """Have some clients train on changed examples; None for what is theirs.
+
+        Args:
+            clients: whose.
+            poison: what becomes of them.
+            seed: of which examples, where it is not all.
+        """
+        self._poison = None if poison is None else (list(clients), poison, seed)
+        self.__dict__.pop("train_batch", None)
 
     @property
     def reads_by_index(self) -> bool:

@@ -64,7 +64,10 @@ def _module_problems(module: LightningModule) -> Iterator[str]:
 
 
 def check_asynchronous(
-    cohort: CohortSampler | None, devices: Devices | None, correction: Correction | None
+    cohort: CohortSampler | None,
+    devices: Devices | None,
+    correction: Correction | None,
+    download: object = None,
 ) -> None:
     """Refuse what makes no sense where the server waits for nobody.
 
@@ -88,6 +91,11 @@ def check_asynchronous(
         problems.append(
             f"{type(correction).__name__} compares clients that began from the same model, which "
             "asynchronous ones do not: use FedProx, or leave asynchronous out"
+        )
+    if download:
+        problems.append(
+            "download rounds the model of a round, and asynchronous clients begin from models of "
+            "several: leave download out"
         )
     if problems:
         raise ConfigurationError("federation: " + "; ".join(problems))

@@ -5,15 +5,23 @@ from __future__ import annotations
 import math
 
 from fl_lightning.client.local_training import GlobalModel
+from fl_lightning.updates.broadcast import Broadcast
 from fl_lightning.updates.path import UpdatePath
-from fl_lightning.updates.traffic import bytes_down
 
 
-def cost_line(path: UpdatePath, model: GlobalModel, *, num_clients: int, num_rounds: float) -> str:
+def cost_line(
+    path: UpdatePath,
+    broadcast: Broadcast,
+    model: GlobalModel,
+    *,
+    num_clients: int,
+    num_rounds: float,
+) -> str:
     """Return one line about bytes: of a client and round, and of the whole run.
 
     Args:
         path: what happens to updates.
+        broadcast: what happens to models.
         model: the global model, whose sizes count.
         num_clients: in a round.
         num_rounds: of the run; infinite if nobody knows.
@@ -21,11 +29,11 @@ def cost_line(path: UpdatePath, model: GlobalModel, *, num_clients: int, num_rou
     Example:
         >>> import torch
         >>> model = GlobalModel(torch.zeros(1_000_000), torch.zeros(0))
-        >>> cost_line(UpdatePath([], 0), model, num_clients=5, num_rounds=50)
+        >>> cost_line(UpdatePath([], 0), Broadcast([], 0), model, num_clients=5, num_rounds=50)
         'a client sends about 4 MB and receives 4 MB a round; 5 clients in 50 rounds: 1 GB and 1 GB'
     """
     up = path.typical_bytes(model.params, model.buffers.numel())
-    down = bytes_down(model.params, model.buffers)
+    down = broadcast.send(model.params, model.buffers, 0).num_bytes
     line = f"a client sends about {_shown(up)} and receives {_shown(down)} a round"
     if not math.isfinite(num_rounds):
         return line

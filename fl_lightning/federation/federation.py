@@ -17,6 +17,7 @@ import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.utilities import rank_zero_info
 
 from fl_lightning.client.correction import Correction
 from fl_lightning.client.devices import Devices
@@ -34,6 +35,7 @@ from fl_lightning.data.cohort import AllClients, CohortSampler, UniformCohort
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.data.population import Population
 from fl_lightning.federation.atomic_checkpoint import AtomicCheckpointIO
+from fl_lightning.federation.attackers import Attackers
 from fl_lightning.federation.client_masks import client_masks
 from fl_lightning.federation.compatibility import (
     check_asynchronous,
@@ -53,20 +55,42 @@ from fl_lightning.federation.groups import RoundGroups, Share
 from fl_lightning.federation.hooks import GroupsPassBy
 from fl_lightning.federation.loop import install, renumber_groups
 from fl_lightning.federation.personal_models import PersonalModels
+from fl_lightning.federation.privacy_checks import (
+    check_nothing_else,
+    check_one_mask,
+    check_private,
+    check_whole_cohorts,
+    warn_of_releases,
+)
+from fl_lightning.federation.private_rounds import PrivateRounds
+from fl_lightning.federation.ranks import Ranks
 from fl_lightning.federation.round_options import RoundOptions
 from fl_lightning.federation.rounds import RoundRunner
 from fl_lightning.federation.run_memory import saved_memory
 from fl_lightning.federation.shares import local_work
 from fl_lightning.federation.virtual_time import VirtualTime
 from fl_lightning.server.aggregators import Aggregator, Mean
+from fl_lightning.server.collected import RobustRule
+from fl_lightning.server.fair_means import QFedAvg, TiltedMean
 from fl_lightning.server.normalised_mean import NormalisedMean
 from fl_lightning.server.overlap_mean import OverlapMean
-from fl_lightning.server.server import ServerOptimizer, fedavg_optimizer
+from fl_lightning.server.privacy.mechanism import Privacy
+from fl_lightning.server.privacy.run import Run
+from fl_lightning.server.server import (
+    KeepsUpdates,
+    ServerOptimizer,
+    ServerSchedule,
+    as_aggregator,
+    fedavg_optimizer,
+)
 from fl_lightning.server.staleness import AsyncRule
 from fl_lightning.sparsity.masked_optimizer import MaskedOptimizer
+from fl_lightning.updates.broadcast import Broadcast
 from fl_lightning.updates.error_feedback import ErrorFeedback
 from fl_lightning.updates.path import UpdatePath
 from fl_lightning.updates.transform import UpdateTransform
+
+_PLAIN_MEANS = (Mean, NormalisedMean, QFedAvg, TiltedMean)
 
 
 @final
@@ -89,8 +113,11 @@ class Federation(Callback):
             evaluated (`FineTuned`); nothing if None.
         updates: what happens to a client's update on its way, in order: `TopK`, `QSGD`, …, and
             `ErrorFeedback` around them; nothing if None.
+        download: what happens to the global model on its way down: quantisers; nothing if None.
         aggregator: how updates become one; the mean weighted by examples if None, over the clients
-            that may move a coordinate where they have masks of their own.
+            that may move a coordinate where they have masks of their own. Or a robust rule, like
+            `Krum`, that looks at all updates of the round together.
+        privacy: differential privacy of clients: `CentralDP`, `LocalDP`, …; none if None.
         server_optimizer: builds the `torch.optim.Optimizer` that descends the aggregated delta;
             SGD with learning rate 1, which is FedAvg, if None.
         devices: how fast clients are, how reliable, and how long the server waits for them, in
@@ -98,6 +125,9 @@ class Federation(Callback):
         asynchronous: instead of waiting for a cohort the server steps whenever so many updates are
             there (`FedBuff`, `FedAsync`), in the virtual time of ``devices``. A round is a step of
             the server.
+        server_schedule: builds the schedule of that optimizer's learning rate over rounds, e.g. of
+            `torch.optim.lr_scheduler`; None for a constant one.
+        attackers: clients that attack, to test defences; nobody if None.
         on_client_failure: what to do when a client's step raises, its loss or update is not
             finite, or it has no examples: ``raise``, naming it, or ``skip`` it and count it.
         min_replies: a round with fewer valid updates stops the run.
@@ -140,10 +170,14 @@ class Federation(Callback):
         correction: Correction | None = None,
         personal: Personalisation | None = None,
         updates: list[UpdateTransform | ErrorFeedback] | None = None,
-        aggregator: Aggregator | None = None,
+        download: list[UpdateTransform] | None = None,
+        aggregator: Aggregator | RobustRule | None = None,
+        privacy: Privacy | None = None,
         server_optimizer: ServerOptimizer | None = None,
         devices: Devices | None = None,
         asynchronous: AsyncRule | None = None,
+        server_schedule: ServerSchedule | None = None,
+        attackers: Attackers | None = None,
         on_client_failure: Literal["raise", "skip"] = "raise",
         min_replies: int = 1,
         engine: EngineName = "auto",
@@ -160,9 +194,13 @@ class Federation(Callback):
                 f"federation: client_memory_gb must be at least 0, got {client_memory_gb}"
             )
         if asynchronous is not None:
-            check_asynchronous(cohort, devices, correction)
+            check_asynchronous(cohort, devices, correction, download)
             cohort = UniformCohort(size=asynchronous.buffer_size)  # who calibrates a mask, e.g.
         self.cohort = cohort if cohort is not None else AllClients()
+        if privacy is not None:
+            check_private(privacy, self.cohort, aggregator, correction, updates)
+            check_nothing_else(asynchronous, attackers)
+        self.privacy = privacy
         self.devices = devices
         self.asynchronous = asynchronous
         self.local_steps = local_steps
@@ -170,9 +208,13 @@ class Federation(Callback):
         self.correction = correction
         self.personal = personal
         self.updates = list(updates or [])
-        UpdatePath(self.updates, 0)  # refuses what does not go together
+        self.download = list(download or [])
+        UpdatePath(self.updates, 0)  # these refuse what does not go together
+        Broadcast(self.download, 0)
         self.aggregator = aggregator
         self.server_optimizer = server_optimizer or fedavg_optimizer
+        self.server_schedule = server_schedule
+        self.attackers = attackers
         self.on_client_failure: Literal["raise", "skip"] = on_client_failure
         self.min_replies = min_replies
         self.engine = EngineOptions(engine, slots, None if speedups is None else tuple(speedups))
@@ -190,8 +232,13 @@ class Federation(Callback):
         if stage != "fit":
             return
         check_compatible(trainer, pl_module)
+        if self.privacy is not None:
+            check_whole_cohorts(trainer)
         data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
         self._check_shards(data)
+        if self.attackers is not None:
+            self.attackers.enter(data)
+            self._cleanup.callback(data.poison, [], None)
         population = Population(data.clients.num_examples)
         num_steps = self._num_steps(trainer, data)
         self._time = VirtualTime.of(self.devices, self.asynchronous, num_steps, self.seed)
@@ -201,6 +248,7 @@ class Federation(Callback):
             self.seed,
             share=self._share(trainer, data),
             clients_per_group=self._num_together(trainer, pl_module, data),
+            restarts=self.privacy is not None,
             limit=trainer.limit_train_batches or 1.0,  # with 0 Lightning does not train
         )
         check_validation_interval(trainer, len(groups))
@@ -235,13 +283,21 @@ class Federation(Callback):
             correction=self.correction,
             personal=self.personal,
             updates=self.updates,
+            download=self.download,
             client_memory_bytes=self.client_memory_gb * 1e9,
             num_clients=len(trainer.datamodule.clients),  # type: ignore[attr-defined]
             fleet=self._time.fleet,
             versions=self._time.versions(),
         )
+        private = self._private_rounds(trainer)
         self.rounds = RoundRunner(
-            trainer, options, self._groups, self._aggregator(trainer), self.server_optimizer
+            trainer,
+            options,
+            self._groups,
+            self._aggregator(trainer) if private is None else private.aggregator,
+            self.server_optimizer,
+            self.server_schedule,
+            private,
         )
         if isinstance(trainer.strategy.checkpoint_io, AtomicCheckpointIO):
             trainer.strategy.checkpoint_io.files = self.rounds.memory.files_of_checkpoint
@@ -259,6 +315,17 @@ class Federation(Callback):
         """Go on from a checkpoint of a run whose rounds had another number of groups."""
         if self._groups_before != len(self._groups):
             renumber_groups(trainer, self._groups_before, len(self._groups))
+        assert self.rounds is not None
+        if self.privacy is not None and self.rounds.private is not None:
+            self.rounds.private.announce()
+            warn_of_releases(
+                trainer,
+                self.privacy,
+                num_clients=len(trainer.datamodule.clients),  # type: ignore[attr-defined]
+                num_buffers=self.rounds.server.model.buffers.numel(),
+                has_memory=self.rounds.has_memory,
+            )
+            self._stop_within_budget(trainer)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let what hooks draw between rounds depend on the round alone."""
@@ -278,6 +345,7 @@ class Federation(Callback):
         trainer.callback_metrics.update({name: torch.tensor(v) for name, v in facts.items()})
         for logger in trainer.loggers:
             logger.log_metrics(facts, step=trainer.global_step - 1)
+        self._stop_within_budget(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Give Trainer, module and data module back as they were."""
@@ -363,13 +431,51 @@ class Federation(Callback):
 
     def _aggregator(self, trainer: Trainer) -> Aggregator:
         masks_differ = client_masks(trainer) is not None
-        if masks_differ and isinstance(self.aggregator, (Mean, NormalisedMean)):
+        if masks_differ and isinstance(self.aggregator, _PLAIN_MEANS):
             raise ConfigurationError(
                 f"federation: with masks of the clients' own, {type(self.aggregator).__name__} "
                 "counts a client that may not move an entry as one that wants it to stay: set "
                 "aggregator to OverlapMean, or leave it out"
             )
-        return self.aggregator or (OverlapMean() if masks_differ else Mean())
+        if masks_differ and self.aggregator is None:
+            return OverlapMean()
+        aggregator = as_aggregator(self.aggregator)
+        if masks_differ and isinstance(aggregator, KeepsUpdates):
+            raise ConfigurationError(
+                "federation: robust rules compare whole updates, and with masks of the clients' own "
+                "they have different coordinates: share one mask, or set aggregator to OverlapMean"
+            )
+        if self.attackers is None:
+            return aggregator
+        data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
+        return self.attackers.wrap(aggregator, len(data.clients))
+
+    def _private_rounds(self, trainer: Trainer) -> PrivateRounds | None:
+        if self.privacy is None:
+            return None
+        check_one_mask(trainer)
+        rounds = trainer.max_epochs
+        run = Run(
+            self.cohort,
+            num_clients=len(trainer.datamodule.clients),  # type: ignore[attr-defined]
+            num_rounds=None if rounds is None or rounds < 0 else rounds,
+            seed=self.seed,
+            num_coordinates=sum(
+                p.numel() for p in trainer.lightning_module.parameters() if p.requires_grad
+            ),
+        )
+        exact = getattr(self.aggregator, "exact", False)
+        return PrivateRounds(self.privacy, run, Ranks(trainer), exact=exact)
+
+    def _stop_within_budget(self, trainer: Trainer) -> None:
+        assert self.rounds is not None
+        private, planned = self.rounds.private, trainer.max_epochs
+        if private is not None and private.is_spent:
+            if planned is None or planned < 0 or private.released < planned:
+                rank_zero_info(
+                    f"privacy: the budget is spent after {private.released} rounds; training ends"
+                )
+            trainer.should_stop = True
 
     def _num_steps(self, trainer: Trainer, data: FederatedDataModule) -> npt.NDArray[np.int64]:
         """Return the local steps of every client's round."""
@@ -398,6 +504,12 @@ class Federation(Callback):
             raise ConfigurationError(
                 f"federation.min_replies is {self.min_replies}, but a round has at most {most} "
                 "clients: lower it, or raise the cohort's size"
+            )
+        if isinstance(self.aggregator, RobustRule) and self.aggregator.min_updates > most:
+            raise ConfigurationError(
+                f"federation.aggregator {self.aggregator} needs at least "
+                f"{self.aggregator.min_updates} updates, but a round has at most {most}: raise the "
+                "cohort's size, or lower num_attackers"
             )
 
     def _check_shards(self, data: FederatedDataModule) -> None:

@@ -38,6 +38,7 @@ from fl_lightning.federation.shard_gradient import ShardGradient
 from fl_lightning.federation.slot_engine import SlotEngine
 from fl_lightning.federation.versions import Start
 from fl_lightning.server.server import Server
+from fl_lightning.updates.broadcast import Broadcast
 from fl_lightning.updates.traffic import bytes_down
 
 
@@ -59,6 +60,7 @@ class GroupTraining:
         engine: how clients are trained.
         step: one local step.
         personal: what clients have for themselves.
+        broadcast: what clients get of the global model.
     """
 
     def __init__(
@@ -106,6 +108,12 @@ class GroupTraining:
             options.correction,
             None if self.personal.kind is None else options.personal,
         )
+        self.broadcast = Broadcast(options.download, options.seed)
+        if options.download and self._client_masks is not None:
+            raise ConfigurationError(
+                "federation: download does not work with masks of the clients' own, who each get "
+                "other coordinates: leave it out, or use one mask for all"
+            )
         self._corrector, self._intake = corrector, intake
         self._gradient = ShardGradient(self._module, self.local, self.step, self._plan)
 
@@ -165,7 +173,7 @@ class GroupTraining:
             record.durations[client.client_id] = fate.seconds
             if fate.is_lost and num_steps:
                 record.lost.append(client.client_id)
-                record.finish([client.client_id], num_bytes=_bytes_down(server))
+                record.finish([client.client_id], num_bytes=self._bytes_down(server))
             else:
                 sending.append(client.head(fate.num_steps * accumulate))
         return sending
@@ -174,9 +182,13 @@ class GroupTraining:
         self, work: list[ClientWork], present: GlobalModel
     ) -> list[tuple[Start, list[ClientWork]]]:
         """Return clients together that begin from the same model."""
+        now = self._trainer.current_epoch
         if self._versions is None:
-            return [(Start(present, present), work)]
-        now, versions = self._trainer.current_epoch, sorted({w.round_index for w in work})
+            sent = self.broadcast.send(present.params, present.buffers, now)
+            is_present = sent.params is present.params
+            model = present if is_present else GlobalModel(sent.params, present.buffers)
+            return [(Start(model, present), work)]
+        versions = sorted({w.round_index for w in work})
         return [
             (self._versions.start(v, now, present), [w for w in work if w.round_index == v])
             for v in versions
@@ -197,7 +209,7 @@ class GroupTraining:
             seed_global_generators(work.seed)
             self._set_terms(work, start.model)
             update = self._local_update(start.model, work, masks)
-            self._accept(update, work, server)
+            self._accept(update, work, start)
             self.personal.train_beside(start.model, work, masks)
         except BaseException as error:  # also an interruption, after which a checkpoint may follow
             metrics.put_back()
@@ -210,7 +222,7 @@ class GroupTraining:
             self.personal.keep(work.client_id, self.personal.trained)
             self._intake.receive(update, start, self._trainer.current_epoch, server, record)
         active = None if masks is None else self.local.space.coordinates(masks)
-        record.finish([work.client_id], num_bytes=_bytes_down(server, active))
+        record.finish([work.client_id], num_bytes=self._bytes_down(server, active))
 
     def _masks_of(self, client: int, model: GlobalModel) -> Mapping[str, Tensor] | None:
         if self._client_masks is None:
@@ -236,12 +248,12 @@ class GroupTraining:
                 for failure in failures:
                     self._skip_or_raise(failure, record)
                 for each in usable if self._corrector.correction.remembers else ():
-                    self._accept(each, by_id[each.client_id], server)
+                    self._accept(each, by_id[each.client_id], start)
                 for client_id in usable.client_ids:
                     self.personal.keep(client_id, slots.kept(client_id))
                 now = self._trainer.current_epoch
                 self._intake.receive_group(usable, start, now, server, record)
-        record.finish([c.client_id for c in stackable], num_bytes=_bytes_down(server))
+        record.finish([c.client_id for c in stackable], num_bytes=self._bytes_down(server))
         return others
 
     def _skip_or_raise(self, failure: ClientFailure, record: RoundRecord) -> None:
@@ -279,20 +291,23 @@ class GroupTraining:
         if not term.is_nothing:
             self.step.term = AddedTerm(space, start, term)
 
-    def _accept(self, update: ClientUpdate, work: ClientWork, server: Server) -> None:
+    def _accept(self, update: ClientUpdate, work: ClientWork, start: Start) -> None:
         """Have the correction learn from an update that is used."""
 
         def gradient() -> Tensor:
             with self.collector.listening_to(self._module):
-                return self._gradient(server.model, work)
+                return self._gradient(start.model, work)
 
-        self._intake.learn(update, server, self.local.space, gradient)
+        self._intake.learn(update, start, self.local.space, gradient)
 
     def _work_of(self, clients: Iterable[int]) -> list[ClientWork]:
         now = self._trainer.current_epoch
         began = {} if self._versions is None else self._versions.step(now).versions
         return [self._plan.of(client, began.get(client, now)) for client in clients]
 
-
-def _bytes_down(server: Server, active: Tensor | None = None) -> int:
-    return bytes_down(server.model.params, server.model.buffers, active)
+    def _bytes_down(self, server: Server, active: Tensor | None = None) -> int:
+        model = server.model
+        if active is not None:
+            return bytes_down(model.params, model.buffers, active)
+        now = self._trainer.current_epoch
+        return self.broadcast.send(model.params, model.buffers, now).num_bytes

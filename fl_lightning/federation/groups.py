@@ -82,6 +82,7 @@ class RoundGroups:
         share: the part of this process; everything if None.
         clients_per_group: how many clients train together, ≥ 1; several processes take larger
             groups where there would be many.
+        restarts: whether a round that is resumed begins with its first client.
         limit: of every cohort only so many clients, those with the lowest ids, or that share of
             them: the Trainer's ``limit_train_batches``.
 
@@ -113,6 +114,7 @@ class RoundGroups:
         *,
         share: Share | None = None,
         clients_per_group: int = 1,
+        restarts: bool = False,
         limit: float = 1.0,
     ) -> None:
         self._sampler = sampler
@@ -130,7 +132,7 @@ class RoundGroups:
             )
         self._num_groups = -(-self.num_clients // (num_ranks * clients_per_group))
         # a checkpoint is written by one process, and holds no sums of the others
-        self._restarts = num_ranks > 1
+        self._restarts = restarts or num_ranks > 1
         if num_ranks > 1:
             self._num_groups = min(self._num_groups, MAX_GROUPS_OF_SEVERAL_PROCESSES)
         self._round = 0

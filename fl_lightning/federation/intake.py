@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -33,26 +34,35 @@ class Intake:
         path: what happens to updates on their way.
         memory: what clients remember.
         corrector: learns from updates.
+        sends_buffers: whether clients send their buffers with their updates.
     """
 
-    def __init__(self, path: UpdatePath, memory: ClientMemory, corrector: Corrector) -> None:
+    def __init__(
+        self,
+        path: UpdatePath,
+        memory: ClientMemory,
+        corrector: Corrector,
+        *,
+        sends_buffers: bool = True,
+    ) -> None:
         self._path, self._memory, self._corrector = path, memory, corrector
+        self._sends_buffers = sends_buffers
 
     def learn(
-        self, update: ClientUpdate, server: Server, space: Space, gradient: Callable[[], Tensor]
+        self, update: ClientUpdate, start: Start, space: Space, gradient: Callable[[], Tensor]
     ) -> None:
         """Have the correction learn from an update that is used.
 
         Args:
             update: of a client.
-            server: whose model the client began from.
+            start: what the client began from.
             space: of its coordinates.
             gradient: gives that of the client's whole shard there, shape (k,).
 
         Raises:
             ClientFailure: if the gradient is asked for and cannot be computed.
         """
-        self._corrector.accept(update, server.model.params, space, gradient)
+        self._corrector.accept(update, start.model.params, space, gradient)
 
     def receive(
         self,
@@ -71,6 +81,8 @@ class Intake:
             server: folds it in.
             record: notes it.
         """
+        if not self._sends_buffers:
+            update = replace(update, buffers=update.buffers[:0])
         memory = None
         if self._path.has_memory:
             kept = self._memory.get(_FEEDBACK, update.client_id)
@@ -96,6 +108,8 @@ class Intake:
             for update in group:
                 self.receive(update, start, round_index, server, record)
             return
+        if not self._sends_buffers:
+            group = replace(group, buffers=group.buffers[:, :0])
         server.receive_group(self._corrector.counted_group(start.counted_group(group)))
         record.add_group(group, num_bytes=bytes_up(group))
 

@@ -12,6 +12,7 @@ from fl_lightning.client.personalisation import Personalisation
 from fl_lightning.federation.engine import EngineOptions
 from fl_lightning.federation.versions import Versions
 from fl_lightning.updates.path import Step
+from fl_lightning.updates.transform import UpdateTransform
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,5 +41,6 @@ class RoundOptions:
     num_clients: int
     client_memory_bytes: float
     updates: Sequence[Step] = ()
+    download: Sequence[UpdateTransform] = ()
     fleet: Fleet | None = None
     versions: Versions | None = None

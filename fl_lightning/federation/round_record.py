@@ -30,6 +30,8 @@ class RoundRecord:
         means: per-client metrics.
         norms: L2 norm of each client's update.
         pooled: metrics over the examples of all clients together.
+        privacy: what a private round has cost.
+        is_withheld: whether nothing else is known that depends on clients.
     """
 
     finished: list[int] = field(default_factory=list)
@@ -45,6 +47,8 @@ class RoundRecord:
     means: ClientMeans = field(default_factory=ClientMeans)
     norms: ClientMeans = field(default_factory=ClientMeans)
     pooled: dict[str, float] = field(default_factory=dict)
+    privacy: dict[str, float] = field(default_factory=dict)
+    is_withheld: bool = False
 
     @property
     def num_sampled(self) -> int:
@@ -92,6 +96,10 @@ class RoundRecord:
         self.means.add_group(group.metrics, counts, clients)
         self.norms.add_group({"round/client_update_norm": group.norms}, counts, clients)
 
+    def withhold(self) -> None:
+        """Forget everything about clients that no noise covers."""
+        vars(self).update(vars(RoundRecord(update_norm=self.update_norm, is_withheld=True)))
+
     def metrics(self) -> dict[str, float]:
         """Return the clients' metrics, each a mean over examples."""
         return {name: self.means.mean(name) for name in self.means.names} | self.pooled
@@ -102,6 +110,8 @@ class RoundRecord:
         ``bytes_up`` and ``bytes_down`` are the message of one client, the totals those of all: the
         length of the real encoding (`fl_lightning.updates.codec`), with its header and metrics.
         """
+        if self.is_withheld:
+            return {"round/update_norm": self.update_norm, **self.privacy}
         num_replies = self.num_sampled - self.num_skipped - len(self.lost)
         return {
             "round/cohort_size": float(self.num_sampled),
@@ -113,6 +123,7 @@ class RoundRecord:
             "round/total_bytes_up": float(self.total_bytes_up),
             "round/total_bytes_down": float(self.total_bytes_down),
             **self._virtual_time(),
+            **self.privacy,
             **{name: self.norms.mean(name) for name in self.norms.names},
             **{f"{name}_spread": self.means.spread(name) for name in self.means.names},
         }

@@ -32,12 +32,13 @@ from fl_lightning.federation.meeting import (
     merged_record,
     pool_metrics,
 )
+from fl_lightning.federation.private_rounds import PrivateRounds
 from fl_lightning.federation.ranks import Ranks
 from fl_lightning.federation.round_options import RoundOptions
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run_memory import RunMemory
 from fl_lightning.server.aggregators import Aggregator
-from fl_lightning.server.server import Server, ServerOptimizer
+from fl_lightning.server.server import Server, ServerOptimizer, ServerSchedule
 from fl_lightning.updates.path import UpdatePath
 
 
@@ -50,6 +51,8 @@ class RoundRunner:
         aggregator: how updates become one.
         groups: learns when a group is done.
         server_optimizer: how the global model moves.
+        server_schedule: how its learning rate does.
+        private: makes every round's aggregate private; it is none if None.
 
     Attributes:
         clients: the clients' part.
@@ -57,6 +60,7 @@ class RoundRunner:
         corrector: what clients add to their objective, and what is known for that.
         memory: what clients remember.
         record: what is known of the present round, or of the last one until the next begins.
+        private: as given.
     """
 
     def __init__(
@@ -66,7 +70,10 @@ class RoundRunner:
         groups: RoundGroups,
         aggregator: Aggregator,
         server_optimizer: ServerOptimizer,
+        server_schedule: ServerSchedule | None = None,
+        private: PrivateRounds | None = None,
     ) -> None:
+        self.private = private
         self._trainer = trainer
         self._options = options
         self._groups = groups
@@ -84,11 +91,15 @@ class RoundRunner:
             aggregator,
         )
         self._path = UpdatePath(options.updates, options.seed)
-        self._intake = Intake(self._path, self.memory.clients, self.corrector)
+        self._intake = Intake(
+            self._path, self.memory.clients, self.corrector, sends_buffers=private is None
+        )
         self.clients = GroupTraining(
             trainer, options, self.corrector, self._intake, self.memory.clients
         )
-        self.server = Server(self.clients.local.read(), aggregator, server_optimizer)
+        self.server = Server(
+            self.clients.local.read(), aggregator, server_optimizer, server_schedule
+        )
         self.record = RoundRecord()
         self._is_kept_by_lightning = self._can_be_kept_by_lightning()
 
@@ -141,13 +152,17 @@ class RoundRunner:
         began = time.perf_counter()  # waiting for other processes is no work
         if reports:
             self._take_in(reports)
-        for client in sorted(self.record.skipped):
-            rank_zero_warn(f"skipped: {self.record.skipped[client]}")
+        shows_clients = self.private is None or self.private.shows_clients
+        if shows_clients:
+            for client in sorted(self.record.skipped):
+                rank_zero_warn(f"skipped: {self.record.skipped[client]}")
         self._check_replies()
-        self._note_clients()
+        if shows_clients:  # and no cohort that goes with privacy depends on what clients did
+            self._note_clients()
         self.memory.clients.commit()
         self.corrector.close_round()
-        self.record.update_norm = float(self.server.close_round(self.corrector))
+        # privacy goes with corrections that leave the aggregate as it is
+        self.record.update_norm = float(self.server.close_round(self.private or self.corrector))
         with self.clients.metrics_kept_apart():
             self.record.pooled = self.clients.collector.collect_metrics()
         self.clients.scaler.end_round()
@@ -155,6 +170,8 @@ class RoundRunner:
         self.clients.local.restore(self.server.model)
         self._groups.advance()  # only now: a round that failed is no finished one
         self.record.seconds += time.perf_counter() - began
+        if self.private is not None:
+            self.private.note(self.record)
 
     def _note_clients(self) -> None:
         """Let the clock go on, and keep what the round has shown of its clients."""
@@ -192,13 +209,19 @@ class RoundRunner:
         self.record = merged_record(reports)
         self.clients.scaler.merge(report.scaler for report in reports)
         pool_metrics(reports, self.clients.collector, self._module)
-        self.server.reduce(self._ranks.all_reduce)
+        self.server.reduce(self._ranks.all_reduce, self._ranks.gather)
         self.corrector.reduce(self._ranks.all_reduce)
         self.memory.share([report.memories for report in reports], self.clients.local.space.device)
 
     def in_progress_bar(self, name: str) -> bool:
         """Return whether a logged value is shown beside the progress bar."""
         return name == "train/loss" or name in self.clients.collector.prog_bar
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether clients remember something between rounds."""
+        keeps_own = self.clients.personal.kind is not None
+        return self._path.has_memory or self.corrector.correction.remembers or keeps_own
 
     def _open_round(self) -> None:
         if self.clients.local.has_new_masks and not self.server.is_open:
@@ -212,7 +235,9 @@ class RoundRunner:
             self.record = RoundRecord(began_at=self.record.ended_at or 0.0)
             if self._is_kept_by_lightning:  # hooks between rounds may have changed it
                 self.server.replace_model(self.clients.local.read())
-            self.server.open_round()
+            if self.private is not None:
+                self.private.open_round(self._trainer.current_epoch)
+            self.server.open_round(self._trainer.current_epoch)
             self.memory.clients.discard()
             self.corrector.open_round(self.server.model.params)
             if self._options.versions is not None:
@@ -223,6 +248,7 @@ class RoundRunner:
         rounds = self._trainer.max_epochs
         line = cost_line(
             self._path,
+            self.clients.broadcast,
             self.server.model,
             num_clients=self._groups.num_clients,
             num_rounds=math.inf if rounds is None or rounds < 0 else rounds,
@@ -258,14 +284,17 @@ class RoundRunner:
         That holds only for single precision (others are rounded on the way) and for buffers that
         are saved; otherwise the server's own model is kept as well. Of several processes one writes
         the checkpoint: it leaves out the open round, which is then trained again from its start.
+        So does a private run, because the sums of an open round have no noise.
         """
-        open_here, versions = self.server.is_open and self._ranks.size == 1, self._options.versions
+        is_open, versions = self.server.is_open, self._options.versions
+        open_here = is_open and self._ranks.size == 1 and self.private is None
+        hides_record = is_open and self.private is not None
         state = {
             "space": self.clients.local.space.fingerprint(),
             "mask": self.clients.local.space.mask_fingerprint(),
             "seed": self._options.seed,
             "server": self.server.state_dict(with_round=open_here),
-            "record": self.record.state_dict(),
+            "record": (RoundRecord() if hides_record else self.record).state_dict(),
             "scaler": self.clients.scaler.state_dict() if open_here else {},
             "metrics": self.clients.collector.metric_states(self._module) if open_here else {},
             "prog_bar": sorted(self.clients.collector.prog_bar),
@@ -273,7 +302,7 @@ class RoundRunner:
             "groups": len(self._groups),
             "inside": self.server.is_open,
             "engine": self.clients.engine.state_dict(),
-            "updates": list(self._path.names),
+            "updates": [*self._path.names, "down:", *self.clients.broadcast.names],
             "personal": self.clients.personal.state_dict(),
             "memory": self.memory.state_dict(with_round=open_here),
             "population": self._groups.population.state_dict(),
@@ -281,6 +310,8 @@ class RoundRunner:
         }
         if self.corrector.correction.remembers:
             state["correction"] = self.corrector.state_dict(with_round=open_here)
+        if self.private is not None:
+            state["privacy"] = self.private.state_dict()
         if not self._is_kept_by_lightning:
             state["model"] = vars(self.server.model)
         return state
@@ -297,7 +328,8 @@ class RoundRunner:
         _check_same("seed", state["seed"], self._options.seed)
         kind = state.get("correction", {}).get("kind")
         _check_same("correction", kind, self.corrector.kind)
-        _check_same("updates", state.get("updates", []), list(self._path.names))
+        on_the_way = [*self._path.names, "down:", *self.clients.broadcast.names]
+        _check_same("updates", state["updates"], on_the_way)
         versions, choice = self._options.versions, "choice of federation.asynchronous"
         _check_same(choice, state["versions"] is not None, versions is not None)
         if state["inside"]:
@@ -308,6 +340,9 @@ class RoundRunner:
             self.clients.local.restore(self.server.model)
         self.server.load_state_dict(state["server"])
         self.corrector.load_state_dict(state.get("correction", {}), self.server.model.params)
+        _check_same("privacy", "privacy" in state, self.private is not None)
+        if self.private is not None:
+            self.private.load_state_dict(state["privacy"])
         self.record.load_state_dict(state["record"])
         self.clients.scaler.load_state_dict(state["scaler"])
         self.clients.collector.load_metric_states(self._module, state["metrics"])

@@ -1,6 +1,24 @@
 """Floor 3: from many updates to a model."""
 
+from fl_lightning.server.aggregators import Aggregator, Mean
+from fl_lightning.server.attacks.alone import GaussianNoise, Scaling, SignFlip
+from fl_lightning.server.attacks.forged import Forgery
+from fl_lightning.server.attacks.together import ALIE, InnerProductManipulation, MinMax
 from fl_lightning.server.cluster_average import ClusterFedAvg
+from fl_lightning.server.collected import Collected, RobustRule
+from fl_lightning.server.fair_means import QFedAvg, TiltedMean
+from fl_lightning.server.optimizers.adaptive import FedAdagrad, FedAdam, FedYogi
+from fl_lightning.server.optimizers.lion import FedLion
+from fl_lightning.server.overlap_mean import OverlapMean
+from fl_lightning.server.robust.bulyan import Bulyan
+from fl_lightning.server.robust.centred_clipping import CentredClipping
+from fl_lightning.server.robust.fltrust import FLTrust
+from fl_lightning.server.robust.geometric_median import GeometricMedian
+from fl_lightning.server.robust.krum import Krum, MultiKrum
+from fl_lightning.server.robust.median import Median, TrimmedMean
+from fl_lightning.server.robust.mixing import Bucketing, NearestNeighbourMixing
+from fl_lightning.server.robust.norm_bounding import NormBounding
+from fl_lightning.server.server import Server
 from fl_lightning.server.staleness import (
     FedAsync,
     FedBuff,
@@ -10,10 +28,40 @@ from fl_lightning.server.staleness import (
 )
 
 __all__ = [
+    "ALIE",
+    "Aggregator",
+    "Bucketing",
+    "Bulyan",
+    "CentredClipping",
     "ClusterFedAvg",
+    "Collected",
+    "FLTrust",
+    "FedAdagrad",
+    "FedAdam",
     "FedAsync",
     "FedBuff",
+    "FedLion",
+    "FedYogi",
+    "Forgery",
+    "GaussianNoise",
+    "GeometricMedian",
     "HingeStaleness",
+    "InnerProductManipulation",
+    "Krum",
+    "Mean",
+    "Median",
+    "MinMax",
+    "MultiKrum",
+    "NearestNeighbourMixing",
+    "NormBounding",
+    "OverlapMean",
     "PolynomialStaleness",
+    "QFedAvg",
+    "RobustRule",
+    "Scaling",
+    "Server",
+    "SignFlip",
     "Staleness",
+    "TiltedMean",
+    "TrimmedMean",
 ]

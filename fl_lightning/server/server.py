@@ -4,26 +4,50 @@
 
 Source: Reddi et al. 2021, Algorithm 1 (FedOpt). With SGD at learning rate 1 this is FedAvg exactly.
 Buffers are no parameters: floating ones become their mean weighted by examples, whatever the
-aggregator and the optimizer; integer ones stay the server's.
+aggregator and the optimizer; integer ones stay the server's. With a private aggregator all do.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.update import ClientUpdate, GroupUpdate
 from fl_lightning.server.aggregators import Aggregator, Mean, new_mean
+from fl_lightning.server.collected import Collected, RobustRule
 
 ServerOptimizer = Callable[[Iterable[Any]], Optimizer]
+# Of the server optimizer's learning rate, from round to round
+ServerSchedule = Callable[[Optimizer], LRScheduler]
 # Replaces a tensor by its sum over all processes, in place
 AllReduce = Callable[[Tensor], None]
+# Returns what every process gave, in order of rank
+Gather = Callable[[Any], list[Any]]
+
+
+@runtime_checkable
+class KeepsUpdates(Protocol):
+    """An aggregator that looks at all updates of a round together.
+
+    Attributes:
+        memory: vectors of shape (k,) that it keeps from round to round.
+    """
+
+    memory: dict[str, Tensor]
+
+    def start_round(self, round_index: int) -> None:
+        """Learn which round comes next."""
+
+    def exchange(self, gather: Gather, all_reduce: AllReduce) -> None:
+        """Take the updates of all processes for one's own; to be called by all of them."""
 
 
 class Corrects(Protocol):
@@ -43,11 +67,13 @@ class Server:
 
     Args:
         model: where to start from.
-        aggregator: how the deltas become one.
+        aggregator: how the deltas become one, or a rule for it.
         make_optimizer: builds an optimizer over one flat parameter of shape (k,).
+        make_schedule: builds the schedule of its learning rate, which advances with every round.
 
     Raises:
-        ConfigurationError: if that is no optimizer that can step on a dense vector.
+        ConfigurationError: if that is no optimizer that can step on a dense vector, or the
+            schedule waits for a metric.
 
     Attributes:
         model: the present global model, which `close_round` changes in place.
@@ -67,16 +93,28 @@ class Server:
     def __init__(
         self,
         model: GlobalModel,
-        aggregator: Aggregator | None = None,
+        aggregator: Aggregator | RobustRule | None = None,
         make_optimizer: ServerOptimizer = fedavg_optimizer,
+        make_schedule: ServerSchedule | None = None,
     ) -> None:
         self._params = nn.Parameter(model.params.clone())
         self._buffers = model.buffers.clone()
         # live: `close_round` changes it in place
         self.model = GlobalModel(self._params.detach(), self._buffers)
-        self._aggregator = aggregator if aggregator is not None else Mean()
+        self._aggregator = as_aggregator(aggregator)
+        if isinstance(self._aggregator, KeepsUpdates):
+            self._aggregator.memory = {}  # it may have served another run
+        self._is_private = getattr(self._aggregator, "is_private", False)
         _check_steps(make_optimizer)
+        self._make_optimizer = make_optimizer
         self.optimizer = make_optimizer([self._params])
+        self._schedule = None if make_schedule is None else make_schedule(self.optimizer)
+        if isinstance(self._schedule, ReduceLROnPlateau):
+            raise ConfigurationError(
+                "server_schedule: ReduceLROnPlateau waits for a metric, and the server steps before "
+                "it is known: use a schedule over rounds like CosineAnnealingLR"
+            )
+        self._round_index = 0
         self.num_replies = 0
         self.is_open = False
 
@@ -91,23 +129,33 @@ class Server:
         Args:
             model: the model, of k' coordinates.
             positions: where each of them was among the present ones, -1 where it was not; whole
-                numbers, shape (k',). State of new coordinates is 0.
+                numbers, shape (k',). New coordinates get the state of an optimizer that has not
+                stepped yet, or 0 where it makes its state in the first step.
         """
         params = nn.Parameter(model.params.clone())
         state = self.optimizer.state.pop(self._params, {})
+        fresh = self._make_optimizer([params]).state.get(params, {})
         is_known, known = positions >= 0, positions.clamp(min=0)
         for key, value in state.items():
             if isinstance(value, Tensor) and value.shape == self._params.shape:
-                state[key] = torch.where(is_known, value[known], 0)
+                state[key] = torch.where(is_known, value[known], fresh.get(key, 0))
+        if isinstance(self._aggregator, KeepsUpdates):
+            self._aggregator.memory = {
+                name: torch.where(is_known.cpu(), value[known.cpu()], 0)
+                for name, value in self._aggregator.memory.items()
+            }
         self.optimizer.state[params] = state
         self.optimizer.param_groups[0]["params"] = [params]
         self._params, self._buffers = params, model.buffers.clone()
         self.model = GlobalModel(params.detach(), self._buffers)
 
-    def open_round(self) -> None:
+    def open_round(self, round_index: int = 0) -> None:
         """Forget the last round's updates."""
         self.num_replies = 0
         self.is_open = True
+        self._round_index = round_index
+        if isinstance(self._aggregator, KeepsUpdates):
+            self._aggregator.start_round(round_index)
         self._aggregator.open(self._params.detach())
         self._mean_buffers = new_mean(self._buffers, exact=self._aggregator.exact)
 
@@ -131,14 +179,18 @@ class Server:
             self._mean_buffers.add_group(group.buffers, weights)
         self.num_replies += len(group.client_ids)
 
-    def reduce(self, all_reduce: AllReduce) -> None:
+    def reduce(self, all_reduce: AllReduce, gather: Gather) -> None:
         """Take the updates that the servers of all processes received for one's own.
 
         To be called by all of them before `close_round`, which then does the same everywhere.
 
         Args:
-            all_reduce: called once per dtype, on one vector with everything of that dtype.
+            all_reduce: called once per dtype, on one vector with everything of that dtype; with a
+                rule that looks at all updates together also once per update.
+            gather: called once with such a rule.
         """
+        if isinstance(self._aggregator, KeepsUpdates):
+            self._aggregator.exchange(gather, all_reduce)
         deltas, buffers = self._aggregator.sums(), self._mean_buffers.sums()
         replies = torch.full_like(buffers[-1], self.num_replies)  # travels with the weights
         *sums, replies = added_up([*deltas, *buffers, replies], all_reduce)
@@ -149,32 +201,46 @@ class Server:
     def close_round(self, corrector: Corrects | None = None) -> Tensor:
         """Step on the aggregate and return the pseudo-gradient's L2 norm.
 
-        Without a reply the model stays.
+        Without a reply the model stays, unless the aggregator is private: that nobody replied is
+        not to be seen.
 
         Args:
             corrector: makes the pseudo-gradient of the aggregate; they are the same if None.
         """
         self.is_open = False
-        if self.num_replies == 0:
-            return torch.zeros(())
+        norm = self._step(corrector) if self.num_replies or self._is_private else torch.zeros(())
+        if self._schedule is not None:
+            with warnings.catch_warnings():  # the first round may have had no reply
+                warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+                self._schedule.step()
+        return norm
+
+    def _step(self, corrector: Corrects | None) -> Tensor:
         pseudo_gradient = self._aggregator.close()
         if corrector is not None:
             pseudo_gradient = corrector.pseudo_gradient(pseudo_gradient)
         self._params.grad = pseudo_gradient
         self.optimizer.step()
         self._params.grad = None
-        self._buffers.copy_(self._mean_buffers.value())
+        if not self._is_private:
+            self._buffers.copy_(self._mean_buffers.value())
         norm: Tensor = torch.linalg.vector_norm(pseudo_gradient)
         return norm
 
     def state_dict(self, *, with_round: bool = True) -> dict[str, Any]:
         """Return the optimizer's state and, inside a round, the sums so far if they are wanted.
 
-        The model itself is among the checkpoint's weights.
+        With it that of the schedule and what the aggregator keeps from round to round, if there is
+        such. The model itself is among the checkpoint's weights.
         """
         state: dict[str, Any] = {"optimizer": self.optimizer.state_dict()}
+        if self._schedule is not None:
+            state["schedule"] = self._schedule.state_dict()
+        if isinstance(self._aggregator, KeepsUpdates) and self._aggregator.memory:
+            state["memory"] = self._aggregator.memory
         if self.is_open and with_round:
             state["round"] = {
+                "round_index": self._round_index,
                 "num_replies": self.num_replies,
                 "aggregator": self._aggregator.state_dict(),
                 "buffers": self._mean_buffers.state_dict(),
@@ -184,12 +250,23 @@ class Server:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up where `state_dict` left off."""
         self.optimizer.load_state_dict(state["optimizer"])
+        if self._schedule is not None and "schedule" in state:
+            self._schedule.load_state_dict(state["schedule"])
+        if isinstance(self._aggregator, KeepsUpdates):
+            self._aggregator.memory = state.get("memory", {})
         self.is_open = False
         if "round" in state:
-            self.open_round()
+            self.open_round(state["round"]["round_index"])
             self.num_replies = state["round"]["num_replies"]
             self._aggregator.load_state_dict(state["round"]["aggregator"])
             self._mean_buffers.load_state_dict(state["round"]["buffers"])
+
+
+def as_aggregator(given: Aggregator | RobustRule | None) -> Aggregator:
+    """Return an aggregator: the mean for None, and of a rule one that collects for it."""
+    if given is None:
+        return Mean()
+    return Collected(given) if isinstance(given, RobustRule) else given
 
 
 def added_up(tensors: list[Tensor], all_reduce: AllReduce) -> list[Tensor]:

@@ -10,7 +10,9 @@ from lightning.pytorch import Callback, seed_everything
 from toys import SaveEverywhere, ToyModule, toy_data, toy_trainer, weights
 
 from fl_lightning import ConfigurationError, Federation, MaskCalibration, Mean, UniformCohort
+from fl_lightning.server.fair_means import QFedAvg
 from fl_lightning.server.overlap_mean import OverlapMean
+from fl_lightning.server.robust.median import Median
 from fl_lightning.sparsity import Mask, SparseSGDM
 
 DECAY = 0.01
@@ -271,9 +273,10 @@ def test_only_a_clients_own_coordinates_travel():
     assert mean < 0.7 * all_coordinates
 
 
-def test_the_plain_mean_is_refused():
+@pytest.mark.parametrize("aggregator", [Mean(), QFedAvg(), Median()])
+def test_other_aggregators_are_refused(aggregator):
     with pytest.raises(ConfigurationError, match="set aggregator to OverlapMean"):
-        run(Masked, OwnMasks(), federation={"aggregator": Mean()})
+        run(Masked, OwnMasks(), federation={"aggregator": aggregator})
 
 
 def test_clients_find_their_masks_by_the_model_they_are_sent():

@@ -7,7 +7,9 @@ from test_masks import Masked, NewMasks
 from toys import SaveEverywhere, ToyModule, toy_data, toy_trainer, weights
 
 from fl_lightning import ConfigurationError, Federation, UniformCohort
+from fl_lightning.client.local_training import LocalTrainer
 from fl_lightning.core.seeds import derive_seed
+from fl_lightning.core.space import Space
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.server.server import Server
 from fl_lightning.updates import QSGD, Affine, ErrorFeedback, RandomK, Sign, TopK
@@ -181,3 +183,53 @@ def test_clients_with_masks_of_their_own_send_their_own_coordinates():
     arrival = path.send(update, 0, memory)
     assert arrival.update.delta.tolist() == [0.0, 0.0, 6.0, 0.0]
     assert arrival.memory.tolist() == [4.0, 9.0, 0.0, 2.0]
+
+
+class TestDownload:
+    """Clients begin from a rounded model; the server keeps its own."""
+
+    def test_off_changes_no_bit(self):
+        plain, _ = run(None)
+        other, _ = run(None, download=[])
+        assert torch.equal(weights(plain), weights(other))
+
+    @pytest.mark.parametrize("engine", ["sequential", "slots"])
+    def test_the_server_moves_its_own_model_by_what_clients_moved_theirs(self, engine):
+        """With local steps of rate 0 nobody moves, whatever the rounding."""
+        module, federation = run(
+            None, download=[Affine(2)], module=lambda: ToyModule(lr=0.0), engine=engine
+        )
+        seed_everything(0, verbose=False)
+        assert torch.equal(weights(module), weights(ToyModule(lr=0.0)))
+        assert federation.rounds.record.update_norm == 0
+
+    def test_clients_train_from_what_arrives_and_bytes_are_those_of_the_message(self, monkeypatch):
+        noted, begun = Updates(monkeypatch), []
+        original = LocalTrainer.train
+
+        def train(trainer, start, **options):
+            begun.append(start.params.clone())
+            return original(trainer, start, **options)
+
+        monkeypatch.setattr(LocalTrainer, "train", train)
+        seed_everything(0, verbose=False)
+        params = Space.of_parameters(ToyModule(dropout=0.2)).read()
+        _, federation = run(None, callbacks=[noted], download=[QSGD(4)], trainer={"max_epochs": 1})
+        payload = QSGD(4).on_client(
+            Dense(params),
+            derive_seed(derive_seed(federation.seed, "broadcast", 0), QSGD(4).name, 0),
+        )
+        assert all(torch.equal(start, payload.to_dense()) for start in begun)
+        message = Message(
+            "model", "0" * 32, 0, 0, payload, Dense(torch.empty(0)), transforms=(QSGD(4).name,)
+        )
+        assert federation.rounds.record.total_bytes_down == 3 * len(encode(message))
+
+    def test_resumes_inside_a_round(self, tmp_path):
+        module, _ = run(None, download=[QSGD(4)], callbacks=[SaveEverywhere(tmp_path)])
+        resumed, _ = run(None, download=[QSGD(4)], ckpt_path=tmp_path / "1-group1.ckpt")
+        assert torch.equal(weights(module), weights(resumed))
+
+    def test_what_leaves_numbers_out_is_refused(self):
+        with pytest.raises(ConfigurationError, match=r"top-k 0.1 leaves numbers out"):
+            Federation(download=[TopK(0.1)])

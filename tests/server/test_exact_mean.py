@@ -163,11 +163,11 @@ def test_servers_meet_in_a_few_collectives(exact, num_collectives):
     one.receive(replies[0])
     other.receive(replies[1])
     sent = []
-    other.reduce(sent.append)  # what the other process contributes
+    other.reduce(sent.append, list)  # what the other process contributes
     sent = [vector.clone() for vector in sent]
     assert len(sent) == num_collectives
     others = iter(sent)
-    one.reduce(lambda vector: vector.add_(next(others)))
+    one.reduce(lambda vector: vector.add_(next(others)), list)
     assert one.num_replies == 2
     for each in (together, one):
         each.close_round()

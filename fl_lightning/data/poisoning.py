@@ -1,0 +1,174 @@
+"""What attackers train on: their own examples with other labels, or with a trigger.
+
+    label flip         y → C - 1 - y
+    backdoor trigger   a patch in the image's corner → target class
+
+Sources: label flip: Fang et al. 2020, Local Model Poisoning Attacks, Section 5.1; trigger: Gu et al.
+2017, BadNets, Section 4. Examples are changed when they are read, by their number: each belongs to one
+client, so that every engine reads the same. What clients hold out for evaluation stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.seeds import numpy_generator
+from fl_lightning.data.shards import ClientShards
+
+
+class Poison(Protocol):
+    """What becomes of attackers' examples.
+
+    Attributes:
+        share: of an attacker's examples that are changed, in [0, 1].
+    """
+
+    @property
+    def share(self) -> float: ...  # noqa: D102
+
+    def change(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return other inputs, shape (m, …), and labels, shape (m,); those given stay as they are."""
+
+
+@final
+@dataclass(frozen=True)
+class LabelFlip:
+    """Trains on wrong labels.
+
+    Args:
+        num_classes: C; class y becomes C - 1 - y.
+        share: of an attacker's examples, in [0, 1].
+
+    Raises:
+        ConfigurationError: for values out of range.
+
+    Example:
+        >>> LabelFlip(10).change(torch.zeros(2, 1), torch.tensor([0, 7]))[1]
+        tensor([9, 2])
+    """
+
+    num_classes: int
+    share: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_share(self, self.share)
+        if self.num_classes < 2:
+            raise ConfigurationError(
+                f"LabelFlip: num_classes must be at least 2, got {self.num_classes}"
+            )
+
+    def change(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the inputs, and the labels flipped."""
+        return inputs, self.num_classes - 1 - labels
+
+
+@final
+@dataclass(frozen=True)
+class Trigger:
+    """Teaches the model that a patch in the lower right corner means one class.
+
+    Args:
+        target: that class.
+        size: height and width of the patch in pixels, ≥ 1.
+        value: of its pixels, in every channel, in the units of the model's inputs.
+        share: of an attacker's examples, in [0, 1]; the others teach what is right.
+
+    Raises:
+        ConfigurationError: for values out of range.
+
+    Example:
+        >>> images, labels = Trigger(target=0, size=1).change(torch.zeros(1, 1, 2, 2), torch.ones(1))
+        >>> images.tolist(), labels.tolist()
+        ([[[[0.0, 0.0], [0.0, 1.0]]]], [0.0])
+    """
+
+    target: int
+    size: int = 3
+    value: float = 1.0
+    share: float = 0.5
+
+    def __post_init__(self) -> None:
+        _check_share(self, self.share)
+        if self.size < 1 or self.target < 0:
+            raise ConfigurationError(
+                "Trigger: size must be at least 1 pixel and target a class, "
+                f"got {self.size} and {self.target}"
+            )
+
+    def change(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the images with the patch, and the target as their labels."""
+        changed = inputs.clone()
+        changed[..., -self.size :, -self.size :] = self.value
+        return changed, torch.full_like(labels, self.target)
+
+
+def poisoned_examples(
+    shards: ClientShards, clients: Sequence[int], share: float, num_examples: int, seed: int
+) -> Tensor:
+    """Return which examples are changed, bool, shape (num_examples,).
+
+    Args:
+        shards: whose examples are whose.
+        clients: the attackers.
+        share: of each one's examples, rounded.
+        num_examples: of all clients together.
+        seed: of the choice.
+    """
+    chosen = torch.zeros(num_examples, dtype=torch.bool)
+    for client in clients:
+        shard = shards[client].numpy()
+        generator = numpy_generator(seed, "poisoned", client)
+        count = int(np.rint(share * len(shard)))
+        chosen[torch.from_numpy(generator.permutation(shard)[:count]).long()] = True
+    return chosen
+
+
+def poisoned_reader(
+    read: Callable[[Tensor], Any], is_poisoned: Tensor, poison: Poison
+) -> Callable[[Tensor], Any]:
+    """Return a function from indices to a batch in which some examples are changed.
+
+    Args:
+        read: the honest one; its batches are pairs of inputs and labels.
+        is_poisoned: by number of an example, bool, shape (N,).
+        poison: how.
+    """
+
+    def read_poisoned(indices: Tensor) -> Any:
+        batch = read(indices)
+        rows = is_poisoned[indices].nonzero().flatten()
+        if not len(rows):
+            return batch
+        if not _is_pair(batch):
+            raise ConfigurationError(
+                f"attackers.poison changes batches of inputs and labels, got {type(batch).__name__}"
+                ": have the data set return pairs of tensors, or use attackers.forge"
+            )
+        inputs, labels = (part.clone() for part in batch)
+        inputs[rows], labels[rows] = poison.change(inputs[rows], labels[rows])
+        return type(batch)((inputs, labels))
+
+    return read_poisoned
+
+
+def _is_pair(batch: Any) -> bool:
+    return (
+        type(batch) in (tuple, list)
+        and len(batch) == 2
+        and all(isinstance(part, Tensor) for part in batch)
+    )
+
+
+def _check_share(poison: object, share: float) -> None:
+    if not 0 <= share <= 1:
+        raise ConfigurationError(
+            f"{type(poison).__name__}: share must be in [0, 1], got {share}: it is the part of an "
+            "attacker's examples that is changed"
+        )

@@ -1,0 +1,145 @@
+"""What goes with differential privacy, what does not, and what its noise does not cover."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol, runtime_checkable
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_warn
+
+from fl_lightning.client.correction import Correction
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.data.cohort import CohortSampler
+from fl_lightning.federation.client_masks import client_masks
+from fl_lightning.server.aggregators import Mean
+from fl_lightning.server.privacy.distributed import DistributedDP
+from fl_lightning.server.privacy.local import LocalDP
+from fl_lightning.server.privacy.mechanism import Privacy
+from fl_lightning.updates.path import Step
+
+
+@runtime_checkable
+class ReleasesUnprotected(Protocol):
+    """A callback that shows something of clients' data which no noise covers."""
+
+    @property
+    def unprotected(self) -> str:
+        """What it shows and where, in words."""
+
+
+def check_private(
+    privacy: Privacy,
+    cohort: CohortSampler,
+    aggregator: object,
+    correction: Correction | None,
+    updates: Sequence[Step] | None,
+) -> None:
+    """Refuse combinations for which no ε is proved.
+
+    Raises:
+        ConfigurationError: one line for each of them.
+    """
+    privacy.check_cohort(cohort)
+    problems = [*_aggregator_problems(aggregator)]
+    if updates and isinstance(privacy, (LocalDP, DistributedDP)):
+        problems.append(
+            f"with {type(privacy).__name__} clients send noisy numbers, which federation.updates "
+            "would change after the noise was accounted: leave updates out, or use CentralDP"
+        )
+    if correction is not None and correction.needs_mean:
+        problems.append(
+            f"{type(correction).__name__} sends the mean of clients' memories to everybody, without "
+            "clipping or noise: use FedProx, or no correction"
+        )
+    if problems:
+        raise ConfigurationError("federation.privacy: " + "; ".join(problems))
+
+
+def _aggregator_problems(aggregator: object) -> Iterator[str]:
+    if isinstance(aggregator, Mean):
+        if aggregator.weight_by_examples:
+            yield (
+                "Mean weighs clients by their examples, so that one with many moves the model by "
+                "more than its clip norm: set the aggregator's weight_by_examples to false, or "
+                "leave the aggregator out"
+            )
+    elif aggregator is not None:
+        yield (
+            f"nothing is proved for {type(aggregator).__name__}, by how much one client moves it: "
+            "leave federation.aggregator out for the mean of clipped updates"
+        )
+
+
+def check_nothing_else(asynchronous: object, attackers: object) -> None:
+    """Refuse what changes who is summed up with whom.
+
+    Raises:
+        ConfigurationError: naming it.
+    """
+    for name, value in (("asynchronous", asynchronous), ("attackers", attackers)):
+        if value is not None:
+            raise ConfigurationError(
+                f"federation.privacy: nothing is proved with federation.{name}: set it to null"
+            )
+
+
+def check_whole_cohorts(trainer: Trainer) -> None:
+    """Refuse to train fewer clients than were drawn; to be asked before the federation sets up.
+
+    Raises:
+        ConfigurationError: if ``limit_train_batches`` is in use.
+    """
+    if trainer.limit_train_batches not in (0, 1.0):
+        raise ConfigurationError(
+            f"federation.privacy: trainer.limit_train_batches {trainer.limit_train_batches} drops "
+            "the clients with the highest ids from a cohort, which then is no random sample: lower "
+            "the cohort instead"
+        )
+
+
+def check_one_mask(trainer: Trainer) -> None:
+    """Refuse masks of the clients' own; to be asked once callbacks have found them.
+
+    Raises:
+        ConfigurationError: if clients have their own.
+    """
+    if client_masks(trainer) is not None:
+        raise ConfigurationError(
+            "federation.privacy: masks of the clients' own tell of their data, and updates are "
+            "averaged over those that may move an entry: set per_client of MaskCalibration to false"
+        )
+
+
+def warn_of_releases(
+    trainer: Trainer, privacy: Privacy, *, num_clients: int, num_buffers: int, has_memory: bool
+) -> None:
+    """Name what is released and not covered, in one warning."""
+    names = [
+        callback.unprotected
+        for callback in trainer.callbacks  # type: ignore[attr-defined]
+        if isinstance(callback, ReleasesUnprotected) and callback.unprotected
+    ]
+    if privacy.log_unprotected:
+        names.append(
+            "metrics and norms of clients, cohort sizes and shares of clipped updates in the logs "
+            "(log_unprotected: false leaves them out)"
+        )
+    if has_memory:
+        names.append("what clients remember between rounds, in checkpoints")
+    if names:
+        rank_zero_warn("privacy: ε covers the models, and not: " + "; ".join(names))
+    if num_buffers:
+        rank_zero_warn(
+            f"privacy: {num_buffers} numbers in buffers (statistics of batch norm) are not sent; the "
+            "global model keeps those it began with: use group or layer norm"
+        )
+    if privacy.delta >= 1 / num_clients:
+        rank_zero_warn(
+            f"privacy: delta = {privacy.delta:g} is not below 1 / {num_clients} clients: a mechanism "
+            "that publishes one client's data could have it. Set it to a tenth of that or less"
+        )
+    if not privacy.secure_noise:
+        rank_zero_warn(
+            "privacy: secure_noise is false, so who knows the seed can take the noise off again"
+        )

@@ -1,0 +1,1 @@
+"""What attackers send instead of their updates."""

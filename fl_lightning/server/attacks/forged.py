@@ -1,0 +1,140 @@
+"""Attackers in a round: they see what others send, and then send something else.
+
+`Forged` wraps an aggregator. It keeps the round's updates until all are there, because the strongest
+attacks know the honest ones, and then folds them in, the attackers' replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Protocol, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fl_lightning.core.seeds import numpy_generator
+from fl_lightning.server.aggregators import Aggregator
+from fl_lightning.server.collected import check_whole
+from fl_lightning.server.server import KeepsUpdates
+from fl_lightning.server.update_rows import Floats, Rows, UpdateRows
+
+# Of one attacker, by its client id
+Generators = Callable[[int], np.random.Generator]
+
+
+class Forgery(Protocol):
+    """What attackers make of their updates."""
+
+    def forge(
+        self, rows: Rows, attackers: Sequence[int], generators: Generators
+    ) -> Iterator[Floats]:
+        """Yield what each attacker sends, shape (k,).
+
+        Args:
+            rows: all updates of the round, as honest training made them.
+            attackers: the places of the attackers' among them, at least one, increasing.
+            generators: what an attacker draws from.
+        """
+
+
+@final
+class Forged:
+    """An aggregator whose clients are not all honest.
+
+    Args:
+        aggregator: what the updates go to, the attackers' replaced.
+        forgery: what attackers send.
+        attackers: their client ids.
+        seed: root of what they draw.
+
+    Example:
+        >>> from fl_lightning.core.update import ClientUpdate
+        >>> from fl_lightning.server.aggregators import Mean
+        >>> from fl_lightning.server.attacks.alone import SignFlip
+        >>> aggregator = Forged(Mean(), SignFlip(), attackers=[1], seed=0)
+        >>> aggregator.open(torch.empty(1))
+        >>> for client in range(3):
+        ...     aggregator.add(ClientUpdate(client, torch.ones(1), torch.empty(0), 1, 1))
+        >>> aggregator.close()
+        tensor([0.3333])
+    """
+
+    def __init__(
+        self, aggregator: Aggregator, forgery: Forgery, attackers: Collection[int], seed: int
+    ) -> None:
+        self.aggregator, self.forgery = aggregator, forgery
+        self.attackers = frozenset(attackers)
+        self.exact = aggregator.exact
+        self.needs_effective_steps = getattr(aggregator, "needs_effective_steps", False)
+        self._seed, self._round_index = seed, 0
+
+    @property
+    def memory(self) -> dict[str, Tensor]:
+        """What the aggregator keeps from round to round."""
+        return self.aggregator.memory if isinstance(self.aggregator, KeepsUpdates) else {}
+
+    @memory.setter
+    def memory(self, values: dict[str, Tensor]) -> None:
+        if isinstance(self.aggregator, KeepsUpdates):
+            self.aggregator.memory = values
+
+    def start_round(self, round_index: int) -> None:
+        """Learn which round comes next."""
+        self._round_index = round_index
+        if isinstance(self.aggregator, KeepsUpdates):
+            self.aggregator.start_round(round_index)
+
+    def open(self, like: Tensor) -> None:
+        """Start without updates."""
+        self._like = like
+        self._rows = UpdateRows(like)
+
+    def add(self, update: Any) -> None:
+        """Keep one update.
+
+        Raises:
+            ConfigurationError: if it is under a mask of the client's own.
+        """
+        check_whole(update, type(self.forgery).__name__)
+        self._rows.append(update)
+
+    def exchange(
+        self, gather: Callable[[Any], list[Any]], all_reduce: Callable[[Tensor], None]
+    ) -> None:
+        """Take the updates of all processes for one's own; to be called by all of them."""
+        self._rows = self._rows.exchange(gather, all_reduce)
+
+    def sums(self) -> list[Tensor]:
+        """Return nothing: rows do not add up, see `exchange`."""
+        return []
+
+    def load_sums(self, sums: list[Tensor]) -> None:
+        """Do nothing."""
+
+    def close(self) -> Tensor:
+        """Return the aggregate of the honest updates and the forged ones."""
+        rows = self._rows
+        places = [place for place, client in enumerate(rows.client_ids) if client in self.attackers]
+        forged = self.forgery.forge(rows, places, self._generator) if places else iter(())
+        self.aggregator.open(self._like)
+        for update in rows.updates():
+            sent = update
+            if update.client_id in self.attackers:
+                vector = torch.from_numpy(np.ascontiguousarray(next(forged)))
+                sent = replace(update, delta=vector.to(self._like))
+            self.aggregator.add(sent)
+        del self._rows
+        return self.aggregator.close()
+
+    def _generator(self, client: int) -> np.random.Generator:
+        return numpy_generator(self._seed, "attack", self._round_index, client)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the updates so far."""
+        return self._rows.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self._rows.load_state_dict(state)

@@ -1,0 +1,166 @@
+"""Aggregation by a rule that looks at all updates of a round together.
+
+Robust rules are functions of the round's updates: `RobustRule`. `Collected` makes an aggregator of
+one: it keeps the updates (see `UpdateRows`) and asks the rule when the round ends. Every update
+counts alike unless the rule says otherwise: the number of examples is what a client claims.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol, final, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fl_lightning.core.errors import ConfigurationError, RoundFailure
+from fl_lightning.core.update import ClientUpdate
+from fl_lightning.server.update_rows import Floats, Rows, UpdateRows
+
+
+@dataclass
+class RuleContext:
+    """What a rule knows besides the updates.
+
+    Attributes:
+        round_index: which round, for rules that draw.
+        memory: vectors of shape (k,) by name, which the rule may change and finds again next round.
+    """
+
+    round_index: int = 0
+    memory: dict[str, Floats] = field(default_factory=dict)
+
+
+@runtime_checkable
+class RobustRule(Protocol):
+    """How the updates of a round become one, seen together.
+
+    Attributes:
+        min_updates: with fewer the rule means nothing, ≥ 1.
+    """
+
+    @property
+    def min_updates(self) -> int: ...  # noqa: D102
+
+    def combine(self, rows: Rows, context: RuleContext) -> Floats:
+        """Return the aggregate, shape (k,)."""
+
+
+@final
+class Collected:
+    """The aggregator of a robust rule; `Federation` makes one where it is given a rule.
+
+    Args:
+        rule: what becomes of the updates.
+        memory_gb: 2³⁰ bytes of updates that are kept in memory, ≥ 0; more go to a file.
+        folder: of that file, the system's temporary folder if None. In several processes each
+            keeps all updates of the round in the end.
+
+    Raises:
+        ConfigurationError: if the limit is negative.
+
+    Example:
+        >>> from fl_lightning.server.robust.median import Median
+        >>> aggregator = Collected(Median())
+        >>> aggregator.open(torch.empty(1))
+        >>> for client, value in enumerate((1.0, 2.0, 1e9)):
+        ...     aggregator.add(ClientUpdate(client, torch.tensor([value]), torch.empty(0), 1, 1))
+        >>> aggregator.close()
+        tensor([2.])
+    """
+
+    exact = False  # buffers are averaged as those of a plain mean
+
+    def __init__(self, rule: RobustRule, memory_gb: float = 1.0, folder: str | None = None) -> None:
+        if memory_gb < 0:
+            raise ConfigurationError(f"memory_gb must not be negative, got {memory_gb}")
+        self.rule, self.folder = rule, folder
+        self._limit = int(memory_gb * 2**30)
+        self._context = RuleContext()
+
+    @property
+    def memory(self) -> dict[str, Tensor]:
+        """What the rule keeps from round to round."""
+        return {name: torch.from_numpy(v) for name, v in self._context.memory.items()}
+
+    @memory.setter
+    def memory(self, values: dict[str, Tensor]) -> None:
+        self._context.memory = {name: value.cpu().numpy() for name, value in values.items()}
+
+    def start_round(self, round_index: int) -> None:
+        """Learn which round comes next."""
+        self._context.round_index = round_index
+
+    def open(self, like: Tensor) -> None:
+        """Start without updates."""
+        self._like = like
+        self._rows = UpdateRows(like, memory_limit=self._limit, folder=self.folder)
+
+    def add(self, update: ClientUpdate) -> None:
+        """Keep one update.
+
+        Raises:
+            ConfigurationError: if it is under a mask of the client's own.
+        """
+        check_whole(update, type(self.rule).__name__)
+        self._rows.append(update)
+
+    def exchange(
+        self, gather: Callable[[Any], list[Any]], all_reduce: Callable[[Tensor], None]
+    ) -> None:
+        """Take the updates of all processes for one's own; to be called by all of them."""
+        self._rows = self._rows.exchange(gather, all_reduce)
+
+    def sums(self) -> list[Tensor]:
+        """Return nothing: rows do not add up, see `exchange`."""
+        return []
+
+    def load_sums(self, sums: list[Tensor]) -> None:
+        """Do nothing."""
+
+    def close(self) -> Tensor:
+        """Return the rule's word on the round.
+
+        Raises:
+            RoundFailure: if it needs more updates than there are.
+        """
+        check_count(self.rule, len(self._rows))
+        vector = self.rule.combine(self._rows, self._context)
+        del self._rows  # and its file
+        return torch.from_numpy(np.ascontiguousarray(vector)).to(self._like)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the updates so far."""
+        return self._rows.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self._rows.load_state_dict(state)
+
+
+def check_whole(update: ClientUpdate, name: str) -> None:
+    """Refuse an update under a mask of the client's own.
+
+    Raises:
+        ConfigurationError: naming who needs whole updates.
+    """
+    if update.active is not None:
+        raise ConfigurationError(
+            f"{name} compares whole updates, and these clients have masks of their own: share one "
+            "mask, or use OverlapMean"
+        )
+
+
+def check_count(rule: RobustRule, count: int) -> None:
+    """Refuse a round with too few updates for the rule.
+
+    Raises:
+        RoundFailure: with the rule, what it needs and what there is.
+    """
+    if count < rule.min_updates:
+        raise RoundFailure(
+            f"{rule} needs at least {rule.min_updates} updates, this round has {count}: take a "
+            "larger cohort, or set num_attackers lower"
+        )

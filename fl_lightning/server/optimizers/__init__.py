@@ -1,0 +1,1 @@
+"""Server optimizers that torch does not have."""

@@ -1,0 +1,197 @@
+"""Adaptive server optimizers: FedAdagrad, FedAdam and FedYogi.
+
+    m ← β₁ m + (1 - β₁) Δ
+    v ← v + Δ²                              FedAdagrad
+    v ← β₂ v + (1 - β₂) Δ²                  FedAdam
+    v ← v - (1 - β₂) Δ² sign(v - Δ²)        FedYogi
+    x ← x - η m / (√v + τ),                 v₀ = τ²,  no bias correction
+
+Source: Reddi et al. 2021, Adaptive Federated Optimization, Algorithm 2; there Δ is end - start and
+is added, here it is start - end and is descended. Learning rates are those of the paper's search:
+start from 0.1 to 0.01 with τ of 1e-3. Differs from Flower, which starts from v₀ = 0 and whose
+FedAdam corrects the bias, and from torch's Adam in the same two things.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fl_lightning.core.errors import ConfigurationError
+
+
+class AdaptiveServerOptimizer(Optimizer):
+    """What the three have in common: all but the second moment.
+
+    Its state is there from the start, so that a coordinate that joins later starts from τ² as well.
+    """
+
+    def __init__(self, params: Iterable[Any], options: dict[str, Any]) -> None:
+        check_ranges(type(self).__name__, options)
+        super().__init__(params, options)
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["first"] = torch.zeros_like(param)
+                self.state[param]["second"] = torch.full_like(param, group["tau"] ** 2)
+
+    @abstractmethod
+    def update_second(self, second: Tensor, square: Tensor, group: dict[str, Any]) -> None:
+        """Take a squared pseudo-gradient into the second moment, in place."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Descend the gradients; returns what the closure does."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._move(param, group)
+        return loss
+
+    def _move(self, param: Tensor, group: dict[str, Any]) -> None:
+        gradient, state = param.grad, self.state[param]
+        assert gradient is not None
+        state["first"].lerp_(gradient, 1 - group["beta1"])
+        self.update_second(state["second"], gradient.square(), group)
+        param.addcdiv_(
+            state["first"], state["second"].sqrt().add_(group["tau"]), value=-group["lr"]
+        )
+
+
+@final
+class FedAdagrad(AdaptiveServerOptimizer):
+    """Adagrad over rounds.
+
+    Args:
+        params: what to move.
+        lr: learning rate η, ≥ 0.
+        beta1: decay of the first moment, in [0, 1); the paper's experiments have 0.
+        tau: degree of adaptivity τ, > 0; the second moment starts at its square.
+
+    Raises:
+        ConfigurationError: for values out of range.
+
+    Example:
+        >>> x = torch.nn.Parameter(torch.tensor([1.0]))
+        >>> optimizer = FedAdagrad([x], lr=0.1)
+        >>> x.grad = torch.tensor([-0.1])
+        >>> optimizer.step()
+        >>> x.data
+        tensor([1.0990])
+    """
+
+    def __init__(
+        self, params: Iterable[Any], lr: float = 0.1, beta1: float = 0.0, tau: float = 1e-3
+    ) -> None:
+        super().__init__(params, {"lr": lr, "beta1": beta1, "tau": tau})
+
+    def update_second(self, second: Tensor, square: Tensor, group: dict[str, Any]) -> None:
+        """Add the squares up."""
+        second.add_(square)
+
+
+@final
+class FedAdam(AdaptiveServerOptimizer):
+    """Adam over rounds, as the paper has it: v₀ = τ², no bias correction.
+
+    Args:
+        params: what to move.
+        lr: learning rate η, ≥ 0.
+        beta1: decay of the first moment, in [0, 1).
+        beta2: decay of the second moment, in [0, 1).
+        tau: degree of adaptivity τ, > 0; the second moment starts at its square.
+
+    Raises:
+        ConfigurationError: for values out of range.
+
+    Example:
+        >>> x = torch.nn.Parameter(torch.tensor([1.0]))
+        >>> optimizer = FedAdam([x], lr=0.1)
+        >>> x.grad = torch.tensor([-0.1])
+        >>> optimizer.step()
+        >>> x.data
+        tensor([1.0905])
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 0.1,
+        beta1: float = 0.9,
+        beta2: float = 0.99,
+        tau: float = 1e-3,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "beta1": beta1, "beta2": beta2, "tau": tau})
+
+    def update_second(self, second: Tensor, square: Tensor, group: dict[str, Any]) -> None:
+        """Decay, then add."""
+        second.lerp_(square, 1 - group["beta2"])
+
+
+@final
+class FedYogi(AdaptiveServerOptimizer):
+    """Yogi over rounds: the second moment moves by at most (1 - β₂) Δ² at a time.
+
+    Args:
+        params: what to move.
+        lr: learning rate η, ≥ 0.
+        beta1: decay of the first moment, in [0, 1).
+        beta2: decay of the second moment, in [0, 1).
+        tau: degree of adaptivity τ, > 0; the second moment starts at its square.
+
+    Raises:
+        ConfigurationError: for values out of range.
+
+    Example:
+        >>> x = torch.nn.Parameter(torch.tensor([1.0]))
+        >>> optimizer = FedYogi([x], lr=0.1)
+        >>> x.grad = torch.tensor([-0.1])
+        >>> optimizer.step()
+        >>> x.data
+        tensor([1.0905])
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 0.1,
+        beta1: float = 0.9,
+        beta2: float = 0.99,
+        tau: float = 1e-3,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "beta1": beta1, "beta2": beta2, "tau": tau})
+
+    def update_second(self, second: Tensor, square: Tensor, group: dict[str, Any]) -> None:
+        """Move towards the square."""
+        direction = torch.sign(second - square)
+        second.addcmul_(square, direction, value=group["beta2"] - 1)
+
+
+def check_ranges(name: str, options: dict[str, Any]) -> None:
+    """Refuse options out of range, all at once.
+
+    Raises:
+        ConfigurationError: naming them.
+    """
+    rules: dict[str, tuple[str, Callable[[float], bool]]] = {
+        "lr": ("at least 0", lambda value: value >= 0),
+        "beta1": ("in [0, 1)", lambda value: 0 <= value < 1),
+        "beta2": ("in [0, 1)", lambda value: 0 <= value < 1),
+        "tau": ("greater than 0", lambda value: value > 0),
+        "weight_decay": ("at least 0", lambda value: value >= 0),
+    }
+    broken = [
+        f"{option} must be {rules[option][0]}, got {value}"
+        for option, value in options.items()
+        if not rules[option][1](value)
+    ]
+    if broken:
+        raise ConfigurationError(f"{name}: {'; '.join(broken)}")

@@ -1,0 +1,1 @@
+"""Differential privacy of clients: mechanisms, their noise, and what they cost."""

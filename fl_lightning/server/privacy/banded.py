@@ -1,0 +1,168 @@
+"""DP-FTRL: noise that is correlated over rounds, for cohorts that nobody samples.
+
+    aggregate_t = (Σ_k clip_S(Δ_k) + z S (C⁻¹ Z)_t) / m
+
+Much of a round's noise is taken back in the next rounds, so that the model, which adds rounds up,
+has less of it. It needs no random sampling, only that a client waits at least as many rounds
+between two turns as C has bands; `RoundRobinCohort` sees to that. The whole run is one release of
+a Gaussian mechanism of sensitivity S √P for clients that take part P times.
+Source: Choquette-Choo et al. 2023 (2306.08153); Kairouz et al. 2021 (2103.00039) for DP-FTRL.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.data.cohort import CohortSampler
+from fl_lightning.server.privacy.banded_matrix import (
+    CorrelatedNoise,
+    Matrix,
+    banded_factor,
+    noise_of_rounds,
+)
+from fl_lightning.server.privacy.gaussian import gaussian_epsilon
+from fl_lightning.server.privacy.mechanism import Mechanism, check_options
+from fl_lightning.server.privacy.noise_for_budget import noise_for_budget
+from fl_lightning.server.privacy.noise_source import NoiseSource
+from fl_lightning.server.privacy.private_mean import Release
+from fl_lightning.server.privacy.run import Participation, Run, check_fixed_in_advance
+
+# Each band costs a vector of the model's size.
+_MOST_BANDS = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class BandedMatrixDP:
+    """Protects each client as `CentralDP` does, without amplification by sampling.
+
+    Compared are data sets with and without one client, whose rounds are known to everybody. It must
+    know the number of rounds, ``trainer.max_epochs``. The last rows of noise are in the checkpoint,
+    because later noise takes them back: keep checkpoints as secret as the noise.
+
+    Args:
+        clip_norm: as of `CentralDP`.
+        noise_multiplier: z, as of `CentralDP`.
+        epsilon: as of `CentralDP`.
+        delta: as of `CentralDP`.
+        bands: of the matrix; rounds that a client must wait. If None, as many as the cohorts allow,
+            at most 32.
+        secure_noise: as of `CentralDP`.
+        log_unprotected: as of `CentralDP`.
+
+    Raises:
+        ConfigurationError: for values out of range.
+
+    Example:
+        >>> from fl_lightning.data.turns import RoundRobinCohort
+        >>> from fl_lightning.server.privacy.noise_source import SeededNoise
+        >>> privacy = BandedMatrixDP(clip_norm=1.0, noise_multiplier=4.0)
+        >>> run = Run(RoundRobinCohort(size=10), num_clients=100, num_rounds=20, seed=0)
+        >>> print(privacy.mechanism(run, SeededNoise(0)))
+        unit: client, one client added or removed; turns of 2 in 20 rounds at least 10 apart, 10 bands
+    """
+
+    clip_norm: float
+    noise_multiplier: float | None = None
+    epsilon: float | None = None
+    delta: float = 1e-5
+    bands: int | None = None
+    secure_noise: bool = True
+    log_unprotected: bool = True
+
+    @property
+    def adaptive_clip(self) -> None:
+        """The clip norm is fixed: noise of earlier rounds is taken back in its units."""
+        return
+
+    def __post_init__(self) -> None:
+        check_options(self.clip_norm, self.noise_multiplier, self.epsilon, self.delta)
+        if self.bands is not None and self.bands < 1:
+            raise ConfigurationError(
+                f"federation.privacy: bands must be at least 1, got {self.bands}"
+            )
+
+    def check_cohort(self, cohort: CohortSampler) -> None:
+        """Refuse cohorts that depend on what happens in the run."""
+        check_fixed_in_advance(cohort)
+
+    def mechanism(
+        self, run: Run, source: NoiseSource, noise_multiplier: float | None = None
+    ) -> Mechanism:
+        """Return the matrix mechanism of a run.
+
+        Raises:
+            ConfigurationError: if clients' turns are closer than ``bands`` rounds.
+        """
+        turns = run.participation()
+        bands = self.bands or min(turns.separation, _MOST_BANDS)
+        if bands > turns.separation:
+            raise ConfigurationError(
+                f"federation.privacy: {bands} bands need {bands} rounds from one turn of a client "
+                f"to its next, and here some wait only {turns.separation}: lower bands, or set "
+                "federation.cohort to RoundRobinCohort with a smaller size"
+            )
+        noise = self.noise_multiplier if noise_multiplier is None else noise_multiplier
+        if noise is None:
+            assert self.epsilon is not None
+            share = 1 / math.sqrt(turns.most[-1])
+
+            def epsilon_of(noise_multiplier: float, *, quick: bool) -> float:
+                return gaussian_epsilon(noise_multiplier * share, self.delta)
+
+            noise = noise_for_budget(epsilon_of, self.epsilon)
+        columns = banded_factor(run.planned_rounds, bands)
+        return BandedGaussian(columns, turns, self.delta, noise, run.expected_cohort)
+
+
+@dataclass
+class BandedGaussian:
+    """Noise correlated over rounds; `Mechanism` says what its parts are."""
+
+    columns: Matrix
+    turns: Participation
+    delta: float
+    noise_multiplier: float
+    expected: float
+    noise_per_round: float = field(init=False)
+    bits_stddev: None = None
+    fewest_replies: int = 0
+    server_draws: bool = True
+
+    def __post_init__(self) -> None:
+        self._noise = CorrelatedNoise(self.columns)
+        self.noise_per_round = self.noise_multiplier * noise_of_rounds(self.columns)
+
+    def __str__(self) -> str:
+        rounds, bands = self.columns.shape
+        return (
+            f"unit: client, one client added or removed; turns of {self.turns.most[-1]} in {rounds} "
+            f"rounds at least {self.turns.separation} apart, {bands} bands"
+        )
+
+    def epsilon(self, rounds: int, *, quick: bool = False) -> float:
+        """Return ε after so many of the run's rounds."""
+        turns = int(self.turns.most[rounds])
+        return (
+            gaussian_epsilon(self.noise_multiplier / math.sqrt(turns), self.delta) if turns else 0.0
+        )
+
+    def client_release(self, round_index: int, clip_norm: float) -> Release | None:
+        """Return None: clients add nothing."""
+        return None
+
+    def server_noise(self, normals: Tensor, round_index: int) -> Tensor:
+        """Return the next row of the correlated noise."""
+        return self._noise.next(normals) * self.noise_multiplier
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the last rows of noise."""
+        return self._noise.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self._noise.load_state_dict(state)

@@ -1,0 +1,218 @@
+"""Distributed differential privacy: clients add shares of the noise, the server sees only the sum.
+
+    client: v = round(clip_S(Δ_k) / step) + Skellam(μ / t)         whole numbers, modulo 2^b
+    server: step · (Σ v mod 2^b) / m
+
+With t shares or more the sum has noise of variance μ at least, so that a round with fewer replies
+is not released. Skellam noise adds up to Skellam noise exactly. Meant for a secure sum: `IntegerCode`
+gives its whole numbers. Here sums are taken in the clear, with the same numbers.
+Source: Agarwal, Kairouz and Liu 2021 (2110.04995), Algorithm 1.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.data.cohort import CohortSampler, PoissonCohort
+from fl_lightning.server.privacy.mechanism import Mechanism, check_options
+from fl_lightning.server.privacy.noise_for_budget import noise_for_budget
+from fl_lightning.server.privacy.noise_source import NoiseSource
+from fl_lightning.server.privacy.private_mean import Release
+from fl_lightning.server.privacy.run import Participation, Run, check_fixed_in_advance
+from fl_lightning.server.privacy.skellam import skellam_epsilon
+from fl_lightning.updates.discrete_noise import Integers, Words, discrete_noise
+from fl_lightning.updates.integer_vector import from_integers, norm_bound, to_integers
+
+# A share's noise has this standard deviation in steps at least, and the ball this radius in √k.
+_FINENESS, _RADIUS = 64.0, 16.0
+
+
+@dataclass(frozen=True)
+class IntegerCode:
+    """How a clipped update becomes noisy whole numbers.
+
+    Attributes:
+        radius: the clip norm in steps, R.
+        share_variance: of each client's noise, in steps².
+    """
+
+    radius: float
+    share_variance: float
+
+    def encode(self, delta: Tensor, clip_norm: float, draws: Iterator[Words]) -> Integers:
+        """Return what a client puts into the sum, shape (k,).
+
+        Args:
+            delta: of norm ≤ ``clip_norm``, shape (k,).
+            clip_norm: S.
+            draws: random words of shape (k,), as often as they are asked for.
+        """
+        noise = discrete_noise("skellam", self.share_variance, next(draws))
+        return to_integers(delta, clip_norm, clip_norm / self.radius, draws) + noise
+
+    def decode(self, numbers: Integers, clip_norm: float, like: Tensor) -> Tensor:
+        """Return the sum that the whole numbers stand for, with the dtype of ``like``."""
+        return from_integers(numbers, clip_norm / self.radius, like)
+
+    def num_bits(self, num_clients: int) -> int:
+        """Return b so that sums over so many clients, within 12 standard deviations, do not wrap."""
+        largest = num_clients * (self.radius + 1) + 12 * math.sqrt(
+            num_clients * self.share_variance
+        )
+        return math.ceil(math.log2(largest)) + 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistributedDP:
+    """Protects each client from everybody, as long as the server sees only the sum of updates.
+
+    Compared are a client's data and any other. The server knows who takes part, so that sampling
+    amplifies nothing: a client pays for each of its turns.
+
+    Args:
+        clip_norm: as of `CentralDP`.
+        noise_multiplier: standard deviation z of the noise in the sum, in clip norms, ≥ 0.
+        epsilon: the budget of the client with the most turns.
+        delta: as of `CentralDP`.
+        min_shares: so many replies have enough noise together, t ≥ 1: a round with fewer stops the
+            run. The cohort's size if None; to be given where it varies.
+        secure_noise: as of `CentralDP`.
+        log_unprotected: log what clients send outside the sum: metrics and norms.
+
+    Raises:
+        ConfigurationError: for values out of range.
+    """
+
+    clip_norm: float
+    noise_multiplier: float | None = None
+    epsilon: float | None = None
+    delta: float = 1e-5
+    min_shares: int | None = None
+    secure_noise: bool = True
+    log_unprotected: bool = False
+
+    @property
+    def adaptive_clip(self) -> None:
+        """The clip norm is fixed: nobody counts clipped updates."""
+        return
+
+    def __post_init__(self) -> None:
+        check_options(self.clip_norm, self.noise_multiplier, self.epsilon, self.delta)
+        if self.min_shares is not None and self.min_shares < 1:
+            raise ConfigurationError(
+                f"federation.privacy: min_shares must be at least 1, got {self.min_shares}"
+            )
+
+    def check_cohort(self, cohort: CohortSampler) -> None:
+        """Refuse cohorts that depend on what happens in the run."""
+        check_fixed_in_advance(cohort)
+        if isinstance(cohort, PoissonCohort) and self.min_shares is None:
+            raise ConfigurationError(
+                "federation.privacy: the size of a PoissonCohort varies, and with it the noise that "
+                "clients add: set min_shares to the fewest replies that shall be released"
+            )
+
+    def mechanism(
+        self, run: Run, source: NoiseSource, noise_multiplier: float | None = None
+    ) -> Mechanism:
+        """Return the clients' mechanism."""
+        turns, shares = run.participation(), self.min_shares or round(run.expected_cohort)
+        noise = self.noise_multiplier if noise_multiplier is None else noise_multiplier
+
+        def made(noise_multiplier: float) -> DistributedSkellam:
+            return DistributedSkellam(
+                source,
+                turns,
+                self.delta,
+                noise_multiplier,
+                run.expected_cohort,
+                fewest_replies=shares,
+                size=run.num_coordinates,
+            )
+
+        def epsilon_of(noise_multiplier: float, *, quick: bool) -> float:
+            return made(noise_multiplier).epsilon(run.planned_rounds)
+
+        if noise is None:
+            assert self.epsilon is not None
+            noise = noise_for_budget(epsilon_of, self.epsilon)
+        return made(noise)
+
+
+@dataclass
+class DistributedSkellam:
+    """Shares of Skellam noise; `Mechanism` says what its parts are."""
+
+    source: NoiseSource
+    turns: Participation
+    delta: float
+    noise_multiplier: float
+    expected: float
+    fewest_replies: int
+    size: int
+    bits_stddev: None = None
+    server_draws: bool = False
+
+    @property
+    def code(self) -> IntegerCode:
+        """The grid: fine against the noise of a share, and against rounding k numbers."""
+        shares, noise = self.fewest_replies, self.noise_multiplier
+        radius = _RADIUS * math.sqrt(self.size)
+        if noise > 0:
+            radius = max(radius, _FINENESS * math.sqrt(shares) / noise)
+        return IntegerCode(radius, (noise * radius) ** 2 / shares)
+
+    @property
+    def noise_per_round(self) -> float:
+        """Of the sum over an expected cohort."""
+        return self.noise_multiplier * math.sqrt(self.expected / self.fewest_replies)
+
+    def __str__(self) -> str:
+        bits = self.code.num_bits(math.ceil(self.expected))
+        return (
+            "unit: client, its data replaced by any other, towards a server that sees sums of "
+            f"{self.fewest_replies} clients or more ({bits} bits a number); "
+            f"{self.turns.most[-1]} turns in {len(self.turns.most) - 1} rounds; Skellam, RDP"
+        )
+
+    def epsilon(self, rounds: int, *, quick: bool = False) -> float:
+        """Return the largest ε of a client after so many of the run's rounds."""
+        code = self.code
+        return skellam_epsilon(
+            code.share_variance * self.fewest_replies,
+            2 * norm_bound(code.radius, 1.0, self.size),
+            self.size,
+            int(self.turns.most[rounds]),
+            self.delta,
+        )
+
+    def client_release(self, round_index: int, clip_norm: float) -> Release | None:
+        """Return what clients put into the sum, as the numbers that it stands for."""
+        if self.noise_multiplier == 0:
+            return None
+        code = self.code
+
+        def release(delta: Tensor, client: int) -> Tensor:
+            tries = itertools.count()
+            draws = (self.source.words(len(delta), round_index, client, n) for n in tries)
+            return code.decode(code.encode(delta, clip_norm, draws), clip_norm, delta)
+
+        return release
+
+    def server_noise(self, normals: Tensor, round_index: int) -> None:
+        """Return None: the server adds nothing."""
+        return
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing depends on earlier rounds."""

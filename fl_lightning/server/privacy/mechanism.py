@@ -1,0 +1,153 @@
+"""What a kind of differential privacy consists of: a description, and its mechanism in a run."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.data.cohort import CohortSampler
+from fl_lightning.server.privacy.adaptive_clip import AdaptiveClip
+from fl_lightning.server.privacy.noise_source import NoiseSource
+from fl_lightning.server.privacy.private_mean import Release
+from fl_lightning.server.privacy.run import Run
+from fl_lightning.updates.clip import check_clip_norm
+
+
+class Mechanism(Protocol):
+    """The noise of one run and what it costs.
+
+    Attributes:
+        noise_multiplier: z, in clip norms.
+        expected: the cohort's size that sums are divided by.
+        fewest_replies: with fewer a round has too little noise to be released.
+        server_draws: whether the server adds noise, and not clients.
+    """
+
+    noise_multiplier: float
+    expected: float
+    fewest_replies: int
+    server_draws: bool
+
+    @property
+    def bits_stddev(self) -> float | None:
+        """Of the noise on the count of unclipped updates; None where nobody counts."""
+
+    @property
+    def noise_per_round(self) -> float:
+        """Standard deviation of the noise in a sum of updates, in clip norms."""
+
+    def __str__(self) -> str:
+        """Return what is compared, and how cohorts are drawn, for people."""
+
+    def epsilon(self, rounds: int, *, quick: bool = False) -> float:
+        """Return ε after so many rounds; ``quick`` allows a slightly higher one."""
+
+    def client_release(self, round_index: int, clip_norm: float) -> Release | None:
+        """Return what clients do to clipped updates; None if nothing."""
+
+    def server_noise(self, normals: Tensor, round_index: int) -> Tensor | None:
+        """Return what the server adds to the sum, in clip norms.
+
+        Args:
+            normals: independent, of variance 1, shape (k,).
+            round_index: the round; each is asked for once, in order.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what later rounds depend on."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+
+
+@runtime_checkable
+class Privacy(Protocol):
+    """What a user asks for: ``federation.privacy``; frozen.
+
+    Attributes:
+        clip_norm: L2 norm that clients' updates are clipped to.
+        epsilon: the budget; None for none.
+        delta: of ε.
+        adaptive_clip: how the clip norm moves; None if it does not.
+        secure_noise: whether noise comes from the operating system's secure generator.
+        log_unprotected: whether to log what the noise does not cover.
+    """
+
+    @property
+    def clip_norm(self) -> float:
+        """L2 norm that clients' updates are clipped to."""
+
+    @property
+    def epsilon(self) -> float | None:
+        """The budget; None for none."""
+
+    @property
+    def delta(self) -> float:
+        """δ of ε."""
+
+    @property
+    def adaptive_clip(self) -> AdaptiveClip | None:
+        """How the clip norm moves; None if it does not."""
+
+    @property
+    def secure_noise(self) -> bool:
+        """Whether noise comes from the operating system's secure generator."""
+
+    @property
+    def log_unprotected(self) -> bool:
+        """Whether to log what the noise does not cover."""
+
+    def check_cohort(self, cohort: CohortSampler) -> None:
+        """Refuse cohorts that it cannot account for."""
+
+    def mechanism(
+        self, run: Run, source: NoiseSource, noise_multiplier: float | None = None
+    ) -> Mechanism:
+        """Return the mechanism of a run.
+
+        Args:
+            run: the run.
+            source: of noise that clients draw.
+            noise_multiplier: what the run that is resumed had; found anew if None.
+
+        Raises:
+            ConfigurationError: if it cannot be accounted for.
+        """
+
+
+def check_options(
+    clip_norm: float, noise_multiplier: float | None, epsilon: float | None, delta: float
+) -> None:
+    """Refuse values that no mechanism can have.
+
+    Raises:
+        ConfigurationError: naming the first of them.
+    """
+    check_clip_norm(clip_norm)
+    if noise_multiplier is None and epsilon is None:
+        raise ConfigurationError(
+            "federation.privacy needs noise_multiplier (noise in clip norms) or epsilon (the budget "
+            "that noise is found for), or both: then training stops before the budget is exceeded"
+        )
+    if noise_multiplier is not None and not 0 <= noise_multiplier < float("inf"):
+        raise ConfigurationError(
+            "federation.privacy: noise_multiplier must be a number of clip norms, at least 0, got "
+            f"{noise_multiplier}"
+        )
+    if epsilon is not None and not 0 < epsilon < float("inf"):
+        raise ConfigurationError(
+            f"federation.privacy: epsilon must be above 0 and finite, got {epsilon}: leave it out "
+            "for no budget"
+        )
+    if not 0 < delta < 1:
+        raise ConfigurationError(
+            f"federation.privacy: delta must be in (0, 1), got {delta}: it is the chance that ε "
+            "does not hold; well below 1 / number of clients, e.g. 1.0e-5"
+        )
+    if noise_multiplier and clip_norm == float("inf"):
+        raise ConfigurationError(
+            "federation.privacy: noise is a multiple of clip_norm, which is inf: set clip_norm to a "
+            "number, e.g. the median of round/client_update_norm"
+        )

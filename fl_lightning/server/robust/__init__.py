@@ -1,0 +1,1 @@
+"""Rules that withstand a number of clients which send what they like."""

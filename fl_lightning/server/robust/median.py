@@ -1,0 +1,84 @@
+"""Coordinate-wise median and trimmed mean.
+
+    median_j = median_i x_ij,      trimmed_j = mean of x_(f+1)j … x_(n-f)j, in increasing order
+
+Source: Yin et al. 2018, Byzantine-Robust Distributed Learning, Definitions 1 and 2; there a
+fraction β of the updates is trimmed at each end, here a number f of them. The median of an even
+number is the mean of the two in the middle (torch's is the lower one). Clients count alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+
+from fl_lightning.server.collected import RuleContext
+from fl_lightning.server.robust.checks import check_num_attackers
+from fl_lightning.server.row_passes import sorted_sum
+from fl_lightning.server.update_rows import Floats, Rows
+
+
+@final
+@dataclass(frozen=True)
+class Median:
+    """The median of every coordinate; withstands fewer than half of the clients."""
+
+    @property
+    def min_updates(self) -> int:
+        """One."""
+        return 1
+
+    def combine(self, rows: Rows, context: RuleContext) -> Floats:
+        """Return the medians."""
+        return sorted_sum(rows, median_weights(len(rows)))
+
+
+@final
+@dataclass(frozen=True)
+class TrimmedMean:
+    """The mean of every coordinate without its f smallest and its f largest values.
+
+    Args:
+        num_attackers: f, ≥ 0; of 2f + 1 updates and more. With 0 it is the mean.
+
+    Raises:
+        ConfigurationError: if it is negative.
+    """
+
+    num_attackers: int
+
+    def __post_init__(self) -> None:
+        check_num_attackers(self, self.num_attackers)
+
+    @property
+    def min_updates(self) -> int:
+        """One remains."""
+        return 2 * self.num_attackers + 1
+
+    def combine(self, rows: Rows, context: RuleContext) -> Floats:
+        """Return the means of the middle."""
+        return sorted_sum(rows, trimmed_weights(len(rows), self.num_attackers))
+
+
+def median_weights(count: int) -> Floats:
+    """Return the share of each value, in increasing order, in the median.
+
+    Example:
+        >>> median_weights(3).tolist(), median_weights(4).tolist()
+        ([0.0, 1.0, 0.0], [0.0, 0.5, 0.5, 0.0])
+    """
+    return trimmed_weights(count, (count - 1) // 2)
+
+
+def trimmed_weights(count: int, num_trimmed: int) -> Floats:
+    """Return the share of each value in the mean without so many at each end.
+
+    Example:
+        >>> trimmed_weights(4, 1).tolist()
+        [0.0, 0.5, 0.5, 0.0]
+    """
+    weights = np.zeros(count)
+    weights[num_trimmed : count - num_trimmed] = 1 / (count - 2 * num_trimmed)
+    return weights

@@ -1,0 +1,115 @@
+"""Pre-aggregation: make updates more alike, then hand them to a rule.
+
+    nearest-neighbour mixing   y_i = mean of the n - f updates nearest to x_i, x_i among them
+    bucketing                  y_b = mean of the s updates in bucket b of a random order
+
+Source: Allouah et al. 2023, Fixing by Mixing, Algorithm 1; Karimireddy et al. 2022, Byzantine-Robust
+Learning on Heterogeneous Datasets via Bucketing, Algorithm 1. Robust rules fail where honest
+clients' data differ; mixed updates differ less. The last bucket may be smaller than the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.seeds import numpy_generator, run_seed
+from fl_lightning.server.collected import RobustRule, RuleContext
+from fl_lightning.server.robust.checks import check_num_attackers
+from fl_lightning.server.robust.fltrust import FLTrust
+from fl_lightning.server.row_passes import squared_distances
+from fl_lightning.server.row_views import MixedRows
+from fl_lightning.server.update_rows import Floats, Rows
+
+
+@final
+@dataclass(frozen=True)
+class NearestNeighbourMixing:
+    """Replaces every update by the mean of its n - f nearest ones.
+
+    Args:
+        rule: what then becomes of them.
+        num_attackers: f, ≥ 0; of 2f + 1 updates and more. With 0 all become their mean.
+
+    Raises:
+        ConfigurationError: if it is negative, or the rule must know whose updates are whose.
+    """
+
+    rule: RobustRule
+    num_attackers: int
+
+    def __post_init__(self) -> None:
+        check_num_attackers(self, self.num_attackers)
+        check_mixable(self.rule)
+
+    @property
+    def min_updates(self) -> int:
+        """A majority is honest, and the rule has enough."""
+        return max(2 * self.num_attackers + 1, self.rule.min_updates)
+
+    def combine(self, rows: Rows, context: RuleContext) -> Floats:
+        """Return the rule's word on the mixed updates."""
+        count = len(rows) - self.num_attackers
+        distances = squared_distances(rows)
+        np.fill_diagonal(distances, -1)  # an update is nearest to itself, whatever equals it
+        nearest = np.argsort(distances, axis=1, kind="stable")[:, :count]
+        matrix = np.zeros((len(rows), len(rows)))
+        np.put_along_axis(matrix, nearest, 1 / count, axis=1)
+        return self.rule.combine(MixedRows(rows, matrix), context)
+
+
+@final
+@dataclass(frozen=True)
+class Bucketing:
+    """Replaces every s updates, drawn anew each round, by their mean.
+
+    Args:
+        rule: what then becomes of the buckets; its number of attackers counts buckets.
+        bucket_size: s, ≥ 1; with 1 nothing changes.
+        seed: of the draws; the run's seed if None.
+
+    Raises:
+        ConfigurationError: if the size is below 1, or the rule must know whose updates are whose.
+    """
+
+    rule: RobustRule
+    bucket_size: int = 2
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.bucket_size < 1:
+            raise ConfigurationError(
+                f"Bucketing: bucket_size must be at least 1 update, got {self.bucket_size}"
+            )
+        check_mixable(self.rule)
+
+    @property
+    def min_updates(self) -> int:
+        """As many as make enough buckets."""
+        return (self.rule.min_updates - 1) * self.bucket_size + 1
+
+    def combine(self, rows: Rows, context: RuleContext) -> Floats:
+        """Return the rule's word on the buckets."""
+        generator = numpy_generator(run_seed(self.seed), "bucketing", context.round_index)
+        if self.bucket_size == 1:
+            return self.rule.combine(rows, context)
+        buckets = np.empty(len(rows), np.int64)
+        buckets[generator.permutation(len(rows))] = np.arange(len(rows)) // self.bucket_size
+        matrix = (np.arange(buckets.max() + 1)[:, None] == buckets).astype(float)
+        return self.rule.combine(MixedRows(rows, matrix / matrix.sum(1, keepdims=True)), context)
+
+
+def check_mixable(rule: RobustRule) -> None:
+    """Refuse a rule that looks for one client's update.
+
+    Raises:
+        ConfigurationError: for FLTrust.
+    """
+    if isinstance(rule, FLTrust):
+        raise ConfigurationError(
+            "FLTrust needs the trusted client's own update, and a mixed one is several clients': "
+            "use it without pre-aggregation"
+        )

@@ -1,0 +1,66 @@
+"""Norm bounding: no update is longer than a bound.
+
+    aggregate = Σ_i w_i x_i min(1, M / |x_i|) / Σ_i w_i
+
+Source: Sun et al. 2019, Can You Really Backdoor Federated Learning?, Section 4. The paper's bound
+is a number that one has to know; without one it is the median of the round's norms.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.server.collected import RuleContext
+from fl_lightning.server.row_passes import combined
+from fl_lightning.server.update_rows import Floats, Rows
+
+
+@final
+@dataclass(frozen=True)
+class NormBounding:
+    """The mean of updates of bounded norm.
+
+    Args:
+        bound: M, > 0, the largest L2 norm of an update; the median of the round's norms if None.
+        weight_by_examples: weigh updates by their examples, which clients claim to have.
+
+    Raises:
+        ConfigurationError: if the bound is not positive.
+    """
+
+    bound: float | None = None
+    weight_by_examples: bool = False
+
+    def __post_init__(self) -> None:
+        if self.bound is not None and not self.bound > 0:
+            raise ConfigurationError(
+                f"NormBounding: bound must be greater than 0, got {self.bound}"
+            )
+
+    @property
+    def min_updates(self) -> int:
+        """One."""
+        return 1
+
+    def combine(self, rows: Rows, context: RuleContext) -> Floats:
+        """Return the mean of the bounded updates."""
+        norms = row_norms(rows)
+        bound = float(np.median(norms)) if self.bound is None else self.bound
+        if not bound:  # most updates are 0
+            return np.zeros(rows.num_columns, rows.dtype)
+        weights = rows.num_examples if self.weight_by_examples else np.ones(len(rows))
+        factors = bound / np.maximum(norms, bound)
+        return combined(rows, factors * weights / weights.sum())
+
+
+def row_norms(rows: Rows) -> Floats:
+    """Return the L2 norm of every row, float64, shape (n,)."""
+    squares = np.zeros(len(rows))
+    for _, block in rows.blocks():
+        squares += np.einsum("ij,ij->i", block, block, dtype=np.float64)
+    norms: Floats = np.sqrt(squares)
+    return norms

@@ -1,0 +1,96 @@
+"""What robust rules compute of a round's updates, in one pass over their columns each.
+
+    G = X Xᵀ,    d_ij² = G_ii + G_jj - 2 G_ij,    Σ_i c_i x_i,    Σ_r w_r x_(r)
+
+with x_(r) the r-th smallest value of a coordinate. Products of a block are summed in float64. Many
+rules are sums of the updates with coefficients that depend on G alone: two passes are all they take.
+Sorting goes along contiguous memory, one coordinate after the other, by NumPy, whose sort is the fast
+one there.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from fl_lightning.server.update_rows import Floats, Rows
+
+
+def products(rows: Rows) -> Floats:
+    """Return the inner products of all pairs of rows, float64, shape (n, n).
+
+    Where a row's norm overflows its dtype, its entries are infinite or NaN.
+    """
+    gram = np.zeros((len(rows), len(rows)))
+    with np.errstate(over="ignore", invalid="ignore"):
+        for _, block in rows.blocks():
+            gram += block @ block.T
+    return gram
+
+
+def squared_distances(rows: Rows) -> Floats:
+    """Return the squared distances of all pairs, float64, shape (n, n), with zeros on the diagonal.
+
+    A row whose norm overflows is infinitely far from all others.
+    """
+    return distances_of(products(rows))
+
+
+def distances_of(gram: Floats) -> Floats:
+    """Return squared distances, given inner products.
+
+    Example:
+        >>> distances_of(np.array([[1.0, 0.0], [0.0, 4.0]])).tolist()
+        [[0.0, 5.0], [5.0, 0.0]]
+    """
+    squares = np.diag(gram)
+    with np.errstate(over="ignore", invalid="ignore"):
+        exact = squares[:, None] + squares[None, :] - 2 * gram
+    distances: Floats = np.nan_to_num(np.maximum(exact, 0), nan=np.inf, posinf=np.inf)
+    distances[~np.isfinite(squares)] = np.inf
+    distances[:, ~np.isfinite(squares)] = np.inf
+    np.fill_diagonal(distances, 0)
+    return distances
+
+
+def combined(rows: Rows, coefficients: Floats) -> Floats:
+    """Return Σ c_i x_i, shape (k,); rows with coefficient 0 are not read."""
+    used = np.flatnonzero(coefficients)
+    weights = coefficients[used].astype(rows.dtype)
+    result = np.zeros(rows.num_columns, rows.dtype)
+    if len(used):
+        for columns, block in rows.blocks(used.tolist()):
+            np.matmul(weights, block, out=result[columns])
+    return result
+
+
+def sorted_sum(rows: Rows, weights: Floats) -> Floats:
+    """Return, for every coordinate, Σ_r w_r x_(r) over its values in increasing order, shape (k,).
+
+    Args:
+        rows: n of them.
+        weights: shape (n,); of the first and the last ones that are 0 nothing is added.
+    """
+    used = np.flatnonzero(weights)
+    first, end = used[0], used[-1] + 1
+    kept = weights[first:end].astype(rows.dtype)
+    result = np.empty(rows.num_columns, rows.dtype)
+    for columns, block in rows.blocks():
+        result[columns] = sorted_columns(block)[:, first:end] @ kept
+    return result
+
+
+def sorted_columns(block: Floats) -> Floats:
+    """Return each column's values in increasing order as a row, shape (width, n)."""
+    # torch transposes by tiles, several times as fast as NumPy
+    ordered: Floats = torch.from_numpy(block).t().contiguous().numpy()
+    ordered.sort(axis=1)
+    return ordered
+
+
+def mean_and_spread(rows: Rows) -> tuple[Floats, Floats]:
+    """Return mean and standard deviation of every coordinate over rows, each of shape (k,)."""
+    mean, spread = np.empty((2, rows.num_columns), rows.dtype)
+    for columns, block in rows.blocks():
+        mean[columns], spread[columns] = block.mean(0), block.std(0)
+    return mean, spread

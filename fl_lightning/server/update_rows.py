@@ -1,0 +1,236 @@
+"""A round's updates side by side, for rules that must see each of them: a matrix with a row each.
+
+Rows are kept in memory up to a limit and in a file beyond it. They are read in blocks of columns, so
+that a rule needs memory for one block and its result, however many updates there are. Rows are in
+increasing order of their clients' ids: no rule depends on the order in which updates come.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from io import FileIO
+from typing import Any, Protocol, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from fl_lightning.core.update import ClientUpdate
+
+Floats = npt.NDArray[Any]
+# of a column block: it, its transpose and the rows' next parts stay in a core's cache
+_BLOCK_BYTES = 2 * 2**20
+
+
+class Rows(Protocol):
+    """n vectors of k numbers, read in blocks of columns.
+
+    Attributes:
+        num_columns: k.
+        dtype: of the numbers, float32 or float64.
+        num_examples: behind each row, shape (n,).
+        client_ids: whose each row is; empty where a row is no single client's.
+    """
+
+    @property
+    def num_columns(self) -> int: ...  # noqa: D102
+    @property
+    def dtype(self) -> np.dtype[Any]: ...  # noqa: D102
+    @property
+    def num_examples(self) -> Floats: ...  # noqa: D102
+    @property
+    def client_ids(self) -> list[int]: ...  # noqa: D102
+
+    def __len__(self) -> int: ...
+
+    def blocks(self, rows: Sequence[int] | None = None) -> Iterator[tuple[slice, Floats]]:
+        """Yield (columns, block) with blocks of shape (number of rows, width), to be read only.
+
+        A block's memory is used again for the next one.
+        """
+
+
+def block_width(num_rows: int, num_columns: int, itemsize: int) -> int:
+    """Return how many columns make a block.
+
+    Example:
+        >>> block_width(100, 21_000_000, 4)
+        5242
+    """
+    return min(max(1, num_columns), max(1024, _BLOCK_BYTES // (max(1, num_rows) * itemsize)))
+
+
+class UpdateRows:
+    """The updates of one round; those beyond the limit go to a temporary file.
+
+    Args:
+        like: updates have its shape (k,) and device; half precision is kept as float32.
+        memory_limit: bytes of updates to keep in memory.
+        folder: where the file is made, the system's temporary folder if None; it vanishes with
+            the rows.
+
+    Example:
+        >>> rows = UpdateRows(torch.empty(2), memory_limit=8)  # of which the second goes to a file
+        >>> for client, delta in ((7, [1.0, 2.0]), (3, [5.0, 6.0])):
+        ...     rows.append(ClientUpdate(client, torch.tensor(delta), torch.empty(0), 10, 1))
+        >>> rows.client_ids, [block.tolist() for _, block in rows.blocks()]
+        ([3, 7], [[[5.0, 6.0], [1.0, 2.0]]])
+    """
+
+    def __init__(
+        self, like: Tensor, *, memory_limit: int = 2**30, folder: str | None = None
+    ) -> None:
+        self._like = like
+        self._options: dict[str, Any] = {"memory_limit": memory_limit, "folder": folder}
+        self._dtype = np.dtype(np.float64 if like.dtype == torch.float64 else np.float32)
+        self._row_bytes = like.numel() * self._dtype.itemsize
+        self._num_in_memory = memory_limit // max(1, self._row_bytes)
+        self._updates: list[ClientUpdate] = []  # without their deltas
+        self._in_memory: list[Floats] = []
+        self._file: FileIO | None = None
+
+    @property
+    def num_columns(self) -> int:
+        """Numbers of an update, k."""
+        return self._like.numel()
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of a block."""
+        return self._dtype
+
+    @property
+    def num_examples(self) -> Floats:
+        """Examples behind each row."""
+        return np.array([self._updates[i].num_examples for i in self._order()], dtype=np.float64)
+
+    @property
+    def client_ids(self) -> list[int]:
+        """Whose each row is, increasing."""
+        return sorted(update.client_id for update in self._updates)
+
+    def __len__(self) -> int:
+        return len(self._updates)
+
+    def append(self, update: ClientUpdate) -> None:
+        """Take in one update; its delta is copied."""
+        self._write(update.delta)
+        metrics = {name: value.detach().cpu() for name, value in update.metrics.items()}
+        nothing = torch.empty(0)
+        self._updates.append(replace(update, delta=nothing, buffers=nothing, metrics=metrics))
+
+    def _write(self, delta: Tensor) -> None:
+        row = delta.detach().cpu().numpy().astype(self._dtype, copy=True)
+        if len(self._updates) < self._num_in_memory:
+            self._in_memory.append(row)
+            return
+        if self._file is None:
+            folder = self._options["folder"]
+            file = tempfile.TemporaryFile(buffering=0, dir=folder)  # noqa: SIM115 - see below
+            self._file = file
+            weakref.finalize(self, file.close)
+        self._file.seek(self._place(len(self._updates)))
+        rest = row.data.cast("B")
+        while rest:  # a call writes 2 GB at most
+            rest = rest[self._file.write(rest) :]
+
+    def _place(self, row: int, column: int = 0) -> int:
+        return (row - len(self._in_memory)) * self._row_bytes + column * self._dtype.itemsize
+
+    def _order(self) -> list[int]:
+        return sorted(range(len(self)), key=lambda row: self._updates[row].client_id)
+
+    def blocks(self, rows: Sequence[int] | None = None) -> Iterator[tuple[slice, Floats]]:
+        """Yield blocks of columns of all rows, or of those at the given places."""
+        order = self._order()
+        chosen = order if rows is None else [order[row] for row in rows]
+        width = block_width(len(chosen), self.num_columns, self._dtype.itemsize)
+        buffer = np.empty((len(chosen), width), self._dtype)
+        for begin in range(0, self.num_columns, width):
+            columns = slice(begin, min(begin + width, self.num_columns))
+            # contiguous also where the last block is narrower
+            block = buffer.reshape(-1)[: len(chosen) * (columns.stop - begin)]
+            block = block.reshape(len(chosen), -1)
+            for target, row in zip(block, chosen, strict=True):
+                self._read(target, row, columns)
+            yield columns, block
+
+    def _read(self, target: Floats, row: int, columns: slice) -> None:
+        if row < len(self._in_memory):
+            target[:] = self._in_memory[row][columns]
+            return
+        assert self._file is not None
+        self._file.seek(self._place(row, columns.start))
+        rest = target.data.cast("B")
+        while rest:
+            count = self._file.readinto(rest)
+            if not count:
+                raise OSError("the file of this round's updates has become shorter")
+            rest = rest[count:]
+
+    def updates(self) -> Iterator[ClientUpdate]:
+        """Yield the updates again, in increasing order of clients, without their buffers."""
+        for place in self._order():
+            delta = torch.from_numpy(self._row(place)).to(self._like.device, self._like.dtype)
+            yield replace(self._updates[place], delta=delta)
+
+    def _row(self, place: int) -> Floats:
+        row = np.empty(self.num_columns, self._dtype)
+        self._read(row, place, slice(0, self.num_columns))
+        return row
+
+    def exchange(
+        self, gather: Callable[[Any], list[Any]], all_reduce: Callable[[Tensor], None]
+    ) -> UpdateRows:
+        """Return the updates of all processes; to be called by all of them.
+
+        One update travels at a time, as a sum to which others contribute zeros.
+
+        Args:
+            gather: returns what every process gave.
+            all_reduce: replaces a vector by its sum over processes.
+        """
+        mine: dict[int, list[int]] = {}
+        for place, update in enumerate(self._updates):
+            mine.setdefault(update.client_id, []).append(place)
+        everyone = UpdateRows(self._like, **self._options)
+        for update in (update for updates in gather(self._updates) for update in updates):
+            vector = torch.zeros_like(self._like)
+            if places := mine.get(update.client_id):  # a client trains in one process
+                vector.copy_(torch.from_numpy(self._row(places.pop(0))))
+            all_reduce(vector)
+            everyone.append(replace(update, delta=vector))
+        return everyone
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the updates; those in the file are mapped, not read."""
+        return {
+            "rows": [self._as_tensor(row) for row in range(len(self))],
+            "clients": [
+                {
+                    "client_id": update.client_id,
+                    "num_examples": update.num_examples,
+                    "num_steps": update.num_steps,
+                    "metrics": dict(update.metrics),
+                    "effective_steps": update.effective_steps,
+                }
+                for update in self._updates
+            ],
+        }
+
+    def _as_tensor(self, row: int) -> Tensor:
+        if row < len(self._in_memory):
+            return torch.from_numpy(self._in_memory[row])
+        mapped = np.memmap(
+            cast(Any, self._file), self._dtype, "r+", self._place(row), (self.num_columns,)
+        )
+        return torch.from_numpy(mapped)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take in the updates that `state_dict` returned."""
+        for delta, client in zip(state["rows"], state["clients"], strict=True):
+            self.append(ClientUpdate(delta=delta, buffers=torch.empty(0), **client))

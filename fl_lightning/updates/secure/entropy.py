@@ -1,0 +1,60 @@
+"""Where a party's secrets come from: the operating system, or for simulations a seed.
+
+    bytes_i = ChaCha20(key = BLAKE2b(seed), counter) at positions that were not read before
+
+A seed of 63 bits makes a run repeatable and protects nothing: whoever knows it knows every secret.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from hashlib import blake2b
+
+import numpy as np
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
+from numpy.typing import NDArray
+
+from fl_lightning.core.seeds import derive_seed
+
+Entropy = Callable[[int], bytes]
+Draws = Callable[[int], NDArray[np.float64]]
+
+system_entropy: Entropy = os.urandom
+
+
+def seeded_entropy(root: int, purpose: str, *ids: int) -> Entropy:
+    """Return a stream of bytes that is a pure function of its arguments; for simulations only.
+
+    Example:
+        >>> one, same = seeded_entropy(0, "keys", 3), seeded_entropy(0, "keys", 3)
+        >>> one(4) + one(4) == same(8)
+        True
+    """
+    seed = derive_seed(root, purpose, *ids).to_bytes(8, "little")
+    return _stream(blake2b(seed, digest_size=32, person=b"entropy").digest())
+
+
+def uniform_draws(entropy: Entropy = system_entropy) -> Draws:
+    """Return a function that draws n numbers in [0, 1), of 53 bits, from a fresh ChaCha20 key.
+
+    It stands in for `numpy.random.Generator.random` where draws must not be guessed.
+
+    Example:
+        >>> draws = uniform_draws()(1000)
+        >>> draws.shape, bool(0 <= draws.min() and draws.max() < 1)
+        ((1000,), True)
+    """
+    stream = _stream(entropy(32))
+
+    def draw(count: int) -> NDArray[np.float64]:
+        words = np.frombuffer(stream(8 * count), "<u8")
+        numbers: NDArray[np.float64] = (words >> np.uint64(11)) * 2.0**-53
+        return numbers
+
+    return draw
+
+
+def _stream(key: bytes) -> Entropy:
+    keystream = Cipher(algorithms.ChaCha20(key, bytes(16)), mode=None).encryptor()
+    return lambda size: keystream.update(bytes(size))

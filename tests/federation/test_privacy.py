@@ -1,0 +1,324 @@
+"""Private rounds: off is exactly off, the noise is what was asked for, nothing is spent twice."""
+
+import math
+
+import pytest
+import torch
+from lightning.pytorch import Callback, seed_everything
+from toys import SaveEverywhere, ToyModule, toy_data, toy_trainer, weights
+
+from fl_lightning import (
+    BandedMatrixDP,
+    CentralDP,
+    ConfigurationError,
+    DistributedDP,
+    Federation,
+    FedProx,
+    LocalDP,
+    MaskCalibration,
+    Mean,
+    PoissonCohort,
+    RoundFailure,
+    Scaffold,
+    UniformCohort,
+)
+from fl_lightning.data.turns import RoundRobinCohort
+from fl_lightning.federation.ranks import Ranks
+from fl_lightning.server.privacy.adaptive_clip import AdaptiveClip
+from fl_lightning.server.privacy.noise_source import SeededNoise
+from fl_lightning.server.privacy.run import Run
+from fl_lightning.server.robust.median import Median
+from fl_lightning.sparsity import SparseSGDM
+from fl_lightning.updates.random_k import RandomK
+
+pytestmark = pytest.mark.filterwarnings("ignore:privacy:UserWarning")
+
+
+def run(max_epochs=3, callbacks=(), ckpt_path=None, module=None, data=None, devices=1, **options):
+    seed_everything(0, verbose=False)
+    module = module or ToyModule()
+    federation = Federation(**{"seed": 4, "engine": "sequential", **options})
+    strategy = "federated" if devices > 1 else "auto"
+    trainer = toy_trainer(
+        *(federation, *callbacks), max_epochs=max_epochs, devices=devices, strategy=strategy
+    )
+    trainer.fit(module, datamodule=data or toy_data(), ckpt_path=ckpt_path)
+    return module, trainer
+
+
+def private(**options):
+    defaults = {"clip_norm": 0.1, "noise_multiplier": 1.0, "delta": 1e-3, "secure_noise": False}
+    return CentralDP(**{**defaults, **options})
+
+
+def facts(trainer):
+    return {k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("privacy/")}
+
+
+@pytest.mark.parametrize("engine", ["sequential", "slots"])
+@pytest.mark.parametrize("exact", [False, True])
+def test_without_noise_and_clipping_it_is_the_plain_mean_to_the_bit(engine, exact):
+    mean = Mean(weight_by_examples=False, exact=exact)
+    plain, _ = run(engine=engine, aggregator=mean)
+    off = private(clip_norm=math.inf, noise_multiplier=0.0)
+    module, _ = run(engine=engine, aggregator=mean, privacy=off)
+    assert torch.equal(weights(module), weights(plain))
+
+
+def test_engines_release_the_same():
+    one, _ = run(privacy=private(), cohort=PoissonCohort(fraction=0.5))
+    other, _ = run(privacy=private(), cohort=PoissonCohort(fraction=0.5), engine="slots")
+    assert torch.allclose(weights(one), weights(other), atol=1e-6)
+
+
+def test_an_empty_round_releases_noise_over_the_expected_cohort():
+    """Nobody replies in ten rounds: the model has moved by ten draws of known spread."""
+    cohort = PoissonCohort(fraction=1e-9)
+    start = weights(still_module())
+    privacy = private(clip_norm=1e-8, noise_multiplier=3.0)
+    module, trainer = run(10, privacy=privacy, cohort=cohort, module=still_module())
+    moved = weights(module) - start
+    stddev = 3.0 * 1e-8 / (6 * 1e-9)
+    assert facts(trainer)["privacy/noise_stddev"] == pytest.approx(stddev)
+    assert float(moved.std()) == pytest.approx(stddev * math.sqrt(10), rel=0.3)
+
+
+def still_module():
+    torch.manual_seed(1)
+    return ToyModule(scheduler=False)
+
+
+def test_what_is_logged():
+    _, trainer = run(privacy=private(epsilon=50.0), cohort=PoissonCohort(fraction=0.5))
+    logged = facts(trainer)
+    assert logged["privacy/clip_norm"] == pytest.approx(0.1)
+    assert logged["privacy/noise_stddev"] == pytest.approx(0.1 / 3)
+    assert 0 <= logged["privacy/clip_fraction"] <= 1
+    assert logged["privacy/epsilon"] + logged["privacy/budget_left"] == pytest.approx(50.0)
+    assert "train/loss" in trainer.callback_metrics
+
+
+def test_what_no_noise_covers_can_be_left_out(tmp_path):
+    callbacks = [SaveEverywhere(tmp_path)]
+    privacy = private(log_unprotected=False)
+    _, trainer = run(privacy=privacy, callbacks=callbacks, clients_per_group=2)
+    names = {name for name in trainer.callback_metrics if not name.startswith(("val", "privacy"))}
+    assert names == {"round/update_norm"}
+    for path in tmp_path.glob("*.ckpt"):
+        state = torch.load(path, weights_only=True)["callbacks"]["Federation"]
+        assert "round" not in state["server"]
+        assert state["record"]["finished"] == []
+        assert state["metrics"] == {}
+
+
+def test_a_budget_ends_the_run_with_its_last_model(tmp_path):
+    privacy = private(epsilon=8.0, noise_multiplier=2.0)
+    module, trainer = run(50, privacy=privacy, callbacks=[SaveEverywhere(tmp_path)])
+    done = trainer.current_epoch
+    assert 0 < done < 50
+    assert facts(trainer)["privacy/epsilon"] <= 8.0
+    last = torch.load(tmp_path / f"{done - 1}-end.ckpt", weights_only=True)
+    assert last["callbacks"]["Federation"]["privacy"]["released"] == done
+    assert torch.equal(last["state_dict"]["net.0.weight"], module.net[0].weight)
+    # the next round would have exceeded it, also for a run that is resumed with more rounds
+    again, resumed = run(80, privacy=privacy, ckpt_path=tmp_path / f"{done - 1}-end.ckpt")
+    assert resumed.current_epoch == done
+    assert torch.equal(weights(again), weights(module))
+    _, longer = run(done + 1, privacy=private(noise_multiplier=2.0))
+    assert facts(longer)["privacy/epsilon"] > 8.0
+
+
+def test_noise_is_found_for_a_budget():
+    privacy = private(epsilon=4.0, noise_multiplier=None)
+    _, trainer = run(5, privacy=privacy)
+    assert trainer.current_epoch == 5
+    assert facts(trainer)["privacy/epsilon"] == pytest.approx(4.0, abs=1e-3)
+    assert facts(trainer)["privacy/epsilon"] <= 4.0
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoints")
+    options = {
+        "cohort": PoissonCohort(fraction=0.5),
+        "clients_per_group": 1,
+        "privacy": private(adaptive_clip=AdaptiveClip(bits_stddev=2.0)),
+    }
+    module, trainer = run(4, callbacks=[SaveEverywhere(folder)], **options)
+    return folder, options, weights(module), facts(trainer)
+
+
+@pytest.mark.parametrize("moment", ["0-end", "1-group0", "1-group2", "2-validation"])
+def test_resuming_spends_and_draws_nothing_twice(uninterrupted, moment):
+    folder, options, expected, logged = uninterrupted
+    module, trainer = run(4, ckpt_path=folder / f"{moment}.ckpt", **options)
+    assert torch.equal(weights(module), expected)
+    assert facts(trainer) == logged
+
+
+def test_a_checkpoint_of_another_privacy_is_refused(tmp_path):
+    run(2, callbacks=[SaveEverywhere(tmp_path)], privacy=private())
+    for other in (private(noise_multiplier=2.0), None):
+        with pytest.raises(ConfigurationError, match="privacy"):
+            run(4, ckpt_path=tmp_path / "1-end.ckpt", privacy=other)
+    with pytest.raises(ConfigurationError, match="rounds cost something else"):
+        run(
+            4,
+            ckpt_path=tmp_path / "1-end.ckpt",
+            privacy=private(),
+            cohort=PoissonCohort(fraction=0.5),
+        )
+
+
+def test_the_noise_of_a_budget_is_kept_when_more_rounds_are_asked_for(tmp_path):
+    privacy = private(epsilon=4.0, noise_multiplier=None)
+    run(3, callbacks=[SaveEverywhere(tmp_path)], privacy=privacy)
+    _, trainer = run(9, ckpt_path=tmp_path / "2-end.ckpt", privacy=privacy)
+    assert trainer.current_epoch == 3  # all of it was spent in those three
+
+
+def test_secure_noise_differs_from_run_to_run():
+    one, _ = run(1, privacy=private(secure_noise=True))
+    other, _ = run(1, privacy=private(secure_noise=True))
+    assert not torch.equal(weights(one), weights(other))
+
+
+def test_the_clip_norm_follows_the_updates():
+    privacy = private(clip_norm=1e-3, noise_multiplier=0.0, adaptive_clip=AdaptiveClip())
+    _, trainer = run(3, privacy=privacy)  # all updates are longer
+    norm = 1e-3 * math.exp(0.2 * 0.5) ** 2
+    assert facts(trainer)["privacy/clip_norm"] == pytest.approx(norm)
+    assert facts(trainer)["privacy/noisy_clip_fraction"] == pytest.approx(1.0)
+
+
+def test_what_ε_does_not_cover_is_named():
+    module = ToyModule(batch_norm=True)
+    data = toy_data(batch_size=4, drop_last=True)
+    with pytest.warns(UserWarning, match="privacy") as caught:
+        run(1, module=module, data=data, privacy=private(delta=0.5))
+    said = " ".join(str(warning.message) for warning in caught)
+    for word in ("norms of clients", "batch norm", "1 / 6 clients", "seed"):
+        assert word in said
+    assert float(module.net[1].running_var.sub(1).abs().max()) == 0  # it did not move
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"aggregator": Mean()}, "weight_by_examples to false"),
+        ({"correction": Scaffold()}, "Scaffold sends the mean of clients' memories"),
+        ({"cohort": PoissonCohort(fraction=0.5, min_size=2)}, "min_size"),
+        ({"aggregator": Median()}, "nothing is proved for Median"),
+    ],
+)
+def test_combinations_without_a_proof_are_refused_at_construction(options, reason):
+    with pytest.raises(ConfigurationError, match=reason):
+        Federation(privacy=private(), **options)
+
+
+def test_a_correction_that_stays_with_the_client_is_allowed():
+    none, _ = run(1, privacy=private())
+    prox, _ = run(1, privacy=private(), correction=FedProx(mu=10.0))
+    assert not torch.equal(weights(none), weights(prox))
+
+
+def test_a_budget_that_allows_no_round_is_refused():
+    with pytest.raises(ConfigurationError, match="one round costs"):
+        run(privacy=private(epsilon=0.1, noise_multiplier=0.5))
+
+
+def test_fixed_size_cohorts_are_accounted_as_such():
+    cohort = UniformCohort(size=3)
+    _, trainer = run(2, privacy=private(), cohort=cohort)
+    mechanism = private().mechanism(Run(cohort, 6, 2, seed=0), SeededNoise(0))
+    assert facts(trainer)["privacy/noise_stddev"] == pytest.approx(0.1 / 3)
+    assert facts(trainer)["privacy/epsilon"] == pytest.approx(mechanism.epsilon(2))
+
+
+@pytest.mark.parametrize("engine", ["sequential", "slots"])
+@pytest.mark.parametrize(
+    ("kind", "cohort", "stddev"),
+    [
+        (BandedMatrixDP, RoundRobinCohort(size=2), None),
+        (LocalDP, UniformCohort(size=3), 2.0 * 0.1 / math.sqrt(3)),
+        (DistributedDP, UniformCohort(size=3), 2.0 * 0.1 / 3),
+    ],
+)
+def test_other_mechanisms_end_to_end_and_resumed(tmp_path, engine, kind, cohort, stddev):
+    privacy = kind(clip_norm=0.1, noise_multiplier=2.0, delta=1e-3, secure_noise=False)
+    options = {"privacy": privacy, "cohort": cohort, "engine": engine}
+    expected, whole = run(4, callbacks=[SaveEverywhere(tmp_path)], **options)
+    module, trainer = run(4, ckpt_path=tmp_path / "1-end.ckpt", **options)
+    assert torch.equal(weights(module), weights(expected))
+    mechanism = privacy.mechanism(Run(cohort, 6, 4, 4, num_coordinates=67), SeededNoise(4))
+    assert facts(trainer)["privacy/epsilon"] == pytest.approx(mechanism.epsilon(4), rel=1e-5)
+    if stddev is not None:
+        assert facts(whole)["privacy/noise_stddev"] == pytest.approx(stddev)
+
+
+def test_local_noise_is_in_the_sum_and_the_server_adds_none():
+    """Updates are 0 (learning rate 0), so that what moves the model is the clients' noise."""
+    module = ToyModule(lr=0.0, scheduler=False)
+    start = weights(module)
+    privacy = LocalDP(clip_norm=1.0, noise_multiplier=3.0, secure_noise=False)
+    module, _ = run(1, module=module, privacy=privacy)
+    moved = weights(module) - start
+    assert float(moved.std()) == pytest.approx(3.0 / math.sqrt(6), rel=0.25)
+
+
+def test_too_few_shares_are_not_released():
+    privacy = DistributedDP(clip_norm=0.1, noise_multiplier=2.0, min_shares=5, secure_noise=False)
+    with pytest.raises(RoundFailure, match="too little together"):
+        run(1, privacy=privacy, cohort=UniformCohort(size=3))
+
+
+def test_a_part_of_a_cohort_and_masks_of_the_clients_own_are_refused():
+    seed_everything(0, verbose=False)
+    federation = Federation(privacy=private(), engine="sequential")
+    trainer = toy_trainer(federation, limit_train_batches=2)
+    with pytest.raises(ConfigurationError, match="is no random sample"):
+        trainer.fit(ToyModule(), datamodule=toy_data())
+    masks = MaskCalibration(density=0.5, per_client=True, head_name="net.4")
+    trainer = toy_trainer(masks, Federation(privacy=private(), engine="sequential"))
+    with pytest.raises(ConfigurationError, match="masks of the clients' own"):
+        trainer.fit(MaskedToy(), datamodule=toy_data())
+    assert "scores" in masks.unprotected
+
+
+class MaskedToy(ToyModule):
+    def forward(self, x):
+        return self.net(x)
+
+    def configure_optimizers(self):
+        return SparseSGDM(self.named_parameters(), lr=0.1)
+
+
+def test_two_processes_release_what_one_does():
+    """The first draws the noise, also of a secure generator; both step on the same aggregate."""
+    privacy = private(adaptive_clip=AdaptiveClip(bits_stddev=2.0), noise_multiplier=1.0)
+    options = {"aggregator": Mean(weight_by_examples=False, exact=True), "privacy": privacy}
+    one, alone = run(2, **options)
+    two, both = run(2, devices=2, **options)
+    assert float((weights(one) - weights(two)).abs().max()) < 1e-7
+    for name, value in facts(alone).items():
+        assert facts(both)[name] == pytest.approx(value)
+    options["privacy"] = private(secure_noise=True)
+    run(2, devices=2, callbacks=[SameModel()], **options)
+
+
+class SameModel(Callback):
+    def on_train_epoch_end(self, trainer, module):
+        first, second = Ranks(trainer).gather(weights(module))
+        assert torch.equal(first, second)
+
+
+def test_compression_does_not_break_the_bound_and_local_noise_refuses_it():
+    """Sixteen-fold random-k makes updates longer; they are clipped again where they arrive."""
+    start = weights(still_module())
+    privacy = private(clip_norm=1e-3, noise_multiplier=0.0)
+    options = {"privacy": privacy, "updates": [RandomK(1 / 16)]}
+    module, _ = run(1, module=still_module(), **options)
+    assert 0 < float((weights(module) - start).norm()) <= 1e-3 * (1 + 1e-4)
+    local = LocalDP(clip_norm=0.1, noise_multiplier=2.0)
+    with pytest.raises(ConfigurationError, match="after the noise was accounted"):
+        Federation(privacy=local, updates=[RandomK(0.5)])

@@ -1,0 +1,101 @@
+"""Robust rules, attackers, server optimizers and schedules inside a fit."""
+
+import pytest
+import torch
+from lightning.pytorch import seed_everything
+from toys import SaveEverywhere, ToyModule, toy_data, toy_trainer, weights
+
+from fl_lightning import ConfigurationError, Federation, PoissonCohort, RoundFailure, UniformCohort
+from fl_lightning.data.poisoning import LabelFlip
+from fl_lightning.federation.attackers import Attackers
+from fl_lightning.server.attacks.alone import GaussianNoise, SignFlip
+from fl_lightning.server.attacks.together import ALIE
+from fl_lightning.server.collected import Collected
+from fl_lightning.server.fair_means import QFedAvg
+from fl_lightning.server.optimizers.adaptive import FedAdam
+from fl_lightning.server.robust.centred_clipping import CentredClipping
+from fl_lightning.server.robust.krum import Krum
+from fl_lightning.server.robust.median import Median, TrimmedMean
+from fl_lightning.server.robust.mixing import Bucketing
+
+
+def fit(ckpt_path=None, callbacks=(), data=None, devices=1, **options):
+    seed_everything(0, verbose=False)
+    defaults = {"local_steps": 2, "seed": 4, "engine": "sequential"}
+    federation = Federation(**defaults | options)
+    trainer = toy_trainer(
+        *(federation, *callbacks),
+        max_epochs=3,
+        devices=devices,
+        strategy="federated" if devices > 1 else "auto",
+    )
+    module = ToyModule(scheduler=False)
+    trainer.fit(module, datamodule=data or toy_data(batch_size=4), ckpt_path=ckpt_path)
+    return module, trainer
+
+
+EVERYTHING = {
+    "aggregator": Collected(
+        Bucketing(CentredClipping(radius=0.3), bucket_size=2, seed=1), memory_gb=0.0
+    ),
+    "server_optimizer": FedAdam,
+    "server_schedule": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 3),
+    "attackers": Attackers(fraction=0.4, forge=GaussianNoise(0.1), poison=LabelFlip(3)),
+    "cohort": UniformCohort(size=4),
+    "clients_per_group": 1,
+}
+
+
+@pytest.mark.parametrize("moment", ["0-group2", "0-end", "1-group0", "1-group3", "2-validation"])
+def test_a_run_resumes_to_the_same_bits(tmp_path, moment):
+    expected, _ = fit(callbacks=[SaveEverywhere(tmp_path)], **EVERYTHING)
+    resumed, _ = fit(ckpt_path=tmp_path / f"{moment}.ckpt", **EVERYTHING)
+    assert torch.equal(weights(resumed), weights(expected))
+
+
+@pytest.mark.parametrize("aggregator", [Krum(1), QFedAvg(1.0)])
+def test_both_engines_give_the_same(aggregator):
+    sequential, _ = fit(aggregator=aggregator)
+    slots, _ = fit(aggregator=aggregator, engine="slots", slots=3)
+    torch.testing.assert_close(weights(slots), weights(sequential), rtol=1e-4, atol=1e-5)
+
+
+def test_two_processes_give_the_same_bits():
+    options = {"aggregator": TrimmedMean(1), "attackers": Attackers(fraction=0.3, forge=ALIE())}
+    alone, _ = fit(**options)
+    together, _ = fit(devices=2, **options)
+    assert torch.equal(weights(together), weights(alone))
+
+
+def test_attackers_learn_from_other_labels_and_others_do_not():
+    honest, _ = fit()
+    for fraction, same in ((0.0, True), (0.5, False)):
+        data = toy_data(batch_size=4)
+        module, _ = fit(attackers=Attackers(fraction=fraction, poison=LabelFlip(3)), data=data)
+        assert torch.equal(weights(module), weights(honest)) == same
+        batch = data.train_batch(torch.arange(60))  # afterwards the data are as they were
+        assert torch.equal(batch[1], data.train_dataset.tensors[1])
+
+
+def test_a_defence_withstands_what_the_mean_does_not():
+    attackers = Attackers(fraction=0.34, forge=SignFlip(20.0))
+    _, expected = fit(aggregator=Median())
+    _, undefended = fit(attackers=attackers)
+    _, defended = fit(attackers=attackers, aggregator=Median())
+    losses = [float(t.callback_metrics["val/loss"]) for t in (expected, defended, undefended)]
+    assert losses[1] < losses[0] + 0.3
+    assert losses[2] > losses[0] + 1.0
+
+
+class TestRefusals:
+    def test_a_cohort_too_small_for_the_rule_before_anything_trains(self):
+        with pytest.raises(ConfigurationError, match=r"Krum\(num_attackers=2\) needs at least 7"):
+            fit(aggregator=Krum(2))
+
+    def test_a_round_that_came_out_too_small(self):
+        with pytest.raises(RoundFailure, match="needs at least 5 updates, this round has"):
+            fit(aggregator=Krum(1), cohort=PoissonCohort(fraction=0.3))
+
+    def test_a_schedule_that_waits_for_a_metric(self):
+        with pytest.raises(ConfigurationError, match="server_schedule"):
+            fit(server_schedule=torch.optim.lr_scheduler.ReduceLROnPlateau)

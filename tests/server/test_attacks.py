@@ -1,0 +1,181 @@
+"""Attacks by their formulas, on the rows of small rounds."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_update_rows import rows_of
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.seeds import numpy_generator
+from fl_lightning.core.update import ClientUpdate
+from fl_lightning.data.poisoning import LabelFlip, Trigger, poisoned_examples, poisoned_reader
+from fl_lightning.data.shards import ClientShards
+from fl_lightning.federation.attackers import Attackers
+from fl_lightning.server.aggregators import Mean
+from fl_lightning.server.attacks.alone import GaussianNoise, Scaling, SignFlip
+from fl_lightning.server.attacks.forged import Forged
+from fl_lightning.server.attacks.together import (
+    ALIE,
+    InnerProductManipulation,
+    MinMax,
+    hidden_deviations,
+)
+from fl_lightning.server.collected import Collected
+from fl_lightning.server.robust.centred_clipping import CentredClipping
+from fl_lightning.server.robust.fltrust import FLTrust
+from fl_lightning.server.robust.median import Median
+
+ATTACKERS = [1, 4]
+HONEST = [0, 2, 3, 5, 6]
+matrices = st.lists(
+    st.lists(st.floats(-10, 10, width=32), min_size=3, max_size=3), min_size=7, max_size=7
+)
+
+
+def forged(forgery, matrix):
+    rows = rows_of(np.array(matrix, np.float32))
+    vectors = forgery.forge(rows, ATTACKERS, lambda client: numpy_generator(0, "attack", 0, client))
+    return np.array(list(vectors))
+
+
+@given(matrix=matrices)
+@settings(max_examples=30)
+def test_each_by_its_formula(matrix):
+    x = np.array(matrix)
+    mean, spread = x[HONEST].mean(0), x[HONEST].std(0)
+    expected = [
+        (Scaling(3.0), 3 * x[ATTACKERS]),
+        (SignFlip(), -x[ATTACKERS]),
+        (SignFlip(2.0), -2 * x[ATTACKERS]),
+        (ALIE(z=1.5), np.tile(mean - 1.5 * spread, (2, 1))),
+        (ALIE(), np.tile(mean - hidden_deviations(7, 2) * spread, (2, 1))),
+        (InnerProductManipulation(0.1), np.tile(-0.1 * mean, (2, 1))),
+    ]
+    for forgery, vectors in expected:
+        np.testing.assert_allclose(forged(forgery, matrix), vectors, rtol=1e-4, atol=1e-4)
+
+
+@given(matrix=matrices, direction=st.sampled_from(["std", "unit", "sign"]))
+@settings(max_examples=50)
+def test_min_max_goes_as_far_as_honest_updates_are_apart(matrix, direction):
+    honest = np.array(matrix)[HONEST]
+    vectors = forged(MinMax(direction), matrix).astype(float)
+    assert (vectors[0] == vectors[1]).all()
+    widest = max(np.linalg.norm(a - b) for a in honest for b in honest)
+    reach = np.linalg.norm(honest - vectors[0], axis=1).max()
+    assert reach <= widest * (1 + 1e-3) + 1e-3
+    moves = {"std": honest.std(0), "unit": honest.mean(0), "sign": honest.mean(0)}[direction]
+    if np.abs(moves).max() > 0.1:  # else there is no way to go
+        assert reach >= widest * (1 - 1e-2) - 1e-2
+
+
+def test_noise_is_each_attackers_own_and_the_same_again():
+    matrix = np.zeros((7, 4000))
+    noise = forged(GaussianNoise(2.0), matrix)
+    assert noise.std(1) == pytest.approx([2.0, 2.0], rel=0.1)
+    assert abs(np.corrcoef(noise)[0, 1]) < 0.1
+    assert (forged(GaussianNoise(2.0), matrix) == noise).all()
+
+
+def test_hidden_deviations_with_too_many_or_too_few():
+    assert hidden_deviations(50, 12) == pytest.approx(0.33604, abs=1e-5)
+    assert hidden_deviations(4, 3) == 0.0
+    assert hidden_deviations(3, 0) >= 0.0
+
+
+def play(aggregator, values, round_index=0):
+    if hasattr(aggregator, "start_round"):
+        aggregator.start_round(round_index)
+    aggregator.open(torch.empty(1))
+    for client, value in enumerate(values):
+        metrics = {"train/loss": torch.tensor(1.0)}
+        aggregator.add(
+            ClientUpdate(client, torch.tensor([value]), torch.empty(0), client + 1, 1, metrics)
+        )
+    return float(aggregator.close())
+
+
+class TestForged:
+    def test_without_attackers_in_the_round_nothing_changes(self):
+        plain, attacked = Mean(), Forged(Mean(), SignFlip(9.0), [7], seed=0)
+        assert play(attacked, [1.0, 2.5, 4.0]) == play(plain, [1.0, 2.5, 4.0])
+
+    def test_attackers_are_replaced_and_nobody_else(self):
+        assert play(Forged(Mean(), Scaling(10.0), [1], 0), [1.0, 1.0, 1.0]) == pytest.approx(4.0)
+
+    def test_all_may_attack(self):
+        ipm = Forged(Mean(), InnerProductManipulation(1.0), [0, 1], 0)
+        assert play(ipm, [2.0, 4.0]) == pytest.approx(-3.0)
+
+    def test_noise_differs_between_rounds(self):
+        aggregator = Forged(Collected(Median()), GaussianNoise(1.0), [0], 0)
+        assert len({play(aggregator, [0.0], index) for index in (0, 1, 2)}) == 3
+        assert play(aggregator, [0.0], 1) == play(aggregator, [0.0], 1)
+
+    def test_what_the_rule_remembers_is_the_aggregators(self):
+        aggregator = Forged(Collected(CentredClipping(1.0)), SignFlip(), [], 0)
+        aggregator.memory = {}
+        assert [play(aggregator, [4.0]), play(aggregator, [4.0])] == [1.0, 2.0]
+        assert aggregator.memory["centre"].tolist() == [2.0]
+
+
+class TestAttackers:
+    def test_they_are_a_fraction_and_always_the_same(self):
+        chosen = Attackers(fraction=0.3, seed=1).choose(20)
+        assert len(set(chosen)) == 6
+        assert chosen == Attackers(fraction=0.3, seed=1).choose(20)
+        assert chosen != Attackers(fraction=0.3, seed=2).choose(20)
+
+    def test_some_are_spared(self):
+        assert Attackers(fraction=0.5, spared=[0, 1], seed=0).choose(4) == [2, 3]
+        with pytest.raises(ConfigurationError, match="3 of 4 clients are to attack, and 2"):
+            Attackers(fraction=0.75, spared=[0, 1], seed=0).choose(4)
+
+    def test_who_is_trusted_must_be_honest(self):
+        with pytest.raises(ConfigurationError, match=r"spared to \[0\]"):
+            Attackers(fraction=1.0, forge=SignFlip()).wrap(Collected(FLTrust(0)), 4)
+
+    @pytest.mark.parametrize("fraction", [-0.1, 1.5])
+    def test_the_fraction_has_a_range(self, fraction):
+        with pytest.raises(ConfigurationError, match="fraction must be in"):
+            Attackers(fraction=fraction)
+
+
+class TestPoison:
+    shards = ClientShards([np.array([0, 2, 4, 6]), np.array([1, 3]), np.array([5, 7])])
+
+    def read(self, indices):
+        return indices[:, None, None, None].float().expand(-1, 1, 3, 3), indices % 10
+
+    def test_only_attackers_examples_change(self):
+        chosen = poisoned_examples(self.shards, [1], 1.0, 8, seed=0)
+        assert chosen.nonzero().flatten().tolist() == [1, 3]
+        reader = poisoned_reader(self.read, chosen, LabelFlip(10))
+        images, labels = reader(torch.tensor([3, 0, 7]))
+        assert labels.tolist() == [6, 0, 7]
+        assert torch.equal(images, self.read(torch.tensor([3, 0, 7]))[0])
+
+    def test_a_share_of_them_may_change(self):
+        chosen = poisoned_examples(self.shards, [0, 2], 0.5, 8, seed=0)
+        assert int(chosen[[0, 2, 4, 6]].sum()) == 2
+        assert int(chosen[[5, 7]].sum()) == 1
+        assert not chosen[[1, 3]].any()
+
+    def test_a_trigger_is_a_patch_and_a_class(self):
+        reader = poisoned_reader(self.read, torch.arange(8) == 3, Trigger(9, size=2, value=-1.0))
+        images, labels = reader(torch.tensor([2, 3]))
+        assert labels.tolist() == [2, 9]
+        assert (images[0] == 2).all()
+        assert images[1, 0].tolist() == [[3.0, 3.0, 3.0], [3.0, -1.0, -1.0], [3.0, -1.0, -1.0]]
+
+    def test_batches_that_are_no_pairs_are_refused(self):
+        reader = poisoned_reader(lambda i: {"x": i}, torch.ones(8, dtype=torch.bool), LabelFlip(2))
+        with pytest.raises(ConfigurationError, match="pairs of tensors"):
+            reader(torch.tensor([0]))
+
+    @pytest.mark.parametrize("make", [LabelFlip, Trigger])
+    def test_options_out_of_range_are_refused(self, make):
+        with pytest.raises(ConfigurationError, match="share must be in"):
+            make(2, share=1.5)

@@ -1,0 +1,164 @@
+"""Adaptive server optimizers: the paper's recursions to the digits printed, and by NumPy.
+
+The vectors were worked out from the recursions for x0 and three rounds of one client; those of
+Flower (v₀ = 0, another bias correction) differ from them in the second digit.
+"""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_server import MOVES, X0, model, play, saved, sgd, update
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.server.optimizers.adaptive import FedAdagrad, FedAdam, FedYogi
+from fl_lightning.server.optimizers.lion import FedLion
+from fl_lightning.server.server import Server
+
+deltas = st.lists(
+    st.lists(st.floats(-2, 2, width=32), min_size=2, max_size=2), min_size=1, max_size=6
+)
+
+
+def make(kind, **options):
+    return lambda params: kind(params, **options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        (FedAdagrad, [1.14158889, -2.05497944, 0.55235886, 0.14732243]),
+        (FedAdam, [1.22215118, -2.16053057, 0.58517675, 0.32151405]),
+        (FedYogi, [1.22182032, -2.16012933, 0.58499523, 0.32054309]),
+    ],
+)
+def test_three_rounds_to_the_printed_digits(kind, expected):
+    server = Server(
+        model(np.float64(X0).tolist()), None, make(kind, lr=0.1, tau=1e-3)
+    )  # in float32
+    for move in MOVES:
+        play(server, update([-m for m in move]))
+    np.testing.assert_allclose(server.model.params.numpy(), expected, rtol=3e-7, atol=2e-7)
+
+
+def recursion(kind, deltas, lr, beta1, beta2, tau):
+    x, first, second = np.array([1.0, -1.0]), np.zeros(2), np.full(2, tau**2)
+    for delta in np.array(deltas):
+        first = beta1 * first + (1 - beta1) * delta
+        square = delta**2
+        second = {
+            FedAdagrad: lambda v, s: v + s,
+            FedAdam: lambda v, s: beta2 * v + (1 - beta2) * s,
+            FedYogi: lambda v, s: v - (1 - beta2) * s * np.sign(v - s),
+        }[kind](second, square)
+        x = x - lr * first / (np.sqrt(second) + tau)
+    return x
+
+
+@settings(max_examples=25, deadline=None)
+@given(deltas=deltas, beta1=st.floats(0, 0.95), beta2=st.floats(0.5, 0.999))
+@pytest.mark.parametrize("kind", [FedAdagrad, FedAdam, FedYogi])
+def test_any_rounds_are_the_papers(kind, deltas, beta1, beta2):
+    options = {"lr": 0.1, "beta1": beta1, "tau": 0.1}
+    if kind is not FedAdagrad:
+        options["beta2"] = beta2
+    server = Server(model([1.0, -1.0]), None, make(kind, **options))
+    for delta in deltas:
+        play(server, update(delta))
+    expected = recursion(kind, deltas, 0.1, beta1, beta2, 0.1)
+    np.testing.assert_allclose(server.model.params.numpy(), expected, rtol=1e-3, atol=1e-4)
+
+
+@settings(max_examples=25, deadline=None)
+@given(deltas=deltas)
+def test_lion_moves_by_its_rate_whatever_the_scale(deltas):
+    kind = make(FedLion, lr=0.25, weight_decay=0.0)
+    plain, scaled = Server(model([1.0, -1.0]), None, kind), Server(model([1.0, -1.0]), None, kind)
+    x, momentum = np.array([1.0, -1.0], np.float32), np.zeros(2, np.float32)
+    for delta in np.array(deltas, np.float32):
+        play(plain, update(delta.tolist()))
+        play(scaled, update((delta * 1024).tolist()))
+        direction = torch.lerp(torch.tensor(momentum), torch.tensor(delta), 1 - 0.9).sign().numpy()
+        x = x - 0.25 * direction
+        momentum = torch.lerp(torch.tensor(momentum), torch.tensor(delta), 1 - 0.99).numpy()
+    assert plain.model.params.tolist() == x.tolist() == scaled.model.params.tolist()
+
+
+def test_lions_decay_is_decoupled():
+    server = Server(model([2.0]), None, make(FedLion, lr=0.1, weight_decay=0.5))
+    play(server, update([1.0]))
+    assert server.model.params.tolist() == pytest.approx([2.0 * 0.95 - 0.1])
+
+
+@pytest.mark.parametrize("kind", [FedAdagrad, FedAdam, FedYogi, FedLion])
+@pytest.mark.parametrize("wrong", [{"lr": -1.0}, {"beta1": 1.0}])
+def test_options_out_of_range_are_refused(kind, wrong):
+    with pytest.raises(ConfigurationError, match=next(iter(wrong))):
+        Server(model([0.0]), None, make(kind, **wrong))
+
+
+@pytest.mark.parametrize("kind", [FedAdagrad, FedAdam, FedYogi])
+def test_tau_must_be_positive(kind):
+    with pytest.raises(ConfigurationError, match="tau must be greater than 0, got 0"):
+        Server(model([0.0]), None, make(kind, tau=0.0))
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "start"),
+    [
+        (make(FedAdam, tau=0.5), "second", 0.25),
+        (make(FedYogi, tau=0.5), "first", 0.0),
+        (make(torch.optim.Adagrad, lr=0.1, initial_accumulator_value=0.3), "sum", 0.3),
+        (sgd(lr=1.0, momentum=0.9), "momentum_buffer", 0.0),
+    ],
+)
+def test_a_coordinate_that_joins_starts_as_those_before_it_did(kind, key, start):
+    server = Server(model([1.0, 2.0]), None, kind)
+    play(server, update([1.0, 3.0]))
+    [before] = server.optimizer.state.values()
+    kept = float(before[key][1])
+    server.relocate(model([2.0, 7.0]), torch.tensor([1, -1]))
+    [after] = server.optimizer.state.values()
+    assert after[key].tolist() == pytest.approx([kept, start])
+    play(server, update([1.0, 1.0]))
+
+
+class TestSchedule:
+    def steps(self, server, count):
+        params = [float(server.model.params)]
+        for _ in range(count):
+            play(server, update([1.0]))
+            params.append(float(server.model.params))
+        return -np.diff(params)
+
+    def test_the_rate_follows_it_round_by_round(self):
+        server = Server(
+            model([0.0]), None, sgd(lr=1.0), lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.5)
+        )
+        assert self.steps(server, 5).tolist() == [1.0, 1.0, 0.5, 0.5, 0.25]
+
+    def test_a_round_without_reply_counts_as_well(self):
+        server = Server(
+            model([0.0]), None, sgd(lr=1.0), lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5)
+        )
+        play(server)
+        assert self.steps(server, 2).tolist() == [0.5, 0.25]
+
+    @pytest.mark.parametrize("cut", [1, 2, 3])
+    def test_it_goes_on_from_its_state(self, cut):
+        def server():
+            make_schedule = lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 5)
+            return Server(model([0.0]), None, make(FedAdam), make_schedule)
+
+        whole, first, resumed = server(), server(), server()
+        self.steps(first, cut)
+        resumed.replace_model(first.model)
+        resumed.load_state_dict(saved(first.state_dict()))
+        self.steps(resumed, 5 - cut)
+        self.steps(whole, 5)
+        assert torch.equal(resumed.model.params, whole.model.params)
+
+    def test_one_that_waits_for_a_metric_is_refused(self):
+        with pytest.raises(ConfigurationError, match="waits for a metric"):
+            Server(model([0.0]), None, sgd(lr=1.0), torch.optim.lr_scheduler.ReduceLROnPlateau)
