@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from fl_lightning.callbacks.mask_calibration import MaskCalibration
     from fl_lightning.callbacks.partition_report import PartitionReport
     from fl_lightning.callbacks.progress import RoundProgressBar
+    from fl_lightning.client.apfl import APFL
     from fl_lightning.client.ditto import Ditto
     from fl_lightning.client.feddyn import FedDyn
     from fl_lightning.client.fedprox import FedProx
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from fl_lightning.sparsity.sparse_sgdm import SparseSGDM
 
 __all__ = [
+    "APFL",
     "AdaptiveClip",
     "AllClients",
     "BandedMatrixDP",
@@ -82,6 +84,7 @@ __all__ = [
 
 # Imported when first asked for: PyTorch and Lightning take seconds (PEP 562).
 _HOMES = {
+    "APFL": "fl_lightning.client.apfl",
     "AdaptiveClip": "fl_lightning.server.privacy.adaptive_clip",
     "AllClients": "fl_lightning.data.cohort",
     "BandedMatrixDP": "fl_lightning.server.privacy.banded",

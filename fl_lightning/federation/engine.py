@@ -22,6 +22,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
+from fl_lightning.client.apfl import APFL
 from fl_lightning.client.cannot_stack import CannotStack
 from fl_lightning.client.correction import Correction
 from fl_lightning.client.local_training import GlobalModel, LocalTrainer
@@ -144,11 +145,13 @@ class EngineChooser:
         self._contrasts = isinstance(correction, Moon)
         self._trainer, self._local, self._step = trainer, local, step
         self._speedups = SpeedupTrial(trainer, step, adds_to_loss=self._contrasts)
-        self._freezes = personal is not None and personal.own_epochs is not None
-        if options.speedups and self._freezes:
+        self._needs_plain_steps = personal is not None and (
+            personal.own_epochs is not None or isinstance(personal, APFL)
+        )
+        if options.speedups and self._needs_plain_steps:
             raise ConfigurationError(
-                "federation: speedups are for steps that train everything, and personal.own_epochs "
-                "freezes one part after the other: leave speedups out"
+                "federation: speedups are for plain steps on the whole model, and personal.own_epochs "
+                "freezes one part after the other, APFL mixes two models: leave speedups out"
             )
         if options.speedups is not None:
             self._speedups.force(options.speedups)
@@ -205,7 +208,7 @@ class EngineChooser:
     def _choose_speedups(self, work: Sequence[ClientWork], train_one: TrainOne) -> str:
         """Settle the speedups of clients that train one after the other; return it in words."""
         options = self._options
-        if options.engine != "auto" or options.speedups is not None or self._freezes:
+        if options.engine != "auto" or options.speedups is not None or self._needs_plain_steps:
             return f" with {', '.join(options.speedups)}" if options.speedups else ""
         return self._speedups.choose(work, train_one, self._num_steps(work))
 

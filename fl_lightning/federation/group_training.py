@@ -210,7 +210,7 @@ class GroupTraining:
             self._set_terms(work, start.model)
             update = self._local_update(start.model, work, masks)
             self._accept(update, work, start)
-            self.personal.train_beside(start.model, work, masks)
+            self.personal.train_beside(start.model, work, masks, update.delta)
         except BaseException as error:  # also an interruption, after which a checkpoint may follow
             metrics.put_back()
             self.scaler.wind_back()

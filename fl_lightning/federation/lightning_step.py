@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from fl_lightning.client.added_term import AddedTerm
+from fl_lightning.client.apfl import Mixing
 from fl_lightning.client.compiled_gradients import CompiledGradients
 from fl_lightning.client.local_training import SizedBatch, loss_of
 from fl_lightning.client.log_collector import LogCollector
@@ -39,7 +40,7 @@ class LightningStep:
         accumulate: the number of batches that a full step accumulates.
 
     Attributes:
-        term: what the present client adds to its gradients; None if nothing.
+        term: what the present client adds to its gradients, or makes of them; None if nothing.
         contrast: what it adds to its loss, given a batch; None if nothing.
         is_lean: whether steps are lean ones.
     """
@@ -60,7 +61,7 @@ class LightningStep:
         self._ended: list[tuple[Any, Any]] = []
         self._batch_size: int = trainer.datamodule.batch_size  # type: ignore[attr-defined]
         self._faster: FasterStep | None = None
-        self.term: AddedTerm | None = None
+        self.term: AddedTerm | Mixing | None = None
         self.contrast: Callable[[Any], Tensor] | None = None
         self._graphs: dict[frozenset[Speedup], CompiledGradients] = {}
         self.is_lean = (

@@ -8,11 +8,11 @@ from typing import Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch import Trainer
-from torch import nn
+from torch import Tensor, nn
 
 from fl_lightning.client.memory import ClientMemory
 from fl_lightning.core.space import Space
-from fl_lightning.federation.personaliser import MEMORY
+from fl_lightning.federation.personaliser import MEMORY, MIXTURE
 
 
 class PersonalModels:
@@ -29,9 +29,9 @@ class PersonalModels:
         >>> memory.put(MEMORY, 3, torch.tensor([7.0]))
         >>> memory.commit()
         >>> with PersonalModels(module, ["bias"], memory).of(3):
-        ...     float(module.bias)
-        7.0
-        >>> float(module.bias) == 7.0
+        ...     module.bias.tolist()
+        [7.0]
+        >>> module.bias.tolist() == [7.0]
         False
     """
 
@@ -54,7 +54,7 @@ class PersonalModels:
         try:
             own = self._memory.get(MEMORY, client)
             if own is not None:
-                self._own.write(own.to(self._own.device))
+                self._own.write(self._mixed(client, own.to(self._own.device)))
             if self._tune is not None:
                 self._tune(client)
             yield
@@ -62,6 +62,11 @@ class PersonalModels:
             with torch.no_grad():
                 for tensor, value in zip(self._changing, before, strict=True):
                     tensor.copy_(value)
+
+    def _mixed(self, client: int, own: Tensor) -> Tensor:
+        """Return a client's own tensors, mixed with the global ones if it has a mixture."""
+        mixture = self._memory.get(MIXTURE, client)
+        return own if mixture is None else torch.lerp(self._own.read(), own, float(mixture))
 
 
 @runtime_checkable

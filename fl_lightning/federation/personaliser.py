@@ -10,10 +10,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from fl_lightning.client.added_term import AddedTerm
+from fl_lightning.client.apfl import APFL, Mixing
 from fl_lightning.client.correction import GradientTerm
 from fl_lightning.client.fine_tuned import FineTuned
 from fl_lightning.client.local_training import GlobalModel, LocalTrainer
@@ -28,6 +30,7 @@ from fl_lightning.federation.client_work import WorkPlan
 from fl_lightning.federation.lightning_step import LightningStep
 
 MEMORY = "personal"
+MIXTURE = "mixture"
 _PURPOSE = "own epochs"
 Masks = Mapping[str, Tensor]
 
@@ -65,6 +68,7 @@ class Personaliser:
         self._metrics = metrics_of(module)
         self.names = self._rule.names(module)
         self.trained: Tensor | None = None
+        self._mixture: Tensor | None = None
         if self.names:
             local.keep_own(self.names, beside=self._rule.beside)
 
@@ -107,30 +111,53 @@ class Personaliser:
         with frozen(self._module, self.names):
             yield
 
-    def train_beside(self, model: GlobalModel, work: ClientWork, masks: Masks | None) -> None:
+    def train_beside(
+        self, model: GlobalModel, work: ClientWork, masks: Masks | None, delta: Tensor
+    ) -> None:
         """Train a client's copy of the model, if it has one, and note what it is to keep.
 
         Its steps are those of the client's share: the same batches, draws and masks.
 
+        Args:
+            model: with which the client's round began.
+            work: its.
+            masks: its own.
+            delta: of its share, shape (k,).
+
         Raises:
             ClientFailure: if that fails.
         """
-        self.trained = self._local.kept
+        self.trained, self._mixture = self._local.kept, None
+        mixing: Mixing | None = None
         if not (self.names and self._rule.beside):
             return
         self._local.host(self.recalled(work.client_id))
-        if self._rule.pull:
+        if isinstance(self._rule, APFL):
+            before = self._memory.get(MIXTURE, work.client_id)
+            mixture = self._rule.mixture if before is None else float(before)
+            self._step.term = mixing = Mixing(self._local.space, model.params - delta, mixture)
+        elif self._rule.pull:
             term = GradientTerm(self._rule.pull)
             self._step.term = AddedTerm(self._local.space, model.params, term)
         try:
-            self.trained = self._trained(model, work, work.seed, masks)
+            self.trained = self._trained(model, work, work.seed, masks, mixing)
         finally:
             self._step.term = None
+        if mixing is not None and isinstance(self._rule, APFL):
+            self._mixture = torch.tensor(
+                [mixing.adapted(self._rule.mixture_rate)], dtype=torch.float64
+            )
 
     def _trained(
-        self, model: GlobalModel, work: ClientWork, seed: int, masks: Masks | None
+        self,
+        model: GlobalModel,
+        work: ClientWork,
+        seed: int,
+        masks: Masks | None,
+        mixing: Mixing | None = None,
     ) -> Tensor:
         """Return the own tensors after local steps of which nothing else is kept."""
+        steps = self._plan.steps(work)
         metrics, scale = MetricStates(self._metrics), self._scaler.present()
         seed_global_generators(seed)
         try:
@@ -139,7 +166,7 @@ class Personaliser:
                 model,
                 client_id=work.client_id,
                 num_examples=work.num_examples,
-                batches=self._plan.steps(work),
+                batches=steps if mixing is None else mixing.steps(steps),
                 masks=masks,
             )
         except ClientFailure as failure:
@@ -154,6 +181,8 @@ class Personaliser:
         """Have a client whose update is used remember what it now has for itself."""
         if self.names and own is not None:
             self._memory.put(MEMORY, client, own)
+            if self._mixture is not None:
+                self._memory.put(MIXTURE, client, self._mixture)
 
     def recalled(self, client: int) -> Tensor | None:
         """Return what a client has for itself, shape (o,); None if it never took part."""

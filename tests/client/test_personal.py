@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 from toys import ToyModule
 
-from fl_lightning import ConfigurationError, Ditto, FineTuned, ImageClassifier, Personal
+from fl_lightning import APFL, ConfigurationError, Ditto, FineTuned, ImageClassifier, Personal
 
 HEAD = ["net.4.weight", "net.4.bias"]
 NORM = ["weight", "bias", "running_mean", "running_var", "num_batches_tracked"]
@@ -56,6 +56,8 @@ def frozen():
         (lambda: Personal(own_epochs=1), "none are named: set parameters, head or norms"),
         (lambda: Ditto(pull=-1), "pull must be at least 0 and finite, got -1"),
         (lambda: Ditto(pull=float("inf")), "pull must be at least 0 and finite, got inf"),
+        (lambda: APFL(mixture=1.5), r"mixture must be in \[0, 1\], got 1.5"),
+        (lambda: APFL(mixture_rate=-1), "mixture_rate must be at least 0"),
         (lambda: FineTuned(local_steps=-1), "local_steps must be at least 0, got -1"),
     ],
 )  # fmt: skip

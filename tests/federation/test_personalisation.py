@@ -8,13 +8,14 @@ import torch
 from lightning.pytorch import LightningModule, seed_everything
 from lightning.pytorch.loggers import CSVLogger
 from quadratics import Quadratic, trajectory
-from test_corrections import Climbing, scaler
+from test_corrections import Climbing, Searching, scaler
 from test_masks import Masked, NewMasks
 from torch import nn
 from torch.nn.functional import cross_entropy
 from toys import SaveEverywhere, ToyModule, toy_data, toy_trainer, weights
 
 from fl_lightning import (
+    APFL,
     ClientEvaluation,
     ClientFailure,
     ConfigurationError,
@@ -47,6 +48,7 @@ KINDS = {
     "FedBN": Personal(norms=True),
     "FedRep": Personal(HEAD, own_epochs=2),
     "Ditto": Ditto(pull=0.5),
+    "APFL": APFL(),
 }
 
 
@@ -78,16 +80,17 @@ DIGITS = {
     "FedPer": Personal(["3.*"]),
     "FedRep": Personal(["3.*"], own_epochs=2),
     "Ditto": Ditto(pull=0.1),
+    "APFL": APFL(),
     "fine-tuned": FineTuned(local_steps=20),
 }
 
 
 class TestReductions:
-    @pytest.mark.parametrize("personal", [Personal(), FineTuned(3), Ditto(0.5)])
+    @pytest.mark.parametrize("personal", [Personal(), FineTuned(3), Ditto(0.5), APFL()])
     def test_the_global_model_is_that_of_fedavg_bit_for_bit(self, personal):
         assert torch.equal(weights(run(personal)[0]), weights(run(None)[0]))
 
-    @pytest.mark.parametrize("personal", [Personal(), Ditto(0.5)])
+    @pytest.mark.parametrize("personal", [Personal(), Ditto(0.5), APFL()])
     def test_also_with_a_gradient_scaler(self, personal):
         ends = []
         for rule in (personal, None):
@@ -113,6 +116,20 @@ class TestReductions:
         shared = torch.cat([p.detach().flatten() for p in module.parameters()])
         [own] = memories(federation).values()
         torch.testing.assert_close(own, shared, rtol=1e-6, atol=1e-7)
+
+    def test_all_of_its_own_in_the_mixture_is_a_copy_without_pull(self):
+        pair = [run(rule)[1] for rule in (APFL(mixture=1.0, mixture_rate=0.0), Ditto(pull=0.0))]
+        mixed, alone = map(memories, pair)
+        assert all(torch.equal(mixed[client], alone[client]) for client in alone)
+
+    def test_nothing_of_its_own_in_the_mixture_is_the_global_model(self):
+        module, federation = run(APFL(mixture=0.0, mixture_rate=0.0), ToyModule)
+        assert len({tuple(vector.tolist()) for vector in memories(federation).values()}) > 1
+        models = federation.personal_models(module.trainer)
+        for client in memories(federation):
+            before = weights(module)
+            with models.of(client):
+                assert torch.equal(weights(module), before)
 
     def test_a_strong_pull_keeps_the_copy_at_the_global_model(self):
         values, federation = trajectory(
@@ -188,6 +205,24 @@ class TestClosedForms:
                 own = goal + (1 - 0.1 * (a + pull)) ** 5 * (own - goal)
             assert float(memories(federation)[client]) == pytest.approx(own, rel=1e-12)
 
+    def test_apfl(self):
+        values, federation = trajectory((5, 5), personal=APFL(mixture=0.25, mixture_rate=0.001))
+        assert values == trajectory((5, 5))[0]
+        for client, (a, c) in enumerate(self.clients):
+            own, alpha = None, 0.25
+            for x in (0.0, *values[:-1]):
+                share = c + (1 - 0.1 * a) ** 5 * (x - c)
+                own, slopes = x if own is None else own, []
+                for _ in range(5):
+                    gradient = a * (alpha * own + (1 - alpha) * share - c)
+                    slopes.append(gradient * (own - share))
+                    own -= 0.1 * alpha * gradient
+                alpha -= 0.001 * sum(slopes) / 5
+                assert 0 < alpha < 1
+            memory = federation.rounds.memory.clients
+            assert float(memory.get("mixture", client)) == pytest.approx(alpha, rel=1e-12)
+            assert float(memories(federation)[client]) == pytest.approx(own, rel=1e-12)
+
     def test_a_correction_pulls_the_shared_part_alone(self):
         mu, x, own, expected = 0.5, 0.0, [1.0, 1.0], []
         for _ in range(3):
@@ -231,7 +266,8 @@ def test_norm_counters_stay_with_the_client():
 def test_a_run_resumes_to_the_same_bits_from_anywhere(kind, tmp_path):
     options = {"clients_per_group": 1}
     whole, federation = run(KINDS[kind], Rich, SaveEverywhere(tmp_path), **options)
-    for path in sorted(tmp_path.glob("[01]-*.ckpt")):
+    for moment in ("0-group1", "0-end", "1-group0", "2-group1"):
+        path = tmp_path / f"{moment}.ckpt"
         again, resumed = run(KINDS[kind], ckpt_path=path, **options)
         assert torch.equal(weights(again), weights(whole)), path
         assert memories(resumed).keys() == memories(federation).keys()
@@ -239,7 +275,7 @@ def test_a_run_resumes_to_the_same_bits_from_anywhere(kind, tmp_path):
             assert torch.equal(memories(resumed)[client], own), path
 
 
-@pytest.mark.parametrize("kind", ["FedRep", "Ditto"])
+@pytest.mark.parametrize("kind", ["FedRep", "APFL"])
 def test_two_processes_are_one(kind, tmp_path):
     options = {"aggregator": Mean(exact=True), "clients_per_group": 1}
     ends = []
@@ -297,7 +333,7 @@ class TestMasks:
             assert torch.equal(own[~mask], initial[~mask])
             assert not torch.isclose(own[mask], initial[mask]).all()
 
-    @pytest.mark.parametrize("kind", ["FedPer", "Ditto"])
+    @pytest.mark.parametrize("kind", ["FedPer", "Ditto", "APFL"])
     def test_masks_may_change_between_rounds(self, kind, tmp_path):
         options = {"trainer": {"max_epochs": 4}}
         whole, federation = run(
@@ -314,7 +350,7 @@ class TestMasks:
 def test_clients_of_an_asynchronous_run_keep_theirs():
     block = {"cohort": None, "asynchronous": FedBuff(buffer_size=2, concurrency=4)}
     devices = Devices(speeds=LogNormalSpeeds(sigma=1.0))
-    for kind in ("FedPer", "Ditto"):
+    for kind in ("FedPer", "APFL"):
         _, federation = run(KINDS[kind], ToyModule, devices=devices, **block)
         assert 2 <= len(memories(federation)) <= 6
 
@@ -419,6 +455,7 @@ class TestFailures:
         ("personal", "module", "block", "message"),
         [
             (Personal(["*"]), ToyModule, {}, "every parameter of ToyModule that trains is personal"),
+            (APFL(), Searching, {}, "APFL does not work with LBFGS"),
             (Ditto(1.0), Climbing, {}, "federation.personal.pull .* has maximize"),
             (FineTuned(3), Masked, {}, "FineTuned takes its steps with a new optimizer"),
             (Personal(HEAD, own_epochs=1), ToyModule, {"speedups": ["fused_optimizer"]}, "leave speedups out"),

@@ -1,0 +1,128 @@
+"""APFL: every client mixes a model of its own with the shared one, and learns how much of each.
+
+    v̄_i = α_i v_i + (1 - α_i) w_i                w_i: the client's share of the global model
+    v_i ← v_i - η α_i ∇F_i(v̄_i)                  in every local step
+    α_i ← α_i - η_α ⟨∇F_i(v̄_i), v_i - w_i⟩       once per round, kept in [0, 1]
+
+Source: Deng, Kamani, Mahdavi 2020, "Adaptive Personalized Federated Learning", Algorithm 1 and
+equation 10.
+Differs: v_i takes its steps after the client's share, with w_i at its end, on the same batches; the
+inner product is the mean over the round's steps and has a rate of its own; a client's first v_i is
+the global model of the round in which it first takes part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from fl_lightning.client.local_training import SizedBatch
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.space import Space
+
+
+@final
+@dataclass(frozen=True)
+class APFL:
+    """Every client's model is a mixture of its own and the global one.
+
+    The global model is that of a run without, bit for bit. A round takes a client twice as long.
+
+    Args:
+        mixture: α with which clients begin, in [0, 1]: 1 is a model of one's own alone, 0 the
+            global one.
+        mixture_rate: η_α ≥ 0; with 0 it stays.
+
+    Raises:
+        ConfigurationError: if one is out of range.
+
+    Example:
+        >>> APFL(mixture=0.5).names(nn.Linear(2, 1))
+        ['weight', 'bias']
+    """
+
+    mixture: float = 0.5
+    mixture_rate: float = 0.1
+
+    beside = True
+    pull = 0.0
+    own_epochs = None
+    tuning_steps = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.mixture <= 1:
+            raise ConfigurationError(f"APFL: mixture must be in [0, 1], got {self.mixture}")
+        if not 0 <= self.mixture_rate < float("inf"):
+            raise ConfigurationError(
+                f"APFL: mixture_rate must be at least 0 and finite, got {self.mixture_rate}"
+            )
+
+    def names(self, module: nn.Module) -> list[str]:
+        """Return all parameters that train, and all buffers."""
+        params = [name for name, p in module.named_parameters() if p.requires_grad]
+        return [*params, *(name for name, _ in module.named_buffers())]
+
+
+class Mixing:
+    """One client's steps on its own model, of which the forward pass sees the mixture.
+
+    Before a step the module is given v̄; when the gradient is there, v again, with the gradient
+    times α, and the optimizer moves it.
+
+    Args:
+        space: of the parameters that train.
+        share: w, the client's share of the global model, shape (k,).
+        mixture: α.
+    """
+
+    def __init__(self, space: Space, share: Tensor, mixture: float) -> None:
+        self._space, self._share, self._mixture = space, share, mixture
+        self._own: Tensor | None = None
+        self._slopes: list[Tensor] = []
+
+    def steps(self, steps: Iterator[Sequence[SizedBatch]]) -> Iterator[Sequence[SizedBatch]]:
+        """Yield the batches of every step, with the mixture in the module."""
+        for batches in steps:
+            self._own = self._space.read()
+            self._space.write(torch.lerp(self._share, self._own, self._mixture))
+            yield batches
+            self._put_back()  # if the step was skipped
+
+    @torch.no_grad()
+    def add(self, scale: float = 1.0) -> None:
+        """Turn the gradient at the mixture into that of the client's own model.
+
+        Args:
+            scale: of the gradients that are there.
+        """
+        assert self._own is not None
+        away = self._own - self._share
+        slope = away.new_zeros(())
+        for param, active, part in self._space.entries(away):
+            if param.grad is not None:
+                grad = param.grad.reshape(-1)
+                grad = grad if active is None else grad.index_select(0, active)
+                slope += (grad.to(part.dtype) * part.reshape(-1)).sum() / scale
+                param.grad.mul_(self._mixture)
+        self._slopes.append(slope)
+        self._put_back()
+
+    def value(self) -> Tensor:
+        """Refuse: an optimizer that searches along a line wants one objective."""
+        raise ConfigurationError("APFL does not work with LBFGS: use SGD or Adam")
+
+    def _put_back(self) -> None:
+        if self._own is not None:
+            self._space.write(self._own)
+            self._own = None
+
+    def adapted(self, rate: float) -> float:
+        """Return the mixture for the next round."""
+        slopes = [s for s in self._slopes if bool(s.isfinite())]
+        if not slopes or not rate:
+            return self._mixture
+        return min(1.0, max(0.0, self._mixture - rate * float(torch.stack(slopes).mean())))
