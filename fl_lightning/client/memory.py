@@ -156,13 +156,17 @@ class ClientMemory:
         """
         self.files_of_checkpoint = []
         parts = {"present": self._present, "new": self._new if with_round else {}}
-        num_bytes = sum(e.num_bytes for entries in parts.values() for e in entries.values())
-        if inside or num_bytes <= INSIDE_CHECKPOINT_BYTES:
+        if inside or _num_bytes(*parts.values()) <= INSIDE_CHECKPOINT_BYTES:
             return {
                 name: [(*key, _read(entry)) for key, entry in entries.items()]
                 for name, entries in parts.items()
             }
         return {name: self._written(entries) for name, entries in parts.items()}
+
+    @property
+    def is_small(self) -> bool:
+        """Whether all that counts fits inside a checkpoint."""
+        return _num_bytes(self._present) <= INSIDE_CHECKPOINT_BYTES
 
     def load_state_dict(self, state: Mapping[str, Any], folder: Path | None = None) -> None:
         """Take up where `state_dict` left off.
@@ -220,6 +224,10 @@ class ClientMemory:
         for file in self._own_files - set(self._files()) if self._own_files else ():
             file.path.unlink(missing_ok=True)
             self._own_files.discard(file)
+
+
+def _num_bytes(*parts: Mapping[Key, _Entry]) -> int:
+    return sum(entry.num_bytes for entries in parts for entry in entries.values())
 
 
 def _read(entry: _Entry) -> Tensor:

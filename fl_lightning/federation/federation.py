@@ -223,6 +223,7 @@ class Federation(Callback):
         self.seed = run_seed(seed)
         self.rounds: RoundRunner | None = None
         self._saved: dict[str, Any] = {}
+        self._personal_state: dict[str, Any] = {}
         self._accumulate = 1
         self._time = VirtualTime()
         self._cleanup = ExitStack()
@@ -372,14 +373,36 @@ class Federation(Callback):
         module, steps, tune = trainer.lightning_module, self.personal.tuning_steps, None
         if steps:
             tune = FineTuning(trainer, trainer.datamodule, steps, self.seed)  # type: ignore[attr-defined]
-        if self._saved:
-            names = (self._saved.get("personal") or {"names": []})["names"]
-            memory = saved_memory(self._saved["memory"], trainer.ckpt_path)
+        saved = self._saved or self._personal_state
+        if saved:
+            names = (saved.get("personal") or {"names": []})["names"]
+            memory = saved_memory(saved["memory"], trainer.ckpt_path)
         elif self.rounds is not None:
             names, memory = self.rounds.clients.personal.names, self.rounds.memory.clients
         else:
             names, memory = [], ClientMemory()
         return PersonalModels(module, names, memory, tune) if names or tune else None
+
+    def personal_state(self) -> dict[str, Any]:
+        """Return what another process needs to evaluate personal models, unless it is large."""
+        rounds = self.rounds
+        if rounds is None or rounds.clients.personal.kind is None:
+            return {}
+        memory = rounds.memory.clients
+        if not memory.is_small:
+            rank_zero_info(
+                "personal models are too large to be brought home from the fit's processes: "
+                "evaluate them with ckpt_path"
+            )
+            return {}
+        return {
+            "personal": rounds.clients.personal.state_dict(),
+            "memory": memory.state_dict(with_round=False),
+        }
+
+    def take_personal_state(self, state: dict[str, Any]) -> None:
+        """Know personal models after a fit in other processes."""
+        self._personal_state = state
 
     def _set(self, trainer: Trainer, name: str, value: Any) -> None:
         """Change a setting of the Trainer until the fit is over."""

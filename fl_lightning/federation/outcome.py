@@ -11,6 +11,7 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerState
 from torch import Tensor
 
 from fl_lightning.federation.loop import load_progress, progress
+from fl_lightning.federation.personal_models import HasPersonalModels
 
 # What a ModelCheckpoint knows of the files it wrote.
 _PATHS = ("dirpath", "best_model_path", "best_model_score", "last_model_path")
@@ -27,6 +28,7 @@ class Outcome:
         metrics: the Trainer's ``callback_metrics``.
         progress: rounds done.
         checkpoints: per checkpoint callback what it wrote where.
+        personal: per callback with personal models what they are.
     """
 
     result: Any
@@ -35,6 +37,7 @@ class Outcome:
     metrics: dict[str, Tensor]
     progress: dict[str, Any]
     checkpoints: list[dict[str, Any]]
+    personal: list[dict[str, Any]]
 
     @classmethod
     def of(cls, trainer: Trainer, result: Any) -> Outcome:
@@ -49,6 +52,7 @@ class Outcome:
             checkpoints=[
                 {name: getattr(callback, name) for name in _PATHS} for callback in _savers(trainer)
             ],
+            personal=[callback.personal_state() for callback in _knowing(trainer)],
         )
 
     def bring_into(self, trainer: Trainer) -> Any:
@@ -61,8 +65,14 @@ class Outcome:
         for callback, paths in zip(_savers(trainer), self.checkpoints, strict=True):
             for name, value in paths.items():
                 setattr(callback, name, value)
+        for knowing, state in zip(_knowing(trainer), self.personal, strict=True):
+            knowing.take_personal_state(state)
         return self.result
 
 
 def _savers(trainer: Trainer) -> list[ModelCheckpoint]:
     return [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
+
+
+def _knowing(trainer: Trainer) -> list[HasPersonalModels]:
+    return [c for c in trainer.callbacks if isinstance(c, HasPersonalModels)]  # type: ignore[attr-defined]

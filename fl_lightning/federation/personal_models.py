@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch import Trainer
@@ -75,6 +75,12 @@ class HasPersonalModels(Protocol):
 
     def personal_models(self, trainer: Trainer) -> PersonalModels | None:
         """Return them; None if clients have nothing for themselves."""
+
+    def personal_state(self) -> dict[str, Any]:
+        """Return what another process needs for `personal_models`; empty if nothing."""
+
+    def take_personal_state(self, state: dict[str, Any]) -> None:
+        """Know after a fit in other processes what they knew."""
 
 
 def personal_models(trainer: Trainer) -> PersonalModels | None:

@@ -278,14 +278,22 @@ def test_a_run_resumes_to_the_same_bits_from_anywhere(kind, tmp_path):
 @pytest.mark.parametrize("kind", ["FedRep", "APFL"])
 def test_two_processes_are_one(kind, tmp_path):
     options = {"aggregator": Mean(exact=True), "clients_per_group": 1}
-    ends = []
+    ends, tables = [], []
     for number in (1, 2):
         folder = tmp_path / str(number)
         strategy = "federated" if number == 2 else "auto"
         processes = {"devices": number, "strategy": strategy}
-        end, _ = run(KINDS[kind], Rich, SaveEverywhere(folder), trainer=processes, **options)
+        end, federation = run(
+            KINDS[kind], Rich, SaveEverywhere(folder), trainer=processes, **options
+        )
+        after = CSVLogger(folder)  # personal models are also known where the fit began
+        data = toy_data(client_val_fraction=0.3)
+        toy_trainer(federation, ClientEvaluation(), logger=after).validate(end, data, verbose=False)
+        tables.append(rows(folder / after.log_dir / "clients_validation.csv"))
         states = torch.load(folder / "2-end.ckpt", weights_only=False)["callbacks"]
         ends.append((weights(end), states["Federation"]["memory"]["present"]))
+    assert tables[0] == tables[1]
+    assert all(row["personal/val/loss"] != row["val/loss"] for row in tables[0].values())
     (one, alone), (two, shared) = ends
     assert torch.equal(one, two)
     own = [{client: vector for _, client, vector in memory} for memory in (alone, shared)]
