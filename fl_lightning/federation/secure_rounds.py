@@ -39,10 +39,10 @@ def check_secure(
         return
     name = type(aggregator).__name__
     problems = [*_update_problems(name, updates)]
-    if correction is not None and correction.remembers:
+    if correction is not None and correction.needs_mean:
         problems.append(
-            f"{type(correction).__name__} learns from each update, and from what clients send "
-            f"besides, which {name} does not hide: use FedProx, or no correction"
+            f"with {type(correction).__name__} each client sends the change of what it remembers "
+            f"besides its update, which {name} does not hide: use FedProx, or no correction"
         )
     if asynchronous is not None:
         problems.append(

@@ -17,7 +17,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import ConfigurationError, RoundFailure
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.server.collected import check_whole
 from fl_lightning.server.protected import Expense, Terms
@@ -136,10 +136,15 @@ class EncryptedMean:
 
         Raises:
             ConfigurationError: if it is under a mask of the client's own.
+            RoundFailure: if a number is too large for the scheme.
         """
         check_whole(update, "EncryptedMean")
         counted, began = min(update.num_examples, self.max_examples), time.process_time()
-        sent = self._client.encrypt(update.delta)
+        try:
+            sent = self._client.encrypt(update.delta)
+        except ValueError as error:
+            self._forget_contexts()
+            raise RoundFailure(f"client {update.client_id}'s update: {error}") from error
         encrypted = time.process_time()
         self._total = self._server.plus(self._total, sent, counted / self._most)
         self._num_examples += counted
@@ -177,7 +182,12 @@ class EncryptedMean:
             moved = self.memory.get(_MOVED, torch.zeros_like(mean))
             self.memory[_MOVED] = moved + mean.abs()
         self._total = None
+        self._forget_contexts()
         return mean.to(self._like)
+
+    def _forget_contexts(self) -> None:
+        # they have threads; freed late, in a process forked meanwhile, they would wait for these
+        del self._client, self._server
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sum so far, of use only to who has the keys."""
