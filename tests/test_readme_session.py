@@ -49,8 +49,15 @@ NOT_TYPED = {
     "uv run tensorboard --logdir runs": "serves until somebody stops it",
     "uv run pytest": "is what runs this",
     first_with("mask_rules"): "takes 18 runs; the command before it is of the same kind",
-    first_with("power_of_choice"): "test_algorithm_configs runs it over a small base",
-    first_with("fedbuff"): "test_algorithm_configs runs it over a small base",
+    **dict.fromkeys(
+        (c for c in commands() if "configs/algorithms/" in c),
+        "test_algorithm_configs runs every one of them over a small base",
+    ),
+    **dict.fromkeys(
+        (first_with("configs/compressed.yaml"), first_with("configs/private.yaml")),
+        "test_configs runs it on small data",
+    ),
+    first_with("robustness"): "takes 40 runs; the commands before it are of the same kind",
     first_with("virtual_time"): "takes 12 runs; the commands before it are of the same kind",
     first_with("cifar10_sparse"): "takes 27 runs and the better part of an hour",
 }

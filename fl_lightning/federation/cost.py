@@ -36,7 +36,7 @@ def cost_line(
         'a client sends about 4 MB and receives 4 MB a round; 5 clients in 50 rounds: 1 GB and 1 GB'
     """
     up = path.typical_bytes(model.params, model.buffers.numel())
-    down = broadcast.send(model, 0).num_bytes
+    down = broadcast.send(model.params, model.buffers, 0).num_bytes
     if protected is not None:
         empty = path.typical_bytes(model.params[:0])
         more_up, more_down = protected.typical_bytes(len(model.params), max(2, num_clients))

@@ -164,7 +164,10 @@ class GroupTraining:
         """Return clients together that begin from the same model."""
         now = self._trainer.current_epoch
         if self._versions is None:
-            return [(Start(self.broadcast.send(present, now).model, present), work)]
+            sent = self.broadcast.send(present.params, present.buffers, now)
+            is_present = sent.params is present.params
+            model = present if is_present else GlobalModel(sent.params, present.buffers)
+            return [(Start(model, present), work)]
         versions = sorted({w.round_index for w in work})
         return [
             (self._versions.start(v, now, present), [w for w in work if w.round_index == v])
@@ -279,4 +282,5 @@ class GroupTraining:
         model = server.model
         if active is not None:
             return bytes_down(model.params, model.buffers, active)
-        return self.broadcast.send(model, self._trainer.current_epoch).num_bytes
+        now = self._trainer.current_epoch
+        return self.broadcast.send(model.params, model.buffers, now).num_bytes

@@ -9,12 +9,11 @@ for the next one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import derive_seed
 from fl_lightning.updates.codec import encoded_size
@@ -24,16 +23,15 @@ from fl_lightning.updates.traffic import bytes_down
 from fl_lightning.updates.transform import Chain, UpdateTransform
 
 
-@dataclass(frozen=True)
-class Sent:
+class Sent(NamedTuple):
     """What the clients of a round get.
 
     Attributes:
-        model: as they have it.
+        params: of the global model as they have it, shape (k,).
         num_bytes: length of the message to one of them.
     """
 
-    model: GlobalModel
+    params: Tensor
     num_bytes: int
 
 
@@ -49,8 +47,8 @@ class Broadcast:
 
     Example:
         >>> from fl_lightning.updates.affine import Affine
-        >>> model = GlobalModel(torch.tensor([0.0, 0.3, 1.0]), torch.empty(0))
-        >>> Broadcast([Affine(bits=1)], seed=0).send(model, round_index=0).model.params
+        >>> params, buffers = torch.tensor([0.0, 0.3, 1.0]), torch.empty(0)
+        >>> Broadcast([Affine(bits=1)], seed=0).send(params, buffers, round_index=0).params
         tensor([0., 0., 1.])
     """
 
@@ -65,35 +63,36 @@ class Broadcast:
         """What is done to a model, in order."""
         return self._chain.names
 
-    def send(self, model: GlobalModel, round_index: int) -> Sent:
+    def send(self, params: Tensor, buffers: Tensor, round_index: int) -> Sent:
         """Return what arrives of the global model of a round.
 
         Args:
-            model: the server's, which does not change as long as the round lasts.
+            params: the server's, which do not change as long as the round lasts, shape (k,).
+            buffers: its floating-point buffers, which arrive as they are, shape (b,).
             round_index: the round.
         """
         if not self._chain.transforms:
-            return Sent(model, bytes_down(model.params, model.buffers))
+            return Sent(params, bytes_down(params, buffers))
         known = self._last
-        if known is None or known[0] != round_index or known[1] is not model.params:
-            known = self._last = round_index, model.params, self._sent(model, round_index)
+        if known is None or known[0] != round_index or known[1] is not params:
+            sent = self._sent(params, buffers, round_index)
+            known = self._last = round_index, params, sent
         return known[2]
 
-    def _sent(self, model: GlobalModel, round_index: int) -> Sent:
+    def _sent(self, params: Tensor, buffers: Tensor, round_index: int) -> Sent:
         seed = derive_seed(self._seed, "broadcast", round_index)
-        payload = self._chain.on_client(Dense(model.params), seed)
-        arrived = self._chain.on_server(payload, seed, len(model.params)).to_dense()
+        payload = self._chain.on_client(Dense(params), seed)
+        arrived = self._chain.on_server(payload, seed, len(params)).to_dense()
         message = Message(
             "model",
             space="0" * 32,
             round_index=round_index,
             client_id=0,
             params=payload,
-            buffers=Dense(model.buffers),
+            buffers=Dense(buffers),
             transforms=self.names,
         )
-        sent = GlobalModel(arrived.to(model.params.dtype), model.buffers)
-        return Sent(sent, encoded_size(message))
+        return Sent(arrived.to(params.dtype), encoded_size(message))
 
 
 def _refuse_what_leaves_out(step: UpdateTransform) -> None:

@@ -187,7 +187,7 @@ class TestEncryptedMean:
             EncryptedMean(fraction=0.0)
         with pytest.raises(ConfigurationError, match="degree must be one of"):
             EncryptedMean(degree=1000)
-        with pytest.raises(ConfigurationError, match="trainer.devices to 1"):
+        with pytest.raises(ConfigurationError, match=r"trainer.devices to 1"):
             EncryptedMean().begin(Terms(most_clients=3, num_processes=2))
         huge = ClientUpdate(7, torch.tensor([1e9]), torch.empty(0), 1, 1)
         with pytest.raises(RoundFailure, match="client 7's update: numbers must be"):
