@@ -43,8 +43,10 @@ SMALL = {
 DIFFS = {
     "centralized.yaml": "quickstart.yaml",
     "compressed.yaml": "quickstart.yaml",
+    "encrypted.yaml": "quickstart.yaml",
     "noniid.yaml": "cifar100.yaml",
     "private.yaml": "quickstart.yaml",
+    "secure.yaml": "quickstart.yaml",
     "sparse.yaml": "cifar100.yaml",
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from fl_lightning.client.local_training import GlobalModel
+from fl_lightning.server.protected import Protected
 from fl_lightning.updates.broadcast import Broadcast
 from fl_lightning.updates.path import UpdatePath
 
@@ -16,6 +17,7 @@ def cost_line(
     *,
     num_clients: int,
     num_rounds: float,
+    protected: Protected | None = None,
 ) -> str:
     """Return one line about bytes: of a client and round, and of the whole run.
 
@@ -25,6 +27,7 @@ def cost_line(
         model: the global model, whose sizes count.
         num_clients: in a round.
         num_rounds: of the run; infinite if nobody knows.
+        protected: how updates are hidden, which has a price; None if they are not.
 
     Example:
         >>> import torch
@@ -34,6 +37,10 @@ def cost_line(
     """
     up = path.typical_bytes(model.params, model.buffers.numel())
     down = broadcast.send(model.params, model.buffers, 0).num_bytes
+    if protected is not None:
+        empty = path.typical_bytes(model.params[:0])
+        more_up, more_down = protected.typical_bytes(len(model.params), max(2, num_clients))
+        up, down = empty + more_up, down + more_down
     line = f"a client sends about {_shown(up)} and receives {_shown(down)} a round"
     if not math.isfinite(num_rounds):
         return line

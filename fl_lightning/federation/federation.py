@@ -67,6 +67,7 @@ from fl_lightning.federation.ranks import Ranks
 from fl_lightning.federation.round_options import RoundOptions
 from fl_lightning.federation.rounds import RoundRunner
 from fl_lightning.federation.run_memory import saved_memory
+from fl_lightning.federation.secure_rounds import check_secure
 from fl_lightning.federation.shares import local_work
 from fl_lightning.federation.virtual_time import VirtualTime
 from fl_lightning.server.aggregators import Aggregator, Mean
@@ -76,6 +77,7 @@ from fl_lightning.server.normalised_mean import NormalisedMean
 from fl_lightning.server.overlap_mean import OverlapMean
 from fl_lightning.server.privacy.mechanism import Privacy
 from fl_lightning.server.privacy.run import Run
+from fl_lightning.server.protected import Protected, Terms
 from fl_lightning.server.server import (
     KeepsUpdates,
     ServerOptimizer,
@@ -201,6 +203,13 @@ class Federation(Callback):
             check_private(privacy, self.cohort, aggregator, correction, updates)
             check_nothing_else(asynchronous, attackers)
         self.privacy = privacy
+        check_secure(
+            aggregator,
+            updates=updates or [],
+            correction=correction,
+            asynchronous=asynchronous,
+            attackers=attackers,
+        )
         self.devices = devices
         self.asynchronous = asynchronous
         self.local_steps = local_steps
@@ -249,11 +258,15 @@ class Federation(Callback):
             self.seed,
             share=self._share(trainer, data),
             clients_per_group=self._num_together(trainer, pl_module, data),
-            restarts=self.privacy is not None,
+            restarts=self.privacy is not None or getattr(self.aggregator, "restarts", False),
             limit=trainer.limit_train_batches or 1.0,  # with 0 Lightning does not train
         )
         check_validation_interval(trainer, len(groups))
         self._check_min_replies(groups, population)
+        if isinstance(self.aggregator, Protected):
+            most = self._most_clients(groups, population)
+            terms = Terms(most_clients=most, seed=self.seed, num_processes=trainer.world_size)
+            self.aggregator.begin(terms)
         self._groups = groups
         data.train_in_rounds(groups)
         self._cleanup.callback(data.train_in_rounds, None)
@@ -454,6 +467,8 @@ class Federation(Callback):
 
     def _aggregator(self, trainer: Trainer) -> Aggregator:
         masks_differ = client_masks(trainer) is not None
+        if isinstance(self.aggregator, Protected):
+            return self.aggregator  # `SecureRounds` refuses such masks
         if masks_differ and isinstance(self.aggregator, _PLAIN_MEANS):
             raise ConfigurationError(
                 f"federation: with masks of the clients' own, {type(self.aggregator).__name__} "
@@ -520,9 +535,12 @@ class Federation(Callback):
             return None
         return Share(self._local_batches(data), trainer.global_rank, trainer.world_size)
 
-    def _check_min_replies(self, groups: RoundGroups, population: Population) -> None:
+    def _most_clients(self, groups: RoundGroups, population: Population) -> int:
         fixed = isinstance(self.cohort, (AllClients, UniformCohort))
-        most = groups.num_clients if fixed else population.num_clients
+        return groups.num_clients if fixed else population.num_clients
+
+    def _check_min_replies(self, groups: RoundGroups, population: Population) -> None:
+        most = self._most_clients(groups, population)
         if self.min_replies > most:
             raise ConfigurationError(
                 f"federation.min_replies is {self.min_replies}, but a round has at most {most} "

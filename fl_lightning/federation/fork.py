@@ -9,6 +9,7 @@ the others are ended: they may be waiting for it. Only the first may still save 
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing.connection
 import os
 import signal
@@ -140,6 +141,7 @@ def _run(
     kwargs: Any,
 ) -> None:
     """What a process does."""
+    gc.freeze()  # what the parent has left may have threads, and freeing it here wait for them
     torch.set_num_threads(1)
     os.environ["LOCAL_RANK"] = str(local_rank)
     strategy.set_world_ranks()

@@ -35,6 +35,7 @@ class Intake:
         memory: what clients remember.
         corrector: learns from updates.
         sends_buffers: whether clients send their buffers with their updates.
+        sends_deltas: whether deltas travel in clear; if not, only the rest of a message counts here.
     """
 
     def __init__(
@@ -44,9 +45,10 @@ class Intake:
         corrector: Corrector,
         *,
         sends_buffers: bool = True,
+        sends_deltas: bool = True,
     ) -> None:
         self._path, self._memory, self._corrector = path, memory, corrector
-        self._sends_buffers = sends_buffers
+        self._sends_buffers, self._sends_deltas = sends_buffers, sends_deltas
 
     def learn(
         self, update: ClientUpdate, start: Start, space: Space, gradient: Callable[[], Tensor]
@@ -91,7 +93,10 @@ class Intake:
         if arrival.memory is not None:
             self._memory.put(_FEEDBACK, update.client_id, arrival.memory)
         server.receive(self._corrector.counted(start.counted(arrival.update)))
-        record.add(update, num_bytes=arrival.num_bytes)
+        num_bytes = arrival.num_bytes
+        if not self._sends_deltas:
+            num_bytes = bytes_up(replace(update, delta=update.delta[:0]))
+        record.add(update, num_bytes=num_bytes)
         if not self._path.is_empty:
             record.add_on_the_way(update, arrival.error)
 
@@ -111,7 +116,8 @@ class Intake:
         if not self._sends_buffers:
             group = replace(group, buffers=group.buffers[:, :0])
         server.receive_group(self._corrector.counted_group(start.counted_group(group)))
-        record.add_group(group, num_bytes=bytes_up(group))
+        sent = group if self._sends_deltas else replace(group, deltas=group.deltas[:, :0])
+        record.add_group(group, num_bytes=bytes_up(sent))
 
     @contextmanager
     def all_or_nothing(self, server: Server, record: RoundRecord) -> Iterator[None]:

@@ -31,6 +31,8 @@ class RoundRecord:
         norms: L2 norm of each client's update.
         pooled: metrics over the examples of all clients together.
         privacy: what a private round has cost.
+        protection: seconds that hiding the updates has taken, by what they are.
+        bytes_up_of_absent: of the bytes up, those of clients whose update is not in the aggregate.
         is_withheld: whether nothing else is known that depends on clients.
     """
 
@@ -48,6 +50,8 @@ class RoundRecord:
     norms: ClientMeans = field(default_factory=ClientMeans)
     pooled: dict[str, float] = field(default_factory=dict)
     privacy: dict[str, float] = field(default_factory=dict)
+    protection: dict[str, float] = field(default_factory=dict)
+    bytes_up_of_absent: int = 0
     is_withheld: bool = False
 
     @property
@@ -118,12 +122,13 @@ class RoundRecord:
             "round/skipped": float(self.num_skipped),
             "round/update_norm": self.update_norm,
             "round/seconds": self.seconds,
-            "round/bytes_up": self.total_bytes_up / max(1, num_replies),
+            "round/bytes_up": (self.total_bytes_up - self.bytes_up_of_absent) / max(1, num_replies),
             "round/bytes_down": self.total_bytes_down / max(1, self.num_sampled),
             "round/total_bytes_up": float(self.total_bytes_up),
             "round/total_bytes_down": float(self.total_bytes_down),
             **self._virtual_time(),
             **self.privacy,
+            **self.protection,
             **{name: self.norms.mean(name) for name in self.norms.names},
             **{f"{name}_spread": self.means.spread(name) for name in self.means.names},
         }

@@ -37,7 +37,9 @@ from fl_lightning.federation.ranks import Ranks
 from fl_lightning.federation.round_options import RoundOptions
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run_memory import RunMemory
+from fl_lightning.federation.secure_rounds import SecureRounds
 from fl_lightning.server.aggregators import Aggregator
+from fl_lightning.server.protected import Protected
 from fl_lightning.server.server import Server, ServerOptimizer, ServerSchedule
 from fl_lightning.updates.path import UpdatePath
 
@@ -92,7 +94,11 @@ class RoundRunner:
         )
         self._path = UpdatePath(options.updates, options.seed)
         self._intake = Intake(
-            self._path, self.memory.clients, self.corrector, sends_buffers=private is None
+            self._path,
+            self.memory.clients,
+            self.corrector,
+            sends_buffers=private is None,
+            sends_deltas=not isinstance(aggregator, Protected),
         )
         self.clients = GroupTraining(
             trainer, options, self.corrector, self._intake, self.memory.clients
@@ -100,6 +106,10 @@ class RoundRunner:
         self.server = Server(
             self.clients.local.read(), aggregator, server_optimizer, server_schedule
         )
+        self._secure = None
+        if isinstance(aggregator, Protected):
+            num_buffers = self.server.model.buffers.numel()
+            self._secure = SecureRounds(aggregator, trainer, num_buffers)
         self.record = RoundRecord()
         self._is_kept_by_lightning = self._can_be_kept_by_lightning()
 
@@ -161,8 +171,12 @@ class RoundRunner:
             self._note_clients()
         self.memory.clients.commit()
         self.corrector.close_round()
+        if self._secure is not None:
+            self._secure.miss(self.record)
         # privacy goes with corrections that leave the aggregate as it is
         self.record.update_norm = float(self.server.close_round(self.private or self.corrector))
+        if self._secure is not None:
+            self._secure.note(self.record)
         with self.clients.metrics_kept_apart():
             self.record.pooled = self.clients.collector.collect_metrics()
         self.clients.scaler.end_round()
@@ -252,8 +266,11 @@ class RoundRunner:
             self.server.model,
             num_clients=self._groups.num_clients,
             num_rounds=math.inf if rounds is None or rounds < 0 else rounds,
+            protected=None if self._secure is None else self._secure.aggregator,
         )
         rank_zero_info(f"bytes: {line}")
+        if self._secure is not None:
+            rank_zero_info(self._secure.announcement())
 
     def _renew_space(self) -> None:
         """Follow masks that changed between rounds: other coordinates travel from here on."""
@@ -287,7 +304,10 @@ class RoundRunner:
         So does a private run, because the sums of an open round have no noise.
         """
         is_open, versions = self.server.is_open, self._options.versions
-        open_here = is_open and self._ranks.size == 1 and self.private is None
+        restarts = self.private is not None or (
+            self._secure is not None and self._secure.aggregator.restarts
+        )
+        open_here = is_open and self._ranks.size == 1 and not restarts
         hides_record = is_open and self.private is not None
         state = {
             "space": self.clients.local.space.fingerprint(),

@@ -164,6 +164,31 @@ class CKKSServer:
             raise ValueError("there is no update to add")
         return EncryptedUpdate(tuple(each.serialize() for each in ciphertexts), clear.float())
 
+    def plus(
+        self, total: EncryptedUpdate | None, update: EncryptedUpdate, share: float
+    ) -> EncryptedUpdate:
+        """Return a weighted sum with one more update in it, for updates that come one by one.
+
+        Args:
+            total: what this returned before; None for the first update.
+            update: one more.
+            share: a_i > 0; those of all updates must sum to at most 1.
+
+        Raises:
+            ValueError: if the share is outside its range.
+            DecodeError: if a ciphertext is none of this scheme, or one is missing.
+        """
+        scaled = self.weighted_sum([(update, share)])
+        if total is None:
+            return scaled
+        pairs = zip(
+            _loaded(self._context, self._layout, total),
+            _loaded(self._context, self._layout, scaled),
+            strict=True,
+        )
+        ciphertexts = tuple((one + other).serialize() for one, other in pairs)
+        return EncryptedUpdate(ciphertexts, total.clear + scaled.clear)
+
 
 def flooded(values: Tensor, std: float, draw: Draws | None = None) -> Tensor:
     """Return values with Gaussian noise, which hides the scheme's own error from the public.

@@ -16,6 +16,7 @@ from fl_lightning.updates.secure.ring import Integers
 from fl_lightning.updates.secure.session import Session, Stage
 from fl_lightning.updates.secure.shortcut import shortcut
 from fl_lightning.updates.secure.simulation import Costs, Outcome, simulate
+from fl_lightning.updates.secure.unit_seconds import UnitSeconds
 
 Value = TypeVar("Value")
 
@@ -104,6 +105,7 @@ class SecureSum:
         *,
         round_index: int,
         seed: int | None = None,
+        unit_seconds: UnitSeconds | None = None,
     ) -> Outcome:
         """Return the sum over those who have not dropped before their vector arrived.
 
@@ -113,6 +115,7 @@ class SecureSum:
                 silent at `Stage.MASK` at the latest.
             round_index: ≥ 0.
             seed: makes every byte repeatable, for simulations; None for the system's entropy.
+            unit_seconds: what ``"count"`` makes its seconds of; None for none.
 
         Returns:
             The outcome, with clients' ids where the protocol has places.
@@ -143,7 +146,7 @@ class SecureSum:
             return seeded_entropy(seed, "secure sum", round_index, cohort[place])
 
         if self.protocol == "count":
-            outcome = shortcut(session, vectors, silent)
+            outcome = shortcut(session, vectors, silent, unit_seconds)
         else:
             outcome = simulate(session, vectors, silent, entropy_of)
         return _by_client(outcome, cohort)

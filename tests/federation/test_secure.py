@@ -1,0 +1,192 @@
+"""Hidden updates in a run: the model of quantised updates, the protocol's bytes, refusals."""
+
+import pytest
+import torch
+from lightning.pytorch import Callback, seed_everything
+from test_masks import Masked, OwnMasks
+from toys import SaveEverywhere, ToyModule, toy_data, toy_trainer, weights
+
+from fl_lightning import ConfigurationError, Federation, RoundFailure, UniformCohort
+from fl_lightning.client.devices import Devices
+from fl_lightning.client.feddyn import FedDyn
+from fl_lightning.client.scaffold import Scaffold
+from fl_lightning.client.speeds import LogNormalSpeeds
+from fl_lightning.federation.attackers import Attackers
+from fl_lightning.server import ALIE, FedBuff
+from fl_lightning.server.secure import EncryptedMean, SecureMean
+from fl_lightning.updates import QSGD, ErrorFeedback, RandomK, TopK
+from fl_lightning.updates.secure.secure_sum import SecureSum
+
+FINE = {"clip": 8.0, "levels": 2**36}
+SIZE = 4 * 8 + 8 + 8 * 3 + 3
+DEVICES = Devices(speeds=LogNormalSpeeds(), drop_rate=0.15)
+
+
+def run(
+    aggregator=None,
+    callbacks=(),
+    ckpt_path=None,
+    module=ToyModule,
+    trainer=None,
+    before=(),
+    **options,
+):
+    seed_everything(0, verbose=False)
+    module = module()
+    options = {"local_steps": 2, "clients_per_group": 1, "engine": "sequential", **options}
+    federation = Federation(aggregator=aggregator, **options)
+    trainer = toy_trainer(*before, federation, *callbacks, **(trainer or {}))
+    data = toy_data(num_clients=6, batch_size=4, drop_last=True)
+    trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
+    return module, trainer
+
+
+@pytest.mark.parametrize("engine", ["sequential", "slots"])
+def test_with_fine_steps_the_run_is_the_plain_one(engine):
+    plain, _ = run(engine=engine)
+    secure, trainer = run(SecureMean(**FINE), engine=engine)
+    assert torch.allclose(weights(secure), weights(plain), atol=1e-6)
+    # a client's message: its vector, and beside it what it logs
+    facts = trainer.callback_metrics
+    bits = (6 * 2**36 * 1024).bit_length()
+    up = SecureSum(bits=bits).bytes_up(SIZE + 1, 6)
+    empty, _ = run_bytes(engine)
+    assert facts["round/bytes_up"] == up + empty
+
+
+def run_bytes(engine):
+    """Return the bytes up of a plain message without its numbers, and down."""
+    _, trainer = run(engine=engine, trainer={"max_epochs": 1})
+    facts = trainer.callback_metrics
+    return float(facts["round/bytes_up"]) - 4 * SIZE, float(facts["round/bytes_down"])
+
+
+class Facts(Callback):
+    """Notes what is logged of every round."""
+
+    def __init__(self):
+        self.rows = []
+
+    def on_train_epoch_end(self, trainer, module):
+        names = [n for n in trainer.callback_metrics if n.startswith(("round/", "secure/"))]
+        self.rows.append({name: float(trainer.callback_metrics[name]) for name in names})
+
+
+def test_counting_is_running_bit_for_bit_with_clients_that_drop():
+    facts, options = [Facts(), Facts()], {"devices": DEVICES, "trainer": {"max_epochs": 6}}
+    real, _ = run(SecureMean(threshold=0.5), callbacks=[facts[0]], **options)
+    counted, _ = run(SecureMean(threshold=0.5, protocol="count"), callbacks=[facts[1]], **options)
+    assert torch.equal(weights(real), weights(counted))
+    assert {row["round/lost"] for row in facts[0].rows} > {0.0}
+    for one, other in zip(facts[0].rows, facts[1].rows, strict=True):
+        assert all(one[name] == other[name] for name in one if "bytes" in name or "lost" in name)
+        assert one["secure/client_seconds"] > 0
+        assert other["secure/estimated_client_seconds"] > 0
+        replies = 6 - one["round/lost"]
+        # those who dropped have sent keys and shares, which are not counted as a reply's
+        rest = one["round/total_bytes_up"] - replies * one["round/bytes_up"]
+        assert (rest > 0) == (one["round/lost"] > 0)
+    plain, _ = run(None, **options)
+    assert torch.allclose(weights(real), weights(plain), atol=1e-3)
+
+
+def test_too_many_dropouts_stop_the_run():
+    devices = Devices(speeds=LogNormalSpeeds(), drop_rate=0.7)
+    with pytest.raises(
+        RoundFailure, match=r"the secure sum of \d updates, with \d clients missing"
+    ):
+        run(SecureMean(), devices=devices, trainer={"max_epochs": 8})
+
+
+@pytest.mark.parametrize("protocol", ["run", "count"])
+def test_resuming_inside_a_round_gives_the_same_bits(protocol, tmp_path):
+    aggregator, devices = SecureMean(protocol=protocol, threshold=0.5), DEVICES
+    module, _ = run(aggregator, callbacks=[SaveEverywhere(tmp_path)], devices=devices)
+    for moment in ("0-group1", "1-group3", "1-end"):
+        again, _ = run(aggregator, ckpt_path=tmp_path / f"{moment}.ckpt", devices=devices)
+        assert torch.equal(weights(again), weights(module))
+
+
+@pytest.mark.parametrize("protocol", ["run", "count"])
+def test_two_processes_are_one_run(protocol):
+    two = {"max_epochs": 2, "devices": 2, "strategy": "federated"}
+    alone, _ = run(SecureMean(protocol=protocol), trainer={"max_epochs": 2})
+    together, _ = run(SecureMean(protocol=protocol), trainer=two)
+    assert torch.equal(weights(alone), weights(together))
+
+
+def test_only_active_coordinates_travel():
+    _, trainer = run(SecureMean(**FINE), module=Masked)
+    _, plain = run(None, module=Masked)
+    space = next(c for c in trainer.callbacks if isinstance(c, Federation)).rounds.clients.local
+    size = space.space.size
+    assert 0 < size < SIZE
+    bits = (6 * 2**36 * 1024).bit_length()
+    up = SecureSum(bits=bits).bytes_up(size + 1, 6)
+    in_clear = plain.callback_metrics["round/bytes_up"] - 4 * size
+    assert trainer.callback_metrics["round/bytes_up"] == up + in_clear
+
+
+def test_what_leaves_in_clear_is_told_once_before_training(caplog):
+    with caplog.at_level("INFO"):
+        run(SecureMean(), trainer={"max_epochs": 2})
+    told = [r.message for r in caplog.records if r.message.startswith("secure: ")]
+    assert len(told) == 1
+    assert (
+        "the server sees the sum of updates and of their examples, and no single update" in told[0]
+    )
+    assert "in clear go who takes part and who fails, the metrics" in told[0]
+
+
+def test_encrypted_updates_give_the_plain_run():
+    pytest.importorskip("tenseal")
+    options = {"trainer": {"max_epochs": 2}, "cohort": UniformCohort(size=3)}
+    plain, _ = run(None, **options)
+    encrypted, trainer = run(EncryptedMean(fraction=0.5), **options)
+    assert torch.allclose(weights(encrypted), weights(plain), atol=1e-4)
+    assert trainer.callback_metrics["round/bytes_up"] > 1000 * SIZE
+    assert trainer.callback_metrics["secure/client_seconds"] > 0
+
+
+def test_encrypted_rounds_begin_anew_when_resumed(tmp_path):
+    pytest.importorskip("tenseal")
+    options = {"trainer": {"max_epochs": 2}}
+    module, _ = run(EncryptedMean(fraction=0.5), callbacks=[SaveEverywhere(tmp_path)], **options)
+    path = tmp_path / "1-group3.ckpt"
+    assert "round" not in torch.load(path)["callbacks"]["Federation"]["server"]
+    again, _ = run(EncryptedMean(fraction=0.5), ckpt_path=path, **options)
+    assert torch.allclose(weights(again), weights(module), atol=1e-4)
+
+
+@pytest.mark.parametrize("aggregator", [SecureMean(), EncryptedMean()], ids=["secure", "encrypted"])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"updates": [TopK(0.1)]}, "TopK makes something of each update"),
+        ({"updates": [ErrorFeedback([TopK(0.1)])]}, "ErrorFeedback makes something"),
+        ({"updates": [QSGD()]}, "QSGD makes something"),
+        ({"updates": [RandomK(0.1)]}, "RandomK"),
+        ({"correction": Scaffold()}, "with Scaffold each client sends the change"),
+        ({"correction": FedDyn(0.1)}, "with FedDyn each client sends the change"),
+        (
+            {"asynchronous": FedBuff(buffer_size=3, concurrency=4), "devices": DEVICES},
+            "asynchronous weighs each update by its staleness",
+        ),
+        ({"attackers": Attackers(fraction=0.3, forge=ALIE())}, "attackers.forge makes updates"),
+    ],
+    ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",
+)
+def test_what_needs_single_updates_is_refused_at_construction(aggregator, options, message):
+    with pytest.raises(ConfigurationError, match=message):
+        Federation(aggregator=aggregator, **options)
+
+
+def test_buffers_masks_of_their_own_and_overflow_are_refused_at_the_start():
+    with pytest.raises(
+        ConfigurationError, match=r"16 numbers in buffers .* use group or layer norm"
+    ):
+        run(SecureMean(), module=lambda: ToyModule(batch_norm=True))
+    with pytest.raises(ConfigurationError, match="masks of the clients' own"):
+        run(SecureMean(), module=Masked, before=[OwnMasks()])
+    with pytest.raises(ConfigurationError, match="a sum may overflow: num_clients 6"):
+        run(SecureMean(bits=28))
