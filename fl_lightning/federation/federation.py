@@ -24,7 +24,6 @@ from fl_lightning.client.devices import Devices
 from fl_lightning.client.memory import ClientMemory
 from fl_lightning.client.personalisation import Personalisation
 from fl_lightning.client.speedups import Speedup
-from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import (
     derive_seed,
     preserve_global_generators,
@@ -34,9 +33,9 @@ from fl_lightning.core.seeds import (
 from fl_lightning.data.cohort import AllClients, CohortSampler, UniformCohort
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.data.population import Population
+from fl_lightning.federation.aggregation import run_aggregator
 from fl_lightning.federation.atomic_checkpoint import AtomicCheckpointIO
 from fl_lightning.federation.attackers import Attackers
-from fl_lightning.federation.client_masks import client_masks
 from fl_lightning.federation.compatibility import (
     check_asynchronous,
     check_compatible,
@@ -54,45 +53,40 @@ from fl_lightning.federation.group_size import num_short_clients
 from fl_lightning.federation.groups import RoundGroups, Share
 from fl_lightning.federation.hooks import GroupsPassBy
 from fl_lightning.federation.loop import install, renumber_groups
+from fl_lightning.federation.option_checks import (
+    check_cohort_size,
+    check_correction,
+    check_shards,
+    check_values,
+)
 from fl_lightning.federation.personal_models import PersonalModels
 from fl_lightning.federation.privacy_checks import (
     check_nothing_else,
-    check_one_mask,
     check_private,
     check_whole_cohorts,
     warn_of_releases,
 )
-from fl_lightning.federation.private_rounds import PrivateRounds
-from fl_lightning.federation.ranks import Ranks
+from fl_lightning.federation.private_rounds import private_rounds
 from fl_lightning.federation.round_options import RoundOptions
 from fl_lightning.federation.rounds import RoundRunner
 from fl_lightning.federation.run_memory import saved_memory
 from fl_lightning.federation.secure_rounds import check_secure
 from fl_lightning.federation.shares import local_work
 from fl_lightning.federation.virtual_time import VirtualTime
-from fl_lightning.server.aggregators import Aggregator, Mean
+from fl_lightning.server.aggregators import Aggregator
 from fl_lightning.server.collected import RobustRule
-from fl_lightning.server.fair_means import QFedAvg, TiltedMean
-from fl_lightning.server.normalised_mean import NormalisedMean
-from fl_lightning.server.overlap_mean import OverlapMean
 from fl_lightning.server.privacy.mechanism import Privacy
-from fl_lightning.server.privacy.run import Run
 from fl_lightning.server.protected import Protected, Terms
 from fl_lightning.server.server import (
-    KeepsUpdates,
     ServerOptimizer,
     ServerSchedule,
-    as_aggregator,
     fedavg_optimizer,
 )
 from fl_lightning.server.staleness import AsyncRule
-from fl_lightning.sparsity.masked_optimizer import MaskedOptimizer
 from fl_lightning.updates.broadcast import Broadcast
 from fl_lightning.updates.error_feedback import ErrorFeedback
 from fl_lightning.updates.path import UpdatePath
 from fl_lightning.updates.transform import UpdateTransform
-
-_PLAIN_MEANS = (Mean, NormalisedMean, QFedAvg, TiltedMean)
 
 
 @final
@@ -190,11 +184,14 @@ class Federation(Callback):
         seed: int | None = None,
     ) -> None:
         super().__init__()
-        _check(local_steps, local_epochs, on_client_failure, min_replies, clients_per_group)
-        if not client_memory_gb >= 0:
-            raise ConfigurationError(
-                f"federation: client_memory_gb must be at least 0, got {client_memory_gb}"
-            )
+        check_values(
+            local_steps=local_steps,
+            local_epochs=local_epochs,
+            on_client_failure=on_client_failure,
+            min_replies=min_replies,
+            clients_per_group=clients_per_group,
+            client_memory_gb=client_memory_gb,
+        )
         if asynchronous is not None:
             check_asynchronous(cohort, devices, correction, download)
             cohort = UniformCohort(size=asynchronous.buffer_size)  # who calibrates a mask, e.g.
@@ -245,7 +242,7 @@ class Federation(Callback):
         if self.privacy is not None:
             check_whole_cohorts(trainer)
         data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
-        self._check_shards(data)
+        check_shards(data, self.on_client_failure)
         if self.attackers is not None:
             self.attackers.enter(data)
             self._cleanup.callback(data.poison, [], None)
@@ -262,9 +259,9 @@ class Federation(Callback):
             limit=trainer.limit_train_batches or 1.0,  # with 0 Lightning does not train
         )
         check_validation_interval(trainer, len(groups))
-        self._check_min_replies(groups, population)
+        most = self._most_clients(groups, population)
+        check_cohort_size(most, self.min_replies, self.aggregator)
         if isinstance(self.aggregator, Protected):
-            most = self._most_clients(groups, population)
             terms = Terms(most_clients=most, seed=self.seed, num_processes=trainer.world_size)
             self.aggregator.begin(terms)
         self._groups = groups
@@ -285,7 +282,7 @@ class Federation(Callback):
         check_set_up(trainer)
         for config in trainer.lr_scheduler_configs:
             config.interval = "epoch"  # a step is a round, however many groups of clients it has
-        self._check_correction(trainer)
+        check_correction(trainer, self.correction, self.personal)
         options = RoundOptions(
             local_steps=self.local_steps,
             local_epochs=self.local_epochs,
@@ -303,12 +300,18 @@ class Federation(Callback):
             fleet=self._time.fleet,
             versions=self._time.versions(),
         )
-        private = self._private_rounds(trainer)
+        private = None
+        if self.privacy is not None:
+            exact = getattr(self.aggregator, "exact", False)
+            private = private_rounds(trainer, self.privacy, self.cohort, self.seed, exact=exact)
+            aggregator: Aggregator = private.aggregator
+        else:
+            aggregator = run_aggregator(trainer, self.aggregator, self.attackers)
         self.rounds = RoundRunner(
             trainer,
             options,
             self._groups,
-            self._aggregator(trainer) if private is None else private.aggregator,
+            aggregator,
             self.server_optimizer,
             self.server_schedule,
             private,
@@ -339,7 +342,7 @@ class Federation(Callback):
                 num_buffers=self.rounds.server.model.buffers.numel(),
                 has_memory=self.rounds.has_memory,
             )
-            self._stop_within_budget(trainer)
+            self.rounds.private.stop_within_budget(trainer)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let what hooks draw between rounds depend on the round alone."""
@@ -359,7 +362,8 @@ class Federation(Callback):
         trainer.callback_metrics.update({name: torch.tensor(v) for name, v in facts.items()})
         for logger in trainer.loggers:
             logger.log_metrics(facts, step=trainer.global_step - 1)
-        self._stop_within_budget(trainer)
+        if self.rounds.private is not None:
+            self.rounds.private.stop_within_budget(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Give Trainer, module and data module back as they were."""
@@ -442,79 +446,6 @@ class Federation(Callback):
             module, max(1.0, per_client * trainer.accumulate_grad_batches), data.batch_size
         )
 
-    def _check_correction(self, trainer: Trainer) -> None:
-        """Refuse corrections and personal models that would give a wrong result."""
-        correction, pull = self.correction, self.personal.pull if self.personal else 0.0
-        tunes = self.personal is not None and self.personal.tuning_steps > 0
-        if tunes and isinstance(trainer.optimizers[0], MaskedOptimizer):
-            raise ConfigurationError(
-                "federation.personal: FineTuned takes its steps with a new optimizer, which knows "
-                "no masks: use Personal or Ditto with SparseSGDM and SparseAdamW"
-            )
-        if correction is None and not pull:
-            return
-        if correction is not None and correction.remembers and client_masks(trainer) is not None:
-            raise ConfigurationError(
-                f"federation.correction {type(correction).__name__} remembers a number for every "
-                "coordinate, and with masks of their own clients do not move the same ones: use one "
-                "mask for all, or FedProx"
-            )
-        if any(group.get("maximize") for group in trainer.optimizers[0].param_groups):
-            raise ConfigurationError(
-                f"federation.{'personal.pull' if correction is None else 'correction'} is added to "
-                "the gradient of what is minimised, and the clients' optimizer has maximize: leave that out and return the negative loss"
-            )
-
-    def _aggregator(self, trainer: Trainer) -> Aggregator:
-        masks_differ = client_masks(trainer) is not None
-        if isinstance(self.aggregator, Protected):
-            return self.aggregator  # `SecureRounds` refuses such masks
-        if masks_differ and isinstance(self.aggregator, _PLAIN_MEANS):
-            raise ConfigurationError(
-                f"federation: with masks of the clients' own, {type(self.aggregator).__name__} "
-                "counts a client that may not move an entry as one that wants it to stay: set "
-                "aggregator to OverlapMean, or leave it out"
-            )
-        if masks_differ and self.aggregator is None:
-            return OverlapMean()
-        aggregator = as_aggregator(self.aggregator)
-        if masks_differ and isinstance(aggregator, KeepsUpdates):
-            raise ConfigurationError(
-                "federation: robust rules compare whole updates, and with masks of the clients' own "
-                "they have different coordinates: share one mask, or set aggregator to OverlapMean"
-            )
-        if self.attackers is None:
-            return aggregator
-        data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
-        return self.attackers.wrap(aggregator, len(data.clients))
-
-    def _private_rounds(self, trainer: Trainer) -> PrivateRounds | None:
-        if self.privacy is None:
-            return None
-        check_one_mask(trainer)
-        rounds = trainer.max_epochs
-        run = Run(
-            self.cohort,
-            num_clients=len(trainer.datamodule.clients),  # type: ignore[attr-defined]
-            num_rounds=None if rounds is None or rounds < 0 else rounds,
-            seed=self.seed,
-            num_coordinates=sum(
-                p.numel() for p in trainer.lightning_module.parameters() if p.requires_grad
-            ),
-        )
-        exact = getattr(self.aggregator, "exact", False)
-        return PrivateRounds(self.privacy, run, Ranks(trainer), exact=exact)
-
-    def _stop_within_budget(self, trainer: Trainer) -> None:
-        assert self.rounds is not None
-        private, planned = self.rounds.private, trainer.max_epochs
-        if private is not None and private.is_spent:
-            if planned is None or planned < 0 or private.released < planned:
-                rank_zero_info(
-                    f"privacy: the budget is spent after {private.released} rounds; training ends"
-                )
-            trainer.should_stop = True
-
     def _num_steps(self, trainer: Trainer, data: FederatedDataModule) -> npt.NDArray[np.int64]:
         """Return the local steps of every client's round."""
         batches = self._local_batches(data)
@@ -538,53 +469,3 @@ class Federation(Callback):
     def _most_clients(self, groups: RoundGroups, population: Population) -> int:
         fixed = isinstance(self.cohort, (AllClients, UniformCohort))
         return groups.num_clients if fixed else population.num_clients
-
-    def _check_min_replies(self, groups: RoundGroups, population: Population) -> None:
-        most = self._most_clients(groups, population)
-        if self.min_replies > most:
-            raise ConfigurationError(
-                f"federation.min_replies is {self.min_replies}, but a round has at most {most} "
-                "clients: lower it, or raise the cohort's size"
-            )
-        if isinstance(self.aggregator, RobustRule) and self.aggregator.min_updates > most:
-            raise ConfigurationError(
-                f"federation.aggregator {self.aggregator} needs at least "
-                f"{self.aggregator.min_updates} updates, but a round has at most {most}: raise the "
-                "cohort's size, or lower num_attackers"
-            )
-
-    def _check_shards(self, data: FederatedDataModule) -> None:
-        empty = np.flatnonzero(data.clients.num_examples == 0)
-        if len(empty) and self.on_client_failure == "raise":
-            shown = ", ".join(map(str, empty[:5])) + (", …" if len(empty) > 5 else "")
-            raise ConfigurationError(
-                f"{len(empty)} of {len(data.clients)} clients have no training example "
-                f"(client {shown}): use fewer clients or a partition with min_examples, or skip "
-                "them with federation.on_client_failure: skip"
-            )
-
-
-def _check(
-    local_steps: int | None,
-    local_epochs: int | None,
-    on_client_failure: str,
-    min_replies: int,
-    clients_per_group: int | None,
-) -> None:
-    problems = []
-    if local_steps is not None and local_epochs is not None:
-        problems.append("give either local_steps or local_epochs, not both: set the other to null")
-    counts = {
-        "local_steps": local_steps,
-        "local_epochs": local_epochs,
-        "clients_per_group": clients_per_group,
-    }
-    for name, value in counts.items():
-        if value is not None and value < 1:
-            problems.append(f"{name} must be at least 1, got {value}")
-    if on_client_failure not in ("raise", "skip"):
-        problems.append(f"on_client_failure must be raise or skip, got {on_client_failure!r}")
-    if min_replies < 1:
-        problems.append(f"min_replies must be at least 1 client, got {min_replies}")
-    if problems:
-        raise ConfigurationError("federation: " + "; ".join(problems))

@@ -10,10 +10,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError, RoundFailure
+from fl_lightning.data.cohort import CohortSampler
+from fl_lightning.federation.privacy_checks import check_one_mask
 from fl_lightning.federation.ranks import Ranks
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.server.privacy.accountant import most_rounds
@@ -215,3 +218,41 @@ class PrivateRounds:
             self._use(self._privacy.mechanism(self._run, self._source, saved))
         self.released, self._clip_norm = state["released"], state["clip_norm"]
         self._mechanism.load_state_dict(state["mechanism"])
+
+    def stop_within_budget(self, trainer: Trainer) -> None:
+        """Have training end once another round would exceed the budget."""
+        if not self.is_spent:
+            return
+        planned = trainer.max_epochs
+        if planned is None or planned < 0 or self.released < planned:
+            rank_zero_info(
+                f"privacy: the budget is spent after {self.released} rounds; training ends"
+            )
+        trainer.should_stop = True
+
+
+def private_rounds(
+    trainer: Trainer, privacy: Privacy, cohort: CohortSampler, seed: int, *, exact: bool
+) -> PrivateRounds:
+    """Return privacy at work in a Trainer's run.
+
+    Args:
+        trainer: set up for fitting.
+        privacy: what the user asked for.
+        cohort: who takes part.
+        seed: the run's.
+        exact: have the same bits over any number of processes.
+
+    Raises:
+        ConfigurationError: if the run cannot be accounted for.
+    """
+    check_one_mask(trainer)
+    rounds, params = trainer.max_epochs, trainer.lightning_module.parameters()
+    run = Run(
+        cohort,
+        num_clients=len(trainer.datamodule.clients),  # type: ignore[attr-defined]
+        num_rounds=None if rounds is None or rounds < 0 else rounds,
+        seed=seed,
+        num_coordinates=sum(p.numel() for p in params if p.requires_grad),
+    )
+    return PrivateRounds(privacy, run, Ranks(trainer), exact=exact)

@@ -1,0 +1,54 @@
+"""Which aggregator a run has: the one that was asked for, made to fit masks and attackers."""
+
+from __future__ import annotations
+
+from lightning.pytorch import Trainer
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.federation.attackers import Attackers
+from fl_lightning.federation.client_masks import client_masks
+from fl_lightning.server.aggregators import Aggregator, Mean
+from fl_lightning.server.collected import RobustRule
+from fl_lightning.server.fair_means import QFedAvg, TiltedMean
+from fl_lightning.server.normalised_mean import NormalisedMean
+from fl_lightning.server.overlap_mean import OverlapMean
+from fl_lightning.server.protected import Protected
+from fl_lightning.server.server import KeepsUpdates, as_aggregator
+
+_PLAIN_MEANS = (Mean, NormalisedMean, QFedAvg, TiltedMean)
+
+
+def run_aggregator(
+    trainer: Trainer, given: Aggregator | RobustRule | None, attackers: Attackers | None
+) -> Aggregator:
+    """Return what folds the updates of a run.
+
+    Args:
+        trainer: set up; its callbacks say whether clients have masks of their own.
+        given: what was asked for; None for the mean that fits.
+        attackers: who send something else.
+
+    Raises:
+        ConfigurationError: for a rule that means nothing under masks of the clients' own.
+    """
+    masks_differ = client_masks(trainer) is not None
+    if isinstance(given, Protected):
+        return given  # `SecureRounds` refuses such masks
+    if masks_differ and isinstance(given, _PLAIN_MEANS):
+        raise ConfigurationError(
+            f"federation: with masks of the clients' own, {type(given).__name__} "
+            "counts a client that may not move an entry as one that wants it to stay: set "
+            "aggregator to OverlapMean, or leave it out"
+        )
+    if masks_differ and given is None:
+        return OverlapMean()
+    aggregator = as_aggregator(given)
+    if masks_differ and isinstance(aggregator, KeepsUpdates):
+        raise ConfigurationError(
+            "federation: robust rules compare whole updates, and with masks of the clients' own "
+            "they have different coordinates: share one mask, or set aggregator to OverlapMean"
+        )
+    if attackers is None:
+        return aggregator
+    num_clients = len(trainer.datamodule.clients)  # type: ignore[attr-defined]
+    return attackers.wrap(aggregator, num_clients)
