@@ -285,7 +285,8 @@ class StackedStep:
         self, start: Tensors, slots: Slots, inputs: Inputs, active: Tensors
     ) -> tuple[Outputs, Tensor]:
         moved, outputs = self._moved_from(start, slots, inputs)
-        deltas = {name: (start[name] - moved.params[name]).flatten(1) for name in start}
+        count = self.options.num_slots  # not flatten(1): a parameter may be a scalar
+        deltas = {n: (start[n] - moved.params[n]).reshape(count, -1) for n in start}
         for name, index in active.items():
             deltas[name] = deltas[name][:, index]
         return outputs, torch.cat(list(deltas.values()), 1)
@@ -327,7 +328,7 @@ class StackedStep:
             return {name: grad.clamp(-bound, bound) for name, grad in grads.items()}
         if self.options.clip_norm is None:
             return grads
-        squares = [grad.flatten(1).square().sum(1) for grad in grads.values()]
+        squares = [g.reshape(len(g), -1).square().sum(1) for g in grads.values()]
         norms = torch.stack(squares).sum(0).sqrt()
         factors = (self.options.clip_norm / (norms + 1e-6)).clamp(max=1.0)
         return {n: g * factors.view(-1, *[1] * (g.ndim - 1)) for n, g in grads.items()}

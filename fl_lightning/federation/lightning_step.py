@@ -188,11 +188,13 @@ class LightningStep:
     def _full(self, batches: Sequence[SizedBatch], index: int) -> Tensor | None:
         losses: list[Tensor] = []
         sizes: list[int] = []
+        values: list[Tensor] = []  # of the function whose gradient is taken
         term = self.term
 
         def closure() -> Tensor | None:
             losses.clear()  # an optimizer may evaluate the closure several times
             sizes.clear()
+            values.clear()
             for number, (batch, size) in enumerate(batches):
                 number_in_round = index * self._accumulate + number
                 prepared = self._prepared(batch, size, number_in_round)
@@ -204,13 +206,15 @@ class LightningStep:
                     self._trainer.strategy.backward(scaled, self._optimizer)
                     losses.append(loss.detach() * size)
                     sizes.append(size)
+                    values.append(scaled.detach())
             if not losses:
                 return None
+            value = values[0] if len(values) == 1 else torch.stack(values).sum()
             if term is not None:
                 term.add(self.scale)
                 if isinstance(self._optimizer, LBFGS):  # which compares values along a line
-                    return torch.stack(losses).sum() / sum(sizes) + term.value()
-            return losses[-1]
+                    return value + term.value()
+            return value
 
         optimizer = self._module.optimizers()
         self._module.optimizer_step(self._trainer.current_epoch, index, optimizer, closure)  # type: ignore[arg-type]

@@ -404,3 +404,28 @@ def test_a_resumed_run_keeps_to_its_slots(kind, tmp_path):
 def test_bad_options(options, message):
     with pytest.raises(ConfigurationError, match=message):
         Federation(**options)
+
+
+class Scaled(ToyModule):
+    """A parameter that is a scalar."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(1.0))
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return torch.nn.functional.cross_entropy(self.scale * self.net(x), y)
+
+
+@pytest.mark.parametrize("local_steps", [1, 3])
+def test_slots_train_parameters_that_are_scalars(local_steps):
+    vectors = []
+    for engine in ("sequential", "slots"):
+        torch.manual_seed(0)
+        module, federation = Scaled(), Federation(local_steps=local_steps, engine=engine, seed=0)
+        trainer = toy_trainer(federation, max_epochs=2, gradient_clip_val=0.5)
+        trainer.fit(module, datamodule=toy_data(batch_size=4))
+        vectors.append(weights(module))
+    assert federation.rounds.clients.engine.slots is not None
+    assert torch.allclose(*vectors, atol=1e-6)

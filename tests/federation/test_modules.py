@@ -327,3 +327,32 @@ def test_the_same_callback_list_without_federation_trains_centrally():
     trainer = toy_trainer(max_epochs=2)
     trainer.fit(module, datamodule=toy_data())
     assert trainer.global_step == 2 * 8  # 60 examples in batches of 8
+
+
+class Searching(ToyModule):
+    """LBFGS compares values of the loss along a line."""
+
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters(), max_iter=8, line_search_fn="strong_wolfe")
+
+
+def test_lbfgs_searches_along_the_loss_whose_gradient_it_gets():
+    module = Searching()
+    start = {name: value.clone() for name, value in module.state_dict().items()}
+    federation = Federation(local_epochs=1, seed=0)
+    data = toy_data(num_clients=1, batch_size=60)
+    fit(module, data=data, federation=federation, start=start, max_epochs=1)
+
+    plain = Searching()
+    plain.load_state_dict(start)
+    optimizer = plain.configure_optimizers()
+    x, y = data.train_batch(torch.arange(60))
+
+    def closure():
+        optimizer.zero_grad()
+        loss = F.cross_entropy(plain.net(x), y)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert torch.allclose(weights(module), weights(plain), atol=1e-4)
