@@ -26,7 +26,11 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize("name", WORKLOADS)
+SLOW = ("W1", "W1-dropout", "W2", "W4")
+MARKED = [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in WORKLOADS]
+
+
+@pytest.mark.parametrize("name", MARKED)
 def test_federation_and_bare_loop_agree(name, monkeypatch):
     # by hand, the most different from torch's own; but the ViT is slow, once is enough
     variant = PLAIN if name == "W4" else VARIANTS["by hand"]

@@ -21,7 +21,7 @@ def command(folder, *more):
         *(sys.executable, "-m", "fl_lightning", "fit", "--config", str(CONFIG)),
         *("--trainer.max_epochs", str(ROUNDS), "--trainer.enable_progress_bar", "false"),
         *("--trainer.logger.init_args.save_dir", str(folder), "--test_after_fit", "false"),
-        *("--federation.cohort.init_args.fraction", "0.5", *more),
+        *("--federation.cohort.init_args.fraction", "0.5", "--federation.local_epochs", "2", *more),
     ]
 
 

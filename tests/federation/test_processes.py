@@ -420,6 +420,7 @@ def fit_after_compiling(compile_, folder):
         (folder / "refused").write_text(str(error))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compile_", [Compiled, partial(torch.compile, backend="eager")])
 def test_a_process_that_has_compiled_forks_or_says_why_not(tmp_path, compile_):
     context = multiprocessing.get_context("spawn")
