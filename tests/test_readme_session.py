@@ -28,7 +28,7 @@ CENTRAL = first_with("configs/centralized.yaml")
 RESUME = first_with("--ckpt_path last")
 TEST = first_with("fl-lightning test")
 SPARSE = first_with("configs/sparse_quickstart.yaml")
-CIFAR100, *SPARSE_CIFAR100 = (c for c in commands() if "configs/cifar100.yaml" in c)
+CIFAR100 = first_with("configs/cifar100.yaml")
 IID = first_with("configs/cifar10_images.yaml")
 TWO_CLASSES = first_with("classes_per_client 2")
 PLOT = first_with("benchmarks.plot_runs")
@@ -57,6 +57,9 @@ NOT_TYPED = {
         (first_with("configs/compressed.yaml"), first_with("configs/private.yaml")),
         "test_configs runs it on small data",
     ),
+    **dict.fromkeys(
+        (c for c in commands() if "configs/sparse.yaml" in c), "test_configs runs it on small data"
+    ),
     first_with("robustness"): "takes 40 runs; the commands before it are of the same kind",
     first_with("virtual_time"): "takes 12 runs; the commands before it are of the same kind",
     first_with("cifar10_sparse"): "takes 27 runs and the better part of an hour",
@@ -74,7 +77,7 @@ SHORTER = {
     SPARSE: "-- --trainer.max_epochs 1 --data.init_args.source.init_args.val_fraction 0.8",
     **dict.fromkeys([QUICKSTART, RESUME], "--trainer.max_epochs 25"),
     CENTRAL: "--trainer.max_epochs 10",
-    **dict.fromkeys([CIFAR100, *SPARSE_CIFAR100], A_SMALL_VIT),
+    CIFAR100: A_SMALL_VIT,
     OVERHEAD: "--turns 1",
     CODEC: "--size 100000 --repetitions 2",
     SECURE: "--size 1000 --clients 5 --paillier 100",
@@ -160,7 +163,14 @@ def type_in(folder):
     return type_in
 
 
-@pytest.mark.parametrize("command", [c for c in commands() if c not in NOT_TYPED], ids=str)
+TYPED = [
+    pytest.param(c, marks=pytest.mark.slow) if c in (ROUNDS, OVERHEAD) else c
+    for c in commands()
+    if c not in NOT_TYPED
+]
+
+
+@pytest.mark.parametrize("command", TYPED, ids=str)
 def test_every_command_of_the_readme_runs(command, type_in):
     """A new command runs here too; if it cannot as it stands, the tables above are the place."""
     type_in(command)
@@ -237,12 +247,14 @@ def test_the_figure_shows_both_runs_in_both_panels(type_in, folder):
             assert is_color.sum() > 500  # more than in the legend
 
 
+@pytest.mark.slow
 def test_the_overhead_is_measured_for_the_models_in_the_readme(type_in):
     rows = re.findall(r"^(\S.*?) {2,}\d+ µs", type_in(OVERHEAD).text, re.MULTILINE)
     assert len(rows) == 2
     assert all(f"\n{row} " in README for row in rows)
 
 
+@pytest.mark.slow
 def test_the_rounds_are_those_of_the_bare_loop(type_in):
     text = type_in(ROUNDS).text
     workloads = re.findall(r"^(\S+): ", text, re.MULTILINE)
