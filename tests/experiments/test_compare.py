@@ -53,6 +53,7 @@ def rows(folder):
         return {row["variant"]: row for row in csv.DictReader(file)}
 
 
+@pytest.mark.slow
 def test_a_failed_run_is_named_and_alone_run_again_from_where_it_was(capsys):
     with pytest.raises(SystemExit, match=r"1 of 2 runs failed:\n  fragile, seed 0: .*f is missing"):
         compare()
