@@ -54,7 +54,10 @@ NOT_TYPED = {
         "test_algorithm_configs runs every one of them over a small base",
     ),
     **dict.fromkeys(
-        (first_with("configs/compressed.yaml"), first_with("configs/private.yaml")),
+        map(
+            first_with,
+            [f"configs/{name}.yaml" for name in ("compressed", "private", "secure", "encrypted")],
+        ),
         "test_configs runs it on small data",
     ),
     **dict.fromkeys(

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import final
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -60,8 +61,8 @@ class FedProx:
         return GradientTerm(self.mu)
 
     def remember(self, memory: Tensor | None, mean: Tensor | None, outcome: Outcome) -> Tensor:
-        """Refuse: there is nothing to remember."""
-        raise NotImplementedError
+        """Return 0, which is what a client without a memory remembers."""
+        return torch.zeros_like(outcome.delta)
 
     def pseudo_gradient(self, aggregate: Tensor, mean: Tensor | None) -> Tensor:
         """Return the aggregate."""

@@ -243,8 +243,6 @@ class RoundRunner:
         if not self._is_noted:  # by now, unlike in the constructor, Lightning has restored both
             self.clients.start_round()
             self._is_noted = True
-        if not self._cost_is_told:
-            self._tell_cost()
         if not self.server.is_open:
             self.record = RoundRecord(began_at=self.record.ended_at or 0.0)
             if self._is_kept_by_lightning:  # hooks between rounds may have changed it
@@ -256,6 +254,8 @@ class RoundRunner:
             self.corrector.open_round(self.server.model.params)
             if self._options.versions is not None:
                 self._options.versions.open_round(self._trainer.current_epoch, self.server.model)
+        if not self._cost_is_told:  # not before hooks have changed the model for the last time
+            self._tell_cost()
 
     def _tell_cost(self) -> None:
         self._cost_is_told = True

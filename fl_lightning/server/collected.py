@@ -7,16 +7,15 @@ counts alike unless the rule says otherwise: the number of examples is what a cl
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, final, runtime_checkable
+from typing import Protocol, final, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError, RoundFailure
-from fl_lightning.core.update import ClientUpdate
+from fl_lightning.server.kept_updates import KeptUpdates
 from fl_lightning.server.update_rows import Floats, Rows, UpdateRows
 
 
@@ -49,7 +48,7 @@ class RobustRule(Protocol):
 
 
 @final
-class Collected:
+class Collected(KeptUpdates):
     """The aggregator of a robust rule; `Federation` makes one where it is given a rule.
 
     Args:
@@ -62,6 +61,7 @@ class Collected:
         ConfigurationError: if the limit is negative.
 
     Example:
+        >>> from fl_lightning.core.update import ClientUpdate
         >>> from fl_lightning.server.robust.median import Median
         >>> aggregator = Collected(Median())
         >>> aggregator.open(torch.empty(1))
@@ -81,6 +81,11 @@ class Collected:
         self._context = RuleContext()
 
     @property
+    def reader(self) -> str:
+        """The rule."""
+        return type(self.rule).__name__
+
+    @property
     def memory(self) -> dict[str, Tensor]:
         """What the rule keeps from round to round."""
         return {name: torch.from_numpy(v) for name, v in self._context.memory.items()}
@@ -98,28 +103,6 @@ class Collected:
         self._like = like
         self._rows = UpdateRows(like, memory_limit=self._limit, folder=self.folder)
 
-    def add(self, update: ClientUpdate) -> None:
-        """Keep one update.
-
-        Raises:
-            ConfigurationError: if it is under a mask of the client's own.
-        """
-        check_whole(update, type(self.rule).__name__)
-        self._rows.append(update)
-
-    def exchange(
-        self, gather: Callable[[Any], list[Any]], all_reduce: Callable[[Tensor], None]
-    ) -> None:
-        """Take the updates of all processes for one's own; to be called by all of them."""
-        self._rows = self._rows.exchange(gather, all_reduce)
-
-    def sums(self) -> list[Tensor]:
-        """Return nothing: rows do not add up, see `exchange`."""
-        return []
-
-    def load_sums(self, sums: list[Tensor]) -> None:
-        """Do nothing."""
-
     def close(self) -> Tensor:
         """Return the rule's word on the round.
 
@@ -130,27 +113,6 @@ class Collected:
         vector = self.rule.combine(self._rows, self._context)
         del self._rows  # and its file
         return torch.from_numpy(np.ascontiguousarray(vector)).to(self._like)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the updates so far."""
-        return self._rows.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
-        self._rows.load_state_dict(state)
-
-
-def check_whole(update: ClientUpdate, name: str) -> None:
-    """Refuse an update under a mask of the client's own.
-
-    Raises:
-        ConfigurationError: naming who needs whole updates.
-    """
-    if update.active is not None:
-        raise ConfigurationError(
-            f"{name} compares whole updates, and these clients have masks of their own: share one "
-            "mask, or use OverlapMean"
-        )
 
 
 def check_count(rule: RobustRule, count: int) -> None:

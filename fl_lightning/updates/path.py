@@ -140,8 +140,10 @@ class UpdatePath:
             like: of an update's shape (k,), dtype and device; normal draws stand for its numbers.
             num_buffers: floating-point buffers of the model.
         """
-        generator = torch.Generator().manual_seed(derive_seed(self._seed, "typical update"))
-        delta = torch.randn(like.shape, generator=generator).to(like)
+        delta = like
+        if not self.is_empty:  # else only its size counts
+            generator = torch.Generator().manual_seed(derive_seed(self._seed, "typical update"))
+            delta = torch.randn(like.shape, generator=generator).to(like)
         update = ClientUpdate(0, delta, like.new_zeros(num_buffers), 1, 1)
         return self.send(update, 0, None).num_bytes
 

@@ -233,3 +233,23 @@ class TestDownload:
     def test_what_leaves_numbers_out_is_refused(self):
         with pytest.raises(ConfigurationError, match=r"top-k 0.1 leaves numbers out"):
             Federation(download=[TopK(0.1)])
+
+    def test_what_a_hook_changes_before_the_first_round_is_what_arrives(self, monkeypatch):
+        """The cost of the run is told by the model, which a hook may change after it is built."""
+        begun = []
+        original = LocalTrainer.train
+
+        def train(trainer, start, **options):
+            begun.append(start.params.clone())
+            return original(trainer, start, **options)
+
+        monkeypatch.setattr(LocalTrainer, "train", train)
+
+        class Zeros(Callback):
+            def on_train_epoch_start(self, trainer, module):
+                for parameter in module.parameters():
+                    torch.nn.init.zeros_(parameter)
+
+        run(None, callbacks=[Zeros()], download=[Affine(8)], trainer={"max_epochs": 1})
+        assert begun
+        assert not any(start.any() for start in begun)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, final
+from typing import Protocol, final
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fl_lightning.core.seeds import numpy_generator
 from fl_lightning.server.aggregators import Aggregator
-from fl_lightning.server.collected import check_whole
+from fl_lightning.server.kept_updates import KeptUpdates
 from fl_lightning.server.server import KeepsUpdates
 from fl_lightning.server.update_rows import Floats, Rows, UpdateRows
 
@@ -40,7 +40,7 @@ class Forgery(Protocol):
 
 
 @final
-class Forged:
+class Forged(KeptUpdates):
     """An aggregator whose clients are not all honest.
 
     Args:
@@ -71,6 +71,11 @@ class Forged:
         self._seed, self._round_index = seed, 0
 
     @property
+    def reader(self) -> str:
+        """The attack."""
+        return type(self.forgery).__name__
+
+    @property
     def memory(self) -> dict[str, Tensor]:
         """What the aggregator keeps from round to round."""
         return self.aggregator.memory if isinstance(self.aggregator, KeepsUpdates) else {}
@@ -91,28 +96,6 @@ class Forged:
         self._like = like
         self._rows = UpdateRows(like)
 
-    def add(self, update: Any) -> None:
-        """Keep one update.
-
-        Raises:
-            ConfigurationError: if it is under a mask of the client's own.
-        """
-        check_whole(update, type(self.forgery).__name__)
-        self._rows.append(update)
-
-    def exchange(
-        self, gather: Callable[[Any], list[Any]], all_reduce: Callable[[Tensor], None]
-    ) -> None:
-        """Take the updates of all processes for one's own; to be called by all of them."""
-        self._rows = self._rows.exchange(gather, all_reduce)
-
-    def sums(self) -> list[Tensor]:
-        """Return nothing: rows do not add up, see `exchange`."""
-        return []
-
-    def load_sums(self, sums: list[Tensor]) -> None:
-        """Do nothing."""
-
     def close(self) -> Tensor:
         """Return the aggregate of the honest updates and the forged ones."""
         rows = self._rows
@@ -130,11 +113,3 @@ class Forged:
 
     def _generator(self, client: int) -> np.random.Generator:
         return numpy_generator(self._seed, "attack", self._round_index, client)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the updates so far."""
-        return self._rows.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
-        self._rows.load_state_dict(state)

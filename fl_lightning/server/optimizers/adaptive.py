@@ -98,8 +98,22 @@ class FedAdagrad(AdaptiveServerOptimizer):
         second.add_(square)
 
 
+class _DecayingSquares(AdaptiveServerOptimizer):
+    """Those whose second moment decays, by β₂."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 0.1,
+        beta1: float = 0.9,
+        beta2: float = 0.99,
+        tau: float = 1e-3,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "beta1": beta1, "beta2": beta2, "tau": tau})
+
+
 @final
-class FedAdam(AdaptiveServerOptimizer):
+class FedAdam(_DecayingSquares):
     """Adam over rounds, as the paper has it: v₀ = τ², no bias correction.
 
     Args:
@@ -121,23 +135,13 @@ class FedAdam(AdaptiveServerOptimizer):
         tensor([1.0905])
     """
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 0.1,
-        beta1: float = 0.9,
-        beta2: float = 0.99,
-        tau: float = 1e-3,
-    ) -> None:
-        super().__init__(params, {"lr": lr, "beta1": beta1, "beta2": beta2, "tau": tau})
-
     def update_second(self, second: Tensor, square: Tensor, group: dict[str, Any]) -> None:
         """Decay, then add."""
         second.lerp_(square, 1 - group["beta2"])
 
 
 @final
-class FedYogi(AdaptiveServerOptimizer):
+class FedYogi(_DecayingSquares):
     """Yogi over rounds: the second moment moves by at most (1 - β₂) Δ² at a time.
 
     Args:
@@ -158,16 +162,6 @@ class FedYogi(AdaptiveServerOptimizer):
         >>> x.data
         tensor([1.0905])
     """
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 0.1,
-        beta1: float = 0.9,
-        beta2: float = 0.99,
-        tau: float = 1e-3,
-    ) -> None:
-        super().__init__(params, {"lr": lr, "beta1": beta1, "beta2": beta2, "tau": tau})
 
     def update_second(self, second: Tensor, square: Tensor, group: dict[str, Any]) -> None:
         """Move towards the square."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError, RoundFailure
 from fl_lightning.core.update import ClientUpdate
-from fl_lightning.server.collected import check_whole
+from fl_lightning.server.kept_updates import check_whole
 from fl_lightning.server.protected import Expense, Terms
 from fl_lightning.updates.secure.ckks import CKKSClient, CKKSServer, generate_keys
 from fl_lightning.updates.secure.ckks_layout import CKKSLayout, most_sensitive

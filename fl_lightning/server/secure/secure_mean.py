@@ -18,7 +18,7 @@ from torch import Tensor
 from fl_lightning.core.errors import ConfigurationError, RoundFailure
 from fl_lightning.core.seeds import derive_seed, numpy_generator
 from fl_lightning.core.update import ClientUpdate
-from fl_lightning.server.collected import check_whole
+from fl_lightning.server.kept_updates import check_whole
 from fl_lightning.server.protected import Expense, Terms
 from fl_lightning.updates.payload import Dense
 from fl_lightning.updates.random_k import RandomK
