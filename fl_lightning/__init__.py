@@ -18,6 +18,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fl_lightning.callbacks.backdoor_success import BackdoorSuccess
     from fl_lightning.callbacks.client_evaluation import ClientEvaluation
     from fl_lightning.callbacks.mask_calibration import MaskCalibration
     from fl_lightning.callbacks.partition_report import PartitionReport
@@ -51,6 +52,7 @@ __all__ = [
     "APFL",
     "AdaptiveClip",
     "AllClients",
+    "BackdoorSuccess",
     "BandedMatrixDP",
     "CentralDP",
     "ClientEvaluation",
@@ -87,6 +89,7 @@ _HOMES = {
     "APFL": "fl_lightning.client.apfl",
     "AdaptiveClip": "fl_lightning.server.privacy.adaptive_clip",
     "AllClients": "fl_lightning.data.cohort",
+    "BackdoorSuccess": "fl_lightning.callbacks.backdoor_success",
     "BandedMatrixDP": "fl_lightning.server.privacy.banded",
     "CentralDP": "fl_lightning.server.privacy.central",
     "ClientEvaluation": "fl_lightning.callbacks.client_evaluation",

@@ -274,13 +274,13 @@ class FederatedDataModule(LightningDataModule):
     @cached_property
     def train_batch(self) -> Callable[[Tensor], Any]:
         """The function from indices, shape (B,), to a training batch."""
-        read = batch_reader(self.train_dataset, self._loader.collate_fn)
-        if self._poison is not None:
-            clients, poison, seed = self._poison
-            total: int = len(self.train_dataset)  # type: ignore[arg-type]
-            chosen = poisoned_examples(self.clients, clients, poison.share, total, seed)
-            read = poisoned_reader(read, chosen, poison)
-        return self._reader(read)
+        read = self._reader(batch_reader(self.train_dataset, self._loader.collate_fn))
+        if self._poison is None:
+            return read
+        clients, poison, seed = self._poison
+        total: int = len(self.train_dataset)  # type: ignore[arg-type]
+        chosen = poisoned_examples(self.clients, clients, poison.share, total, seed)
+        return poisoned_reader(read, chosen, poison)
 
     def _reader(self, read: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
         transforms = self.fitted_transforms

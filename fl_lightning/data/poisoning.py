@@ -146,7 +146,7 @@ def poisoned_reader(
         rows = is_poisoned[indices].nonzero().flatten()
         if not len(rows):
             return batch
-        if not _is_pair(batch):
+        if not is_pair(batch):
             raise ConfigurationError(
                 f"attackers.poison changes batches of inputs and labels, got {type(batch).__name__}"
                 ": have the data set return pairs of tensors, or use attackers.forge"
@@ -158,7 +158,8 @@ def poisoned_reader(
     return read_poisoned
 
 
-def _is_pair(batch: Any) -> bool:
+def is_pair(batch: Any) -> bool:
+    """Return whether a batch is a pair of tensors, as inputs and labels are."""
     return (
         type(batch) in (tuple, list)
         and len(batch) == 2

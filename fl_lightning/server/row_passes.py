@@ -2,13 +2,17 @@
 
     G = X Xᵀ,    d_ij² = G_ii + G_jj - 2 G_ij,    Σ_i c_i x_i,    Σ_r w_r x_(r)
 
-with x_(r) the r-th smallest value of a coordinate. Products of a block are summed in float64. Many
+with x_(r) the r-th smallest value of a coordinate. Products are summed in the updates' dtype over a
+block of w columns (5242 for 100 updates) and in float64 over blocks: in float32 the error of G_ij is at
+most w 2⁻²⁴ Σ_c |x_ic x_jc|, 3e-4 |x_i| |x_j|, and about the root of w instead of w in practice. Many
 rules are sums of the updates with coefficients that depend on G alone: two passes are all they take.
 Sorting goes along contiguous memory, one coordinate after the other, by NumPy, whose sort is the fast
 one there.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -75,17 +79,25 @@ def sorted_sum(rows: Rows, weights: Floats) -> Floats:
     first, end = used[0], used[-1] + 1
     kept = weights[first:end].astype(rows.dtype)
     result = np.empty(rows.num_columns, rows.dtype)
-    for columns, block in rows.blocks():
-        result[columns] = sorted_columns(block)[:, first:end] @ kept
+    for columns, ordered in sorted_blocks(rows):
+        np.matmul(ordered[:, first:end], kept, out=result[columns])
     return result
 
 
-def sorted_columns(block: Floats) -> Floats:
-    """Return each column's values in increasing order as a row, shape (width, n)."""
-    # torch transposes by tiles, several times as fast as NumPy
-    ordered: Floats = torch.from_numpy(block).t().contiguous().numpy()
-    ordered.sort(axis=1)
-    return ordered
+def sorted_blocks(rows: Rows) -> Iterator[tuple[slice, Floats]]:
+    """Yield (columns, each column's values in increasing order as a row, shape (width, n)).
+
+    A block's memory is used again for the next one.
+    """
+    scratch = torch.empty(0)
+    for columns, block in rows.blocks():
+        given = torch.from_numpy(block).t()
+        if scratch.shape != given.shape:
+            scratch = torch.empty(given.shape, dtype=given.dtype)
+        scratch.copy_(given)  # twice as fast as NumPy's, and in memory that is there
+        ordered = scratch.numpy()
+        ordered.sort(axis=1)
+        yield columns, ordered
 
 
 def mean_and_spread(rows: Rows) -> tuple[Floats, Floats]:

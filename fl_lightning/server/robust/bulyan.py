@@ -19,7 +19,7 @@ from fl_lightning.server.collected import RuleContext
 from fl_lightning.server.robust.checks import check_num_attackers
 from fl_lightning.server.robust.krum import krum_scores
 from fl_lightning.server.robust.median import median_weights
-from fl_lightning.server.row_passes import sorted_columns, squared_distances
+from fl_lightning.server.row_passes import sorted_blocks, squared_distances
 from fl_lightning.server.row_views import ChosenRows
 from fl_lightning.server.update_rows import Floats, Rows
 
@@ -51,8 +51,8 @@ class Bulyan:
         f = self.num_attackers
         chosen = krum_choices(squared_distances(rows), len(rows) - 2 * f, f)
         result = np.empty(rows.num_columns, rows.dtype)
-        for columns, block in ChosenRows(rows, chosen).blocks():
-            result[columns] = mean_around_median(sorted_columns(block), len(chosen) - 2 * f)
+        for columns, ordered in sorted_blocks(ChosenRows(rows, chosen)):
+            result[columns] = mean_around_median(ordered, len(chosen) - 2 * f)
         return result
 
 

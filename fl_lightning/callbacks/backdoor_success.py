@@ -1,0 +1,115 @@
+"""How well a backdoor works: how often an image with the trigger is taken for the attacker's class.
+
+    success = |{i : y_i ≠ target, argmax f(x_i with the patch) = target}| / |{i : y_i ≠ target}|
+
+over the images that are validated or tested. Accuracy does not see a backdoor: without the patch such
+a model does its work. Images of the target's own class do not count.
+
+Source: Bagdasaryan et al. 2020, How to Backdoor Federated Learning, whose backdoor accuracy it is;
+Wang et al. 2020, Attack of the Tails, leave out the target's own class as well.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.data.poisoning import Trigger, is_pair
+
+
+class BackdoorSuccess(Callback):
+    """Logs ``val/backdoor_success`` and ``test/backdoor_success``, fractions in [0, 1].
+
+    Every batch that is evaluated goes through the module once more, with the trigger. It works with
+    and without attackers: what it says without them is what the trigger does by itself.
+
+    Args:
+        trigger: that of the attackers; its ``share`` is of no account.
+
+    Raises:
+        ConfigurationError: in evaluation, for batches that are not pairs of images and labels, and
+            for modules whose ``forward`` does not return a score for every class.
+
+    Example:
+        >>> class LastPixel(torch.nn.Module):
+        ...     def forward(self, images):
+        ...         return torch.stack([images[:, 0, -1, -1], torch.full((len(images),), 0.5)], 1)
+        >>> success = BackdoorSuccess(Trigger(target=0, size=1))
+        >>> success.count(LastPixel(), [torch.zeros(3, 1, 2, 2), torch.tensor([0, 1, 1])]).tolist()
+        [2.0, 2.0]
+    """
+
+    def __init__(self, trigger: Trigger) -> None:
+        super().__init__()
+        self.trigger = trigger
+        self.unprotected = "how often images with a trigger are taken for the attacker's class"
+        self._counts = torch.zeros(2)
+
+    def count(self, module: torch.nn.Module, batch: Any) -> Tensor:
+        """Return how many images were taken for the target, and of how many, float64, shape (2,)."""
+        if not is_pair(batch):
+            raise ConfigurationError(
+                f"BackdoorSuccess needs batches of images and labels, got {type(batch).__name__}"
+            )
+        images, labels = batch
+        others = labels != self.trigger.target
+        scores = module(self.trigger.change(images, labels)[0])
+        if not isinstance(scores, Tensor) or scores.ndim != 2 or len(scores) != len(images):
+            raise ConfigurationError(
+                f"BackdoorSuccess needs a score for every class, shape (B, C), from "
+                f"{type(module).__name__}.forward(images): have it return the logits"
+            )
+        hits = (scores.argmax(1) == self.trigger.target) & others
+        return torch.stack([hits.sum(), others.sum()]).double().cpu()
+
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin to count."""
+        self._counts = torch.zeros(2, dtype=torch.float64)
+
+    def on_test_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin to count."""
+        self._counts = torch.zeros(2, dtype=torch.float64)
+
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Count a batch."""
+        with trainer.precision_plugin.val_step_context():
+            self._counts += self.count(pl_module, batch)
+
+    def on_test_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Count a batch."""
+        with trainer.precision_plugin.test_step_context():
+            self._counts += self.count(pl_module, batch)
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log the fraction."""
+        self._log(trainer, pl_module, "val")
+
+    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log the fraction."""
+        self._log(trainer, pl_module, "test")
+
+    def _log(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
+        counts = self._counts.to(module.device)  # of whole numbers, exact in float32 as well
+        hits, others = trainer.strategy.reduce(counts, reduce_op="sum").tolist()
+        if others:
+            module.log(f"{stage}/backdoor_success", hits / others)
