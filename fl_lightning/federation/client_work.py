@@ -81,13 +81,25 @@ class WorkPlan:
         )
         return replace(work, order=order, sizes=sizes)
 
-    def shard(self, work: ClientWork) -> Iterator[SizedBatch]:
-        """Yield every example of the client once, in batches, in the order of the shard."""
-        for indices in self._clients[work.client_id].split(self._batch_size):
+    def shard(self, work: ClientWork) -> ClientWork:
+        """Return one pass over a client's shard, in its order.
+
+        Where the loader leaves out a smaller last batch, this pass does as well, in a random order of
+        its own: in no two rounds need it be the same examples that do not count.
+        """
+        if self._drop_last:
+            return self.more_epochs(work, 1, "shard gradient")
+        indices = self._clients[work.client_id]
+        sizes = [len(part) for part in indices.split(self._batch_size)]
+        return replace(work, order=indices, sizes=sizes)
+
+    def batches(self, work: ClientWork) -> Iterator[SizedBatch]:
+        """Yield its batches, built when they are needed."""
+        for indices in work.batches:
             yield self._data.train_batch(indices), len(indices)
 
     def steps(self, work: ClientWork) -> Iterator[Sequence[SizedBatch]]:
         """Yield the batches of every local step, built when they are needed."""
-        batches = iter(work.batches)
-        while chunk := list(islice(batches, self._local_work.accumulate)):
-            yield [(self._data.train_batch(indices), len(indices)) for indices in chunk]
+        batches = self.batches(work)
+        while step := list(islice(batches, self._local_work.accumulate)):
+            yield step

@@ -1,7 +1,8 @@
 """The gradient of a client's whole shard at the global model.
 
-    ∇F_i(x) = Σ_b n_b/n ∇f_b(x)
+    ∇F_i(x) = Σ_b n_b/n ∇f_b(x),    n = Σ_b n_b
 
+b: the batches of one pass; where the data's loader has ``drop_last``, full ones only, as in training.
 Random draws (dropout, augmentation) are the client's own for this pass, keyed by seed, round and
 client. Nothing of the pass is left in the module but gradients.
 """
@@ -59,8 +60,10 @@ class ShardGradient:
 
     def _scaled(self, work: ClientWork, scale: float) -> Tensor:
         self._step.forget_gradients()
-        for index, (batch, size) in enumerate(self._plan.shard(work)):
-            self._step.backward(batch, size, index, factor=scale * size / work.num_examples)
+        shard = self._plan.shard(work)
+        num_examples = sum(shard.sizes)
+        for index, (batch, size) in enumerate(self._plan.batches(shard)):
+            self._step.backward(batch, size, index, factor=scale * size / num_examples)
         space = self._local.space
         zeros = torch.zeros(space.size, dtype=space.dtype, device=space.device)
         for param, active, view in space.entries(zeros):

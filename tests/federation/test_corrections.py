@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from fl_lightning import (
     UniformCohort,
 )
 from fl_lightning.client import memory as client_memory
+from fl_lightning.data.partition import IID
 from fl_lightning.federation.memory_files import FOLDER
 
 ALIKE = {"weight_by_examples": False}
@@ -251,6 +253,24 @@ class TestMemories:
         decay = 0.01 * torch.cat([p.detach().flatten() for p in run_start(Groups)])
         for key, gradient in first.items():
             torch.testing.assert_close(second[key], gradient + decay, rtol=1e-9, atol=1e-12)
+
+    def test_the_gradient_of_a_whole_shard_has_only_full_batches_if_the_loader_drops_others(self):
+        """Two batches of 4 of a client's 10 examples; batch norm could do nothing with a single one."""
+        data = toy_data(partition=IID(), batch_size=4, dtype=torch.float64, drop_last=True)
+        one = {"data": data, "trainer": {"max_epochs": 1}, "correction": Scaffold("I")}
+        _, federation = run(ToyModule, **one)
+        seed_everything(0, verbose=False)
+        module = ToyModule().double()
+        for _, client, variate in federation.state_dict()["memory"]["present"]:
+            x, y = data.train_batch(data.clients[client])
+            gradients = []
+            for example, label in zip(x, y, strict=True):
+                loss = torch.nn.functional.cross_entropy(module.net(example[None]), label[None])
+                parts = torch.autograd.grad(loss, list(module.parameters()))
+                gradients.append(torch.cat([part.flatten() for part in parts]))
+            rest = torch.stack(gradients).sum(0) - 8 * variate  # of the two left out
+            pairs = itertools.combinations(gradients, 2)
+            assert sum(torch.allclose(rest, a + b, rtol=1e-9, atol=1e-12) for a, b in pairs) == 1
 
     @pytest.mark.parametrize("name", ["Scaffold", "FedDyn"])
     @pytest.mark.parametrize("where", ["inside", "beside"])
