@@ -1,6 +1,7 @@
 """Floor 3: from many updates to a model."""
 
 from fl_lightning.server.aggregators import Aggregator, Mean
+from fl_lightning.server.agnostic_mean import AFL
 from fl_lightning.server.attacks.alone import GaussianNoise, Scaling, SignFlip
 from fl_lightning.server.attacks.forged import Forgery
 from fl_lightning.server.attacks.together import ALIE, InnerProductManipulation, MinMax
@@ -28,6 +29,7 @@ from fl_lightning.server.staleness import (
 )
 
 __all__ = [
+    "AFL",
     "ALIE",
     "Aggregator",
     "Bucketing",

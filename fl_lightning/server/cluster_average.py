@@ -23,6 +23,8 @@ from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.update import ClientUpdate
+from fl_lightning.server.kept_updates import KeptUpdates
+from fl_lightning.server.update_rows import UpdateRows
 
 Points = npt.NDArray[np.float64]
 
@@ -78,7 +80,7 @@ def in_order_of(present: Points, centres: Points) -> Points:
 
 
 @final
-class ClusterFedAvg:
+class ClusterFedAvg(KeptUpdates):
     """The aggregator of `KMeans`: k-means over the clients' centroids.
 
     The server optimizer must be SGD at rate 1 (the default) for the model to land on the new centres.
@@ -106,6 +108,7 @@ class ClusterFedAvg:
     """
 
     exact = False
+    reader = "ClusterFedAvg"
 
     def __init__(
         self,
@@ -122,50 +125,41 @@ class ClusterFedAvg:
             )
         self.num_clusters, self.weight_by_size = num_clusters, weight_by_size
         self.num_starts, self.seed = num_starts, seed
+        self.memory: dict[str, Tensor] = {}  # of earlier rounds it knows nothing
 
     def open(self, like: Tensor) -> None:
-        """Start without centroids; ``like`` are the present ones."""
+        """Start without centroids; ``like`` are the present ones.
+
+        Raises:
+            ConfigurationError: if they are not of so many clusters.
+        """
         if like.numel() % self.num_clusters:
             raise ConfigurationError(
                 f"ClusterFedAvg: a model of {like.numel()} numbers is not {self.num_clusters} "
                 "centroids: set num_clusters to that of the KMeans module"
             )
         self._present = like
-        self._centroids: dict[int, tuple[Tensor, Tensor]] = {}
+        self._rows = UpdateRows(like)
 
-    def add(self, update: ClientUpdate) -> None:
-        """Keep one client's centroids and their sizes."""
-        sizes = update.buffers
-        if not self.weight_by_size or sizes.numel() != self.num_clusters:
-            sizes = torch.ones(self.num_clusters)
-        ends = (self._present - update.delta).cpu().double()
-        self._centroids[len(self._centroids)] = ends, sizes.cpu().double().clone()
-
-    def sums(self) -> list[Tensor]:
-        """Refuse: centroids do not add up."""
-        raise ConfigurationError(
-            "ClusterFedAvg clusters all clients' centroids in one process: set trainer.devices to 1"
-        )
-
-    def load_sums(self, sums: list[Tensor]) -> None:
-        """Do nothing, see `sums`."""
+    def start_round(self, round_index: int) -> None:
+        """Do nothing: the starts are the same in every round."""
 
     def close(self) -> Tensor:
         """Return the present centroids minus the new ones, shape (k d,)."""
         shape = self.num_clusters, -1
         present = self._present.cpu().double().reshape(shape).numpy()
-        pairs = list(self._centroids.values())
-        points = torch.cat([ends.reshape(shape) for ends, _ in pairs]).numpy()
-        sizes = torch.cat([sizes for _, sizes in pairs]).numpy()
+        updates = list(self._rows.updates())
+        ends = [(self._present - update.delta).cpu().double().reshape(shape) for update in updates]
+        points = torch.cat(ends).numpy()
+        sizes = torch.cat([self._sizes(update) for update in updates]).numpy()
+        del self._rows
         options: dict[str, Any] = {"num_starts": self.num_starts, "seed": self.seed}
         centres = clustered(points, sizes, self.num_clusters, **options)
         moved = present - in_order_of(present, centres)
         return torch.from_numpy(moved).flatten().to(self._present)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the centroids so far."""
-        return {"centroids": dict(self._centroids)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
-        self._centroids = dict(state["centroids"])
+    def _sizes(self, update: ClientUpdate) -> Tensor:
+        """Return what a client's centroids weigh."""
+        if self.weight_by_size and update.buffers.numel() == self.num_clusters:
+            return update.buffers.cpu().double()
+        return torch.ones(self.num_clusters, dtype=torch.float64)

@@ -3,6 +3,11 @@
 Robust rules are functions of the round's updates: `RobustRule`. `Collected` makes an aggregator of
 one: it keeps the updates (see `UpdateRows`) and asks the rule when the round ends. Every update
 counts alike unless the rule says otherwise: the number of examples is what a client claims.
+
+Buffers (batch norm's statistics) travel with updates and can be poisoned like these. A rule that looks
+at each coordinate by itself combines them as it does deltas. The others judge a whole update by its
+direction or length, which buffers have no part in; with them buffers become the median of every
+coordinate.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError, RoundFailure
 from fl_lightning.server.kept_updates import KeptUpdates
+from fl_lightning.server.row_passes import median_weights, sorted_sum
 from fl_lightning.server.update_rows import Floats, Rows, UpdateRows
 
 
@@ -35,6 +41,9 @@ class RuleContext:
 @runtime_checkable
 class RobustRule(Protocol):
     """How the updates of a round become one, seen together.
+
+    A rule that does with every coordinate the same, whatever the others are, says so by an attribute
+    ``by_coordinate = True``.
 
     Attributes:
         min_updates: with fewer the rule means nothing, ≥ 1.
@@ -60,6 +69,9 @@ class Collected(KeptUpdates):
     Raises:
         ConfigurationError: if the limit is negative.
 
+    Attributes:
+        buffers: what the buffers of the last round that was closed become; None without buffers.
+
     Example:
         >>> from fl_lightning.core.update import ClientUpdate
         >>> from fl_lightning.server.robust.median import Median
@@ -71,7 +83,8 @@ class Collected(KeptUpdates):
         tensor([2.])
     """
 
-    exact = False  # buffers are averaged as those of a plain mean
+    exact = False
+    buffers: Tensor | None = None
 
     def __init__(self, rule: RobustRule, memory_gb: float = 1.0, folder: str | None = None) -> None:
         if memory_gb < 0:
@@ -110,9 +123,19 @@ class Collected(KeptUpdates):
             RoundFailure: if it needs more updates than there are.
         """
         check_count(self.rule, len(self._rows))
+        self.buffers = self._combined_buffers(self._rows.buffer_rows())
         vector = self.rule.combine(self._rows, self._context)
         del self._rows  # and its file
         return torch.from_numpy(np.ascontiguousarray(vector)).to(self._like)
+
+    def _combined_buffers(self, rows: UpdateRows) -> Tensor | None:
+        if not rows.num_columns:
+            return None
+        if getattr(self.rule, "by_coordinate", False):
+            vector = self.rule.combine(rows, RuleContext(self._context.round_index))
+        else:
+            vector = sorted_sum(rows, median_weights(len(rows)))
+        return torch.from_numpy(vector).to(self._like.device)
 
 
 def check_count(rule: RobustRule, count: int) -> None:

@@ -100,6 +100,28 @@ def sorted_blocks(rows: Rows) -> Iterator[tuple[slice, Floats]]:
         yield columns, ordered
 
 
+def median_weights(count: int) -> Floats:
+    """Return the share of each value, in increasing order, in the median.
+
+    Example:
+        >>> median_weights(3).tolist(), median_weights(4).tolist()
+        ([0.0, 1.0, 0.0], [0.0, 0.5, 0.5, 0.0])
+    """
+    return trimmed_weights(count, (count - 1) // 2)
+
+
+def trimmed_weights(count: int, num_trimmed: int) -> Floats:
+    """Return the share of each value in the mean without so many at each end.
+
+    Example:
+        >>> trimmed_weights(4, 1).tolist()
+        [0.0, 0.5, 0.5, 0.0]
+    """
+    weights = np.zeros(count)
+    weights[num_trimmed : count - num_trimmed] = 1 / (count - 2 * num_trimmed)
+    return weights
+
+
 def mean_and_spread(rows: Rows) -> tuple[Floats, Floats]:
     """Return mean and standard deviation of every coordinate over rows, each of shape (k,)."""
     mean, spread = np.empty((2, rows.num_columns), rows.dtype)

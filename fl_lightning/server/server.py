@@ -4,7 +4,8 @@
 
 Source: Reddi et al. 2021, Algorithm 1 (FedOpt). With SGD at learning rate 1 this is FedAvg exactly.
 Buffers are no parameters: floating ones become their mean weighted by examples, whatever the
-aggregator and the optimizer; integer ones stay the server's. With a private aggregator all do.
+optimizer, unless the aggregator is a robust rule, see `Collected`; integer ones stay the server's. With
+a private aggregator all do.
 """
 
 from __future__ import annotations
@@ -35,10 +36,11 @@ Gather = Callable[[Any], list[Any]]
 
 @runtime_checkable
 class KeepsUpdates(Protocol):
-    """An aggregator that looks at all updates of a round together.
+    """An aggregator that remembers earlier rounds, or looks at all updates of a round together.
 
     Attributes:
-        memory: vectors of shape (k,) that it keeps from round to round.
+        memory: what it keeps from round to round; vectors of shape (k,) follow the model to other
+            coordinates.
     """
 
     memory: dict[str, Tensor]
@@ -142,6 +144,8 @@ class Server:
         if isinstance(self._aggregator, KeepsUpdates):
             self._aggregator.memory = {
                 name: torch.where(is_known.cpu(), value[known.cpu()], 0)
+                if value.shape == self._params.shape
+                else value
                 for name, value in self._aggregator.memory.items()
             }
         self.optimizer.state[params] = state
@@ -223,7 +227,8 @@ class Server:
         self.optimizer.step()
         self._params.grad = None
         if not self._is_private:
-            self._buffers.copy_(self._mean_buffers.value())
+            own = getattr(self._aggregator, "buffers", None)
+            self._buffers.copy_(self._mean_buffers.value() if own is None else own)
         norm: Tensor = torch.linalg.vector_norm(pseudo_gradient)
         return norm
 

@@ -126,11 +126,13 @@ class UpdateRows:
         return len(self._updates)
 
     def append(self, update: ClientUpdate) -> None:
-        """Take in one update; its delta is copied."""
+        """Take in one update; delta and buffers are copied, the latter stay in memory."""
         self._write(update.delta)
         metrics = {name: value.detach().cpu() for name, value in update.metrics.items()}
-        nothing = torch.empty(0)
-        self._updates.append(replace(update, delta=nothing, buffers=nothing, metrics=metrics))
+        buffers = update.buffers.detach().cpu().clone()
+        self._updates.append(
+            replace(update, delta=torch.empty(0), buffers=buffers, metrics=metrics)
+        )
 
     def _write(self, delta: Tensor) -> None:
         row = delta.detach().cpu().numpy().astype(self._dtype, copy=True)
@@ -181,10 +183,19 @@ class UpdateRows:
             rest = rest[count:]
 
     def updates(self) -> Iterator[ClientUpdate]:
-        """Yield the updates again, in increasing order of clients, without their buffers."""
+        """Yield the updates again, in increasing order of clients."""
         for place in self._order():
-            delta = torch.from_numpy(self._row(place)).to(self._like.device, self._like.dtype)
-            yield replace(self._updates[place], delta=delta)
+            update, device = self._updates[place], self._like.device
+            delta = torch.from_numpy(self._row(place)).to(device, self._like.dtype)
+            yield replace(update, delta=delta, buffers=update.buffers.to(device))
+
+    def buffer_rows(self) -> UpdateRows:
+        """Return rows of the updates' buffers instead of their deltas."""
+        like = self._updates[0].buffers if self._updates else torch.empty(0)
+        rows = UpdateRows(like)
+        for update in self._updates:
+            rows.append(replace(update, delta=update.buffers))
+        return rows
 
     def _row(self, place: int) -> Floats:
         row = np.empty(self.num_columns, self._dtype)
@@ -220,6 +231,7 @@ class UpdateRows:
             "rows": [self._as_tensor(row) for row in range(len(self))],
             "clients": [
                 {
+                    "buffers": update.buffers,
                     "client_id": update.client_id,
                     "num_examples": update.num_examples,
                     "num_steps": update.num_steps,
@@ -241,4 +253,4 @@ class UpdateRows:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take in the updates that `state_dict` returned."""
         for delta, client in zip(state["rows"], state["clients"], strict=True):
-            self.append(ClientUpdate(delta=delta, buffers=torch.empty(0), **client))
+            self.append(ClientUpdate(delta=delta, **client))

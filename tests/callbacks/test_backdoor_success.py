@@ -90,7 +90,7 @@ def test_it_is_the_fraction_counted_one_by_one(transforms):
     module, trainer, data = fit(attackers=BACKDOOR, transforms=transforms)
     success, without = by_hand(module, data)
     assert float(trainer.callback_metrics["val/backdoor_success"]) == pytest.approx(success)
-    assert success > 0.9 > 0.3 > without  # the attackers learnt what is tested
+    assert min(success - 0.9, 0.3 - without) > 0  # the attackers learnt what is tested
     trainer.test(module, datamodule=data, verbose=False)
     assert float(trainer.callback_metrics["test/backdoor_success"]) == pytest.approx(success)
 

@@ -8,6 +8,7 @@ from toys import SaveEverywhere, ToyModule, toy_data, toy_trainer, weights
 from fl_lightning import ConfigurationError, Federation, PoissonCohort, RoundFailure, UniformCohort
 from fl_lightning.data.poisoning import LabelFlip
 from fl_lightning.federation.attackers import Attackers
+from fl_lightning.server.agnostic_mean import AFL
 from fl_lightning.server.attacks.alone import GaussianNoise, SignFlip
 from fl_lightning.server.attacks.together import ALIE
 from fl_lightning.server.collected import Collected
@@ -53,7 +54,7 @@ def test_a_run_resumes_to_the_same_bits(tmp_path, moment):
     assert torch.equal(weights(resumed), weights(expected))
 
 
-@pytest.mark.parametrize("aggregator", [Krum(1), QFedAvg(1.0)])
+@pytest.mark.parametrize("aggregator", [Krum(1), QFedAvg(1.0), AFL(0.3)])
 def test_both_engines_give_the_same(aggregator):
     sequential, _ = fit(aggregator=aggregator)
     slots, _ = fit(aggregator=aggregator, engine="slots", slots=3)

@@ -24,10 +24,13 @@ def iris(num_clients=5, **options):
     return FederatedDataModule(Iris(seed=0), num_clients=num_clients, seed=0, **options)
 
 
-def fit(module, data, *callbacks, max_epochs=3, ckpt_path=None, **options):
+def fit(module, data, *callbacks, max_epochs=3, ckpt_path=None, devices=1, **options):
     seed_everything(1, verbose=False)
     federation = Federation(**{"local_epochs": 3, "seed": 1, **options})
-    trainer = toy_trainer(federation, *callbacks, max_epochs=max_epochs)
+    strategy = "federated" if devices > 1 else "auto"
+    trainer = toy_trainer(
+        federation, *callbacks, max_epochs=max_epochs, devices=devices, strategy=strategy
+    )
     trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
     return trainer
 
@@ -123,6 +126,13 @@ def test_resumes_to_the_same_bits(tmp_path):
         module = KMeans(3, 4, seed=0)
         fit(module, iris(), ckpt_path=tmp_path / f"{moment}.ckpt", **options)
         assert torch.equal(weights(module), weights(whole)), moment
+
+
+def test_two_processes_find_the_same_centroids():
+    ends = [KMeans(3, 4, seed=0) for _ in range(2)]
+    for devices, module in enumerate(ends, 1):
+        fit(module, iris(), devices=devices, aggregator=ClusterFedAvg(3))
+    assert torch.equal(ends[0].centroids, ends[1].centroids)
 
 
 class SetsItsOwn(LightningModule):

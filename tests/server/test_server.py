@@ -15,7 +15,14 @@ from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.server.aggregators import Mean
-from fl_lightning.server.server import Server
+from fl_lightning.server.attacks.alone import SignFlip
+from fl_lightning.server.attacks.forged import Forged
+from fl_lightning.server.robust.bulyan import Bulyan
+from fl_lightning.server.robust.geometric_median import GeometricMedian
+from fl_lightning.server.robust.krum import Krum
+from fl_lightning.server.robust.median import Median, TrimmedMean
+from fl_lightning.server.robust.mixing import NearestNeighbourMixing
+from fl_lightning.server.server import Server, as_aggregator
 
 X0 = [1.0, -2.0, 0.5, 0.0]
 MOVES = [[0.1, -0.2, 0.0, 0.3], [-0.05, 0.1, 0.02, 0.3], [0.2, 0.0, -0.01, -0.1]]  # end - start
@@ -145,6 +152,26 @@ class TestBuffers:
         for _ in range(2):
             play(server, *replies)
             assert server.model.buffers.tolist() == [5.0, 3.0]
+
+    @pytest.mark.parametrize(
+        ("rule", "expected"),
+        [
+            (Median(), [2.0, 5.0]),
+            (TrimmedMean(0), [20.0, 4.0]),  # of clients that count alike
+            (TrimmedMean(1), [7 / 3, 4.0]),
+            # rules that judge whole updates take the median
+            *((rule, [2.0, 5.0]) for rule in (Krum(1), Bulyan(0), GeometricMedian())),
+            (NearestNeighbourMixing(Median(), 1), [2.0, 5.0]),
+        ],
+    )
+    @pytest.mark.parametrize("forged", [False, True])
+    def test_of_a_robust_rule_withstand_poison(self, rule, expected, forged):
+        aggregator = Forged(as_aggregator(rule), SignFlip(), [4], 0) if forged else rule
+        server = Server(model([0.0], [0.0, 0.0]), aggregator)
+        buffers = [[1.0, 5.0], [2.0, 5.0], [3.0, 7.0], [2.0, 2.0], [92.0, 1.0]]
+        replies = [update([1.0], n + 1, b, n) for n, b in enumerate(buffers)]
+        play(server, *replies)
+        assert server.model.buffers.tolist() == pytest.approx(expected)
 
     def test_may_be_none(self):
         server = Server(model([0.0]))

@@ -24,7 +24,14 @@ def rows_of(matrix, memory_limit=2**30, clients=None):
         metrics = {"train/loss": torch.tensor(float(client))}
         rows.append(
             ClientUpdate(
-                client, torch.from_numpy(row), torch.empty(0), 10 + client, 2, metrics, None, 1.5
+                client,
+                torch.from_numpy(row),
+                torch.full((2,), float(client)),
+                10 + client,
+                2,
+                metrics,
+                None,
+                1.5,
             )
         )
     return rows
@@ -74,6 +81,7 @@ def test_the_state_goes_through_a_checkpoint(kept):
     assert (whole(other) == MATRIX).all()
     assert [u.effective_steps for u in other.updates()] == [1.5] * 7
     assert [u.metrics for u in other.updates()] == [u.metrics for u in rows.updates()]
+    assert whole(other.buffer_rows()).tolist() == [[client] * 2 for client in range(7)]
 
 
 def test_processes_exchange_their_updates_bit_for_bit():
@@ -95,6 +103,7 @@ def test_processes_exchange_their_updates_bit_for_bit():
         everyone = share.exchange(lambda _: told, all_reduce)
         assert (whole(everyone) == MATRIX[:5]).all()
         assert [float(u.metrics["train/loss"]) for u in everyone.updates()] == [0, 1, 2, 3, 4]
+        assert [u.buffers.tolist() for u in everyone.updates()] == [[i, i] for i in range(5)]
 
 
 def test_passes_are_numpys(monkeypatch):

@@ -76,6 +76,11 @@ class Forged(KeptUpdates):
         return type(self.forgery).__name__
 
     @property
+    def buffers(self) -> Tensor | None:
+        """What the aggregator has made of the last round's buffers; None for their mean."""
+        return getattr(self.aggregator, "buffers", None)
+
+    @property
     def memory(self) -> dict[str, Tensor]:
         """What the aggregator keeps from round to round."""
         return self.aggregator.memory if isinstance(self.aggregator, KeepsUpdates) else {}

@@ -12,11 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import final
 
-import numpy as np
-
 from fl_lightning.server.collected import RuleContext
 from fl_lightning.server.robust.checks import check_num_attackers
-from fl_lightning.server.row_passes import sorted_sum
+from fl_lightning.server.row_passes import median_weights, sorted_sum, trimmed_weights
 from fl_lightning.server.update_rows import Floats, Rows
 
 
@@ -24,6 +22,8 @@ from fl_lightning.server.update_rows import Floats, Rows
 @dataclass(frozen=True)
 class Median:
     """The median of every coordinate; withstands fewer than half of the clients."""
+
+    by_coordinate = True
 
     @property
     def min_updates(self) -> int:
@@ -49,6 +49,8 @@ class TrimmedMean:
 
     num_attackers: int
 
+    by_coordinate = True
+
     def __post_init__(self) -> None:
         check_num_attackers(self, self.num_attackers)
 
@@ -60,25 +62,3 @@ class TrimmedMean:
     def combine(self, rows: Rows, context: RuleContext) -> Floats:
         """Return the means of the middle."""
         return sorted_sum(rows, trimmed_weights(len(rows), self.num_attackers))
-
-
-def median_weights(count: int) -> Floats:
-    """Return the share of each value, in increasing order, in the median.
-
-    Example:
-        >>> median_weights(3).tolist(), median_weights(4).tolist()
-        ([0.0, 1.0, 0.0], [0.0, 0.5, 0.5, 0.0])
-    """
-    return trimmed_weights(count, (count - 1) // 2)
-
-
-def trimmed_weights(count: int, num_trimmed: int) -> Floats:
-    """Return the share of each value in the mean without so many at each end.
-
-    Example:
-        >>> trimmed_weights(4, 1).tolist()
-        [0.0, 0.5, 0.5, 0.0]
-    """
-    weights = np.zeros(count)
-    weights[num_trimmed : count - num_trimmed] = 1 / (count - 2 * num_trimmed)
-    return weights
