@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from fl_lightning.client.apfl import APFL
     from fl_lightning.client.ditto import Ditto
     from fl_lightning.client.feddyn import FedDyn
+    from fl_lightning.client.fedlc import FedLC
     from fl_lightning.client.fedprox import FedProx
     from fl_lightning.client.fine_tuned import FineTuned
     from fl_lightning.client.moon import Moon
@@ -61,6 +62,7 @@ __all__ = [
     "DistributedDP",
     "Ditto",
     "FedDyn",
+    "FedLC",
     "FedProx",
     "FederatedDataModule",
     "FederatedStrategy",
@@ -98,6 +100,7 @@ _HOMES = {
     "DistributedDP": "fl_lightning.server.privacy.distributed",
     "Ditto": "fl_lightning.client.ditto",
     "FedDyn": "fl_lightning.client.feddyn",
+    "FedLC": "fl_lightning.client.fedlc",
     "FedProx": "fl_lightning.client.fedprox",
     "FederatedDataModule": "fl_lightning.data.federated",
     "FederatedStrategy": "fl_lightning.federation.strategy",

@@ -7,8 +7,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 
+import numpy as np
+import torch
+from torch import Tensor
+
 from fl_lightning.client.local_training import SizedBatch
 from fl_lightning.client.work import ClientWork
+from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import torch_generator
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.data.shards import local_order
@@ -92,6 +97,20 @@ class WorkPlan:
         indices = self._clients[work.client_id]
         sizes = [len(part) for part in indices.split(self._batch_size)]
         return replace(work, order=indices, sizes=sizes)
+
+    def labels(self, work: ClientWork) -> Tensor:
+        """Return the classes of a client's training examples, whole numbers, shape (n,).
+
+        Raises:
+            ConfigurationError: if the labels are no classes.
+        """
+        labels = self._data.labels
+        if labels.ndim != 1 or labels.dtype.kind not in "iub" or labels.min(initial=0) < 0:
+            raise ConfigurationError(
+                "FedLC counts examples by class, and the labels of the training set are not one "
+                "whole number each: name the attribute that holds them with data.labels"
+            )
+        return torch.from_numpy(labels[self._clients[work.client_id].numpy()].astype(np.int64))
 
     def batches(self, work: ClientWork) -> Iterator[SizedBatch]:
         """Yield its batches, built when they are needed."""

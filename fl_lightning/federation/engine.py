@@ -25,6 +25,7 @@ from torch import nn
 from fl_lightning.client.apfl import APFL
 from fl_lightning.client.cannot_stack import CannotStack
 from fl_lightning.client.correction import Correction
+from fl_lightning.client.fedlc import FedLC
 from fl_lightning.client.local_training import GlobalModel, LocalTrainer
 from fl_lightning.client.moon import Moon
 from fl_lightning.client.personalisation import Personalisation
@@ -142,9 +143,9 @@ class EngineChooser:
             "has_pull": correction is not None and correction.pull > 0,
             "has_shift": correction is not None and correction.has_shift,
         }
-        self._contrasts = isinstance(correction, Moon)
+        self._changes_loss = isinstance(correction, (Moon, FedLC))
         self._trainer, self._local, self._step = trainer, local, step
-        self._speedups = SpeedupTrial(trainer, step, adds_to_loss=self._contrasts)
+        self._speedups = SpeedupTrial(trainer, step, adds_to_loss=self._changes_loss)
         self._needs_plain_steps = personal is not None and (
             personal.own_epochs is not None or isinstance(personal, APFL)
         )
@@ -201,8 +202,8 @@ class EngineChooser:
 
     def _one_at_a_time(self) -> str | None:
         """Return what in the configuration is done for one client at a time; None if nothing."""
-        if self._contrasts:
-            return "its correction contrasts the features of one model at a time"
+        if self._changes_loss:
+            return "its correction changes the loss of one model at a time"
         return "clients take steps of their own (federation.personal)" if self._apart else None
 
     def _choose_speedups(self, work: Sequence[ClientWork], train_one: TrainOne) -> str:

@@ -7,13 +7,14 @@ fp16 scale) never reaches the next one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
 from lightning.pytorch import Trainer
 from torch import Tensor
 
 from fl_lightning.client.added_term import AddedTerm
+from fl_lightning.client.fedlc import FedLC, ShiftedLogits
 from fl_lightning.client.local_training import GlobalModel, LocalTrainer
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.memory import ClientMemory
@@ -272,7 +273,7 @@ class GroupTraining:
         self, model: GlobalModel, work: ClientWork, masks: Mapping[str, Tensor] | None = None
     ) -> ClientUpdate:
         try:
-            with self.personal.sharing():
+            with self.personal.sharing(), self._calibrated(work):
                 return self.local.train(
                     model,
                     client_id=work.client_id,
@@ -282,6 +283,21 @@ class GroupTraining:
                 )
         finally:
             self.step.term = self.step.contrast = None
+
+    @contextmanager
+    def _calibrated(self, work: ClientWork) -> Iterator[None]:
+        """Have the module's logits be those that this client trains with."""
+        fedlc = self._options.correction
+        if not isinstance(fedlc, FedLC):
+            yield
+            return
+        logits = ShiftedLogits(fedlc, self._module, self._plan.labels(work))
+        has_trained = False
+        try:
+            yield
+            has_trained = bool(work.sizes)
+        finally:
+            logits.close(has_trained=has_trained)
 
     def _set_terms(self, work: ClientWork, model: GlobalModel) -> None:
         """Have local steps add to gradients and losses what this client adds."""

@@ -44,7 +44,7 @@ class SpeedupTrial:
     Args:
         trainer: set up for fitting.
         step: the local step that may use them.
-        adds_to_loss: whether a correction adds to the loss of a step.
+        adds_to_loss: whether a correction changes the loss of a step.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class SpeedupTrial:
         if speedup == "compiled" and self._step.has_batch_hooks:
             return "the module has hooks at the start or end of a batch"
         if speedup == "compiled" and self._adds_to_loss:
-            return "a correction adds to the loss"
+            return "a correction changes the loss"
         trainer = self._trainer
         return reason_against(speedup, trainer.lightning_module, trainer.optimizers[0])
 

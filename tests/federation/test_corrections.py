@@ -16,6 +16,7 @@ from fl_lightning import (
     ConfigurationError,
     FedDyn,
     Federation,
+    FedLC,
     FedProx,
     Mean,
     Moon,
@@ -24,6 +25,8 @@ from fl_lightning import (
     UniformCohort,
 )
 from fl_lightning.client import memory as client_memory
+from fl_lightning.client.fedlc import ShiftedLogits
+from fl_lightning.data import LabelShards
 from fl_lightning.data.partition import IID
 from fl_lightning.federation.memory_files import FOLDER
 
@@ -412,6 +415,75 @@ class TestMoon:
         module, federation = run(make, data=data, correction=Moon(mu=0.0), engine="slots")
         assert federation.rounds.clients.engine.slots is None
         torch.testing.assert_close(weights(plain), weights(module), rtol=1e-12, atol=1e-14)
+
+
+class Forward(ToyModule):
+    """Its logits are what forward returns."""
+
+    def forward(self, x):
+        return self.net(x)
+
+    def training_step(self, batch, batch_idx):
+        return torch.nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+
+class Calibrated(Forward):
+    """The paper's loss, as a user would write it."""
+
+    def training_step(self, batch, batch_idx):
+        data, x, y = self.trainer.datamodule, *batch
+        [own] = [
+            i for i, shard in enumerate(data.clients) if y.tolist() == data.labels[shard].tolist()
+        ]
+        counts = torch.tensor([(data.labels[data.clients[own]] == c).sum() for c in range(3)])
+        margins = 0.7 * torch.where(counts > 0, counts, 1e-8).double() ** -0.25
+        calibrated = torch.exp(self.net(x) - margins)
+        return -torch.log(calibrated[torch.arange(len(y)), y] / calibrated.sum(1)).mean()
+
+
+class TestFedLC:
+    def options(self):
+        # a client's whole shard is one batch, so that the batch tells whose it is
+        partition = LabelShards(classes_per_client=2)
+        data = toy_data(6, partition=partition, batch_size=1000, dtype=torch.float64)
+        return {"data": data, "local_epochs": 3}
+
+    def test_it_is_the_papers_loss(self):
+        expected, _ = run(Calibrated, **self.options())
+        found, _ = run(Forward, correction=FedLC(tau=0.7), **self.options())
+        torch.testing.assert_close(weights(found), weights(expected), rtol=1e-9, atol=1e-11)
+        assert not torch.allclose(weights(found), weights(run(Forward, **self.options())[0]))
+
+    def test_without_strength_it_is_fedavg_and_the_module_is_left_as_it_was(self):
+        plain, _ = run(Forward, precision="32-true")
+        module, _ = run(Forward, precision="32-true", correction=FedLC(tau=0.0))
+        assert torch.equal(weights(module), weights(plain))
+        assert not module._forward_hooks
+
+    def test_evaluation_is_as_it_was(self):
+        fedlc, module = FedLC(tau=2.0), Forward()
+        inputs, labels = torch.randn(2, 4), torch.tensor([0, 0, 2])
+        plain, logits = module(inputs), ShiftedLogits(fedlc, module, labels)
+        shift = fedlc.shift(torch.tensor([2.0, 0.0, 1.0]))
+        torch.testing.assert_close(module(inputs), plain + shift)
+        assert torch.equal(module.eval()(inputs), plain)
+        logits.close(has_trained=True)
+        assert torch.equal(module.train()(inputs), plain)
+
+    @pytest.mark.filterwarnings("ignore:engine. sequential and not slots:UserWarning")
+    def test_it_takes_no_slots(self):
+        _, federation = run(Forward, correction=FedLC(), engine="slots")
+        assert federation.rounds.clients.engine.slots is None
+
+    def test_refuses_what_has_no_logits(self):
+        with pytest.raises(ConfigurationError, match=r"get its logits by self\(inputs\)"):
+            run(ToyModule, correction=FedLC())
+        with pytest.raises(ConfigurationError, match="FedLC: tau must be at least 0, got -1"):
+            FedLC(tau=-1)
+        logits, flat = torch.zeros(2, 2), torch.nn.Identity()
+        ShiftedLogits(FedLC(), flat, torch.tensor([2]))
+        with pytest.raises(ConfigurationError, match="at least 3 classes"):
+            flat(logits)
 
 
 def dict_of(entries):
