@@ -4,7 +4,7 @@
     tilted     Σ_k n_k e^(t F_k) Δ_k / Σ_k n_k e^(t F_k)
 
 Sources: Li et al. 2020, Fair Resource Allocation in Federated Learning, Algorithm 2; Li et al. 2021,
-Tilted Empirical Risk Minimization, Section 2. For t → ∞ the tilted mean follows the client that is
+Tilted Empirical Risk Minimization. For t → ∞ the tilted mean follows the client that is
 worst off, the aim of `AFL`.
 Differs: F_k should be client k's loss at the global model. Here it is the mean of the losses of its
 local steps, which it reports anyway; for one full-batch step that is the same, for more steps it is

@@ -2,8 +2,8 @@
 
     sign flip -s x_i;     Gaussian σ N(0, I);     scaling γ x_i
 
-Sources: sign flip and Gaussian: Blanchard et al. 2017, Section 5 (there σ = 200); scaling: Bagdasaryan
-et al. 2020, How to Backdoor Federated Learning, Section 4.2, model replacement, where γ is the
+Sources: sign flip and Gaussian: Blanchard et al. 2017 (there σ = 200); scaling: Bagdasaryan
+et al. 2020, How to Backdoor Federated Learning, model replacement, where γ is the
 number of updates over the server's learning rate.
 """
 

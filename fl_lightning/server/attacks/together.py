@@ -5,8 +5,8 @@
     min-max   μ + γ p,   the largest γ with max_i |μ + γ p - x_i| ≤ max_ij |x_i - x_j|
 
 with mean μ and standard deviation σ of every coordinate over the honest updates, n updates and m
-attackers. Sources: Baruch et al. 2019, A Little Is Enough, Algorithm 3; Xie et al. 2020, Fall of
-Empires, Section 4; Shejwalkar and Houmansadr 2021, Manipulating the Byzantine, Section 4.2.
+attackers. Sources: Baruch et al. 2019, A Little Is Enough; Xie et al. 2020, Fall of
+Empires; Shejwalkar and Houmansadr 2021, Manipulating the Byzantine.
 Differs: the papers' ALIE estimates μ and σ from the attackers' own honest training, ours knows them;
 min-max's γ is solved for (a quadratic per honest update) instead of bisected.
 """

@@ -3,9 +3,9 @@
     S = θ = n - 2f updates, chosen by Krum one after the other, each from those that are left
     aggregate_j = mean of the θ - 2f values of S nearest to their median
 
-Source: El Mhamdi et al. 2018, The Hidden Vulnerability of Distributed Learning in Byzantium,
-Algorithm 2; n ≥ 4f + 3. Where f = 1 the last choice has no neighbour left to be judged by; it is
-then judged by its nearest one. Clients count alike.
+Source: El Mhamdi et al. 2018, The Hidden Vulnerability of Distributed Learning in Byzantium; n ≥ 4f + 3.
+Where f = 1 the last choice has no neighbour left to be judged by; it is then judged by its nearest one.
+Clients count alike.
 """
 
 from __future__ import annotations

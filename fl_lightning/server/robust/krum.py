@@ -3,7 +3,7 @@
     s(i) = Σ |x_i - x_j|² over the n - f - 2 updates x_j nearest to x_i
     Krum: the update with the least score;  Multi-Krum: the mean of the m with the least
 
-Source: Blanchard et al. 2017, Machine Learning with Adversaries, Section 4; 2f + 2 < n. Distances
+Source: Blanchard et al. 2017, Machine Learning with Adversaries; 2f + 2 < n. Distances
 are squared. byzfl sums over n - f - 1 neighbours and so may choose another update. Clients count
 alike (Flower weighs Multi-Krum's mean by examples, which attackers can claim to have). Of equal
 scores the lowest client id wins.

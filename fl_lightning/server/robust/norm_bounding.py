@@ -2,7 +2,7 @@
 
     aggregate = Σ_i w_i x_i min(1, M / |x_i|) / Σ_i w_i
 
-Source: Sun et al. 2019, Can You Really Backdoor Federated Learning?, Section 4. The paper's bound
+Source: Sun et al. 2019, Can You Really Backdoor Federated Learning? The paper's bound
 is a number that one has to know; without one it is the median of the round's norms.
 """
 
