@@ -9,7 +9,7 @@ A map of the house; every room imports only from those above it in this list:
 - `fl_lightning.client`: one client's local training
 - `fl_lightning.server`: aggregation and the server's step
 - `fl_lightning.federation`: rounds inside Lightning's fit loop
-- `fl_lightning.callbacks`: mask calibration, partition report, per-client evaluation, progress bar
+- `fl_lightning.callbacks`: mask calibration, partition report, per-client evaluation, backdoors
 - `fl_lightning.experiments`: many runs from one file
 - `fl_lightning.cli`: ``fl-lightning fit | validate | test | predict | compare``
 """

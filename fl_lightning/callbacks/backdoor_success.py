@@ -46,7 +46,6 @@ class BackdoorSuccess(Callback):
     def __init__(self, trigger: Trigger) -> None:
         super().__init__()
         self.trigger = trigger
-        self.unprotected = "how often images with a trigger are taken for the attacker's class"
         self._counts = torch.zeros(2)
 
     def count(self, module: torch.nn.Module, batch: Any) -> Tensor:
