@@ -7,7 +7,6 @@ increasing order of their clients' ids: no rule depends on the order in which up
 
 from __future__ import annotations
 
-import os
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +24,9 @@ from fl_lightning.core.update import ClientUpdate
 Floats = npt.NDArray[Any]
 # of a column block: it, its transpose and the rows' next parts stay in a core's cache
 _BLOCK_BYTES = 2 * 2**20
+# a file is mapped, which saves a call into the system for every row of a block, and mapped anew after
+# so many blocks: until then what was read counts as this process's memory
+_BLOCKS_PER_MAP = 64
 
 
 class Rows(Protocol):
@@ -63,14 +65,6 @@ def block_width(num_rows: int, num_columns: int, itemsize: int) -> int:
         5242
     """
     return min(max(1, num_columns), max(1024, _BLOCK_BYTES // (max(1, num_rows) * itemsize)))
-
-
-def read_at(file: FileIO, target: memoryview, place: int) -> int:
-    """Fill ``target`` from there on and return how many bytes there were."""
-    if hasattr(os, "preadv"):  # one call into the system instead of two
-        return os.preadv(file.fileno(), [target], place)
-    file.seek(place)
-    return file.readinto(target)
 
 
 class UpdateRows:
@@ -144,13 +138,10 @@ class UpdateRows:
             file = tempfile.TemporaryFile(buffering=0, dir=folder)  # noqa: SIM115 - see below
             self._file = file
             weakref.finalize(self, file.close)
-        self._file.seek(self._place(len(self._updates)))
+        self._file.seek((len(self._updates) - len(self._in_memory)) * self._row_bytes)
         rest = row.data.cast("B")
         while rest:  # a call writes 2 GB at most
             rest = rest[self._file.write(rest) :]
-
-    def _place(self, row: int, column: int = 0) -> int:
-        return (row - len(self._in_memory)) * self._row_bytes + column * self._dtype.itemsize
 
     def _order(self) -> list[int]:
         return sorted(range(len(self)), key=lambda row: self._updates[row].client_id)
@@ -161,26 +152,27 @@ class UpdateRows:
         chosen = order if rows is None else [order[row] for row in rows]
         width = block_width(len(chosen), self.num_columns, self._dtype.itemsize)
         buffer = np.empty((len(chosen), width), self._dtype)
-        for begin in range(0, self.num_columns, width):
+        for number, begin in enumerate(range(0, self.num_columns, width)):
+            if number % _BLOCKS_PER_MAP == 0:
+                sources = self._sources(chosen)
             columns = slice(begin, min(begin + width, self.num_columns))
             # contiguous also where the last block is narrower
             block = buffer.reshape(-1)[: len(chosen) * (columns.stop - begin)]
             block = block.reshape(len(chosen), -1)
-            for target, row in zip(block, chosen, strict=True):
-                self._read(target, row, columns)
+            for target, source in zip(block, sources, strict=True):
+                target[:] = source[columns]
             yield columns, block
 
-    def _read(self, target: Floats, row: int, columns: slice) -> None:
-        if row < len(self._in_memory):
-            target[:] = self._in_memory[row][columns]
-            return
-        assert self._file is not None
-        rest, place = target.data.cast("B"), self._place(row, columns.stop)
-        while rest:
-            count = read_at(self._file, rest, place - len(rest))
-            if not count:
-                raise OSError("the file of this round's updates has become shorter")
-            rest = rest[count:]
+    def _sources(self, rows: Sequence[int]) -> list[Floats]:
+        """Return rows in the order of their arrival, each of shape (k,): arrays or parts of a map."""
+        in_memory = len(self._in_memory)
+        mapped: Any = ()
+        if any(row >= in_memory for row in rows):
+            shape = len(self) - in_memory, self.num_columns
+            mapped = np.asarray(np.memmap(cast(Any, self._file), self._dtype, "r+", 0, shape))
+        return [
+            self._in_memory[row] if row < in_memory else mapped[row - in_memory] for row in rows
+        ]
 
     def updates(self) -> Iterator[ClientUpdate]:
         """Yield the updates again, in increasing order of clients."""
@@ -198,8 +190,8 @@ class UpdateRows:
         return rows
 
     def _row(self, place: int) -> Floats:
-        row = np.empty(self.num_columns, self._dtype)
-        self._read(row, place, slice(0, self.num_columns))
+        [source] = self._sources([place])
+        row: Floats = source.copy()
         return row
 
     def exchange(
@@ -228,7 +220,7 @@ class UpdateRows:
     def state_dict(self) -> dict[str, Any]:
         """Return the updates; those in the file are mapped, not read."""
         return {
-            "rows": [self._as_tensor(row) for row in range(len(self))],
+            "rows": [torch.from_numpy(row) for row in self._sources(range(len(self)))],
             "clients": [
                 {
                     "buffers": update.buffers,
@@ -241,14 +233,6 @@ class UpdateRows:
                 for update in self._updates
             ],
         }
-
-    def _as_tensor(self, row: int) -> Tensor:
-        if row < len(self._in_memory):
-            return torch.from_numpy(self._in_memory[row])
-        mapped = np.memmap(
-            cast(Any, self._file), self._dtype, "r+", self._place(row), (self.num_columns,)
-        )
-        return torch.from_numpy(mapped)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take in the updates that `state_dict` returned."""

@@ -20,7 +20,7 @@ from fl_lightning.server.robust.median import Median, TrimmedMean
 from fl_lightning.server.robust.mixing import Bucketing
 
 
-def fit(ckpt_path=None, callbacks=(), data=None, devices=1, **options):
+def fit(ckpt_path=None, callbacks=(), data=None, devices=1, batch_norm=False, **options):
     seed_everything(0, verbose=False)
     defaults = {"local_steps": 2, "seed": 4, "engine": "sequential"}
     federation = Federation(**defaults | options)
@@ -30,7 +30,7 @@ def fit(ckpt_path=None, callbacks=(), data=None, devices=1, **options):
         devices=devices,
         strategy="federated" if devices > 1 else "auto",
     )
-    module = ToyModule(scheduler=False)
+    module = ToyModule(scheduler=False, batch_norm=batch_norm)
     trainer.fit(module, datamodule=data or toy_data(batch_size=4), ckpt_path=ckpt_path)
     return module, trainer
 
@@ -61,11 +61,16 @@ def test_both_engines_give_the_same(aggregator):
     torch.testing.assert_close(weights(slots), weights(sequential), rtol=1e-4, atol=1e-5)
 
 
-def test_two_processes_give_the_same_bits():
-    options = {"aggregator": TrimmedMean(1), "attackers": Attackers(fraction=0.3, forge=ALIE())}
-    alone, _ = fit(**options)
-    together, _ = fit(devices=2, **options)
-    assert torch.equal(weights(together), weights(alone))
+@pytest.mark.parametrize("rule", [TrimmedMean(1), Krum(1)])
+def test_two_processes_give_the_same_bits(rule):
+    attackers = Attackers(fraction=0.3, forge=ALIE())
+    ends = []
+    for devices in (1, 2):
+        data = toy_data(batch_size=4, drop_last=True)
+        options = {"aggregator": rule, "attackers": attackers, "batch_norm": True}
+        ends.append(fit(data=data, devices=devices, **options)[0])
+    assert torch.equal(weights(ends[0]), weights(ends[1]))
+    assert ends[0].net[1].running_var.unique().numel() > 1
 
 
 def test_attackers_learn_from_other_labels_and_others_do_not():
