@@ -2,7 +2,7 @@
 
 100 updates of 21 million numbers (8.4 GB), of which a gigabyte stays in memory and the rest goes to a
 file. Seconds are process CPU time on one thread, and wall time, which has the waiting for the disk as
-well; memory is the peak of the whole process so far, without the system's file cache.
+well; memory is the peak of the whole process so far, with what it has mapped of the file just then.
 """
 
 from __future__ import annotations

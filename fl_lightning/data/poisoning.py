@@ -3,9 +3,10 @@
     label flip         y → C - 1 - y
     backdoor trigger   a patch in the image's corner → target class
 
-Sources: label flip: Fang et al. 2020, Local Model Poisoning Attacks; trigger: Gu et al.
-2017, BadNets. Examples are changed when they are read, by their number: each belongs to one
-client, so that every engine reads the same. What clients hold out for evaluation stays as it is.
+Sources: label flip: Fang et al. 2020, Local Model Poisoning Attacks; trigger: Gu et al. 2017,
+BadNets. Examples are changed when they are read, after the data module's transforms, by their
+number: each belongs to one client, so that every engine reads the same. What clients hold out for
+evaluation stays as it is.
 """
 
 from __future__ import annotations
