@@ -44,6 +44,7 @@ DIFFS = {
     "centralized.yaml": "quickstart.yaml",
     "compressed.yaml": "quickstart.yaml",
     "encrypted.yaml": "quickstart.yaml",
+    "low_rank.yaml": "quickstart.yaml",
     "noniid.yaml": "cifar100.yaml",
     "private.yaml": "quickstart.yaml",
     "secure.yaml": "quickstart.yaml",

@@ -40,6 +40,7 @@ from fl_lightning.federation.versions import Start
 from fl_lightning.server.server import Server
 from fl_lightning.updates.broadcast import Broadcast
 from fl_lightning.updates.traffic import bytes_down
+from fl_lightning.updates.transform import needs_shapes
 
 
 class GroupTraining:
@@ -109,6 +110,11 @@ class GroupTraining:
             None if self.personal.kind is None else options.personal,
         )
         self.broadcast = Broadcast(options.download, options.seed)
+        if self._client_masks is not None and any(map(needs_shapes, options.updates)):
+            raise ConfigurationError(
+                "federation.updates: low rank does not work with masks of the clients' own, whose "
+                "entries are no whole tensors: use TopK or QSGD, or one mask for all"
+            )
         if options.download and self._client_masks is not None:
             raise ConfigurationError(
                 "federation: download does not work with masks of the clients' own, who each get "

@@ -103,6 +103,7 @@ class RoundRunner:
         self.clients = GroupTraining(
             trainer, options, self.corrector, self._intake, self.memory.clients
         )
+        self._path.place(self.clients.local.space.shapes)
         self.server = Server(
             self.clients.local.read(), aggregator, server_optimizer, server_schedule
         )
@@ -285,6 +286,7 @@ class RoundRunner:
         positions = after.space.positions_in(before)
         self.server.relocate(after.read(), positions)
         self._intake.relocate(positions)
+        self._path.place(after.space.shapes)
         self._is_kept_by_lightning = self._can_be_kept_by_lightning()
 
     def _check_replies(self) -> None:

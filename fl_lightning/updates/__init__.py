@@ -2,6 +2,7 @@
 
 from fl_lightning.updates.affine import Affine
 from fl_lightning.updates.error_feedback import ErrorFeedback
+from fl_lightning.updates.power_sgd import PowerSGD
 from fl_lightning.updates.qsgd import QSGD
 from fl_lightning.updates.random_k import RandomK
 from fl_lightning.updates.sign import Sign, ternary
@@ -13,6 +14,7 @@ __all__ = [
     "Affine",
     "Chain",
     "ErrorFeedback",
+    "PowerSGD",
     "RandomK",
     "Sign",
     "TopK",

@@ -20,7 +20,7 @@ from fl_lightning.updates.codec import encoded_size
 from fl_lightning.updates.message import Message
 from fl_lightning.updates.payload import Dense, Sparse
 from fl_lightning.updates.traffic import bytes_down
-from fl_lightning.updates.transform import Chain, UpdateTransform
+from fl_lightning.updates.transform import Chain, UpdateTransform, needs_shapes
 
 
 class Sent(NamedTuple):
@@ -96,6 +96,11 @@ class Broadcast:
 
 
 def _refuse_what_leaves_out(step: UpdateTransform) -> None:
+    if needs_shapes(step):
+        raise ConfigurationError(
+            f"federation.download: {step.name} approximates, and a model has no memory that makes up "
+            "for it: use quantisers like QSGD or Affine, and keep it for federation.updates"
+        )
     payload = step.on_client(Dense(torch.arange(1.0, 65.0)), seed=0)
     if isinstance(payload, Sparse) or payload.size != 64:
         raise ConfigurationError(

@@ -9,7 +9,7 @@ so that what was sent by round t adds up to what there was to send, less one mem
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fl_lightning.updates.payload import Dense, Payload
 from fl_lightning.updates.random_k import RandomK
-from fl_lightning.updates.transform import Chain, UpdateTransform
+from fl_lightning.updates.transform import Chain, Shapes, UpdateTransform
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,10 @@ class ErrorFeedback:
     def names(self) -> tuple[str, ...]:
         """Those of the transforms: how a memory came into the numbers need not be known."""
         return self._chain.names
+
+    def with_shapes(self, shapes: Shapes) -> ErrorFeedback:
+        """Return the same for vectors of these tensors."""
+        return replace(self, transforms=self._chain.with_shapes(shapes).transforms)
 
     @cached_property
     def _chain(self) -> Chain:

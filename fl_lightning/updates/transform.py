@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from fl_lightning.core.seeds import derive_seed
 from fl_lightning.updates.payload import Dense, Payload, Quantised, Sparse
+
+Shapes = tuple[tuple[int, ...], ...]
 
 
 class UpdateTransform(Protocol):
@@ -44,9 +46,28 @@ class UpdateTransform(Protocol):
     def on_server(self, payload: Payload, seed: int, size: int) -> Payload:
         """Return what the server takes a payload for that arrived, of ``size`` numbers again.
 
-        It is linear in the numbers: where all clients have the same seed, it may be applied once to
-        their sum instead of to each.
+        It is linear in the numbers, but of `PowerSGD`: where all clients have the same seed, it may
+        be applied once to their sum instead of to each.
         """
+
+
+@runtime_checkable
+class NeedsShapes(Protocol):
+    """A transform that looks at tensors, and not at one vector: it must be told their shapes."""
+
+    def with_shapes(self, shapes: Shapes) -> UpdateTransform:
+        """Return the transform for vectors that such tensors make, one after the other."""
+
+
+def placed(transform: UpdateTransform, shapes: Shapes) -> UpdateTransform:
+    """Return the transform for vectors of these tensors; most do not care."""
+    return transform.with_shapes(shapes) if isinstance(transform, NeedsShapes) else transform
+
+
+def needs_shapes(step: object) -> bool:
+    """Return whether a step, or one inside it, looks at tensors."""
+    inside = getattr(step, "transforms", None)
+    return isinstance(step, NeedsShapes) if inside is None else any(map(needs_shapes, inside))
 
 
 @dataclass(frozen=True)
@@ -78,6 +99,10 @@ class Chain:
     def names(self) -> tuple[str, ...]:
         """The names in order, as the header has them."""
         return tuple(transform.name for transform in self.transforms)
+
+    def with_shapes(self, shapes: Shapes) -> Chain:
+        """Return the chain for vectors of these tensors."""
+        return Chain(tuple(placed(transform, shapes) for transform in self.transforms))
 
     def sent_size(self, size: int) -> int:
         """Return how many numbers the payload stands for."""
