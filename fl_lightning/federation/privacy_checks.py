@@ -16,6 +16,7 @@ from fl_lightning.server.aggregators import Mean
 from fl_lightning.server.privacy.distributed import DistributedDP
 from fl_lightning.server.privacy.local import LocalDP
 from fl_lightning.server.privacy.mechanism import Privacy
+from fl_lightning.updates.error_feedback import ErrorFeedback
 from fl_lightning.updates.path import Step
 
 
@@ -46,6 +47,12 @@ def check_private(
         problems.append(
             f"with {type(privacy).__name__} clients send noisy numbers, which federation.updates "
             "would change after the noise was accounted: leave updates out, or use CentralDP"
+        )
+    elif any(isinstance(step, ErrorFeedback) and not step.under_privacy for step in updates or ()):
+        problems.append(
+            "ErrorFeedback has clients remember what their examples add up to over rounds, and no "
+            "noise covers that: if these memories stay with the clients, set its under_privacy to "
+            "true, or use QSGD or RandomK, which need none"
         )
     if correction is not None and correction.needs_mean:
         problems.append(

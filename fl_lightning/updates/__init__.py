@@ -1,6 +1,7 @@
 """Floor 2: an update on its way from a client to the server."""
 
 from fl_lightning.updates.affine import Affine
+from fl_lightning.updates.cast import Cast
 from fl_lightning.updates.error_feedback import ErrorFeedback
 from fl_lightning.updates.power_sgd import PowerSGD
 from fl_lightning.updates.qsgd import QSGD
@@ -12,6 +13,7 @@ from fl_lightning.updates.transform import Chain, UpdateTransform
 __all__ = [
     "QSGD",
     "Affine",
+    "Cast",
     "Chain",
     "ErrorFeedback",
     "PowerSGD",

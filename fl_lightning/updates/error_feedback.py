@@ -26,6 +26,9 @@ class ErrorFeedback:
 
     Args:
         transforms: what compresses, in the order in which the client applies them.
+        under_privacy: whether it may be used with `federation.privacy`. What clients send is clipped
+            and accounted for as ever; what they remember is their data without noise, which must
+            stay with them, and which checkpoints of a simulation hold.
 
     Raises:
         ValueError: if it holds a `RandomK` that scales: its error may be larger than what it was
@@ -43,6 +46,7 @@ class ErrorFeedback:
     """
 
     transforms: Sequence[UpdateTransform]
+    under_privacy: bool = False
 
     def __post_init__(self) -> None:
         _refuse_scaling(self._chain)

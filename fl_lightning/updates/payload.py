@@ -46,6 +46,11 @@ class Dense:
         """How many numbers this stands for."""
         return self.values.numel()
 
+    @property
+    def is_half(self) -> bool:
+        """Whether they are rounded to half precision."""
+        return self.values.dtype in (torch.float16, torch.bfloat16)
+
     def to_dense(self) -> Tensor:
         """Return the numbers in float32 or wider, shape (n,)."""
         return self.values if self.values.dtype == torch.float64 else self.values.float()
@@ -147,6 +152,11 @@ class Sparse:
             )
         if self.values.size > self.size:
             raise ValueError(f"{self.values.size} values do not fit into size={self.size}")
+
+    @property
+    def is_half(self) -> bool:
+        """Whether the values are rounded to half precision."""
+        return isinstance(self.values, Dense) and self.values.is_half
 
     def to_dense(self) -> Tensor:
         """Return all numbers in float32 or wider, shape (size,)."""

@@ -151,9 +151,9 @@ def only_dense(payload: Payload, name: str) -> Tensor:
     """Return a dense payload's numbers.
 
     Raises:
-        ValueError: if it has gone through a transform that chooses or quantises.
+        ValueError: if it has gone through a transform that chooses or rounds.
     """
-    if isinstance(payload, Dense):
+    if isinstance(payload, Dense) and not payload.is_half:
         return payload.to_dense()
     raise ValueError(f"{name} chooses among all numbers: put it before every other compression")
 
@@ -166,9 +166,9 @@ def with_values(
     Raises:
         ValueError: if they are quantised already.
     """
-    if isinstance(payload, Dense):
+    if isinstance(payload, Dense) and not payload.is_half:
         return quantise(payload.to_dense().float())
-    if isinstance(payload, Sparse) and isinstance(payload.values, Dense):
+    if isinstance(payload, Sparse) and isinstance(payload.values, Dense) and not payload.is_half:
         return replace(payload, values=quantise(payload.values.to_dense().float()))
     raise ValueError(f"{name}: the numbers are quantised already, quantise once")
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from updates.payloads import agreement, assert_same, message
 
 from fl_lightning.updates.affine import Affine
+from fl_lightning.updates.cast import Cast
 from fl_lightning.updates.codec import decode, encode, encoded_size
 from fl_lightning.updates.error_feedback import ErrorFeedback
 from fl_lightning.updates.payload import Dense, Quantised, Sparse
@@ -28,6 +29,8 @@ ALL = [
     QSGD(4, norm="l2", block=10),
     *(Affine(bits) for bits in (1, 4, 8)),
     Affine(8, block=16),
+    Cast("bfloat16"),
+    Chain((TopK(0.1), Cast("float16"))),
     Chain((TopK(0.1), QSGD(4, block=3))),
     Chain((RandomK(0.2), TopK(0.5), Affine(8))),
 ]
@@ -121,6 +124,24 @@ class TestAffine:
         assert error == pytest.approx(1 / 255, rel=1e-2)  # of steps of 2 / 255
 
 
+class TestCast:
+    @pytest.mark.parametrize(("dtype", "precision"), [("bfloat16", 2**-8), ("float16", 2**-11)])
+    def test_it_rounds_to_the_nearest_in_two_bytes(self, dtype, precision):
+        values = vector(1000)
+        arrived = received(Cast(dtype), values)
+        assert torch.equal(arrived, values.to(getattr(torch, dtype)).float())
+        assert ((arrived - values).abs() <= precision * values.abs()).all()
+        dense, half = (message(Dense(values)), message(Cast(dtype).on_client(Dense(values), 0)))
+        assert encoded_size(dense) - encoded_size(half) == 2000
+
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+    def test_what_is_out_of_range_becomes_the_largest_number(self, dtype):
+        arrived = received(Cast(dtype), torch.tensor([3.4e38, -3.4e38]))
+        assert arrived.isfinite().all()
+        largest = torch.finfo(getattr(torch, dtype)).max
+        assert arrived.tolist() == [largest, -largest]
+
+
 class TestQSGD:
     @pytest.mark.parametrize("bits", range(2, 9))
     def test_numbers_on_a_level_stay(self, bits):
@@ -201,7 +222,7 @@ class TestErrorFeedback:
 
     @pytest.mark.parametrize(
         "transform",
-        [TopK(0.1), Sign(), ternary(0.1), Affine(4), Chain((TopK(0.1), QSGD(8)))],
+        [TopK(0.1), Sign(), ternary(0.1), Affine(4), Cast(), Chain((TopK(0.1), QSGD(8)))],
         ids=lambda transform: transform.name,
     )
     def test_nothing_is_lost(self, transform):
@@ -253,6 +274,10 @@ class TestChain:
             ((Affine(8), TopK(0.1)), "put it before"),
             ((TopK(0.5), RandomK(0.5)), "put it before"),
             ((TopK(0.5), Sign(), Affine(8)), "quantise once"),
+            ((Affine(8), Cast()), "quantise once"),
+            ((Cast(), QSGD(8)), "quantise once"),
+            ((TopK(0.5), Cast(), QSGD(8)), "quantise once"),
+            ((Cast(), TopK(0.5)), "put it before"),
         ],
     )
     def test_orders_that_make_no_sense(self, steps, says):
@@ -267,6 +292,7 @@ class TestChain:
         (lambda: RandomK(1.5), "fraction must be in"),
         (lambda: QSGD(9), "bits must be from 1 to 8"),
         (lambda: QSGD(norm="l1"), "norm must be"),
+        (lambda: Cast("float32"), "dtype must be"),
         (lambda: Affine(0), "bits must be from 1 to 8"),
         (lambda: Sign(block=0), "block must be at least 1"),
         (lambda: Dense(torch.ones(2, 2)), "must be a vector"),
