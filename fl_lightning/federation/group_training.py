@@ -112,8 +112,9 @@ class GroupTraining:
         self.broadcast = Broadcast(options.download, options.seed)
         if self._client_masks is not None and any(map(needs_shapes, options.updates)):
             raise ConfigurationError(
-                "federation.updates: low rank does not work with masks of the clients' own, whose "
-                "entries are no whole tensors: use TopK or QSGD, or one mask for all"
+                "federation.updates: PowerSGD and blocks of a tensor do not work with masks of the "
+                "clients' own, who each send other entries: use TopK or QSGD with a block of fixed "
+                "size, or one mask for all"
             )
         if options.download and self._client_masks is not None:
             raise ConfigurationError(

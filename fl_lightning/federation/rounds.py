@@ -19,6 +19,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.core.errors import ClientFailure, ConfigurationError, RoundFailure
+from fl_lightning.core.space import Space
 from fl_lightning.federation.corrector import Corrector
 from fl_lightning.federation.cost import cost_line
 from fl_lightning.federation.group_training import GroupTraining
@@ -103,7 +104,7 @@ class RoundRunner:
         self.clients = GroupTraining(
             trainer, options, self.corrector, self._intake, self.memory.clients
         )
-        self._path.place(self.clients.local.space.shapes)
+        self._place(self.clients.local.space)
         self.server = Server(
             self.clients.local.read(), aggregator, server_optimizer, server_schedule
         )
@@ -113,6 +114,11 @@ class RoundRunner:
             self._secure = SecureRounds(aggregator, trainer, num_buffers)
         self.record = RoundRecord()
         self._is_kept_by_lightning = self._can_be_kept_by_lightning()
+
+    def _place(self, space: Space) -> None:
+        """Tell what looks at tensors of which ones the vectors are made."""
+        self._path.place(space.shapes)
+        self.clients.broadcast.place(space.shapes)
 
     def _can_be_kept_by_lightning(self) -> bool:
         """Return whether the checkpoint's weights hold every bit of the server's model."""
@@ -286,7 +292,7 @@ class RoundRunner:
         positions = after.space.positions_in(before)
         self.server.relocate(after.read(), positions)
         self._intake.relocate(positions)
-        self._path.place(after.space.shapes)
+        self._place(after.space)
         self._is_kept_by_lightning = self._can_be_kept_by_lightning()
 
     def _check_replies(self) -> None:

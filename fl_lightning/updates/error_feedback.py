@@ -56,6 +56,11 @@ class ErrorFeedback:
         """Those of the transforms: how a memory came into the numbers need not be known."""
         return self._chain.names
 
+    @property
+    def needs_shapes(self) -> bool:
+        """Whether one of the transforms looks at tensors."""
+        return self._chain.needs_shapes
+
     def with_shapes(self, shapes: Shapes) -> ErrorFeedback:
         """Return the same for vectors of these tensors."""
         return replace(self, transforms=self._chain.with_shapes(shapes).transforms)

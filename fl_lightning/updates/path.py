@@ -79,6 +79,7 @@ class UpdatePath:
             )
         self._before = Chain(tuple(s for s in steps if not isinstance(s, ErrorFeedback)))
         self._feedback = feedbacks[0] if feedbacks else None
+        self._unplaced = self._before, self._feedback
         self._seed = seed
         self.is_empty = not steps
         self.has_memory = bool(feedbacks)
@@ -91,8 +92,9 @@ class UpdatePath:
         Args:
             shapes: `Space.shapes`, in order.
         """
-        self._before = self._before.with_shapes(shapes)
-        self._feedback = self._feedback and self._feedback.with_shapes(shapes)
+        before, feedback = self._unplaced
+        self._before = before.with_shapes(shapes)
+        self._feedback = feedback and feedback.with_shapes(shapes)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -69,6 +69,11 @@ class PowerSGD:
         """What it is; iterations are the client's own business."""
         return f"low rank {self.rank}"
 
+    @property
+    def needs_shapes(self) -> bool:
+        """Always."""
+        return True
+
     def with_shapes(self, shapes: Shapes) -> PowerSGD:
         """Return the same for vectors of these tensors."""
         return replace(self, shapes=shapes)

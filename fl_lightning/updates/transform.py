@@ -8,17 +8,20 @@ result. Both sides know the seed, so that what is drawn need not be sent.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from fl_lightning.core.seeds import derive_seed
-from fl_lightning.updates.payload import Dense, Payload, Quantised, Sparse
+from fl_lightning.updates.payload import Block, Dense, Payload, Quantised, Sparse, num_blocks
 
 Shapes = tuple[tuple[int, ...], ...]
+# What a user says of blocks, and what it becomes once the tensors are known.
+BlockOption = Block | Literal["tensor"]
 
 
 class UpdateTransform(Protocol):
@@ -53,7 +56,15 @@ class UpdateTransform(Protocol):
 
 @runtime_checkable
 class NeedsShapes(Protocol):
-    """A transform that looks at tensors, and not at one vector: it must be told their shapes."""
+    """A transform that may look at tensors, and not at one vector.
+
+    Attributes:
+        needs_shapes: whether it does, so that it must be told their shapes.
+    """
+
+    @property
+    def needs_shapes(self) -> bool:
+        """Whether it must be told the tensors' shapes."""
 
     def with_shapes(self, shapes: Shapes) -> UpdateTransform:
         """Return the transform for vectors that such tensors make, one after the other."""
@@ -61,13 +72,12 @@ class NeedsShapes(Protocol):
 
 def placed(transform: UpdateTransform, shapes: Shapes) -> UpdateTransform:
     """Return the transform for vectors of these tensors; most do not care."""
-    return transform.with_shapes(shapes) if isinstance(transform, NeedsShapes) else transform
+    return transform.with_shapes(shapes) if needs_shapes(transform) else transform  # type: ignore[attr-defined]
 
 
 def needs_shapes(step: object) -> bool:
-    """Return whether a step, or one inside it, looks at tensors."""
-    inside = getattr(step, "transforms", None)
-    return isinstance(step, NeedsShapes) if inside is None else any(map(needs_shapes, inside))
+    """Return whether a step looks at tensors."""
+    return isinstance(step, NeedsShapes) and step.needs_shapes
 
 
 @dataclass(frozen=True)
@@ -99,6 +109,11 @@ class Chain:
     def names(self) -> tuple[str, ...]:
         """The names in order, as the header has them."""
         return tuple(transform.name for transform in self.transforms)
+
+    @property
+    def needs_shapes(self) -> bool:
+        """Whether one of them looks at tensors."""
+        return any(map(needs_shapes, self.transforms))
 
     def with_shapes(self, shapes: Shapes) -> Chain:
         """Return the chain for vectors of these tensors."""
@@ -173,17 +188,63 @@ def with_values(
     raise ValueError(f"{name}: the numbers are quantised already, quantise once")
 
 
-def checked_block(block: int | None) -> None:
+def checked_block(block: BlockOption) -> None:
     """Raise ValueError if ``block`` is no number of neighbours."""
-    if block is not None and block < 1:
-        raise ValueError(f"block must be at least 1, or None for one block, got {block}")
+    if (
+        block != "tensor"
+        and isinstance(block, (int, str))
+        and (isinstance(block, str) or block < 1)
+    ):
+        raise ValueError(
+            f"block must be at least 1, 'tensor', or None for one block, got {block!r}"
+        )
 
 
-def in_blocks(values: Tensor, block: int | None, pad: float | Tensor = 0.0) -> Tensor:
-    """Return the numbers as rows of one block each, the last one padded."""
+def sizes_of(shapes: Shapes) -> tuple[int, ...]:
+    """Return how many numbers each tensor has, but for those without any."""
+    return tuple(size for size in map(math.prod, shapes) if size)
+
+
+def block_name(block: BlockOption) -> str:
+    """Return what a transform's name says of its blocks."""
+    if block is None:
+        return ""
+    return f", blocks of {block}" if isinstance(block, int) else ", a block a tensor"
+
+
+def known_block(block: BlockOption, size: int) -> Block:
+    """Return the blocks of so many numbers.
+
+    Raises:
+        ValueError: if they are tensors, and these are not known, or others.
+    """
+    if block == "tensor":
+        raise ValueError("blocks of a tensor each: say their shapes")
+    if isinstance(block, tuple) and sum(block) != size:
+        raise ValueError(
+            f"blocks of a tensor each make {sum(block)} numbers, got {size}: put what leaves numbers "
+            "out behind it, or use blocks of a fixed size"
+        )
+    return block
+
+
+def over_blocks(
+    values: Tensor, block: Block, measure: Callable[[Tensor], Tensor], pad: float | Tensor = 0.0
+) -> Tensor:
+    """Return what is measured of each block, shape (number of blocks, …).
+
+    Args:
+        values: shape (n,).
+        block: see `Quantised`.
+        measure: of rows of one block each.
+        pad: what the last row is filled up with.
+    """
+    if isinstance(block, tuple):
+        parts = [measure(part[None]) for part in values.split(list(block))]
+        return torch.cat(parts) if parts else measure(values.view(0, 1))
     size = block or max(values.numel(), 1)
-    rows = -(-values.numel() // size)
+    rows = num_blocks(values.numel(), block)
     padded = torch.empty(rows * size, dtype=values.dtype, device=values.device)
     padded[values.numel() :] = pad
     padded[: values.numel()] = values
-    return padded.view(rows, size)
+    return measure(padded.view(rows, size))

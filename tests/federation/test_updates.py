@@ -201,10 +201,20 @@ class TestLowRank:
             assert torch.equal(weights(module), weights(resumed))
 
     def test_masks_of_the_clients_own_are_refused(self):
-        with pytest.raises(ConfigurationError, match="low rank does not work with masks"):
+        with pytest.raises(ConfigurationError, match="PowerSGD and blocks of a tensor"):
             toy_trainer(OwnMasks(), Federation(updates=[PowerSGD(1)])).fit(
                 Masked(), datamodule=toy_data(batch_size=4)
             )
+
+    @pytest.mark.parametrize("engine", ["sequential", "slots"])
+    def test_a_block_a_tensor_gives_each_tensor_levels_of_its_own(self, engine, monkeypatch):
+        noted, ways = Updates(monkeypatch), {"download": [QSGD(8, block="tensor")]}
+        module, _ = run([Affine(2, block="tensor")], callbacks=[noted], engine=engine, **ways)
+        space = Space.of_parameters(module)
+        assert noted.received
+        for update in noted.received:
+            assert {len(part.unique()) for part in space.views(update.delta)} <= {1, 2, 3, 4}
+            assert len(update.delta.unique()) > 4
 
     def test_models_on_their_way_down_have_no_low_rank(self):
         with pytest.raises(ConfigurationError, match=r"download: low rank 2 approximates"):

@@ -19,6 +19,7 @@ def messages():
     rng = np.random.default_rng(0)
     params = [dense(rng, SIZE, dtype) for dtype in (torch.float32, torch.bfloat16)]
     params += [quantised(rng, SIZE, 3), quantised(rng, SIZE, 1, 9, True)]
+    params += [quantised(rng, SIZE, 5, 4.0)]
     params += [payload(rng, SIZE, torch.float16, 7), payload(rng, SIZE, (4, None, False), 20)]
     return [message(each) for each in params]
 

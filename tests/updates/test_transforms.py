@@ -114,6 +114,25 @@ class TestAffine:
         rounding = 4 * torch.finfo(torch.float32).eps * values.abs().max() if len(values) else 0
         assert (error <= 0.5 * steps + rounding).all()
 
+    @pytest.mark.parametrize("make", [lambda b: Affine(4, b), lambda b: QSGD(4, block=b), Sign])
+    def test_a_block_a_tensor_is_each_tensor_by_itself(self, make):
+        """On levels of every tensor, where QSGD has nothing to draw."""
+        turns = torch.tensor([1.0, -1.0]).repeat(4)
+        parts = [scale * turns[:size] for size, scale in ((4, 7.0), (1, 0.5), (7, 300.0))]
+        shapes = ((2, 2), (0, 3), (1,), (7,))
+        whole = make("tensor").with_shapes(shapes)
+        assert whole.block == (4, 1, 7)
+        alone = torch.cat([received(make(None), part) for part in parts])
+        assert torch.equal(received(whole, torch.cat(parts)), alone)
+        assert torch.allclose(alone, torch.cat(parts))
+
+    def test_blocks_of_tensors_must_be_known_and_come_first(self):
+        with pytest.raises(ValueError, match="say their shapes"):
+            received(Affine(8, "tensor"), vector())
+        chain = Chain((TopK(0.5), Affine(8, "tensor"))).with_shapes(((10, 10),))
+        with pytest.raises(ValueError, match="put what leaves numbers out behind"):
+            received(chain, vector())
+
     def test_constants_come_out_exactly(self):
         values = torch.tensor([0.1, 0.1, 0.1, -7.3, -7.3])
         assert torch.equal(received(Affine(8, block=3), values), values)
@@ -295,6 +314,11 @@ class TestChain:
         (lambda: Cast("float32"), "dtype must be"),
         (lambda: Affine(0), "bits must be from 1 to 8"),
         (lambda: Sign(block=0), "block must be at least 1"),
+        (lambda: Affine(block="tensors"), "block must be at least 1"),
+        (
+            lambda: Quantised(torch.ones(3, dtype=torch.int8), 2, torch.ones(2), block=(1, 1)),
+            "blocks of 2 numbers in all, got 3",
+        ),
         (lambda: Dense(torch.ones(2, 2)), "must be a vector"),
         (lambda: Dense(torch.ones(2, dtype=torch.int64)), "must be a vector"),
         (lambda: Quantised(torch.ones(2, dtype=torch.int8), 1, torch.ones(1)), "bits must be"),
