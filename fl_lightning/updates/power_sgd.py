@@ -153,8 +153,13 @@ def low_rank_factors(
     start = torch.randn(matrix.shape[1], rank, generator=generator).to(matrix)
     left = _orthonormal(matrix @ start)
     for _ in range(iterations - 1):
-        left = _orthonormal(matrix @ _orthonormal(matrix.T @ left))
-    return left, matrix.T @ left
+        left = _orthonormal(matrix @ _orthonormal(_times_transposed(matrix, left)))
+    return left, _times_transposed(matrix, left)
+
+
+def _times_transposed(matrix: Tensor, left: Tensor) -> Tensor:
+    """Return Mᵀ P; written so, the matrix is read along its rows, at several times the speed."""
+    return (left.T @ matrix).T
 
 
 def _orthonormal(columns: Tensor) -> Tensor:

@@ -3,9 +3,12 @@
 import random
 import struct
 import zlib
+from contextlib import suppress
 
 import numpy as np
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from updates.payloads import agreement, dense, message, payload, quantised
 
 from fl_lightning.updates.codec import decode, encode
@@ -84,3 +87,15 @@ def outcomes(count, seed):
 def test_fuzz():
     accepted = outcomes(100_000, seed=0)
     assert 0 < accepted < 50_000  # care pays: other numbers in the same places are a message
+
+
+@given(st.binary(max_size=400), st.integers(0, 7))
+def test_whatever_hypothesis_makes_up_is_refused_with_a_reason(data, which):
+    sent = messages()
+    real = encode(sent[which % len(sent)])
+    middle = len(real) // 2
+    for made_up in (data, real[:65] + data, real[:middle] + data, real[:-4] + data):
+        for each in (made_up, with_checksum(made_up)):
+            with suppress(DecodeError):
+                received = decode(each, agreement(sent[0], SIZE))
+                assert encode(received) == each
