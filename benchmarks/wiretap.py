@@ -1,7 +1,8 @@
 """What whoever listens to one client sees of its update, with and without protection.
 
 Everything goes through the real messages: an update is encoded, the bytes are read, and what the
-format says is made of them again. The listener knows model, seeds and protocol, but no key.
+format says is made of them again. The listener knows the model, the protocol and what compression
+draws, but no key and no noise, which here comes from a seed so that results repeat.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.updates.payload import Payload, Quantised, per_member
 from fl_lightning.updates.transform import (
     BlockOption,
@@ -36,7 +37,7 @@ class Affine:
         block: neighbours that share their levels, ``tensor`` for those of each tensor, None for all.
 
     Raises:
-        ValueError: if an option is outside its range.
+        ConfigurationError: if an option is outside its range.
 
     Example:
         >>> from fl_lightning.updates.payload import Dense
@@ -49,7 +50,7 @@ class Affine:
 
     def __post_init__(self) -> None:
         if not 1 <= self.bits <= 8:
-            raise ValueError(f"bits must be from 1 to 8, got {self.bits}")
+            raise ConfigurationError(f"bits must be from 1 to 8, got {self.bits}")
         checked_block(self.block)
 
     @property

@@ -12,6 +12,7 @@ from typing import Literal
 
 import torch
 
+from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.updates.payload import Dense, Payload, Sparse
 
 
@@ -24,7 +25,7 @@ class Cast:
             6e-8 and 65,504.
 
     Raises:
-        ValueError: for another dtype.
+        ConfigurationError: for another dtype.
 
     Example:
         >>> payload = Cast("float16").on_client(Dense(torch.tensor([0.1, 1e9])), seed=0)
@@ -36,7 +37,7 @@ class Cast:
 
     def __post_init__(self) -> None:
         if self.dtype not in ("bfloat16", "float16"):
-            raise ValueError(f"dtype must be 'bfloat16' or 'float16', got {self.dtype!r}")
+            raise ConfigurationError(f"dtype must be 'bfloat16' or 'float16', got {self.dtype!r}")
 
     @property
     def name(self) -> str:

@@ -15,6 +15,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.updates.payload import Dense, Payload
 from fl_lightning.updates.random_k import RandomK
 from fl_lightning.updates.transform import Chain, Shapes, UpdateTransform
@@ -31,7 +32,7 @@ class ErrorFeedback:
             stay with them, and which checkpoints of a simulation hold.
 
     Raises:
-        ValueError: if it holds a `RandomK` that scales: its error may be larger than what it was
+        ConfigurationError: if it holds a `RandomK` that scales: its error may be larger than what it was
             given, and the memory would grow without bound.
 
     Example:
@@ -99,7 +100,7 @@ def _refuse_scaling(transform: UpdateTransform) -> None:
     for each in transform.transforms if isinstance(transform, Chain) else ():
         _refuse_scaling(each)
     if isinstance(transform, RandomK) and transform.unbiased and transform.fraction < 1:
-        raise ValueError(
+        raise ConfigurationError(
             f"error feedback around {transform.name} diverges, because it scales what it keeps: "
             "set unbiased: false"
         )

@@ -25,6 +25,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.updates.payload import Dense, Payload
 from fl_lightning.updates.transform import Shapes, only_dense
 
@@ -42,7 +43,7 @@ class PowerSGD:
         shapes: of the tensors that a vector consists of; a federation tells those of its model.
 
     Raises:
-        ValueError: if ``rank`` or ``iterations`` is below 1.
+        ConfigurationError: if ``rank`` or ``iterations`` is below 1.
 
     Example:
         >>> outer = torch.outer(torch.arange(4.0), torch.tensor([1.0, -1.0, 2.0]))
@@ -62,7 +63,7 @@ class PowerSGD:
     def __post_init__(self) -> None:
         for name in ("rank", "iterations"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+                raise ConfigurationError(f"{name} must be at least 1, got {getattr(self, name)}")
 
     @property
     def name(self) -> str:

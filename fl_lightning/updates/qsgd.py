@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.updates.payload import Block, Payload, Quantised, per_member
 from fl_lightning.updates.transform import (
     BlockOption,
@@ -39,7 +40,7 @@ class QSGD:
         block: neighbours that share a norm, ``tensor`` for those of each tensor, None for all.
 
     Raises:
-        ValueError: if an option is outside its range.
+        ConfigurationError: if an option is outside its range.
 
     Example:
         >>> from fl_lightning.updates.payload import Dense
@@ -54,9 +55,9 @@ class QSGD:
 
     def __post_init__(self) -> None:
         if not 1 <= self.bits <= 8:
-            raise ValueError(f"bits must be from 1 to 8, got {self.bits}")
+            raise ConfigurationError(f"bits must be from 1 to 8, got {self.bits}")
         if self.norm not in ("max", "l2"):
-            raise ValueError(f"norm must be 'max' or 'l2', got {self.norm!r}")
+            raise ConfigurationError(f"norm must be 'max' or 'l2', got {self.norm!r}")
         checked_block(self.block)
 
     @property

@@ -36,7 +36,7 @@ class Sign:
         block: neighbours that share a scale, ``tensor`` for those of each tensor, None for all.
 
     Raises:
-        ValueError: if ``block`` is below 1.
+        ConfigurationError: if ``block`` is below 1.
 
     Example:
         >>> from fl_lightning.updates.payload import Dense

@@ -28,7 +28,7 @@ class TopK:
             and changes nothing.
 
     Raises:
-        ValueError: if ``fraction`` is not in (0, 1].
+        ConfigurationError: if ``fraction`` is not in (0, 1].
 
     Example:
         >>> sparse = TopK(0.5).on_client(Dense(torch.tensor([1.0, -4.0, 0.0, 2.0])), seed=0)

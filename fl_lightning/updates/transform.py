@@ -16,6 +16,7 @@ from typing import Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import derive_seed
 from fl_lightning.updates.payload import Block, Dense, Payload, Quantised, Sparse, num_blocks
 
@@ -150,9 +151,9 @@ def _seed_of(transform: UpdateTransform, seed: int, place: int) -> int:
 
 
 def checked_fraction(fraction: float) -> None:
-    """Raise ValueError if ``fraction`` is not one of something to keep."""
+    """Raise ConfigurationError if ``fraction`` is not one of something to keep."""
     if not 0 < fraction <= 1:
-        raise ValueError(
+        raise ConfigurationError(
             f"fraction must be in (0, 1], got {fraction}: it is the share of numbers that is sent"
         )
 
@@ -189,13 +190,13 @@ def with_values(
 
 
 def checked_block(block: BlockOption) -> None:
-    """Raise ValueError if ``block`` is no number of neighbours."""
+    """Raise ConfigurationError if ``block`` is no number of neighbours."""
     if (
         block != "tensor"
         and isinstance(block, (int, str))
         and (isinstance(block, str) or block < 1)
     ):
-        raise ValueError(
+        raise ConfigurationError(
             f"block must be at least 1, 'tensor', or None for one block, got {block!r}"
         )
 
