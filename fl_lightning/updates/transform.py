@@ -191,11 +191,10 @@ def with_values(
 
 def checked_block(block: BlockOption) -> None:
     """Raise ConfigurationError if ``block`` is no number of neighbours."""
-    if (
-        block != "tensor"
-        and isinstance(block, (int, str))
-        and (isinstance(block, str) or block < 1)
-    ):
+    is_known = (
+        block >= 1 if isinstance(block, int) else block == "tensor" or not isinstance(block, str)
+    )
+    if not is_known:
         raise ConfigurationError(
             f"block must be at least 1, 'tensor', or None for one block, got {block!r}"
         )
@@ -223,8 +222,8 @@ def known_block(block: BlockOption, size: int) -> Block:
         raise ValueError("blocks of a tensor each: say their shapes")
     if isinstance(block, tuple) and sum(block) != size:
         raise ValueError(
-            f"blocks of a tensor each make {sum(block)} numbers, got {size}: put what leaves numbers "
-            "out behind it, or use blocks of a fixed size"
+            f"blocks of a tensor each make {sum(block)} numbers, got {size}: use blocks of a fixed "
+            "size after what leaves numbers out"
         )
     return block
 

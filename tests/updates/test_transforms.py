@@ -130,7 +130,7 @@ class TestAffine:
         with pytest.raises(ValueError, match="say their shapes"):
             received(Affine(8, "tensor"), vector())
         chain = Chain((TopK(0.5), Affine(8, "tensor"))).with_shapes(((10, 10),))
-        with pytest.raises(ValueError, match="put what leaves numbers out behind"):
+        with pytest.raises(ValueError, match="of a fixed size after what leaves"):
             received(chain, vector())
 
     def test_constants_come_out_exactly(self):
