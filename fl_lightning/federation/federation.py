@@ -30,7 +30,7 @@ from fl_lightning.core.seeds import (
     run_seed,
     seed_global_generators,
 )
-from fl_lightning.data.cohort import AllClients, CohortSampler, UniformCohort
+from fl_lightning.data.cohort import AllClients, CohortSampler, PoissonCohort, UniformCohort
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.data.population import Population
 from fl_lightning.federation.aggregation import run_aggregator
@@ -87,7 +87,12 @@ from fl_lightning.server.collected import RobustRule
 from fl_lightning.server.privacy.example import ExampleDP
 from fl_lightning.server.privacy.mechanism import Privacy
 from fl_lightning.server.privacy.run import LocalSampling
-from fl_lightning.server.protected import Protected, Terms
+from fl_lightning.server.protected import (
+    FEWEST_CLIENTS,
+    Protected,
+    TakesNoiseShares,
+    Terms,
+)
 from fl_lightning.server.server import (
     ServerOptimizer,
     ServerSchedule,
@@ -274,6 +279,7 @@ class Federation(Callback):
             clients_per_group=self._num_together(trainer, pl_module, data),
             restarts=self._protects_clients or getattr(self.aggregator, "restarts", False),
             limit=trainer.limit_train_batches or 1.0,  # with 0 Lightning does not train
+            fewest=self._fewest_clients,
         )
         check_validation_interval(trainer, len(groups))
         most = self._most_clients(groups, population)
@@ -341,6 +347,13 @@ class Federation(Callback):
             self._cleanup.callback(GroupsPassBy(owner).remove)
 
     @property
+    def _fewest_clients(self) -> int:
+        """Of a cohort whose updates are not to be seen; a smaller one would show them."""
+        if not isinstance(self.aggregator, Protected):
+            return 1
+        return max(FEWEST_CLIENTS, getattr(self.privacy, "min_shares", None) or 0)
+
+    @property
     def _protects_clients(self) -> bool:
         return self.privacy is not None and not isinstance(self.privacy, ExampleDP)
 
@@ -361,9 +374,13 @@ class Federation(Callback):
             run = private_run(trainer, self.cohort, self.seed, local=local)
             return ExampleRounds(privacy, run), aggregator
         check_one_mask(trainer)
-        run = private_run(trainer, self.cohort, self.seed)
+        secure = self.aggregator if isinstance(self.aggregator, TakesNoiseShares) else None
+        fewest = None
+        if secure is not None and not isinstance(self.cohort, PoissonCohort):
+            fewest = secure.fewest_survivors(self._groups.num_clients)
+        run = private_run(trainer, self.cohort, self.seed, fewest_survivors=fewest)
         exact = getattr(self.aggregator, "exact", False)
-        private = PrivateRounds(privacy, run, Ranks(trainer), exact=exact)
+        private = PrivateRounds(privacy, run, Ranks(trainer), exact=exact, secure=secure)
         return private, private.aggregator
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -388,6 +405,12 @@ class Federation(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let what hooks draw between rounds depend on the round alone."""
+        if num_left_out := self._groups.num_left_out(trainer.current_epoch):
+            rank_zero_info(
+                f"round {trainer.current_epoch}: a cohort of {num_left_out} is too small for "
+                f"{type(self.aggregator).__name__}, which hides updates among those of "
+                f"{self._fewest_clients} clients or more: nobody trains, the model stays as it is"
+            )
         refresh_losses(trainer, self.cohort, self._groups.population, self.seed)
         seed_global_generators(derive_seed(self.seed, "round", trainer.current_epoch))
 

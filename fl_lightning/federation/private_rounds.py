@@ -15,10 +15,11 @@ from fl_lightning.core.errors import RoundFailure
 from fl_lightning.federation.privacy_ledger import PrivacyLedger
 from fl_lightning.federation.ranks import Ranks
 from fl_lightning.federation.round_record import RoundRecord
-from fl_lightning.server.privacy.mechanism import Mechanism, Privacy
+from fl_lightning.server.privacy.mechanism import Mechanism, NoiseShares, Privacy
 from fl_lightning.server.privacy.noise_source import noise_source
-from fl_lightning.server.privacy.private_mean import PrivateMean
+from fl_lightning.server.privacy.private_mean import PrivateAggregator, PrivateMean
 from fl_lightning.server.privacy.run import Run
+from fl_lightning.server.protected import TakesNoiseShares
 
 
 class PrivateRounds:
@@ -29,6 +30,7 @@ class PrivateRounds:
         run: who takes part when.
         ranks: the processes.
         exact: have the same bits over any number of processes.
+        secure: adds up what clients send with their noise; None for sums in the clear.
 
     Raises:
         ConfigurationError: if the run cannot be accounted for, or the budget allows no round.
@@ -38,13 +40,25 @@ class PrivateRounds:
         ledger: what was spent.
     """
 
-    def __init__(self, privacy: Privacy, run: Run, ranks: Ranks, *, exact: bool) -> None:
+    def __init__(
+        self,
+        privacy: Privacy,
+        run: Run,
+        ranks: Ranks,
+        *,
+        exact: bool,
+        secure: TakesNoiseShares | None = None,
+    ) -> None:
         self._privacy, self._ranks = privacy, ranks
         source = self._source = noise_source(run.seed, secure=privacy.secure_noise)
         self.ledger: PrivacyLedger[Mechanism] = PrivacyLedger(
             privacy, run.num_rounds, lambda noise: privacy.mechanism(run, source, noise)
         )
-        self.aggregator = PrivateMean(self._mechanism.expected, exact=exact)
+        self.aggregator: PrivateAggregator
+        if secure is None:
+            self.aggregator = PrivateMean(self._mechanism.expected, exact=exact)
+        else:
+            self.aggregator = secure.with_noise_shares(self._shares)
         self._clip_norm = privacy.clip_norm
         self._round_index = 0
         self._facts: dict[str, float] = {}
@@ -52,6 +66,11 @@ class PrivateRounds:
     @property
     def _mechanism(self) -> Mechanism:
         return self.ledger.mechanism
+
+    def _shares(self) -> NoiseShares:
+        mechanism = self.ledger.mechanism
+        assert isinstance(mechanism, NoiseShares)
+        return mechanism
 
     def announce(self) -> None:
         """Say, before training, what the run will have cost."""
@@ -67,11 +86,19 @@ class PrivateRounds:
         self.ledger.check_open(round_index)
         self._round_index = round_index
         self.aggregator.clip_norm = self._clip_norm
-        self.aggregator.release = self._mechanism.client_release(round_index, self._clip_norm)
+        if isinstance(self.aggregator, PrivateMean):
+            self.aggregator.release = self._mechanism.client_release(round_index, self._clip_norm)
 
-    def pseudo_gradient(self, aggregate: Tensor) -> Tensor:
-        """Return the aggregate with the round's noise, shape (k,): what is released."""
+    def pseudo_gradient(self, aggregate: Tensor) -> Tensor | None:
+        """Return the aggregate with the round's noise, shape (k,): what is released.
+
+        None where clients add the noise, and there was none: nothing is to be released.
+        """
         mechanism, clip_norm = self._mechanism, self._clip_norm
+        if not mechanism.server_draws and not self.aggregator.num_replies:
+            self.ledger.released += 1  # of rounds those in which a client had a turn cost
+            self._facts = self.ledger.spent()
+            return None
         self._check_shares()
         normals = self._normals(aggregate)
         noise = None

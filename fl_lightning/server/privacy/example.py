@@ -149,7 +149,8 @@ class ExampleGaussian:
         client is left out.
         """
         local = self.local
-        steps, rates = self.turns(rounds) * local.num_steps, local.rates
+        has_any = local.num_examples > 0
+        steps, rates = self.turns(rounds) * local.num_steps * has_any, local.rates
         hardest, most = [], 0
         for client in np.lexsort((-steps, -rates)).tolist():
             if steps[client] > most:

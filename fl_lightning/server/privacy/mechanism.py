@@ -13,6 +13,7 @@ from fl_lightning.server.privacy.noise_source import NoiseSource
 from fl_lightning.server.privacy.private_mean import Release
 from fl_lightning.server.privacy.run import Run
 from fl_lightning.updates.clip import check_clip_norm
+from fl_lightning.updates.discrete_noise import Integers
 
 
 class Accounted(Protocol):
@@ -68,6 +69,30 @@ class Mechanism(Accounted, Protocol):
             normals: independent, of variance 1, shape (k,).
             round_index: the round; each is asked for once, in order.
         """
+
+
+@runtime_checkable
+class NoiseShares(Protocol):
+    """A mechanism whose clients send whole numbers with their share of the noise.
+
+    Attributes:
+        expected: the cohort's size that sums are divided by.
+        fewest_replies: so many shares have enough noise together.
+    """
+
+    expected: float
+    fewest_replies: int
+
+    def num_bits(self, num_clients: int) -> int:
+        """Return b for which no sum of so many clients wraps round modulo 2^b."""
+
+    def client_integers(
+        self, delta: Tensor, clip_norm: float, round_index: int, client: int
+    ) -> Integers:
+        """Return what a client sends of its clipped update, int64 of shape (k,)."""
+
+    def decoded(self, numbers: Integers, clip_norm: float, like: Tensor) -> Tensor:
+        """Return the sum that whole numbers stand for, with the dtype of ``like``."""
 
 
 class Budgeted(Protocol):
