@@ -46,6 +46,7 @@ DIFFS = {
     "encrypted.yaml": "quickstart.yaml",
     "noniid.yaml": "cifar100.yaml",
     "private.yaml": "quickstart.yaml",
+    "private_examples.yaml": "quickstart.yaml",
     "secure.yaml": "quickstart.yaml",
     "sparse.yaml": "cifar100.yaml",
 }

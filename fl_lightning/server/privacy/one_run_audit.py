@@ -60,7 +60,7 @@ def epsilon_of_guesses(
 
     Example:
         >>> round(epsilon_of_guesses(100, 100, 1000, delta=1e-5), 2)
-        3.41
+        3.47
         >>> epsilon_of_guesses(50, 100, 1000, delta=1e-5)
         0.0
     """
