@@ -90,8 +90,8 @@ def report_steps(density: float, turns: int) -> None:
 
     fused = torch.optim.SGD(params, **sgd, fused=True)
     foreach = torch.optim.SGD(params, **sgd, foreach=True)
-    sparse = SparseSGDM(params, **sgd, fused=True, masks=spread)
-    runs = SparseSGDM(params, **sgd, fused=True, masks=clustered)
+    sparse = SparseSGDM(params, **sgd, masks=spread)
+    runs = SparseSGDM(params, **sgd, masks=clustered)
     fused_adamw = torch.optim.AdamW(params, **adamw, fused=True)
     sparse_adamw = SparseAdamW(params, **adamw, fused=True, masks=spread)
     pairs = {

@@ -16,7 +16,7 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.cohort import CohortSampler
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.batches import has_batch_hooks
-from fl_lightning.federation.engine import EngineOptions
+from fl_lightning.federation.engine_options import EngineOptions
 from fl_lightning.federation.lightning_step import extra_work
 from fl_lightning.federation.privacy_checks import (
     ReleasesUnprotected,

@@ -42,7 +42,7 @@ from fl_lightning.federation.compatibility import (
     check_set_up,
     check_validation_interval,
 )
-from fl_lightning.federation.engine import (
+from fl_lightning.federation.engine_options import (
     EngineName,
     EngineOptions,
     trains_in_large_groups,

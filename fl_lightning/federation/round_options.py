@@ -9,7 +9,7 @@ from typing import Literal
 from fl_lightning.client.correction import Correction
 from fl_lightning.client.devices import Fleet
 from fl_lightning.client.personalisation import Personalisation
-from fl_lightning.federation.engine import EngineOptions
+from fl_lightning.federation.engine_options import EngineOptions
 from fl_lightning.federation.example_rounds import ExampleRounds
 from fl_lightning.federation.versions import Versions
 from fl_lightning.updates.path import Step

@@ -12,6 +12,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from fl_lightning.core.user_cache import cache_folder
+
 
 def fastest(seconds: Callable[[int], float], start: int, most: int) -> int:
     """Return the number of slots that takes the least time, among ``start`` halved or doubled.
@@ -50,8 +52,7 @@ class Remembered:
     """
 
     def __init__(self, path: Path | None = None) -> None:
-        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        self._path = path or Path(cache) / "fl_lightning" / "slots.json"
+        self._path = path or cache_folder() / "slots.json"
 
     def get(self, key: str) -> int | None:
         """Return what was found for a key, if anything was."""

@@ -55,6 +55,17 @@ class MaskedOptimizer(Optimizer, ABC):
             grads: of the same shapes; not to be kept, others come into the same memory.
         """
 
+    def move_in_place(
+        self, group: dict[str, Any], parts: list[tuple[Tensor, Tensor]]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Move active entries where they lie, for which there is a faster way; return the rest.
+
+        Args:
+            group: with the options.
+            parts: parameters and indices of their active entries.
+        """
+        return parts
+
     def newcomers(self, key: str, stayed: Tensor) -> Tensor:
         """Return the state with which entries join a tensor, a scalar.
 
@@ -140,6 +151,7 @@ class MaskedOptimizer(Optimizer, ABC):
             if whole:
                 self._move_whole(group, whole)
             some = [(p, active) for p, active, _ in with_grad if active is not None]
+            some = self.move_in_place(group, some)
             for chunk in self._chunks.of(number, [p for p, _ in some], [i for _, i in some]):
                 chunk.read()
                 self.move(group, chunk.params, chunk.values, chunk.grads)

@@ -18,13 +18,15 @@ from torch.optim.optimizer import ParamsT
 from torch.optim.sgd import sgd
 
 from fl_lightning.sparsity.masked_optimizer import MaskedOptimizer, Masks
+from fl_lightning.sparsity.one_pass import sgd_in_one_pass
 
 
 class SparseSGDM(MaskedOptimizer, SGD):
-    """`torch.optim.SGD`, bit for bit, on the active entries; the others stay as they are for ever.
+    """`torch.optim.SGD` on the active entries; the others stay as they are for ever.
 
-    Without masks, or where a mask is all ones, it is `torch.optim.SGD`. A parameter whose mask is
-    all zero needs no gradient: see `freeze_masked`.
+    Without masks, or where a mask is all ones, it is `torch.optim.SGD`, bit for bit. On a CPU the
+    active entries move in one pass, see `sgd_in_one_pass`, unless ``foreach`` or ``fused`` is set;
+    then by torch's kernels. A parameter whose mask is all zero needs no gradient: `freeze_masked`.
 
     Args:
         params: parameters, named parameters or groups, as for torch.
@@ -35,7 +37,8 @@ class SparseSGDM(MaskedOptimizer, SGD):
         nesterov: look ahead; needs momentum and no dampening.
         maximize: climb instead.
         foreach: all tensors in one call, fast on an accelerator; None leaves it to torch.
-        fused: torch's fused kernel, the fastest; gradients must be unscaled, as `GradScaler` does.
+        fused: torch's fused kernel, the fastest where no entry is frozen; gradients must be
+            unscaled, as `GradScaler` does.
         masks: which entries may move, see `set_masks`; None moves all.
 
     Raises:
@@ -79,6 +82,20 @@ class SparseSGDM(MaskedOptimizer, SGD):
         )
         self._step_supports_amp_scaling = False  # or GradScaler leaves unscaling to the step
         self.set_masks(masks)
+
+    def move_in_place(
+        self, group: dict[str, Any], parts: list[tuple[Tensor, Tensor]]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Move what has its momentum already in one pass, unless another of torch's ways is chosen."""
+        if group["foreach"] or group["fused"]:
+            return parts
+        rest = []
+        for param, active in parts:
+            momentum = self.state[param].get("momentum_buffer") if group["momentum"] else None
+            is_first = bool(group["momentum"]) and momentum is None
+            if is_first or not sgd_in_one_pass(param, active, momentum, group):
+                rest.append((param, active))
+        return rest
 
     def move(
         self,

@@ -1,0 +1,206 @@
+"""Whether slots pay, and how many: found by measuring them against clients one after the other."""
+
+from __future__ import annotations
+
+import math
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+
+from fl_lightning.client.cannot_stack import CannotStack
+from fl_lightning.client.local_training import GlobalModel, LocalTrainer
+from fl_lightning.client.work import ClientWork
+from fl_lightning.federation.engine_options import MOST_PARAMETERS, SHORT_RUN_STEPS
+from fl_lightning.federation.slot_engine import (
+    MOST_SLOTS,
+    SlotEngine,
+    Stacking,
+    TrainOne,
+    agreeing,
+    fitting_slots,
+)
+from fl_lightning.federation.slot_tuning import Remembered, fastest
+
+# Compiling takes 5 to 20 seconds: less local training than this does not repay it.
+SHORT_RUN_SECONDS = 60.0
+# Trying out several numbers of slots means as many compilations.
+LONG_RUN_SECONDS = 600.0
+# What one run of a trial would take one client after the other.
+_TRIAL_SECONDS = 1.0
+_LEAST_RATIO = 1.1
+
+
+@dataclass
+class SlotTrial:
+    """Tries slots on some clients' work.
+
+    Args:
+        trainer: set up for fitting.
+        local: the sequential engine.
+        stacking: how clients would be stacked; the number of slots and the rest are found.
+        num_slots: how many are wanted; chosen if None.
+    """
+
+    trainer: Trainer
+    local: LocalTrainer
+    stacking: Stacking
+    num_slots: int | None = None
+    _engines: dict[int, SlotEngine] = field(default_factory=dict)
+
+    def force(
+        self, model: GlobalModel, work: Sequence[ClientWork], train_one: TrainOne
+    ) -> SlotEngine:
+        """Return slots without measuring.
+
+        Args:
+            model: the global model.
+            work: of some clients.
+            train_one: trains a client sequentially.
+
+        Raises:
+            CannotStack: if their updates are not those of the sequential engine.
+        """
+        stacking = replace(
+            self.stacking,
+            num_slots=self.num_slots or self._fitting_slots(work),
+            weighted=agreeing(self.trainer, self.local, model, work, train_one),
+            compiled=self.num_steps(work) >= SHORT_RUN_STEPS,
+        )
+        return SlotEngine(self.trainer, self.local, stacking)
+
+    def measure(
+        self, model: GlobalModel, work: Sequence[ClientWork], train_one: TrainOne
+    ) -> tuple[SlotEngine, str]:
+        """Return slots and why, if they are faster; arguments as for `force`.
+
+        Raises:
+            CannotStack: if they are not, or the run is too short for them to repay a compiler.
+        """
+        seconds_per_step = self._sequential_seconds(work, train_one)
+        total = seconds_per_step * self.num_steps(work)
+        if total < SHORT_RUN_SECONDS:
+            raise CannotStack(f"{total:.0f} s of training do not repay a compiler")
+        self.stacking = replace(
+            self.stacking, weighted=agreeing(self.trainer, self.local, model, work, train_one)
+        )
+        trial = _shortened(work, max_steps=math.ceil(_TRIAL_SECONDS / seconds_per_step))
+        began = time.perf_counter()
+        number = self._number(model, work, trial, is_long=total > LONG_RUN_SECONDS)
+        if number not in self._engines:
+            self._seconds(number, model, trial)
+        engine, self._engines = self._engines[number], {}  # frees the others
+        ratio = _times_faster(trial, train_one, lambda w: list(engine.train(model, w)))
+        spent = time.perf_counter() - began
+        if ratio < _LEAST_RATIO:
+            raise CannotStack(f"{number} slots were measured at {ratio:.2f} times its speed")
+        return (
+            engine,
+            f"measured at {ratio:.1f} times the sequential speed, compiled in {spent:.0f} s",
+        )
+
+    def num_steps(self, work: Sequence[ClientWork]) -> float:
+        """Return about how many local steps the whole run has; it is not shorter when resumed."""
+        rounds = self.trainer.max_epochs
+        if rounds is None or rounds < 0:
+            return math.inf
+        return rounds * self.trainer.num_training_batches * sum(len(w.sizes) for w in work)
+
+    def _sequential_seconds(self, work: Sequence[ClientWork], train_one: TrainOne) -> float:
+        """Return those of a step, where it is not clear beforehand that slots do not pay."""
+        num_steps, size = self.num_steps(work), self.local.space.num_entries
+        if num_steps < SHORT_RUN_STEPS:
+            raise CannotStack(f"{num_steps:.0f} local steps do not repay a compiler")
+        if size > MOST_PARAMETERS:
+            raise CannotStack(f"the steps of a model of {size:,} parameters are large enough")
+        sample = max(work, key=lambda client: len(client.sizes)).head(10)
+        return _seconds(lambda: train_one(sample)) / len(sample.sizes)
+
+    def _seconds(self, number: int, model: GlobalModel, trial: Sequence[ClientWork]) -> float:
+        """Return how long a trial takes in a number of slots."""
+        stacking = replace(self.stacking, num_slots=number, compiled=True)
+        engine = self._engines[number] = SlotEngine(self.trainer, self.local, stacking)
+        list(engine.train(model, trial))  # compiles
+        return _seconds(lambda: list(engine.train(model, trial)))
+
+    def _number(
+        self,
+        model: GlobalModel,
+        work: Sequence[ClientWork],
+        trial: Sequence[ClientWork],
+        *,
+        is_long: bool,
+    ) -> int:
+        """Return how many slots to take: as told, as remembered, tried out, or by size."""
+        if self.num_slots is not None:
+            return self.num_slots
+        start = self._fitting_slots(work)
+        if not is_long:
+            return start
+        remembered, key = Remembered(), self._key(len(work))
+        found = remembered.get(key)
+        if found is None:
+            found = fastest(lambda number: self._seconds(number, model, trial), start, len(work))
+            remembered.put(key, found)
+        return min(found, len(work))
+
+    def _key(self, num_clients: int) -> str:
+        """Name what the best number of slots depends on."""
+        trainer = self.trainer
+        parts = (
+            self.local.space.fingerprint(),
+            trainer.datamodule.batch_size,  # type: ignore[attr-defined]
+            type(trainer.optimizers[0]).__name__,
+            trainer.precision,
+            str(trainer.strategy.root_device),
+            platform.processor() or platform.machine(),
+            torch.get_num_threads(),
+            torch.__version__,
+            min(num_clients, MOST_SLOTS),
+        )
+        return " ".join(map(str, parts))
+
+    def _fitting_slots(self, work: Sequence[ClientWork]) -> int:
+        return min(fitting_slots(self.trainer, self.local.space.num_entries), len(work))
+
+
+def _shortened(work: Sequence[ClientWork], max_steps: int) -> list[ClientWork]:
+    """Return clients' first steps, in proportion to all that they have."""
+    share = min(1.0, max_steps / sum(len(client.sizes) for client in work))
+    return [c.head(max(1, round(share * len(c.sizes)))) for c in work[:max_steps]]
+
+
+def _times_faster(
+    work: Sequence[ClientWork],
+    train_one: TrainOne,
+    train_all: Callable[[Sequence[ClientWork]], Any],
+) -> float:
+    """Return how many times faster clients train together than one after the other.
+
+    Both take turns, so that what else slows the machine down for a while slows both.
+    """
+    alone = work[:: -(-len(work) // 20)]
+    share = sum(len(w.sizes) for w in alone) / sum(len(w.sizes) for w in work)
+    ratios = []
+    for _ in range(5):
+        began = time.perf_counter()
+        for client in alone:
+            train_one(client)
+        between = time.perf_counter()
+        train_all(work)
+        ratios.append((between - began) / share / (time.perf_counter() - between))
+    return median(ratios)
+
+
+def _seconds(run: Callable[[], Any]) -> float:
+    times = []
+    for _ in range(3):
+        began = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - began)
+    return min(times)

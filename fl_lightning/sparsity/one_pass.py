@@ -1,0 +1,128 @@
+"""The active entries of a tensor moved in one pass over the memory, by a kernel in C.
+
+    m ← μ m + (1 - τ)(g + λ p),   p ← p - η m        at p[active], g[active]
+
+Reading values, reading gradients and writing values one after the other, as torch's operations do,
+takes longer than a dense step of all entries. The kernel (`one_pass.c`) is compiled by the system's
+C compiler in a fraction of a second, once, and kept in the user's cache folder. Where there is no
+compiler, or the processor has no fused multiply-add, there is no kernel.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fl_lightning.core.user_cache import cache_folder
+
+SOURCE = Path(__file__).with_name("one_pass.c")
+_NAMES = {torch.float32: "sgd_float32", torch.float64: "sgd_float64"}
+_POINTERS, _NUMBERS = [ctypes.c_void_p] * 4, [ctypes.c_double] * 4
+
+
+def sgd_in_one_pass(
+    param: Tensor, active: Tensor, buffer: Tensor | None, group: dict[str, Any]
+) -> bool:
+    """Move the active entries of a parameter, as `torch.optim.SGD` would.
+
+    The bits are torch's, but for the last entries of a tensor: where these do not fill a register
+    torch rounds once more.
+
+    Args:
+        param: with a gradient.
+        active: which entries, as indices of its flat view, shape (k,), int64.
+        buffer: their momentum, shape (k,), or None without momentum.
+        group: options of `torch.optim.SGD`.
+
+    Returns:
+        Whether that was possible: on a CPU, for float32 and float64 in row-major order.
+
+    Example:
+        >>> p = torch.tensor([1.0, 2.0])
+        >>> p.grad = torch.tensor([0.5, 0.5])
+        >>> options = {"lr": 1.0, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0}
+        >>> options |= {"nesterov": False, "maximize": False}
+        >>> if sgd_in_one_pass(p, torch.tensor([1]), None, options):
+        ...     assert p.tolist() == [1.0, 1.5]
+    """
+    grad = param.grad
+    if grad is None or not _is_plain(param) or not _is_plain(grad) or grad.dtype != param.dtype:
+        return False
+    kernel = _kernel(param.dtype)
+    if kernel is None or isinstance(group["lr"], Tensor):
+        return False
+    kernel(
+        param.data_ptr(),
+        grad.data_ptr(),
+        active.data_ptr(),
+        None if buffer is None else buffer.data_ptr(),
+        len(active),
+        group["lr"],
+        group["momentum"],
+        group["dampening"],
+        group["weight_decay"],
+        group["nesterov"],
+        group["maximize"],
+    )
+    torch.autograd.graph.increment_version(param)
+    return True
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.device.type == "cpu" and tensor.is_contiguous()
+
+
+@cache
+def _kernel(dtype: torch.dtype) -> Callable[..., None] | None:
+    if dtype not in _NAMES or (library := _library()) is None:
+        return None
+    kernel = getattr(library, _NAMES[dtype])
+    kernel.argtypes = [*_POINTERS, ctypes.c_int64, *_NUMBERS, ctypes.c_int, ctypes.c_int]
+    kernel.restype = None
+    return kernel  # type: ignore[no-any-return]
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    compiler = shlex.split(os.environ.get("CC") or "cc")
+    flags = _flags()
+    if shutil.which(compiler[0]) is None or flags is None:
+        return None
+    made_of = repr((SOURCE.read_text(), platform.system(), flags))
+    path = cache_folder() / f"one_pass_{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.so"
+    try:
+        if not path.exists():
+            _compile([*compiler, *flags], path)
+        return ctypes.CDLL(str(path))
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _flags() -> list[str] | None:
+    """Return the compiler's options, None for a processor without fused multiply-add."""
+    flags = ["-O3", "-std=c99", "-ffp-contract=off", "-shared", "-fPIC"]
+    if platform.machine() in ("x86_64", "AMD64"):
+        has_fma = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+        return [*flags, "-mfma"] if has_fma else None
+    return flags if platform.machine() in ("aarch64", "arm64") else None
+
+
+def _compile(command: list[str], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # other processes compile too
+        made = Path(folder) / path.name
+        subprocess.run([*command, str(SOURCE), "-o", str(made)], check=True, capture_output=True)
+        made.replace(path)
