@@ -30,7 +30,7 @@ from fl_lightning.core.seeds import (
     run_seed,
     seed_global_generators,
 )
-from fl_lightning.data.cohort import AllClients, CohortSampler, PoissonCohort, UniformCohort
+from fl_lightning.data.cohort import AllClients, CohortSampler, UniformCohort
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.data.population import Population
 from fl_lightning.federation.aggregation import run_aggregator
@@ -68,14 +68,12 @@ from fl_lightning.federation.option_checks import (
 from fl_lightning.federation.personal_models import PersonalModels
 from fl_lightning.federation.privacy_checks import (
     check_nothing_else,
-    check_one_mask,
     check_private,
     check_whole_cohorts,
     warn_of_releases,
 )
-from fl_lightning.federation.privacy_run import private_run
+from fl_lightning.federation.privacy_run import example_rounds, private_rounds
 from fl_lightning.federation.private_rounds import PrivateRounds
-from fl_lightning.federation.ranks import Ranks
 from fl_lightning.federation.round_options import RoundOptions
 from fl_lightning.federation.rounds import RoundRunner
 from fl_lightning.federation.run_memory import saved_memory
@@ -86,11 +84,9 @@ from fl_lightning.server.aggregators import Aggregator
 from fl_lightning.server.collected import RobustRule
 from fl_lightning.server.privacy.example import ExampleDP
 from fl_lightning.server.privacy.mechanism import Privacy
-from fl_lightning.server.privacy.run import LocalSampling
 from fl_lightning.server.protected import (
     FEWEST_CLIENTS,
     Protected,
-    TakesNoiseShares,
     Terms,
 )
 from fl_lightning.server.server import (
@@ -306,7 +302,12 @@ class Federation(Callback):
         for config in trainer.lr_scheduler_configs:
             config.interval = "epoch"  # a step is a round, however many groups of clients it has
         check_correction(trainer, self.correction, self.personal)
-        private, aggregator = self._private_rounds(trainer)
+        private = self._private_rounds(trainer)
+        aggregator = (
+            private.aggregator
+            if isinstance(private, PrivateRounds)
+            else run_aggregator(trainer, self.aggregator, self.attackers)
+        )
         options = RoundOptions(
             local_steps=self.local_steps,
             local_epochs=self.local_epochs,
@@ -357,31 +358,17 @@ class Federation(Callback):
     def _protects_clients(self) -> bool:
         return self.privacy is not None and not isinstance(self.privacy, ExampleDP)
 
-    def _private_rounds(
-        self, trainer: Trainer
-    ) -> tuple[PrivateRounds | ExampleRounds | None, Aggregator]:
-        """Return privacy at work, if there is any, and what folds the updates."""
+    def _private_rounds(self, trainer: Trainer) -> PrivateRounds | ExampleRounds | None:
+        """Return privacy at work, if there is any."""
         privacy = self.privacy
-        if privacy is None or isinstance(privacy, ExampleDP):
-            aggregator = run_aggregator(trainer, self.aggregator, self.attackers)
-            if privacy is None:
-                return None, aggregator
+        if privacy is None:
+            return None
+        if isinstance(privacy, ExampleDP):
             check_local_steps(trainer, self._accumulate)
-            data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
-            local = LocalSampling(
-                data.clients.num_examples, data.batch_size, self._num_steps(trainer, data)
-            )
-            run = private_run(trainer, self.cohort, self.seed, local=local)
-            return ExampleRounds(privacy, run), aggregator
-        check_one_mask(trainer)
-        secure = self.aggregator if isinstance(self.aggregator, TakesNoiseShares) else None
-        fewest = None
-        if secure is not None and not isinstance(self.cohort, PoissonCohort):
-            fewest = secure.fewest_survivors(self._groups.num_clients)
-        run = private_run(trainer, self.cohort, self.seed, fewest_survivors=fewest)
-        exact = getattr(self.aggregator, "exact", False)
-        private = PrivateRounds(privacy, run, Ranks(trainer), exact=exact, secure=secure)
-        return private, private.aggregator
+            num_steps = self._num_steps(trainer, trainer.datamodule)  # type: ignore[attr-defined]
+            return example_rounds(trainer, privacy, self.cohort, self.seed, num_steps)
+        size = self._groups.num_clients
+        return private_rounds(trainer, privacy, self.cohort, self.seed, self.aggregator, size)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Go on from a checkpoint of a run whose rounds had another number of groups."""

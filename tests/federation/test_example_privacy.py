@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from lightning.pytorch import seed_everything
+from test_masks import Masked
 from toys import SaveEverywhere, ToyModule, toy_data, toy_trainer, weights
 
 from fl_lightning import (
@@ -220,6 +221,18 @@ class Looking(ToyModule):
 def test_what_mixes_examples_is_refused_before_training(module, trainer, reason):
     with pytest.raises(ConfigurationError, match=reason):
         run(module=module, trainer=trainer, privacy=private())
+
+
+def test_with_a_mask_only_what_may_move_is_clipped_and_noisy():
+    torch.manual_seed(1)
+    module = Masked()
+    start = {name: p.detach().clone() for name, p in module.named_parameters()}
+    _, trainer = run(2, module=module, privacy=private(clip_norm=1e-3, noise_multiplier=1e4))
+    masks = dict(trainer.optimizers[0].masks.items())
+    assert masks
+    for name, param in module.named_parameters():
+        moved = param.detach() != start[name]
+        assert torch.equal(moved, masks.get(param, torch.ones_like(moved)))
 
 
 def test_two_processes_release_what_one_does():
