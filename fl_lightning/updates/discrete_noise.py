@@ -65,7 +65,7 @@ def largest_noise(distribution: Distribution, variance: float) -> int:
 
     Example:
         >>> largest_noise("skellam", 0.0), largest_noise("skellam", 9.0)
-        (0, 29)
+        (0, 33)
     """
     return 0 if variance == 0 else len(_tail_table(distribution, variance)) - 1
 
