@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from fl_lightning.server.privacy.banded import BandedMatrixDP
     from fl_lightning.server.privacy.central import CentralDP
     from fl_lightning.server.privacy.distributed import DistributedDP
+    from fl_lightning.server.privacy.example import ExampleDP
     from fl_lightning.server.privacy.local import LocalDP
     from fl_lightning.sparsity.sparse_adamw import SparseAdamW
     from fl_lightning.sparsity.sparse_sgdm import SparseSGDM
@@ -58,6 +59,7 @@ __all__ = [
     "ConfigurationError",
     "DistributedDP",
     "Ditto",
+    "ExampleDP",
     "FedDyn",
     "FedProx",
     "FederatedDataModule",
@@ -94,6 +96,7 @@ _HOMES = {
     "ConfigurationError": "fl_lightning.core.errors",
     "DistributedDP": "fl_lightning.server.privacy.distributed",
     "Ditto": "fl_lightning.client.ditto",
+    "ExampleDP": "fl_lightning.server.privacy.example",
     "FedDyn": "fl_lightning.client.feddyn",
     "FedProx": "fl_lightning.client.fedprox",
     "FederatedDataModule": "fl_lightning.data.federated",

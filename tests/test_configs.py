@@ -47,6 +47,7 @@ DIFFS = {
     "low_rank.yaml": "quickstart.yaml",
     "noniid.yaml": "cifar100.yaml",
     "private.yaml": "quickstart.yaml",
+    "private_examples.yaml": "quickstart.yaml",
     "secure.yaml": "quickstart.yaml",
     "sparse.yaml": "cifar100.yaml",
 }
