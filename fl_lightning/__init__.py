@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from fl_lightning.server.privacy.banded import BandedMatrixDP
     from fl_lightning.server.privacy.central import CentralDP
     from fl_lightning.server.privacy.distributed import DistributedDP
+    from fl_lightning.server.privacy.example import ExampleDP
     from fl_lightning.server.privacy.local import LocalDP
     from fl_lightning.sparsity.sparse_adamw import SparseAdamW
     from fl_lightning.sparsity.sparse_sgdm import SparseSGDM
@@ -61,6 +62,7 @@ __all__ = [
     "ConfigurationError",
     "DistributedDP",
     "Ditto",
+    "ExampleDP",
     "FedDyn",
     "FedLC",
     "FedProx",
@@ -99,6 +101,7 @@ _HOMES = {
     "ConfigurationError": "fl_lightning.core.errors",
     "DistributedDP": "fl_lightning.server.privacy.distributed",
     "Ditto": "fl_lightning.client.ditto",
+    "ExampleDP": "fl_lightning.server.privacy.example",
     "FedDyn": "fl_lightning.client.feddyn",
     "FedLC": "fl_lightning.client.fedlc",
     "FedProx": "fl_lightning.client.fedprox",

@@ -44,8 +44,10 @@ DIFFS = {
     "centralized.yaml": "quickstart.yaml",
     "compressed.yaml": "quickstart.yaml",
     "encrypted.yaml": "quickstart.yaml",
+    "low_rank.yaml": "quickstart.yaml",
     "noniid.yaml": "cifar100.yaml",
     "private.yaml": "quickstart.yaml",
+    "private_examples.yaml": "quickstart.yaml",
     "secure.yaml": "quickstart.yaml",
     "sparse.yaml": "cifar100.yaml",
 }
@@ -56,7 +58,7 @@ EXPERIMENTS = {  # and how many runs they are
     "experiments/cifar10_sparse.yaml": 27,
     "experiments/niid_bench.yaml": 4,
     "experiments/private.yaml": 9,
-    "experiments/compression.yaml": 6,
+    "experiments/compression.yaml": 9,
     "experiments/virtual_time.yaml": 12,
 }
 GRIDS = {"experiments/robustness.yaml": (8, 5)}  # so many runs that the margins have to do

@@ -56,7 +56,10 @@ NOT_TYPED = {
     **dict.fromkeys(
         map(
             first_with,
-            [f"configs/{name}.yaml" for name in ("compressed", "private", "secure", "encrypted")],
+            [
+                f"configs/{name}.yaml"
+                for name in ("compressed", "low_rank", "private", "secure", "encrypted")
+            ],
         ),
         "test_configs runs it on small data",
     ),
@@ -65,6 +68,9 @@ NOT_TYPED = {
     ),
     first_with("robustness"): "takes 40 runs; the commands before it are of the same kind",
     first_with("virtual_time"): "takes 12 runs; the commands before it are of the same kind",
+    first_with(
+        "experiments/compression"
+    ): "takes 9 runs; the commands before it are of the same kind",
     first_with("cifar10_sparse"): "takes 27 runs and the better part of an hour",
 }
 # what has to be typed before a command, in this order

@@ -163,6 +163,18 @@ class Space:
         trios = zip(parts, self._tensors, self._indices, strict=True)
         return [part if index is not None else part.view_as(t) for part, t, index in trios]
 
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes of the tensors that make a vector, in order; a part of one has shape (k_i,).
+
+        Example:
+            >>> tensors = {"weight": torch.zeros(2, 3), "bias": torch.zeros(2)}
+            >>> Space(tensors).shapes, Space(tensors, {"weight": torch.tensor([1, 4])}).shapes
+            (((2, 3), (2,)), ((2,), (2,)))
+        """
+        pairs = zip(self._tensors, self._sizes, strict=True)
+        return tuple(tuple(t.shape) if size == t.numel() else (size,) for t, size in pairs)
+
     def entries(self, vector: Tensor) -> list[tuple[Tensor, Tensor | None, Tensor]]:
         """Return every live tensor, which of its entries are part, and their part of the vector.
 

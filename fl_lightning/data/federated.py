@@ -16,7 +16,7 @@ import numpy.typing as npt
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import numpy_generator, run_seed
@@ -24,7 +24,13 @@ from fl_lightning.data.inputs import InputTransform, Transform, on_inputs
 from fl_lightning.data.partition import IID, Partition
 from fl_lightning.data.poisoning import Poison, poisoned_examples, poisoned_reader
 from fl_lightning.data.reading import evaluation_reader, loader_option
-from fl_lightning.data.shards import ClientShards, batch_reader, read_column, reads_by_index
+from fl_lightning.data.shards import (
+    BatchedDataset,
+    ClientShards,
+    batch_reader,
+    read_column,
+    reads_by_index,
+)
 from fl_lightning.data.summary import PartitionSummary, partition_fingerprint
 
 MAX_CLIENTS_COUNTED = 10_000  # by `FederatedDataModule.summary`, class by class
@@ -301,6 +307,12 @@ class FederatedDataModule(LightningDataModule):
     def reads_by_index(self) -> bool:
         """Whether a batch is a plain selection of rows in memory, the same at every reading."""
         return reads_by_index(self.train_dataset, self._loader.collate_fn)
+
+    @property
+    def has_own_collate(self) -> bool:
+        """Whether batches are made of examples by a function of the source's own."""
+        custom = self._loader.collate_fn is not default_collate
+        return custom and not isinstance(self.train_dataset, BatchedDataset)
 
     def held_out_batches(self, client: int) -> Iterator[tuple[Any, int]]:
         """Yield (batch, size) over a client's held-out examples, without augmentation if known."""

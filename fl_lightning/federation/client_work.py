@@ -17,6 +17,8 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import torch_generator
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.data.shards import local_order
+from fl_lightning.federation.example_rounds import ExampleRounds
+from fl_lightning.federation.shares import local_work
 
 
 @dataclass(frozen=True)
@@ -28,12 +30,14 @@ class LocalWork:
         local_epochs: passes over its shard.
         accumulate: batches per step.
         seed: root seed of all draws.
+        examples: draws batches by coins, for privacy; None for passes over a shuffled shard.
     """
 
     local_steps: int | None
     local_epochs: int | None
     accumulate: int
     seed: int
+    examples: ExampleRounds | None = None
 
 
 class WorkPlan:
@@ -56,6 +60,12 @@ class WorkPlan:
         num_examples = shard.shape[0]
         if not num_examples:
             return ClientWork(client, 0, shard, [])
+        if amount.examples is not None:
+            num_steps = self._num_steps(num_examples)
+            order, sizes = amount.examples.batches(
+                shard, self._batch_size, num_steps, client, round_index
+            )
+            return ClientWork(client, num_examples, order, sizes, round_index, amount.seed)
         order, sizes = local_order(
             shard,
             self._batch_size,
@@ -65,6 +75,18 @@ class WorkPlan:
             drop_last=self._drop_last,
         )
         return ClientWork(client, num_examples, order, sizes, round_index, amount.seed)
+
+    def _num_steps(self, num_examples: int) -> int:
+        """Return the local steps of a client that draws its batches by coins."""
+        amount = self._local_work
+        steps = local_work(
+            np.array([num_examples]),
+            self._batch_size,
+            drop_last=False,
+            num_epochs=amount.local_epochs,
+            num_steps=amount.local_steps,
+        )
+        return int(steps[0])
 
     def more_epochs(self, work: ClientWork, num_epochs: int, purpose: str) -> ClientWork:
         """Return passes over a client's shard in orders of their own.
@@ -113,9 +135,10 @@ class WorkPlan:
         return torch.from_numpy(labels[self._clients[work.client_id].numpy()].astype(np.int64))
 
     def batches(self, work: ClientWork) -> Iterator[SizedBatch]:
-        """Yield its batches, built when they are needed."""
+        """Yield its batches, built when they are needed; None for one without examples."""
         for indices in work.batches:
-            yield self._data.train_batch(indices), len(indices)
+            batch = self._data.train_batch(indices) if len(indices) else None
+            yield batch, len(indices)
 
     def steps(self, work: ClientWork) -> Iterator[Sequence[SizedBatch]]:
         """Yield the batches of every local step, built when they are needed."""

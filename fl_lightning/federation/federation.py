@@ -47,6 +47,12 @@ from fl_lightning.federation.engine_options import (
     EngineOptions,
     trains_in_large_groups,
 )
+from fl_lightning.federation.example_checks import (
+    check_examples_private,
+    check_local_steps,
+    warn_of_unprotected,
+)
+from fl_lightning.federation.example_rounds import ExampleRounds
 from fl_lightning.federation.fine_tuning import FineTuning
 from fl_lightning.federation.fresh_losses import refresh_losses
 from fl_lightning.federation.group_size import num_short_clients
@@ -66,7 +72,8 @@ from fl_lightning.federation.privacy_checks import (
     check_whole_cohorts,
     warn_of_releases,
 )
-from fl_lightning.federation.private_rounds import private_rounds
+from fl_lightning.federation.privacy_run import example_rounds, private_rounds
+from fl_lightning.federation.private_rounds import PrivateRounds
 from fl_lightning.federation.round_options import RoundOptions
 from fl_lightning.federation.rounds import RoundRunner
 from fl_lightning.federation.run_memory import saved_memory
@@ -75,8 +82,13 @@ from fl_lightning.federation.shares import local_work
 from fl_lightning.federation.virtual_time import VirtualTime
 from fl_lightning.server.aggregators import Aggregator
 from fl_lightning.server.collected import RobustRule
+from fl_lightning.server.privacy.example import ExampleDP
 from fl_lightning.server.privacy.mechanism import Privacy
-from fl_lightning.server.protected import Protected, Terms
+from fl_lightning.server.protected import (
+    FEWEST_CLIENTS,
+    Protected,
+    Terms,
+)
 from fl_lightning.server.server import (
     ServerOptimizer,
     ServerSchedule,
@@ -113,7 +125,8 @@ class Federation(Callback):
         aggregator: how updates become one; the mean weighted by examples if None, over the clients
             that may move a coordinate where they have masks of their own. Or a robust rule, like
             `Krum`, that looks at all updates of the round together.
-        privacy: differential privacy of clients: `CentralDP`, `LocalDP`, …; none if None.
+        privacy: differential privacy of clients, `CentralDP`, `LocalDP`, …, or of their single
+            examples, `ExampleDP`; none if None.
         server_optimizer: builds the `torch.optim.Optimizer` that descends the aggregated delta;
             SGD with learning rate 1, which is FedAvg, if None.
         devices: how fast clients are, how reliable, and how long the server waits for them, in
@@ -168,7 +181,7 @@ class Federation(Callback):
         updates: list[UpdateTransform | ErrorFeedback] | None = None,
         download: list[UpdateTransform] | None = None,
         aggregator: Aggregator | RobustRule | None = None,
-        privacy: Privacy | None = None,
+        privacy: Privacy | ExampleDP | None = None,
         server_optimizer: ServerOptimizer | None = None,
         devices: Devices | None = None,
         asynchronous: AsyncRule | None = None,
@@ -196,7 +209,13 @@ class Federation(Callback):
             check_asynchronous(cohort, devices, correction, download)
             cohort = UniformCohort(size=asynchronous.buffer_size)  # who calibrates a mask, e.g.
         self.cohort = cohort if cohort is not None else AllClients()
-        if privacy is not None:
+        self.engine = EngineOptions(engine, slots, None if speedups is None else tuple(speedups))
+        if isinstance(privacy, ExampleDP):
+            check_examples_private(
+                privacy, self.cohort, correction, personal, asynchronous, self.engine
+            )
+            self.engine = EngineOptions("sequential")
+        elif privacy is not None:
             check_private(privacy, self.cohort, aggregator, correction, updates)
             check_nothing_else(asynchronous, attackers)
         self.privacy = privacy
@@ -223,7 +242,6 @@ class Federation(Callback):
         self.attackers = attackers
         self.on_client_failure: Literal["raise", "skip"] = on_client_failure
         self.min_replies = min_replies
-        self.engine = EngineOptions(engine, slots, None if speedups is None else tuple(speedups))
         self.clients_per_group = clients_per_group
         self.client_memory_gb = client_memory_gb
         self.seed = run_seed(seed)
@@ -239,7 +257,7 @@ class Federation(Callback):
         if stage != "fit":
             return
         check_compatible(trainer, pl_module)
-        if self.privacy is not None:
+        if self._protects_clients:
             check_whole_cohorts(trainer)
         data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
         check_shards(data, self.on_client_failure)
@@ -255,8 +273,9 @@ class Federation(Callback):
             self.seed,
             share=self._share(trainer, data),
             clients_per_group=self._num_together(trainer, pl_module, data),
-            restarts=self.privacy is not None or getattr(self.aggregator, "restarts", False),
+            restarts=self._protects_clients or getattr(self.aggregator, "restarts", False),
             limit=trainer.limit_train_batches or 1.0,  # with 0 Lightning does not train
+            fewest=self._fewest_clients,
         )
         check_validation_interval(trainer, len(groups))
         most = self._most_clients(groups, population)
@@ -283,6 +302,12 @@ class Federation(Callback):
         for config in trainer.lr_scheduler_configs:
             config.interval = "epoch"  # a step is a round, however many groups of clients it has
         check_correction(trainer, self.correction, self.personal)
+        private = self._private_rounds(trainer)
+        aggregator = (
+            private.aggregator
+            if isinstance(private, PrivateRounds)
+            else run_aggregator(trainer, self.aggregator, self.attackers)
+        )
         options = RoundOptions(
             local_steps=self.local_steps,
             local_epochs=self.local_epochs,
@@ -299,14 +324,8 @@ class Federation(Callback):
             num_clients=len(trainer.datamodule.clients),  # type: ignore[attr-defined]
             fleet=self._time.fleet,
             versions=self._time.versions(),
+            examples=private if isinstance(private, ExampleRounds) else None,
         )
-        private = None
-        if self.privacy is not None:
-            exact = getattr(self.aggregator, "exact", False)
-            private = private_rounds(trainer, self.privacy, self.cohort, self.seed, exact=exact)
-            aggregator: Aggregator = private.aggregator
-        else:
-            aggregator = run_aggregator(trainer, self.aggregator, self.attackers)
         self.rounds = RoundRunner(
             trainer,
             options,
@@ -328,13 +347,40 @@ class Federation(Callback):
         for owner in (pl_module, trainer.datamodule):  # type: ignore[attr-defined]
             self._cleanup.callback(GroupsPassBy(owner).remove)
 
+    @property
+    def _fewest_clients(self) -> int:
+        """Of a cohort whose updates are not to be seen; a smaller one would show them."""
+        if not isinstance(self.aggregator, Protected):
+            return 1
+        return max(FEWEST_CLIENTS, getattr(self.privacy, "min_shares", None) or 0)
+
+    @property
+    def _protects_clients(self) -> bool:
+        return self.privacy is not None and not isinstance(self.privacy, ExampleDP)
+
+    def _private_rounds(self, trainer: Trainer) -> PrivateRounds | ExampleRounds | None:
+        """Return privacy at work, if there is any."""
+        privacy = self.privacy
+        if privacy is None:
+            return None
+        if isinstance(privacy, ExampleDP):
+            check_local_steps(trainer, self._accumulate)
+            num_steps = self._num_steps(trainer, trainer.datamodule)  # type: ignore[attr-defined]
+            return example_rounds(trainer, privacy, self.cohort, self.seed, num_steps)
+        size = self._groups.num_clients
+        return private_rounds(trainer, privacy, self.cohort, self.seed, self.aggregator, size)
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Go on from a checkpoint of a run whose rounds had another number of groups."""
         if self._groups_before != len(self._groups):
             renumber_groups(trainer, self._groups_before, len(self._groups))
         assert self.rounds is not None
-        if self.privacy is not None and self.rounds.private is not None:
-            self.rounds.private.announce()
+        if self.privacy is None or self.rounds.private is None:
+            return
+        self.rounds.private.announce()
+        if isinstance(self.privacy, ExampleDP):
+            warn_of_unprotected(trainer, self.privacy)
+        else:
             warn_of_releases(
                 trainer,
                 self.privacy,
@@ -342,10 +388,16 @@ class Federation(Callback):
                 num_buffers=self.rounds.server.model.buffers.numel(),
                 has_memory=self.rounds.has_memory,
             )
-            self.rounds.private.stop_within_budget(trainer)
+        self.rounds.private.ledger.stop_within_budget(trainer)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let what hooks draw between rounds depend on the round alone."""
+        if num_left_out := self._groups.num_left_out(trainer.current_epoch):
+            rank_zero_info(
+                f"round {trainer.current_epoch}: a cohort of {num_left_out} is too small for "
+                f"{type(self.aggregator).__name__}, which hides updates among those of "
+                f"{self._fewest_clients} clients or more: nobody trains, the model stays as it is"
+            )
         refresh_losses(trainer, self.cohort, self._groups.population, self.seed)
         seed_global_generators(derive_seed(self.seed, "round", trainer.current_epoch))
 
@@ -363,7 +415,7 @@ class Federation(Callback):
         for logger in trainer.loggers:
             logger.log_metrics(facts, step=trainer.global_step - 1)
         if self.rounds.private is not None:
-            self.rounds.private.stop_within_budget(trainer)
+            self.rounds.private.ledger.stop_within_budget(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Give Trainer, module and data module back as they were."""
@@ -456,7 +508,7 @@ class Federation(Callback):
         return local_work(
             data.clients.num_examples,
             data.batch_size,
-            drop_last=data.drop_last,
+            drop_last=data.drop_last and not isinstance(self.privacy, ExampleDP),
             num_epochs=self.local_epochs,
             num_steps=self.local_steps,
         )

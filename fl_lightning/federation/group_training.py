@@ -14,6 +14,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 from fl_lightning.client.added_term import AddedTerm
+from fl_lightning.client.example_gradients import ExampleGradients
 from fl_lightning.client.fedlc import FedLC, ShiftedLogits
 from fl_lightning.client.local_training import GlobalModel, LocalTrainer
 from fl_lightning.client.log_collector import LogCollector
@@ -24,11 +25,13 @@ from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.metric_states import MetricStates, kept_apart, metrics_of
 from fl_lightning.core.seeds import seed_global_generators
 from fl_lightning.core.update import ClientUpdate
+from fl_lightning.federation.batches import takes_index
 from fl_lightning.federation.client_masks import client_masks
 from fl_lightning.federation.client_scaler import ClientScaler
 from fl_lightning.federation.client_work import LocalWork, WorkPlan
 from fl_lightning.federation.corrector import Corrector
 from fl_lightning.federation.engine import EngineChooser
+from fl_lightning.federation.example_rounds import ExampleRounds, PrivateGradients
 from fl_lightning.federation.intake import Intake
 from fl_lightning.federation.lightning_step import LightningStep
 from fl_lightning.federation.personaliser import Personaliser
@@ -41,6 +44,7 @@ from fl_lightning.federation.versions import Start
 from fl_lightning.server.server import Server
 from fl_lightning.updates.broadcast import Broadcast
 from fl_lightning.updates.traffic import bytes_down
+from fl_lightning.updates.transform import needs_shapes
 
 
 class GroupTraining:
@@ -78,11 +82,19 @@ class GroupTraining:
         self._metrics = metrics_of(trainer.lightning_module)
         self._plan = WorkPlan(
             trainer.datamodule,  # type: ignore[attr-defined]
-            LocalWork(options.local_steps, options.local_epochs, options.accumulate, options.seed),
+            LocalWork(
+                options.local_steps,
+                options.local_epochs,
+                options.accumulate,
+                options.seed,
+                options.examples,
+            ),
         )
         self.collector = LogCollector()
         self.step = LightningStep(trainer, self.collector, options.accumulate)
         self.local = LocalTrainer(self._module, trainer.optimizers[0], self.step, self.collector)
+        if options.examples is not None:
+            self.step.examples = self._private_gradients(options.examples)
         self.scaler = ClientScaler(getattr(trainer.precision_plugin, "scaler", None))
         self.personal = Personaliser(
             options.personal,
@@ -110,6 +122,12 @@ class GroupTraining:
             None if self.personal.kind is None else options.personal,
         )
         self.broadcast = Broadcast(options.download, options.seed)
+        if self._client_masks is not None and any(map(needs_shapes, options.updates)):
+            raise ConfigurationError(
+                "federation.updates: PowerSGD and blocks of a tensor do not work with masks of the "
+                "clients' own, who each send other entries: use TopK or QSGD with a block of fixed "
+                "size, or one mask for all"
+            )
         if options.download and self._client_masks is not None:
             raise ConfigurationError(
                 "federation: download does not work with masks of the clients' own, who each get "
@@ -117,6 +135,18 @@ class GroupTraining:
             )
         self._corrector, self._intake = corrector, intake
         self._gradient = ShardGradient(self._module, self.local, self.step, self._plan)
+
+    def _private_gradients(self, rounds: ExampleRounds) -> PrivateGradients:
+        collector = self.collector if rounds.privacy.log_unprotected else None
+        gradients = ExampleGradients(
+            self._module,
+            self.step.loss,
+            takes_index=takes_index(self._module.training_step),
+            collector=collector,
+        )
+        return PrivateGradients(
+            rounds, gradients, self.step.loss, lambda: self.local.space, collector
+        )
 
     def renew_space(self) -> None:
         """Have vectors hold what may move now."""
@@ -209,6 +239,8 @@ class GroupTraining:
             self.personal.train_own_part(start.model, work, masks)
             seed_global_generators(work.seed)
             self._set_terms(work, start.model)
+            if self.step.examples is not None:
+                self.step.examples.begin(work.client_id, work.round_index)
             update = self._local_update(start.model, work, masks)
             self._accept(update, work, start)
             self.personal.train_beside(start.model, work, masks, update.delta)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.cohort import CohortSampler
-from fl_lightning.data.population import Population
+from fl_lightning.data.population import ClientIds, Population
 from fl_lightning.federation.shares import shares
 
 # Lightning lets the processes wait for each other at every batch: few groups, few waits.
@@ -85,6 +85,7 @@ class RoundGroups:
         restarts: whether a round that is resumed begins with its first client.
         limit: of every cohort only so many clients, those with the lowest ids, or that share of
             them: the Trainer's ``limit_train_batches``.
+        fewest: clients that a round needs; smaller cohorts are left out as a whole.
 
     Raises:
         ConfigurationError: if the limit leaves no client.
@@ -116,7 +117,9 @@ class RoundGroups:
         clients_per_group: int = 1,
         restarts: bool = False,
         limit: float = 1.0,
+        fewest: int = 1,
     ) -> None:
+        self._fewest = fewest
         self._sampler = sampler
         self.population = population
         self._seed = seed
@@ -151,10 +154,20 @@ class RoundGroups:
         if epoch != self._round:
             self._round, self._position = epoch, 0
 
+    def _drawn(self, round_index: int) -> ClientIds:
+        ids = self._sampler.sample(round_index, self.population, self._seed)
+        return ids[: limited(len(ids), self._limit)]
+
+    def num_left_out(self, round_index: int) -> int:
+        """Return how many clients were drawn for a round that takes none, because they are few."""
+        drawn = len(self._drawn(round_index)) if self._fewest > 1 else 0
+        return drawn if drawn < self._fewest else 0
+
     def groups(self, round_index: int) -> list[ClientGroup]:
         """Return all groups of a round."""
-        ids = self._sampler.sample(round_index, self.population, self._seed)
-        ids = ids[: limited(len(ids), self._limit)]
+        ids = self._drawn(round_index)
+        if len(ids) < self._fewest:
+            ids = ids[:0]
         if self._share is not None:
             work = self._share.work[ids]
             ids = ids[shares(work, self._share.num_ranks)[self._share.rank]]

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
@@ -28,6 +29,7 @@ from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.speedups import FasterStep, Speedup
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.federation.batches import batch_preparation, takes_index
+from fl_lightning.federation.example_rounds import PrivateGradients
 from fl_lightning.federation.hooks import STEP_HOOKS, overrides
 
 
@@ -42,6 +44,7 @@ class LightningStep:
     Attributes:
         term: what the present client adds to its gradients, or makes of them; None if nothing.
         contrast: what it adds to its loss, given a batch; None if nothing.
+        examples: makes the gradients private; None where they are plain.
         is_lean: whether steps are lean ones.
     """
 
@@ -63,6 +66,7 @@ class LightningStep:
         self._faster: FasterStep | None = None
         self.term: AddedTerm | Mixing | None = None
         self.contrast: Callable[[Any], Tensor] | None = None
+        self.examples: PrivateGradients | None = None
         self._graphs: dict[frozenset[Speedup], CompiledGradients] = {}
         self.is_lean = (
             accumulate == 1 and not trainer.gradient_clip_val and extra_work(trainer) is None
@@ -96,6 +100,8 @@ class LightningStep:
 
     def __call__(self, batches: Sequence[SizedBatch], index: int) -> Tensor | None:
         """Take one optimizer step and return the mean loss, detached."""
+        if self.examples is not None:
+            return self._private(self.examples, batches[0], index)
         loss = self._lean(batches[0], index) if self.is_lean else self._full(batches, index)
         if self._ended:
             for outputs, batch in self._ended:
@@ -127,6 +133,26 @@ class LightningStep:
             self.term.add()
         faster.step()
         return loss.detach()
+
+    def _private(
+        self, examples: PrivateGradients, sized_batch: SizedBatch, index: int
+    ) -> Tensor | None:
+        """Take a step on a noisy gradient; an empty batch has one as well."""
+        self.forget_gradients()
+        batch, size = sized_batch
+        loss = examples(self._prepared(batch, size, index) if size else None, size, index)
+        if self.term is not None:
+            self.term.add()
+        bound = self._trainer.gradient_clip_val
+        if bound:
+            how = GradClipAlgorithmType(self._trainer.gradient_clip_algorithm or "norm")
+            self._precision.clip_gradients(self._optimizer, bound, how)
+        self._optimizer.step()
+        return loss
+
+    def loss(self, batch: Any, index: int) -> Tensor | None:
+        """Return the training step's loss on a batch that is ready for it."""
+        return loss_of(self._output(batch, index))
 
     def forget_gradients(self) -> None:
         """Start anew; `Optimizer.zero_grad` has a profiling hook of 20 µs."""

@@ -16,6 +16,8 @@ from fl_lightning.server.aggregators import Mean
 from fl_lightning.server.privacy.distributed import DistributedDP
 from fl_lightning.server.privacy.local import LocalDP
 from fl_lightning.server.privacy.mechanism import Privacy
+from fl_lightning.server.protected import TakesNoiseShares
+from fl_lightning.updates.error_feedback import ErrorFeedback
 from fl_lightning.updates.path import Step
 
 
@@ -41,11 +43,17 @@ def check_private(
         ConfigurationError: one line for each of them.
     """
     privacy.check_cohort(cohort)
-    problems = [*_aggregator_problems(aggregator)]
+    problems = [*_aggregator_problems(aggregator, privacy)]
     if updates and isinstance(privacy, (LocalDP, DistributedDP)):
         problems.append(
             f"with {type(privacy).__name__} clients send noisy numbers, which federation.updates "
             "would change after the noise was accounted: leave updates out, or use CentralDP"
+        )
+    elif any(isinstance(step, ErrorFeedback) and not step.under_privacy for step in updates or ()):
+        problems.append(
+            "ErrorFeedback has clients remember what their examples add up to over rounds, and no "
+            "noise covers that: if these memories stay with the clients, set its under_privacy to "
+            "true, or use QSGD or RandomK, which need none"
         )
     if correction is not None and correction.needs_mean:
         problems.append(
@@ -56,8 +64,15 @@ def check_private(
         raise ConfigurationError("federation.privacy: " + "; ".join(problems))
 
 
-def _aggregator_problems(aggregator: object) -> Iterator[str]:
-    if isinstance(aggregator, Mean):
+def _aggregator_problems(aggregator: object, privacy: Privacy) -> Iterator[str]:
+    name = type(aggregator).__name__
+    if isinstance(aggregator, TakesNoiseShares):
+        if not isinstance(privacy, DistributedDP):
+            yield (
+                f"{name} shows sums only, and {type(privacy).__name__} is not made for sums of whole "
+                "numbers: use DistributedDP, whose clients add the noise"
+            )
+    elif isinstance(aggregator, Mean):
         if aggregator.weight_by_examples:
             yield (
                 "Mean weighs clients by their examples, so that one with many moves the model by "
@@ -66,7 +81,7 @@ def _aggregator_problems(aggregator: object) -> Iterator[str]:
             )
     elif aggregator is not None:
         yield (
-            f"nothing is proved for {type(aggregator).__name__}, by how much one client moves it: "
+            f"nothing is proved for {name}, by how much one client moves it: "
             "leave federation.aggregator out for the mean of clipped updates"
         )
 

@@ -1,4 +1,4 @@
-"""Differential privacy at work in a run: clip norm, noise, what was spent, and what is left.
+"""Differential privacy of clients at work in a run: clip norm, noise, and what it costs.
 
     round r:  clip norm S_r → Σ clip(Δ) / qN → + noise → the server's step → ε after r + 1 rounds
 
@@ -7,26 +7,19 @@ A round counts as released the moment its noise is drawn. Of several processes t
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-from lightning.pytorch import Trainer
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
-from fl_lightning.core.errors import ConfigurationError, RoundFailure
-from fl_lightning.data.cohort import CohortSampler
-from fl_lightning.federation.privacy_checks import check_one_mask
+from fl_lightning.core.errors import RoundFailure
+from fl_lightning.federation.privacy_ledger import PrivacyLedger
 from fl_lightning.federation.ranks import Ranks
 from fl_lightning.federation.round_record import RoundRecord
-from fl_lightning.server.privacy.accountant import most_rounds
-from fl_lightning.server.privacy.mechanism import Mechanism, Privacy
+from fl_lightning.server.privacy.mechanism import Mechanism, NoiseShares, Privacy
 from fl_lightning.server.privacy.noise_source import noise_source
-from fl_lightning.server.privacy.private_mean import PrivateMean
+from fl_lightning.server.privacy.private_mean import PrivateAggregator, PrivateMean
 from fl_lightning.server.privacy.run import Run
-
-# Where no end is planned, rounds are counted up to here to find those that a budget allows.
-_NO_END = 1_000_000
+from fl_lightning.server.protected import TakesNoiseShares
 
 
 class PrivateRounds:
@@ -37,72 +30,52 @@ class PrivateRounds:
         run: who takes part when.
         ranks: the processes.
         exact: have the same bits over any number of processes.
+        secure: adds up what clients send with their noise; None for sums in the clear.
 
     Raises:
         ConfigurationError: if the run cannot be accounted for, or the budget allows no round.
 
     Attributes:
         aggregator: the fold over the round's updates.
-        released: rounds whose result was released, in all.
+        ledger: what was spent.
     """
 
-    def __init__(self, privacy: Privacy, run: Run, ranks: Ranks, *, exact: bool) -> None:
-        self._privacy, self._run, self._ranks = privacy, run, ranks
-        self._source = noise_source(run.seed, secure=privacy.secure_noise)
-        self._use(privacy.mechanism(run, self._source))
-        self.aggregator = PrivateMean(self._mechanism.expected, exact=exact)
-        self.released = 0
+    def __init__(
+        self,
+        privacy: Privacy,
+        run: Run,
+        ranks: Ranks,
+        *,
+        exact: bool,
+        secure: TakesNoiseShares | None = None,
+    ) -> None:
+        self._privacy, self._ranks = privacy, ranks
+        source = self._source = noise_source(run.seed, secure=privacy.secure_noise)
+        self.ledger: PrivacyLedger[Mechanism] = PrivacyLedger(
+            privacy, run.num_rounds, lambda noise: privacy.mechanism(run, source, noise)
+        )
+        self.aggregator: PrivateAggregator
+        if secure is None:
+            self.aggregator = PrivateMean(self._mechanism.expected, exact=exact)
+        else:
+            self.aggregator = secure.with_noise_shares(self._shares)
         self._clip_norm = privacy.clip_norm
         self._round_index = 0
         self._facts: dict[str, float] = {}
 
-    def _use(self, mechanism: Mechanism) -> None:
-        self._mechanism = mechanism
-        self._allowed = self._allowed_rounds()
-        end = self._run.num_rounds if self._allowed is None else self._allowed
-        self._end = end if end is None else (end, mechanism.epsilon(end))
-
-    def _allowed_rounds(self) -> int | None:
-        """Return how many rounds the budget allows, of those planned; None without a budget."""
-        budget, planned = self._privacy.epsilon, self._run.num_rounds
-        if budget is None:
-            return None
-        epsilon = self._mechanism.epsilon
-        if planned is not None and epsilon(planned) <= budget:
-            return planned
-        allowed = most_rounds(epsilon, budget, planned or _NO_END)
-        if allowed == 0:
-            raise ConfigurationError(
-                f"federation.privacy: one round costs ε = {epsilon(1):.3f}, more than the budget of "
-                f"epsilon={budget:g}: raise noise_multiplier, or leave it out to have it found"
-            )
-        return allowed
-
     @property
-    def shows_clients(self) -> bool:
-        """Whether what no noise covers may be logged."""
-        return self._privacy.log_unprotected
+    def _mechanism(self) -> Mechanism:
+        return self.ledger.mechanism
 
-    @property
-    def is_spent(self) -> bool:
-        """Whether another round would exceed the budget."""
-        return self._allowed is not None and self.released >= self._allowed
+    def _shares(self) -> NoiseShares:
+        mechanism = self.ledger.mechanism
+        assert isinstance(mechanism, NoiseShares)
+        return mechanism
 
     def announce(self) -> None:
         """Say, before training, what the run will have cost."""
-        privacy, mechanism = self._privacy, self._mechanism
-        cost = "no end of rounds is planned"
-        if self._end is not None:
-            rounds, epsilon = self._end
-            cost = f"ε = {epsilon:.4g} at δ = {privacy.delta:g} after {rounds} rounds"
-        if privacy.epsilon is not None:
-            cost += f", budget {privacy.epsilon:g}"
-            if self._run.num_rounds is not None and rounds < self._run.num_rounds:
-                cost += f" (of {self._run.num_rounds} planned: the next would exceed it)"
-        rank_zero_info(
-            f"privacy: {cost}; {mechanism}; noise multiplier {mechanism.noise_multiplier:.6g}, "
-            f"clip norm {self._clip_norm:g}{', adaptive' if privacy.adaptive_clip else ''}"
-        )
+        adaptive = ", adaptive" if self._privacy.adaptive_clip else ""
+        self.ledger.announce(f"{self._clip_norm:g}{adaptive}")
 
     def open_round(self, round_index: int) -> None:
         """Set the round's clip norm.
@@ -110,18 +83,22 @@ class PrivateRounds:
         Raises:
             RoundFailure: if the round would exceed the budget.
         """
-        if self.is_spent:
-            raise RoundFailure(
-                f"round {round_index} would exceed the privacy budget of "
-                f"epsilon={self._privacy.epsilon:g}: {self.released} rounds were released"
-            )
+        self.ledger.check_open(round_index)
         self._round_index = round_index
         self.aggregator.clip_norm = self._clip_norm
-        self.aggregator.release = self._mechanism.client_release(round_index, self._clip_norm)
+        if isinstance(self.aggregator, PrivateMean):
+            self.aggregator.release = self._mechanism.client_release(round_index, self._clip_norm)
 
-    def pseudo_gradient(self, aggregate: Tensor) -> Tensor:
-        """Return the aggregate with the round's noise, shape (k,): what is released."""
+    def pseudo_gradient(self, aggregate: Tensor) -> Tensor | None:
+        """Return the aggregate with the round's noise, shape (k,): what is released.
+
+        None where clients add the noise, and there was none: nothing is to be released.
+        """
         mechanism, clip_norm = self._mechanism, self._clip_norm
+        if not mechanism.server_draws and not self.aggregator.num_replies:
+            self.ledger.released += 1  # of rounds those in which a client had a turn cost
+            self._facts = self.ledger.spent()
+            return None
         self._check_shares()
         normals = self._normals(aggregate)
         noise = None
@@ -129,8 +106,8 @@ class PrivateRounds:
             noise = mechanism.server_noise(normals[:-1], self._round_index)
         if noise is not None:
             aggregate = aggregate + noise * (clip_norm / mechanism.expected)
-        self.released += 1
-        self._facts = self._spent() | {
+        self.ledger.released += 1
+        self._facts = self.ledger.spent() | {
             "privacy/clip_norm": clip_norm,
             "privacy/noise_stddev": self._noise_stddev(),
         }
@@ -173,86 +150,15 @@ class PrivateRounds:
         self._facts["privacy/noisy_clip_fraction"] = 1 - share
         self._clip_norm = adaptive.next_norm(self._clip_norm, share)
 
-    def _spent(self) -> dict[str, float]:
-        epsilon = self._mechanism.epsilon(self.released, quick=True)
-        if self._end is not None and self.released <= self._end[0]:
-            epsilon = min(epsilon, self._end[1])  # the quick one is a little too high
-        facts = {"privacy/epsilon": epsilon}
-        if self._privacy.epsilon is not None:
-            facts["privacy/budget_left"] = max(0.0, self._privacy.epsilon - epsilon)
-        return {name: value for name, value in facts.items() if math.isfinite(value)}
-
     def note(self, record: RoundRecord) -> None:
         """Put what was spent into a round's record, and take out what may not be seen."""
-        if not self._privacy.log_unprotected:
-            record.withhold()
-        record.privacy = dict(self._facts)
+        self.ledger.note(record, self._facts)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was spent and what later rounds depend on."""
-        return {
-            "kind": type(self._privacy).__name__,
-            "setting": str(self._mechanism),
-            "noise_multiplier": self._mechanism.noise_multiplier,
-            "released": self.released,
-            "clip_norm": self._clip_norm,
-            "mechanism": self._mechanism.state_dict(),
-        }
+        return self.ledger.state_dict() | {"clip_norm": self._clip_norm}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint, with the noise of the run that wrote it.
-
-        Raises:
-            ConfigurationError: if that run had another kind of privacy, or another noise.
-        """
-        given = getattr(self._privacy, "noise_multiplier", None)
-        saved = state["noise_multiplier"]
-        same = state["kind"] == type(self._privacy).__name__ and given in (None, saved)
-        if not same or state["setting"] != str(self._mechanism):
-            raise ConfigurationError(
-                f"federation.privacy: the checkpoint is of a run with {state['kind']}, noise "
-                f"multiplier {saved:g} ({state['setting']}), whose rounds cost something else: "
-                "resume with that, or start without ckpt_path"
-            )
-        if saved != self._mechanism.noise_multiplier:
-            self._use(self._privacy.mechanism(self._run, self._source, saved))
-        self.released, self._clip_norm = state["released"], state["clip_norm"]
-        self._mechanism.load_state_dict(state["mechanism"])
-
-    def stop_within_budget(self, trainer: Trainer) -> None:
-        """Have training end once another round would exceed the budget."""
-        if not self.is_spent:
-            return
-        planned = trainer.max_epochs
-        if planned is None or planned < 0 or self.released < planned:
-            rank_zero_info(
-                f"privacy: the budget is spent after {self.released} rounds; training ends"
-            )
-        trainer.should_stop = True
-
-
-def private_rounds(
-    trainer: Trainer, privacy: Privacy, cohort: CohortSampler, seed: int, *, exact: bool
-) -> PrivateRounds:
-    """Return privacy at work in a Trainer's run.
-
-    Args:
-        trainer: set up for fitting.
-        privacy: what the user asked for.
-        cohort: who takes part.
-        seed: the run's.
-        exact: have the same bits over any number of processes.
-
-    Raises:
-        ConfigurationError: if the run cannot be accounted for.
-    """
-    check_one_mask(trainer)
-    rounds, params = trainer.max_epochs, trainer.lightning_module.parameters()
-    run = Run(
-        cohort,
-        num_clients=len(trainer.datamodule.clients),  # type: ignore[attr-defined]
-        num_rounds=None if rounds is None or rounds < 0 else rounds,
-        seed=seed,
-        num_coordinates=sum(p.numel() for p in params if p.requires_grad),
-    )
-    return PrivateRounds(privacy, run, Ranks(trainer), exact=exact)
+        """Go on from a checkpoint, see `PrivacyLedger.load_state_dict`."""
+        self.ledger.load_state_dict(state)
+        self._clip_norm = state["clip_norm"]

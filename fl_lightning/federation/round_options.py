@@ -10,6 +10,7 @@ from fl_lightning.client.correction import Correction
 from fl_lightning.client.devices import Fleet
 from fl_lightning.client.personalisation import Personalisation
 from fl_lightning.federation.engine_options import EngineOptions
+from fl_lightning.federation.example_rounds import ExampleRounds
 from fl_lightning.federation.versions import Versions
 from fl_lightning.updates.path import Step
 from fl_lightning.updates.transform import UpdateTransform
@@ -27,6 +28,7 @@ class RoundOptions:
         client_memory_bytes: of what clients remember, kept in RAM.
         fleet: the clients' devices, for virtual time; None if there is none.
         versions: of the model that clients begin from; None if all begin from the present one.
+        examples: makes local steps private; None if they are not.
     """
 
     local_steps: int | None
@@ -44,3 +46,4 @@ class RoundOptions:
     download: Sequence[UpdateTransform] = ()
     fleet: Fleet | None = None
     versions: Versions | None = None
+    examples: ExampleRounds | None = None

@@ -19,8 +19,10 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.core.errors import ClientFailure, ConfigurationError, RoundFailure
+from fl_lightning.core.space import Space
 from fl_lightning.federation.corrector import Corrector
 from fl_lightning.federation.cost import cost_line
+from fl_lightning.federation.example_rounds import ExampleRounds
 from fl_lightning.federation.group_training import GroupTraining
 from fl_lightning.federation.groups import ClientGroup, RoundGroups
 from fl_lightning.federation.intake import Intake
@@ -54,7 +56,7 @@ class RoundRunner:
         groups: learns when a group is done.
         server_optimizer: how the global model moves.
         server_schedule: how its learning rate does.
-        private: makes every round's aggregate private; it is none if None.
+        private: makes every round's aggregate private, or clients' local steps; nothing if None.
 
     Attributes:
         clients: the clients' part.
@@ -73,9 +75,10 @@ class RoundRunner:
         aggregator: Aggregator,
         server_optimizer: ServerOptimizer,
         server_schedule: ServerSchedule | None = None,
-        private: PrivateRounds | None = None,
+        private: PrivateRounds | ExampleRounds | None = None,
     ) -> None:
         self.private = private
+        self._private_sum = private if isinstance(private, PrivateRounds) else None
         self._trainer = trainer
         self._options = options
         self._groups = groups
@@ -97,12 +100,13 @@ class RoundRunner:
             self._path,
             self.memory.clients,
             self.corrector,
-            sends_buffers=private is None,
+            sends_buffers=self._private_sum is None,
             sends_deltas=not isinstance(aggregator, Protected),
         )
         self.clients = GroupTraining(
             trainer, options, self.corrector, self._intake, self.memory.clients
         )
+        self._place(self.clients.local.space)
         self.server = Server(
             self.clients.local.read(), aggregator, server_optimizer, server_schedule
         )
@@ -112,6 +116,11 @@ class RoundRunner:
             self._secure = SecureRounds(aggregator, trainer, num_buffers)
         self.record = RoundRecord()
         self._is_kept_by_lightning = self._can_be_kept_by_lightning()
+
+    def _place(self, space: Space) -> None:
+        """Tell what looks at tensors of which ones the vectors are made."""
+        self._path.place(space.shapes)
+        self.clients.broadcast.place(space.shapes)
 
     def _can_be_kept_by_lightning(self) -> bool:
         """Return whether the checkpoint's weights hold every bit of the server's model."""
@@ -162,7 +171,7 @@ class RoundRunner:
         began = time.perf_counter()  # waiting for other processes is no work
         if reports:
             self._take_in(reports)
-        shows_clients = self.private is None or self.private.shows_clients
+        shows_clients = self.private is None or self.private.ledger.shows_clients
         if shows_clients:
             for client in sorted(self.record.skipped):
                 rank_zero_warn(f"skipped: {self.record.skipped[client]}")
@@ -173,8 +182,10 @@ class RoundRunner:
         self.corrector.close_round()
         if self._secure is not None:
             self._secure.miss(self.record)
-        # privacy goes with corrections that leave the aggregate as it is
-        self.record.update_norm = float(self.server.close_round(self.private or self.corrector))
+        # privacy of clients goes with corrections that leave the aggregate as it is
+        self.record.update_norm = float(
+            self.server.close_round(self._private_sum or self.corrector)
+        )
         if self._secure is not None:
             self._secure.note(self.record)
         with self.clients.metrics_kept_apart():
@@ -285,6 +296,7 @@ class RoundRunner:
         positions = after.space.positions_in(before)
         self.server.relocate(after.read(), positions)
         self._intake.relocate(positions)
+        self._place(after.space)
         self._is_kept_by_lightning = self._can_be_kept_by_lightning()
 
     def _check_replies(self) -> None:
@@ -304,11 +316,11 @@ class RoundRunner:
         So does a private run, because the sums of an open round have no noise.
         """
         is_open, versions = self.server.is_open, self._options.versions
-        restarts = self.private is not None or (
+        restarts = self._private_sum is not None or (
             self._secure is not None and self._secure.aggregator.restarts
         )
         open_here = is_open and self._ranks.size == 1 and not restarts
-        hides_record = is_open and self.private is not None
+        hides_record = is_open and self._private_sum is not None
         state = {
             "space": self.clients.local.space.fingerprint(),
             "mask": self.clients.local.space.mask_fingerprint(),

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
+
+from fl_lightning.server.privacy.mechanism import NoiseShares
+from fl_lightning.server.privacy.private_mean import PrivateAggregator
+
+# so few that a sum over them would show them: their updates are in no round
+FEWEST_CLIENTS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,13 +48,15 @@ class Protected(Protocol):
     """An aggregator for which clients do not send their deltas in clear.
 
     Attributes:
-        expense: of the last round that was closed; of nothing while one is open.
         restarts: whether a round that is resumed begins with its first client, because what the
             server has of it is of no use without keys that no checkpoint holds.
     """
 
-    expense: Expense
     restarts: bool
+
+    @property
+    def expense(self) -> Expense:
+        """Of the last round that was closed; of nothing while one is open."""
 
     @property
     def hides(self) -> str:
@@ -62,3 +70,14 @@ class Protected(Protocol):
 
     def typical_bytes(self, size: int, num_clients: int) -> tuple[int, int]:
         """Return what a client sends for ``size`` numbers, and what it receives besides the model."""
+
+
+@runtime_checkable
+class TakesNoiseShares(Protocol):
+    """One that can add up whole numbers with clients' noise."""
+
+    def fewest_survivors(self, num_clients: int) -> int:
+        """Return how many vectors a sum over a cohort has at least."""
+
+    def with_noise_shares(self, shares: Callable[[], NoiseShares]) -> PrivateAggregator:
+        """Return what adds up whole numbers with noise; to be called after `begin`."""

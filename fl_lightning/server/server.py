@@ -55,8 +55,8 @@ class KeepsUpdates(Protocol):
 class Corrects(Protocol):
     """What may change an aggregate before the server steps on it."""
 
-    def pseudo_gradient(self, aggregate: Tensor) -> Tensor:
-        """Return what the server descends, shape (k,)."""
+    def pseudo_gradient(self, aggregate: Tensor) -> Tensor | None:
+        """Return what the server descends, shape (k,); None if it is to stay where it is."""
 
 
 def fedavg_optimizer(params: Iterable[Any]) -> Optimizer:
@@ -220,9 +220,10 @@ class Server:
         return norm
 
     def _step(self, corrector: Corrects | None) -> Tensor:
-        pseudo_gradient = self._aggregator.close()
-        if corrector is not None:
-            pseudo_gradient = corrector.pseudo_gradient(pseudo_gradient)
+        aggregate = self._aggregator.close()
+        pseudo_gradient = aggregate if corrector is None else corrector.pseudo_gradient(aggregate)
+        if pseudo_gradient is None:
+            return torch.zeros(())
         self._params.grad = pseudo_gradient
         self.optimizer.step()
         self._params.grad = None

@@ -1,7 +1,9 @@
 """Floor 2: an update on its way from a client to the server."""
 
 from fl_lightning.updates.affine import Affine
+from fl_lightning.updates.cast import Cast
 from fl_lightning.updates.error_feedback import ErrorFeedback
+from fl_lightning.updates.power_sgd import PowerSGD
 from fl_lightning.updates.qsgd import QSGD
 from fl_lightning.updates.random_k import RandomK
 from fl_lightning.updates.sign import Sign, ternary
@@ -11,8 +13,10 @@ from fl_lightning.updates.transform import Chain, UpdateTransform
 __all__ = [
     "QSGD",
     "Affine",
+    "Cast",
     "Chain",
     "ErrorFeedback",
+    "PowerSGD",
     "RandomK",
     "Sign",
     "TopK",

@@ -9,13 +9,23 @@ zero point, so that blocks far from zero lose nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.updates.payload import Payload, Quantised, per_member
-from fl_lightning.updates.transform import checked_block, in_blocks, with_values
+from fl_lightning.updates.transform import (
+    BlockOption,
+    Shapes,
+    block_name,
+    checked_block,
+    known_block,
+    over_blocks,
+    sizes_of,
+    with_values,
+)
 
 
 @dataclass(frozen=True)
@@ -24,10 +34,10 @@ class Affine:
 
     Args:
         bits: of a number, from 1 to 8.
-        block: neighbours that share their levels; None for all.
+        block: neighbours that share their levels, ``tensor`` for those of each tensor, None for all.
 
     Raises:
-        ValueError: if an option is outside its range.
+        ConfigurationError: if an option is outside its range.
 
     Example:
         >>> from fl_lightning.updates.payload import Dense
@@ -36,18 +46,26 @@ class Affine:
     """
 
     bits: int = 8
-    block: int | None = None
+    block: BlockOption = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.bits <= 8:
-            raise ValueError(f"bits must be from 1 to 8, got {self.bits}")
+            raise ConfigurationError(f"bits must be from 1 to 8, got {self.bits}")
         checked_block(self.block)
 
     @property
     def name(self) -> str:
         """What it is."""
-        block = "" if self.block is None else f", blocks of {self.block}"
-        return f"affine {self.bits} bits{block}"
+        return f"affine {self.bits} bits{block_name(self.block)}"
+
+    @property
+    def needs_shapes(self) -> bool:
+        """Whether its blocks are tensors, which it is not told yet."""
+        return self.block == "tensor"
+
+    def with_shapes(self, shapes: Shapes) -> Affine:
+        """Return the same for vectors of these tensors."""
+        return replace(self, block=sizes_of(shapes))
 
     def sent_size(self, size: int) -> int:
         """Return ``size``."""
@@ -63,10 +81,16 @@ class Affine:
 
     def _quantised(self, values: Tensor) -> Quantised:
         # the last block is filled with a member of its own
-        low, high = in_blocks(values, self.block, pad=values[-1:].sum()).aminmax(dim=1)
+        block = known_block(self.block, values.numel())
+        low, high = over_blocks(values, block, _range, pad=values[-1:].sum()).unbind(1)
         levels = 2**self.bits - 1
         steps = (high / 2 - low / 2) * (2 / levels)  # halves, whose difference is in range
         safe = torch.where(steps > 0, steps, 1.0)
-        offsets = per_member(low, values.numel(), self.block)
-        codes = ((values - offsets) / per_member(safe, values.numel(), self.block)).round_()
-        return Quantised(codes.clamp_(0, levels).to(torch.uint8), self.bits, steps, low, self.block)
+        offsets = per_member(low, values.numel(), block)
+        codes = ((values - offsets) / per_member(safe, values.numel(), block)).round_()
+        return Quantised(codes.clamp_(0, levels).to(torch.uint8), self.bits, steps, low, block)
+
+
+def _range(rows: Tensor) -> Tensor:
+    """Return the least and the largest number of each row, shape (rows, 2)."""
+    return torch.stack(rows.aminmax(dim=1), 1)

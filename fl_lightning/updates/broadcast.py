@@ -19,8 +19,9 @@ from fl_lightning.core.seeds import derive_seed
 from fl_lightning.updates.codec import encoded_size
 from fl_lightning.updates.message import Message
 from fl_lightning.updates.payload import Dense, Sparse
+from fl_lightning.updates.power_sgd import PowerSGD
 from fl_lightning.updates.traffic import bytes_down
-from fl_lightning.updates.transform import Chain, UpdateTransform
+from fl_lightning.updates.transform import Chain, Shapes, UpdateTransform, placed
 
 
 class Sent(NamedTuple):
@@ -53,10 +54,15 @@ class Broadcast:
     """
 
     def __init__(self, steps: Sequence[UpdateTransform], seed: int) -> None:
-        self._chain, self._seed = Chain(tuple(steps)), seed
+        self._chain = self._unplaced = Chain(tuple(steps))
+        self._seed = seed
         for step in steps:
             _refuse_what_leaves_out(step)
         self._last: tuple[int, Tensor, Sent] | None = None
+
+    def place(self, shapes: Shapes) -> None:
+        """Learn which tensors make the vectors that are sent from here on, as `UpdatePath`."""
+        self._chain, self._last = self._unplaced.with_shapes(shapes), None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -96,7 +102,12 @@ class Broadcast:
 
 
 def _refuse_what_leaves_out(step: UpdateTransform) -> None:
-    payload = step.on_client(Dense(torch.arange(1.0, 65.0)), seed=0)
+    if isinstance(step, PowerSGD):
+        raise ConfigurationError(
+            f"federation.download: {step.name} approximates, and a model has no memory that makes up "
+            "for it: use quantisers like QSGD or Affine, and keep it for federation.updates"
+        )
+    payload = placed(step, ((8, 8),)).on_client(Dense(torch.arange(1.0, 65.0)), seed=0)
     if isinstance(payload, Sparse) or payload.size != 64:
         raise ConfigurationError(
             f"federation.download: {step.name} leaves numbers out, and clients would take them for "

@@ -60,6 +60,16 @@ def discrete_noise(distribution: Distribution, variance: float, words: Words) ->
     return noise
 
 
+def largest_noise(distribution: Distribution, variance: float) -> int:
+    """Return the largest magnitude that `discrete_noise` can give: there the table ends.
+
+    Example:
+        >>> largest_noise("skellam", 0.0), largest_noise("skellam", 9.0)
+        (0, 33)
+    """
+    return 0 if variance == 0 else len(_tail_table(distribution, variance)) - 1
+
+
 @lru_cache(maxsize=8)
 def _tail_table(distribution: Distribution, variance: float) -> Words:
     """Return P(|N| ≥ i) in units of 2⁻⁶³ for i = 0, 1, …, where 0 is drawn with either sign."""

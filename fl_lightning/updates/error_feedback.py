@@ -9,15 +9,16 @@ so that what was sent by round t adds up to what there was to send, less one mem
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.updates.payload import Dense, Payload
 from fl_lightning.updates.random_k import RandomK
-from fl_lightning.updates.transform import Chain, UpdateTransform
+from fl_lightning.updates.transform import Chain, Shapes, UpdateTransform
 
 
 @dataclass(frozen=True)
@@ -26,9 +27,12 @@ class ErrorFeedback:
 
     Args:
         transforms: what compresses, in the order in which the client applies them.
+        under_privacy: whether it may be used with `federation.privacy`. What clients send is clipped
+            and accounted for as ever; what they remember is their data without noise, which must
+            stay with them, and which checkpoints of a simulation hold.
 
     Raises:
-        ValueError: if it holds a `RandomK` that scales: its error may be larger than what it was
+        ConfigurationError: if it holds a `RandomK` that scales: its error may be larger than what it was
             given, and the memory would grow without bound.
 
     Example:
@@ -43,6 +47,7 @@ class ErrorFeedback:
     """
 
     transforms: Sequence[UpdateTransform]
+    under_privacy: bool = False
 
     def __post_init__(self) -> None:
         _refuse_scaling(self._chain)
@@ -51,6 +56,15 @@ class ErrorFeedback:
     def names(self) -> tuple[str, ...]:
         """Those of the transforms: how a memory came into the numbers need not be known."""
         return self._chain.names
+
+    @property
+    def needs_shapes(self) -> bool:
+        """Whether one of the transforms looks at tensors."""
+        return self._chain.needs_shapes
+
+    def with_shapes(self, shapes: Shapes) -> ErrorFeedback:
+        """Return the same for vectors of these tensors."""
+        return replace(self, transforms=self._chain.with_shapes(shapes).transforms)
 
     @cached_property
     def _chain(self) -> Chain:
@@ -86,7 +100,7 @@ def _refuse_scaling(transform: UpdateTransform) -> None:
     for each in transform.transforms if isinstance(transform, Chain) else ():
         _refuse_scaling(each)
     if isinstance(transform, RandomK) and transform.unbiased and transform.fraction < 1:
-        raise ValueError(
+        raise ConfigurationError(
             f"error feedback around {transform.name} diverges, because it scales what it keeps: "
             "set unbiased: false"
         )

@@ -22,7 +22,7 @@ from fl_lightning.updates.error_feedback import ErrorFeedback
 from fl_lightning.updates.message import Message
 from fl_lightning.updates.payload import Dense, Payload
 from fl_lightning.updates.traffic import bytes_up
-from fl_lightning.updates.transform import Chain, UpdateTransform
+from fl_lightning.updates.transform import Chain, Shapes, UpdateTransform, needs_shapes
 
 # The step that keeps a memory, and what a federation's `updates` consists of.
 Step = UpdateTransform | ErrorFeedback
@@ -53,11 +53,13 @@ class UpdatePath:
         seed: the run's.
 
     Raises:
-        ConfigurationError: if something follows an error feedback.
+        ConfigurationError: if something follows an error feedback, or steps are in an order that
+            makes no sense.
 
     Attributes:
         is_empty: whether updates arrive as they are.
         has_memory: whether clients remember something.
+        needs_shapes: whether `place` must be called before something is sent.
 
     Example:
         >>> from fl_lightning.updates.top_k import TopK
@@ -77,9 +79,22 @@ class UpdatePath:
             )
         self._before = Chain(tuple(s for s in steps if not isinstance(s, ErrorFeedback)))
         self._feedback = feedbacks[0] if feedbacks else None
+        self._unplaced = self._before, self._feedback
         self._seed = seed
         self.is_empty = not steps
         self.has_memory = bool(feedbacks)
+        self.needs_shapes = any(map(needs_shapes, steps))
+        _check_order(steps)
+
+    def place(self, shapes: Shapes) -> None:
+        """Learn which tensors make the vectors that are sent from here on.
+
+        Args:
+            shapes: `Space.shapes`, in order.
+        """
+        before, feedback = self._unplaced
+        self._before = before.with_shapes(shapes)
+        self._feedback = feedback and feedback.with_shapes(shapes)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -146,6 +161,16 @@ class UpdatePath:
             delta = torch.randn(like.shape, generator=generator).to(like)
         update = ClientUpdate(0, delta, like.new_zeros(num_buffers), 1, 1)
         return self.send(update, 0, None).num_bytes
+
+
+def _check_order(steps: Sequence[Step]) -> None:
+    """Have a small update go through, which tells what cannot follow what."""
+    chains = [step.transforms if isinstance(step, ErrorFeedback) else (step,) for step in steps]
+    chain = Chain(tuple(transform for chain in chains for transform in chain))
+    try:
+        chain.with_shapes(((8, 8),)).on_client(Dense(torch.arange(1.0, 65.0)), seed=0)
+    except ValueError as error:
+        raise ConfigurationError(f"federation.updates: {error}") from None
 
 
 def _relative_error(arrived: Tensor, sent: Tensor) -> Tensor:

@@ -14,6 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+# How many neighbours share a scale: so many each, each group its own number, or all of them.
+Block = int | tuple[int, ...] | None
+
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -46,6 +49,11 @@ class Dense:
         """How many numbers this stands for."""
         return self.values.numel()
 
+    @property
+    def is_half(self) -> bool:
+        """Whether they are rounded to half precision."""
+        return self.values.dtype in (torch.float16, torch.bfloat16)
+
     def to_dense(self) -> Tensor:
         """Return the numbers in float32 or wider, shape (n,)."""
         return self.values if self.values.dtype == torch.float64 else self.values.float()
@@ -61,7 +69,8 @@ class Quantised:
         bits: of a code, from 1 to 8; without offsets from 2, because one bit has no sign and value.
         scales: what a step of one is worth, ≥ 0, float32, shape (number of blocks,).
         offsets: what the code 0 stands for, float32, shape (number of blocks,); None for 0.
-        block: numbers that share a scale, the last block may have fewer; None for one block.
+        block: numbers that share a scale, the last block may have fewer; of blocks that differ,
+            the size of each; None for one block.
 
     Raises:
         ValueError: if shapes, dtypes or ranges do not fit together.
@@ -77,13 +86,14 @@ class Quantised:
     bits: int
     scales: Tensor
     offsets: Tensor | None = None
-    block: int | None = None
+    block: Block = None
 
     def __post_init__(self) -> None:
         lowest = 2 if self.offsets is None else 1
         if not lowest <= self.bits <= 8:
             raise ValueError(f"bits must be from {lowest} to 8, got {self.bits}")
-        if self.block is not None and self.block < 1:
+        sizes = self.block if isinstance(self.block, tuple) else (self.block or 1,)
+        if min(sizes, default=1) < 1 or self.block == 0:
             raise ValueError(f"block must be at least 1, or None for one block, got {self.block}")
         wanted = torch.int8 if self.offsets is None else torch.uint8
         if self.codes.dim() != 1 or self.codes.dtype != wanted:
@@ -91,6 +101,8 @@ class Quantised:
                 f"codes must be a vector of {wanted}, got shape {tuple(self.codes.shape)} and "
                 f"{self.codes.dtype}"
             )
+        if isinstance(self.block, tuple) and sum(self.block) != self.size:
+            raise ValueError(f"blocks of {sum(self.block)} numbers in all, got {self.size} codes")
         for name, values in (("scales", self.scales), ("offsets", self.offsets)):
             if values is None:
                 continue
@@ -148,6 +160,11 @@ class Sparse:
         if self.values.size > self.size:
             raise ValueError(f"{self.values.size} values do not fit into size={self.size}")
 
+    @property
+    def is_half(self) -> bool:
+        """Whether the values are rounded to half precision."""
+        return isinstance(self.values, Dense) and self.values.is_half
+
     def to_dense(self) -> Tensor:
         """Return all numbers in float32 or wider, shape (size,)."""
         values = self.values.to_dense()
@@ -157,13 +174,18 @@ class Sparse:
 Payload = Dense | Quantised | Sparse
 
 
-def num_blocks(size: int, block: int | None) -> int:
+def num_blocks(size: int, block: Block) -> int:
     """Return how many blocks ``size`` numbers make; none at all make none."""
+    if isinstance(block, tuple):
+        return len(block)
     return -(-size // (block or max(size, 1)))
 
 
-def per_member(per_block: Tensor, size: int, block: int | None) -> Tensor:
+def per_member(per_block: Tensor, size: int, block: Block) -> Tensor:
     """Return each block's number for each of its members; one block's as it is."""
+    if isinstance(block, tuple):
+        sizes = torch.tensor(block, dtype=torch.int64, device=per_block.device)
+        return per_block.repeat_interleave(sizes)
     if block is None or len(per_block) == 1:
         return per_block
     return per_block.repeat_interleave(block)[:size]

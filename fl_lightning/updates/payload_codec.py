@@ -2,8 +2,9 @@
 
     u8 kind, u8 variant, u64 how many numbers, and then of
     1 Dense       (variant: dtype)              the numbers
-    2 Quantised   (variant: bits, +128 with offsets)
-                  u64 block (0: all in one), f32 scales, f32 offsets if any, packed codes
+    2 Quantised   (variant: bits, +128 with offsets, +64 with blocks that differ)
+                  u64 block (0: all in one; of blocks that differ their number, and u64 each size),
+                  f32 scales, f32 offsets if any, packed codes
     3 Sparse      (variant: r of the Rice code) of how many numbers (u64), u64 bytes of the
                   quotients, quotients, remainders, and the values: a payload of kind 1 or 2
 
@@ -27,7 +28,15 @@ from fl_lightning.updates.index_coding import (
     read_indices,
     write_gaps,
 )
-from fl_lightning.updates.payload import FLOATS, Dense, Payload, Quantised, Sparse, num_blocks
+from fl_lightning.updates.payload import (
+    FLOATS,
+    Block,
+    Dense,
+    Payload,
+    Quantised,
+    Sparse,
+    num_blocks,
+)
 from fl_lightning.updates.reader import DecodeError, Reader
 
 Part = bytes | memoryview
@@ -35,7 +44,7 @@ Part = bytes | memoryview
 _HEAD = struct.Struct("<BBQ")
 _COUNT = struct.Struct("<Q")
 _DENSE, _QUANTISED, _SPARSE = 1, 2, 3
-_HAS_OFFSETS = 128
+_HAS_OFFSETS, _HAS_SIZES = 128, 64
 # those that have no NumPy type travel as integers of the same width
 _WIRE = dict(zip(FLOATS, ("<f8", "<f4", "<u2", "<u2"), strict=True))
 _EXPONENT = {torch.float16: 0x7C00, torch.bfloat16: 0x7F80}
@@ -53,7 +62,7 @@ def payload_size(payload: Payload) -> int:
     if isinstance(payload, Quantised):
         floats = payload.num_blocks * (1 if payload.offsets is None else 2)
         codes = packed_size(payload.size, payload.bits)
-        return _HEAD.size + _COUNT.size + 4 * floats + codes
+        return _HEAD.size + len(_block_bytes(payload.block)) + 4 * floats + codes
     code = best_code(gaps_of(_checked_indices(payload)))
     return _HEAD.size + 2 * _COUNT.size + code.size + payload_size(payload.values)
 
@@ -161,11 +170,12 @@ def _write_quantised(payload: Quantised) -> list[Part]:
         codes = codes + np.uint8(2 ** (payload.bits - 1))  # modulo 256: no code is negative
     if len(codes) and int(codes.max()) >> payload.bits:
         raise ValueError(f"codes do not fit into {payload.bits} bits")
-    has_offsets = 0 if payload.offsets is None else _HAS_OFFSETS
+    variant = payload.bits | (_HAS_SIZES if isinstance(payload.block, tuple) else 0)
+    variant |= 0 if payload.offsets is None else _HAS_OFFSETS
     floats = [payload.scales] if payload.offsets is None else [payload.scales, payload.offsets]
     return [
-        _HEAD.pack(_QUANTISED, payload.bits | has_offsets, payload.size),
-        _COUNT.pack(payload.block or 0),
+        _HEAD.pack(_QUANTISED, variant, payload.size),
+        _block_bytes(payload.block),
         *(_bytes_of(numbers).data for numbers in floats),
         pack(codes, payload.bits).data,
     ]
@@ -173,11 +183,11 @@ def _write_quantised(payload: Quantised) -> list[Part]:
 
 def _read_quantised(reader: Reader, variant: int, count: int, size: int) -> Quantised:
     _check_count(count, size)
-    bits, has_offsets = variant % _HAS_OFFSETS, variant >= _HAS_OFFSETS
+    bits, has_offsets = variant % _HAS_SIZES, variant >= _HAS_OFFSETS
     if not (1 if has_offsets else 2) <= bits <= 8:
         raise DecodeError(f"codes of {bits} bits {'with' if has_offsets else 'without'} offsets")
-    (block,) = reader.fields(_COUNT, "block")
-    blocks = num_blocks(count, block or None)
+    block = _read_block(reader, count, has_sizes=bool(variant & _HAS_SIZES))
+    blocks = num_blocks(count, block)
     scales, *rest = (
         _tensor_of(reader.array(4 * blocks, name), torch.float32)
         for name in ("scales", "offsets")[: 1 + has_offsets]
@@ -192,7 +202,24 @@ def _read_quantised(reader: Reader, variant: int, count: int, size: int) -> Quan
     if not has_offsets:
         codes -= np.uint8(2 ** (bits - 1))
         codes = codes.view(np.int8)
-    return Quantised(torch.from_numpy(codes), bits, scales, offsets, block or None)
+    return Quantised(torch.from_numpy(codes), bits, scales, offsets, block)
+
+
+def _block_bytes(block: Block) -> bytes:
+    numbers = (len(block), *block) if isinstance(block, tuple) else (block or 0,)
+    return b"".join(map(_COUNT.pack, numbers))
+
+
+def _read_block(reader: Reader, count: int, *, has_sizes: bool) -> Block:
+    (number,) = reader.fields(_COUNT, "block")
+    if not has_sizes:
+        return number or None
+    if number > count:
+        raise DecodeError(f"{number} blocks of {count} numbers")
+    sizes = tuple(reader.array(8 * number, "sizes of blocks").view("<u8").tolist())
+    if sum(sizes) != count or 0 in sizes:
+        raise DecodeError(f"the sizes of blocks do not make {count} numbers")
+    return sizes
 
 
 def _checked_indices(payload: Sparse) -> np.ndarray:

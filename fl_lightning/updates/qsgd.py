@@ -10,14 +10,24 @@ are of fixed width: the paper's Elias code gains for few large numbers, for whic
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from fl_lightning.updates.payload import Payload, Quantised, per_member
-from fl_lightning.updates.transform import checked_block, in_blocks, with_values
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.updates.payload import Block, Payload, Quantised, per_member
+from fl_lightning.updates.transform import (
+    BlockOption,
+    Shapes,
+    block_name,
+    checked_block,
+    known_block,
+    over_blocks,
+    sizes_of,
+    with_values,
+)
 
 
 @dataclass(frozen=True)
@@ -27,10 +37,10 @@ class QSGD:
     Args:
         bits: of a number, from 1 to 8.
         norm: which norm of a block its outermost level is: its largest magnitude or its length.
-        block: neighbours that share a norm; None for all.
+        block: neighbours that share a norm, ``tensor`` for those of each tensor, None for all.
 
     Raises:
-        ValueError: if an option is outside its range.
+        ConfigurationError: if an option is outside its range.
 
     Example:
         >>> from fl_lightning.updates.payload import Dense
@@ -41,20 +51,28 @@ class QSGD:
 
     bits: int = 8
     norm: Literal["max", "l2"] = "max"
-    block: int | None = None
+    block: BlockOption = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.bits <= 8:
-            raise ValueError(f"bits must be from 1 to 8, got {self.bits}")
+            raise ConfigurationError(f"bits must be from 1 to 8, got {self.bits}")
         if self.norm not in ("max", "l2"):
-            raise ValueError(f"norm must be 'max' or 'l2', got {self.norm!r}")
+            raise ConfigurationError(f"norm must be 'max' or 'l2', got {self.norm!r}")
         checked_block(self.block)
 
     @property
     def name(self) -> str:
         """What it is."""
-        block = "" if self.block is None else f", blocks of {self.block}"
-        return f"qsgd {self.bits} bits, {self.norm}{block}"
+        return f"qsgd {self.bits} bits, {self.norm}{block_name(self.block)}"
+
+    @property
+    def needs_shapes(self) -> bool:
+        """Whether its blocks are tensors, which it is not told yet."""
+        return self.block == "tensor"
+
+    def with_shapes(self, shapes: Shapes) -> QSGD:
+        """Return the same for vectors of these tensors."""
+        return replace(self, block=sizes_of(shapes))
 
     def sent_size(self, size: int) -> int:
         """Return ``size``."""
@@ -70,20 +88,23 @@ class QSGD:
 
     def _quantised(self, values: Tensor, seed: int) -> Quantised:
         order = 2 if self.norm == "l2" else torch.inf
-        norms = torch.linalg.vector_norm(in_blocks(values, self.block), order, dim=1)
+        block = known_block(self.block, values.numel())
+        norms = over_blocks(
+            values, block, lambda rows: torch.linalg.vector_norm(rows, order, dim=1)
+        )
         draws = torch.rand(values.numel(), generator=torch.Generator().manual_seed(seed))
         draws = draws.to(values.device)
         if self.bits == 1:
-            codes = _rounded(values, 2 * norms, draws, self.block, shift=0.5).clamp_(0, 1)
-            return Quantised(codes.to(torch.uint8), 1, 2 * norms, -norms, self.block)
+            codes = _rounded(values, 2 * norms, draws, block, shift=0.5).clamp_(0, 1)
+            return Quantised(codes.to(torch.uint8), 1, 2 * norms, -norms, block)
         levels = 2 ** (self.bits - 1) - 1
         steps = norms / levels
-        codes = _rounded(values, steps, draws, self.block).clamp_(-levels, levels)
-        return Quantised(codes.to(torch.int8), self.bits, steps, None, self.block)
+        codes = _rounded(values, steps, draws, block).clamp_(-levels, levels)
+        return Quantised(codes.to(torch.int8), self.bits, steps, None, block)
 
 
 def _rounded(
-    values: Tensor, steps: Tensor, draws: Tensor, block: int | None, shift: float = 0.0
+    values: Tensor, steps: Tensor, draws: Tensor, block: Block, shift: float = 0.0
 ) -> Tensor:
     """Return values / steps + shift, rounded at random; where a step is 0 so are the values."""
     exact = values / per_member(torch.where(steps > 0, steps, 1.0), values.numel(), block) + shift

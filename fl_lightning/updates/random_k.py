@@ -29,7 +29,7 @@ class RandomK:
             others later.
 
     Raises:
-        ValueError: if ``fraction`` is not in (0, 1].
+        ConfigurationError: if ``fraction`` is not in (0, 1].
 
     Example:
         >>> half = RandomK(0.5)

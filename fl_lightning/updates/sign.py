@@ -8,14 +8,24 @@ is sparse ternary compression, Sattler et al. 2019 (1903.02891), Algorithm 1. Th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from fl_lightning.updates.payload import Payload, Quantised
 from fl_lightning.updates.top_k import TopK
-from fl_lightning.updates.transform import Chain, checked_block, in_blocks, with_values
+from fl_lightning.updates.transform import (
+    BlockOption,
+    Chain,
+    Shapes,
+    block_name,
+    checked_block,
+    known_block,
+    over_blocks,
+    sizes_of,
+    with_values,
+)
 
 
 @dataclass(frozen=True)
@@ -23,10 +33,10 @@ class Sign:
     """Sends signs. Biased: use it with `ErrorFeedback`.
 
     Args:
-        block: neighbours that share a scale; None for all.
+        block: neighbours that share a scale, ``tensor`` for those of each tensor, None for all.
 
     Raises:
-        ValueError: if ``block`` is below 1.
+        ConfigurationError: if ``block`` is below 1.
 
     Example:
         >>> from fl_lightning.updates.payload import Dense
@@ -34,7 +44,7 @@ class Sign:
         tensor([ 2., -2.,  2., -2.])
     """
 
-    block: int | None = None
+    block: BlockOption = None
 
     def __post_init__(self) -> None:
         checked_block(self.block)
@@ -42,7 +52,16 @@ class Sign:
     @property
     def name(self) -> str:
         """What it is."""
-        return "sign" if self.block is None else f"sign, blocks of {self.block}"
+        return f"sign{block_name(self.block)}"
+
+    @property
+    def needs_shapes(self) -> bool:
+        """Whether its blocks are tensors, which it is not told yet."""
+        return self.block == "tensor"
+
+    def with_shapes(self, shapes: Shapes) -> Sign:
+        """Return the same for vectors of these tensors."""
+        return replace(self, block=sizes_of(shapes))
 
     def sent_size(self, size: int) -> int:
         """Return ``size``."""
@@ -57,10 +76,15 @@ class Sign:
         return payload
 
     def _quantised(self, values: Tensor) -> Quantised:
-        members = in_blocks(torch.ones_like(values), self.block).sum(1)
-        scales = in_blocks(values.abs(), self.block).sum(1) / members
+        block = known_block(self.block, values.numel())
+        members = over_blocks(torch.ones_like(values), block, _sums)
+        scales = over_blocks(values.abs(), block, _sums) / members
         codes = (values >= 0).to(torch.uint8)
-        return Quantised(codes, 1, 2 * scales, -scales, self.block)
+        return Quantised(codes, 1, 2 * scales, -scales, block)
+
+
+def _sums(rows: Tensor) -> Tensor:
+    return rows.sum(1)
 
 
 def ternary(fraction: float) -> Chain:

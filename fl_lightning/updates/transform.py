@@ -8,15 +8,21 @@ result. Both sides know the seed, so that what is drawn need not be sent.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import derive_seed
-from fl_lightning.updates.payload import Dense, Payload, Quantised, Sparse
+from fl_lightning.updates.payload import Block, Dense, Payload, Quantised, Sparse, num_blocks
+
+Shapes = tuple[tuple[int, ...], ...]
+# What a user says of blocks, and what it becomes once the tensors are known.
+BlockOption = Block | Literal["tensor"]
 
 
 class UpdateTransform(Protocol):
@@ -44,9 +50,35 @@ class UpdateTransform(Protocol):
     def on_server(self, payload: Payload, seed: int, size: int) -> Payload:
         """Return what the server takes a payload for that arrived, of ``size`` numbers again.
 
-        It is linear in the numbers: where all clients have the same seed, it may be applied once to
-        their sum instead of to each.
+        It is linear in the numbers, but of `PowerSGD`: where all clients have the same seed, it may
+        be applied once to their sum instead of to each.
         """
+
+
+@runtime_checkable
+class NeedsShapes(Protocol):
+    """A transform that may look at tensors, and not at one vector.
+
+    Attributes:
+        needs_shapes: whether it does, so that it must be told their shapes.
+    """
+
+    @property
+    def needs_shapes(self) -> bool:
+        """Whether it must be told the tensors' shapes."""
+
+    def with_shapes(self, shapes: Shapes) -> UpdateTransform:
+        """Return the transform for vectors that such tensors make, one after the other."""
+
+
+def placed(transform: UpdateTransform, shapes: Shapes) -> UpdateTransform:
+    """Return the transform for vectors of these tensors; most do not care."""
+    return transform.with_shapes(shapes) if needs_shapes(transform) else transform  # type: ignore[attr-defined]
+
+
+def needs_shapes(step: object) -> bool:
+    """Return whether a step looks at tensors."""
+    return isinstance(step, NeedsShapes) and step.needs_shapes
 
 
 @dataclass(frozen=True)
@@ -79,6 +111,15 @@ class Chain:
         """The names in order, as the header has them."""
         return tuple(transform.name for transform in self.transforms)
 
+    @property
+    def needs_shapes(self) -> bool:
+        """Whether one of them looks at tensors."""
+        return any(map(needs_shapes, self.transforms))
+
+    def with_shapes(self, shapes: Shapes) -> Chain:
+        """Return the chain for vectors of these tensors."""
+        return Chain(tuple(placed(transform, shapes) for transform in self.transforms))
+
     def sent_size(self, size: int) -> int:
         """Return how many numbers the payload stands for."""
         return self._sizes(size)[-1]
@@ -110,9 +151,9 @@ def _seed_of(transform: UpdateTransform, seed: int, place: int) -> int:
 
 
 def checked_fraction(fraction: float) -> None:
-    """Raise ValueError if ``fraction`` is not one of something to keep."""
+    """Raise ConfigurationError if ``fraction`` is not one of something to keep."""
     if not 0 < fraction <= 1:
-        raise ValueError(
+        raise ConfigurationError(
             f"fraction must be in (0, 1], got {fraction}: it is the share of numbers that is sent"
         )
 
@@ -126,9 +167,9 @@ def only_dense(payload: Payload, name: str) -> Tensor:
     """Return a dense payload's numbers.
 
     Raises:
-        ValueError: if it has gone through a transform that chooses or quantises.
+        ValueError: if it has gone through a transform that chooses or rounds.
     """
-    if isinstance(payload, Dense):
+    if isinstance(payload, Dense) and not payload.is_half:
         return payload.to_dense()
     raise ValueError(f"{name} chooses among all numbers: put it before every other compression")
 
@@ -141,24 +182,69 @@ def with_values(
     Raises:
         ValueError: if they are quantised already.
     """
-    if isinstance(payload, Dense):
+    if isinstance(payload, Dense) and not payload.is_half:
         return quantise(payload.to_dense().float())
-    if isinstance(payload, Sparse) and isinstance(payload.values, Dense):
+    if isinstance(payload, Sparse) and isinstance(payload.values, Dense) and not payload.is_half:
         return replace(payload, values=quantise(payload.values.to_dense().float()))
     raise ValueError(f"{name}: the numbers are quantised already, quantise once")
 
 
-def checked_block(block: int | None) -> None:
-    """Raise ValueError if ``block`` is no number of neighbours."""
-    if block is not None and block < 1:
-        raise ValueError(f"block must be at least 1, or None for one block, got {block}")
+def checked_block(block: BlockOption) -> None:
+    """Raise ConfigurationError if ``block`` is no number of neighbours."""
+    is_known = (
+        block >= 1 if isinstance(block, int) else block == "tensor" or not isinstance(block, str)
+    )
+    if not is_known:
+        raise ConfigurationError(
+            f"block must be at least 1, 'tensor', or None for one block, got {block!r}"
+        )
 
 
-def in_blocks(values: Tensor, block: int | None, pad: float | Tensor = 0.0) -> Tensor:
-    """Return the numbers as rows of one block each, the last one padded."""
+def sizes_of(shapes: Shapes) -> tuple[int, ...]:
+    """Return how many numbers each tensor has, but for those without any."""
+    return tuple(size for size in map(math.prod, shapes) if size)
+
+
+def block_name(block: BlockOption) -> str:
+    """Return what a transform's name says of its blocks."""
+    if block is None:
+        return ""
+    return f", blocks of {block}" if isinstance(block, int) else ", a block a tensor"
+
+
+def known_block(block: BlockOption, size: int) -> Block:
+    """Return the blocks of so many numbers.
+
+    Raises:
+        ValueError: if they are tensors, and these are not known, or others.
+    """
+    if block == "tensor":
+        raise ValueError("blocks of a tensor each: say their shapes")
+    if isinstance(block, tuple) and sum(block) != size:
+        raise ValueError(
+            f"blocks of a tensor each make {sum(block)} numbers, got {size}: use blocks of a fixed "
+            "size after what leaves numbers out"
+        )
+    return block
+
+
+def over_blocks(
+    values: Tensor, block: Block, measure: Callable[[Tensor], Tensor], pad: float | Tensor = 0.0
+) -> Tensor:
+    """Return what is measured of each block, shape (number of blocks, …).
+
+    Args:
+        values: shape (n,).
+        block: see `Quantised`.
+        measure: of rows of one block each.
+        pad: what the last row is filled up with.
+    """
+    if isinstance(block, tuple):
+        parts = [measure(part[None]) for part in values.split(list(block))]
+        return torch.cat(parts) if parts else measure(values.view(0, 1))
     size = block or max(values.numel(), 1)
-    rows = -(-values.numel() // size)
+    rows = num_blocks(values.numel(), block)
     padded = torch.empty(rows * size, dtype=values.dtype, device=values.device)
     padded[values.numel() :] = pad
     padded[: values.numel()] = values
-    return padded.view(rows, size)
+    return measure(padded.view(rows, size))

@@ -1,14 +1,19 @@
-"""The benchmark of the codec at a tiny scale: a row for every payload."""
+"""The benchmark of the codec at a tiny scale: a row for every payload and every transform."""
 
 from benchmarks import codec
 
 
-def test_every_payload_has_its_row(monkeypatch, capsys):
+def test_every_payload_and_every_transform_has_its_row(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["codec", "--size", "1000", "--repetitions", "1"])
     codec.main()
-    header, *rows = capsys.readouterr().out.splitlines()
-    assert header == codec.HEADER
-    assert [row[2:26].strip() for row in rows] == [name for name, _ in codec.payloads(100)]
+    formats, ways = capsys.readouterr().out.split("\n\n")
+    for table, header, expected in (
+        (formats, codec.HEADER, codec.payloads(100)),
+        (ways, codec.WAY, codec.transforms(100)),
+    ):
+        first, *rows = table.splitlines()
+        assert first == header
+        assert [row[2:46].strip() for row in rows] == [name for name, _ in expected]
 
 
 def test_times_are_taken_in_turn():

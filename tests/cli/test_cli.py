@@ -75,6 +75,16 @@ def fails(capsys, *args):
         ("--ckpt_path", __file__, "no checkpoint of Lightning"),
         ("--trainer.accumulate_grad_batches", "0", "accumulate_grad_batches must be at least 1"),
         ("--federation.server_optimizer", "torch.optim.LBFGS", "server_optimizer cannot step"),
+        (
+            "--federation.updates",
+            "[{class_path: fl_lightning.updates.TopK, init_args: {fraction: 0}}]",
+            r"fraction must be in \(0, 1\], got 0",
+        ),
+        (
+            "--federation.updates",
+            "[fl_lightning.updates.QSGD, fl_lightning.updates.PowerSGD]",
+            "federation.updates: low rank 2 chooses among all numbers: put it before",
+        ),
     ],
 )
 def test_mistakes_are_told_in_a_sentence(capsys, option, value, says):

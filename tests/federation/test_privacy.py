@@ -29,7 +29,7 @@ from fl_lightning.server.privacy.noise_source import SeededNoise
 from fl_lightning.server.privacy.run import Run
 from fl_lightning.server.robust.median import Median
 from fl_lightning.sparsity import SparseSGDM
-from fl_lightning.updates.random_k import RandomK
+from fl_lightning.updates import ErrorFeedback, RandomK, TopK
 
 pytestmark = pytest.mark.filterwarnings("ignore:privacy:UserWarning")
 
@@ -322,3 +322,13 @@ def test_compression_does_not_break_the_bound_and_local_noise_refuses_it():
     local = LocalDP(clip_norm=0.1, noise_multiplier=2.0)
     with pytest.raises(ConfigurationError, match="after the noise was accounted"):
         Federation(privacy=local, updates=[RandomK(0.5)])
+
+
+def test_memories_under_privacy_must_be_asked_for():
+    with pytest.raises(ConfigurationError, match="set its under_privacy to true"):
+        Federation(privacy=private(), updates=[ErrorFeedback([TopK(0.5)])])
+    asked_for = ErrorFeedback([TopK(0.5)], under_privacy=True)
+    privacy = private(clip_norm=1e-3, noise_multiplier=0.0)
+    start = weights(still_module())
+    module, _ = run(1, module=still_module(), privacy=privacy, updates=[asked_for])
+    assert 0 < float((weights(module) - start).norm()) <= 1e-3 * (1 + 1e-4)

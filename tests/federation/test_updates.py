@@ -3,7 +3,7 @@
 import pytest
 import torch
 from lightning.pytorch import Callback, seed_everything
-from test_masks import Masked, NewMasks
+from test_masks import Masked, NewMasks, OwnMasks, some_masks
 from toys import SaveEverywhere, ToyModule, toy_data, toy_trainer, weights
 
 from fl_lightning import ConfigurationError, Federation, UniformCohort
@@ -12,7 +12,7 @@ from fl_lightning.core.seeds import derive_seed
 from fl_lightning.core.space import Space
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.server.server import Server
-from fl_lightning.updates import QSGD, Affine, ErrorFeedback, RandomK, Sign, TopK
+from fl_lightning.updates import QSGD, Affine, ErrorFeedback, PowerSGD, RandomK, Sign, TopK
 from fl_lightning.updates.codec import encode
 from fl_lightning.updates.message import Message
 from fl_lightning.updates.path import UpdatePath
@@ -48,7 +48,9 @@ class Updates(Callback):
 
 
 @pytest.mark.parametrize("engine", ["sequential", "slots"])
-@pytest.mark.parametrize("off", [[], [TopK(1.0)], [ErrorFeedback([TopK(1.0), RandomK(1.0)])]])
+@pytest.mark.parametrize(
+    "off", [[], [TopK(1.0)], [ErrorFeedback([TopK(1.0), RandomK(1.0)])], [PowerSGD(8)]], ids=str
+)
 def test_what_is_off_changes_no_bit(engine, off):
     plain, _ = run(None, engine=engine)
     other, federation = run(off, engine=engine)
@@ -57,7 +59,15 @@ def test_what_is_off_changes_no_bit(engine, off):
 
 
 @pytest.mark.parametrize(
-    "transforms", [[TopK(0.25)], [RandomK(0.5), Affine(8)], [QSGD(2)], [Sign(block=10)]], ids=str
+    "transforms",
+    [
+        [TopK(0.25)],
+        [RandomK(0.5), Affine(8)],
+        [QSGD(2)],
+        [Sign(block=10)],
+        [PowerSGD(1), QSGD(4, block=8)],
+    ],
+    ids=str,
 )
 def test_the_server_gets_what_a_real_message_brings_and_bytes_are_its_own(transforms, monkeypatch):
     sent = {}
@@ -69,8 +79,9 @@ def test_the_server_gets_what_a_real_message_brings_and_bytes_are_its_own(transf
 
     monkeypatch.setattr(Chain, "on_client", on_client)
     noted = Updates(monkeypatch)
-    _, federation = run(transforms, callbacks=[noted], trainer={"max_epochs": 1})
-    chain, num_bytes = Chain(tuple(transforms)), 0
+    module, federation = run(transforms, callbacks=[noted], trainer={"max_epochs": 1})
+    shapes = Space.of_parameters(module).shapes
+    chain, num_bytes = Chain(tuple(transforms)).with_shapes(shapes), 0
     assert len(noted.received) == 3
     for update in noted.received:
         seed = derive_seed(federation.seed, "update", 0, update.client_id)
@@ -158,6 +169,70 @@ def test_memories_follow_a_mask_that_changes():
     assert {len(federation.rounds.memory.clients.get("error feedback", c)) for c in range(6)} == {
         size
     }
+
+
+class TestLowRank:
+    """It looks at tensors, of which a run tells it the shapes."""
+
+    def test_a_mask_that_changes(self):
+        """The last bias is no matrix, and all others train in part: everything travels as it is."""
+        options = {"callbacks": [NewMasks()], "module": Masked, "cohort": 6}
+        plain, _ = run(None, **options)
+        options["callbacks"] = [NewMasks()]
+        other, federation = run([ErrorFeedback([PowerSGD(1)])], **options)
+        assert torch.equal(weights(plain), weights(other))
+        assert federation.rounds.record.facts()["round/compression_error"] == 0
+
+    def test_whole_tensors_of_a_mask_are_matrices(self):
+        def whole(module):
+            masks = {"net.0.weight": torch.ones(8, 4, dtype=torch.bool)}
+            return {**some_masks(module), **masks}
+
+        _, federation = run([PowerSGD(1)], module=lambda: Masked(whole))
+        space = federation.rounds.clients.local.space
+        assert dict(zip(space.names, space.shapes, strict=True))["net.0.weight"] == (8, 4)
+        assert federation.rounds.record.facts()["round/compression_error"] > 0
+
+    def test_with_feedback_a_run_goes_on_from_a_checkpoint(self, tmp_path):
+        updates = [ErrorFeedback([PowerSGD(1), QSGD(8, block=16)])]
+        module, _ = run(updates, callbacks=[SaveEverywhere(tmp_path)])
+        for moment in ("1-group1", "1-end"):
+            resumed, _ = run(updates, ckpt_path=tmp_path / f"{moment}.ckpt")
+            assert torch.equal(weights(module), weights(resumed))
+
+    def test_masks_of_the_clients_own_are_refused(self):
+        with pytest.raises(ConfigurationError, match="PowerSGD and blocks of a tensor"):
+            toy_trainer(OwnMasks(), Federation(updates=[PowerSGD(1)])).fit(
+                Masked(), datamodule=toy_data(batch_size=4)
+            )
+
+    @pytest.mark.parametrize("engine", ["sequential", "slots"])
+    def test_a_block_a_tensor_gives_each_tensor_levels_of_its_own(self, engine, monkeypatch):
+        noted, ways = Updates(monkeypatch), {"download": [QSGD(8, block="tensor")]}
+        module, _ = run([Affine(2, block="tensor")], callbacks=[noted], engine=engine, **ways)
+        space = Space.of_parameters(module)
+        assert noted.received
+        for update in noted.received:
+            assert {len(part.unique()) for part in space.views(update.delta)} <= {1, 2, 3, 4}
+            assert len(update.delta.unique()) > 4
+
+    def test_models_on_their_way_down_have_no_low_rank(self):
+        with pytest.raises(ConfigurationError, match=r"download: low rank 2 approximates"):
+            Federation(download=[PowerSGD()])
+
+
+@pytest.mark.parametrize(
+    ("updates", "says"),
+    [
+        ([TopK(0.1), PowerSGD()], "put it before every other"),
+        ([RandomK(0.5), ErrorFeedback([PowerSGD()])], "put it before every other"),
+        ([Affine(8), ErrorFeedback([TopK(0.1)])], "put it before every other"),
+        ([QSGD(), Sign()], "quantise once"),
+    ],
+)
+def test_orders_that_make_no_sense_are_refused_at_once(updates, says):
+    with pytest.raises(ConfigurationError, match=rf"federation\.updates: .*{says}"):
+        Federation(updates=updates)
 
 
 def test_what_follows_a_feedback_is_refused_at_once():

@@ -18,6 +18,9 @@ def dense(rng, size, dtype):
 def quantised(rng, size, bits, block=None, has_offsets=False):
     low, kind = (0, np.uint8) if has_offsets else (-(2 ** (bits - 1)), np.int8)
     codes = torch.from_numpy(rng.integers(low, low + 2**bits, size).astype(kind))
+    if isinstance(block, float):  # so many cuts, at places of their own
+        cuts = np.sort(rng.choice(size, min(int(block), size), replace=False)) if size else []
+        block = tuple(int(n) for n in np.diff([0, *cuts, size]) if n)
     scales, offsets = torch.from_numpy(rng.random((2, num_blocks(size, block)), np.float32))
     return Quantised(codes, bits, scales, offsets - 0.5 if has_offsets else None, block)
 
@@ -37,7 +40,7 @@ def payload(rng, size, form, num_kept=None):
 
 
 forms = st.sampled_from(FLOATS) | st.tuples(
-    st.integers(2, 8), st.none() | st.integers(1, 70), st.booleans()
+    st.integers(2, 8), st.none() | st.integers(1, 70) | st.sampled_from([1.0, 7.0]), st.booleans()
 )
 forms |= st.tuples(st.just(1), st.none() | st.integers(1, 70), st.just(True))
 

@@ -3,9 +3,12 @@
 import random
 import struct
 import zlib
+from contextlib import suppress
 
 import numpy as np
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from updates.payloads import agreement, dense, message, payload, quantised
 
 from fl_lightning.updates.codec import decode, encode
@@ -19,6 +22,7 @@ def messages():
     rng = np.random.default_rng(0)
     params = [dense(rng, SIZE, dtype) for dtype in (torch.float32, torch.bfloat16)]
     params += [quantised(rng, SIZE, 3), quantised(rng, SIZE, 1, 9, True)]
+    params += [quantised(rng, SIZE, 5, 4.0)]
     params += [payload(rng, SIZE, torch.float16, 7), payload(rng, SIZE, (4, None, False), 20)]
     return [message(each) for each in params]
 
@@ -83,3 +87,15 @@ def outcomes(count, seed):
 def test_fuzz():
     accepted = outcomes(100_000, seed=0)
     assert 0 < accepted < 50_000  # care pays: other numbers in the same places are a message
+
+
+@given(st.binary(max_size=400), st.integers(0, 7))
+def test_whatever_hypothesis_makes_up_is_refused_with_a_reason(data, which):
+    sent = messages()
+    real = encode(sent[which % len(sent)])
+    middle = len(real) // 2
+    for made_up in (data, real[:65] + data, real[:middle] + data, real[:-4] + data):
+        for each in (made_up, with_checksum(made_up)):
+            with suppress(DecodeError):
+                received = decode(each, agreement(sent[0], SIZE))
+                assert encode(received) == each

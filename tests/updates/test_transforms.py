@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from updates.payloads import agreement, assert_same, message
 
 from fl_lightning.updates.affine import Affine
+from fl_lightning.updates.cast import Cast
 from fl_lightning.updates.codec import decode, encode, encoded_size
 from fl_lightning.updates.error_feedback import ErrorFeedback
 from fl_lightning.updates.payload import Dense, Quantised, Sparse
@@ -28,6 +29,8 @@ ALL = [
     QSGD(4, norm="l2", block=10),
     *(Affine(bits) for bits in (1, 4, 8)),
     Affine(8, block=16),
+    Cast("bfloat16"),
+    Chain((TopK(0.1), Cast("float16"))),
     Chain((TopK(0.1), QSGD(4, block=3))),
     Chain((RandomK(0.2), TopK(0.5), Affine(8))),
 ]
@@ -111,6 +114,25 @@ class TestAffine:
         rounding = 4 * torch.finfo(torch.float32).eps * values.abs().max() if len(values) else 0
         assert (error <= 0.5 * steps + rounding).all()
 
+    @pytest.mark.parametrize("make", [lambda b: Affine(4, b), lambda b: QSGD(4, block=b), Sign])
+    def test_a_block_a_tensor_is_each_tensor_by_itself(self, make):
+        """On levels of every tensor, where QSGD has nothing to draw."""
+        turns = torch.tensor([1.0, -1.0]).repeat(4)
+        parts = [scale * turns[:size] for size, scale in ((4, 7.0), (1, 0.5), (7, 300.0))]
+        shapes = ((2, 2), (0, 3), (1,), (7,))
+        whole = make("tensor").with_shapes(shapes)
+        assert whole.block == (4, 1, 7)
+        alone = torch.cat([received(make(None), part) for part in parts])
+        assert torch.equal(received(whole, torch.cat(parts)), alone)
+        assert torch.allclose(alone, torch.cat(parts))
+
+    def test_blocks_of_tensors_must_be_known_and_come_first(self):
+        with pytest.raises(ValueError, match="say their shapes"):
+            received(Affine(8, "tensor"), vector())
+        chain = Chain((TopK(0.5), Affine(8, "tensor"))).with_shapes(((10, 10),))
+        with pytest.raises(ValueError, match="of a fixed size after what leaves"):
+            received(chain, vector())
+
     def test_constants_come_out_exactly(self):
         values = torch.tensor([0.1, 0.1, 0.1, -7.3, -7.3])
         assert torch.equal(received(Affine(8, block=3), values), values)
@@ -119,6 +141,24 @@ class TestAffine:
         values = torch.linspace(-1, 1, 10_001)
         error = (received(Affine(8), values) - values).abs().max()
         assert error == pytest.approx(1 / 255, rel=1e-2)  # of steps of 2 / 255
+
+
+class TestCast:
+    @pytest.mark.parametrize(("dtype", "precision"), [("bfloat16", 2**-8), ("float16", 2**-11)])
+    def test_it_rounds_to_the_nearest_in_two_bytes(self, dtype, precision):
+        values = vector(1000)
+        arrived = received(Cast(dtype), values)
+        assert torch.equal(arrived, values.to(getattr(torch, dtype)).float())
+        assert ((arrived - values).abs() <= precision * values.abs()).all()
+        dense, half = (message(Dense(values)), message(Cast(dtype).on_client(Dense(values), 0)))
+        assert encoded_size(dense) - encoded_size(half) == 2000
+
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+    def test_what_is_out_of_range_becomes_the_largest_number(self, dtype):
+        arrived = received(Cast(dtype), torch.tensor([3.4e38, -3.4e38]))
+        assert arrived.isfinite().all()
+        largest = torch.finfo(getattr(torch, dtype)).max
+        assert arrived.tolist() == [largest, -largest]
 
 
 class TestQSGD:
@@ -201,7 +241,7 @@ class TestErrorFeedback:
 
     @pytest.mark.parametrize(
         "transform",
-        [TopK(0.1), Sign(), ternary(0.1), Affine(4), Chain((TopK(0.1), QSGD(8)))],
+        [TopK(0.1), Sign(), ternary(0.1), Affine(4), Cast(), Chain((TopK(0.1), QSGD(8)))],
         ids=lambda transform: transform.name,
     )
     def test_nothing_is_lost(self, transform):
@@ -253,6 +293,10 @@ class TestChain:
             ((Affine(8), TopK(0.1)), "put it before"),
             ((TopK(0.5), RandomK(0.5)), "put it before"),
             ((TopK(0.5), Sign(), Affine(8)), "quantise once"),
+            ((Affine(8), Cast()), "quantise once"),
+            ((Cast(), QSGD(8)), "quantise once"),
+            ((TopK(0.5), Cast(), QSGD(8)), "quantise once"),
+            ((Cast(), TopK(0.5)), "put it before"),
         ],
     )
     def test_orders_that_make_no_sense(self, steps, says):
@@ -267,8 +311,14 @@ class TestChain:
         (lambda: RandomK(1.5), "fraction must be in"),
         (lambda: QSGD(9), "bits must be from 1 to 8"),
         (lambda: QSGD(norm="l1"), "norm must be"),
+        (lambda: Cast("float32"), "dtype must be"),
         (lambda: Affine(0), "bits must be from 1 to 8"),
         (lambda: Sign(block=0), "block must be at least 1"),
+        (lambda: Affine(block="tensors"), "block must be at least 1"),
+        (
+            lambda: Quantised(torch.ones(3, dtype=torch.int8), 2, torch.ones(2), block=(1, 1)),
+            "blocks of 2 numbers in all, got 3",
+        ),
         (lambda: Dense(torch.ones(2, 2)), "must be a vector"),
         (lambda: Dense(torch.ones(2, dtype=torch.int64)), "must be a vector"),
         (lambda: Quantised(torch.ones(2, dtype=torch.int8), 1, torch.ones(1)), "bits must be"),

@@ -4,8 +4,8 @@
     server: step · (Σ v mod 2^b) / m
 
 With t shares or more the sum has noise of variance μ at least, so that a round with fewer replies
-is not released. Skellam noise adds up to Skellam noise exactly. Meant for a secure sum: `IntegerCode`
-gives its whole numbers. Here sums are taken in the clear, with the same numbers.
+is not released. Skellam noise adds up to Skellam noise exactly. With the aggregator SecureMean the
+server sees only the sum; without it sums are taken in the clear, of the same numbers.
 Source: Agarwal, Kairouz and Liu 2021 (2110.04995), Algorithm 1.
 """
 
@@ -27,7 +27,12 @@ from fl_lightning.server.privacy.noise_source import NoiseSource
 from fl_lightning.server.privacy.private_mean import Release
 from fl_lightning.server.privacy.run import Participation, Run, check_fixed_in_advance
 from fl_lightning.server.privacy.skellam import skellam_epsilon
-from fl_lightning.updates.discrete_noise import Integers, Words, discrete_noise
+from fl_lightning.updates.discrete_noise import (
+    Integers,
+    Words,
+    discrete_noise,
+    largest_noise,
+)
 from fl_lightning.updates.integer_vector import from_integers, norm_bound, to_integers
 
 # A share's noise has this standard deviation in steps at least, and the ball this radius in √k.
@@ -62,11 +67,12 @@ class IntegerCode:
         return from_integers(numbers, clip_norm / self.radius, like)
 
     def num_bits(self, num_clients: int) -> int:
-        """Return b so that sums over so many clients, within 12 standard deviations, do not wrap."""
-        largest = num_clients * (self.radius + 1) + 12 * math.sqrt(
-            num_clients * self.share_variance
-        )
-        return math.ceil(math.log2(largest)) + 1
+        """Return b for which no sum over so many clients leaves -2^(b-1) … 2^(b-1) - 1.
+
+        Every coordinate and every share of the noise is bounded, so that it holds without exception.
+        """
+        one = math.ceil(self.radius) + 1 + largest_noise("skellam", self.share_variance)
+        return (2 * num_clients * one).bit_length()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +88,8 @@ class DistributedDP:
         epsilon: the budget of the client with the most turns.
         delta: as of `CentralDP`.
         min_shares: so many replies have enough noise together, t ≥ 1: a round with fewer stops the
-            run. The cohort's size if None; to be given where it varies.
+            run. If None, as many as a secure sum has at least, or without one the cohort's size; to
+            be given where that varies. Clients who tell the server their noise are none of them.
         secure_noise: as of `CentralDP`.
         log_unprotected: log what clients send outside the sum: metrics and norms.
 
@@ -123,7 +130,8 @@ class DistributedDP:
         self, run: Run, source: NoiseSource, noise_multiplier: float | None = None
     ) -> Mechanism:
         """Return the clients' mechanism."""
-        turns, shares = run.participation(), self.min_shares or round(run.expected_cohort)
+        turns = run.participation()
+        shares = self.min_shares or run.fewest_survivors or round(run.expected_cohort)
         noise = self.noise_multiplier if noise_multiplier is None else noise_multiplier
 
         def made(noise_multiplier: float) -> DistributedSkellam:
@@ -197,14 +205,28 @@ class DistributedSkellam:
         """Return what clients put into the sum, as the numbers that it stands for."""
         if self.noise_multiplier == 0:
             return None
-        code = self.code
 
         def release(delta: Tensor, client: int) -> Tensor:
-            tries = itertools.count()
-            draws = (self.source.words(len(delta), round_index, client, n) for n in tries)
-            return code.decode(code.encode(delta, clip_norm, draws), clip_norm, delta)
+            whole = self.client_integers(delta, clip_norm, round_index, client)
+            return self.decoded(whole, clip_norm, delta)
 
         return release
+
+    def num_bits(self, num_clients: int) -> int:
+        """Return b for which no sum of so many clients wraps round modulo 2^b."""
+        return self.code.num_bits(num_clients)
+
+    def client_integers(
+        self, delta: Tensor, clip_norm: float, round_index: int, client: int
+    ) -> Integers:
+        """Return what a client sends of its clipped update."""
+        tries = itertools.count()
+        draws = (self.source.words(len(delta), round_index, client, n) for n in tries)
+        return self.code.encode(delta, clip_norm, draws)
+
+    def decoded(self, numbers: Integers, clip_norm: float, like: Tensor) -> Tensor:
+        """Return the sum that whole numbers stand for."""
+        return self.code.decode(numbers, clip_norm, like)
 
     def server_noise(self, normals: Tensor, round_index: int) -> None:
         """Return None: the server adds nothing."""

@@ -13,19 +13,40 @@ from fl_lightning.server.privacy.noise_source import NoiseSource
 from fl_lightning.server.privacy.private_mean import Release
 from fl_lightning.server.privacy.run import Run
 from fl_lightning.updates.clip import check_clip_norm
+from fl_lightning.updates.discrete_noise import Integers
 
 
-class Mechanism(Protocol):
-    """The noise of one run and what it costs.
+class Accounted(Protocol):
+    """What a run releases, and what that costs.
 
     Attributes:
         noise_multiplier: z, in clip norms.
+    """
+
+    noise_multiplier: float
+
+    def __str__(self) -> str:
+        """Return what is compared, and how it is drawn, for people."""
+
+    def epsilon(self, rounds: int, *, quick: bool = False) -> float:
+        """Return ε after so many rounds; ``quick`` allows a slightly higher one."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what later rounds depend on."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+
+
+class Mechanism(Accounted, Protocol):
+    """The noise on the sums of one run and what it costs.
+
+    Attributes:
         expected: the cohort's size that sums are divided by.
         fewest_replies: with fewer a round has too little noise to be released.
         server_draws: whether the server adds noise, and not clients.
     """
 
-    noise_multiplier: float
     expected: float
     fewest_replies: int
     server_draws: bool
@@ -38,12 +59,6 @@ class Mechanism(Protocol):
     def noise_per_round(self) -> float:
         """Standard deviation of the noise in a sum of updates, in clip norms."""
 
-    def __str__(self) -> str:
-        """Return what is compared, and how cohorts are drawn, for people."""
-
-    def epsilon(self, rounds: int, *, quick: bool = False) -> float:
-        """Return ε after so many rounds; ``quick`` allows a slightly higher one."""
-
     def client_release(self, round_index: int, clip_norm: float) -> Release | None:
         """Return what clients do to clipped updates; None if nothing."""
 
@@ -55,29 +70,37 @@ class Mechanism(Protocol):
             round_index: the round; each is asked for once, in order.
         """
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what later rounds depend on."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
-
 
 @runtime_checkable
-class Privacy(Protocol):
-    """What a user asks for: ``federation.privacy``; frozen.
+class NoiseShares(Protocol):
+    """A mechanism whose clients send whole numbers with their share of the noise.
 
     Attributes:
-        clip_norm: L2 norm that clients' updates are clipped to.
-        epsilon: the budget; None for none.
-        delta: of ε.
-        adaptive_clip: how the clip norm moves; None if it does not.
-        secure_noise: whether noise comes from the operating system's secure generator.
-        log_unprotected: whether to log what the noise does not cover.
+        expected: the cohort's size that sums are divided by.
+        fewest_replies: so many shares have enough noise together.
     """
+
+    expected: float
+    fewest_replies: int
+
+    def num_bits(self, num_clients: int) -> int:
+        """Return b for which no sum of so many clients wraps round modulo 2^b."""
+
+    def client_integers(
+        self, delta: Tensor, clip_norm: float, round_index: int, client: int
+    ) -> Integers:
+        """Return what a client sends of its clipped update, int64 of shape (k,)."""
+
+    def decoded(self, numbers: Integers, clip_norm: float, like: Tensor) -> Tensor:
+        """Return the sum that whole numbers stand for, with the dtype of ``like``."""
+
+
+class Budgeted(Protocol):
+    """What every kind of privacy says of itself; frozen."""
 
     @property
     def clip_norm(self) -> float:
-        """L2 norm that clients' updates are clipped to."""
+        """L2 norm that updates, or gradients, are clipped to."""
 
     @property
     def epsilon(self) -> float | None:
@@ -86,10 +109,6 @@ class Privacy(Protocol):
     @property
     def delta(self) -> float:
         """δ of ε."""
-
-    @property
-    def adaptive_clip(self) -> AdaptiveClip | None:
-        """How the clip norm moves; None if it does not."""
 
     @property
     def secure_noise(self) -> bool:
@@ -101,6 +120,15 @@ class Privacy(Protocol):
 
     def check_cohort(self, cohort: CohortSampler) -> None:
         """Refuse cohorts that it cannot account for."""
+
+
+@runtime_checkable
+class Privacy(Budgeted, Protocol):
+    """Privacy of clients as a user asks for it: ``federation.privacy``; frozen."""
+
+    @property
+    def adaptive_clip(self) -> AdaptiveClip | None:
+        """How the clip norm moves; None if it does not."""
 
     def mechanism(
         self, run: Run, source: NoiseSource, noise_multiplier: float | None = None

@@ -12,17 +12,35 @@ that the bound holds for every compression.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from fl_lightning.core.update import ClientUpdate
-from fl_lightning.server.aggregators import new_mean
+from fl_lightning.server.aggregators import Aggregator, new_mean
 from fl_lightning.updates.clip import clipped
 
 # (clipped delta, client) -> what the client sends of it
 Release = Callable[[Tensor, int], Tensor]
+
+
+class PrivateAggregator(Aggregator, Protocol):
+    """Folds clipped updates.
+
+    Attributes:
+        clip_norm: of the present round, set by whoever opens it.
+    """
+
+    clip_norm: float
+
+    @property
+    def num_unclipped(self) -> int:
+        """Updates that were within the clip norm."""
+
+    @property
+    def num_replies(self) -> int:
+        """Updates so far."""
 
 
 class PrivateMean:

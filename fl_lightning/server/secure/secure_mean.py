@@ -11,24 +11,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, final
 
-import numpy as np
-import torch
 from torch import Tensor
 
-from fl_lightning.core.errors import ConfigurationError, RoundFailure
+from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import derive_seed, numpy_generator
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.server.kept_updates import check_whole
+from fl_lightning.server.privacy.mechanism import NoiseShares
 from fl_lightning.server.protected import Expense, Terms
+from fl_lightning.server.secure.private_sum import SecurePrivateSum
+from fl_lightning.server.secure.round_sum import RoundSum
 from fl_lightning.updates.payload import Dense
 from fl_lightning.updates.random_k import RandomK
 from fl_lightning.updates.secure.graph import SparseGraph
-from fl_lightning.updates.secure.ring import Integers
 from fl_lightning.updates.secure.secure_sum import SecureSum
-from fl_lightning.updates.secure.session import AbortedError, Stage
-from fl_lightning.updates.secure.simulation import Outcome
 from fl_lightning.updates.secure.sum_quantiser import SumQuantiser
-from fl_lightning.updates.secure.unit_seconds import UnitSeconds
+
+# clip, levels, max_examples, random_k: what a user who leaves them out has
+_OWN_GRID = (1.0, 1 << 16, 1024, None)
 
 
 @final
@@ -57,6 +57,7 @@ class SecureMean:
         memory: nothing is kept from round to round.
 
     Example:
+        >>> import torch
         >>> mean = SecureMean(clip=4.0, levels=8)
         >>> mean.begin(Terms(most_clients=3))
         >>> mean.open(torch.empty(1))
@@ -90,14 +91,14 @@ class SecureMean:
             "active": active,
             "protocol": protocol,
         }
-        # without all vectors, no client can be left out of the sum later; in a sparse graph one
-        # may be whose neighbours are gone
-        self._keeps_vectors = protocol == "run" or sparse is not None
-        self._unit_seconds: UnitSeconds | None = None
         self._round_index = 0
         self.memory: dict[str, Tensor] = {}
-        self.expense = Expense()
         self.begin(Terms(most_clients=2))
+
+    @property
+    def expense(self) -> Expense:
+        """See `Protected`."""
+        return self._rounds.expense
 
     @property
     def hides(self) -> str:
@@ -115,7 +116,7 @@ class SecureMean:
         Raises:
             ConfigurationError: if a cohort is too small, or a sum too large.
         """
-        self._seed = terms.seed
+        self._terms, self._seed = terms, terms.seed
         most = terms.most_clients * self.levels * self.max_examples
         bits = self.bits or max(1, min(64, most.bit_length()))
         try:
@@ -126,10 +127,53 @@ class SecureMean:
                 max_examples=self.max_examples,
                 bits=bits,
             )
-            self._secure_sum = SecureSum(bits=bits, run=f"seed {terms.seed}", **self._options)
+            self._secure_sum = self.secure_sum(bits, terms.seed)
             self._secure_sum.session(terms.most_clients, size=1)
         except ValueError as error:
             raise ConfigurationError(f"SecureMean: {error}") from error
+        self._rounds = RoundSum(self._secure_sum, terms.seed)
+
+    def secure_sum(self, bits: int, seed: int, min_survivors: int | None = None) -> SecureSum:
+        """Return the protocol with these options.
+
+        Args:
+            bits: of the ring.
+            seed: of the run.
+            min_survivors: with fewer vectors there is no sum; None for the threshold.
+
+        Raises:
+            ValueError: if an option is outside its range.
+        """
+        run = f"seed {seed}"
+        return SecureSum(bits=bits, run=run, min_survivors=min_survivors, **self._options)
+
+    def fewest_survivors(self, num_clients: int) -> int:
+        """Return how many vectors a sum over a cohort has at least."""
+        return self._secure_sum.session(num_clients, size=1).least_survivors
+
+    def with_noise_shares(self, shares: Callable[[], NoiseShares]) -> SecurePrivateSum:
+        """Return the same protocol for whole numbers with noise; to be called after `begin`.
+
+        Args:
+            shares: gives what clients send.
+
+        Raises:
+            ConfigurationError: if ``clip``, ``levels``, ``max_examples`` or ``random_k`` were
+                given, which are of no use there, or a sum might not fit into the ring.
+        """
+        given = (self.clip, self.levels, self.max_examples, self.random_k)
+        if given != _OWN_GRID:
+            raise ConfigurationError(
+                "SecureMean adds up the whole numbers of federation.privacy, which has its own "
+                "clip_norm and steps and counts clients alike: leave clip, levels, max_examples and "
+                "random_k out"
+            )
+        return SecurePrivateSum(
+            shares,
+            lambda bits, fewest: self.secure_sum(bits, self._seed, fewest),
+            self._terms,
+            self.bits,
+        )
 
     def typical_bytes(self, size: int, num_clients: int) -> tuple[int, int]:
         """Return what a client sends and receives, if nobody drops."""
@@ -145,11 +189,8 @@ class SecureMean:
 
     def open(self, like: Tensor) -> None:
         """Start without updates."""
-        self._like, self.expense = like, Expense()
-        self._clients: list[int] = []
-        self._missing: list[int] = []
-        # every client's, or only their sum
-        self._vectors: list[Integers] = []
+        self._like = like
+        self._rounds.open(self._sent_size(), like.device, self._round_index)
 
     def add(self, update: ClientUpdate) -> None:
         """Take in one update as integers.
@@ -161,34 +202,13 @@ class SecureMean:
         client = update.client_id
         draws = numpy_generator(self._seed, "secure rounding", self._round_index, client).random
         vector = self._quantiser.encode(self._chosen(update.delta), update.num_examples, draws)
-        self._take(client, vector)
-
-    def _take(self, client: int, vector: Integers) -> None:
-        self._clients.append(client)
-        if self._keeps_vectors or not self._vectors:
-            self._vectors.append(vector)
-        else:
-            total = self._vectors[0]
-            np.add(total, vector, out=total)
-            self._quantiser.ring.reduced(total)
+        self._rounds.take(client, vector)
 
     def exchange(
         self, gather: Callable[[Any], list[Any]], all_reduce: Callable[[Tensor], None]
     ) -> None:
         """Take the updates of all processes for one's own; to be called by all of them."""
-        if self._keeps_vectors:
-            parts = gather((self._clients, self._vectors))
-            self._clients = [client for clients, _ in parts for client in clients]
-            self._vectors = [vector for _, vectors in parts for vector in vectors]
-            return
-        self._clients = [client for clients in gather(self._clients) for client in clients]
-        size, ring = self._sent_size(), self._quantiser.ring
-        own = self._vectors[0] if self._vectors else np.zeros(size, ring.dtype)
-        # integers of 64 bits overflow modulo a multiple of the ring's R
-        total = torch.from_numpy(own.astype(np.uint64).view(np.int64)).to(self._like.device)
-        all_reduce(total)
-        summed = total.cpu().numpy().view(np.uint64).astype(ring.dtype)
-        self._vectors = [ring.reduced(summed)] if self._clients else []
+        self._rounds.exchange(gather, all_reduce)
 
     def sums(self) -> list[Tensor]:
         """Return nothing: see `exchange`."""
@@ -199,7 +219,7 @@ class SecureMean:
 
     def miss(self, clients: Iterable[int]) -> None:
         """Learn which clients of the cohort sent no vector: they dropped before it was due."""
-        self._missing = sorted(clients)
+        self._rounds.miss(clients)
 
     def close(self) -> Tensor:
         """Add up, and return the mean.
@@ -207,39 +227,7 @@ class SecureMean:
         Raises:
             RoundFailure: if too few clients are left for a secure sum.
         """
-        try:
-            outcome = self._outcome()
-        except (AbortedError, ValueError) as error:
-            raise RoundFailure(
-                f"round {self._round_index}: the secure sum of {len(self._clients)} updates, with "
-                f"{len(self._missing)} clients missing, gave nothing: {error}"
-            ) from error
-        costs, word = outcome.costs, "estimated_" if self.protocol == "count" else ""
-        self.expense = Expense(
-            bytes_up=costs.bytes_up,
-            bytes_down=costs.bytes_down,
-            seconds={
-                f"{word}client_seconds": costs.client_seconds,
-                f"{word}server_seconds": costs.server_seconds,
-            },
-        )
-        self._vectors = []
-        return self._spread(self._quantiser.mean(outcome.total)).to(self._like)
-
-    def _outcome(self) -> Outcome:
-        vectors = self._vectors
-        if not self._keeps_vectors:
-            nothing = np.broadcast_to(np.zeros(1, vectors[0].dtype), vectors[0].shape)
-            vectors = vectors + [nothing] * (len(self._clients) - 1)
-        if self.protocol == "count" and self._unit_seconds is None:
-            self._unit_seconds = UnitSeconds.measured()
-        return self._secure_sum(
-            dict(zip(self._clients, vectors, strict=True)),
-            dict.fromkeys(self._missing, Stage.MASK),
-            round_index=self._round_index,
-            seed=derive_seed(self._seed, "secure mean"),
-            unit_seconds=self._unit_seconds,
-        )
+        return self._spread(self._quantiser.mean(self._rounds.total())).to(self._like)
 
     def _sent_size(self) -> int:
         size = len(self._like)
@@ -262,14 +250,8 @@ class SecureMean:
 
     def state_dict(self) -> dict[str, Any]:
         """Return whose updates there are, and their integers or those of their sum."""
-        signed = self._quantiser.ring.dtype.str.replace("u", "i")  # torch has few unsigned dtypes
-        return {
-            "clients": list(self._clients),
-            "vectors": [torch.from_numpy(v.view(signed).copy()) for v in self._vectors],
-        }
+        return self._rounds.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""
-        self._clients = list(state["clients"])
-        unsigned = self._quantiser.ring.dtype
-        self._vectors = [v.cpu().numpy().view(unsigned).copy() for v in state["vectors"]]
+        self._rounds.load_state_dict(state)

@@ -34,6 +34,7 @@ class SecureSum:
         protocol: ``"run"`` runs it, every message; ``"count"`` returns the same sum and bytes
             without, which protects nothing and is for experiments.
         run: name of the run.
+        min_survivors: with fewer vectors there is no sum, whatever the threshold allows.
 
     Raises:
         ValueError: if an option is outside its range, or options contradict each other.
@@ -54,6 +55,7 @@ class SecureSum:
     active: bool = False
     protocol: Literal["run", "count"] = "run"
     run: str = "run"
+    min_survivors: int | None = None
 
     def __post_init__(self) -> None:
         low = 2 / 3 if self.active else 1 / 2
@@ -66,7 +68,7 @@ class SecureSum:
             raise ValueError("active needs everyone as neighbours: leave sparse out")
         if self.protocol not in ("run", "count"):
             raise ValueError(f"protocol must be 'run' or 'count', got {self.protocol!r}")
-        self.session(4, size=0)
+        self.session(max(4, self.min_survivors or 0), size=0)
 
     def session(
         self, num_clients: int, *, size: int, round_index: int = 0, graph_seed: int = 0
@@ -86,12 +88,16 @@ class SecureSum:
         threshold, near = min(num_clients, int(self.threshold * num_clients + 1e-9) + 1), None
         if self.sparse is not None:
             near, threshold = self.sparse.plan(num_clients)
+        least = self.min_survivors
+        if least is not None and near is None:
+            least = max(least, threshold)
         return Session(
             run=self.run,
             round_index=round_index,
             num_clients=num_clients,
             size=size,
             threshold=threshold,
+            min_survivors=least,
             bits=self.bits,
             num_neighbours=None if near is None or near >= num_clients - 1 else near,
             active=self.active,

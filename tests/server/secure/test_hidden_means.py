@@ -96,11 +96,11 @@ def test_processes_that_share_the_clients_out_give_the_same_mean(protocol):
     updates = some_updates()
     alone = began(SecureMean(protocol=protocol), updates).close()
     halves = [began(SecureMean(protocol=protocol), updates[part::2]) for part in (0, 1)]
-    integers = [[half.state_dict()["vectors"][0].long()] for half in halves]
-    parts = {
-        "run": iter([[(half._clients, half._vectors) for half in halves]]),
-        "count": iter([[half._clients for half in halves]]),
-    }
+    states = [half.state_dict() for half in halves]
+    integers = [[state["vectors"][0].long()] for state in states]
+    vectors = [[v.numpy().view(np.uint32) for v in state["vectors"]] for state in states]
+    clients = [state["clients"] for state in states]
+    parts = {"run": iter([list(zip(clients, vectors, strict=True))]), "count": iter([clients])}
 
     def all_reduce(vector):
         vector += integers[1][0] % 2**32
