@@ -13,6 +13,7 @@ from fl_lightning import (
     Ditto,
     ExampleDP,
     Federation,
+    FedLC,
     FedProx,
     Moon,
     PoissonCohort,
@@ -177,6 +178,7 @@ def test_what_follows_from_private_updates_is_allowed(options):
     ("options", "reason"),
     [
         ({"correction": Moon()}, "Moon looks at a client's examples"),
+        ({"correction": FedLC()}, "FedLC looks at a client's examples"),
         ({"correction": Scaffold(option="I")}, "Scaffold looks at a client's examples"),
         ({"personal": Ditto()}, "personal Ditto has a client take steps"),
         ({"engine": "slots"}, "set engine to sequential"),
