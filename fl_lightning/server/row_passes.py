@@ -6,8 +6,6 @@ with x_(r) the r-th smallest value of a coordinate. Products are summed in the u
 block of w columns (5242 for 100 updates) and in float64 over blocks: in float32 the error of G_ij is at
 most w 2⁻²⁴ Σ_c |x_ic x_jc|, 3e-4 |x_i| |x_j|, and about the root of w instead of w in practice. Many
 rules are sums of the updates with coefficients that depend on G alone: two passes are all they take.
-Sorting goes along contiguous memory, one coordinate after the other, by NumPy, whose sort is the fast
-one there.
 """
 
 from __future__ import annotations
@@ -15,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-import torch
 
+from fl_lightning.server.column_sort import sorted_columns
 from fl_lightning.server.update_rows import Floats, Rows
 
 
@@ -76,27 +74,26 @@ def sorted_sum(rows: Rows, weights: Floats) -> Floats:
         weights: shape (n,); of the first and the last ones that are 0 nothing is added.
     """
     used = np.flatnonzero(weights)
-    first, end = used[0], used[-1] + 1
+    first, end = int(used[0]), int(used[-1]) + 1
     kept = weights[first:end].astype(rows.dtype)
     result = np.empty(rows.num_columns, rows.dtype)
-    for columns, ordered in sorted_blocks(rows):
-        np.matmul(ordered[:, first:end], kept, out=result[columns])
+    for columns, ordered in sorted_blocks(rows, first, end):
+        np.matmul(kept, ordered, out=result[columns])
     return result
 
 
-def sorted_blocks(rows: Rows) -> Iterator[tuple[slice, Floats]]:
-    """Yield (columns, each column's values in increasing order as a row, shape (width, n)).
+def sorted_blocks(rows: Rows, first: int, end: int) -> Iterator[tuple[slice, Floats]]:
+    """Yield (columns, some places of each column's increasing order, shape (end - first, width)).
 
     A block's memory is used again for the next one.
     """
-    scratch = torch.empty(0)
+    scratch = np.empty(0, rows.dtype)
     for columns, block in rows.blocks():
-        given = torch.from_numpy(block).t()
-        if scratch.shape != given.shape:
-            scratch = torch.empty(given.shape, dtype=given.dtype)
-        scratch.copy_(given)  # twice as fast as NumPy's, and in memory that is there
-        ordered = scratch.numpy()
-        ordered.sort(axis=1)
+        size = (end - first) * block.shape[1]
+        if len(scratch) < size:
+            scratch = np.empty(size, rows.dtype)
+        ordered = scratch[:size].reshape(end - first, -1)
+        sorted_columns(np.ascontiguousarray(block), first, end, ordered)
         yield columns, ordered
 
 

@@ -3,21 +3,12 @@
     m ← μ m + (1 - τ)(g + λ p),   p ← p - η m        at p[active], g[active]
 
 Reading values, reading gradients and writing values one after the other, as torch's operations do,
-takes longer than a dense step of all entries. The kernel (`one_pass.c`) is compiled by the system's
-C compiler in a fraction of a second, once, and kept in the user's cache folder. Where there is no
-compiler, or the processor has no fused multiply-add, there is no kernel.
+takes longer than a dense step of all entries. The kernel is in `one_pass.c`, see `c_library`.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import os
-import platform
-import shlex
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -26,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fl_lightning.core.user_cache import cache_folder
+from fl_lightning.core.c_library import c_library
 
 SOURCE = Path(__file__).with_name("one_pass.c")
 _NAMES = {torch.float32: "sgd_float32", torch.float64: "sgd_float64"}
@@ -87,42 +78,10 @@ def _is_plain(tensor: Tensor) -> bool:
 
 @cache
 def _kernel(dtype: torch.dtype) -> Callable[..., None] | None:
-    if dtype not in _NAMES or (library := _library()) is None:
+    library = c_library(SOURCE) if dtype in _NAMES else None
+    if library is None:
         return None
-    kernel = getattr(library, _NAMES[dtype])
+    kernel: Any = getattr(library, _NAMES[dtype])
     kernel.argtypes = [*_POINTERS, ctypes.c_int64, *_NUMBERS, ctypes.c_int, ctypes.c_int]
     kernel.restype = None
     return kernel  # type: ignore[no-any-return]
-
-
-@cache
-def _library() -> ctypes.CDLL | None:
-    compiler = shlex.split(os.environ.get("CC") or "cc")
-    flags = _flags()
-    if shutil.which(compiler[0]) is None or flags is None:
-        return None
-    made_of = repr((SOURCE.read_text(), platform.system(), flags))
-    path = cache_folder() / f"one_pass_{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.so"
-    try:
-        if not path.exists():
-            _compile([*compiler, *flags], path)
-        return ctypes.CDLL(str(path))
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def _flags() -> list[str] | None:
-    """Return the compiler's options, None for a processor without fused multiply-add."""
-    flags = ["-O3", "-std=c99", "-ffp-contract=off", "-shared", "-fPIC"]
-    if platform.machine() in ("x86_64", "AMD64"):
-        has_fma = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
-        return [*flags, "-mfma"] if has_fma else None
-    return flags if platform.machine() in ("aarch64", "arm64") else None
-
-
-def _compile(command: list[str], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # other processes compile too
-        made = Path(folder) / path.name
-        subprocess.run([*command, str(SOURCE), "-o", str(made)], check=True, capture_output=True)
-        made.replace(path)

@@ -50,7 +50,7 @@ class Bulyan:
         f = self.num_attackers
         chosen = krum_choices(squared_distances(rows), len(rows) - 2 * f, f)
         result = np.empty(rows.num_columns, rows.dtype)
-        for columns, ordered in sorted_blocks(ChosenRows(rows, chosen)):
+        for columns, ordered in sorted_blocks(ChosenRows(rows, chosen), 0, len(chosen)):
             result[columns] = mean_around_median(ordered, len(chosen) - 2 * f)
         return result
 
@@ -66,24 +66,23 @@ def krum_choices(distances: Floats, count: int, num_attackers: int) -> list[int]
 
 
 def mean_around_median(ordered: Floats, count: int) -> Floats:
-    """Return the mean of those values of each row that are nearest to its median.
+    """Return the mean of those values of each column that are nearest to its median.
 
     Args:
-        ordered: increasing rows, shape (width, n).
+        ordered: increasing columns, shape (n, width).
         count: how many values, 1 ≤ count ≤ n; they lie side by side.
 
     Example:
-        >>> mean_around_median(np.array([[0.0, 4.0, 5.0, 7.0, 99.0]]), 3).tolist()
+        >>> mean_around_median(np.array([[0.0], [4.0], [5.0], [7.0], [99.0]]), 3).tolist()
         [5.333333333333333]
     """
-    num_values = ordered.shape[1]
-    medians = ordered @ median_weights(num_values).astype(ordered.dtype)
+    num_values = len(ordered)
+    medians = median_weights(num_values).astype(ordered.dtype) @ ordered
     starts = num_values - count + 1
-    ends = ordered[:, count - 1 :]
-    reach = np.maximum(medians[:, None] - ordered[:, :starts], ends - medians[:, None])
-    begin = reach.argmin(1)
-    means: Floats = ordered[:, :count].mean(1)
+    reach = np.maximum(medians - ordered[:starts], ordered[count - 1 :] - medians)
+    begin = reach.argmin(0)
+    means: Floats = ordered[:count].mean(0)
     for start in range(1, starts):
         here = begin == start
-        means[here] = ordered[here, start : start + count].mean(1)
+        means[here] = ordered[start : start + count, here].mean(0)
     return means

@@ -163,7 +163,7 @@ def test_bulyan_takes_the_values_nearest_to_the_median(rows):
     """Against a sort of every coordinate's distances, where no two are equally far."""
     chosen = np.array(rows)
     theta, beta = len(chosen), len(chosen) - 4
-    found = mean_around_median(np.sort(chosen.T, axis=1), beta)
+    found = mean_around_median(np.sort(chosen, axis=0), beta)
     for column, value in zip(chosen.T, found, strict=True):
         reach = np.abs(column - np.median(column))
         order = np.argsort(reach, kind="stable")

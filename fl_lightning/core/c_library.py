@@ -1,0 +1,67 @@
+"""A file of C beside the module that uses it, compiled where it runs.
+
+For the few loops that neither torch nor NumPy has and that take several times as long without. The
+system's C compiler needs a fraction of a second, once: what it makes is kept in the user's cache
+folder. Nothing depends on it: a caller has another way for systems without a compiler.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from fl_lightning.core.user_cache import cache_folder
+
+
+@cache
+def c_library(source: Path, extra_flags: tuple[str, ...] = ()) -> ctypes.CDLL | None:
+    """Return a file's functions, or None where it cannot be compiled.
+
+    The compiler is that of the variable ``CC``, or ``cc``. Processors without fused multiply-add and
+    vectors of 256 bits count as none.
+
+    Args:
+        source: the file, in C99; sums and products are not contracted but where it says so.
+        extra_flags: for the compiler.
+    """
+    compiler = shlex.split(os.environ.get("CC") or "cc")
+    flags = _flags()
+    if shutil.which(compiler[0]) is None or flags is None:
+        return None
+    flags += extra_flags
+    made_of = repr((source.read_text(), platform.system(), flags))
+    digest = hashlib.sha256(made_of.encode()).hexdigest()[:16]
+    path = cache_folder() / f"{source.stem}_{digest}.so"
+    try:
+        if not path.exists():
+            _compile([*compiler, *flags, str(source)], path)
+        return ctypes.CDLL(str(path))
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _flags() -> list[str] | None:
+    """Return the compiler's options, None for a processor that is not supported."""
+    flags = ["-O3", "-std=c99", "-ffp-contract=off", "-shared", "-fPIC"]
+    if platform.machine() in ("x86_64", "AMD64"):
+        has_vectors = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+        return [*flags, "-mavx2", "-mfma"] if has_vectors else None
+    return flags if platform.machine() in ("aarch64", "arm64") else None
+
+
+def _compile(command: list[str], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # other processes compile too
+        made = Path(folder) / path.name
+        subprocess.run([*command, "-o", str(made), "-lm"], check=True, capture_output=True)
+        made.replace(path)

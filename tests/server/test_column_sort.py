@@ -1,0 +1,70 @@
+"""Columns sorted by a network against NumPy's sort."""
+
+import os
+import shutil
+import subprocess
+import sys
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fl_lightning.server.column_sort import MOST_ROWS, exchanges, sorted_columns
+
+
+def sort(block, first, end):
+    out = np.empty((end - first, block.shape[1]), block.dtype)
+    sorted_columns(block, first, end, out)
+    return out
+
+
+@given(
+    st.integers(1, 130),
+    st.integers(1, 200),
+    st.sampled_from([np.float32, np.float64]),
+    st.tuples(st.integers(0, 129), st.integers(0, 129)),
+    st.integers(0, 1000),
+)
+def test_places_of_the_order(count, width, dtype, places, seed):
+    rng = np.random.default_rng(seed)
+    block = rng.standard_normal((count, width)).astype(dtype)
+    block[rng.random(block.shape) < 0.2] = 0.5  # ties
+    first, end = sorted(place % count for place in places)
+    expected = np.sort(block, axis=0)[first : end + 1]
+    np.testing.assert_array_equal(sort(block, first, end + 1), expected)
+
+
+@pytest.mark.parametrize("count", range(1, 13))
+def test_zeros_and_ones(count):
+    """A network that sorts these sorts everything (Knuth, 5.3.4, Theorem Z)."""
+    block = np.array(list(product([0.0, 1.0], repeat=count))).T.copy()
+    np.testing.assert_array_equal(sort(block, 0, count), np.sort(block, axis=0))
+    middle = sort(block, count // 2, count // 2 + 1)
+    np.testing.assert_array_equal(middle[0], np.sort(block, axis=0)[count // 2])
+
+
+def test_exchanges_are_those_of_batcher_and_fewer_for_one_place():
+    assert [len(exchanges(n, 0, n)) for n in (1, 2, 4, 8, 16)] == [0, 1, 5, 19, 63]
+    assert len(exchanges(100, 49, 51)) < len(exchanges(100, 0, 100))
+
+
+def test_more_rows_than_a_network_is_made_for():
+    block = np.random.default_rng(0).standard_normal((MOST_ROWS + 1, 3))
+    np.testing.assert_array_equal(sort(block, 5, 7), np.sort(block, axis=0)[5:7])
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+def test_with_and_without_a_compiler(tmp_path):
+    program = """
+import numpy as np
+from fl_lightning.server.column_sort import sorted_columns
+block, out = np.random.default_rng(0).standard_normal((7, 100)), np.empty((2, 100))
+sorted_columns(block, 3, 5, out)
+assert (out == np.sort(block, axis=0)[3:5]).all()
+"""
+    for compiler, num_files in (("no-such-compiler", 0), ("cc", 1)):
+        environment = os.environ | {"CC": compiler, "XDG_CACHE_HOME": str(tmp_path)}
+        subprocess.run([sys.executable, "-c", program], env=environment, check=True)
+        assert len(list(tmp_path.rglob("*.so"))) == num_files
