@@ -78,9 +78,9 @@ def bytes_of_state(optimizer: torch.optim.Optimizer) -> tuple[int, int]:
     return values, values + sum(index.nbytes for index in indices)
 
 
-def report_steps(density: float, turns: int) -> None:
+def report_steps(network: str, density: float, turns: int) -> None:
     """Print the table of optimizer steps and of their state."""
-    params = list(timm.create_model("vit_small_patch16_224", num_classes=100).parameters())
+    params = list(timm.create_model(network, num_classes=100).parameters())
     for param in params:
         param.grad = torch.randn_like(param)
     spread = [random_mask(p, density) for p in params]
@@ -121,12 +121,10 @@ def training_step(model: nn.Module, images: Tensor, labels: Tensor) -> Step:
     return step
 
 
-def report_frozen_blocks(turns: int) -> None:
+def report_frozen_blocks(network: str, turns: int) -> None:
     """Print what a training step gains when the masks of six of twelve blocks are all zero."""
     images, labels = torch.randn(8, 3, 64, 64), torch.randint(100, (8,))
-    models = [
-        timm.create_model("vit_small_patch16_224", num_classes=100, img_size=64) for _ in range(2)
-    ]
+    models = [timm.create_model(network, num_classes=100, img_size=64) for _ in range(2)]
     first = ("patch_embed", "pos_embed", "cls_token", *(f"blocks.{i}." for i in range(6)))
     named = models[1].named_parameters()
     masks = {n: torch.zeros_like(p, dtype=torch.bool) for n, p in named if n.startswith(first)}
@@ -140,12 +138,15 @@ def main() -> None:
     """Print the measurements."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--turns", type=int, default=25, help="steps of each optimizer")
+    parser.add_argument(
+        "--network", default="vit_small_patch16_224", help="timm's name of a ViT: %(default)s"
+    )
     parser.add_argument("--density", type=float, default=0.1, help="fraction that may move")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    report_steps(arguments.density, arguments.turns)
-    report_frozen_blocks(max(1, arguments.turns // 3))
+    report_steps(arguments.network, arguments.density, arguments.turns)
+    report_frozen_blocks(arguments.network, max(1, arguments.turns // 3))
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ ROUNDS = first_with("benchmarks --workloads")
 MEMORY = first_with("benchmarks.memory")
 CODEC = first_with("benchmarks.codec")
 SECURE = first_with("benchmarks.secure")
+SPARSE_STEP = first_with("benchmarks.sparse_step")
 
 A_SMALL_VIT = (
     "--trainer.max_epochs 1 --model.init_args.pretrained false"
@@ -58,7 +59,14 @@ NOT_TYPED = {
             first_with,
             [
                 f"configs/{name}.yaml"
-                for name in ("compressed", "low_rank", "private", "secure", "encrypted")
+                for name in (
+                    "compressed",
+                    "low_rank",
+                    "private",
+                    "private_examples",
+                    "secure",
+                    "encrypted",
+                )
             ],
         ),
         "test_configs runs it on small data",
@@ -66,7 +74,9 @@ NOT_TYPED = {
     **dict.fromkeys(
         (c for c in commands() if "configs/sparse.yaml" in c), "test_configs runs it on small data"
     ),
+    first_with("benchmarks.calibration"): "test_calibration_benchmark runs it at a tiny scale",
     first_with("robustness"): "takes 40 runs; the commands before it are of the same kind",
+    first_with("experiments/private"): "takes 9 runs; the commands before it are of the same kind",
     first_with("virtual_time"): "takes 12 runs; the commands before it are of the same kind",
     first_with(
         "experiments/compression"
@@ -89,6 +99,7 @@ SHORTER = {
     CIFAR100: A_SMALL_VIT,
     OVERHEAD: "--turns 1",
     CODEC: "--size 100000 --repetitions 2",
+    SPARSE_STEP: "--network vit_tiny_patch16_224 --turns 1",
     SECURE: "--size 1000 --clients 5 --paillier 100",
     ROUNDS: "--workloads U-mlp --rounds 1 --scale 0.02 --engine sequential",
 }

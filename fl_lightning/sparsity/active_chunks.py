@@ -89,8 +89,8 @@ class ActiveChunks:
 
         Args:
             number: of the group.
-            params: those that have a gradient and frozen entries.
-            active: their indices.
+            params: those that have a gradient, active and frozen entries.
+            active: indices of the former.
         """
         # indices and memory of the known chunks are kept alive: no other tensor has their addresses
         key = [(p.data_ptr(), id(index)) for p, index in zip(params, active, strict=True)]
@@ -102,7 +102,7 @@ class ActiveChunks:
 
 def _chunks(params: Sequence[Tensor], active: Sequence[Tensor]) -> list[Chunk]:
     chunks = []
-    pairs = [(p, index) for p, index in zip(params, active, strict=True) if len(index)]
+    pairs = zip(params, active, strict=True)
     for (dtype, device), part in groupby(pairs, lambda pair: (pair[0].dtype, pair[0].device)):
         shares = list(_shares(list(part), device))
         most = max(sum(len(index) for _, index in share) for share in shares)

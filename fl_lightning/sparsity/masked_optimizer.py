@@ -150,7 +150,7 @@ class MaskedOptimizer(Optimizer, ABC):
             whole = [(p, p.grad, frozen) for p, active, frozen in with_grad if active is None]
             if whole:
                 self._move_whole(group, whole)
-            some = [(p, active) for p, active, _ in with_grad if active is not None]
+            some = [(p, i) for p, i, _ in with_grad if i is not None and len(i)]
             some = self.move_in_place(group, some)
             for chunk in self._chunks.of(number, [p for p, _ in some], [i for _, i in some]):
                 chunk.read()

@@ -435,3 +435,15 @@ def test_a_mask_and_its_indices(size, density, seed):
     assert torch.equal(split.mask(torch.zeros(size)), mask)
     assert split.is_whole == bool(mask.all())
     assert (split.active is not None) == (mask.sum() < DENSE_FROM * size)
+
+
+@pytest.mark.parametrize("make", [SparseSGDM, SparseAdamW])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_tensor_of_which_nothing_moves_has_no_state(make, kernel):
+    params = parameters([(3,), (4, 2)])
+    masks = [torch.zeros(3, dtype=torch.bool), masks_of([(4, 2)], 0.5)[0]]
+    options = {"momentum": 0.9} if make is SparseSGDM else {}
+    optimizer = make(params, lr=0.1, masks=masks, **options, **kernel)
+    for seed in range(2):
+        step(optimizer, params, seed)
+    assert list(optimizer.state) == params[1:]
