@@ -26,7 +26,7 @@ SIZES = {
 }
 
 
-SLOW = ("W1", "W1-dropout", "W2", "W4", "U-lenet", "U-lenet5")
+SLOW = ("W1", "W1-dropout", "W2", "W3", "W4", "U-lenet", "U-lenet5")
 MARKED = [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in WORKLOADS]
 
 
@@ -41,6 +41,7 @@ def test_federation_and_bare_loop_agree(name, monkeypatch):
     assert 0 < turns.difference <= 5e-5
 
 
+@pytest.mark.slow
 def test_a_wrong_result_shows(monkeypatch):
     monkeypatch.setattr("benchmarks.turns.best_variant", lambda *_: PLAIN)
     monkeypatch.setattr("benchmarks.plan.derive_seed", lambda *_: 0)

@@ -50,6 +50,7 @@ def sgd(net):
     return SGD(net.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
 
 
+@pytest.mark.slow
 def test_the_same_training_until_shapes_change():
     torch.manual_seed(0)
     net = Net().double()

@@ -131,6 +131,7 @@ def test_a_resumed_run_keeps_to_it(tmp_path, monkeypatch, moment):
     assert torch.equal(weights(module), weights(expected))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("long_run")
 def test_compiled_where_a_run_is_long_and_again_when_resumed(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(speedup_trial, "_COMPILER_SECONDS", 0.0)

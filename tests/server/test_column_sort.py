@@ -1,9 +1,5 @@
 """Columns sorted by a network against NumPy's sort."""
 
-import os
-import shutil
-import subprocess
-import sys
 from itertools import product
 
 import numpy as np
@@ -53,18 +49,3 @@ def test_exchanges_are_those_of_batcher_and_fewer_for_one_place():
 def test_more_rows_than_a_network_is_made_for():
     block = np.random.default_rng(0).standard_normal((MOST_ROWS + 1, 3))
     np.testing.assert_array_equal(sort(block, 5, 7), np.sort(block, axis=0)[5:7])
-
-
-@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
-def test_with_and_without_a_compiler(tmp_path):
-    program = """
-import numpy as np
-from fl_lightning.server.column_sort import sorted_columns
-block, out = np.random.default_rng(0).standard_normal((7, 100)), np.empty((2, 100))
-sorted_columns(block, 3, 5, out)
-assert (out == np.sort(block, axis=0)[3:5]).all()
-"""
-    for compiler, num_files in (("no-such-compiler", 0), ("cc", 1)):
-        environment = os.environ | {"CC": compiler, "XDG_CACHE_HOME": str(tmp_path)}
-        subprocess.run([sys.executable, "-c", program], env=environment, check=True)
-        assert len(list(tmp_path.rglob("*.so"))) == num_files

@@ -111,8 +111,9 @@ class TestAffine:
         payload = Affine(bits, block).on_client(Dense(values), seed=0)
         steps = payload.scales.repeat_interleave(block or max(1, len(values)))[: len(values)]
         error = (payload.to_dense() - values).abs()
-        rounding = 4 * torch.finfo(torch.float32).eps * values.abs().max() if len(values) else 0
-        assert (error <= 0.5 * steps + rounding).all()
+        float32 = torch.finfo(torch.float32)
+        rounding = 4 * float32.eps * values.abs().max() if len(values) else 0
+        assert (error <= 0.5 * steps + rounding + float32.tiny).all()  # a step may be too small
 
     @pytest.mark.parametrize("make", [lambda b: Affine(4, b), lambda b: QSGD(4, block=b), Sign])
     def test_a_block_a_tensor_is_each_tensor_by_itself(self, make):
