@@ -1,4 +1,4 @@
-"""How long robust rules take over one round's updates: ``python -m benchmarks.robust``.
+"""How long robust rules take over a round: ``OMP_NUM_THREADS=1 python -m benchmarks.robust``.
 
 100 updates of 21 million numbers (8.4 GB), of which a gigabyte stays in memory and the rest goes to a
 file. Seconds are process CPU time on one thread, and wall time, which has the waiting for the disk as
