@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 import torch
 
 from fl_lightning.cli import main
@@ -62,6 +63,7 @@ def started(arguments):
     return process
 
 
+@pytest.mark.slow
 def test_two_processes_killed_and_resumed_are_bit_identical(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["fl-lightning"])
     more = ("--trainer.devices", "2", "--federation.local_epochs", "1")

@@ -19,6 +19,7 @@ class Scaled:
         return x * self.factor if float(x.sum()) > 0 else x
 
 
+@pytest.mark.slow
 def test_engines_do_not_take_each_others_graphs():
     runs = [Compiled(Scaled(factor).times) for factor in range(10)]
     for factor, run in enumerate(runs):

@@ -194,7 +194,7 @@ def test_draws_are_the_clients_own_and_of_the_round():
     assert not torch.equal(deltas[0], deltas[2])
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_slots_follow_a_new_mask_and_leave_frozen_entries_alone(compiled):
     # a single step is a single graph, which takes a while to compile
     module, todo = toy(), works([4, 4, 4], epochs=1) if compiled else works([8, 8, 8])
