@@ -162,7 +162,8 @@ class ExampleGradients:
         for buffer, before in buffers:  # statistics of examples, which no noise covers
             buffer.copy_(before)
         if loss is None:
-            return torch.zeros(space.size, dtype=space.dtype, device=space.device), torch.zeros(())
+            nothing = torch.zeros(space.size, dtype=space.dtype, device=space.device)
+            return nothing, torch.zeros((), device=space.device)
         grads = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
         rows = [
             grad.reshape(-1) if picked is None else grad.reshape(-1)[picked]

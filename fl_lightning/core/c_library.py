@@ -34,19 +34,19 @@ def c_library(source: Path, extra_flags: tuple[str, ...] = ()) -> ctypes.CDLL | 
         source: the file, in C99; sums and products are not contracted but where it says so.
         extra_flags: for the compiler.
     """
-    compiler = shlex.split(os.environ.get("CC") or "cc")
+    compiler = shlex.split(os.environ.get("CC", "")) or ["cc"]
     flags = _flags()
     if shutil.which(compiler[0]) is None or flags is None:
         return None
     flags += extra_flags
     made_of = repr((source.read_text(), platform.system(), flags))
     digest = hashlib.sha256(made_of.encode()).hexdigest()[:16]
-    path = cache_folder() / f"{source.stem}_{digest}.so"
     try:
+        path = cache_folder() / f"{source.stem}_{digest}.so"
         if not path.exists():
             _compile([*compiler, *flags, str(source)], path)
         return ctypes.CDLL(str(path))
-    except (OSError, subprocess.SubprocessError):
+    except (OSError, RuntimeError, subprocess.SubprocessError):  # the second: nobody's home
         return None
 
 

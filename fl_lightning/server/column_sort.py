@@ -47,6 +47,9 @@ def sorted_columns(block: Floats, first: int, end: int, out: Floats) -> None:
         [[3.0, 4.0]]
     """
     count, width = block.shape
+    assert out.shape == (end - first, width)
+    assert 0 <= first <= end <= count
+    assert out.dtype == block.dtype
     library = c_library(SOURCE, FLAGS) if count <= MOST_ROWS else None
     if library is None:
         out[:] = np.sort(np.ascontiguousarray(block.T), axis=1)[:, first:end].T

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fl_lightning.core.c_library import c_library
 
@@ -50,7 +50,7 @@ def sgd_in_one_pass(
         ...     assert p.tolist() == [1.0, 1.5]
     """
     grad = param.grad
-    if grad is None or not _is_plain(param) or not _is_plain(grad) or grad.dtype != param.dtype:
+    if grad is None or not _fit(param, grad, active, buffer):
         return False
     kernel = _kernel(param.dtype)
     if kernel is None or isinstance(group["lr"], Tensor):
@@ -72,8 +72,27 @@ def sgd_in_one_pass(
     return True
 
 
+def _fit(param: Tensor, grad: Tensor, active: Tensor, buffer: Tensor | None) -> bool:
+    """Return whether the kernel finds behind each pointer what it takes for granted."""
+    state = [] if buffer is None else [buffer]
+    return (
+        all(map(_is_plain, (param, grad, active, *state)))
+        and all(tensor.dtype == param.dtype for tensor in (grad, *state))
+        and active.dtype == torch.int64
+        and grad.numel() == param.numel()
+        and all(len(values) == len(active) for values in state)
+        # indices increase: a tensor that was exchanged for a smaller one is left to torch's errors
+        and (not len(active) or int(active[-1]) < param.numel())
+    )
+
+
 def _is_plain(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and tensor.device.type == "cpu" and tensor.is_contiguous()
+    return (
+        type(tensor) in (Tensor, nn.Parameter)  # others may have no memory of their own
+        and tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+    )
 
 
 @cache

@@ -66,6 +66,7 @@ def test_autograd_notices_the_change():
         (torch.ones(3, 2), torch.ones(2, 3).t(), {}),
         (torch.ones(3, dtype=torch.bfloat16), torch.ones(3, dtype=torch.bfloat16), {}),
         (torch.ones(3), torch.ones(3), {"lr": torch.tensor(0.1)}),
+        (torch.ones(1), torch.ones(1), {}),  # smaller than the mask was made for
     ],
 )
 def test_what_is_left_to_torch(param, grad, options):
