@@ -74,15 +74,18 @@ def sgd_in_one_pass(
 
 def _fit(param: Tensor, grad: Tensor, active: Tensor, buffer: Tensor | None) -> bool:
     """Return whether the kernel finds behind each pointer what it takes for granted."""
-    state = [] if buffer is None else [buffer]
+    size, count = param.numel(), active.numel()
     return (
-        all(map(_is_plain, (param, grad, active, *state)))
-        and all(tensor.dtype == param.dtype for tensor in (grad, *state))
+        _is_plain(param)
+        and _is_plain(grad)
+        and _is_plain(active)
+        and grad.dtype == param.dtype
+        and grad.numel() == size
         and active.dtype == torch.int64
-        and grad.numel() == param.numel()
-        and all(len(values) == len(active) for values in state)
         # indices increase: a tensor that was exchanged for a smaller one is left to torch's errors
-        and (not len(active) or int(active[-1]) < param.numel())
+        and (count == 0 or int(active[-1]) < size)
+        and (buffer is None or _is_plain(buffer))
+        and (buffer is None or (buffer.dtype == param.dtype and buffer.numel() == count))
     )
 
 
@@ -90,7 +93,7 @@ def _is_plain(tensor: Tensor) -> bool:
     return (
         type(tensor) in (Tensor, nn.Parameter)  # others may have no memory of their own
         and tensor.layout is torch.strided
-        and tensor.device.type == "cpu"
+        and tensor.is_cpu
         and tensor.is_contiguous()
     )
 
