@@ -69,10 +69,6 @@ class BackdoorSuccess(Callback):
         """Begin to count."""
         self._counts = torch.zeros(2, dtype=torch.float64)
 
-    def on_test_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to count."""
-        self._counts = torch.zeros(2, dtype=torch.float64)
-
     def on_validation_batch_end(
         self,
         trainer: Trainer,
@@ -83,32 +79,17 @@ class BackdoorSuccess(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Count a batch."""
-        with trainer.precision_plugin.val_step_context():
-            self._counts += self.count(pl_module, batch)
-
-    def on_test_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Count a batch."""
-        with trainer.precision_plugin.test_step_context():
+        with trainer.precision_plugin.forward_context():
             self._counts += self.count(pl_module, batch)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the fraction."""
-        self._log(trainer, pl_module, "val")
-
-    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the fraction."""
-        self._log(trainer, pl_module, "test")
-
-    def _log(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
-        counts = self._counts.to(module.device)  # of whole numbers, exact in float32 as well
+        counts = self._counts.to(pl_module.device)
         hits, others = trainer.strategy.reduce(counts, reduce_op="sum").tolist()
         if others:
-            module.log(f"{stage}/backdoor_success", hits / others)
+            stage = "test" if trainer.testing else "val"
+            pl_module.log(f"{stage}/backdoor_success", hits / others)
+
+    on_test_epoch_start = on_validation_epoch_start
+    on_test_batch_end = on_validation_batch_end
+    on_test_epoch_end = on_validation_epoch_end

@@ -9,27 +9,26 @@ zero point, so that blocks far from zero lose nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.updates.payload import Payload, Quantised, per_member
-from fl_lightning.updates.transform import (
+from fl_lightning.updates.blocks import (
     BlockOption,
-    Shapes,
+    InBlocks,
     block_name,
     checked_block,
     known_block,
     over_blocks,
-    sizes_of,
-    with_values,
 )
+from fl_lightning.updates.payload import Payload, Quantised, per_member
+from fl_lightning.updates.transform import with_values
 
 
 @dataclass(frozen=True)
-class Affine:
+class Affine(InBlocks):
     """Rounds to the nearest of 2^bits levels. Biased: use it with `ErrorFeedback`.
 
     Args:
@@ -58,26 +57,9 @@ class Affine:
         """What it is."""
         return f"affine {self.bits} bits{block_name(self.block)}"
 
-    @property
-    def needs_shapes(self) -> bool:
-        """Whether its blocks are tensors, which it is not told yet."""
-        return self.block == "tensor"
-
-    def with_shapes(self, shapes: Shapes) -> Affine:
-        """Return the same for vectors of these tensors."""
-        return replace(self, block=sizes_of(shapes))
-
-    def sent_size(self, size: int) -> int:
-        """Return ``size``."""
-        return size
-
     def on_client(self, payload: Payload, seed: int) -> Payload:
         """Round."""
         return with_values(payload, self._quantised, self.name)
-
-    def on_server(self, payload: Payload, seed: int, size: int) -> Payload:
-        """Nothing is to be done: the payload says what codes mean."""
-        return payload
 
     def _quantised(self, values: Tensor) -> Quantised:
         # the last block is filled with a member of its own

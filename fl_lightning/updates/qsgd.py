@@ -10,28 +10,27 @@ are of fixed width: the paper's Elias code gains for few large numbers, for whic
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.updates.payload import Block, Payload, Quantised, per_member
-from fl_lightning.updates.transform import (
+from fl_lightning.updates.blocks import (
     BlockOption,
-    Shapes,
+    InBlocks,
     block_name,
     checked_block,
     known_block,
     over_blocks,
-    sizes_of,
-    with_values,
 )
+from fl_lightning.updates.payload import Block, Payload, Quantised, per_member
+from fl_lightning.updates.transform import with_values
 
 
 @dataclass(frozen=True)
-class QSGD:
+class QSGD(InBlocks):
     """Rounds at random to one of 2^bits - 1 levels (of 2, for one bit).
 
     Args:
@@ -65,26 +64,9 @@ class QSGD:
         """What it is."""
         return f"qsgd {self.bits} bits, {self.norm}{block_name(self.block)}"
 
-    @property
-    def needs_shapes(self) -> bool:
-        """Whether its blocks are tensors, which it is not told yet."""
-        return self.block == "tensor"
-
-    def with_shapes(self, shapes: Shapes) -> QSGD:
-        """Return the same for vectors of these tensors."""
-        return replace(self, block=sizes_of(shapes))
-
-    def sent_size(self, size: int) -> int:
-        """Return ``size``."""
-        return size
-
     def on_client(self, payload: Payload, seed: int) -> Payload:
         """Round."""
         return with_values(payload, lambda values: self._quantised(values, seed), self.name)
-
-    def on_server(self, payload: Payload, seed: int, size: int) -> Payload:
-        """Nothing is to be done: the payload says what codes mean."""
-        return payload
 
     def _quantised(self, values: Tensor, seed: int) -> Quantised:
         order = 2 if self.norm == "l2" else torch.inf

@@ -8,28 +8,26 @@ is sparse ternary compression, Sattler et al. 2019 (1903.02891), Algorithm 1. Th
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fl_lightning.updates.payload import Payload, Quantised
-from fl_lightning.updates.top_k import TopK
-from fl_lightning.updates.transform import (
+from fl_lightning.updates.blocks import (
     BlockOption,
-    Chain,
-    Shapes,
+    InBlocks,
     block_name,
     checked_block,
     known_block,
     over_blocks,
-    sizes_of,
-    with_values,
 )
+from fl_lightning.updates.payload import Payload, Quantised
+from fl_lightning.updates.top_k import TopK
+from fl_lightning.updates.transform import Chain, with_values
 
 
 @dataclass(frozen=True)
-class Sign:
+class Sign(InBlocks):
     """Sends signs. Biased: use it with `ErrorFeedback`.
 
     Args:
@@ -54,26 +52,9 @@ class Sign:
         """What it is."""
         return f"sign{block_name(self.block)}"
 
-    @property
-    def needs_shapes(self) -> bool:
-        """Whether its blocks are tensors, which it is not told yet."""
-        return self.block == "tensor"
-
-    def with_shapes(self, shapes: Shapes) -> Sign:
-        """Return the same for vectors of these tensors."""
-        return replace(self, block=sizes_of(shapes))
-
-    def sent_size(self, size: int) -> int:
-        """Return ``size``."""
-        return size
-
     def on_client(self, payload: Payload, seed: int) -> Payload:
         """Take signs and means."""
         return with_values(payload, self._quantised, self.name)
-
-    def on_server(self, payload: Payload, seed: int, size: int) -> Payload:
-        """Nothing is to be done: the payload says what codes mean."""
-        return payload
 
     def _quantised(self, values: Tensor) -> Quantised:
         block = known_block(self.block, values.numel())
