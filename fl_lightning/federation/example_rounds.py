@@ -17,6 +17,7 @@ from torch import Tensor
 from fl_lightning.client.example_gradients import ExampleGradients
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.poisson_batches import poisson_batches
+from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.space import Space
 from fl_lightning.federation.privacy_ledger import PrivacyLedger
 from fl_lightning.federation.round_record import RoundRecord
@@ -79,7 +80,18 @@ class ExampleRounds:
     def batches(
         self, shard: Tensor, batch_size: int, num_steps: int, client: int, round_index: int
     ) -> tuple[Tensor, list[int]]:
-        """Return the examples of a client's local steps, see `poisson_batches`."""
+        """Return the examples of a client's local steps, see `poisson_batches`.
+
+        Raises:
+            ConfigurationError: if there are more steps than the ledger counts.
+        """
+        counted = int(self.ledger.mechanism.local.num_steps[client])
+        if num_steps > counted:
+            raise ConfigurationError(
+                f"federation.privacy: client {client} is about to take {num_steps} local steps, and "
+                f"{counted} are accounted for: its shard or the batch size has changed since the "
+                "fit began"
+            )
         return poisson_batches(
             shard,
             batch_size,

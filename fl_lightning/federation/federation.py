@@ -47,11 +47,6 @@ from fl_lightning.federation.engine_options import (
     EngineOptions,
     trains_in_large_groups,
 )
-from fl_lightning.federation.example_checks import (
-    check_examples_private,
-    check_local_steps,
-    warn_of_unprotected,
-)
 from fl_lightning.federation.example_rounds import ExampleRounds
 from fl_lightning.federation.fine_tuning import FineTuning
 from fl_lightning.federation.fresh_losses import refresh_losses
@@ -66,13 +61,13 @@ from fl_lightning.federation.option_checks import (
     check_values,
 )
 from fl_lightning.federation.personal_models import PersonalModels
-from fl_lightning.federation.privacy_checks import (
-    check_nothing_else,
-    check_private,
-    check_whole_cohorts,
-    warn_of_releases,
+from fl_lightning.federation.privacy_checks import check_whole_cohorts
+from fl_lightning.federation.privacy_run import (
+    announce_privacy,
+    check_privacy,
+    privacy_at_work,
+    protects_clients,
 )
-from fl_lightning.federation.privacy_run import example_rounds, private_rounds
 from fl_lightning.federation.private_rounds import PrivateRounds
 from fl_lightning.federation.round_options import RoundOptions
 from fl_lightning.federation.rounds import RoundRunner
@@ -210,14 +205,19 @@ class Federation(Callback):
             cohort = UniformCohort(size=asynchronous.buffer_size)  # who calibrates a mask, e.g.
         self.cohort = cohort if cohort is not None else AllClients()
         self.engine = EngineOptions(engine, slots, None if speedups is None else tuple(speedups))
-        if isinstance(privacy, ExampleDP):
-            check_examples_private(
-                privacy, self.cohort, correction, personal, asynchronous, self.engine
-            )
+        check_privacy(
+            privacy,
+            cohort=self.cohort,
+            aggregator=aggregator,
+            correction=correction,
+            personal=personal,
+            updates=updates or [],
+            asynchronous=asynchronous,
+            attackers=attackers,
+            engine=self.engine,
+        )
+        if isinstance(privacy, ExampleDP):  # it has a local step of its own
             self.engine = EngineOptions("sequential")
-        elif privacy is not None:
-            check_private(privacy, self.cohort, aggregator, correction, updates)
-            check_nothing_else(asynchronous, attackers)
         self.privacy = privacy
         check_secure(
             aggregator,
@@ -257,7 +257,7 @@ class Federation(Callback):
         if stage != "fit":
             return
         check_compatible(trainer, pl_module)
-        if self._protects_clients:
+        if protects_clients(self.privacy):
             check_whole_cohorts(trainer)
         data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
         check_shards(data, self.on_client_failure)
@@ -265,7 +265,7 @@ class Federation(Callback):
             self.attackers.enter(data)
             self._cleanup.callback(data.poison, [], None)
         population = Population(data.clients.num_examples)
-        num_steps = self._num_steps(trainer, data)
+        num_steps = self._num_steps(trainer.accumulate_grad_batches, data)
         self._time = VirtualTime.of(self.devices, self.asynchronous, num_steps, self.seed)
         groups = RoundGroups(
             self._time.cohort or self.cohort,
@@ -273,7 +273,7 @@ class Federation(Callback):
             self.seed,
             share=self._share(trainer, data),
             clients_per_group=self._num_together(trainer, pl_module, data),
-            restarts=self._protects_clients or getattr(self.aggregator, "restarts", False),
+            restarts=protects_clients(self.privacy) or getattr(self.aggregator, "restarts", False),
             limit=trainer.limit_train_batches or 1.0,  # with 0 Lightning does not train
             fewest=self._fewest_clients,
         )
@@ -302,7 +302,17 @@ class Federation(Callback):
         for config in trainer.lr_scheduler_configs:
             config.interval = "epoch"  # a step is a round, however many groups of clients it has
         check_correction(trainer, self.correction, self.personal)
-        private = self._private_rounds(trainer)
+        data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
+        private = privacy_at_work(
+            trainer,
+            self.privacy,
+            self.cohort,
+            self.seed,
+            self.aggregator,
+            cohort_size=self._groups.num_clients,
+            num_steps=self._num_steps(self._accumulate, data),
+            accumulate=self._accumulate,
+        )
         aggregator = (
             private.aggregator
             if isinstance(private, PrivateRounds)
@@ -321,7 +331,7 @@ class Federation(Callback):
             updates=self.updates,
             download=self.download,
             client_memory_bytes=self.client_memory_gb * 1e9,
-            num_clients=len(trainer.datamodule.clients),  # type: ignore[attr-defined]
+            num_clients=len(data.clients),
             fleet=self._time.fleet,
             versions=self._time.versions(),
             examples=private if isinstance(private, ExampleRounds) else None,
@@ -344,7 +354,7 @@ class Federation(Callback):
         self._cleanup.callback(self.rounds.clients.step.use, ())
         install(trainer, self.rounds)
         self._cleanup.enter_context(preserve_global_generators())
-        for owner in (pl_module, trainer.datamodule):  # type: ignore[attr-defined]
+        for owner in (pl_module, data):
             self._cleanup.callback(GroupsPassBy(owner).remove)
 
     @property
@@ -354,41 +364,12 @@ class Federation(Callback):
             return 1
         return max(FEWEST_CLIENTS, getattr(self.privacy, "min_shares", None) or 0)
 
-    @property
-    def _protects_clients(self) -> bool:
-        return self.privacy is not None and not isinstance(self.privacy, ExampleDP)
-
-    def _private_rounds(self, trainer: Trainer) -> PrivateRounds | ExampleRounds | None:
-        """Return privacy at work, if there is any."""
-        privacy = self.privacy
-        if privacy is None:
-            return None
-        if isinstance(privacy, ExampleDP):
-            check_local_steps(trainer, self._accumulate)
-            num_steps = self._num_steps(trainer, trainer.datamodule)  # type: ignore[attr-defined]
-            return example_rounds(trainer, privacy, self.cohort, self.seed, num_steps)
-        size = self._groups.num_clients
-        return private_rounds(trainer, privacy, self.cohort, self.seed, self.aggregator, size)
-
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Go on from a checkpoint of a run whose rounds had another number of groups."""
         if self._groups_before != len(self._groups):
             renumber_groups(trainer, self._groups_before, len(self._groups))
         assert self.rounds is not None
-        if self.privacy is None or self.rounds.private is None:
-            return
-        self.rounds.private.announce()
-        if isinstance(self.privacy, ExampleDP):
-            warn_of_unprotected(trainer, self.privacy)
-        else:
-            warn_of_releases(
-                trainer,
-                self.privacy,
-                num_clients=len(trainer.datamodule.clients),  # type: ignore[attr-defined]
-                num_buffers=self.rounds.server.model.buffers.numel(),
-                has_memory=self.rounds.has_memory,
-            )
-        self.rounds.private.ledger.stop_within_budget(trainer)
+        announce_privacy(trainer, self.privacy, self.rounds)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let what hooks draw between rounds depend on the round alone."""
@@ -498,10 +479,10 @@ class Federation(Callback):
             module, max(1.0, per_client * trainer.accumulate_grad_batches), data.batch_size
         )
 
-    def _num_steps(self, trainer: Trainer, data: FederatedDataModule) -> npt.NDArray[np.int64]:
+    def _num_steps(self, accumulate: int, data: FederatedDataModule) -> npt.NDArray[np.int64]:
         """Return the local steps of every client's round."""
         batches = self._local_batches(data)
-        return batches if self.local_steps else -(-batches // trainer.accumulate_grad_batches)
+        return batches if self.local_steps else -(-batches // accumulate)
 
     def _local_batches(self, data: FederatedDataModule) -> npt.NDArray[np.int64]:
         """Return the batches, or with ``local_steps`` the steps, of every client's round."""

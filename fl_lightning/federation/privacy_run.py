@@ -1,21 +1,124 @@
-"""Privacy at work, made for a Trainer's run: of clients, or of their single examples."""
+"""Privacy in a Trainer's run: what it goes with, how it is made, what is said of it.
+
+Of clients or of their single examples: which of the two is asked here and nowhere else.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 from lightning.pytorch import Trainer
 
+from fl_lightning.client.correction import Correction
+from fl_lightning.client.personalisation import Personalisation
 from fl_lightning.data.cohort import CohortSampler, PoissonCohort
 from fl_lightning.data.federated import FederatedDataModule
+from fl_lightning.federation.engine_options import EngineOptions
+from fl_lightning.federation.example_checks import (
+    check_examples_private,
+    check_local_steps,
+    warn_of_unprotected,
+)
 from fl_lightning.federation.example_rounds import ExampleRounds
-from fl_lightning.federation.privacy_checks import check_one_mask
+from fl_lightning.federation.privacy_checks import (
+    check_nothing_else,
+    check_one_mask,
+    check_private,
+    warn_of_releases,
+)
 from fl_lightning.federation.private_rounds import PrivateRounds
 from fl_lightning.federation.ranks import Ranks
+from fl_lightning.federation.rounds import RoundRunner
 from fl_lightning.server.privacy.example import ExampleDP
 from fl_lightning.server.privacy.mechanism import Privacy
 from fl_lightning.server.privacy.run import LocalSampling, Run
 from fl_lightning.server.protected import TakesNoiseShares
+from fl_lightning.updates.path import Step
+
+
+def check_privacy(
+    privacy: Privacy | ExampleDP | None,
+    *,
+    cohort: CohortSampler,
+    aggregator: object,
+    correction: Correction | None,
+    personal: Personalisation | None,
+    updates: Sequence[Step],
+    asynchronous: object,
+    attackers: object,
+    engine: EngineOptions,
+) -> None:
+    """Refuse options of a federation for which nothing is proved.
+
+    Raises:
+        ConfigurationError: naming them.
+    """
+    if isinstance(privacy, ExampleDP):
+        check_examples_private(privacy, cohort, correction, personal, asynchronous, engine)
+    elif privacy is not None:
+        check_private(privacy, cohort, aggregator, correction, updates)
+        check_nothing_else(asynchronous, attackers)
+
+
+def protects_clients(privacy: Privacy | ExampleDP | None) -> bool:
+    """Return whether it is clients whose taking part is hidden."""
+    return privacy is not None and not isinstance(privacy, ExampleDP)
+
+
+def privacy_at_work(
+    trainer: Trainer,
+    privacy: Privacy | ExampleDP | None,
+    cohort: CohortSampler,
+    seed: int,
+    aggregator: object,
+    *,
+    cohort_size: int,
+    num_steps: npt.NDArray[np.int64],
+    accumulate: int,
+) -> PrivateRounds | ExampleRounds | None:
+    """Return what makes a run's rounds private; None if nothing was asked for.
+
+    Args:
+        trainer: set up for fitting.
+        privacy: what the user asked for.
+        cohort: who takes part.
+        seed: the run's.
+        aggregator: what the user asked for.
+        cohort_size: clients of a round, as many as are expected.
+        num_steps: local steps of every client's round, shape (num_clients,).
+        accumulate: batches of a local step.
+
+    Raises:
+        ConfigurationError: if the run cannot be accounted for.
+    """
+    if privacy is None:
+        return None
+    if isinstance(privacy, ExampleDP):
+        check_local_steps(trainer, accumulate)
+        return example_rounds(trainer, privacy, cohort, seed, num_steps)
+    return private_rounds(trainer, privacy, cohort, seed, aggregator, cohort_size)
+
+
+def announce_privacy(
+    trainer: Trainer, privacy: Privacy | ExampleDP | None, rounds: RoundRunner
+) -> None:
+    """Say before the first round what is promised and what is not; stop where nothing is left."""
+    if privacy is None or rounds.private is None:
+        return
+    rounds.private.announce()
+    if isinstance(privacy, ExampleDP):
+        warn_of_unprotected(trainer, privacy)
+    else:
+        warn_of_releases(
+            trainer,
+            privacy,
+            num_clients=len(trainer.datamodule.clients),  # type: ignore[attr-defined]
+            num_buffers=rounds.server.model.buffers.numel(),
+            has_memory=rounds.has_memory,
+        )
+    rounds.private.ledger.stop_within_budget(trainer)
 
 
 def private_rounds(

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import seed_everything
@@ -22,7 +23,9 @@ from fl_lightning import (
 )
 from fl_lightning.client.devices import Devices
 from fl_lightning.client.speeds import LogNormalSpeeds
+from fl_lightning.data.cohort import AllClients
 from fl_lightning.data.weighted_cohorts import BySizeCohort
+from fl_lightning.federation.example_rounds import ExampleRounds
 from fl_lightning.server import FedBuff
 from fl_lightning.server.privacy.run import LocalSampling, Run
 from fl_lightning.server.robust.median import Median
@@ -107,6 +110,32 @@ def test_what_is_said_logged_and_accounted(caplog):
     names = {name for name in silent.callback_metrics if not name.startswith(("val", "privacy"))}
     assert names == {"round/update_norm"}
     assert "privacy/clip_fraction" not in facts(silent)
+
+
+@pytest.mark.parametrize("clients_per_group", [1, 3])
+def test_every_step_of_local_epochs_is_accounted(clients_per_group):
+    """In however many groups the clients come: for Lightning these are accumulated batches."""
+    sizes = toy_data().clients.num_examples
+    local = LocalSampling(sizes, 8, 3 * -(-sizes // 8))
+    made = private().mechanism(Run(UniformCohort(size=3), 6, 2, seed=4, local=local))
+    _, trainer = run(
+        2,
+        privacy=private(),
+        cohort=UniformCohort(size=3),
+        local_steps=None,
+        local_epochs=3,
+        clients_per_group=clients_per_group,
+    )
+    assert facts(trainer)["privacy/epsilon"] == pytest.approx(made.epsilon(2), rel=1e-4)
+
+
+def test_steps_that_nobody_counted_are_refused():
+    local = LocalSampling(np.array([10]), 8, np.array([2]))
+    rounds = ExampleRounds(private(), Run(AllClients(), 1, 1, seed=4, local=local))
+    _, sizes = rounds.batches(torch.arange(10), 8, 2, 0, 0)
+    assert len(sizes) == 2
+    with pytest.raises(ConfigurationError, match="client 0 is about to take 3 local steps, and 2"):
+        rounds.batches(torch.arange(10), 8, 3, 0, 0)
 
 
 def test_a_budget_ends_the_run_and_noise_is_found_for_one():
