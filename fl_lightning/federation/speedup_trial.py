@@ -1,7 +1,8 @@
 """Which speedups of a local step to use: those asked for, or those that a trial found to pay.
 
 A trial adds one speedup after the other, and keeps it if a client's update is still the same and
-its steps take less time, both ways measured in turn.
+its steps take less time, both ways measured in turn. A compiled graph is tried in the other memory
+layout as well.
 """
 
 from __future__ import annotations
@@ -94,11 +95,13 @@ class SpeedupTrial:
             candidates = [speedup for speedup in candidates if speedup != "compiled"]
         sample = client.head(max(1, math.ceil(_SECONDS_OF_A_TRY / one)))
         expected, total, remarks = train_one(sample.head(2)), 1.0, ""
-        for speedup in candidates:
+        for added in additions(candidates):
             before = self._step.speedups
-            ratio, remark = self._tried((*before, speedup), sample, train_one, expected)
+            if set(added) & set(before):
+                continue
+            ratio, remark = self._tried(before, added, sample, train_one, expected)
             pays = ratio >= _LEAST_RATIO
-            self._step.use((*before, speedup) if pays else before)
+            self._step.use((*before, *added) if pays else before)
             total *= ratio if pays else 1.0
             remarks += remark
         if not self._step.speedups:
@@ -121,36 +124,40 @@ class SpeedupTrial:
 
     def _tried(
         self,
-        speedups: tuple[Speedup, ...],
+        before: tuple[Speedup, ...],
+        added: tuple[Speedup, ...],
         sample: ClientWork,
         train_one: TrainOne,
         expected: ClientUpdate,
     ) -> tuple[float, str]:
-        """Return how many times faster a step is with one more, 0 if impossible, and a remark."""
-        is_compiled, began = speedups[-1] == "compiled", time.perf_counter()
+        """Return how many times faster a step is with more, 0 if impossible, and a remark."""
+        is_compiled, began = "compiled" in added, time.perf_counter()
         try:
-            ratio = self._ratio(speedups, sample, train_one, expected)
+            ratio = self._ratio(before, added, sample, train_one, expected)
         except ClientFailure as failure:  # e.g. a view of images that wants the usual layout
             return 0.0, f"; {failure.__cause__ or failure.reason}" if is_compiled else ""
         spent = time.perf_counter() - began
-        return ratio, f"; {ratio:.2f} by compiling, tried in {spent:.0f} s" if is_compiled else ""
+        with_layout = " in channels_last" if len(added) > 1 else ""
+        remark = f"; {ratio:.2f} by compiling{with_layout}, tried in {spent:.0f} s"
+        return ratio, remark if is_compiled else ""
 
     def _ratio(
         self,
-        speedups: tuple[Speedup, ...],
+        before: tuple[Speedup, ...],
+        added: tuple[Speedup, ...],
         sample: ClientWork,
         train_one: TrainOne,
         expected: ClientUpdate,
     ) -> float:
-        """Return how many times faster a step is with one more speedup; 0 if the update differs.
+        """Return how many times faster a step is with more speedups; 0 if the update differs.
 
         Raises:
             ClientFailure: if its steps fail.
         """
         without: list[float] = []
         with_it: list[float] = []
-        turns = ((speedups[:-1], without), (speedups, with_it))
-        self._step.use(speedups)
+        turns = ((before, without), ((*before, *added), with_it))
+        self._step.use((*before, *added))
         with warnings.catch_warnings():
             warnings.simplefilter("error", NotCompiled)
             found = train_one(sample.head(2))
@@ -169,6 +176,17 @@ class SpeedupTrial:
         tolerance = _TOLERANCE if is_full else _HALF_TOLERANCE
         pairs = ((expected.delta, found.delta), (expected.buffers, found.buffers))
         return all(float((a - b).norm()) <= tolerance * float(a.norm()) for a, b in pairs)
+
+
+def additions(candidates: Sequence[Speedup]) -> list[tuple[Speedup, ...]]:
+    """Return what to add in turn: each alone, and a compiled graph in the other layout before that.
+
+    PyTorch's own kernels may be slower in a layout in which compiled ones are faster.
+    """
+    additions: list[tuple[Speedup, ...]] = [(speedup,) for speedup in candidates]
+    if {"channels_last", "compiled"} <= set(candidates):
+        additions.insert(-1, ("channels_last", "compiled"))
+    return additions
 
 
 def _seconds(train_one: TrainOne, work: ClientWork) -> float:

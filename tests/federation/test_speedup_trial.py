@@ -131,6 +131,18 @@ def test_a_resumed_run_keeps_to_it(tmp_path, monkeypatch, moment):
     assert torch.equal(weights(module), weights(expected))
 
 
+def test_a_graph_is_tried_in_both_layouts():
+    """Compiled kernels may be fast in a layout in which PyTorch's own are slow."""
+    tried = speedup_trial.additions(["channels_last", "fused_optimizer", "compiled"])
+    assert tried == [
+        ("channels_last",), ("fused_optimizer",), ("channels_last", "compiled"), ("compiled",)
+    ]  # fmt: skip
+    assert speedup_trial.additions(["fused_optimizer", "compiled"]) == [
+        ("fused_optimizer",),
+        ("compiled",),
+    ]
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("long_run")
 def test_compiled_where_a_run_is_long_and_again_when_resumed(tmp_path, monkeypatch, caplog):
