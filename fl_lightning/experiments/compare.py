@@ -13,7 +13,7 @@ from jsonargparse.typing import PositiveInt
 from fl_lightning.experiments.experiment import BEFORE, Experiment
 from fl_lightning.experiments.figure import draw
 from fl_lightning.experiments.plan import Resolve, plan_runs
-from fl_lightning.experiments.results import Result, read_result, write_csv
+from fl_lightning.experiments.results import Result, read_result, write_csv, write_curves
 from fl_lightning.experiments.schedule import train_all
 from fl_lightning.experiments.table import matrix_table, results_table
 from fl_lightning.experiments.training import is_finished
@@ -76,13 +76,14 @@ def _experiment(given: Any) -> Experiment:
 
 
 def _report(experiment: Experiment, results: Sequence[Result], out: Path) -> None:
-    """Write results.csv, results.md and results.png; print the tables."""
+    """Write results.csv, curves.csv, results.md and results.png; print the tables."""
     axes = experiment.axes
     text = results_table(results)
     if len(axes) == 2:
         text = "\n\n".join([text, *(matrix_table(results, m, axes) for m in experiment.report)])
     write_csv(out / "results.csv", results)
+    write_curves(out / "curves.csv", results)
     (out / "results.md").write_text(text + "\n")
     draw(out / "results.png", results, experiment.report, axes, experiment.over)
-    print(f"\n{text}\n\nresults:    {out}/results.csv, results.md, results.png")
+    print(f"\n{text}\n\nresults:    {out}/results.csv, curves.csv, results.md, results.png")
     print(f"look:       tensorboard --logdir {out}")

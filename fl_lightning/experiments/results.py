@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.experiments.curves import Curve, curves
@@ -114,14 +114,30 @@ def spreads(results: Sequence[Result]) -> dict[str, Spread]:
 
 def write_csv(path: Path, results: Sequence[Result]) -> None:
     """Write one row a run, with as many digits as there are."""
-    axes = list(dict.fromkeys(axis for r in results for axis in r.variant.coordinates))
     columns = list(dict.fromkeys(name for r in results for name in r.columns))
+    rows = [(r, [r.columns.get(name, "") for name in columns]) for r in results]
+    _write(path, columns, rows)
+
+
+def write_curves(path: Path, results: Sequence[Result]) -> None:
+    """Write one row a round of every run: the reported metrics, empty where one was not logged."""
+    metrics = list(dict.fromkeys(name for r in results for name in r.curves))
+    rows = [
+        (r, [number, *(r.curves.get(name, {}).get(number, "") for name in metrics)])
+        for r in results
+        for number in sorted(set().union(*r.curves.values()))
+    ]
+    _write(path, ["round", *metrics], rows)
+
+
+def _write(path: Path, columns: Sequence[str], rows: Sequence[tuple[Result, list[Any]]]) -> None:
+    """Write numbers in columns, each row after the run that it is of."""
+    axes = list(dict.fromkeys(axis for r, _ in rows for axis in r.variant.coordinates))
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["variant", *axes, "seed", *columns])
-        for r in results:
+        for r, numbers in rows:
             place = [r.variant.coordinates.get(axis, "") for axis in axes]
-            numbers = [r.columns.get(name, "") for name in columns]
             writer.writerow([r.variant.name, *place, r.seed, *numbers])
 
 

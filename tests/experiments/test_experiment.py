@@ -14,7 +14,7 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.experiments import Experiment, Variant
 from fl_lightning.experiments.figure import _draw_curves, draw
 from fl_lightning.experiments.plan import plan_runs
-from fl_lightning.experiments.results import Result, Spread, write_csv
+from fl_lightning.experiments.results import Result, Spread, write_csv, write_curves
 from fl_lightning.experiments.table import matrix_table, results_table
 
 BASE = {"trainer": {}}
@@ -132,6 +132,18 @@ def test_the_csv_keeps_every_digit(tmp_path):
     (row,) = csv.DictReader((tmp_path / "r.csv").read_text().splitlines())
     assert float(row["test/accuracy"]) == value
     assert (row["variant"], row["x"], row["y"], row["seed"]) == ("a / b", "a", "b", "3")
+
+
+def test_the_csv_of_curves_has_a_row_a_round(tmp_path):
+    curves = {"val/loss": {1: 3.0, 2: math.pi}, "val/accuracy": {2: 0.5}}
+    results = [Result(Variant("a", (), {"x": "b"}), 7, curves, {}), result("none", 0, 0.1)]
+    write_curves(tmp_path / "c.csv", results)
+    rows = list(csv.reader((tmp_path / "c.csv").read_text().splitlines()))
+    assert rows == [
+        ["variant", "x", "seed", "round", "val/loss", "val/accuracy"],
+        ["a", "b", "7", "1", "3.0", ""],
+        ["a", "b", "7", "2", repr(math.pi), "0.5"],
+    ]
 
 
 def test_curves_over_virtual_time_end_where_the_time_does(tmp_path):
