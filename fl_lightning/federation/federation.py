@@ -53,7 +53,7 @@ from fl_lightning.federation.fresh_losses import refresh_losses
 from fl_lightning.federation.group_size import num_short_clients
 from fl_lightning.federation.groups import RoundGroups, Share
 from fl_lightning.federation.hooks import GroupsPassBy
-from fl_lightning.federation.loop import install, renumber_groups
+from fl_lightning.federation.loop import begin_next_round, install, renumber_groups
 from fl_lightning.federation.option_checks import (
     check_cohort_size,
     check_correction,
@@ -365,7 +365,8 @@ class Federation(Callback):
         return max(FEWEST_CLIENTS, getattr(self.privacy, "min_shares", None) or 0)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Go on from a checkpoint of a run whose rounds had another number of groups."""
+        """Go on from a checkpoint, also of a run whose rounds had another number of groups."""
+        begin_next_round(trainer)
         if self._groups_before != len(self._groups):
             renumber_groups(trainer, self._groups_before, len(self._groups))
         assert self.rounds is not None

@@ -8,7 +8,8 @@ This is the only file that touches protected names of Lightning:
 `_AutomaticOptimization` with its ``run`` and ``optim_progress``, and
 ``trainer.fit_loop.epoch_loop.automatic_optimization``. They are unchanged in Lightning 2.5 and 2.6
 and are checked when this file is imported and when the loop is installed. The counters of rounds
-and groups, ``epoch_progress`` and ``batch_progress``, are read and set here as well.
+and groups, ``epoch_progress`` and ``batch_progress``, are read and set here as well, and where a
+resumed run begins: ``restarted_mid_epoch`` and its like of both loops.
 """
 
 from __future__ import annotations
@@ -115,3 +116,19 @@ def renumber_groups(trainer: Trainer, saved: int, present: int) -> None:
             setattr(current, name, present)
         elif getattr(current, name) == saved - 1:  # the last group's end was being dealt with
             setattr(current, name, present - 1)
+
+
+def begin_next_round(trainer: Trainer) -> None:
+    """After resuming from a checkpoint between two rounds, have the next one begin as any other.
+
+    With a checkpoint from the end of a round's last group Lightning counts the round as done, yet
+    passes over the start of the next one: no hook would hear ``on_train_epoch_start``.
+
+    Args:
+        trainer: about to go on, its progress restored.
+    """
+    rounds = trainer.fit_loop
+    groups = rounds.epoch_loop
+    is_last = groups.restarted_on_train_batch_end and groups.batch_progress.is_last_batch
+    if rounds.restarted_mid_epoch and is_last:
+        rounds.reset_restart_stage()

@@ -6,11 +6,20 @@ from lightning.pytorch import seed_everything
 from toys import SaveEverywhere, ToyModule, toy_data, toy_trainer, weights
 
 from fl_lightning import ConfigurationError, Federation, PoissonCohort, UniformCohort
+from fl_lightning.data.weighted_cohorts import PowerOfChoiceCohort
 
 
-def run(ckpt_path=None, callbacks=(), cohort=None, server_optimizer=None, seed=4, **options):
+def run(
+    ckpt_path=None,
+    callbacks=(),
+    cohort=None,
+    server_optimizer=None,
+    seed=4,
+    kind=ToyModule,
+    **options,
+):
     seed_everything(0, verbose=False)
-    module = ToyModule(dropout=0.3, batch_norm=True)
+    module = kind(dropout=0.3, batch_norm=True)
     federation = Federation(
         cohort=cohort or UniformCohort(size=3),
         local_epochs=2,
@@ -75,6 +84,25 @@ def test_resume_with_cohorts_of_varying_size(tmp_path, moment):
     cohort = PoissonCohort(fraction=0.5)
     expected, _ = run(callbacks=[SaveEverywhere(tmp_path)], cohort=cohort)
     module, _ = run(ckpt_path=tmp_path / f"{moment}.ckpt", cohort=cohort)
+    assert torch.equal(weights(module), weights(expected))
+
+
+class DrawsBetweenRounds(ToyModule):
+    """Shakes its weights at the start of every round."""
+
+    def on_train_epoch_start(self):
+        with torch.no_grad():
+            self.net[0].weight.add_(0.1 * torch.randn_like(self.net[0].weight))
+
+
+@pytest.mark.parametrize("moment", ["0-group0", "0-group2", "1-group2", "1-validation", "1-end"])
+def test_the_start_of_a_round_is_the_same(tmp_path, moment):
+    options = {
+        "kind": DrawsBetweenRounds,
+        "cohort": PowerOfChoiceCohort(size=3, num_candidates=5),  # by losses measured just then
+    }
+    expected, _ = run(callbacks=[SaveEverywhere(tmp_path)], **options)
+    module, _ = run(ckpt_path=tmp_path / f"{moment}.ckpt", **options)
     assert torch.equal(weights(module), weights(expected))
 
 
