@@ -122,7 +122,9 @@ def begin_next_round(trainer: Trainer) -> None:
     """After resuming from a checkpoint between two rounds, have the next one begin as any other.
 
     With a checkpoint from the end of a round's last group Lightning counts the round as done, yet
-    passes over the start of the next one: no hook would hear ``on_train_epoch_start``.
+    passes over the start of the next one: no hook would hear ``on_train_epoch_start``. With one
+    from inside that hook it takes the groups of the round before for those of the round that
+    begins: it would train nobody.
 
     Args:
         trainer: about to go on, its progress restored.
@@ -132,3 +134,5 @@ def begin_next_round(trainer: Trainer) -> None:
     is_last = groups.restarted_on_train_batch_end and groups.batch_progress.is_last_batch
     if rounds.restarted_mid_epoch and is_last:
         rounds.reset_restart_stage()
+    elif rounds.restarted_on_epoch_start:
+        groups.restarting = False

@@ -285,6 +285,21 @@ class TestCheckpoints:
             if never is not None:
                 assert never.sizes == []
 
+    def test_a_run_that_broke_while_it_calibrated_anew(self, tmp_path):
+        options, path = {"max_epochs": 4}, tmp_path / "broken.ckpt"
+        scores = Seen()
+        sparse = calibration(every_n_rounds=2, sensitivity=scores)
+        whole, _, _ = fit(sparse, **options)
+        in_the_second = Seen(breaks_at=len(scores.sizes) - 1)
+        broken = calibration(every_n_rounds=2, sensitivity=in_the_second)
+        with pytest.raises(RuntimeError, match="broken"):
+            fit(broken, None, SaveOnException(path), **options)
+        again = calibration(every_n_rounds=2)
+        resumed, _, trainer = fit(again, network(seed=1), ckpt_path=path, **options)
+        assert torch.equal(weights(resumed), weights(whole))
+        assert (again.mask, again.history) == (sparse.mask, sparse.history)
+        assert trainer.global_step == 4
+
     def test_versions(self, tmp_path):
         sparse = calibration(every_n_rounds=2)
         fit(sparse, max_epochs=5, logger=CSVLogger(tmp_path))
@@ -506,13 +521,23 @@ class WhatTrains(Callback):
         self.seen.append([name for name, p in module.named_parameters() if p.requires_grad])
 
 
-class Seen:
-    """Sampled Fisher that notes how many examples it was given."""
+class SaveOnException(Callback):
+    def __init__(self, path):
+        self.path = path
 
-    def __init__(self):
-        self.sizes = []
+    def on_exception(self, trainer, module, exception):
+        trainer.save_checkpoint(self.path)
+
+
+class Seen:
+    """Sampled Fisher that notes how many examples it was given; may break when asked once more."""
+
+    def __init__(self, breaks_at=None):
+        self.sizes, self.breaks_at = [], breaks_at
 
     def __call__(self, module, batches, **options):
+        if len(self.sizes) == self.breaks_at:
+            raise RuntimeError("broken")
         scores = SampledFisher()(module, batches, **options)
         self.sizes.append(scores.num_examples)
         return scores

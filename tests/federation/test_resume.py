@@ -95,15 +95,24 @@ class DrawsBetweenRounds(ToyModule):
             self.net[0].weight.add_(0.1 * torch.randn_like(self.net[0].weight))
 
 
-@pytest.mark.parametrize("moment", ["0-group0", "0-group2", "1-group2", "1-validation", "1-end"])
+class SaveAtTheStartToo(SaveEverywhere):
+    def on_train_epoch_start(self, trainer, module):
+        self.save(trainer, "start")
+
+
+@pytest.mark.parametrize(
+    "moment",
+    ["0-start", "0-group0", "0-group2", "1-start", "1-group2", "1-validation", "1-end"],
+)
 def test_the_start_of_a_round_is_the_same(tmp_path, moment):
     options = {
         "kind": DrawsBetweenRounds,
         "cohort": PowerOfChoiceCohort(size=3, num_candidates=5),  # by losses measured just then
     }
-    expected, _ = run(callbacks=[SaveEverywhere(tmp_path)], **options)
-    module, _ = run(ckpt_path=tmp_path / f"{moment}.ckpt", **options)
+    expected, _ = run(callbacks=[SaveAtTheStartToo(tmp_path)], **options)
+    module, trainer = run(ckpt_path=tmp_path / f"{moment}.ckpt", **options)
     assert torch.equal(weights(module), weights(expected))
+    assert trainer.global_step == 4
 
 
 def test_another_seed_is_refused(uninterrupted):
