@@ -16,6 +16,7 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor
 
 from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.core.errors import ClientFailure, ConfigurationError, RoundFailure
@@ -285,19 +286,30 @@ class RoundRunner:
 
     def _renew_space(self) -> None:
         """Follow masks that changed between rounds: other coordinates travel from here on."""
+        before = self.clients.local.space
+        self.clients.renew_space()
+        after = self.clients.local.space
+        if (after.names, after.mask_fingerprint()) == (before.names, before.mask_fingerprint()):
+            return  # the same ones were set again, as resuming does
         if self._options.versions is not None and self._options.versions.keeps_any:
             raise ConfigurationError(
                 "federation: asynchronous does not work with masks that change during the run: "
                 "clients at work would send other entries than the server expects"
             )
-        before = self.clients.local.space
-        self.clients.renew_space()
-        after = self.clients.local
-        positions = after.space.positions_in(before)
-        self.server.relocate(after.read(), positions)
+        positions = after.positions_in(before)
+        self.server.relocate(self._model_at(positions), positions)
         self._intake.relocate(positions)
-        self._place(after.space)
+        self._place(after)
         self._is_kept_by_lightning = self._can_be_kept_by_lightning()
+
+    def _model_at(self, positions: Tensor) -> GlobalModel:
+        """Return the global model at other coordinates, see `Server.relocate`."""
+        module = self.clients.local.read()
+        if self._is_kept_by_lightning:
+            return module
+        old = self.server.model  # has bits that the module lacks
+        params = torch.where(positions >= 0, old.params[positions.clamp(min=0)], module.params)
+        return GlobalModel(params, old.buffers)
 
     def _check_replies(self) -> None:
         record, wanted = self.record, self._options.min_replies

@@ -10,6 +10,8 @@ from lightning.pytorch import Callback, seed_everything
 from toys import SaveEverywhere, ToyModule, toy_data, toy_trainer, weights
 
 from fl_lightning import ConfigurationError, Federation, MaskCalibration, Mean, UniformCohort
+from fl_lightning.client import Devices, LogNormalSpeeds
+from fl_lightning.server import FedBuff
 from fl_lightning.server.fair_means import QFedAvg
 from fl_lightning.server.overlap_mean import OverlapMean
 from fl_lightning.server.robust.median import Median
@@ -65,14 +67,14 @@ class Plain(ToyModule):
 def run(kind, *callbacks, engine="sequential", ckpt_path=None, federation=None, **options):
     seed_everything(0, verbose=False)
     module = kind()
-    block = Federation(
-        cohort=UniformCohort(size=3),
-        local_epochs=2,
-        engine=engine,
-        seed=4,
-        server_optimizer=lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.5),
-        **(federation or {}),
-    )
+    defaults = {
+        "cohort": UniformCohort(size=3),
+        "local_epochs": 2,
+        "engine": engine,
+        "seed": 4,
+        "server_optimizer": lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.5),
+    }
+    block = Federation(**{**defaults, **(federation or {})})
     trainer = toy_trainer(*callbacks, block, **options)
     before = weights(module)
     trainer.fit(module, datamodule=toy_data(batch_size=4), ckpt_path=ckpt_path)
@@ -188,6 +190,58 @@ def test_resumed_with_masks_that_change(tmp_path, moment):
     expected, *_ = run(Masked, NewMasks(), SaveEverywhere(tmp_path), **options)
     found, *_ = run(Masked, NewMasks(), ckpt_path=tmp_path / f"{moment}.ckpt", **options)
     assert torch.equal(weights(found), weights(expected))
+
+
+ASYNCHRONOUS = {
+    "cohort": None,
+    "devices": Devices(speeds=LogNormalSpeeds(sigma=1.0)),
+    "asynchronous": FedBuff(concurrency=4, buffer_size=2),
+}
+
+
+@pytest.mark.parametrize("how", [{"federation": ASYNCHRONOUS}, {"precision": "bf16-true"}])
+def test_resumed_with_the_mask_of_before(tmp_path, how):
+    _, _, expected, _ = run(Masked, SaveEverywhere(tmp_path), **how)
+    for moment in ("0-end", "1-validation"):
+        _, _, found, _ = run(Masked, ckpt_path=tmp_path / f"{moment}.ckpt", **how)
+        assert torch.equal(found.server.model.params, expected.server.model.params), moment
+
+
+def test_masks_that_change_in_an_asynchronous_run_are_refused():
+    with pytest.raises(ConfigurationError, match="masks that change during the run"):
+        run(Masked, NewMasks(), federation=ASYNCHRONOUS)
+
+
+class Values(Callback):
+    """Notes the server's model before a round, and in it."""
+
+    def __init__(self, block):
+        self.block, self.before, self.inside = block, [], []
+
+    def note(self, where):
+        rounds = self.block.rounds
+        where.append((rounds.clients.local.space, rounds.server.model.params.clone()))
+
+    def on_train_epoch_start(self, trainer, module):
+        self.note(self.before)
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if batch_idx == 0:
+            self.note(self.inside)
+
+
+def test_entries_that_stay_keep_the_bits_that_a_half_precision_module_lacks():
+    block = Federation(cohort=UniformCohort(size=3), clients_per_group=1, seed=4)
+    values = Values(block)
+    trainer = toy_trainer(values, NewMasks(), block, precision="bf16-true")
+    trainer.fit(Masked(), datamodule=toy_data(batch_size=4))
+    (old_space, old), (new_space, new) = values.before[2], values.inside[2]
+    positions = new_space.positions_in(old_space)
+    stays = positions >= 0
+    kept = old[positions[stays]]
+    assert 0 < len(kept) < len(new)
+    assert not torch.equal(kept, kept.bfloat16().float())
+    assert torch.equal(new[stays], kept)
 
 
 def test_a_checkpoint_with_another_mask_is_refused(tmp_path):
