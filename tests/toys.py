@@ -124,11 +124,11 @@ class SaveEverywhere(Callback):
 
 
 class NeedsFile(Callback):
-    """Fails at the start of the second round unless a file is there."""
+    """Fails at the start of a round, the second one by default, unless a file is there."""
 
-    def __init__(self, path: str):
-        self.path = path
+    def __init__(self, path: str, round_: int = 1):
+        self.path, self.round = path, round_
 
     def on_train_epoch_start(self, trainer, module):
-        if trainer.current_epoch == 1 and not Path(self.path).exists():
+        if trainer.current_epoch == self.round and not Path(self.path).exists():
             raise RuntimeError(f"{self.path} is missing")

@@ -373,7 +373,9 @@ class Federation(Callback):
         announce_privacy(trainer, self.privacy, self.rounds)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let what hooks draw between rounds depend on the round alone."""
+        """Follow new masks, and let what hooks draw between rounds depend on the round alone."""
+        assert self.rounds is not None
+        self.rounds.follow_masks()  # ahead of any checkpoint, which would hold them already
         if num_left_out := self._groups.num_left_out(trainer.current_epoch):
             rank_zero_info(
                 f"round {trainer.current_epoch}: a cohort of {num_left_out} is too small for "

@@ -250,8 +250,7 @@ class RoundRunner:
         return self._path.has_memory or self.corrector.correction.remembers or keeps_own
 
     def _open_round(self) -> None:
-        if self.clients.local.has_new_masks and not self.server.is_open:
-            self._renew_space()
+        self.follow_masks()
         if not self._is_noted:  # by now, unlike in the constructor, Lightning has restored both
             self.clients.start_round()
             self._is_noted = True
@@ -284,8 +283,16 @@ class RoundRunner:
         if self._secure is not None:
             rank_zero_info(self._secure.announcement())
 
+    def follow_masks(self) -> None:
+        """Have other coordinates travel from here on if masks changed between rounds.
+
+        Raises:
+            ConfigurationError: if they may not change.
+        """
+        if self.clients.local.has_new_masks and not self.server.is_open:
+            self._renew_space()
+
     def _renew_space(self) -> None:
-        """Follow masks that changed between rounds: other coordinates travel from here on."""
         before = self.clients.local.space
         self.clients.renew_space()
         after = self.clients.local.space

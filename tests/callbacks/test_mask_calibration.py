@@ -8,7 +8,7 @@ from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from sklearn.linear_model import Ridge
 from torch import nn
-from toys import SaveEverywhere, ToyData, ToyModule, toy_data, toy_trainer, weights
+from toys import NeedsFile, SaveEverywhere, ToyData, ToyModule, toy_data, toy_trainer, weights
 
 from fl_lightning import (
     ConfigurationError,
@@ -299,6 +299,16 @@ class TestCheckpoints:
         assert torch.equal(weights(resumed), weights(whole))
         assert (again.mask, again.history) == (sparse.mask, sparse.history)
         assert trainer.global_step == 4
+
+    def test_a_run_that_broke_right_after_it_calibrated_anew(self, tmp_path):
+        options, path = {"max_epochs": 4}, tmp_path / "broken.ckpt"
+        sparse, broken, again = (calibration(every_n_rounds=2, head="freeze") for _ in range(3))
+        whole, _, _ = fit(sparse, **options)
+        with pytest.raises(RuntimeError, match="is missing"):
+            fit(broken, None, NeedsFile("a file", 2), SaveOnException(path), **options)
+        resumed, _, _ = fit(again, network(seed=1), ckpt_path=path, **options)
+        assert torch.equal(weights(resumed), weights(whole))
+        assert (again.mask, again.history) == (sparse.mask, sparse.history)
 
     def test_versions(self, tmp_path):
         sparse = calibration(every_n_rounds=2)
