@@ -205,11 +205,6 @@ class MaskCalibration(Callback):
                 "their own; this run has none. Leave per_client out for one mask for all"
             )
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let all processes know the masks of this round's clients."""
-        if self._clients is not None:
-            self._clients.exchange(Ranks(trainer))
-
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Calibrate anew after every n-th round, if asked to."""
         self._recalibrate(trainer)
@@ -223,6 +218,18 @@ class MaskCalibration(Callback):
         and its end: Lightning passes over the start of the next one.
         """
         self._recalibrate(trainer)
+
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Let all processes know the masks of this round's clients, ahead of any checkpoint."""
+        if self._clients is not None and trainer.is_last_batch:
+            self._clients.exchange(Ranks(trainer))
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Give the module back with everything unfrozen that trained before."""
