@@ -16,12 +16,14 @@ from typing import Any, Literal, TypeAlias, final
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from fl_lightning.callbacks.calibration_bytes import calibration_bytes, head_bytes
 from fl_lightning.callbacks.calibration_checks import (
     check_callbacks,
     check_forward,
     check_options,
 )
 from fl_lightning.callbacks.client_masks import ClientMasks
+from fl_lightning.callbacks.example_owners import federation_of
 from fl_lightning.callbacks.head_fitting import fit_head
 from fl_lightning.callbacks.mask_report import MaskReport
 from fl_lightning.callbacks.owner_scores import OwnerScores
@@ -50,6 +52,10 @@ class MaskCalibration(Callback):
 
     Everything that is neither under the mask nor the head is frozen while the fit lasts, among it
     embeddings of patches and positions.
+
+    A calibration is paid once, ahead of the rounds: every client of its cohort sends 4 bytes for
+    each maskable entry in each of its rounds, ``calibration/total_bytes_up`` in sum, whatever the
+    density. One round, a smaller ``cohort`` or a rule without scores make it cheaper.
 
     Args:
         density: fraction of the maskable entries that train, in (0, 1].
@@ -280,7 +286,7 @@ class MaskCalibration(Callback):
         return {
             "head/seconds": time.perf_counter() - began,
             "head/rounds": float(fitted.rounds),
-            "head/bytes_up": 8.0 * fitted.values_up,  # in double precision
+            **head_bytes(trainer, fitted),
         }
 
     def _calibrate(self, trainer: Trainer, metrics: dict[str, float]) -> None:
@@ -288,14 +294,13 @@ class MaskCalibration(Callback):
         assert self._moves is not None
         began = time.perf_counter()
         names = self._names()
-        mask = self._scores.mask(trainer, self._plan, names, len(self.history))
+        version = len(self.history)
+        mask = self._scores.mask(trainer, self._plan, names, version)
         seconds = time.perf_counter() - began
-        scores = self._plan.chosen_rule.needs_scores
-        metrics = {
-            **metrics,
-            "calibration/seconds": seconds,
-            "calibration/bytes_up": 4.0 * mask.num_entries * scores,  # per client and round of it
-        }
+        metrics = {**metrics, "calibration/seconds": seconds}
+        if federation_of(trainer) is not None:
+            num_sent = self._scores.num_sent(trainer, self._plan, version)
+            metrics |= calibration_bytes(mask.num_entries, num_sent)
         self._use(trainer, mask, f"calibrated in {seconds:.1f} s", metrics)
 
     def _everything(self, module: LightningModule) -> Mask:

@@ -98,6 +98,14 @@ class OwnerScores:
                 calibration.step(_summed(trainer, values, visits[number], score))
         return calibration.mask.to("cpu")
 
+    def num_sent(self, trainer: Trainer, plan: CalibrationPlan, version: int) -> int:
+        """Return how many clients send scores for a mask, summed over the rounds of calibration."""
+        if not plan.chosen_rule.needs_scores:
+            return 0
+        owners = example_owners(trainer)
+        rounds = range(plan.rounds)
+        return sum(len(self._drawn(trainer, owners, version, number)[0]) for number in rounds)
+
     def mask_of(
         self, trainer: Trainer, plan: CalibrationPlan, names: list[str], owner: int
     ) -> Mask:
@@ -127,16 +135,22 @@ class OwnerScores:
         parameters = {name: own[name] for name in names}
         return Calibration(plan, parameters, seed=derive_seed(self.seed, _PURPOSE, *ids))
 
-    def _visits(
+    def _drawn(
         self, trainer: Trainer, owners: ExampleOwners, version: int, number: int
-    ) -> _Visits:
+    ) -> tuple[Numbers, Numbers]:
+        """Return the owners that score in a round of calibration, and on how many examples."""
         federation, population = federation_of(trainer), Population(owners.num_examples)
         sampler = AllClients() if federation is None else self.cohort or federation.cohort
         ids = sampler.sample(number, population, derive_seed(self.seed, _PURPOSE, version))
         counts = owners.num_examples[ids]
         if self.max_examples is not None and counts.sum() > self.max_examples:
             counts = np.array(apportion(counts.tolist(), self.max_examples))
-        ids, counts = ids[counts > 0], counts[counts > 0]
+        return ids[counts > 0], counts[counts > 0]
+
+    def _visits(
+        self, trainer: Trainer, owners: ExampleOwners, version: int, number: int
+    ) -> _Visits:
+        ids, counts = self._drawn(trainer, owners, version, number)
         mine = own_share(trainer, ids, counts)
         return _Visits(ids[mine], counts[mine])
 

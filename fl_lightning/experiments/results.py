@@ -20,6 +20,13 @@ from fl_lightning.experiments.plan import Run
 from fl_lightning.experiments.training import seconds_of
 
 BEST = " (best round)"
+# What clients sent and got in sum: in rounds, and once, ahead of them or between them.
+BYTES = {
+    "bytes up": "round/total_bytes_up",
+    "calibration bytes up": "calibration/total_bytes_up",
+    "head bytes up": "head/total_bytes_up",
+    "bytes down": "round/total_bytes_down",
+}
 
 
 @dataclass(frozen=True)
@@ -88,9 +95,7 @@ def read_result(run: Run, experiment: Experiment) -> Result:
         best = choose(monitored, key=lambda number: monitored[number])  # the earliest of equal ones
         columns |= {f"{n}{BEST}": c[best] for n, c in reported.items() if best in c and len(c) > 1}
         columns["best round"] = best
-    for way in ("up", "down"):
-        if sent := logged.get(f"round/total_bytes_{way}"):
-            columns[f"bytes {way}"] = sum(sent.values())
+    columns |= {name: sum(logged[of].values()) for name, of in BYTES.items() if of in logged}
     columns["seconds"] = seconds_of(run)
     if virtual := logged.get("round/total_virtual_seconds"):
         columns["virtual seconds"] = _last(virtual)

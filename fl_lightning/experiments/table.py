@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from fl_lightning.experiments.results import Result, Spread, by_variant, spreads
+from fl_lightning.experiments.results import BYTES, Result, Spread, by_variant, spreads
 
 
 def results_table(results: Sequence[Result]) -> str:
@@ -60,7 +60,7 @@ def _cell(column: str, spread: Spread | None) -> str:
     """
     if spread is None:
         return "-"
-    if column.startswith("bytes"):
+    if column in BYTES:
         return _size(spread.mean)
     if column in ("seconds", "best round"):
         return f"{spread.mean:.0f}"

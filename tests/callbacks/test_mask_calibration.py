@@ -1,5 +1,7 @@
 """Masks in a run: found from clients as from all examples at once, kept to, kept, and refused."""
 
+import csv
+
 import numpy as np
 import pytest
 import torch
@@ -75,6 +77,12 @@ def fit(sparse, module=None, *callbacks, data=None, ckpt_path=None, federated=Tr
     data = data if data is not None else toy_data()
     trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
     return module, before, trainer
+
+
+def examples_of_clients():
+    data = toy_data()
+    data.setup("fit")
+    return data.clients.num_examples
 
 
 def pooled(data=None):
@@ -395,14 +403,34 @@ class TestReport:
             )
             if value
         }
+        num_clients = np.count_nonzero(examples_of_clients())
         assert logged["calibration/bytes_up"] == 4 * 40
+        assert logged["calibration/total_bytes_up"] == 4 * 40 * 4 * num_clients  # 4 rounds
         assert logged["head/bytes_up"] == 8 * (9 * 10 // 2 + 9 * 3)
+        assert logged["head/total_bytes_up"] == logged["head/bytes_up"] * num_clients
         assert logged["mask/density"] == 0.3
         said = "12 of 40 maskable parameters train (density 0.3), 0 densely, 27 frozen"
         assert said in caplog.text
         assert sparse.mask.hash() in caplog.text
         events = b"".join(p.read_bytes() for p in (tmp_path / "a/version_0").glob("events*"))
         assert b"mask/density per layer" in events
+
+    @pytest.mark.parametrize(
+        ("options", "federated", "times"),
+        [
+            ({"cohort": UniformCohort(size=2), "rounds": 3}, True, 6),
+            ({"cohort": None, "rounds": 1}, True, 3),  # the federation's
+            ({"rule": RandomEntries()}, True, 0),
+            ({}, False, None),  # in a central run nothing travels
+        ],
+    )
+    def test_all_bytes_of_a_calibration(self, options, federated, times, tmp_path):
+        logger = CSVLogger(tmp_path)
+        run = {"logger": logger, "log_every_n_steps": 1, "max_epochs": 1}
+        fit(calibration(**options), federated=federated, **run)
+        with open(logger.experiment.metrics_file_path) as file:
+            sent = next(csv.DictReader(file)).get("calibration/total_bytes_up")
+        assert (sent and float(sent)) == (None if times is None else times * 4 * 40)
 
     @pytest.mark.parametrize(
         ("bar", "shown"), [(TQDMProgressBar, True), (RichProgressBar, True), (None, False)]

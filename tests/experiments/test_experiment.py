@@ -1,6 +1,7 @@
 """What an experiment's keys mean, and what comes of numbers, without training anything."""
 
 import csv
+import json
 import math
 from pathlib import Path
 
@@ -9,12 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
+from torch.utils.tensorboard import SummaryWriter
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.experiments import Experiment, Variant
 from fl_lightning.experiments.figure import _draw_curves, draw
-from fl_lightning.experiments.plan import plan_runs
-from fl_lightning.experiments.results import Result, Spread, write_csv, write_curves
+from fl_lightning.experiments.plan import Run, plan_runs
+from fl_lightning.experiments.results import (
+    Result,
+    Spread,
+    read_result,
+    write_csv,
+    write_curves,
+)
 from fl_lightning.experiments.table import matrix_table, results_table
 
 BASE = {"trainer": {}}
@@ -112,6 +120,23 @@ def test_the_table_has_mean_spread_and_number_of_runs():
     assert rows[0] == ["variant", "test/accuracy", "seconds", "bytes up", "runs"]
     assert rows[2] == ["dense", "0.600 ± 0.141", "10", "2 MB", "2"]
     assert rows[3] == ["sparse", "0.250", "10", "200 kB", "1"]
+
+
+def test_bytes_sent_once_have_a_column_of_their_own(tmp_path):
+    run = Run(Variant("sparse", ()), 0, "text", tmp_path)
+    (tmp_path / "run.json").write_text(json.dumps({"fingerprint": run.fingerprint, "seconds": 1}))
+    with SummaryWriter(tmp_path) as writer:
+        for round_ in range(3):
+            writer.add_scalar("val/accuracy", 0.5, round_)
+            writer.add_scalar("round/total_bytes_up", 1e6, round_)
+        for round_ in (0, 2):  # calibrated twice
+            writer.add_scalar("calibration/total_bytes_up", 2e6, round_)
+    report = {"report": ["val/accuracy"], "monitor": "val/accuracy"}
+    found = read_result(run, Experiment(base=BASE, variants={"sparse": None}, **report))
+    assert found.columns["bytes up"] == 3e6
+    assert found.columns["calibration bytes up"] == 4e6
+    assert "head bytes up" not in found.columns
+    assert "| 4 MB " in results_table([found])
 
 
 def test_the_matrix_has_a_row_for_each_name_of_the_first_axis():
