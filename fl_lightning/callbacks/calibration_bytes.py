@@ -3,6 +3,8 @@
     calibration: 4 bytes · maskable entries · Σ over its rounds of the clients that score
     head:        8 bytes · numbers in a client's sums · rounds · clients with examples
 
+Where clients find masks of their own, each tells its mask instead, see `ClientMasks.exchange`.
+
 Scores travel in single precision, sums for a head in double. None of it is among ``round/bytes_up``.
 In a central run nothing travels.
 """

@@ -22,6 +22,7 @@ from fl_lightning.callbacks.calibration_checks import (
     check_forward,
     check_options,
 )
+from fl_lightning.callbacks.client_mask_report import announce_client_masks, tell_client_masks
 from fl_lightning.callbacks.client_masks import ClientMasks
 from fl_lightning.callbacks.example_owners import federation_of
 from fl_lightning.callbacks.head_fitting import fit_head
@@ -48,7 +49,9 @@ class MaskCalibration(Callback):
 
     The module's optimizer must be `SparseSGDM` or `SparseAdamW`. The mask is printed, logged, drawn
     per layer, saved as ``mask_v0.safetensors`` beside the logs and kept in checkpoints: a resumed
-    run does not calibrate again. Of a federation's callbacks it must come before `Federation`.
+    run does not calibrate again. Of masks of clients it is told what they are together, whenever
+    a round has found some; they are kept in checkpoints alone. Of a federation's callbacks this
+    one must come before `Federation`.
 
     Everything that is neither under the mask nor the head is frozen while the fit lasts, among it
     embeddings of patches and positions.
@@ -80,14 +83,17 @@ class MaskCalibration(Callback):
         every_n_rounds: calibrate anew after every so many rounds (epochs in a central run), which
             gives masks of version 1, 2, …; None keeps the first.
         per_client: every client keeps to a mask of its own, found on its own examples when it first
-            takes part; the cohort then has no say, and ``max_examples`` is each client's.
+            takes part; the cohort then has no say, and ``max_examples`` is each client's. They lie
+            in every checkpoint, an eighth of a byte for each entry and client. Backward passes
+            skip no tensor, not even one that a client's own mask freezes as a whole.
         mask_file: start from this mask instead of calibrating; the options of calibration are then
             those of later versions.
         seed: of all draws, each a function of (seed, version, round, client); None is the run's.
 
     Attributes:
         mask: the present one, on the CPU; None before a fit. Of a fit in several processes on CPUs
-            it stays with them: read the file or the checkpoint.
+            it stays with them: read the file or the checkpoint. With ``per_client`` what the
+            clients' masks lie in: everything that they may cover.
         history: of every version the round in whose start it was found, and its hash.
 
     Raises:
@@ -156,6 +162,11 @@ class MaskCalibration(Callback):
         self._saved: dict[str, Any] = {}
         self.mask: Mask | None = None
         self.history: list[dict[str, Any]] = []
+
+    @property
+    def masks_by_client(self) -> dict[int, Mask]:
+        """With ``per_client`` the masks found so far, on the CPU, by client; else empty."""
+        return {} if self._clients is None else self._clients.found()
 
     @property
     def version(self) -> int:
@@ -235,7 +246,9 @@ class MaskCalibration(Callback):
     ) -> None:
         """Let all processes know the masks of this round's clients, ahead of any checkpoint."""
         if self._clients is not None and trainer.is_last_batch:
-            self._clients.exchange(Ranks(trainer))
+            num_bytes = self._clients.exchange(Ranks(trainer))
+            if num_bytes:
+                tell_client_masks(trainer, self._clients.counts, num_bytes)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Give the module back with everything unfrozen that trained before."""
@@ -333,6 +346,10 @@ class MaskCalibration(Callback):
         self.history.append({"round": found, "hash": mask.hash()})
         num_dense = self._moves.num_entries(self._moves.dense)
         num_frozen = self._moves.num_frozen(mask)
+        if self._clients is not None:
+            counts = self._clients.counts
+            announce_client_masks(trainer, counts, mask, num_dense, num_frozen, metrics)
+            return
         is_new = round_ is None
         report = MaskReport(mask, self.version, origin, num_dense, num_frozen, metrics, is_new)
         report.tell(trainer)

@@ -1,6 +1,7 @@
 """Masks in a run: found from clients as from all examples at once, kept to, kept, and refused."""
 
 import csv
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -31,8 +32,10 @@ from fl_lightning.sparsity import (
     SparseAdamW,
     SparseSGDM,
     calibrate,
+    jaccard_overlap,
     load_mask,
     save_mask,
+    union,
 )
 
 HIDDEN = ["net.0.weight", "net.0.bias"]
@@ -380,6 +383,26 @@ class TestMasksOfClients:
                 hashes.append({client: mask["hash"] for client, mask in masks.items()})
         assert all(found == hashes[0] for found in hashes)
         assert len(hashes[0]) == 6
+
+    def test_it_is_told_what_they_are_together(self, tmp_path, caplog):
+        caplog.set_level("INFO", "lightning.pytorch")
+        sparse, logger = calibration(per_client=True), CSVLogger(tmp_path)
+        fit(sparse, logger=logger)
+        masks = list(sparse.masks_by_client.values())
+        assert 3 <= len(masks) <= 6
+        assert not any(tmp_path.rglob("*.safetensors"))  # nor is there a mask of all
+        with open(logger.experiment.metrics_file_path) as file:
+            rows = [row for row in csv.DictReader(file) if row["mask/clients"]]
+        *_, last = rows
+        assert float(last["mask/clients"]) == len(masks)
+        assert float(last["mask/density"]) == pytest.approx(0.3)
+        assert float(last["mask/union_density"]) == pytest.approx(union(masks).density)
+        pairs = [jaccard_overlap(*pair) for pair in combinations(masks, 2)]
+        assert min(pairs) <= float(last["mask/overlap"]) <= max(pairs)
+        sent = sum(float(row["calibration/total_bytes_up"]) for row in rows)
+        assert sent == len(masks) * (32 // 8 + 8 // 8)
+        assert "40 of 40" not in caplog.text
+        assert f"masks of clients: {len(masks)} of 6 found; of 40 maskable" in caplog.text
 
     def test_nobody_to_keep_to_them_is_refused(self):
         with pytest.raises(ConfigurationError, match="clients keep to masks of their own"):
