@@ -41,9 +41,7 @@ def run_aggregator(
             "counts a client that may not move an entry as one that wants it to stay: set "
             "aggregator to OverlapMean, or leave it out"
         )
-    if masks_differ and given is None:
-        return OverlapMean()
-    aggregator = as_aggregator(given)
+    aggregator = OverlapMean() if masks_differ and given is None else as_aggregator(given)
     if masks_differ and isinstance(aggregator, KeepsUpdates):
         raise ConfigurationError(
             "federation: robust rules compare whole updates, and with masks of the clients' own "

@@ -11,7 +11,9 @@ from toys import SaveEverywhere, ToyModule, toy_data, toy_trainer, weights
 
 from fl_lightning import ConfigurationError, Federation, MaskCalibration, Mean, UniformCohort
 from fl_lightning.client import Devices, LogNormalSpeeds
+from fl_lightning.federation.attackers import Attackers
 from fl_lightning.server import FedBuff
+from fl_lightning.server.attacks.alone import SignFlip
 from fl_lightning.server.fair_means import QFedAvg
 from fl_lightning.server.overlap_mean import OverlapMean
 from fl_lightning.server.robust.median import Median
@@ -331,6 +333,11 @@ def test_only_a_clients_own_coordinates_travel():
 def test_other_aggregators_are_refused(aggregator):
     with pytest.raises(ConfigurationError, match="set aggregator to OverlapMean"):
         run(Masked, OwnMasks(), federation={"aggregator": aggregator})
+
+
+def test_attackers_who_see_whole_updates_are_refused():
+    with pytest.raises(ConfigurationError, match="masks of their own"):
+        run(Masked, OwnMasks(), federation={"attackers": Attackers(fraction=0.5, forge=SignFlip())})
 
 
 def test_clients_find_their_masks_by_the_model_they_are_sent():
