@@ -231,8 +231,8 @@ class MaskCalibration(Callback):
     ) -> None:
         """Do so now if the round has just begun without saying so.
 
-        So it is after resuming from a checkpoint that was taken between the last batch of a round
-        and its end: Lightning passes over the start of the next one.
+        So it is after resuming a central run from a checkpoint that was taken between the last
+        batch of an epoch and its end: Lightning passes over the start of the next one.
         """
         self._recalibrate(trainer)
 

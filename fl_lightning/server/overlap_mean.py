@@ -3,7 +3,8 @@
     Δ_j = Σ_i n_i m_ij Δ_ij / Σ_i n_i m_ij,   0 where nobody may
 
 With masks of the clients' own, the plain mean would count a client that may not move a coordinate
-as one that wants it to stay. If all may move all, this is the plain mean, bit for bit.
+as one that wants it to stay. If all may move all, this is the plain mean, bit for bit. A coordinate
+that nobody of a round may move keeps its bits in it, whatever the server's optimizer remembers.
 """
 
 from __future__ import annotations
@@ -65,6 +66,11 @@ class OverlapMean:
     def close(self) -> Tensor:
         """Return the mean."""
         return self._mean
+
+    @property
+    def untouched(self) -> Tensor:
+        """The coordinates that nobody may move: bool, shape (k,)."""
+        return self._weights == 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return the mean so far and its weights."""

@@ -224,9 +224,12 @@ class Server:
         pseudo_gradient = aggregate if corrector is None else corrector.pseudo_gradient(aggregate)
         if pseudo_gradient is None:
             return torch.zeros(())
+        untouched = getattr(self._aggregator, "untouched", slice(0))  # which is none
+        kept = self.model.params[untouched]
         self._params.grad = pseudo_gradient
         self.optimizer.step()
         self._params.grad = None
+        self.model.params[untouched] = kept  # neither momentum nor decay moves what no client may
         if not self._is_private:
             own = getattr(self._aggregator, "buffers", None)
             self._buffers.copy_(self._mean_buffers.value() if own is None else own)

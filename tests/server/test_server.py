@@ -17,6 +17,7 @@ from fl_lightning.core.update import ClientUpdate
 from fl_lightning.server.aggregators import Mean
 from fl_lightning.server.attacks.alone import SignFlip
 from fl_lightning.server.attacks.forged import Forged
+from fl_lightning.server.overlap_mean import OverlapMean
 from fl_lightning.server.robust.bulyan import Bulyan
 from fl_lightning.server.robust.geometric_median import GeometricMedian
 from fl_lightning.server.robust.krum import Krum
@@ -244,3 +245,23 @@ def test_something_else_than_an_optimizer_is_refused():
 def test_optimizers_that_cannot_step_on_a_vector_are_refused(make):
     with pytest.raises(ConfigurationError, match="server_optimizer"):
         Server(GlobalModel(torch.zeros(3), torch.empty(0)), make_optimizer=make)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.9),
+        lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1),
+    ],
+)
+def test_what_no_client_of_a_round_may_move_stays_whatever_the_optimizer_remembers(optimizer):
+    server = Server(model(X0), OverlapMean(), optimizer)
+    for round_, allowed in enumerate([[1, 1, 0, 0], [0, 1, 1, 0], [1, 0, 1, 0]]):
+        active = torch.tensor(allowed) > 0
+        before = server.model.params.clone()
+        server.open_round(round_)
+        values = torch.tensor(MOVES[0]) * active, torch.empty(0), 3, 1
+        server.receive(ClientUpdate(0, *values, active=active))
+        server.close_round()
+        assert torch.equal(server.model.params[~active], before[~active])
+    assert not torch.equal(server.model.params, torch.tensor(X0))
