@@ -272,12 +272,18 @@ def test_too_few_shares_are_not_released():
         run(1, privacy=privacy, cohort=UniformCohort(size=3))
 
 
-def test_a_part_of_a_cohort_and_masks_of_the_clients_own_are_refused():
-    seed_everything(0, verbose=False)
-    federation = Federation(privacy=private(), engine="sequential")
-    trainer = toy_trainer(federation, limit_train_batches=2)
+@pytest.mark.filterwarnings("ignore:.*fast_dev_run")
+@pytest.mark.parametrize(
+    "options", [{"limit_train_batches": n} for n in (0.5, 1, 2)] + [{"fast_dev_run": True}]
+)
+def test_a_part_of_a_cohort_is_refused(options):
+    trainer = toy_trainer(Federation(privacy=private(), engine="sequential"), **options)
     with pytest.raises(ConfigurationError, match="is no random sample"):
         trainer.fit(ToyModule(), datamodule=toy_data())
+
+
+def test_masks_of_the_clients_own_are_refused():
+    seed_everything(0, verbose=False)
     masks = MaskCalibration(density=0.5, per_client=True, head_name="net.4")
     trainer = toy_trainer(masks, Federation(privacy=private(), engine="sequential"))
     with pytest.raises(ConfigurationError, match="masks of the clients' own"):
