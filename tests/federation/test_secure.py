@@ -10,7 +10,7 @@ from fl_lightning import ConfigurationError, Federation, RoundFailure, UniformCo
 from fl_lightning.client.devices import Devices
 from fl_lightning.client.feddyn import FedDyn
 from fl_lightning.client.scaffold import Scaffold
-from fl_lightning.client.speeds import LogNormalSpeeds
+from fl_lightning.client.speeds import GivenSpeeds, LogNormalSpeeds
 from fl_lightning.federation.attackers import Attackers
 from fl_lightning.server import ALIE, FedBuff
 from fl_lightning.server.secure import EncryptedMean, SecureMean
@@ -146,6 +146,13 @@ def test_encrypted_updates_give_the_plain_run():
     assert torch.allclose(weights(encrypted), weights(plain), atol=1e-4)
     assert trainer.callback_metrics["round/bytes_up"] > 1000 * SIZE
     assert trainer.callback_metrics["secure/client_seconds"] > 0
+
+
+def test_a_round_in_which_one_update_arrives_stops_an_encrypted_run():
+    pytest.importorskip("tenseal")
+    slow = Devices(speeds=GivenSpeeds([1.0] + [100.0] * 5), deadline=50.0, late="drop")
+    with pytest.raises(RoundFailure, match="would show it to the server"):
+        run(EncryptedMean(), devices=slow, trainer={"max_epochs": 1})
 
 
 def test_encrypted_rounds_begin_anew_when_resumed(tmp_path):
