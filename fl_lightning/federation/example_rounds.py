@@ -43,7 +43,7 @@ class ExampleRounds:
     def __init__(self, privacy: ExampleDP, run: Run) -> None:
         self.privacy = privacy
         self.ledger: PrivacyLedger[ExampleGaussian] = PrivacyLedger(
-            privacy, run.num_rounds, lambda noise: privacy.mechanism(run, noise)
+            privacy, run, lambda noise: privacy.mechanism(run, noise)
         )
         self._source = noise_source(run.seed, secure=privacy.secure_noise)
 

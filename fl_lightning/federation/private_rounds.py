@@ -52,7 +52,7 @@ class PrivateRounds:
         self._privacy, self._ranks = privacy, ranks
         source = self._source = noise_source(run.seed, secure=privacy.secure_noise)
         self.ledger: PrivacyLedger[Mechanism] = PrivacyLedger(
-            privacy, run.num_rounds, lambda noise: privacy.mechanism(run, source, noise)
+            privacy, run, lambda noise: privacy.mechanism(run, source, noise)
         )
         self.aggregator: PrivateAggregator
         if secure is None:

@@ -172,7 +172,8 @@ def test_a_resumed_run_draws_other_noise_and_other_costs_are_refused(tmp_path):
     one, two = middle - start, weights(module) - middle
     assert abs(float(torch.corrcoef(torch.stack([one, two]))[0, 1])) < 0.5
     path = tmp_path / "1-end.ckpt"
-    for other in ({"privacy": private(noise_multiplier=2.0)}, {"local_steps": 3}):
+    others = ({"privacy": private(noise_multiplier=2.0)}, {"local_steps": 3})
+    for other in (*others, {"cohort": UniformCohort(size=1)}):
         with pytest.raises(ConfigurationError, match="rounds cost something else"):
             run(4, ckpt_path=path, **{**options, **other})
 

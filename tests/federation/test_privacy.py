@@ -170,6 +170,18 @@ def test_a_checkpoint_of_another_privacy_is_refused(tmp_path):
         )
 
 
+def test_a_checkpoint_of_other_cohorts_is_refused_even_if_they_cost_the_same_in_the_end(tmp_path):
+    """By twos or by threes: after four rounds somebody has had two turns."""
+    options = {"noise_multiplier": 2.0, "clip_norm": 0.1, "delta": 1e-3, "secure_noise": False}
+    privacy = LocalDP(**options)
+    cohorts = [RoundRobinCohort(size=size) for size in (2, 3)]
+    said = [str(privacy.mechanism(Run(c, 6, 4, seed=4), SeededNoise(4))) for c in cohorts]
+    assert said[0] == said[1]
+    run(4, callbacks=[SaveEverywhere(tmp_path)], privacy=privacy, cohort=cohorts[0])
+    with pytest.raises(ConfigurationError, match=r"RoundRobinCohort.*size=2.* cost something else"):
+        run(4, ckpt_path=tmp_path / "1-end.ckpt", privacy=privacy, cohort=cohorts[1])
+
+
 def test_the_noise_of_a_budget_is_kept_when_more_rounds_are_asked_for(tmp_path):
     privacy = private(epsilon=4.0, noise_multiplier=None)
     run(3, callbacks=[SaveEverywhere(tmp_path)], privacy=privacy)
@@ -272,7 +284,6 @@ def test_too_few_shares_are_not_released():
         run(1, privacy=privacy, cohort=UniformCohort(size=3))
 
 
-@pytest.mark.filterwarnings("ignore:.*fast_dev_run")
 @pytest.mark.parametrize(
     "options", [{"limit_train_batches": n} for n in (0.5, 1, 2)] + [{"fast_dev_run": True}]
 )
