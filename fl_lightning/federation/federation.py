@@ -65,6 +65,7 @@ from fl_lightning.federation.privacy_checks import check_whole_cohorts
 from fl_lightning.federation.privacy_run import (
     announce_privacy,
     check_privacy,
+    count_on,
     privacy_at_work,
     protects_clients,
 )
@@ -336,14 +337,17 @@ class Federation(Callback):
             versions=self._time.versions(),
             examples=private if isinstance(private, ExampleRounds) else None,
         )
-        self.rounds = RoundRunner(
-            trainer,
-            options,
-            self._groups,
-            aggregator,
-            self.server_optimizer,
-            self.server_schedule,
-            private,
+        earlier, self.rounds = (
+            self.rounds,
+            RoundRunner(
+                trainer,
+                options,
+                self._groups,
+                aggregator,
+                self.server_optimizer,
+                self.server_schedule,
+                private,
+            ),
         )
         if isinstance(trainer.strategy.checkpoint_io, AtomicCheckpointIO):
             trainer.strategy.checkpoint_io.files = self.rounds.memory.files_of_checkpoint
@@ -351,6 +355,8 @@ class Federation(Callback):
         if self._saved:
             self.rounds.load_state_dict(self._saved)
             self._saved = {}
+        elif trainer.current_epoch > 0:
+            count_on(self.rounds, earlier)
         self._cleanup.callback(self.rounds.clients.step.use, ())
         install(trainer, self.rounds)
         self._cleanup.enter_context(preserve_global_generators())

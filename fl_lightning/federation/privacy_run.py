@@ -13,6 +13,7 @@ from lightning.pytorch import Trainer
 
 from fl_lightning.client.correction import Correction
 from fl_lightning.client.personalisation import Personalisation
+from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.cohort import CohortSampler, PoissonCohort
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.engine_options import EngineOptions
@@ -119,6 +120,27 @@ def announce_privacy(
             has_memory=rounds.has_memory,
         )
     rounds.private.ledger.stop_within_budget(trainer)
+
+
+def count_on(rounds: RoundRunner, earlier: RoundRunner | None) -> None:
+    """Count what rounds of an earlier fit of the same Trainer have spent.
+
+    Args:
+        rounds: of the fit that begins.
+        earlier: of the fit before it; None if it ran elsewhere or was not federated.
+
+    Raises:
+        ConfigurationError: if nobody here knows what they cost, or these cost something else.
+    """
+    if rounds.private is None:
+        return
+    if earlier is None or earlier.private is None:
+        raise ConfigurationError(
+            "federation.privacy: this Trainer has trained before, in other processes or without "
+            "privacy, and what that cost is not known here: go on from a checkpoint of it with "
+            "ckpt_path, or begin with a new Trainer"
+        )
+    rounds.private.load_state_dict(earlier.private.state_dict())
 
 
 def private_rounds(

@@ -189,6 +189,39 @@ def test_the_noise_of_a_budget_is_kept_when_more_rounds_are_asked_for(tmp_path):
     assert trainer.current_epoch == 3  # all of it was spent in those three
 
 
+def more(trainer, max_epochs):
+    """Fit once more with the same Trainer."""
+    trainer.fit_loop.max_epochs = max_epochs
+    trainer.should_stop = False
+    trainer.fit(trainer.lightning_module, datamodule=trainer.datamodule)
+
+
+def test_a_trainer_that_fits_again_counts_on():
+    privacy = private(
+        epsilon=6.0, noise_multiplier=2.0, adaptive_clip=AdaptiveClip(bits_stddev=2.0)
+    )
+    _, trainer = run(2, privacy=privacy)
+    after_two = facts(trainer)
+    more(trainer, 4)
+    _, whole = run(4, privacy=privacy)
+    assert facts(trainer)["privacy/epsilon"] == pytest.approx(facts(whole)["privacy/epsilon"])
+    assert facts(trainer)["privacy/clip_norm"] != after_two["privacy/clip_norm"]
+    more(trainer, 50)
+    assert 4 < trainer.current_epoch < 50
+    assert facts(trainer)["privacy/epsilon"] <= 6.0
+    found = private(epsilon=4.0, noise_multiplier=None)  # for two rounds, which spend it
+    _, trainer = run(2, privacy=found)
+    more(trainer, 4)
+    assert trainer.current_epoch == 2
+
+
+def test_a_trainer_that_fits_again_after_rounds_of_unknown_cost_is_refused():
+    _, trainer = run(1)
+    trainer.callbacks[0] = Federation(seed=4, engine="sequential", privacy=private())
+    with pytest.raises(ConfigurationError, match="what that cost is not known here"):
+        more(trainer, 2)
+
+
 def test_secure_noise_differs_from_run_to_run():
     one, _ = run(1, privacy=private(secure_noise=True))
     other, _ = run(1, privacy=private(secure_noise=True))
