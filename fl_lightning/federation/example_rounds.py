@@ -57,9 +57,8 @@ class ExampleRounds:
         Raises:
             RoundFailure: if it would exceed the budget.
         """
-        if round_index >= self.ledger.released:  # one that is trained again was spent already
-            self.ledger.check_open(round_index)
-            self.ledger.released = round_index + 1
+        self.ledger.check_open(round_index)
+        self.ledger.release(round_index)
 
     def note(self, record: RoundRecord) -> None:
         """Put what was spent into a round's record, and take out what may not be seen."""

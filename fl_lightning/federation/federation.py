@@ -391,7 +391,9 @@ class Federation(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the round: metrics through the module, as any other; facts to the loggers alone."""
         assert self.rounds is not None
-        record = self.rounds.record
+        record, private = self.rounds.record, self.rounds.private
+        if private is not None and self.rounds.server.is_open:  # it was broken off
+            private.note(record)
         # where there are processes all know the same, so that the maximum is exact
         apart = isinstance(trainer.strategy, SingleDeviceStrategy)
         how: dict[str, Any] = {} if apart else {"sync_dist": True, "reduce_fx": "max"}
@@ -401,8 +403,8 @@ class Federation(Callback):
         trainer.callback_metrics.update({name: torch.tensor(v) for name, v in facts.items()})
         for logger in trainer.loggers:
             logger.log_metrics(facts, step=trainer.global_step - 1)
-        if self.rounds.private is not None:
-            self.rounds.private.ledger.stop_within_budget(trainer)
+        if private is not None:
+            private.ledger.stop_within_budget(trainer, trainer.current_epoch + 1)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Give Trainer, module and data module back as they were."""

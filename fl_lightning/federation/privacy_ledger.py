@@ -38,7 +38,7 @@ class PrivacyLedger(Generic[M]):
 
     Attributes:
         mechanism: what is released.
-        released: rounds whose result was released, in all.
+        released: rounds that count as released: all up to the last one of which anything was.
     """
 
     def __init__(self, privacy: Budgeted, run: Run, make: Callable[[float | None], M]) -> None:
@@ -74,11 +74,6 @@ class PrivacyLedger(Generic[M]):
         """Whether what no noise covers may be logged."""
         return self._privacy.log_unprotected
 
-    @property
-    def is_spent(self) -> bool:
-        """Whether another round would exceed the budget."""
-        return self._allowed is not None and self.released >= self._allowed
-
     def announce(self, clip_norm: str) -> None:
         """Say, before training, what the run will have cost."""
         privacy, mechanism = self._privacy, self.mechanism
@@ -101,11 +96,15 @@ class PrivacyLedger(Generic[M]):
         Raises:
             RoundFailure: saying so.
         """
-        if self.is_spent:
+        if self._allowed is not None and round_index >= self._allowed:
             raise RoundFailure(
                 f"round {round_index} would exceed the privacy budget of "
-                f"epsilon={self._privacy.epsilon:g}: {self.released} rounds were released"
+                f"epsilon={self._privacy.epsilon:g}, which allows {self._allowed} rounds"
             )
+
+    def release(self, round_index: int) -> None:
+        """Count a round and those before it, of which some may have been broken off."""
+        self.released = max(self.released, round_index + 1)  # it may be trained again
 
     def spent(self) -> dict[str, float]:
         """Return ε so far, and what is left of the budget, for logs."""
@@ -154,13 +153,11 @@ class PrivacyLedger(Generic[M]):
         self.released = state["released"]
         self.mechanism.load_state_dict(state["mechanism"])
 
-    def stop_within_budget(self, trainer: Trainer) -> None:
-        """Have training end once another round would exceed the budget."""
-        if not self.is_spent:
+    def stop_within_budget(self, trainer: Trainer, next_round: int) -> None:
+        """Have training end if the next round would exceed the budget."""
+        if self._allowed is None or next_round < self._allowed:
             return
         planned = trainer.max_epochs
-        if planned is None or planned < 0 or self.released < planned:
-            rank_zero_info(
-                f"privacy: the budget is spent after {self.released} rounds; training ends"
-            )
+        if planned is None or planned < 0 or next_round < planned:
+            rank_zero_info(f"privacy: the budget is spent after {next_round} rounds; training ends")
         trainer.should_stop = True

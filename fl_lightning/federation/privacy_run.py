@@ -119,7 +119,7 @@ def announce_privacy(
             num_buffers=rounds.server.model.buffers.numel(),
             has_memory=rounds.has_memory,
         )
-    rounds.private.ledger.stop_within_budget(trainer)
+    rounds.private.ledger.stop_within_budget(trainer, trainer.current_epoch)
 
 
 def count_on(rounds: RoundRunner, earlier: RoundRunner | None) -> None:

@@ -67,7 +67,7 @@ class Mechanism(Accounted, Protocol):
 
         Args:
             normals: independent, of variance 1, shape (k,).
-            round_index: the round; each is asked for once, in order.
+            round_index: the round; each is asked for once, in order, also if it was broken off.
         """
 
 
