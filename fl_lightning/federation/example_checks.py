@@ -19,10 +19,7 @@ from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.batches import has_batch_hooks
 from fl_lightning.federation.engine_options import EngineOptions
 from fl_lightning.federation.lightning_step import extra_work
-from fl_lightning.federation.privacy_checks import (
-    ReleasesUnprotected,
-    check_one_mask,
-)
+from fl_lightning.federation.privacy_checks import check_one_mask, shown_by
 from fl_lightning.server.privacy.example import ExampleDP
 
 
@@ -113,11 +110,7 @@ def _step_problems(trainer: Trainer, accumulate: int) -> Iterator[str]:
 
 def warn_of_unprotected(trainer: Trainer, privacy: ExampleDP) -> None:
     """Name what is released and not covered, in one warning."""
-    names = [
-        callback.unprotected
-        for callback in trainer.callbacks  # type: ignore[attr-defined]
-        if isinstance(callback, ReleasesUnprotected) and callback.unprotected
-    ]
+    names = shown_by(trainer.callbacks)  # type: ignore[attr-defined]
     if privacy.log_unprotected:
         names.append("training loss, metrics and norms in the logs (log_unprotected: false)")
     names.append("how many examples each client has")

@@ -61,10 +61,10 @@ from fl_lightning.federation.option_checks import (
     check_values,
 )
 from fl_lightning.federation.personal_models import PersonalModels
-from fl_lightning.federation.privacy_checks import check_whole_cohorts
 from fl_lightning.federation.privacy_run import (
     announce_privacy,
     check_privacy,
+    check_trainer,
     count_on,
     privacy_at_work,
     protects_clients,
@@ -258,8 +258,7 @@ class Federation(Callback):
         if stage != "fit":
             return
         check_compatible(trainer, pl_module)
-        if protects_clients(self.privacy):
-            check_whole_cohorts(trainer)
+        check_trainer(self.privacy, trainer)
         data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
         check_shards(data, self.on_client_failure)
         if self.attackers is not None:

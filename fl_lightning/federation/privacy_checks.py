@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
 from lightning.pytorch import Trainer
@@ -11,6 +11,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from fl_lightning.client.correction import Correction
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.cohort import CohortSampler
+from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.client_masks import client_masks
 from fl_lightning.server.aggregators import Mean
 from fl_lightning.server.privacy.distributed import DistributedDP
@@ -23,11 +24,17 @@ from fl_lightning.updates.path import Step
 
 @runtime_checkable
 class ReleasesUnprotected(Protocol):
-    """A callback that shows something of clients' data which no noise covers."""
+    """A callback, or a transform of inputs, that shows something of clients which no noise covers."""
 
     @property
     def unprotected(self) -> str:
-        """What it shows and where, in words."""
+        """What it shows and where, in words; empty if nothing."""
+
+
+def shown_by(owners: Iterable[object]) -> list[str]:
+    """Return what they show of clients' data that no noise covers, in words."""
+    showing = (owner for owner in owners if isinstance(owner, ReleasesUnprotected))
+    return [owner.unprotected for owner in showing if owner.unprotected]
 
 
 def check_private(
@@ -115,6 +122,22 @@ def check_whole_cohorts(trainer: Trainer) -> None:
     )
 
 
+def check_inputs(trainer: Trainer) -> None:
+    """Refuse inputs that depend on everybody's examples; to be asked before anything reads them.
+
+    Raises:
+        ConfigurationError: naming the transform that learns from clients.
+    """
+    data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
+    for transform in data.transforms:
+        if shown_by([transform]):
+            raise ConfigurationError(
+                f"federation.privacy: with {type(transform).__name__} one client's inputs change "
+                "everybody's, without clipping or noise: use Normalize in data.transforms, with "
+                "numbers that are given"
+            )
+
+
 def check_one_mask(trainer: Trainer) -> None:
     """Refuse masks of the clients' own; to be asked once callbacks have found them.
 
@@ -132,11 +155,7 @@ def warn_of_releases(
     trainer: Trainer, privacy: Privacy, *, num_clients: int, num_buffers: int, has_memory: bool
 ) -> None:
     """Name what is released and not covered, in one warning."""
-    names = [
-        callback.unprotected
-        for callback in trainer.callbacks  # type: ignore[attr-defined]
-        if isinstance(callback, ReleasesUnprotected) and callback.unprotected
-    ]
+    names = shown_by(trainer.callbacks)  # type: ignore[attr-defined]
     if privacy.log_unprotected:
         names.append(
             "metrics and norms of clients, cohort sizes and shares of clipped updates in the logs "

@@ -24,9 +24,11 @@ from fl_lightning.federation.example_checks import (
 )
 from fl_lightning.federation.example_rounds import ExampleRounds
 from fl_lightning.federation.privacy_checks import (
+    check_inputs,
     check_nothing_else,
     check_one_mask,
     check_private,
+    check_whole_cohorts,
     warn_of_releases,
 )
 from fl_lightning.federation.private_rounds import PrivateRounds
@@ -61,6 +63,18 @@ def check_privacy(
     elif privacy is not None:
         check_private(privacy, cohort, aggregator, correction, updates)
         check_nothing_else(asynchronous, attackers)
+
+
+def check_trainer(privacy: Privacy | ExampleDP | None, trainer: Trainer) -> None:
+    """Refuse settings of Trainer and data under which ε would not hold; to be asked before set-up.
+
+    Raises:
+        ConfigurationError: naming them.
+    """
+    if privacy is not None:
+        check_inputs(trainer)
+    if protects_clients(privacy):
+        check_whole_cohorts(trainer)
 
 
 def protects_clients(privacy: Privacy | ExampleDP | None) -> bool:

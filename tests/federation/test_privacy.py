@@ -5,13 +5,15 @@ import math
 import pytest
 import torch
 from lightning.pytorch import Callback, seed_everything
-from toys import SaveEverywhere, ToyModule, toy_data, toy_trainer, weights
+from toys import SaveEverywhere, ToyData, ToyModule, toy_data, toy_trainer, weights
 
 from fl_lightning import (
     BandedMatrixDP,
     CentralDP,
     ConfigurationError,
     DistributedDP,
+    ExampleDP,
+    FederatedDataModule,
     Federation,
     FedProx,
     LocalDP,
@@ -22,6 +24,7 @@ from fl_lightning import (
     Scaffold,
     UniformCohort,
 )
+from fl_lightning.data import FederatedNormalize
 from fl_lightning.data.turns import RoundRobinCohort
 from fl_lightning.federation.ranks import Ranks
 from fl_lightning.server.privacy.adaptive_clip import AdaptiveClip
@@ -324,6 +327,14 @@ def test_a_part_of_a_cohort_is_refused(options):
     trainer = toy_trainer(Federation(privacy=private(), engine="sequential"), **options)
     with pytest.raises(ConfigurationError, match="is no random sample"):
         trainer.fit(ToyModule(), datamodule=toy_data())
+
+
+@pytest.mark.parametrize("kind", [CentralDP, ExampleDP])
+def test_inputs_that_depend_on_everybody_are_refused(kind):
+    data = FederatedDataModule(ToyData(), num_clients=3, transforms=[FederatedNormalize()])
+    privacy = kind(clip_norm=0.1, noise_multiplier=1.0)
+    with pytest.raises(ConfigurationError, match="with FederatedNormalize one client's inputs"):
+        run(privacy=privacy, data=data)
 
 
 def test_masks_of_the_clients_own_are_refused():
