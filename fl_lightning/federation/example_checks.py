@@ -20,12 +20,15 @@ from fl_lightning.federation.batches import has_batch_hooks
 from fl_lightning.federation.engine_options import EngineOptions
 from fl_lightning.federation.lightning_step import extra_work
 from fl_lightning.federation.privacy_checks import check_one_mask, shown_by
+from fl_lightning.server.agnostic_mean import AFL
+from fl_lightning.server.fair_means import QFedAvg, TiltedMean
 from fl_lightning.server.privacy.example import ExampleDP
 
 
 def check_examples_private(
     privacy: ExampleDP,
     cohort: CohortSampler,
+    aggregator: object,
     correction: Correction | None,
     personal: Personalisation | None,
     asynchronous: object,
@@ -49,6 +52,11 @@ def check_examples_private(
         problems.append(
             f"{type(correction).__name__} looks at a client's examples besides its noisy steps: use "
             "FedProx, FedDyn or Scaffold with option II"
+        )
+    if isinstance(aggregator, (AFL, QFedAvg, TiltedMean)):
+        problems.append(
+            f"{type(aggregator).__name__} weighs clients by their training losses, which have no "
+            "noise: use Mean, or another rule that looks at updates alone"
         )
     if personal is not None:
         problems.append(

@@ -59,7 +59,9 @@ def check_privacy(
         ConfigurationError: naming them.
     """
     if isinstance(privacy, ExampleDP):
-        check_examples_private(privacy, cohort, correction, personal, asynchronous, engine)
+        check_examples_private(
+            privacy, cohort, aggregator, correction, personal, asynchronous, engine
+        )
     elif privacy is not None:
         check_private(privacy, cohort, aggregator, correction, updates)
         check_nothing_else(asynchronous, attackers)

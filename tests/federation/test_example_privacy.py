@@ -26,7 +26,7 @@ from fl_lightning.client.speeds import LogNormalSpeeds
 from fl_lightning.data.cohort import AllClients
 from fl_lightning.data.weighted_cohorts import BySizeCohort
 from fl_lightning.federation.example_rounds import ExampleRounds
-from fl_lightning.server import FedBuff
+from fl_lightning.server import AFL, FedBuff, QFedAvg, TiltedMean
 from fl_lightning.server.privacy.run import LocalSampling, Run
 from fl_lightning.server.robust.median import Median
 from fl_lightning.updates import TopK
@@ -210,6 +210,9 @@ def test_what_follows_from_private_updates_is_allowed(options):
         ({"correction": Moon()}, "Moon looks at a client's examples"),
         ({"correction": FedLC()}, "FedLC looks at a client's examples"),
         ({"correction": Scaffold(option="I")}, "Scaffold looks at a client's examples"),
+        ({"aggregator": QFedAvg()}, "QFedAvg weighs clients by their training losses"),
+        ({"aggregator": TiltedMean()}, "TiltedMean weighs clients by"),
+        ({"aggregator": AFL(step=0.1)}, "AFL weighs clients by"),
         ({"personal": Ditto()}, "personal Ditto has a client take steps"),
         ({"engine": "slots"}, "set engine to sequential"),
         ({"speedups": ["channels_last"]}, "leave speedups out"),
