@@ -61,6 +61,7 @@ from fl_lightning.federation.option_checks import (
     check_values,
 )
 from fl_lightning.federation.personal_models import PersonalModels
+from fl_lightning.federation.privacy_checks import check_monitors
 from fl_lightning.federation.privacy_run import (
     announce_privacy,
     check_privacy,
@@ -393,6 +394,8 @@ class Federation(Callback):
         record, private = self.rounds.record, self.rounds.private
         if private is not None and self.rounds.server.is_open:  # it was broken off
             private.note(record)
+        if private is not None:
+            check_monitors(trainer, record.unprotected_names())
         # where there are processes all know the same, so that the maximum is exact
         apart = isinstance(trainer.strategy, SingleDeviceStrategy)
         how: dict[str, Any] = {} if apart else {"sync_dist": True, "reduce_fx": "max"}

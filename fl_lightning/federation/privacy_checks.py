@@ -138,6 +138,37 @@ def check_inputs(trainer: Trainer) -> None:
             )
 
 
+def check_monitors(trainer: Trainer, unprotected: set[str]) -> None:
+    """Refuse learning rates that follow clients' numbers, and name callbacks that look at them.
+
+    To be asked at a round's end: Lightning's schedules step a little later.
+
+    Args:
+        trainer: whose schedules and callbacks monitor something.
+        unprotected: names of numbers that depend on clients and have no noise.
+
+    Raises:
+        ConfigurationError: naming what a schedule looks at.
+    """
+    for config in trainer.lr_scheduler_configs:
+        if config.reduce_on_plateau and config.monitor in unprotected:
+            raise ConfigurationError(
+                f"federation.privacy: the learning rate follows {config.monitor}, a number of the "
+                "clients without noise, and with it all later models: have ReduceLROnPlateau "
+                "monitor a metric of the server's validation data, or use a schedule over rounds"
+            )
+    looking = [
+        f"{type(callback).__name__} ({callback.monitor})"
+        for callback in trainer.callbacks  # type: ignore[attr-defined]
+        if getattr(callback, "monitor", None) in unprotected
+    ]
+    if looking:  # said once: Python shows the same warning of the same line no second time
+        rank_zero_warn(
+            "privacy: numbers of the clients without noise decide when training ends or which models "
+            "are kept, which ε does not cover: " + ", ".join(looking)
+        )
+
+
 def check_one_mask(trainer: Trainer) -> None:
     """Refuse masks of the clients' own; to be asked once callbacks have found them.
 

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from lightning.pytorch import Callback, seed_everything
+from lightning.pytorch.callbacks import EarlyStopping
 from toys import SaveEverywhere, ToyData, ToyModule, toy_data, toy_trainer, weights
 
 from fl_lightning import (
@@ -335,6 +336,40 @@ def test_inputs_that_depend_on_everybody_are_refused(kind):
     privacy = kind(clip_norm=0.1, noise_multiplier=1.0)
     with pytest.raises(ConfigurationError, match="with FederatedNormalize one client's inputs"):
         run(privacy=privacy, data=data)
+
+
+class Plateau(ToyModule):
+    def __init__(self, monitor):
+        super().__init__()
+        self.monitor = monitor
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        return [optimizer], [{"scheduler": scheduler, "monitor": self.monitor}]
+
+
+@pytest.mark.parametrize("kind", [CentralDP, ExampleDP])
+@pytest.mark.parametrize("monitor", ["train/loss", "round/client_update_norm"])
+def test_a_learning_rate_that_follows_clients_numbers_is_refused(kind, monitor):
+    options = {"clip_norm": 0.1, "noise_multiplier": 1.0, "delta": 1e-3, "secure_noise": False}
+    privacy = kind(**options, log_unprotected=True)
+    module = Plateau(monitor)
+    with pytest.raises(ConfigurationError, match=f"the learning rate follows {monitor}"):
+        run(1, module=module, privacy=privacy)
+    for protected in ("round/update_norm", "val/loss"):
+        _, trainer = run(1, module=Plateau(protected), privacy=privacy)
+        assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 1
+
+
+def test_callbacks_that_look_at_clients_numbers_are_named():
+    stopping = [EarlyStopping("train/accuracy"), EarlyStopping("val/loss")]
+    stopping.append(EarlyStopping("privacy/clip_fraction"))
+    with pytest.warns(UserWarning, match="which models are kept") as caught:
+        run(1, privacy=private(), callbacks=stopping)
+    [said] = [str(w.message) for w in caught if "are kept" in str(w.message)]
+    named = "EarlyStopping (train/accuracy), EarlyStopping (privacy/clip_fraction)"
+    assert said.endswith(f"does not cover: {named}")
 
 
 def test_masks_of_the_clients_own_are_refused():
