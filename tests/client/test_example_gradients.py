@@ -1,6 +1,7 @@
 """Clipped gradients of examples: by hand, by a plain loop, and in batches drawn by coins."""
 
 import warnings
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -122,13 +123,15 @@ class Setting(Net):
 
 @pytest.mark.filterwarnings("ignore:gradients of examples are taken one by one")
 @pytest.mark.parametrize("vectorize", [False, True])
-@pytest.mark.parametrize("way", ["an example", "frozen", "replaced", "no example"])
+@pytest.mark.parametrize("way", ["an example", "frozen", "no example", "replaced"])
 def test_a_step_that_sets_parameters_is_refused_and_undone(way, vectorize):
     module = Setting(way)
     params = dict(module.named_parameters())
     before = {name: param.clone() for name, param in params.items()}
     summed = gradients(module, vectorize=vectorize)
-    with pytest.raises(ConfigurationError, match="training_step sets parameters itself"):
+    is_harmless = vectorize and way == "replaced"  # it is in a copy of the module
+    refused = pytest.raises(ConfigurationError, match="training_step sets parameters itself")
+    with nullcontext() if is_harmless else refused:
         summed(Space.of_parameters(module), batch(), 0, 0.5)
     for name, param in module.named_parameters():
         assert param is params[name]
