@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
@@ -109,6 +110,12 @@ def _step_problems(trainer: Trainer, accumulate: int) -> Iterator[str]:
             "data set or in training_step"
         )
     data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
+    indices = data.clients.flat.indices
+    if repeated := indices.size - np.unique(indices).size:
+        yield (
+            f"shards repeat or share {repeated} of their examples, each of which ε counts once: use "
+            "a partition that gives every example to one client, once"
+        )
     if data.has_own_collate:
         yield (
             "the loader's collate_fn makes a batch of examples, and may mix them: do it in the data "
