@@ -213,7 +213,8 @@ class _Parameters:
         if not changed:
             return
         for name in changed:
-            param, param.data = self._before[name]
+            param, value = self._before[name]
+            param.data = value
             owner, _, own_name = name.rpartition(".")
             setattr(self._module.get_submodule(owner), own_name, param)
         raise ConfigurationError(
