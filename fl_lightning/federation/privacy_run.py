@@ -143,7 +143,7 @@ def count_on(rounds: RoundRunner, earlier: RoundRunner | None) -> None:
 
     Args:
         rounds: of the fit that begins.
-        earlier: of the fit before it; None if it ran elsewhere or was not federated.
+        earlier: of the same Federation's fit before it; None if there was none.
 
     Raises:
         ConfigurationError: if nobody here knows what they cost, or these cost something else.
@@ -152,9 +152,9 @@ def count_on(rounds: RoundRunner, earlier: RoundRunner | None) -> None:
         return
     if earlier is None or earlier.private is None:
         raise ConfigurationError(
-            "federation.privacy: this Trainer has trained before, in other processes or without "
-            "privacy, and what that cost is not known here: go on from a checkpoint of it with "
-            "ckpt_path, or begin with a new Trainer"
+            "federation.privacy: this Trainer has trained before, with another Federation or "
+            "without privacy, and what that cost is not known here: keep to one Federation, go on "
+            "from a private run's checkpoint with ckpt_path, or begin with a new Trainer"
         )
     rounds.private.load_state_dict(earlier.private.state_dict())
 
