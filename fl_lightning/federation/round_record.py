@@ -133,6 +133,11 @@ class RoundRecord:
             **{f"{name}_spread": self.means.spread(name) for name in self.means.names},
         }
 
+    def unprotected_names(self) -> set[str]:
+        """Return the names of metrics and facts that depend on clients and have no noise."""
+        protected = self.privacy.keys() - {"privacy/clip_fraction"} | {"round/update_norm"}
+        return (self.metrics().keys() | self.facts().keys()) - protected
+
     def _virtual_time(self) -> dict[str, float]:
         if self.ended_at is None:
             return {}

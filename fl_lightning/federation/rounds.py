@@ -248,13 +248,18 @@ class RoundRunner:
         keeps_own = self.clients.personal.kind is not None
         return self._path.has_memory or self.corrector.correction.remembers or keeps_own
 
+    @property
+    def _has_begun(self) -> bool:
+        """Whether the present round has; the open one of a checkpoint may have been broken off."""
+        return self.server.is_open and self.server.round_index == self._trainer.current_epoch
+
     def _open_round(self) -> None:
-        if self.clients.local.has_new_masks and not self.server.is_open:
+        if self.clients.local.has_new_masks and not self._has_begun:
             self._renew_space()
         if not self._is_noted:  # by now, unlike in the constructor, Lightning has restored both
             self.clients.start_round()
             self._is_noted = True
-        if not self.server.is_open:
+        if not self._has_begun:
             self.record = RoundRecord(began_at=self.record.ended_at or 0.0)
             if self._is_kept_by_lightning:  # hooks between rounds may have changed it
                 self.server.replace_model(self.clients.local.read())
