@@ -13,9 +13,9 @@ from fl_lightning.data import FederatedDataModule
 class Quadratic(LightningModule):
     """a (x - c)² / 2 with one weight x."""
 
-    def __init__(self, optimizer=torch.optim.SGD, lr=0.1, **options):
+    def __init__(self, optimizer=torch.optim.SGD, lr=0.1, start=0.0, **options):
         super().__init__()
-        self.x = torch.nn.Parameter(torch.zeros((), dtype=torch.float64))
+        self.x = torch.nn.Parameter(torch.tensor(start, dtype=torch.float64))
         self.make_optimizer = lambda: optimizer(self.parameters(), lr=lr, **options)
 
     def training_step(self, batch, batch_idx):

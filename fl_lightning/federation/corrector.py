@@ -106,7 +106,7 @@ class Corrector:
     def accept(
         self, update: ClientUpdate, start: Tensor, space: Space, gradient: Callable[[], Tensor]
     ) -> None:
-        """Remember a client's round.
+        """Remember a client's round; one whose optimizer took no step has shown nothing.
 
         Args:
             update: what it sent.
@@ -114,10 +114,11 @@ class Corrector:
             space: of its coordinates.
             gradient: gives the gradient of its whole shard at ``start``.
         """
-        if not self.correction.remembers:
+        num_steps = _optimizer_steps(update)
+        if not (self.correction.remembers and num_steps):
             return
         outcome = Outcome(
-            start, update.delta, lambda: self._solver.travel(update.num_steps, space), gradient
+            start, update.delta, lambda: self._solver.travel(num_steps, space), gradient
         )
         before = self._recalled(update.client_id)
         after = self.correction.remember(before, self._mean, outcome)
@@ -130,7 +131,9 @@ class Corrector:
         """Have an update say how many gradients it adds up to, where the aggregator asks for it."""
         if not self._counts_steps:
             return update
-        return replace(update, effective_steps=self._solver.effective_steps(update.num_steps))
+        return replace(
+            update, effective_steps=self._solver.effective_steps(_optimizer_steps(update))
+        )
 
     def counted_group(self, group: GroupUpdate) -> GroupUpdate:
         """Have each update of a group say so."""
@@ -205,3 +208,7 @@ class Corrector:
     def _load_round_state(self, state: dict[str, Any]) -> None:
         self._changes.load_state_dict(state["changes"])
         self._num_changes = state["num_changes"]
+
+
+def _optimizer_steps(update: ClientUpdate) -> int:
+    return update.num_steps if update.optimizer_steps is None else update.optimizer_steps

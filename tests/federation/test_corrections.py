@@ -3,7 +3,9 @@
 import copy
 import functools
 import itertools
+import math
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import seed_everything
@@ -92,6 +94,85 @@ def test_scaffold_with_full_gradients():
     for engine in ("sequential", "slots"):
         values, _ = trajectory((10, 10), correction=Scaffold("I"), engine=engine)
         assert values == pytest.approx(expected, rel=1e-12)
+
+
+class Skipping(Quadratic):
+    """Its second client skips every second of its batches, or all."""
+
+    def __init__(self, every=2, **options):
+        super().__init__(**options)
+        self.every = every
+
+    def training_step(self, batch, batch_idx):
+        is_second = batch[0].item() == 4
+        return (
+            None if is_second and batch_idx % self.every == 0 else super().training_step(batch, 0)
+        )
+
+
+class TestStepsThatWereNotTaken:
+    @pytest.mark.parametrize(
+        "options", [NOVA, {"correction": Scaffold()}], ids=["FedNova", "SCAFFOLD"]
+    )
+    def test_batches_that_are_skipped_are_no_steps(self, options):
+        found, federation = trajectory((10, 10), module=Skipping(), **options)
+        expected, other = trajectory((10, 5), **options)
+        assert found == expected
+        assert federation.state_dict()["memory"] == other.state_dict()["memory"]
+        if options is NOVA:
+            assert found == pytest.approx([6.9168, 7.3600, 7.3884], abs=5e-5)
+
+    @pytest.mark.parametrize("name", ["Scaffold", "Scaffold I", "FedDyn"])
+    def test_without_any_there_is_nothing_to_remember(self, name):
+        _, federation = trajectory((10, 10), module=Skipping(every=1), **CORRECTIONS[name])
+        present = federation.state_dict()["memory"]["present"]
+        assert [client for _, client, _ in present] == [0]
+
+    @pytest.mark.parametrize("exact", [False, True])
+    def test_without_any_a_client_counts_for_nothing_in_fednova(self, exact):
+        nova = {"aggregator": NormalisedMean(**ALIKE, exact=exact)}
+        alone = {"cohort": First(), "aggregator": Mean(**ALIKE)}
+        found, _ = trajectory((10, 10), module=Skipping(every=1, start=3.0), **nova)
+        expected, _ = trajectory((10, 10), module=Quadratic(start=3.0), **alone)
+        assert found == pytest.approx(expected, rel=1e-12)
+
+    @pytest.mark.parametrize("fused", [None, True])
+    @pytest.mark.parametrize("exponent", [10, 24])
+    def test_steps_that_a_gradient_scaler_leaves_out_are_none(self, exponent, fused):
+        """A variate is the mean gradient of the steps taken: how often the scale fell were none."""
+        seed_everything(0, verbose=False)
+        module = Unscheduled(fused)
+        start = weights(module)
+        plugin = MixedPrecision(
+            "16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**exponent)
+        )
+        federation = Federation(local_steps=16, engine="sequential", correction=Scaffold())
+        data = toy_data(num_clients=1)
+        toy_trainer(federation, max_epochs=1, plugins=[plugin]).fit(module, datamodule=data)
+        num_skipped = exponent - math.log2(plugin.scaler.get_scale())
+        assert (num_skipped > 2) == (exponent == 24)
+        [(_, _, variate)] = federation.state_dict()["memory"]["present"]
+        expected = (start - weights(module)) / (0.01 * (16 - num_skipped))
+        torch.testing.assert_close(variate.double(), expected, rtol=1e-3, atol=1e-5)
+
+
+class First:
+    """A cohort for tests: client 0 alone."""
+
+    def expected_size(self, num_clients):
+        return 1
+
+    def sample(self, round_index, population, seed):
+        return np.array([0])
+
+
+class Unscheduled(ToyModule):
+    def __init__(self, fused):
+        super().__init__(lr=0.01, momentum=0.0)
+        self.fused = fused
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.lr, fused=self.fused)
 
 
 CORRECTIONS = {
