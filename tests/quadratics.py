@@ -56,12 +56,12 @@ class Positions(Callback):
         self.values.append(module.x.item())
 
 
-def trajectory(copies, *, rounds=3, module=None, **options):
+def trajectory(copies, *, rounds=3, module=None, source=TwoQuadratics, **options):
     """Return x after every round, and the federation."""
     positions = Positions()
     settings = {"local_epochs": 1, "aggregator": Mean(weight_by_examples=False)}
     federation = Federation(**settings | options)
-    data = FederatedDataModule(TwoQuadratics(copies), num_clients=2, partition=ByOwner())
+    data = FederatedDataModule(source(copies), num_clients=2, partition=ByOwner())
     trainer = toy_trainer(federation, positions, max_epochs=rounds, precision="64-true")
     trainer.fit(module or Quadratic(), datamodule=data)
     return positions.values, federation

@@ -36,7 +36,7 @@ class Scaffold:
         option: how a client renews its control variate. ``"II"`` takes the mean gradient of its
             local steps, which costs nothing; it needs SGD (with or without momentum). ``"I"`` takes
             the gradient of its whole shard at the global model, a further pass over the shard,
-            and works with any optimizer.
+            and works with any optimizer; a client of whom that is not finite fails.
 
     Raises:
         ConfigurationError: for another option.

@@ -86,6 +86,25 @@ class GroupUpdate:
                 effective_steps=None if self.effective_steps is None else self.effective_steps[row],
             )
 
+    def rows(self, kept: list[int]) -> GroupUpdate:
+        """Return the clients in these rows alone.
+
+        Example:
+            >>> group = GroupUpdate([4, 7], torch.eye(2), torch.empty(2, 0), [10, 20], [1, 2])
+            >>> group.rows([1]).client_ids
+            [7]
+        """
+        steps = self.effective_steps
+        return GroupUpdate(
+            client_ids=[self.client_ids[row] for row in kept],
+            deltas=self.deltas[kept],
+            buffers=self.buffers[kept],
+            num_examples=[self.num_examples[row] for row in kept],
+            num_steps=[self.num_steps[row] for row in kept],
+            metrics={name: values[kept] for name, values in self.metrics.items()},
+            effective_steps=None if steps is None else [steps[row] for row in kept],
+        )
+
     @cached_property
     def norms(self) -> Tensor:
         """The L2 norm of each delta, shape (m,)."""

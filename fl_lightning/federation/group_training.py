@@ -24,7 +24,7 @@ from fl_lightning.client.work import ClientWork
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.metric_states import MetricStates, kept_apart, metrics_of
 from fl_lightning.core.seeds import seed_global_generators
-from fl_lightning.core.update import ClientUpdate
+from fl_lightning.core.update import ClientUpdate, GroupUpdate
 from fl_lightning.federation.batches import takes_index
 from fl_lightning.federation.client_masks import client_masks
 from fl_lightning.federation.client_scaler import ClientScaler
@@ -278,10 +278,12 @@ class GroupTraining:
             own = self.personal.recalled
             for update in slots.train(start.model, stackable, self._corrector.term, own):
                 usable, failures = usable_rows(update)
+                if self._corrector.correction.remembers:
+                    usable, more = self._accept_group(usable, by_id, start)
+                    failures += more
                 for failure in failures:
+                    slots.leave_out(failure.client_id)
                     self._skip_or_raise(failure, record)
-                for each in usable if self._corrector.correction.remembers else ():
-                    self._accept(each, by_id[each.client_id], start)
                 for client_id in usable.client_ids:
                     self.personal.keep(client_id, slots.kept(client_id))
                 now = self._trainer.current_epoch
@@ -347,6 +349,20 @@ class GroupTraining:
                 return self._gradient(start.model, work)
 
         self._intake.learn(update, start, self.local.space, gradient)
+
+    def _accept_group(
+        self, group: GroupUpdate, work: Mapping[int, ClientWork], start: Start
+    ) -> tuple[GroupUpdate, list[ClientFailure]]:
+        """Have the correction learn, and return the group without those of whom it cannot."""
+        rows, failures = [], []
+        for row, update in enumerate(group):
+            try:
+                self._accept(update, work[update.client_id], start)
+            except ClientFailure as failure:
+                failures.append(failure)
+            else:
+                rows.append(row)
+        return group.rows(rows) if failures else group, failures
 
     def _work_of(self, clients: Iterable[int]) -> list[ClientWork]:
         now = self._trainer.current_epoch

@@ -8,13 +8,16 @@ import math
 import numpy as np
 import pytest
 import torch
+import torchmetrics
 from lightning.pytorch import seed_everything
 from lightning.pytorch.plugins.precision import MixedPrecision
-from quadratics import Quadratic, trajectory
+from quadratics import Quadratic, TwoQuadratics, trajectory
 from test_masks import Masked, NewMasks
+from torch.utils.data import DataLoader, TensorDataset
 from toys import SaveEverywhere, ToyModule, toy_data, toy_trainer, weights
 
 from fl_lightning import (
+    ClientFailure,
     ConfigurationError,
     FedDyn,
     Federation,
@@ -154,6 +157,55 @@ class TestStepsThatWereNotTaken:
         [(_, _, variate)] = federation.state_dict()["memory"]["present"]
         expected = (start - weights(module)) / (0.01 * (16 - num_skipped))
         torch.testing.assert_close(variate.double(), expected, rtol=1e-3, atol=1e-5)
+
+
+class OneBad(TwoQuadratics):
+    """One of the second client's examples is not a number."""
+
+    def train_dataloader(self):
+        a, c, owner = super().train_dataloader().dataset.tensors
+        c[-1] = math.nan
+        return DataLoader(TensorDataset(a, c, owner), batch_size=1)
+
+
+class Measuring(Quadratic):
+    """Logs an object that holds the curvatures seen."""
+
+    def __init__(self):
+        super().__init__(start=3.0)
+        self.curvature = torchmetrics.MeanMetric()
+
+    def training_step(self, batch, batch_idx):
+        self.curvature.update(batch[0])
+        self.log("curvature", self.curvature)
+        return super().training_step(batch, batch_idx)
+
+
+ONE_STEP = {"local_steps": 1, "local_epochs": None, "correction": Scaffold("I"), "seed": 1}
+
+
+@pytest.mark.parametrize("engine", ["sequential", "slots"])
+class TestAGradientThatIsNotFinite:
+    """Of a whole shard, though the client's step is fine: it does not draw the bad example."""
+
+    def test_the_client_is_named(self, engine):
+        message = "round 0, client 1: the gradient of its whole shard holds NaN"
+        with pytest.raises(ClientFailure, match=message):
+            trajectory((40, 40), source=OneBad, engine=engine, **ONE_STEP)
+
+    def test_the_client_is_skipped_and_the_others_count(self, engine):
+        options = ONE_STEP | {"engine": engine}
+        with pytest.warns(UserWarning, match=r"skipped: round \d, client 1: the gradient"):
+            found, federation = trajectory(
+                (40, 40), module=Measuring(), source=OneBad, on_client_failure="skip", **options
+            )
+        expected, alone = trajectory((40, 40), module=Measuring(), cohort=First(), **options)
+        assert found == expected
+        first, second = (f.state_dict() for f in (federation, alone))
+        assert first["memory"] == second["memory"]
+        assert first["correction"]["mean"] == second["correction"]["mean"]
+        assert federation.rounds.record.pooled == {"curvature": 1.0}
+        assert (federation.rounds.clients.engine.slots is not None) == (engine == "slots")
 
 
 class First:
@@ -530,10 +582,10 @@ class TestFedLC:
         return {"data": data, "local_epochs": 3}
 
     def test_it_is_the_papers_loss(self):
-        expected, _ = run(Calibrated, **self.options())
-        found, _ = run(Forward, correction=FedLC(tau=0.7), **self.options())
+        expected, _ = run(Calibrated, **ONE_STEP())
+        found, _ = run(Forward, correction=FedLC(tau=0.7), **ONE_STEP())
         torch.testing.assert_close(weights(found), weights(expected), rtol=1e-9, atol=1e-11)
-        assert not torch.allclose(weights(found), weights(run(Forward, **self.options())[0]))
+        assert not torch.allclose(weights(found), weights(run(Forward, **ONE_STEP())[0]))
 
     def test_without_strength_it_is_fedavg_and_the_module_is_left_as_it_was(self):
         plain, _ = run(Forward, precision="32-true")
