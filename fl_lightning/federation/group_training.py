@@ -242,8 +242,8 @@ class GroupTraining:
             if self.step.examples is not None:
                 self.step.examples.begin(work.client_id, work.round_index)
             update = self._local_update(start.model, work, masks)
-            self._accept(update, work, start)
             self.personal.train_beside(start.model, work, masks, update.delta)
+            self._accept(update, work, start)  # of an update that is used, if nothing has failed
         except BaseException as error:  # also an interruption, after which a checkpoint may follow
             metrics.put_back()
             self.scaler.wind_back()
