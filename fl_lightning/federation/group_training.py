@@ -236,13 +236,14 @@ class GroupTraining:
         masks = self._masks_of(work.client_id, server.model)
         metrics = MetricStates(self._metrics)
         try:
-            self.personal.train_own_part(start.model, work, masks)
-            seed_global_generators(work.seed)
-            self._set_terms(work, start.model)
-            if self.step.examples is not None:
-                self.step.examples.begin(work.client_id, work.round_index)
-            update = self._local_update(start.model, work, masks)
-            self.personal.train_beside(start.model, work, masks, update.delta)
+            with self._calibrated(work):
+                self.personal.train_own_part(start.model, work, masks)
+                seed_global_generators(work.seed)
+                self._set_terms(work, start.model)
+                if self.step.examples is not None:
+                    self.step.examples.begin(work.client_id, work.round_index)
+                update = self._local_update(start.model, work, masks)
+                self.personal.train_beside(start.model, work, masks, update.delta)
             self._accept(update, work, start)  # of an update that is used, if nothing has failed
         except BaseException as error:  # also an interruption, after which a checkpoint may follow
             metrics.put_back()
@@ -301,13 +302,14 @@ class GroupTraining:
     def _try_one(self, model: GlobalModel, work: ClientWork) -> ClientUpdate:
         """Train a client without consequences but for the module's metrics."""
         seed_global_generators(work.seed)
-        return self._local_update(model, work)
+        with self._calibrated(work):
+            return self._local_update(model, work)
 
     def _local_update(
         self, model: GlobalModel, work: ClientWork, masks: Mapping[str, Tensor] | None = None
     ) -> ClientUpdate:
         try:
-            with self.personal.sharing(), self._calibrated(work):
+            with self.personal.sharing():
                 return self.local.train(
                     model,
                     client_id=work.client_id,

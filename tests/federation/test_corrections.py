@@ -17,8 +17,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from toys import SaveEverywhere, ToyModule, toy_data, toy_trainer, weights
 
 from fl_lightning import (
+    APFL,
     ClientFailure,
     ConfigurationError,
+    Ditto,
     FedDyn,
     Federation,
     FedLC,
@@ -26,6 +28,7 @@ from fl_lightning import (
     Mean,
     Moon,
     NormalisedMean,
+    Personal,
     Scaffold,
     UniformCohort,
 )
@@ -592,6 +595,24 @@ class TestFedLC:
         module, _ = run(Forward, precision="32-true", correction=FedLC(tau=0.0))
         assert torch.equal(weights(module), weights(plain))
         assert not module._forward_hooks
+
+    @pytest.mark.parametrize(
+        "personal",
+        [Personal(["net.4.*"], own_epochs=1), Ditto(), APFL()],
+        ids=lambda p: type(p).__name__,
+    )
+    def test_what_is_a_clients_own_trains_on_the_same_loss(self, personal):
+        shifted = []
+
+        class Noting(Forward):
+            def training_step(self, batch, batch_idx):
+                shifted.append(not torch.equal(self(batch[0]), self.net(batch[0])))
+                return super().training_step(batch, batch_idx)
+
+        work = {"local_epochs": None, "local_steps": 2, "trainer": {"max_epochs": 1}}
+        run(Noting, correction=FedLC(), personal=personal, **work)
+        assert len(shifted) > 2 * 3
+        assert all(shifted)
 
     def test_evaluation_is_as_it_was(self):
         fedlc, module = FedLC(tau=2.0), Forward()
