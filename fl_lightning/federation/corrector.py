@@ -66,7 +66,9 @@ class Corrector:
         self._solver = LocalSolver(optimizer, self.correction.pull)
         self._counts_steps = getattr(aggregator, "needs_effective_steps", False)
         if self._counts_steps:
-            self._solver.effective_steps(1)  # refuses what has no such number
+            self._solver.effective_steps(
+                2
+            )  # refuses what has no such number; one step tells little
         self._mean: Tensor | None = None
 
     def open_round(self, like: Tensor) -> None:

@@ -692,6 +692,21 @@ class TestRefusals:
         with pytest.raises(ConfigurationError, match=message):
             run(module, **block)
 
+    def test_groups_of_different_momenta_before_anything_trains(self):
+        class Momenta(ToyModule):
+            def training_step(self, batch, batch_idx):
+                raise AssertionError("a client trains")
+
+            def configure_optimizers(self):
+                groups = [
+                    {"params": p, "momentum": m}
+                    for p, m in zip(self.parameters(), (0, 0.5, 0.9, 0.9), strict=True)
+                ]
+                return torch.optim.SGD(groups, lr=0.1)
+
+        with pytest.raises(ConfigurationError, match="add up gradients differently"):
+            run(Momenta, aggregator=NormalisedMean(), engine="sequential")
+
     @pytest.mark.parametrize("name", ["Scaffold I", "FedDyn"])
     def test_adam_takes_the_others(self, name):
         ends = [run(Adam, engine=e, **CORRECTIONS[name])[0] for e in ("sequential", "slots")]
