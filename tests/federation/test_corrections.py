@@ -37,6 +37,7 @@ from fl_lightning.client.fedlc import ShiftedLogits
 from fl_lightning.data import LabelShards
 from fl_lightning.data.partition import IID
 from fl_lightning.federation.memory_files import FOLDER
+from fl_lightning.server import FedAdam
 
 ALIKE = {"weight_by_examples": False}
 NOVA = {"aggregator": NormalisedMean(**ALIKE)}
@@ -686,6 +687,11 @@ class TestRefusals:
             ),
             (Climbing, {"correction": FedProx(mu=1)}, "maximize"),
             (ToyModule, {"correction": Moon()}, "ToyModule has no method features"),
+            (
+                ToyModule,
+                {"correction": FedDyn(), "server_optimizer": FedAdam},
+                "which FedAdam would rescale",
+            ),
         ],
     )
     def test_combinations_that_make_no_sense(self, module, block, message):
