@@ -586,10 +586,10 @@ class TestFedLC:
         return {"data": data, "local_epochs": 3}
 
     def test_it_is_the_papers_loss(self):
-        expected, _ = run(Calibrated, **ONE_STEP())
-        found, _ = run(Forward, correction=FedLC(tau=0.7), **ONE_STEP())
+        expected, _ = run(Calibrated, **self.options())
+        found, _ = run(Forward, correction=FedLC(tau=0.7), **self.options())
         torch.testing.assert_close(weights(found), weights(expected), rtol=1e-9, atol=1e-11)
-        assert not torch.allclose(weights(found), weights(run(Forward, **ONE_STEP())[0]))
+        assert not torch.allclose(weights(found), weights(run(Forward, **self.options())[0]))
 
     def test_without_strength_it_is_fedavg_and_the_module_is_left_as_it_was(self):
         plain, _ = run(Forward, precision="32-true")
