@@ -133,7 +133,7 @@ def check_server_optimizer(correction: Correction | None, optimizer: Optimizer) 
     """
     if isinstance(correction, FedDyn) and not isinstance(optimizer, SGD):
         raise ConfigurationError(
-            "federation.correction FedDyn has the server move by the mean update and h / α, in the "
+            "federation.correction FedDyn has the server move by the mean update and h / alpha, in the "
             f"units of the weights, which {type(optimizer).__name__} would rescale: leave "
             "server_optimizer out, or use torch.optim.SGD"
         )
