@@ -25,7 +25,7 @@ from fl_lightning.core.space import Space
 from fl_lightning.core.update import ClientUpdate, GroupUpdate
 from fl_lightning.server.aggregators import Aggregator, RunningMean, new_mean
 from fl_lightning.server.exact_mean import ExactMean
-from fl_lightning.server.server import AllReduce, added_up
+from fl_lightning.server.server import AllReduce, KeepsUpdates, added_up
 
 _NAME = "correction"
 
@@ -61,7 +61,9 @@ class Corrector:
     ) -> None:
         self.correction: Correction = correction or FedProx(mu=0.0)
         self.correction.check(module, optimizer)
-        self._memory, self._num_clients, self._exact = memory, num_clients, aggregator.exact
+        self._memory, self._num_clients = memory, num_clients
+        # rules that see all updates give the same bits over any number of processes as well
+        self._exact = aggregator.exact or isinstance(aggregator, KeepsUpdates)
         self._module = module
         self._solver = LocalSolver(optimizer, self.correction.pull)
         self._counts_steps = getattr(aggregator, "needs_effective_steps", False)

@@ -5,7 +5,14 @@ import torch
 from lightning.pytorch import seed_everything
 from toys import SaveEverywhere, ToyModule, toy_data, toy_trainer, weights
 
-from fl_lightning import ConfigurationError, Federation, PoissonCohort, RoundFailure, UniformCohort
+from fl_lightning import (
+    ConfigurationError,
+    Federation,
+    PoissonCohort,
+    RoundFailure,
+    Scaffold,
+    UniformCohort,
+)
 from fl_lightning.data.poisoning import LabelFlip
 from fl_lightning.federation.attackers import Attackers
 from fl_lightning.server.agnostic_mean import AFL
@@ -64,13 +71,16 @@ def test_both_engines_give_the_same(aggregator):
     torch.testing.assert_close(weights(slots), weights(sequential), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("rule", [TrimmedMean(1), Krum(1)])
-def test_two_processes_give_the_same_bits(rule):
+@pytest.mark.parametrize(
+    ("rule", "correction"), [(TrimmedMean(1), None), (Krum(1), None), (TrimmedMean(1), Scaffold())]
+)
+def test_two_processes_give_the_same_bits(rule, correction):
     attackers = Attackers(fraction=0.3, forge=ALIE())
     ends = []
     for devices in (1, 2):
         data = toy_data(batch_size=4, drop_last=True)
         options = {"aggregator": rule, "attackers": attackers, "batch_norm": True}
+        options["correction"] = correction
         ends.append(fit(data=data, devices=devices, **options)[0])
     assert torch.equal(weights(ends[0]), weights(ends[1]))
     assert ends[0].net[1].running_var.unique().numel() > 1
