@@ -47,6 +47,8 @@ class FedDyn:
     remembers = True
     has_shift = True
     needs_mean = True
+    reads_mean = False
+    shows_change = True
 
     def __post_init__(self) -> None:
         if not self.alpha > 0:

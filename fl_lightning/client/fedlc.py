@@ -52,6 +52,8 @@ class FedLC:
     remembers = False
     has_shift = False
     needs_mean = False
+    reads_mean = False
+    shows_change = True
 
     def __post_init__(self) -> None:
         if not self.tau >= 0:

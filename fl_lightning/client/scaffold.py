@@ -58,6 +58,12 @@ class Scaffold:
     remembers = True
     has_shift = True
     needs_mean = True
+    reads_mean = True
+
+    @property
+    def shows_change(self) -> bool:
+        """With option II, whose c_i is made of what the update is."""
+        return self.option == "II"
 
     def __post_init__(self) -> None:
         if self.option not in ("I", "II"):

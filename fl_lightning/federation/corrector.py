@@ -146,6 +146,22 @@ class Corrector:
         steps = [self._solver.effective_steps(number) for number in group.num_steps]
         return replace(group, effective_steps=steps)
 
+    def bytes_up(self, like: Tensor, *, is_lossy: bool) -> int:
+        """Return how many bytes a client sends besides its update: the change of its memory.
+
+        Args:
+            like: updates, shape (…, k).
+            is_lossy: whether what arrives of an update is not what was sent.
+        """
+        rule = self.correction
+        travels = rule.needs_mean and (is_lossy or not rule.shows_change)
+        return _num_bytes(like) if travels else 0
+
+    def bytes_down(self, like: Tensor) -> int:
+        """Return how many bytes a client gets besides the model, shape (k,): the mean."""
+        rule = self.correction
+        return _num_bytes(like) if rule.needs_mean and rule.reads_mean else 0
+
     def reduce(self, all_reduce: AllReduce) -> None:
         """Add up what the clients of all processes have learnt."""
         if not self.correction.needs_mean:
@@ -216,3 +232,7 @@ class Corrector:
 
 def _optimizer_steps(update: ClientUpdate) -> int:
     return update.num_steps if update.optimizer_steps is None else update.optimizer_steps
+
+
+def _num_bytes(like: Tensor) -> int:
+    return like.shape[-1] * like.element_size()

@@ -376,4 +376,5 @@ class GroupTraining:
         if active is not None:
             return bytes_down(model.params, model.buffers, active)
         now = self._trainer.current_epoch
-        return self.broadcast.send(model.params, model.buffers, now).num_bytes
+        sent = self.broadcast.send(model.params, model.buffers, now)
+        return sent.num_bytes + self._corrector.bytes_down(model.params)
