@@ -37,7 +37,7 @@ from fl_lightning.client.fedlc import ShiftedLogits
 from fl_lightning.data import LabelShards
 from fl_lightning.data.partition import IID
 from fl_lightning.federation.memory_files import FOLDER
-from fl_lightning.server import FedAdam
+from fl_lightning.server import FedAdam, Krum
 
 ALIKE = {"weight_by_examples": False}
 NOVA = {"aggregator": NormalisedMean(**ALIKE)}
@@ -71,9 +71,12 @@ def test_slots_move_them_alike(name):
 @pytest.mark.parametrize("engine", ["sequential", "slots"])
 def test_fednova_with_local_momentum(engine):
     expected = [1.29298146, 1.03677549, 1.08754304]
+    rounds = 200 if engine == "sequential" else 3
     module = Quadratic(momentum=0.9)
-    values, _ = trajectory((2, 10), module=module, engine=engine, **NOVA)
-    assert values == pytest.approx(expected, abs=5e-9)
+    values, _ = trajectory((2, 10), rounds=rounds, module=module, engine=engine, **NOVA)
+    assert values[:3] == pytest.approx(expected, abs=5e-9)
+    if rounds == 200:
+        assert values[-1] == pytest.approx(1.07914705, abs=5e-9)
 
 
 @pytest.mark.parametrize(
@@ -82,6 +85,21 @@ def test_fednova_with_local_momentum(engine):
 def test_feddyn_with_local_problems_solved_exactly(alpha, expected):
     values, _ = trajectory((200, 200), correction=FedDyn(alpha=alpha))
     assert values == pytest.approx(expected, abs=5e-9)
+
+
+class Solved(Quadratic):
+    """One step of rate 1 / (a + α) solves a client's regularised problem."""
+
+    def training_step(self, batch, batch_idx):
+        self.trainer.optimizers[0].param_groups[0]["lr"] = 1 / (batch[0].item() + 0.1)
+        return super().training_step(batch, batch_idx)
+
+
+def test_feddyn_with_a_weak_regulariser_ends_at_the_optimum():
+    options = {"correction": FedDyn(alpha=0.1), "engine": "sequential"}
+    values, _ = trajectory((1, 1), rounds=200, module=Solved(), **options)
+    assert values[:3] == pytest.approx([9.75609756, 5.76496674, 5.66762209], abs=5e-9)
+    assert values[-1] == pytest.approx(7.99998498, abs=5e-9)
 
 
 def test_scaffold_with_full_gradients():
@@ -287,6 +305,31 @@ class TestReductions:
         corrected, _ = run(**options, **CORRECTIONS[name])
         assert torch.equal(weights(first), weights(corrected))
 
+    def test_fedsgd_is_central_sgd_on_all_examples(self):
+        """One step of every client on its whole shard."""
+
+        def plain():
+            return ToyModule(momentum=0.0, scheduler=False)
+
+        data = toy_data(batch_size=1000, dtype=torch.float64)
+        module, _ = run(plain, data=data, cohort=None, local_epochs=1, engine="sequential")
+        seed_everything(0, verbose=False)
+        central = plain().double()
+        optimizer = torch.optim.SGD(central.parameters(), lr=0.1)
+        x, y = data.train_dataset.tensors
+        for _ in range(3):
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(central.net(x), y).backward()
+            optimizer.step()
+        torch.testing.assert_close(weights(module), weights(central), rtol=1e-12, atol=1e-14)
+
+    def test_krum_of_clients_without_a_pull_is_krum_bit_for_bit(self):
+        options = {"aggregator": Krum(1), "cohort": None, "precision": "32-true"}
+        krum = weights(run(**options)[0])
+        off, on = (weights(run(**options, correction=FedProx(mu=mu))[0]) for mu in (0.0, 1.0))
+        assert torch.equal(off, krum)
+        assert not torch.allclose(on, krum)
+
     @pytest.mark.parametrize("exact", [False, True])
     def test_fednova_with_equal_steps_is_fedavg(self, exact):
         options = {"local_epochs": None, "local_steps": 3}
@@ -319,6 +362,18 @@ def test_both_engines_agree(name, module):
     torch.testing.assert_close(*(weights(end) for end, _ in ends), rtol=1e-9, atol=1e-11)
     assert ends[1][1].rounds.clients.engine.slots is not None
     assert not torch.allclose(plain_end(module), weights(ends[0][0]))
+
+
+def test_scaffold_with_fedadam_and_a_mask_in_both_engines():
+    options = {"correction": Scaffold(), "server_optimizer": lambda p: FedAdam(p, lr=0.05)}
+    ends = [weights(run(Masked, engine=e, **options)[0]) for e in ("sequential", "slots")]
+    torch.testing.assert_close(*ends, rtol=1e-9, atol=1e-11)
+    for other in (
+        {},
+        {"correction": Scaffold()},
+        {"server_optimizer": options["server_optimizer"]},
+    ):
+        assert not torch.allclose(ends[0], weights(run(Masked, **other)[0]))
 
 
 class InTheLoss:
