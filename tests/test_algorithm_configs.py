@@ -74,7 +74,7 @@ def test_it_runs_over_a_base(path, tmp_path, monkeypatch):
         [float(row[names.index(name)]) for row in rows if row[names.index(name)]]
         for name in ("round/client_update_norm", "round/update_norm")
     )
-    assert sum(steps) > 0.1 * sum(norms)  # the global model moves
+    assert sum(steps) > 0.4 * sum(norms)  # the global model moves as clients do
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
