@@ -27,6 +27,7 @@ from typing_extensions import override
 from fl_lightning.callbacks.client_evaluation import ClientEvaluation
 from fl_lightning.callbacks.partition_report import PartitionReport
 from fl_lightning.callbacks.progress import RoundProgressBar
+from fl_lightning.cli_catalogue import asked_for, catalogue
 from fl_lightning.cli_devices import asks_for_several, automatic_processes
 from fl_lightning.cli_errors import Parser, explain
 from fl_lightning.core.errors import ConfigurationError
@@ -278,6 +279,8 @@ def main(args: ArgsType = None) -> None:
     try:
         if isinstance(words, list) and words[:1] == ["compare"]:
             compare(words[1:], parser=compare_parser(), resolve=resolve)
+        elif isinstance(words, list) and (option := asked_for(words)):
+            print(catalogue(option))
         else:
             run_lightning(args)
     except Exception as error:

@@ -18,6 +18,7 @@ FLOORS = {
     "server": 3,
     "federation": 4,
     "callbacks": 5,
+    "cli_catalogue": 5,
     "cli_devices": 5,
     "cli_errors": 5,
     "experiments": 5,

@@ -2,7 +2,8 @@
 
 A mean over all examples hides who pays for it. Every client's metrics are those that the module
 itself logs in its validation or test step, averaged over the client's held-out examples; over
-clients they are reported as mean, spread, worst decile and Jain's index, each client counted once.
+clients they are reported as mean, spread, worst decile and, of values that are not negative, Jain's
+index, each client counted once.
 Where clients have personal models (`Federation`'s ``personal``), these are evaluated on the same
 examples.
 """
@@ -10,7 +11,7 @@ examples.
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ from fl_lightning.federation.personal_models import personal_models
 from fl_lightning.federation.ranks import Ranks
 
 _PERSONAL = "personal/"
+# Parts of the names of metrics of which less is better.
+_LOWER_IS_BETTER = ("loss", "error", "inertia", "perplexity", "mse", "mae", "nll")
 
 
 class ClientEvaluation(Callback):
@@ -49,9 +52,16 @@ class ClientEvaluation(Callback):
         every_n_rounds: also after every n-th round's validation; 0 for the end only.
         max_clients: evaluate at most so many clients, ≥ 1: where more hold out examples, always the
             same ones, drawn by the data module's seed. Each costs about a millisecond.
+        lower_is_better: parts of the names of metrics whose worst decile is the highest one,
+            besides loss, error, inertia, perplexity, mse, mae and nll.
     """
 
-    def __init__(self, every_n_rounds: int = 0, max_clients: int = 10_000) -> None:
+    def __init__(
+        self,
+        every_n_rounds: int = 0,
+        max_clients: int = 10_000,
+        lower_is_better: Sequence[str] = (),
+    ) -> None:
         super().__init__()
         if every_n_rounds < 0:
             raise ConfigurationError(f"every_n_rounds must not be negative, got {every_n_rounds}")
@@ -60,6 +70,7 @@ class ClientEvaluation(Callback):
         self.every_n_rounds = every_n_rounds
         self.unprotected = "the metrics of clients on their held-out examples"
         self.max_clients = max_clients
+        self._lower_is_better = (*_LOWER_IS_BETTER, *lower_is_better)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Evaluate after every n-th round."""
@@ -106,7 +117,8 @@ class ClientEvaluation(Callback):
             return
         for name in sorted({name for metrics in values.values() for name in metrics}):
             per_client = torch.stack([m[name] for m in values.values() if name in m]).double()
-            _log(trainer, name, per_client)
+            is_lower_better = any(part in name.lower() for part in self._lower_is_better)
+            _log(trainer, name, per_client, higher_is_better=not is_lower_better)
         if trainer.logger is not None and folder and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             _save(Path(folder) / f"clients_{stage}.csv", values, data)
 
@@ -201,21 +213,21 @@ def jains_index(values: Tensor) -> Tensor:
     return values.sum().square() / squares if squares else torch.ones_like(squares)
 
 
-def _log(trainer: Trainer, name: str, values: Tensor) -> None:
-    worst = worst_decile(values, higher_is_better="loss" not in name and "error" not in name)
+def _log(trainer: Trainer, name: str, values: Tensor, *, higher_is_better: bool) -> None:
+    worst = worst_decile(values, higher_is_better=higher_is_better)
+    mean, spread = values.mean(), values.std(correction=0)
     key = name if name.startswith(_PERSONAL) else f"clients/{name}"
-    logs = {
-        f"{key}_mean": float(values.mean()),
-        f"{key}_spread": float(values.std(correction=0)),
-        f"{key}_worst_decile": float(worst),
-        f"{key}_jain": float(jains_index(values)),
-    }
+    logs = {f"{key}_mean": mean, f"{key}_spread": spread, f"{key}_worst_decile": worst}
+    fairness = ""
+    if bool((values >= 0).all()):
+        logs[f"{key}_jain"] = jains_index(values)
+        fairness = f", Jain's index {logs[f'{key}_jain']:.4f}"
     rank_zero_info(
-        f"clients: {name} mean {values.mean():.4f}, spread {values.std(correction=0):.4f}, "
-        f"worst decile {worst:.4f}, Jain's index {jains_index(values):.4f} over {len(values)} clients"
+        f"clients: {name} mean {mean:.4f}, spread {spread:.4f}, worst decile {worst:.4f}{fairness} "
+        f"over {len(values)} clients"
     )
     for logger in trainer.loggers:
-        logger.log_metrics(logs, step=trainer.global_step)
+        logger.log_metrics({k: float(v) for k, v in logs.items()}, step=trainer.global_step)
         if isinstance(logger, TensorBoardLogger):
             logger.experiment.add_histogram(key, values, trainer.global_step)
 

@@ -299,7 +299,18 @@ class FederatedDataModule(LightningDataModule):
             clients: whose.
             poison: what becomes of them.
             seed: of which examples, where it is not all.
+
+        Raises:
+            ConfigurationError: if they share an example with others, who would train on it as well.
         """
+        flat = self.clients.flat
+        is_changed = np.repeat(np.isin(np.arange(len(flat)), list(clients)), flat.sizes)
+        shared = np.intersect1d(flat.indices[is_changed], flat.indices[~is_changed])
+        if len(shared):
+            raise ConfigurationError(
+                f"attackers: example {shared[0]} is in shards of attackers and of others, who would "
+                "train on what the former make of it: use a partition whose shards do not overlap"
+            )
         self._poison = None if poison is None else (list(clients), poison, seed)
         self.__dict__.pop("train_batch", None)
 

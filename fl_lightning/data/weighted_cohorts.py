@@ -112,7 +112,9 @@ class ByLossCohort:
 
 @dataclass(frozen=True, kw_only=True)
 class PowerOfChoiceCohort:
-    """Of d candidates, drawn by their sizes, the m with the highest loss.
+    """Of d candidates, drawn by their sizes, the m with the highest loss; by lot among equals.
+
+    An unknown loss counts as the highest.
 
     With d = m it draws as `BySizeCohort` does, client by client the same.
 
@@ -168,7 +170,9 @@ class PowerOfChoiceCohort:
         size = self.expected_size(population.num_clients)
         drawn = _draw_by_size(self.num_candidates, round_index, population, seed)
         losses = np.nan_to_num(population.losses[drawn], nan=np.inf)
-        return np.sort(drawn[np.argsort(-losses, kind="stable")[:size]])
+        # as long as nobody's loss is known, all are equal
+        lots = numpy_generator(seed, "cohort", round_index, 1).random(len(drawn))
+        return np.sort(drawn[np.lexsort((lots, -losses))[:size]])
 
 
 def _draw_by_size(size: int, round_index: int, population: Population, seed: int) -> ClientIds:

@@ -49,7 +49,7 @@ from fl_lightning.federation.engine_options import (
 )
 from fl_lightning.federation.example_rounds import ExampleRounds
 from fl_lightning.federation.fine_tuning import FineTuning
-from fl_lightning.federation.fresh_losses import refresh_losses
+from fl_lightning.federation.fresh_losses import Having, refresh_losses
 from fl_lightning.federation.group_size import num_short_clients
 from fl_lightning.federation.groups import RoundGroups, Share
 from fl_lightning.federation.hooks import GroupsPassBy
@@ -59,6 +59,7 @@ from fl_lightning.federation.option_checks import (
     check_correction,
     check_server_optimizer,
     check_shards,
+    check_trusted,
     check_values,
 )
 from fl_lightning.federation.personal_models import PersonalModels
@@ -281,6 +282,7 @@ class Federation(Callback):
         check_validation_interval(trainer, len(groups))
         most = self._most_clients(groups, population)
         check_cohort_size(most, self.min_replies, self.aggregator)
+        check_trusted(self.aggregator, self.cohort, population.num_clients)
         if isinstance(self.aggregator, Protected):
             terms = Terms(most_clients=most, seed=self.seed, num_processes=trainer.world_size)
             self.aggregator.begin(terms)
@@ -381,7 +383,9 @@ class Federation(Callback):
                 f"{type(self.aggregator).__name__}, which hides updates among those of "
                 f"{self._fewest_clients} clients or more: nobody trains, the model stays as it is"
             )
-        refresh_losses(trainer, self.cohort, self._groups.population, self.seed)
+        refresh_losses(
+            trainer, self.cohort, self._groups.population, self.seed, self._own_layers(trainer)
+        )
         seed_global_generators(derive_seed(self.seed, "round", trainer.current_epoch))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -434,6 +438,14 @@ class Federation(Callback):
         else:
             names, memory = [], ClientMemory()
         return PersonalModels(module, names, memory, tune) if names or tune else None
+
+    def _own_layers(self, trainer: Trainer) -> Having | None:
+        """Return what has the module hold the layers that are a client's own, if there are any."""
+        kind = self.personal
+        if kind is None or kind.beside or kind.tuning_steps:
+            return None
+        models = self.personal_models(trainer)
+        return None if models is None else models.of
 
     def personal_state(self) -> dict[str, Any]:
         """Return what another process needs to evaluate personal models, unless it is large."""

@@ -3,10 +3,14 @@
     F_k(x) = Σ_b n_b loss(x; b) / Σ_b n_b            over the batches b of client k's shard
 
 The loss is what ``training_step`` returns, with the module in eval mode and, if the data set knows
-how, without augmentation. Of several processes each measures its share.
+how, without augmentation. Layers that are a client's own are its own here as well. Of several processes
+each measures its share.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from lightning.pytorch import Trainer
@@ -21,26 +25,39 @@ from fl_lightning.data.population import ClientIds, Population
 from fl_lightning.federation.batches import batch_preparation, takes_index
 from fl_lightning.federation.ranks import Ranks
 
+# Has the module hold a client's model.
+Having = Callable[[int], AbstractContextManager[None]]
+
 
 def refresh_losses(
-    trainer: Trainer, sampler: CohortSampler, population: Population, seed: int
+    trainer: Trainer,
+    sampler: CohortSampler,
+    population: Population,
+    seed: int,
+    having: Having | None = None,
 ) -> None:
     """Put the losses that a sampler asks for into what is known of clients; before it draws.
 
-    To be called by all processes, with the global model in the module.
+    To be called by all processes, with the global model in the module; ``having`` as in
+    `measured_losses`.
     """
     if not isinstance(sampler, NeedsFreshLosses):
         return
     clients = sampler.candidates(trainer.current_epoch, population, seed)
     ranks = Ranks(trainer)
-    own = measured_losses(trainer, clients[ranks.rank :: ranks.size], sampler.loss_batches, seed)
+    share = clients[ranks.rank :: ranks.size]
+    own = measured_losses(trainer, share, sampler.loss_batches, seed, having)
     for losses in ranks.gather(own):
         population.losses[list(losses)] = list(losses.values())
 
 
 @torch.no_grad()
 def measured_losses(
-    trainer: Trainer, clients: ClientIds, max_batches: int | None, seed: int
+    trainer: Trainer,
+    clients: ClientIds,
+    max_batches: int | None,
+    seed: int,
+    having: Having | None = None,
 ) -> dict[int, float]:
     """Return clients' mean losses on what the module holds; without those that have no example.
 
@@ -49,6 +66,7 @@ def measured_losses(
         clients: whose.
         max_batches: at most so many batches of each, None is all.
         seed: of what a training step may draw.
+        having: has the module hold a client's own layers; None where there are none.
     """
     if not len(clients):
         return {}
@@ -71,13 +89,14 @@ def measured_losses(
                 )
                 losses, sizes = [], []
                 batches = data.clients[client].split(data.batch_size)
-                for index, indices in enumerate(batches[:max_batches]):
-                    batch = prepare(data.evaluation_batch(indices))
-                    output = step(batch, index) if takes_index(step) else step(batch)
-                    loss = loss_of(output)
-                    if loss is not None and len(indices):
-                        losses.append(loss)
-                        sizes.append(len(indices))
+                with nullcontext() if having is None else having(client):
+                    for index, indices in enumerate(batches[:max_batches]):
+                        batch = prepare(data.evaluation_batch(indices))
+                        output = step(batch, index) if takes_index(step) else step(batch)
+                        loss = loss_of(output)
+                        if loss is not None and len(indices):
+                            losses.append(loss)
+                            sizes.append(len(indices))
                 if losses:
                     found[client] = float(weighted_mean(losses, sizes))
     finally:

@@ -10,10 +10,12 @@ from fl_lightning.client.correction import Correction
 from fl_lightning.client.feddyn import FedDyn
 from fl_lightning.client.personalisation import Personalisation
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.data.cohort import CohortSampler, PoissonCohort, UniformCohort
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.client_masks import client_masks
 from fl_lightning.server.aggregators import Aggregator
-from fl_lightning.server.collected import RobustRule
+from fl_lightning.server.collected import Collected, RobustRule
+from fl_lightning.server.robust.fltrust import FLTrust
 from fl_lightning.sparsity.masked_optimizer import MaskedOptimizer
 
 
@@ -91,6 +93,23 @@ def check_cohort_size(
             f"federation.aggregator {aggregator} needs at least "
             f"{aggregator.min_updates} updates, but a round has at most {most}: raise the "
             "cohort's size, or lower num_attackers"
+        )
+
+
+def check_trusted(
+    aggregator: Aggregator | RobustRule | None, cohort: CohortSampler, num_clients: int
+) -> None:
+    """Refuse rounds without the client that `FLTrust` judges by, which would end the run.
+
+    Raises:
+        ConfigurationError: if cohorts are drawn at random.
+    """
+    rule = aggregator.rule if isinstance(aggregator, Collected) else aggregator
+    is_drawn = isinstance(cohort, (UniformCohort, PoissonCohort))
+    if isinstance(rule, FLTrust) and is_drawn and cohort.expected_size(num_clients) < num_clients:
+        raise ConfigurationError(
+            f"federation.aggregator: FLTrust judges by the update of client {rule.trusted_client}, "
+            f"which {cohort} would often leave out: let all clients take part (cohort: null)"
         )
 
 

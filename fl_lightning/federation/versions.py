@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.update import ClientUpdate, GroupUpdate
@@ -34,14 +37,21 @@ class Start:
         if self.rule is None:
             return update
         delta = self.rule.weighed(update.delta, self.staleness, self._drift())
-        return update if delta is update.delta else replace(update, delta=delta)
+        return replace(update, delta=delta, buffers=self._mixed(update.buffers))
 
     def counted_group(self, group: GroupUpdate) -> GroupUpdate:
         """Return updates of clients that trained together likewise."""
         if self.rule is None:
             return group
         deltas = self.rule.weighed(group.deltas, self.staleness, self._drift())
-        return group if deltas is group.deltas else replace(group, deltas=deltas)
+        return replace(group, deltas=deltas, buffers=self._mixed(group.buffers))
+
+    def _mixed(self, buffers: Tensor) -> Tensor:
+        """Return the present buffers with as much of these as counts; variances stay positive."""
+        if self.rule is None or not buffers.numel():
+            return buffers
+        share = self.rule.weighed(buffers.new_ones(()), self.staleness, None)
+        return torch.lerp(self.present.buffers.expand_as(buffers), buffers, share)
 
     def _drift(self) -> Any:
         return self.present.params - self.model.params if self.staleness else None

@@ -111,10 +111,14 @@ class Collected(KeptUpdates):
         """Learn which round comes next."""
         self._context.round_index = round_index
 
+    def new_rows(self, like: Tensor) -> UpdateRows:
+        """Return a place for updates within the memory that is given, and in that folder."""
+        return UpdateRows(like, memory_limit=self._limit, folder=self.folder)
+
     def open(self, like: Tensor) -> None:
         """Start without updates."""
         self._like = like
-        self._rows = UpdateRows(like, memory_limit=self._limit, folder=self.folder)
+        self._rows = self.new_rows(like)
 
     def close(self) -> Tensor:
         """Return the rule's word on the round.

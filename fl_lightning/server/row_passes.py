@@ -17,16 +17,24 @@ import numpy as np
 from fl_lightning.server.column_sort import sorted_columns
 from fl_lightning.server.update_rows import Floats, Rows
 
+# Squared distances below so many units of rounding, of |x_i| |x_j|, have less than three good digits.
+_DIGITS_LOST = 1e4
 
-def products(rows: Rows) -> Floats:
+
+def products(rows: Rows, origin: int | None = None) -> Floats:
     """Return the inner products of all pairs of rows, float64, shape (n, n).
 
     Where a row's norm overflows its dtype, its entries are infinite or NaN.
+
+    Args:
+        rows: n of them.
+        origin: number of the row that is subtracted from all; None for none.
     """
     gram = np.zeros((len(rows), len(rows)))
     with np.errstate(over="ignore", invalid="ignore"):
         for _, block in rows.blocks():
-            gram += block @ block.T
+            centred = block if origin is None else block - block[origin]
+            gram += centred @ centred.T
     return gram
 
 
@@ -35,7 +43,25 @@ def squared_distances(rows: Rows) -> Floats:
 
     A row whose norm overflows is infinitely far from all others.
     """
-    return distances_of(products(rows))
+    gram = products(rows)
+    distances, bounds = distances_of(gram), _error_bounds(gram)
+    near = distances < bounds * (_DIGITS_LOST * np.finfo(rows.dtype).eps)
+    np.fill_diagonal(near, val=False)
+    if not near.any():
+        return distances
+    # one among many, even if every other row is an attacker's
+    origin = int(np.argmin(np.median(distances, axis=1)))
+    centred = products(rows, origin)
+    is_better = _error_bounds(centred) < bounds
+    return np.where(is_better, distances_of(centred), distances)
+
+
+def _error_bounds(gram: Floats) -> Floats:
+    """Return |x_i| |x_j|, to which the error of G_ij is proportional."""
+    lengths = np.sqrt(np.diag(gram))
+    with np.errstate(over="ignore", invalid="ignore"):
+        bounds: Floats = np.outer(lengths, lengths)
+    return bounds
 
 
 def distances_of(gram: Floats) -> Floats:

@@ -11,7 +11,8 @@ Sources: FedBuff, Nguyen et al. 2022, AISTATS (2106.06639), Algorithm 1, s(τ) =
 FedAsync, Xie et al. 2019 (1903.03934), Algorithm 1 and section 5.2 (polynomial, hinge).
 Differs: FedBuff's mean is the federation's aggregator, which weighs by examples unless it is told
 otherwise; as published it is ``Mean(weight_by_examples=False)``. FedAsync's proximal term is a
-matter of the clients' correction.
+matter of the clients' correction. Buffers (statistics of batch norm), of which neither paper speaks,
+are mixed with the present ones by the same weight, b ← (1 - w) b + w b_i, w = s(τ) or α s(τ).
 """
 
 from __future__ import annotations

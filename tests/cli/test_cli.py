@@ -224,6 +224,25 @@ def test_help_explains_every_option_of_the_block(capsys):
     assert "a round with fewer valid updates stops the run" in " ".join(said.split())
 
 
+@pytest.mark.parametrize(
+    ("option", "some", "none"),
+    [
+        ("correction", ["fl_lightning.Scaffold", "fl_lightning.FedLC"], "fl_lightning.Ditto"),
+        ("aggregator", ["fl_lightning.server.Krum", "SecureMean", "fl_lightning.Mean"], "FedAdam"),
+        ("server_optimizer", ["fl_lightning.server.FedAdam"], "Krum"),
+        ("updates", ["fl_lightning.updates.TopK", "ErrorFeedback"], "SparseSGDM"),
+    ],
+)
+def test_help_lists_what_an_option_takes(option, some, none, capsys):
+    main(["fit", "--config", str(CONFIGS / "quickstart.yaml"), f"--federation.{option}.help"])
+    said = capsys.readouterr().out
+    assert all(name in said for name in some)
+    assert none not in said
+    with pytest.raises(SystemExit):
+        main(["fit", f"--federation.{option}.help", *re.findall(r"fl_lightning\.[\w.]+", said)[:1]])
+    assert "usage" in capsys.readouterr().out
+
+
 def test_json_configs_work_as_well():
     config = yaml.safe_load((CONFIGS / "quickstart.yaml").read_text())
     Path("quick.json").write_text(json.dumps(config))

@@ -345,6 +345,13 @@ class TestWeightedCohorts:
         rest = np.setdiff1d(candidates, chosen)
         assert losses[chosen].min() >= losses[rest].max()
 
+    def test_power_of_choice_is_a_lot_where_no_loss_is_known(self):
+        clients, counts = Population(np.full(30, 10)), np.zeros(30)
+        sampler = PowerOfChoiceCohort(size=5, num_candidates=20, losses="last_known")
+        for round_index in range(600):
+            counts[sampler.sample(round_index, clients, 0)] += 1
+        assert abs(counts - 100).max() < 40  # 100 each, by lot ± 9
+
     def test_clients_without_examples_come_last(self):
         clients = Population(np.array([0, 5, 0, 5]))
         assert BySizeCohort(size=2).sample(0, clients, 0).tolist() == [1, 3]

@@ -17,7 +17,7 @@ from fl_lightning import ConfigurationError, Federation, Mean, Scaffold, Uniform
 from fl_lightning.client import Devices, GivenSpeeds, LogNormalSpeeds
 from fl_lightning.client.devices import Fate
 from fl_lightning.client.local_training import GlobalModel
-from fl_lightning.core.update import ClientUpdate
+from fl_lightning.core.update import ClientUpdate, GroupUpdate
 from fl_lightning.federation.arrivals import Arrivals
 from fl_lightning.federation.versions import Start
 from fl_lightning.server import FedAsync, FedBuff, HingeStaleness, PolynomialStaleness
@@ -49,6 +49,27 @@ def test_fedasync_mixes_models(x, y, start, tau):
     moved = rule.weighed(torch.tensor([start - y], dtype=torch.float64), tau, drift)
     alpha = 0.6 * (1 + tau) ** -0.5
     assert x - float(moved) == pytest.approx((1 - alpha) * x + alpha * y, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("rule", "tau", "share"),
+    [
+        (FedAsync(concurrency=2, mixing=0.6), 3, 0.3),
+        (FedBuff(concurrency=2), 3, 0.5),
+        (FedBuff(concurrency=2), 0, 1.0),
+    ],
+)
+def test_buffers_are_mixed_by_the_same_weight(rule, tau, share):
+    first, present = (GlobalModel(torch.zeros(1), torch.tensor([v, 2.0])) for v in (9.0, 1.0))
+    start = Start(first if tau else present, present, tau, rule)
+    buffers = torch.tensor([[3.0, 2.0], [0.1, 7.0]])
+    expected = (1 - share) * present.buffers + share * buffers
+    group = start.counted_group(GroupUpdate([0, 1], torch.zeros(2, 1), buffers, [1, 1], [1, 1]))
+    torch.testing.assert_close(group.buffers, expected)
+    one = start.counted(ClientUpdate(0, torch.zeros(1), buffers[1], 1, 1))
+    assert torch.equal(one.buffers, group.buffers[1])
+    if share == 1:
+        assert torch.equal(group.buffers, buffers)
 
 
 @given(tau=st.integers(0, 50), exponent=st.floats(0, 3), slope=st.floats(0, 20))

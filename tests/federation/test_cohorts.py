@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import seed_everything
+from torch import nn
 from toys import SaveEverywhere, ToyModule, toy_data, toy_trainer, weights
 
-from fl_lightning import AllClients, Federation, UniformCohort
+from fl_lightning import AllClients, Federation, Personal, UniformCohort
 from fl_lightning.data import (
     AvailableCohort,
     ByLossCohort,
@@ -102,6 +103,33 @@ def test_fresh_losses_are_those_of_the_present_model():
     assert len(found) == 3
     for expected, losses in found:
         np.testing.assert_allclose(losses, expected, rtol=1e-5)
+
+
+def test_fresh_losses_are_those_of_clients_own_layers():
+    """FedPer: a client's loss is that of the shared body under its own head."""
+    found = []
+
+    class Keep(PowerOfChoiceCohort):
+        def sample(self, round_index, population, seed):
+            found.append(population.losses.copy())
+            return super().sample(round_index, population, seed)
+
+    class WatchedHeads(ToyModule):
+        def on_train_epoch_start(self):
+            (federation,) = (c for c in self.trainer.callbacks if isinstance(c, Federation))
+            models, data = federation.personal_models(self.trainer), self.trainer.datamodule
+            self.losses = []
+            for client, shard in enumerate(data.clients):
+                x, y = data.train_batch(shard)
+                with models.of(client), torch.no_grad():
+                    self.losses.append(float(nn.functional.cross_entropy(self.net(x), y)))
+            expected.append(self.losses)
+
+    expected = []
+    personal = Personal(["net.4.*"])
+    module = WatchedHeads()
+    run(Keep(size=2, num_candidates=6), module=module, personal=personal, max_epochs=4)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 def test_measuring_losses_leaves_no_trace():

@@ -1,9 +1,12 @@
 """Robust rules, attackers, server optimizers and schedules inside a fit."""
 
+from dataclasses import dataclass
+
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import seed_everything
-from toys import SaveEverywhere, ToyModule, toy_data, toy_trainer, weights
+from toys import SaveEverywhere, ToyData, ToyModule, toy_data, toy_trainer, weights
 
 from fl_lightning import (
     ConfigurationError,
@@ -13,6 +16,7 @@ from fl_lightning import (
     Scaffold,
     UniformCohort,
 )
+from fl_lightning.data import FederatedDataModule
 from fl_lightning.data.poisoning import LabelFlip
 from fl_lightning.federation.attackers import Attackers
 from fl_lightning.server.agnostic_mean import AFL
@@ -22,6 +26,7 @@ from fl_lightning.server.collected import Collected
 from fl_lightning.server.fair_means import QFedAvg
 from fl_lightning.server.optimizers.adaptive import FedAdam
 from fl_lightning.server.robust.centred_clipping import CentredClipping
+from fl_lightning.server.robust.fltrust import FLTrust
 from fl_lightning.server.robust.krum import Krum
 from fl_lightning.server.robust.median import Median, TrimmedMean
 from fl_lightning.server.robust.mixing import Bucketing
@@ -134,3 +139,32 @@ class TestRefusals:
     def test_a_schedule_that_waits_for_a_metric(self):
         with pytest.raises(ConfigurationError, match="server_schedule"):
             fit(server_schedule=torch.optim.lr_scheduler.ReduceLROnPlateau)
+
+
+@pytest.mark.parametrize("cohort", [UniformCohort(fraction=0.8), PoissonCohort(fraction=0.8)])
+def test_rounds_without_the_trusted_client_are_refused_at_the_door(cohort):
+    with pytest.raises(ConfigurationError, match="FLTrust judges by the update of client 0"):
+        fit(aggregator=FLTrust(), cohort=cohort)
+    fit(aggregator=FLTrust(), cohort=UniformCohort(fraction=1.0))
+
+
+@dataclass(frozen=True)
+class Given:
+    """A partition that is known."""
+
+    shards: tuple
+    uses_labels = False
+
+    def assign(self, labels, num_clients, seed):
+        return [np.array(shard) for shard in self.shards]
+
+
+def test_attackers_do_not_change_what_others_train_on():
+    def data(shards):
+        return FederatedDataModule(ToyData(), num_clients=2, partition=Given(shards), seed=0)
+
+    attackers = Attackers(fraction=0.5, poison=LabelFlip(3), seed=0)
+    apart, overlapping = (range(30), range(30, 60)), (range(30), range(29, 60))
+    fit(attackers=attackers, data=data(apart))
+    with pytest.raises(ConfigurationError, match="example 29 is in shards of attackers and of"):
+        fit(attackers=attackers, data=data(overlapping))

@@ -212,6 +212,25 @@ def test_per_client_evaluation_of_many_clients_takes_some_of_them(tmp_path):
         ClientEvaluation(max_clients=0)
 
 
+def test_the_worst_clients_are_those_with_the_highest_inertia(tmp_path):
+    class Sums(ToyModule):
+        def validation_step(self, batch, batch_idx):
+            self.log_dict({"val/inertia": batch[0].square().mean(), "val/shift": batch[0].mean()})
+
+    logger = CSVLogger(tmp_path, name="", version="")
+    data = toy_data(client_val_fraction=0.3)
+    fit(ClientEvaluation(), module=Sums(), data=data, logger=logger, max_epochs=1)
+    with (tmp_path / "clients_validation.csv").open() as file:
+        clients = list(csv.DictReader(file))
+    with (tmp_path / "metrics.csv").open() as file:
+        logged = {k: float(v) for row in csv.DictReader(file) for k, v in row.items() if v}
+    worst = max(float(client["val/inertia"]) for client in clients)
+    assert logged["clients/val/inertia_worst_decile"] == pytest.approx(worst)
+    assert min(float(client["val/shift"]) for client in clients) < 0
+    jains = {name for name in logged if name.endswith("_jain")}
+    assert jains == {"clients/val/inertia_jain"}  # it is for what is not negative
+
+
 def test_the_trainer_is_given_back_as_it_was():
     data = toy_data()
     trainer = fit(data=data, max_epochs=1)

@@ -118,6 +118,20 @@ def test_passes_are_numpys(monkeypatch):
     np.testing.assert_allclose(sorted_sum(rows, weights), ordered, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("spread", [1e-2, 2e-4, 1e-6])
+@pytest.mark.parametrize("origin", [0.0, 1e4])
+def test_near_rows_are_told_apart(spread, origin):
+    """In float32 a Gram matrix of rows that differ in their last digits has none of these left."""
+    random = np.random.default_rng(0)
+    common = random.standard_normal(20_000) + origin
+    wide = common + spread * max(1.0, origin) * random.standard_normal((9, 20_000))
+    wide[0] = 1e6 * random.standard_normal(20_000)  # one that is far from all
+    matrix = wide.astype(np.float32)
+    wide = matrix.astype(float)
+    expected = ((wide[:, None] - wide) ** 2).sum(2)
+    np.testing.assert_allclose(squared_distances(rows_of(matrix)), expected, rtol=2e-3)
+
+
 def test_views_are_rows():
     rows = rows_of(MATRIX)
     chosen = ChosenRows(rows, [5, 1, 2])

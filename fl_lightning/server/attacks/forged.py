@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fl_lightning.core.seeds import numpy_generator
 from fl_lightning.server.aggregators import Aggregator
+from fl_lightning.server.collected import Collected
 from fl_lightning.server.kept_updates import KeptUpdates
 from fl_lightning.server.server import KeepsUpdates
 from fl_lightning.server.update_rows import Floats, Rows, UpdateRows
@@ -99,7 +100,9 @@ class Forged(KeptUpdates):
     def open(self, like: Tensor) -> None:
         """Start without updates."""
         self._like = like
-        self._rows = UpdateRows(like)
+        # the rule has as many again, with the attackers' in their places
+        own = self.aggregator
+        self._rows = own.new_rows(like) if isinstance(own, Collected) else UpdateRows(like)
 
     def close(self) -> Tensor:
         """Return the aggregate of the honest updates and the forged ones."""
