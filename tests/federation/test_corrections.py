@@ -161,6 +161,14 @@ class TestStepsThatWereNotTaken:
         expected, _ = trajectory((10, 10), module=Quadratic(start=3.0), **alone)
         assert found == pytest.approx(expected, rel=1e-12)
 
+    def test_fednova_refuses_moves_without_an_optimizer(self):
+        class Jumping(Quadratic):
+            def training_step(self, batch, batch_idx):
+                self.x.data += 1.0
+
+        with pytest.raises(ConfigurationError, match=r"client 0 has 0\.0: use Mean"):
+            trajectory((2, 2), module=Jumping(), **NOVA)
+
     @pytest.mark.parametrize("fused", [None, True])
     @pytest.mark.parametrize("exponent", [10, 24])
     def test_steps_that_a_gradient_scaler_leaves_out_are_none(self, exponent, fused):
