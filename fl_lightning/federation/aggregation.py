@@ -30,7 +30,8 @@ def run_aggregator(
         attackers: who send something else.
 
     Raises:
-        ConfigurationError: for a rule that means nothing under masks of the clients' own.
+        ConfigurationError: for a rule that means nothing under masks of the clients' own, or with
+            their optimizer.
     """
     masks_differ = client_masks(trainer) is not None
     if isinstance(given, Protected):
@@ -43,6 +44,8 @@ def run_aggregator(
         )
     if masks_differ and given is None:
         return OverlapMean()
+    if isinstance(given, QFedAvg):
+        given = given.of_clients(trainer.optimizers[0])
     aggregator = as_aggregator(given)
     if masks_differ and isinstance(aggregator, KeepsUpdates):
         raise ConfigurationError(

@@ -57,6 +57,7 @@ from fl_lightning.federation.loop import install, renumber_groups
 from fl_lightning.federation.option_checks import (
     check_cohort_size,
     check_correction,
+    check_server_optimizer,
     check_shards,
     check_trusted,
     check_values,
@@ -351,6 +352,7 @@ class Federation(Callback):
                 private,
             ),
         )
+        check_server_optimizer(self.correction, self.rounds.server.optimizer)
         if isinstance(trainer.strategy.checkpoint_io, AtomicCheckpointIO):
             trainer.strategy.checkpoint_io.files = self.rounds.memory.files_of_checkpoint
         self._groups_before = self._saved.get("groups", len(self._groups))

@@ -112,7 +112,8 @@ class RoundRecord:
         """Return what is known of the round besides: counts, norms, spreads over clients, bytes.
 
         ``bytes_up`` and ``bytes_down`` are the message of one client, the totals those of all: the
-        length of the real encoding (`fl_lightning.updates.codec`), with its header and metrics.
+        length of the real encoding (`fl_lightning.updates.codec`), with its header and metrics, and
+        the numbers that a correction sends besides.
         """
         if self.is_withheld:
             return {"round/update_norm": self.update_norm, **self.privacy}

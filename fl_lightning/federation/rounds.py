@@ -275,7 +275,7 @@ class RoundRunner:
 
     def _tell_cost(self) -> None:
         self._cost_is_told = True
-        rounds = self._trainer.max_epochs
+        rounds, like = self._trainer.max_epochs, self.server.model.params
         line = cost_line(
             self._path,
             self.clients.broadcast,
@@ -283,6 +283,7 @@ class RoundRunner:
             num_clients=self._groups.num_clients,
             num_rounds=math.inf if rounds is None or rounds < 0 else rounds,
             protected=None if self._secure is None else self._secure.aggregator,
+            more=(self._intake.more_bytes_up(like), self.corrector.bytes_down(like)),
         )
         rank_zero_info(f"bytes: {line}")
         if self._secure is not None:
