@@ -13,9 +13,9 @@ from fl_lightning.data import FederatedDataModule
 class Quadratic(LightningModule):
     """a (x - c)² / 2 with one weight x."""
 
-    def __init__(self, optimizer=torch.optim.SGD, lr=0.1, **options):
+    def __init__(self, optimizer=torch.optim.SGD, lr=0.1, start=0.0, **options):
         super().__init__()
-        self.x = torch.nn.Parameter(torch.zeros((), dtype=torch.float64))
+        self.x = torch.nn.Parameter(torch.tensor(start, dtype=torch.float64))
         self.make_optimizer = lambda: optimizer(self.parameters(), lr=lr, **options)
 
     def training_step(self, batch, batch_idx):
@@ -56,12 +56,12 @@ class Positions(Callback):
         self.values.append(module.x.item())
 
 
-def trajectory(copies, *, rounds=3, module=None, **options):
+def trajectory(copies, *, rounds=3, module=None, source=TwoQuadratics, **options):
     """Return x after every round, and the federation."""
     positions = Positions()
     settings = {"local_epochs": 1, "aggregator": Mean(weight_by_examples=False)}
     federation = Federation(**settings | options)
-    data = FederatedDataModule(TwoQuadratics(copies), num_clients=2, partition=ByOwner())
+    data = FederatedDataModule(source(copies), num_clients=2, partition=ByOwner())
     trainer = toy_trainer(federation, positions, max_epochs=rounds, precision="64-true")
     trainer.fit(module or Quadratic(), datamodule=data)
     return positions.values, federation

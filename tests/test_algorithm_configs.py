@@ -24,7 +24,6 @@ model:
     num_classes: 10
     in_chans: 1
     image_size: 8
-    optimizer: {class_path: torch.optim.SGD, init_args: {lr: 0.05, momentum: 0.5}}
 data:
   class_path: fl_lightning.FederatedDataModule
   init_args:
@@ -45,23 +44,42 @@ trainer:
 """
 
 
+def named_base(path):
+    """Return the base of the command in a file's first lines."""
+    command = re.search(r"fl-lightning fit --config configs/(\S+) --config (\S+)", path.read_text())
+    assert command.group(2) == f"configs/algorithms/{path.name}"
+    return FOLDER.parent / command.group(1)
+
+
+def small_base(path):
+    """Return a small one whose clients train as those of the base that a file names."""
+    base = yaml.safe_load(BASE)
+    named = yaml.safe_load(named_base(path).read_text())
+    base["model"]["init_args"]["optimizer"] = named["model"]["init_args"]["optimizer"]
+    return base
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_it_runs_over_a_base(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["fl-lightning"])
-    Path("base.yaml").write_text(BASE)
+    Path("base.yaml").write_text(yaml.safe_dump(small_base(path)))
     main(["fit", "--config", "base.yaml", "--config", str(path)])
     assert list(Path("runs").rglob("last.ckpt"))
     [log] = Path("runs").rglob("metrics.csv")
     names, *rows = (line.split(",") for line in log.read_text().splitlines())
     losses = [row[names.index("val/loss")] for row in rows]
     assert all(math.isfinite(float(loss)) for loss in losses if loss)
+    norms, steps = (
+        [float(row[names.index(name)]) for row in rows if row[names.index(name)]]
+        for name in ("round/client_update_norm", "round/update_norm")
+    )
+    assert sum(steps) > 0.4 * sum(norms)  # the global model moves as clients do
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_it_says_how_to_run_it_and_changes_little(path):
-    text = path.read_text()
-    command = re.search(r"fl-lightning fit --config configs/(\S+) --config (\S+)", text)
-    assert (FOLDER.parent / command.group(1)).is_file()
-    assert command.group(2) == f"configs/algorithms/{path.name}"
-    assert "model" not in yaml.safe_load(text)
+    assert named_base(path).is_file()
+    model = yaml.safe_load(path.read_text()).get("model", {"init_args": {"optimizer": None}})
+    assert model.keys() == {"init_args"}
+    assert model["init_args"].keys() == {"optimizer"}

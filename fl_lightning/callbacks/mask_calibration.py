@@ -95,6 +95,7 @@ class MaskCalibration(Callback):
             it stays with them: read the file or the checkpoint. With ``per_client`` what the
             clients' masks lie in: everything that they may cover.
         history: of every version the round in whose start it was found, and its hash.
+        unprotected: what of clients is in the model that no privacy of rounds covers, in words.
 
     Raises:
         ConfigurationError: if an option is out of range, and when the fit starts if the optimizer
@@ -132,7 +133,11 @@ class MaskCalibration(Callback):
     ) -> None:
         super().__init__()
         calibrates = mask_file is None or every_n_rounds is not None
-        self.unprotected = "the mask, found from clients' scores" if calibrates else ""
+        shown = {
+            "the mask found from clients' scores": calibrates,
+            "the head fitted to clients' examples": not isinstance(head, str),
+        }
+        self.unprotected = " and ".join(what for what, is_shown in shown.items() if is_shown)
         check_options(head, max_examples, every_n_rounds, mask_file, per_client)
         self._plan: CalibrationPlan | None = None
         if calibrates:

@@ -63,6 +63,9 @@ class Correction(Protocol):
         remembers: whether clients have a memory.
         has_shift: whether terms may have a shift.
         needs_mean: whether the mean of all memories is needed.
+        reads_mean: whether clients need it, so that it travels with the model.
+        shows_change: whether the server can tell from a client's update how its memory changed; if
+            not, and the mean is needed, the change travels with the update.
     """
 
     @property
@@ -80,6 +83,14 @@ class Correction(Protocol):
     @property
     def needs_mean(self) -> bool:
         """Whether the mean of all memories is needed."""
+
+    @property
+    def reads_mean(self) -> bool:
+        """Whether clients need it."""
+
+    @property
+    def shows_change(self) -> bool:
+        """Whether a client's update tells how its memory changed."""
 
     def check(self, module: nn.Module, optimizer: Optimizer) -> None:
         """Refuse a module, or an optimizer of the clients, with which it makes no sense.

@@ -85,12 +85,17 @@ class ExampleGradients:
             batch: tensors in tuples, lists and dicts, with an entry per example.
             index: number of the local step.
             clip_norm: S > 0, finite.
+
+        Raises:
+            ConfigurationError: if the training step sets parameters itself; it is undone.
         """
         total, losses = torch.zeros(space.size, dtype=space.dtype, device=space.device), []
+        before = _Parameters(self._module)
         for chunk in chunks(batch, self._chunk_size(space)):
             summed, lost = self._of_chunk(space, chunk, index, clip_norm)
             total += summed
             losses.append(lost)
+        before.check_untouched()
         return total, torch.cat(losses)
 
     def _chunk_size(self, space: Space) -> int:
@@ -188,6 +193,38 @@ class ExampleGradients:
         for name, values in logged.items():
             self._collector.start_step(len(values))
             self._collector.log(name, values.mean())
+
+
+class _Parameters:
+    """A module's parameters as they are, also those that do not train."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._before = {name: (p, p.detach().clone()) for name, p in module.named_parameters()}
+
+    def check_untouched(self) -> None:
+        """Refuse a training step that has changed one, and change it back."""
+        present = dict(self._module.named_parameters())
+        changed = [
+            name
+            for name, (param, value) in self._before.items()
+            if present.get(name) is not param or not _is_same(param.detach(), value)
+        ]
+        if not changed:
+            return
+        for name in changed:
+            param, value = self._before[name]
+            param.data = value
+            owner, _, own_name = name.rpartition(".")
+            setattr(self._module.get_submodule(owner), own_name, param)
+        raise ConfigurationError(
+            f"federation.privacy ExampleDP: training_step sets parameters itself ({changed[0]}), "
+            "which nobody clips: have it return a loss and leave them to the optimizer"
+        )
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 def check_examples_apart(module: nn.Module) -> None:

@@ -27,7 +27,8 @@ class FedDyn:
     """A dynamic regulariser, one vector per client and their mean on the server.
 
     The paper averages clients alike: set the aggregator's ``weight_by_examples: false`` for that,
-    and leave the server optimizer at its default, with which x is the mean of y less h / α.
+    and leave the server optimizer at its default, with which x is the mean of y less h / α; others than
+    SGD are refused.
 
     Args:
         alpha: strength α > 0; the paper's are 0.01 and 0.1.
@@ -46,6 +47,8 @@ class FedDyn:
     remembers = True
     has_shift = True
     needs_mean = True
+    reads_mean = False
+    shows_change = True
 
     def __post_init__(self) -> None:
         if not self.alpha > 0:

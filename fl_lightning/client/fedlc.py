@@ -30,8 +30,9 @@ _NOTHING = 1e-8  # examples of a class that a client does not have
 class FedLC:
     """Calibrated logits in local training; with ``tau`` 0 it is FedAvg, bit for bit.
 
-    What the module's ``forward`` returns, of shape (B, C), is shifted while a client trains, and in its
-    ``train/…`` metrics; evaluation is as it was. Clients train one after the other.
+    What the module's ``forward`` returns, of shape (B, C), is shifted while a client trains, what is
+    its own as well (`Personal` with ``own_epochs``, `Ditto`, `APFL`), and in its ``train/…`` metrics;
+    evaluation is as it was. Clients train one after the other.
 
     Args:
         tau: strength τ ≥ 0.
@@ -51,6 +52,8 @@ class FedLC:
     remembers = False
     has_shift = False
     needs_mean = False
+    reads_mean = False
+    shows_change = True
 
     def __post_init__(self) -> None:
         if not self.tau >= 0:

@@ -43,6 +43,8 @@ class FedProx:
     remembers = False
     has_shift = False
     needs_mean = False
+    reads_mean = False
+    shows_change = True
 
     def __post_init__(self) -> None:
         if not self.mu >= 0:

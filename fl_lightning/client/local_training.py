@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fl_lightning.client.log_collector import LogCollector
+from fl_lightning.client.optimizer_steps import OptimizerSteps
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.metrics import weighted_mean
 from fl_lightning.core.space import Space
@@ -90,6 +91,7 @@ class LocalTrainer:
         self._module = module
         self._integer_buffers = [b for b in module.buffers() if not b.is_floating_point()]
         self._optimizer = optimizer
+        self._optimizer_steps = OptimizerSteps(optimizer)
         self._step = step
         self._options: list[dict[str, Any]] = []
         self._holds: GlobalModel | None = None
@@ -246,6 +248,7 @@ class LocalTrainer:
             buffers=self.buffers.read(),
             num_examples=num_examples,
             num_steps=num_steps,
+            optimizer_steps=self._optimizer_steps.total(),
             metrics={"train/loss": weighted_mean(losses, sizes)} if losses else {},
             active=active,
         )
@@ -260,13 +263,16 @@ class LocalTrainer:
     ) -> tuple[int, list[Tensor], list[int]]:
         num_steps, losses, sizes = 0, [], []
         step = self._step
-        for step_batches in steps:
-            loss = step(step_batches, num_steps)
-            num_steps += 1
-            if loss is not None:
-                losses.append(loss)
-                one = len(step_batches) == 1
-                sizes.append(step_batches[0][1] if one else sum(size for _, size in step_batches))
+        with self._optimizer_steps as taken:
+            for step_batches in steps:
+                loss = step(step_batches, num_steps)
+                num_steps += 1
+                taken.end_step(loss)
+                if loss is not None:
+                    losses.append(loss)
+                    one = len(step_batches) == 1
+                    size = step_batches[0][1] if one else sum(size for _, size in step_batches)
+                    sizes.append(size)
         return num_steps, losses, sizes
 
     def _delta(self, start: GlobalModel) -> Tensor:

@@ -8,7 +8,12 @@ Algorithm 1. The server's c moves by |S|/N times the mean change of the cohort's
 mean of all clients' c_i, 0 for those who have not yet taken part.
 Differs: in II we divide by η ‖a‖₁, how far a gradient of 1 would have moved the weights, instead of
 K η. For plain SGD that is the same; with momentum K η would make a c_i up to 1/(1 - ρ) times as
-large as a gradient.
+large as a gradient. K counts the steps that the optimizer took.
+
+Gradients are clipped after c - c_i is added. In II what comes in is then the mean of clipped corrected
+gradients, and c_i no mean gradient any more: from c_i - c it moves by at most the clip norm per round.
+In I nothing is clipped. What a client remembers comes from what it has computed: an update that an
+attacker forges, or that a robust rule drops, leaves c and c_i as honest training makes them.
 """
 
 from __future__ import annotations
@@ -36,7 +41,7 @@ class Scaffold:
         option: how a client renews its control variate. ``"II"`` takes the mean gradient of its
             local steps, which costs nothing; it needs SGD (with or without momentum). ``"I"`` takes
             the gradient of its whole shard at the global model, a further pass over the shard,
-            and works with any optimizer.
+            and works with any optimizer; a client of whom that is not finite fails.
 
     Raises:
         ConfigurationError: for another option.
@@ -53,6 +58,12 @@ class Scaffold:
     remembers = True
     has_shift = True
     needs_mean = True
+    reads_mean = True
+
+    @property
+    def shows_change(self) -> bool:
+        """With option II, whose c_i is made of what the update is."""
+        return self.option == "II"
 
     def __post_init__(self) -> None:
         if self.option not in ("I", "II"):

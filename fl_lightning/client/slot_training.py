@@ -61,6 +61,7 @@ class SlotTrainer:
         own: SlotOwn | None = None,
     ) -> None:
         self._own = own
+        self._left_out: set[int] = set()
         self._names = names if names is not None else {}
         self._step = step
         self._batch_size = batch_size
@@ -87,7 +88,7 @@ class SlotTrainer:
         """Train the clients and yield their updates, those that end together at once.
 
         When all are yielded, the module's torchmetrics objects hold their examples, without those
-        of clients whose update is not finite.
+        of clients that `leave_out` names until then.
 
         Args:
             start: the global model.
@@ -108,6 +109,7 @@ class SlotTrainer:
         ends = {end: list(group) for end, group in groupby(by_end, lambda s: s.end)}
         together = self._begin_alike(work)
         given: list[list[Tensor]] = []
+        self._left_out.clear()
         for number, (step_indices, step_valid) in enumerate(zip(indices, valid, strict=True)):
             new, done = begins.get(number, []), ends.get(number + 1, [])
             guests = [(stay, work[stay.client]) for stay in new]
@@ -126,11 +128,9 @@ class SlotTrainer:
             if len(rehearsal.feed):
                 given.append(self._step.given)
             if done:
-                update = self._updates(start, done, work, sums, deltas)
-                if given:
-                    self._count_out(update, done, valid)
-                yield update
+                yield self._updates(start, done, work, sums, deltas)
         if given:
+            self._count_out(stays, work, valid)
             steps = zip(given, valid.bool().unbind(), strict=True)
             rehearsal.feed.feed([GivenStep(tensors, counts) for tensors, counts in steps])
 
@@ -145,13 +145,14 @@ class SlotTrainer:
             self._own.open(own)
         return named_start
 
-    @staticmethod
-    def _count_out(update: GroupUpdate, stays: list[Stay], valid: Tensor) -> None:
-        """Have no example of clients count whose update cannot be used."""
-        failed = {failure.client_id for failure in usable_rows(update)[1]}
-        for client_id, stay in zip(update.client_ids, stays, strict=True):
-            if client_id in failed:
+    def _count_out(self, stays: list[Stay], work: Sequence[ClientWork], valid: Tensor) -> None:
+        for stay in stays:
+            if work[stay.client].client_id in self._left_out:
                 valid[stay.begin : stay.end, stay.slot] = 0
+
+    def leave_out(self, client: int) -> None:
+        """Have no example of a client count whose update cannot be used."""
+        self._left_out.add(client)
 
     def _plan(self, stays: list[Stay], work: Sequence[ClientWork]) -> tuple[Tensor, Tensor]:
         """Return the indices of every step, slot and example, and which of them count.
@@ -290,13 +291,4 @@ def usable_rows(group: GroupUpdate) -> tuple[GroupUpdate, list[ClientFailure]]:
             check_finite(update)
         except ClientFailure as failure:
             failures.append(failure)
-    rows = usable.nonzero().flatten()
-    kept = rows.tolist()
-    return GroupUpdate(
-        client_ids=[group.client_ids[row] for row in kept],
-        deltas=group.deltas[rows],
-        buffers=group.buffers[rows],
-        num_examples=[group.num_examples[row] for row in kept],
-        num_steps=[group.num_steps[row] for row in kept],
-        metrics={name: values[rows] for name, values in group.metrics.items()},
-    ), failures
+    return group.rows(usable.nonzero().flatten().tolist()), failures

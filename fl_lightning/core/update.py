@@ -20,12 +20,14 @@ class ClientUpdate:
             server optimizer descends.
         buffers: floating-point buffers after local training, shape (b,).
         num_examples: size of the client's shard, the aggregation weight, ≥ 1.
-        num_steps: local steps taken.
+        num_steps: local steps, one per batch (or per several that are accumulated).
         metrics: means over the client's local steps by name, each a scalar tensor.
         active: which coordinates the client may move, bool, shape (k,); None if all. The others
             are 0 and do not travel.
         effective_steps: ‖a‖₁, how many gradients the delta adds up to, see
             `fl_lightning.client.local_solver`; None where nobody asks for it.
+        optimizer_steps: how many of the local steps the optimizer took: not those whose training
+            step skipped its batch, nor those that a gradient scaler left out. None for all.
     """
 
     client_id: int
@@ -36,6 +38,7 @@ class ClientUpdate:
     metrics: dict[str, Tensor] = field(default_factory=dict)
     active: Tensor | None = None
     effective_steps: float | None = None
+    optimizer_steps: int | None = None
 
     @cached_property
     def norm(self) -> Tensor:
@@ -53,7 +56,7 @@ class GroupUpdate:
         deltas: shape (m, k).
         buffers: shape (m, b).
         num_examples: aggregation weights.
-        num_steps: local steps taken.
+        num_steps: local steps, all of which the optimizer took.
         metrics: means over each client's local steps by name, each of shape (m,).
         effective_steps: of each client, as in `ClientUpdate`.
 
@@ -82,6 +85,25 @@ class GroupUpdate:
                 {name: values[row] for name, values in self.metrics.items()},
                 effective_steps=None if self.effective_steps is None else self.effective_steps[row],
             )
+
+    def rows(self, kept: list[int]) -> GroupUpdate:
+        """Return the clients in these rows alone.
+
+        Example:
+            >>> group = GroupUpdate([4, 7], torch.eye(2), torch.empty(2, 0), [10, 20], [1, 2])
+            >>> group.rows([1]).client_ids
+            [7]
+        """
+        steps = self.effective_steps
+        return GroupUpdate(
+            client_ids=[self.client_ids[row] for row in kept],
+            deltas=self.deltas[kept],
+            buffers=self.buffers[kept],
+            num_examples=[self.num_examples[row] for row in kept],
+            num_steps=[self.num_steps[row] for row in kept],
+            metrics={name: values[kept] for name, values in self.metrics.items()},
+            effective_steps=None if steps is None else [steps[row] for row in kept],
+        )
 
     @cached_property
     def norms(self) -> Tensor:

@@ -103,7 +103,8 @@ class Normalize:
 class FederatedNormalize:
     """Shifts and scales with mean and standard deviation of all clients' training inputs.
 
-    Per feature, where inputs are vectors, else per channel (the first dimension of an example).
+    Per feature, where inputs are vectors, else per channel (the first dimension of an example). Refused
+    under differential privacy: one client's inputs change everybody's.
 
     Args:
         eps: added to the variance, ≥ 0, for features that do not vary.
@@ -126,6 +127,11 @@ class FederatedNormalize:
         """Return the function that normalises."""
         mean, variance = mean_and_variance(clients())
         return _scaler(mean.float(), (variance + self.eps).sqrt().float())
+
+    @property
+    def unprotected(self) -> str:
+        """What clients send for it, which nothing hides, in words."""
+        return "the sums of each client's inputs and of their squares, for FederatedNormalize"
 
 
 def mean_and_variance(clients: InputsOfClients) -> tuple[Tensor, Tensor]:

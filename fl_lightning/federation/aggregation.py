@@ -30,7 +30,8 @@ def run_aggregator(
         attackers: who send something else.
 
     Raises:
-        ConfigurationError: for a rule that means nothing under masks of the clients' own.
+        ConfigurationError: for a rule that means nothing under masks of the clients' own, or with
+            their optimizer.
     """
     masks_differ = client_masks(trainer) is not None
     if isinstance(given, Protected):
@@ -41,6 +42,8 @@ def run_aggregator(
             "counts a client that may not move an entry as one that wants it to stay: set "
             "aggregator to OverlapMean, or leave it out"
         )
+    if isinstance(given, QFedAvg):
+        given = given.of_clients(trainer.optimizers[0])
     aggregator = OverlapMean() if masks_differ and given is None else as_aggregator(given)
     if masks_differ and isinstance(aggregator, KeepsUpdates):
         raise ConfigurationError(

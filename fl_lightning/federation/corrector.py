@@ -25,7 +25,7 @@ from fl_lightning.core.space import Space
 from fl_lightning.core.update import ClientUpdate, GroupUpdate
 from fl_lightning.server.aggregators import Aggregator, RunningMean, new_mean
 from fl_lightning.server.exact_mean import ExactMean
-from fl_lightning.server.server import AllReduce, added_up
+from fl_lightning.server.server import AllReduce, KeepsUpdates, added_up
 
 _NAME = "correction"
 
@@ -61,12 +61,16 @@ class Corrector:
     ) -> None:
         self.correction: Correction = correction or FedProx(mu=0.0)
         self.correction.check(module, optimizer)
-        self._memory, self._num_clients, self._exact = memory, num_clients, aggregator.exact
+        self._memory, self._num_clients = memory, num_clients
+        # rules that see all updates give the same bits over any number of processes as well
+        self._exact = aggregator.exact or isinstance(aggregator, KeepsUpdates)
         self._module = module
         self._solver = LocalSolver(optimizer, self.correction.pull)
         self._counts_steps = getattr(aggregator, "needs_effective_steps", False)
         if self._counts_steps:
-            self._solver.effective_steps(1)  # refuses what has no such number
+            self._solver.effective_steps(
+                2
+            )  # refuses what has no such number; one step tells little
         self._mean: Tensor | None = None
 
     def open_round(self, like: Tensor) -> None:
@@ -77,7 +81,8 @@ class Corrector:
 
     def _new_mean(self, like: Tensor) -> RunningMean | ExactMean:
         kept = like if self.correction.needs_mean else like.new_empty(0)
-        return new_mean(kept, exact=self._exact)
+        is_exact = self._exact and like.device.type != "mps"  # which lacks float64
+        return new_mean(kept, exact=is_exact)
 
     @property
     def kind(self) -> str | None:
@@ -106,7 +111,7 @@ class Corrector:
     def accept(
         self, update: ClientUpdate, start: Tensor, space: Space, gradient: Callable[[], Tensor]
     ) -> None:
-        """Remember a client's round.
+        """Remember a client's round; one whose optimizer took no step has shown nothing.
 
         Args:
             update: what it sent.
@@ -114,10 +119,11 @@ class Corrector:
             space: of its coordinates.
             gradient: gives the gradient of its whole shard at ``start``.
         """
-        if not self.correction.remembers:
+        num_steps = _optimizer_steps(update)
+        if not (self.correction.remembers and num_steps):
             return
         outcome = Outcome(
-            start, update.delta, lambda: self._solver.travel(update.num_steps, space), gradient
+            start, update.delta, lambda: self._solver.travel(num_steps, space), gradient
         )
         before = self._recalled(update.client_id)
         after = self.correction.remember(before, self._mean, outcome)
@@ -130,7 +136,9 @@ class Corrector:
         """Have an update say how many gradients it adds up to, where the aggregator asks for it."""
         if not self._counts_steps:
             return update
-        return replace(update, effective_steps=self._solver.effective_steps(update.num_steps))
+        return replace(
+            update, effective_steps=self._solver.effective_steps(_optimizer_steps(update))
+        )
 
     def counted_group(self, group: GroupUpdate) -> GroupUpdate:
         """Have each update of a group say so."""
@@ -138,6 +146,22 @@ class Corrector:
             return group
         steps = [self._solver.effective_steps(number) for number in group.num_steps]
         return replace(group, effective_steps=steps)
+
+    def bytes_up(self, like: Tensor, *, is_lossy: bool) -> int:
+        """Return how many bytes a client sends besides its update: the change of its memory.
+
+        Args:
+            like: updates, shape (…, k).
+            is_lossy: whether what arrives of an update is not what was sent.
+        """
+        rule = self.correction
+        travels = rule.needs_mean and (is_lossy or not rule.shows_change)
+        return _num_bytes(like) if travels else 0
+
+    def bytes_down(self, like: Tensor) -> int:
+        """Return how many bytes a client gets besides the model, shape (k,): the mean."""
+        rule = self.correction
+        return _num_bytes(like) if rule.needs_mean and rule.reads_mean else 0
 
     def reduce(self, all_reduce: AllReduce) -> None:
         """Add up what the clients of all processes have learnt."""
@@ -205,3 +229,11 @@ class Corrector:
     def _load_round_state(self, state: dict[str, Any]) -> None:
         self._changes.load_state_dict(state["changes"])
         self._num_changes = state["num_changes"]
+
+
+def _optimizer_steps(update: ClientUpdate) -> int:
+    return update.num_steps if update.optimizer_steps is None else update.optimizer_steps
+
+
+def _num_bytes(like: Tensor) -> int:
+    return like.shape[-1] * like.element_size()

@@ -18,6 +18,7 @@ def cost_line(
     num_clients: int,
     num_rounds: float,
     protected: Protected | None = None,
+    more: tuple[int, int] = (0, 0),
 ) -> str:
     """Return one line about bytes: of a client and round, and of the whole run.
 
@@ -28,6 +29,7 @@ def cost_line(
         num_clients: in a round.
         num_rounds: of the run; infinite if nobody knows.
         protected: how updates are hidden, which has a price; None if they are not.
+        more: bytes up and down of a client besides, for its correction.
 
     Example:
         >>> import torch
@@ -41,6 +43,7 @@ def cost_line(
         empty = path.typical_bytes(model.params[:0])
         more_up, more_down = protected.typical_bytes(len(model.params), max(2, num_clients))
         up, down = empty + more_up, down + more_down
+    up, down = up + more[0], down + more[1]
     line = f"a client sends about {_shown(up)} and receives {_shown(down)} a round"
     if not math.isfinite(num_rounds):
         return line

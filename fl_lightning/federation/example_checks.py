@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
@@ -19,16 +20,16 @@ from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.batches import has_batch_hooks
 from fl_lightning.federation.engine_options import EngineOptions
 from fl_lightning.federation.lightning_step import extra_work
-from fl_lightning.federation.privacy_checks import (
-    ReleasesUnprotected,
-    check_one_mask,
-)
+from fl_lightning.federation.privacy_checks import check_one_mask, shown_by
+from fl_lightning.server.agnostic_mean import AFL
+from fl_lightning.server.fair_means import QFedAvg, TiltedMean
 from fl_lightning.server.privacy.example import ExampleDP
 
 
 def check_examples_private(
     privacy: ExampleDP,
     cohort: CohortSampler,
+    aggregator: object,
     correction: Correction | None,
     personal: Personalisation | None,
     asynchronous: object,
@@ -52,6 +53,11 @@ def check_examples_private(
         problems.append(
             f"{type(correction).__name__} looks at a client's examples besides its noisy steps: use "
             "FedProx, FedDyn or Scaffold with option II"
+        )
+    if isinstance(aggregator, (AFL, QFedAvg, TiltedMean)):
+        problems.append(
+            f"{type(aggregator).__name__} weighs clients by their training losses, which have no "
+            "noise: use Mean, or another rule that looks at updates alone"
         )
     if personal is not None:
         problems.append(
@@ -104,6 +110,12 @@ def _step_problems(trainer: Trainer, accumulate: int) -> Iterator[str]:
             "data set or in training_step"
         )
     data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
+    indices = data.clients.flat.indices
+    if repeated := indices.size - np.unique(indices).size:
+        yield (
+            f"shards repeat or share {repeated} of their examples, each of which ε counts once: use "
+            "a partition that gives every example to one client, once"
+        )
     if data.has_own_collate:
         yield (
             "the loader's collate_fn makes a batch of examples, and may mix them: do it in the data "
@@ -113,11 +125,7 @@ def _step_problems(trainer: Trainer, accumulate: int) -> Iterator[str]:
 
 def warn_of_unprotected(trainer: Trainer, privacy: ExampleDP) -> None:
     """Name what is released and not covered, in one warning."""
-    names = [
-        callback.unprotected
-        for callback in trainer.callbacks  # type: ignore[attr-defined]
-        if isinstance(callback, ReleasesUnprotected) and callback.unprotected
-    ]
+    names = shown_by(trainer.callbacks)  # type: ignore[attr-defined]
     if privacy.log_unprotected:
         names.append("training loss, metrics and norms in the logs (log_unprotected: false)")
     names.append("how many examples each client has")

@@ -43,7 +43,7 @@ class ExampleRounds:
     def __init__(self, privacy: ExampleDP, run: Run) -> None:
         self.privacy = privacy
         self.ledger: PrivacyLedger[ExampleGaussian] = PrivacyLedger(
-            privacy, run.num_rounds, lambda noise: privacy.mechanism(run, noise)
+            privacy, run, lambda noise: privacy.mechanism(run, noise)
         )
         self._source = noise_source(run.seed, secure=privacy.secure_noise)
 
@@ -57,9 +57,8 @@ class ExampleRounds:
         Raises:
             RoundFailure: if it would exceed the budget.
         """
-        if round_index >= self.ledger.released:  # one that is trained again was spent already
-            self.ledger.check_open(round_index)
-            self.ledger.released = round_index + 1
+        self.ledger.check_open(round_index)
+        self.ledger.release(round_index)
 
     def note(self, record: RoundRecord) -> None:
         """Put what was spent into a round's record, and take out what may not be seen."""

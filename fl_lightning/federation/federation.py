@@ -57,15 +57,18 @@ from fl_lightning.federation.loop import begin_next_round, install, renumber_gro
 from fl_lightning.federation.option_checks import (
     check_cohort_size,
     check_correction,
+    check_server_optimizer,
     check_shards,
     check_trusted,
     check_values,
 )
 from fl_lightning.federation.personal_models import PersonalModels
-from fl_lightning.federation.privacy_checks import check_whole_cohorts
+from fl_lightning.federation.privacy_checks import check_monitors
 from fl_lightning.federation.privacy_run import (
     announce_privacy,
     check_privacy,
+    check_trainer,
+    count_on,
     privacy_at_work,
     protects_clients,
 )
@@ -258,8 +261,7 @@ class Federation(Callback):
         if stage != "fit":
             return
         check_compatible(trainer, pl_module)
-        if protects_clients(self.privacy):
-            check_whole_cohorts(trainer)
+        check_trainer(self.privacy, trainer)
         data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
         check_shards(data, self.on_client_failure)
         if self.attackers is not None:
@@ -338,21 +340,27 @@ class Federation(Callback):
             versions=self._time.versions(),
             examples=private if isinstance(private, ExampleRounds) else None,
         )
-        self.rounds = RoundRunner(
-            trainer,
-            options,
-            self._groups,
-            aggregator,
-            self.server_optimizer,
-            self.server_schedule,
-            private,
+        earlier, self.rounds = (
+            self.rounds,
+            RoundRunner(
+                trainer,
+                options,
+                self._groups,
+                aggregator,
+                self.server_optimizer,
+                self.server_schedule,
+                private,
+            ),
         )
+        check_server_optimizer(self.correction, self.rounds.server.optimizer)
         if isinstance(trainer.strategy.checkpoint_io, AtomicCheckpointIO):
             trainer.strategy.checkpoint_io.files = self.rounds.memory.files_of_checkpoint
         self._groups_before = self._saved.get("groups", len(self._groups))
         if self._saved:
             self.rounds.load_state_dict(self._saved)
             self._saved = {}
+        elif trainer.current_epoch > 0:
+            count_on(self.rounds, earlier)
         self._cleanup.callback(self.rounds.clients.step.use, ())
         install(trainer, self.rounds)
         self._cleanup.enter_context(preserve_global_generators())
@@ -392,7 +400,11 @@ class Federation(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the round: metrics through the module, as any other; facts to the loggers alone."""
         assert self.rounds is not None
-        record = self.rounds.record
+        record, private = self.rounds.record, self.rounds.private
+        if private is not None and self.rounds.server.is_open:  # it was broken off
+            private.note(record)
+        if private is not None:
+            check_monitors(trainer, record.unprotected_names())
         # where there are processes all know the same, so that the maximum is exact
         apart = isinstance(trainer.strategy, SingleDeviceStrategy)
         how: dict[str, Any] = {} if apart else {"sync_dist": True, "reduce_fx": "max"}
@@ -402,8 +414,8 @@ class Federation(Callback):
         trainer.callback_metrics.update({name: torch.tensor(v) for name, v in facts.items()})
         for logger in trainer.loggers:
             logger.log_metrics(facts, step=trainer.global_step - 1)
-        if self.rounds.private is not None:
-            self.rounds.private.ledger.stop_within_budget(trainer)
+        if private is not None:
+            private.ledger.stop_within_budget(trainer, trainer.current_epoch + 1)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Give Trainer, module and data module back as they were."""

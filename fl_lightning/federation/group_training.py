@@ -24,7 +24,7 @@ from fl_lightning.client.work import ClientWork
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.metric_states import MetricStates, kept_apart, metrics_of
 from fl_lightning.core.seeds import seed_global_generators
-from fl_lightning.core.update import ClientUpdate
+from fl_lightning.core.update import ClientUpdate, GroupUpdate
 from fl_lightning.federation.batches import takes_index
 from fl_lightning.federation.client_masks import client_masks
 from fl_lightning.federation.client_scaler import ClientScaler
@@ -236,14 +236,15 @@ class GroupTraining:
         masks = self._masks_of(work.client_id, server.model)
         metrics = MetricStates(self._metrics)
         try:
-            self.personal.train_own_part(start.model, work, masks)
-            seed_global_generators(work.seed)
-            self._set_terms(work, start.model)
-            if self.step.examples is not None:
-                self.step.examples.begin(work.client_id, work.round_index)
-            update = self._local_update(start.model, work, masks)
-            self._accept(update, work, start)
-            self.personal.train_beside(start.model, work, masks, update.delta)
+            with self._calibrated(work):
+                self.personal.train_own_part(start.model, work, masks)
+                seed_global_generators(work.seed)
+                self._set_terms(work, start.model)
+                if self.step.examples is not None:
+                    self.step.examples.begin(work.client_id, work.round_index)
+                update = self._local_update(start.model, work, masks)
+                self.personal.train_beside(start.model, work, masks, update.delta)
+            self._accept(update, work, start)  # of an update that is used, if nothing has failed
         except BaseException as error:  # also an interruption, after which a checkpoint may follow
             metrics.put_back()
             self.scaler.wind_back()
@@ -278,10 +279,12 @@ class GroupTraining:
             own = self.personal.recalled
             for update in slots.train(start.model, stackable, self._corrector.term, own):
                 usable, failures = usable_rows(update)
+                if self._corrector.correction.remembers:
+                    usable, more = self._accept_group(usable, by_id, start)
+                    failures += more
                 for failure in failures:
+                    slots.leave_out(failure.client_id)
                     self._skip_or_raise(failure, record)
-                for each in usable if self._corrector.correction.remembers else ():
-                    self._accept(each, by_id[each.client_id], start)
                 for client_id in usable.client_ids:
                     self.personal.keep(client_id, slots.kept(client_id))
                 now = self._trainer.current_epoch
@@ -299,13 +302,14 @@ class GroupTraining:
     def _try_one(self, model: GlobalModel, work: ClientWork) -> ClientUpdate:
         """Train a client without consequences but for the module's metrics."""
         seed_global_generators(work.seed)
-        return self._local_update(model, work)
+        with self._calibrated(work):
+            return self._local_update(model, work)
 
     def _local_update(
         self, model: GlobalModel, work: ClientWork, masks: Mapping[str, Tensor] | None = None
     ) -> ClientUpdate:
         try:
-            with self.personal.sharing(), self._calibrated(work):
+            with self.personal.sharing():
                 return self.local.train(
                     model,
                     client_id=work.client_id,
@@ -348,6 +352,20 @@ class GroupTraining:
 
         self._intake.learn(update, start, self.local.space, gradient)
 
+    def _accept_group(
+        self, group: GroupUpdate, work: Mapping[int, ClientWork], start: Start
+    ) -> tuple[GroupUpdate, list[ClientFailure]]:
+        """Have the correction learn, and return the group without those of whom it cannot."""
+        rows, failures = [], []
+        for row, update in enumerate(group):
+            try:
+                self._accept(update, work[update.client_id], start)
+            except ClientFailure as failure:
+                failures.append(failure)
+            else:
+                rows.append(row)
+        return group.rows(rows) if failures else group, failures
+
     def _work_of(self, clients: Iterable[int]) -> list[ClientWork]:
         now = self._trainer.current_epoch
         began = {} if self._versions is None else self._versions.step(now).versions
@@ -358,4 +376,5 @@ class GroupTraining:
         if active is not None:
             return bytes_down(model.params, model.buffers, active)
         now = self._trainer.current_epoch
-        return self.broadcast.send(model.params, model.buffers, now).num_bytes
+        sent = self.broadcast.send(model.params, model.buffers, now)
+        return sent.num_bytes + self._corrector.bytes_down(model.params)

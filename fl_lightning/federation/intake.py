@@ -96,7 +96,7 @@ class Intake:
         num_bytes = arrival.num_bytes
         if not self._sends_deltas:
             num_bytes = bytes_up(replace(update, delta=update.delta[:0]))
-        record.add(update, num_bytes=num_bytes)
+        record.add(update, num_bytes=num_bytes + self.more_bytes_up(update.delta))
         if not self._path.is_empty:
             record.add_on_the_way(update, arrival.error)
 
@@ -117,7 +117,11 @@ class Intake:
             group = replace(group, buffers=group.buffers[:, :0])
         server.receive_group(self._corrector.counted_group(start.counted_group(group)))
         sent = group if self._sends_deltas else replace(group, deltas=group.deltas[:, :0])
-        record.add_group(group, num_bytes=bytes_up(sent))
+        record.add_group(group, num_bytes=bytes_up(sent) + self.more_bytes_up(group.deltas))
+
+    def more_bytes_up(self, like: Tensor) -> int:
+        """Return how many bytes a client sends for its correction, see `Corrector.bytes_up`."""
+        return self._corrector.bytes_up(like, is_lossy=not self._path.is_empty)
 
     @contextmanager
     def all_or_nothing(self, server: Server, record: RoundRecord) -> Iterator[None]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 from lightning.pytorch import Trainer
+from torch.optim import SGD, Optimizer
 
 from fl_lightning.client.correction import Correction
+from fl_lightning.client.feddyn import FedDyn
 from fl_lightning.client.personalisation import Personalisation
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.cohort import CohortSampler, PoissonCohort, UniformCohort
@@ -139,4 +141,18 @@ def check_correction(
             f"federation.{'personal.pull' if correction is None else 'correction'} is added to "
             "the gradient of what is minimised, and the clients' optimizer has maximize: leave that "
             "out and return the negative loss"
+        )
+
+
+def check_server_optimizer(correction: Correction | None, optimizer: Optimizer) -> None:
+    """Refuse a server optimizer that would rescale what a correction adds to the aggregate.
+
+    Raises:
+        ConfigurationError: for FedDyn with anything but SGD.
+    """
+    if isinstance(correction, FedDyn) and not isinstance(optimizer, SGD):
+        raise ConfigurationError(
+            "federation.correction FedDyn has the server move by the mean update and h / alpha, in the "
+            f"units of the weights, which {type(optimizer).__name__} would rescale: leave "
+            "server_optimizer out, or use torch.optim.SGD"
         )

@@ -143,6 +143,7 @@ class Personaliser:
             self.trained = self._trained(model, work, work.seed, masks, mixing)
         finally:
             self._step.term = None
+            self._local.host(None)  # the module is the shared model's again
         if mixing is not None and isinstance(self._rule, APFL):
             self._mixture = torch.tensor(
                 [mixing.adapted(self._rule.mixture_rate)], dtype=torch.float64

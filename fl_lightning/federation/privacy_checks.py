@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
 from lightning.pytorch import Trainer
@@ -11,6 +11,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from fl_lightning.client.correction import Correction
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.cohort import CohortSampler
+from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.client_masks import client_masks
 from fl_lightning.server.aggregators import Mean
 from fl_lightning.server.privacy.distributed import DistributedDP
@@ -23,11 +24,17 @@ from fl_lightning.updates.path import Step
 
 @runtime_checkable
 class ReleasesUnprotected(Protocol):
-    """A callback that shows something of clients' data which no noise covers."""
+    """A callback, or a transform of inputs, that shows something of clients which no noise covers."""
 
     @property
     def unprotected(self) -> str:
-        """What it shows and where, in words."""
+        """What it shows and where, in words; empty if nothing."""
+
+
+def shown_by(owners: Iterable[object]) -> list[str]:
+    """Return what they show of clients' data that no noise covers, in words."""
+    showing = (owner for owner in owners if isinstance(owner, ReleasesUnprotected))
+    return [owner.unprotected for owner in showing if owner.unprotected]
 
 
 def check_private(
@@ -103,13 +110,62 @@ def check_whole_cohorts(trainer: Trainer) -> None:
     """Refuse to train fewer clients than were drawn; to be asked before the federation sets up.
 
     Raises:
-        ConfigurationError: if ``limit_train_batches`` is in use.
+        ConfigurationError: if ``limit_train_batches`` is in use, or ``fast_dev_run``, which sets it.
     """
-    if trainer.limit_train_batches not in (0, 1.0):
-        raise ConfigurationError(
-            f"federation.privacy: trainer.limit_train_batches {trainer.limit_train_batches} drops "
-            "the clients with the highest ids from a cohort, which then is no random sample: lower "
-            "the cohort instead"
+    limit = trainer.limit_train_batches
+    if limit == 0 or (isinstance(limit, float) and limit == 1.0):  # the whole number 1 is a client
+        return
+    raise ConfigurationError(
+        f"federation.privacy: trainer.limit_train_batches {limit} (fast_dev_run sets it) drops the "
+        "clients with the highest ids from a cohort, which then is no random sample: lower the "
+        "cohort instead"
+    )
+
+
+def check_inputs(trainer: Trainer) -> None:
+    """Refuse inputs that depend on everybody's examples; to be asked before anything reads them.
+
+    Raises:
+        ConfigurationError: naming the transform that learns from clients.
+    """
+    data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
+    for transform in data.transforms:
+        if shown_by([transform]):
+            raise ConfigurationError(
+                f"federation.privacy: with {type(transform).__name__} one client's inputs change "
+                "everybody's, without clipping or noise: use Normalize in data.transforms, with "
+                "numbers that are given"
+            )
+
+
+def check_monitors(trainer: Trainer, unprotected: set[str]) -> None:
+    """Refuse learning rates that follow clients' numbers, and name callbacks that look at them.
+
+    To be asked at a round's end: Lightning's schedules step a little later.
+
+    Args:
+        trainer: whose schedules and callbacks monitor something.
+        unprotected: names of numbers that depend on clients and have no noise.
+
+    Raises:
+        ConfigurationError: naming what a schedule looks at.
+    """
+    for config in trainer.lr_scheduler_configs:
+        if config.reduce_on_plateau and config.monitor in unprotected:
+            raise ConfigurationError(
+                f"federation.privacy: the learning rate follows {config.monitor}, a number of the "
+                "clients without noise, and with it all later models: have ReduceLROnPlateau "
+                "monitor a metric of the server's validation data, or use a schedule over rounds"
+            )
+    looking = [
+        f"{type(callback).__name__} ({callback.monitor})"
+        for callback in trainer.callbacks  # type: ignore[attr-defined]
+        if getattr(callback, "monitor", None) in unprotected
+    ]
+    if looking:  # said once: Python shows the same warning of the same line no second time
+        rank_zero_warn(
+            "privacy: numbers of the clients without noise decide when training ends or which models "
+            "are kept, which ε does not cover: " + ", ".join(looking)
         )
 
 
@@ -130,11 +186,7 @@ def warn_of_releases(
     trainer: Trainer, privacy: Privacy, *, num_clients: int, num_buffers: int, has_memory: bool
 ) -> None:
     """Name what is released and not covered, in one warning."""
-    names = [
-        callback.unprotected
-        for callback in trainer.callbacks  # type: ignore[attr-defined]
-        if isinstance(callback, ReleasesUnprotected) and callback.unprotected
-    ]
+    names = shown_by(trainer.callbacks)  # type: ignore[attr-defined]
     if privacy.log_unprotected:
         names.append(
             "metrics and norms of clients, cohort sizes and shares of clipped updates in the logs "

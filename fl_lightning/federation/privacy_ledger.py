@@ -17,6 +17,7 @@ from fl_lightning.core.errors import ConfigurationError, RoundFailure
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.server.privacy.accountant import most_rounds
 from fl_lightning.server.privacy.mechanism import Accounted, Budgeted
+from fl_lightning.server.privacy.run import Run
 
 # Where no end is planned, rounds are counted up to here to find those that a budget allows.
 _NO_END = 1_000_000
@@ -29,7 +30,7 @@ class PrivacyLedger(Generic[M]):
 
     Args:
         privacy: what the user asked for.
-        num_rounds: that are planned; None if there is no end.
+        run: who takes part when.
         make: makes the mechanism, with the noise of a run that is resumed or, for None, its own.
 
     Raises:
@@ -37,13 +38,12 @@ class PrivacyLedger(Generic[M]):
 
     Attributes:
         mechanism: what is released.
-        released: rounds whose result was released, in all.
+        released: rounds that count as released: all up to the last one of which anything was.
     """
 
-    def __init__(
-        self, privacy: Budgeted, num_rounds: int | None, make: Callable[[float | None], M]
-    ) -> None:
-        self._privacy, self._num_rounds, self._make = privacy, num_rounds, make
+    def __init__(self, privacy: Budgeted, run: Run, make: Callable[[float | None], M]) -> None:
+        self._privacy, self._num_rounds, self._make = privacy, run.num_rounds, make
+        self._cohort = f"{run.cohort!r} of {run.num_clients} clients"
         self._use(make(None))
         self.released = 0
 
@@ -74,11 +74,6 @@ class PrivacyLedger(Generic[M]):
         """Whether what no noise covers may be logged."""
         return self._privacy.log_unprotected
 
-    @property
-    def is_spent(self) -> bool:
-        """Whether another round would exceed the budget."""
-        return self._allowed is not None and self.released >= self._allowed
-
     def announce(self, clip_norm: str) -> None:
         """Say, before training, what the run will have cost."""
         privacy, mechanism = self._privacy, self.mechanism
@@ -101,11 +96,15 @@ class PrivacyLedger(Generic[M]):
         Raises:
             RoundFailure: saying so.
         """
-        if self.is_spent:
+        if self._allowed is not None and round_index >= self._allowed:
             raise RoundFailure(
                 f"round {round_index} would exceed the privacy budget of "
-                f"epsilon={self._privacy.epsilon:g}: {self.released} rounds were released"
+                f"epsilon={self._privacy.epsilon:g}, which allows {self._allowed} rounds"
             )
+
+    def release(self, round_index: int) -> None:
+        """Count a round and those before it, of which some may have been broken off."""
+        self.released = max(self.released, round_index + 1)  # it may be trained again
 
     def spent(self) -> dict[str, float]:
         """Return ε so far, and what is left of the budget, for logs."""
@@ -128,38 +127,37 @@ class PrivacyLedger(Generic[M]):
         return {
             "kind": type(self._privacy).__name__,
             "setting": str(self.mechanism),
+            "cohort": self._cohort,
             "noise_multiplier": self.mechanism.noise_multiplier,
             "released": self.released,
             "mechanism": self.mechanism.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint, with the noise of the run that wrote it.
+        """Go on from earlier rounds, with the noise that they had.
 
         Raises:
-            ConfigurationError: if that run had another kind of privacy, or another noise.
+            ConfigurationError: if they had another kind of privacy, another noise or other cohorts.
         """
         given = getattr(self._privacy, "noise_multiplier", None)
-        saved = state["noise_multiplier"]
+        saved, cohort = state["noise_multiplier"], state.get("cohort")
         same = state["kind"] == type(self._privacy).__name__ and given in (None, saved)
-        if not same or state["setting"] != str(self.mechanism):
+        if not same or (state["setting"], cohort) != (str(self.mechanism), self._cohort):
             raise ConfigurationError(
-                f"federation.privacy: the checkpoint is of a run with {state['kind']}, noise "
-                f"multiplier {saved:g} ({state['setting']}), whose rounds cost something else: "
-                "resume with that, or start without ckpt_path"
+                f"federation.privacy: the rounds so far were with {state['kind']}, noise multiplier "
+                f"{saved:g} ({state['setting']}) and {cohort}, and these rounds cost something else "
+                f"({self.mechanism}; {self._cohort}): resume with that, or start without ckpt_path"
             )
         if saved != self.mechanism.noise_multiplier:
             self._use(self._make(saved))
         self.released = state["released"]
         self.mechanism.load_state_dict(state["mechanism"])
 
-    def stop_within_budget(self, trainer: Trainer) -> None:
-        """Have training end once another round would exceed the budget."""
-        if not self.is_spent:
+    def stop_within_budget(self, trainer: Trainer, next_round: int) -> None:
+        """Have training end if the next round would exceed the budget."""
+        if self._allowed is None or next_round < self._allowed:
             return
         planned = trainer.max_epochs
-        if planned is None or planned < 0 or self.released < planned:
-            rank_zero_info(
-                f"privacy: the budget is spent after {self.released} rounds; training ends"
-            )
+        if planned is None or planned < 0 or next_round < planned:
+            rank_zero_info(f"privacy: the budget is spent after {next_round} rounds; training ends")
         trainer.should_stop = True

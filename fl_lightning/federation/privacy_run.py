@@ -13,6 +13,7 @@ from lightning.pytorch import Trainer
 
 from fl_lightning.client.correction import Correction
 from fl_lightning.client.personalisation import Personalisation
+from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.cohort import CohortSampler, PoissonCohort
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.engine_options import EngineOptions
@@ -23,9 +24,11 @@ from fl_lightning.federation.example_checks import (
 )
 from fl_lightning.federation.example_rounds import ExampleRounds
 from fl_lightning.federation.privacy_checks import (
+    check_inputs,
     check_nothing_else,
     check_one_mask,
     check_private,
+    check_whole_cohorts,
     warn_of_releases,
 )
 from fl_lightning.federation.private_rounds import PrivateRounds
@@ -56,10 +59,24 @@ def check_privacy(
         ConfigurationError: naming them.
     """
     if isinstance(privacy, ExampleDP):
-        check_examples_private(privacy, cohort, correction, personal, asynchronous, engine)
+        check_examples_private(
+            privacy, cohort, aggregator, correction, personal, asynchronous, engine
+        )
     elif privacy is not None:
         check_private(privacy, cohort, aggregator, correction, updates)
         check_nothing_else(asynchronous, attackers)
+
+
+def check_trainer(privacy: Privacy | ExampleDP | None, trainer: Trainer) -> None:
+    """Refuse settings of Trainer and data under which ε would not hold; to be asked before set-up.
+
+    Raises:
+        ConfigurationError: naming them.
+    """
+    if privacy is not None:
+        check_inputs(trainer)
+    if protects_clients(privacy):
+        check_whole_cohorts(trainer)
 
 
 def protects_clients(privacy: Privacy | ExampleDP | None) -> bool:
@@ -118,7 +135,28 @@ def announce_privacy(
             num_buffers=rounds.server.model.buffers.numel(),
             has_memory=rounds.has_memory,
         )
-    rounds.private.ledger.stop_within_budget(trainer)
+    rounds.private.ledger.stop_within_budget(trainer, trainer.current_epoch)
+
+
+def count_on(rounds: RoundRunner, earlier: RoundRunner | None) -> None:
+    """Count what rounds of an earlier fit of the same Trainer have spent.
+
+    Args:
+        rounds: of the fit that begins.
+        earlier: of the same Federation's fit before it; None if there was none.
+
+    Raises:
+        ConfigurationError: if nobody here knows what they cost, or these cost something else.
+    """
+    if rounds.private is None:
+        return
+    if earlier is None or earlier.private is None:
+        raise ConfigurationError(
+            "federation.privacy: this Trainer has trained before, with another Federation or "
+            "without privacy, and what that cost is not known here: keep to one Federation, go on "
+            "from a private run's checkpoint with ckpt_path, or begin with a new Trainer"
+        )
+    rounds.private.load_state_dict(earlier.private.state_dict())
 
 
 def private_rounds(

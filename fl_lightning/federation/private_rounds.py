@@ -2,7 +2,8 @@
 
     round r:  clip norm S_r → Σ clip(Δ) / qN → + noise → the server's step → ε after r + 1 rounds
 
-A round counts as released the moment its noise is drawn. Of several processes the first draws.
+A round counts as released the moment its noise is drawn: where clients draw it, when the round opens,
+because they send one after the other. Of several processes the first draws.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class PrivateRounds:
         self._privacy, self._ranks = privacy, ranks
         source = self._source = noise_source(run.seed, secure=privacy.secure_noise)
         self.ledger: PrivacyLedger[Mechanism] = PrivacyLedger(
-            privacy, run.num_rounds, lambda noise: privacy.mechanism(run, source, noise)
+            privacy, run, lambda noise: privacy.mechanism(run, source, noise)
         )
         self.aggregator: PrivateAggregator
         if secure is None:
@@ -84,7 +85,9 @@ class PrivateRounds:
             RoundFailure: if the round would exceed the budget.
         """
         self.ledger.check_open(round_index)
-        self._round_index = round_index
+        if not self._mechanism.server_draws:
+            self.ledger.release(round_index)
+        self._round_index, self._facts = round_index, {}
         self.aggregator.clip_norm = self._clip_norm
         if isinstance(self.aggregator, PrivateMean):
             self.aggregator.release = self._mechanism.client_release(round_index, self._clip_norm)
@@ -96,22 +99,19 @@ class PrivateRounds:
         """
         mechanism, clip_norm = self._mechanism, self._clip_norm
         if not mechanism.server_draws and not self.aggregator.num_replies:
-            self.ledger.released += 1  # of rounds those in which a client had a turn cost
-            self._facts = self.ledger.spent()
             return None
         self._check_shares()
-        normals = self._normals(aggregate)
-        noise = None
-        if mechanism.noise_multiplier > 0 and mechanism.server_draws:
-            noise = mechanism.server_noise(normals[:-1], self._round_index)
+        for broken_off in range(self.ledger.released, self._round_index):
+            self._noise(aggregate, broken_off)  # that of later rounds may depend on it
+        noise, normal = self._noise(aggregate, self._round_index)
         if noise is not None:
             aggregate = aggregate + noise * (clip_norm / mechanism.expected)
-        self.ledger.released += 1
-        self._facts = self.ledger.spent() | {
+        self.ledger.release(self._round_index)
+        self._facts = {
             "privacy/clip_norm": clip_norm,
             "privacy/noise_stddev": self._noise_stddev(),
         }
-        self._count_unclipped(normals[-1])
+        self._count_unclipped(normal)
         return aggregate
 
     def _check_shares(self) -> None:
@@ -122,16 +122,20 @@ class PrivateRounds:
                 f"too little together: federation.privacy.min_shares is {wanted}"
             )
 
-    def _normals(self, like: Tensor) -> Tensor:
-        """Return one normal number for each coordinate and one for the count, everywhere the same."""
-        if self._mechanism.noise_multiplier == 0 or not self._mechanism.server_draws:
-            return like.new_zeros(1)
+    def _noise(self, like: Tensor, round_index: int) -> tuple[Tensor | None, Tensor]:
+        """Return a round's noise in clip norms, shape (k,), and a normal number for the count.
+
+        Everywhere the same; None and 0 if the server adds none.
+        """
+        mechanism = self._mechanism
+        if mechanism.noise_multiplier == 0 or not mechanism.server_draws:
+            return None, like.new_zeros(())
         if self._ranks.rank == 0:
-            normals = self._source.normal(len(like) + 1, self._round_index).to(like)
+            normals = self._source.normal(len(like) + 1, round_index).to(like)
         else:
             normals = like.new_zeros(len(like) + 1)
         self._ranks.all_reduce(normals)
-        return normals
+        return mechanism.server_noise(normals[:-1], round_index), normals[-1]
 
     def _noise_stddev(self) -> float:
         stddev = self._mechanism.noise_per_round
@@ -152,7 +156,7 @@ class PrivateRounds:
 
     def note(self, record: RoundRecord) -> None:
         """Put what was spent into a round's record, and take out what may not be seen."""
-        self.ledger.note(record, self._facts)
+        self.ledger.note(record, self.ledger.spent() | self._facts)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was spent and what later rounds depend on."""

@@ -112,7 +112,8 @@ class RoundRecord:
         """Return what is known of the round besides: counts, norms, spreads over clients, bytes.
 
         ``bytes_up`` and ``bytes_down`` are the message of one client, the totals those of all: the
-        length of the real encoding (`fl_lightning.updates.codec`), with its header and metrics.
+        length of the real encoding (`fl_lightning.updates.codec`), with its header and metrics, and
+        the numbers that a correction sends besides.
         """
         if self.is_withheld:
             return {"round/update_norm": self.update_norm, **self.privacy}
@@ -132,6 +133,11 @@ class RoundRecord:
             **{name: self.norms.mean(name) for name in self.norms.names},
             **{f"{name}_spread": self.means.spread(name) for name in self.means.names},
         }
+
+    def unprotected_names(self) -> set[str]:
+        """Return the names of metrics and facts that depend on clients and have no noise."""
+        protected = self.privacy.keys() - {"privacy/clip_fraction"} | {"round/update_norm"}
+        return (self.metrics().keys() | self.facts().keys()) - protected
 
     def _virtual_time(self) -> dict[str, float]:
         if self.ended_at is None:

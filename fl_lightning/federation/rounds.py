@@ -249,12 +249,17 @@ class RoundRunner:
         keeps_own = self.clients.personal.kind is not None
         return self._path.has_memory or self.corrector.correction.remembers or keeps_own
 
+    @property
+    def _has_begun(self) -> bool:
+        """Whether the present round has; the open one of a checkpoint may have been broken off."""
+        return self.server.is_open and self.server.round_index == self._trainer.current_epoch
+
     def _open_round(self) -> None:
         self.follow_masks()
         if not self._is_noted:  # by now, unlike in the constructor, Lightning has restored both
             self.clients.start_round()
             self._is_noted = True
-        if not self.server.is_open:
+        if not self._has_begun:
             self.record = RoundRecord(began_at=self.record.ended_at or 0.0)
             if self._is_kept_by_lightning:  # hooks between rounds may have changed it
                 self.server.replace_model(self.clients.local.read())
@@ -270,7 +275,7 @@ class RoundRunner:
 
     def _tell_cost(self) -> None:
         self._cost_is_told = True
-        rounds = self._trainer.max_epochs
+        rounds, like = self._trainer.max_epochs, self.server.model.params
         line = cost_line(
             self._path,
             self.clients.broadcast,
@@ -278,6 +283,7 @@ class RoundRunner:
             num_clients=self._groups.num_clients,
             num_rounds=math.inf if rounds is None or rounds < 0 else rounds,
             protected=None if self._secure is None else self._secure.aggregator,
+            more=(self._intake.more_bytes_up(like), self.corrector.bytes_down(like)),
         )
         rank_zero_info(f"bytes: {line}")
         if self._secure is not None:
@@ -289,7 +295,7 @@ class RoundRunner:
         Raises:
             ConfigurationError: if they may not change.
         """
-        if self.clients.local.has_new_masks and not self.server.is_open:
+        if self.clients.local.has_new_masks and not self._has_begun:
             self._renew_space()
 
     def _renew_space(self) -> None:

@@ -12,9 +12,10 @@ from lightning.pytorch import Trainer
 
 from fl_lightning.client.correction import Correction
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.attackers import Attackers
 from fl_lightning.federation.client_masks import client_masks
-from fl_lightning.federation.privacy_checks import ReleasesUnprotected
+from fl_lightning.federation.privacy_checks import shown_by
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.server.protected import Protected
 from fl_lightning.server.staleness import AsyncRule
@@ -77,7 +78,7 @@ class SecureRounds:
 
     Args:
         aggregator: which has begun.
-        trainer: whose callbacks may show something of clients.
+        trainer: whose callbacks, and transforms of inputs, may show something of clients.
         num_buffers: floating-point buffers of the model.
 
     Raises:
@@ -98,11 +99,8 @@ class SecureRounds:
                 f"federation.aggregator {name} adds up whole updates, and masks of the clients' own "
                 "tell of their data: set per_client of MaskCalibration to false"
             )
-        self._shown = [
-            callback.unprotected
-            for callback in trainer.callbacks  # type: ignore[attr-defined]
-            if isinstance(callback, ReleasesUnprotected) and callback.unprotected
-        ]
+        data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
+        self._shown = shown_by([*trainer.callbacks, *data.transforms])  # type: ignore[attr-defined]
 
     def announcement(self) -> str:
         """Return one line on what the server sees and what it does not."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fl_lightning.client.local_training import GlobalModel, LocalTrainer
 from fl_lightning.client.work import ClientWork
+from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.metric_states import MetricStates, metrics_of
 from fl_lightning.core.seeds import derive_seed, seed_global_generators
 from fl_lightning.federation.client_work import WorkPlan
@@ -39,7 +40,11 @@ class ShardGradient:
         self._module, self._local, self._step, self._plan = module, local, step, plan
 
     def __call__(self, model: GlobalModel, work: ClientWork) -> Tensor:
-        """Return it, shape (k,); afterwards the module holds the global model."""
+        """Return it, shape (k,); afterwards the module holds the global model.
+
+        Raises:
+            ClientFailure: if a step raised, or the gradient is not finite.
+        """
         local, step = self._local, self._step
         metrics = MetricStates(metrics_of(self._module))
         seed = derive_seed(work.root_seed, "shard gradient", work.round_index, work.client_id)
@@ -49,9 +54,17 @@ class ShardGradient:
                 local.restore(model)
                 seed_global_generators(seed)
                 gradient = self._scaled(work, scale) / scale
-                if scale <= 1.0 or bool(gradient.isfinite().all()):
+                if bool(gradient.isfinite().all()):
                     return gradient
+                if scale <= 1.0:
+                    reason = "the gradient of its whole shard holds NaN or infinite values"
+                    raise ClientFailure(work.client_id, reason)
                 scale = max(1.0, scale / _LOWER)
+        except (ClientFailure, ConfigurationError):
+            raise
+        except Exception as error:
+            located = f"in the gradient of its whole shard: {type(error).__name__}: {error}"
+            raise ClientFailure(work.client_id, located) from error
         finally:
             local.collector.discard()
             metrics.put_back()

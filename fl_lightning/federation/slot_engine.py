@@ -122,6 +122,10 @@ class SlotEngine:
             (stackable if fits else others).append(client)
         return stackable, others
 
+    def leave_out(self, client: int) -> None:
+        """Have no example of a client count that trains now and whose update cannot be used."""
+        self._slots.leave_out(client)
+
     def kept(self, client: int) -> Tensor | None:
         """Return what a client that is done is to keep for itself; None if nothing."""
         return None if self._own is None else self._own.kept[client]

@@ -18,7 +18,9 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
+from fl_lightning.client.local_solver import LocalSolver
 from fl_lightning.core.errors import ConfigurationError, RoundFailure
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.server.aggregators import RunningMean
@@ -31,13 +33,19 @@ _LARGEST_EXPONENT = 600.0  # e^600 and sums of it are still numbers
 class QFedAvg:
     """q-FedAvg; with q = 0 it is the mean, bit for bit.
 
+    L stands for how curved the clients' losses are, and with plain SGD at a rate that just works that is
+    about 1 / η. The steps of others (momentum, Adam) have another length, so that clients must train
+    with plain SGD unless q is 0. L stays what it was where a schedule changes η.
+
     Args:
-        q: how much fairness, ≥ 0; the paper tries 0.001 to 10.
-        local_lr: the clients' learning rate, > 0, of which L is the inverse.
+        q: how much fairness, ≥ 0; the paper tries 0.001 to 10. The longer clients train, the more a
+            large one shortens the step.
+        local_lr: the clients' learning rate η, > 0; None for that of their optimizer.
         weight_by_examples: count a client's term by its ``num_examples`` besides.
 
     Raises:
-        ConfigurationError: for values out of range.
+        ConfigurationError: for values out of range, and at the start of the fit for another rate than
+            that of the clients' optimizer, or an optimizer other than plain SGD.
 
     Example:
         >>> aggregator = QFedAvg(q=1.0, local_lr=0.5)
@@ -53,16 +61,49 @@ class QFedAvg:
     exact = False
 
     def __init__(
-        self, q: float = 1.0, local_lr: float = 0.1, weight_by_examples: bool = False
+        self, q: float = 1.0, local_lr: float | None = None, weight_by_examples: bool = False
     ) -> None:
-        if q < 0 or not local_lr > 0:
+        if q < 0 or not (local_lr is None or local_lr > 0):
             raise ConfigurationError(
                 f"QFedAvg: q must be at least 0 and local_lr greater than 0, got {q} and {local_lr}"
             )
         self.q, self.local_lr, self.weight_by_examples = q, local_lr, weight_by_examples
 
+    def of_clients(self, optimizer: Optimizer) -> QFedAvg:
+        """Return it with the learning rate of the clients' optimizer.
+
+        Raises:
+            ConfigurationError: if their steps are not plain, or have another rate.
+        """
+        if self.q == 0:
+            return self
+        try:
+            is_plain = LocalSolver(optimizer).effective_steps(2) == 2
+        except ConfigurationError as error:
+            raise ConfigurationError(f"QFedAvg needs plain SGD on the clients: {error}") from None
+        # before any schedule, as it is when a run is resumed
+        rates = {float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups}
+        if not is_plain or len(rates) > 1:
+            raise ConfigurationError(
+                "QFedAvg needs plain SGD on the clients, of which the learning rate tells how long a "
+                "step is: set momentum to 0, and one rate for all parameter groups"
+            )
+        [rate] = rates
+        if self.local_lr not in (None, rate):
+            raise ConfigurationError(
+                f"QFedAvg: local_lr is {self.local_lr}, and the clients' optimizer has lr {rate}: "
+                "leave local_lr out"
+            )
+        return QFedAvg(self.q, rate, self.weight_by_examples)
+
     def open(self, like: Tensor) -> None:
-        """Start from zero."""
+        """Start from zero.
+
+        Raises:
+            ConfigurationError: without a learning rate, which a `Federation` knows.
+        """
+        if self.q and self.local_lr is None:
+            raise ConfigurationError("QFedAvg outside a Federation needs local_lr")
         self._mean = RunningMean(like)
         self._weight = torch.zeros((), dtype=torch.float64)
         self._curvature = torch.zeros((), dtype=torch.float64)
@@ -83,7 +124,7 @@ class QFedAvg:
         weight = count * loss**self.q
         self._mean.add(update.delta, weight)
         self._weight += weight
-        if self.q:
+        if self.q and self.local_lr is not None:
             square = float(update.norm.double() ** 2)
             self._curvature += count * self.q * loss ** (self.q - 1) * square / self.local_lr
 

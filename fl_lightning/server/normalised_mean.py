@@ -24,7 +24,8 @@ class NormalisedMean:
     """The mean of the clients' average gradients, times their mean number of steps.
 
     With equal numbers of steps it is `Mean`, but for rounding. The clients' optimizer must be SGD,
-    with or without momentum; a correction's pull (FedProx) is accounted for.
+    with or without momentum; a correction's pull (FedProx) is accounted for. A client whose optimizer
+    took no step, because all its batches were skipped, counts for nothing.
 
     Args:
         weight_by_examples: weigh each update by its ``num_examples``; else count clients alike.
@@ -58,9 +59,12 @@ class NormalisedMean:
         """Add one update.
 
         Raises:
-            ConfigurationError: if it does not say how many gradients it adds up to, or none.
+            ConfigurationError: if it does not say how many gradients it adds up to, or none though
+                it moved.
         """
         steps = update.effective_steps
+        if update.optimizer_steps == 0 and not bool(update.delta.any()):
+            return
         if steps is None or not steps > 0:
             raise ConfigurationError(
                 f"NormalisedMean divides by the gradients that an update adds up to, client "

@@ -81,6 +81,7 @@ class Server:
         model: the present global model, which `close_round` changes in place.
         num_replies: updates received in the open round.
         is_open: whether a round has begun and not ended.
+        round_index: of the open round, or of the last one.
 
     Example:
         >>> server = Server(GlobalModel(torch.tensor([1.0]), torch.empty(0)))
@@ -116,7 +117,7 @@ class Server:
                 "server_schedule: ReduceLROnPlateau waits for a metric, and the server steps before "
                 "it is known: use a schedule over rounds like CosineAnnealingLR"
             )
-        self._round_index = 0
+        self.round_index = 0
         self.num_replies = 0
         self.is_open = False
 
@@ -157,7 +158,7 @@ class Server:
         """Forget the last round's updates."""
         self.num_replies = 0
         self.is_open = True
-        self._round_index = round_index
+        self.round_index = round_index
         if isinstance(self._aggregator, KeepsUpdates):
             self._aggregator.start_round(round_index)
         self._aggregator.open(self._params.detach())
@@ -249,7 +250,7 @@ class Server:
             state["memory"] = self._aggregator.memory
         if self.is_open and with_round:
             state["round"] = {
-                "round_index": self._round_index,
+                "round_index": self.round_index,
                 "num_replies": self.num_replies,
                 "aggregator": self._aggregator.state_dict(),
                 "buffers": self._mean_buffers.state_dict(),

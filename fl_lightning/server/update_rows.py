@@ -229,6 +229,7 @@ class UpdateRows:
                     "num_steps": update.num_steps,
                     "metrics": dict(update.metrics),
                     "effective_steps": update.effective_steps,
+                    "optimizer_steps": update.optimizer_steps,
                 }
                 for update in self._updates
             ],

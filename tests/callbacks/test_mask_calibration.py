@@ -94,6 +94,25 @@ def pooled(data=None):
     return [data.evaluation_batch(part) for part in indices.split(16)]
 
 
+@pytest.mark.parametrize(
+    ("options", "shown"),
+    [
+        ({}, "the mask found from clients' scores"),
+        ({"mask_file": "mask.safetensors", "density": None}, ""),
+        (
+            {"mask_file": "mask.safetensors", "density": None, "head": RidgeHead()},
+            "the head fitted to clients' examples",
+        ),
+        (
+            {"head": LinearHead()},
+            "the mask found from clients' scores and the head fitted to clients' examples",
+        ),
+    ],
+)
+def test_what_no_privacy_of_rounds_covers_is_named(options, shown):
+    assert calibration(**options).unprotected == shown
+
+
 def exact(**options):
     return calibration(sensitivity=ExactFisher(), rounds=3, **options)
 

@@ -1,6 +1,7 @@
 """Clipped gradients of examples: by hand, by a plain loop, and in batches drawn by coins."""
 
 import warnings
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from torchmetrics import MeanMetric
 from fl_lightning.client.example_gradients import ExampleGradients
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.poisson_batches import poisson_batches
+from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.space import Space
 
 
@@ -95,6 +97,45 @@ def test_what_vmap_cannot_run_is_done_one_by_one():
     with pytest.warns(UserWarning, match="one by one, slowly"):
         total, _ = gradients(module)(Space.of_parameters(module), batch(), 0, 0.5)
     assert torch.allclose(total, clipped_by_hand(Net(), batch(), 0.5), atol=1e-12)
+
+
+class Setting(Net):
+    """Writes to its parameters in one of several ways."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way = way
+        self.first.bias.requires_grad_(False)
+
+    def training_step(self, batch, index):
+        x = batch[0].detach()
+        if self.way == "an example":
+            self.first.weight.data.copy_(x.mean(0))
+        elif self.way == "frozen":
+            self.first.bias.data.fill_(x.sum())
+        elif self.way == "replaced":
+            self.first.weight = nn.Parameter(x.expand(4, 3).clone())
+        elif self.way == "no example":  # which vmap can run
+            with torch.no_grad():
+                self.second.weight.mul_(0.5)
+        return super().training_step(batch, index)
+
+
+@pytest.mark.filterwarnings("ignore:gradients of examples are taken one by one")
+@pytest.mark.parametrize("vectorize", [False, True])
+@pytest.mark.parametrize("way", ["an example", "frozen", "no example", "replaced"])
+def test_a_step_that_sets_parameters_is_refused_and_undone(way, vectorize):
+    module = Setting(way)
+    params = dict(module.named_parameters())
+    before = {name: param.clone() for name, param in params.items()}
+    summed = gradients(module, vectorize=vectorize)
+    is_harmless = vectorize and way == "replaced"  # it is in a copy of the module
+    refused = pytest.raises(ConfigurationError, match="training_step sets parameters itself")
+    with nullcontext() if is_harmless else refused:
+        summed(Space.of_parameters(module), batch(), 0, 0.5)
+    for name, param in module.named_parameters():
+        assert param is params[name]
+        assert torch.equal(param, before[name])
 
 
 def test_with_a_mask_only_its_entries_count():

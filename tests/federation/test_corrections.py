@@ -3,17 +3,24 @@
 import copy
 import functools
 import itertools
+import math
 
+import numpy as np
 import pytest
 import torch
+import torchmetrics
 from lightning.pytorch import seed_everything
 from lightning.pytorch.plugins.precision import MixedPrecision
-from quadratics import Quadratic, trajectory
+from quadratics import Quadratic, TwoQuadratics, trajectory
 from test_masks import Masked, NewMasks
+from torch.utils.data import DataLoader, TensorDataset
 from toys import SaveEverywhere, ToyModule, toy_data, toy_trainer, weights
 
 from fl_lightning import (
+    APFL,
+    ClientFailure,
     ConfigurationError,
+    Ditto,
     FedDyn,
     Federation,
     FedLC,
@@ -21,6 +28,7 @@ from fl_lightning import (
     Mean,
     Moon,
     NormalisedMean,
+    Personal,
     Scaffold,
     UniformCohort,
 )
@@ -29,6 +37,7 @@ from fl_lightning.client.fedlc import ShiftedLogits
 from fl_lightning.data import LabelShards
 from fl_lightning.data.partition import IID
 from fl_lightning.federation.memory_files import FOLDER
+from fl_lightning.server import FedAdam, Krum
 
 ALIKE = {"weight_by_examples": False}
 NOVA = {"aggregator": NormalisedMean(**ALIKE)}
@@ -62,9 +71,12 @@ def test_slots_move_them_alike(name):
 @pytest.mark.parametrize("engine", ["sequential", "slots"])
 def test_fednova_with_local_momentum(engine):
     expected = [1.29298146, 1.03677549, 1.08754304]
+    rounds = 200 if engine == "sequential" else 3
     module = Quadratic(momentum=0.9)
-    values, _ = trajectory((2, 10), module=module, engine=engine, **NOVA)
-    assert values == pytest.approx(expected, abs=5e-9)
+    values, _ = trajectory((2, 10), rounds=rounds, module=module, engine=engine, **NOVA)
+    assert values[:3] == pytest.approx(expected, abs=5e-9)
+    if rounds == 200:
+        assert values[-1] == pytest.approx(1.07914705, abs=5e-9)
 
 
 @pytest.mark.parametrize(
@@ -73,6 +85,21 @@ def test_fednova_with_local_momentum(engine):
 def test_feddyn_with_local_problems_solved_exactly(alpha, expected):
     values, _ = trajectory((200, 200), correction=FedDyn(alpha=alpha))
     assert values == pytest.approx(expected, abs=5e-9)
+
+
+class Solved(Quadratic):
+    """One step of rate 1 / (a + α) solves a client's regularised problem."""
+
+    def training_step(self, batch, batch_idx):
+        self.trainer.optimizers[0].param_groups[0]["lr"] = 1 / (batch[0].item() + 0.1)
+        return super().training_step(batch, batch_idx)
+
+
+def test_feddyn_with_a_weak_regulariser_ends_at_the_optimum():
+    options = {"correction": FedDyn(alpha=0.1), "engine": "sequential"}
+    values, _ = trajectory((1, 1), rounds=200, module=Solved(), **options)
+    assert values[:3] == pytest.approx([9.75609756, 5.76496674, 5.66762209], abs=5e-9)
+    assert values[-1] == pytest.approx(7.99998498, abs=5e-9)
 
 
 def test_scaffold_with_full_gradients():
@@ -92,6 +119,142 @@ def test_scaffold_with_full_gradients():
     for engine in ("sequential", "slots"):
         values, _ = trajectory((10, 10), correction=Scaffold("I"), engine=engine)
         assert values == pytest.approx(expected, rel=1e-12)
+
+
+class Skipping(Quadratic):
+    """Its second client skips every second of its batches, or all."""
+
+    def __init__(self, every=2, **options):
+        super().__init__(**options)
+        self.every = every
+
+    def training_step(self, batch, batch_idx):
+        is_second = batch[0].item() == 4
+        return (
+            None if is_second and batch_idx % self.every == 0 else super().training_step(batch, 0)
+        )
+
+
+class TestStepsThatWereNotTaken:
+    @pytest.mark.parametrize(
+        "options", [NOVA, {"correction": Scaffold()}], ids=["FedNova", "SCAFFOLD"]
+    )
+    def test_batches_that_are_skipped_are_no_steps(self, options):
+        found, federation = trajectory((10, 10), module=Skipping(), **options)
+        expected, other = trajectory((10, 5), **options)
+        assert found == expected
+        assert federation.state_dict()["memory"] == other.state_dict()["memory"]
+        if options is NOVA:
+            assert found == pytest.approx([6.9168, 7.3600, 7.3884], abs=5e-5)
+
+    @pytest.mark.parametrize("name", ["Scaffold", "Scaffold I", "FedDyn"])
+    def test_without_any_there_is_nothing_to_remember(self, name):
+        _, federation = trajectory((10, 10), module=Skipping(every=1), **CORRECTIONS[name])
+        present = federation.state_dict()["memory"]["present"]
+        assert [client for _, client, _ in present] == [0]
+
+    @pytest.mark.parametrize("exact", [False, True])
+    def test_without_any_a_client_counts_for_nothing_in_fednova(self, exact):
+        nova = {"aggregator": NormalisedMean(**ALIKE, exact=exact)}
+        alone = {"cohort": First(), "aggregator": Mean(**ALIKE)}
+        found, _ = trajectory((10, 10), module=Skipping(every=1, start=3.0), **nova)
+        expected, _ = trajectory((10, 10), module=Quadratic(start=3.0), **alone)
+        assert found == pytest.approx(expected, rel=1e-12)
+
+    def test_fednova_refuses_moves_without_an_optimizer(self):
+        class Jumping(Quadratic):
+            def training_step(self, batch, batch_idx):
+                self.x.data += 1.0
+
+        with pytest.raises(ConfigurationError, match=r"client 0 has 0\.0: use Mean"):
+            trajectory((2, 2), module=Jumping(), **NOVA)
+
+    @pytest.mark.parametrize("fused", [None, True])
+    @pytest.mark.parametrize("exponent", [10, 24])
+    def test_steps_that_a_gradient_scaler_leaves_out_are_none(self, exponent, fused):
+        """A variate is the mean gradient of the steps taken: how often the scale fell were none."""
+        seed_everything(0, verbose=False)
+        module = Unscheduled(fused)
+        start = weights(module)
+        plugin = MixedPrecision(
+            "16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**exponent)
+        )
+        federation = Federation(local_steps=16, engine="sequential", correction=Scaffold())
+        data = toy_data(num_clients=1)
+        toy_trainer(federation, max_epochs=1, plugins=[plugin]).fit(module, datamodule=data)
+        num_skipped = exponent - math.log2(plugin.scaler.get_scale())
+        assert (num_skipped > 2) == (exponent == 24)
+        [(_, _, variate)] = federation.state_dict()["memory"]["present"]
+        expected = (start - weights(module)) / (0.01 * (16 - num_skipped))
+        torch.testing.assert_close(variate.double(), expected, rtol=1e-3, atol=1e-5)
+
+
+class OneBad(TwoQuadratics):
+    """One of the second client's examples is not a number."""
+
+    def train_dataloader(self):
+        a, c, owner = super().train_dataloader().dataset.tensors
+        c[-1] = math.nan
+        return DataLoader(TensorDataset(a, c, owner), batch_size=1)
+
+
+class Measuring(Quadratic):
+    """Logs an object that holds the curvatures seen."""
+
+    def __init__(self):
+        super().__init__(start=3.0)
+        self.curvature = torchmetrics.MeanMetric()
+
+    def training_step(self, batch, batch_idx):
+        self.curvature.update(batch[0])
+        self.log("curvature", self.curvature)
+        return super().training_step(batch, batch_idx)
+
+
+ONE_STEP = {"local_steps": 1, "local_epochs": None, "correction": Scaffold("I"), "seed": 1}
+
+
+@pytest.mark.parametrize("engine", ["sequential", "slots"])
+class TestAGradientThatIsNotFinite:
+    """Of a whole shard, though the client's step is fine: it does not draw the bad example."""
+
+    def test_the_client_is_named(self, engine):
+        message = "round 0, client 1: the gradient of its whole shard holds NaN"
+        with pytest.raises(ClientFailure, match=message):
+            trajectory((40, 40), source=OneBad, engine=engine, **ONE_STEP)
+
+    def test_the_client_is_skipped_and_the_others_count(self, engine):
+        options = ONE_STEP | {"engine": engine}
+        with pytest.warns(UserWarning, match=r"skipped: round \d, client 1: the gradient"):
+            found, federation = trajectory(
+                (40, 40), module=Measuring(), source=OneBad, on_client_failure="skip", **options
+            )
+        expected, alone = trajectory((40, 40), module=Measuring(), cohort=First(), **options)
+        assert found == expected
+        first, second = (f.state_dict() for f in (federation, alone))
+        assert first["memory"] == second["memory"]
+        assert first["correction"]["mean"] == second["correction"]["mean"]
+        assert federation.rounds.record.pooled == {"curvature": 1.0}
+        assert (federation.rounds.clients.engine.slots is not None) == (engine == "slots")
+
+
+class First:
+    """A cohort for tests: client 0 alone."""
+
+    def expected_size(self, num_clients):
+        return 1
+
+    def sample(self, round_index, population, seed):
+        return np.array([0])
+
+
+class Unscheduled(ToyModule):
+    def __init__(self, fused):
+        super().__init__(lr=0.01, momentum=0.0)
+        self.fused = fused
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.lr, fused=self.fused)
 
 
 CORRECTIONS = {
@@ -150,6 +313,31 @@ class TestReductions:
         corrected, _ = run(**options, **CORRECTIONS[name])
         assert torch.equal(weights(first), weights(corrected))
 
+    def test_fedsgd_is_central_sgd_on_all_examples(self):
+        """One step of every client on its whole shard."""
+
+        def plain():
+            return ToyModule(momentum=0.0, scheduler=False)
+
+        data = toy_data(batch_size=1000, dtype=torch.float64)
+        module, _ = run(plain, data=data, cohort=None, local_epochs=1, engine="sequential")
+        seed_everything(0, verbose=False)
+        central = plain().double()
+        optimizer = torch.optim.SGD(central.parameters(), lr=0.1)
+        x, y = data.train_dataset.tensors
+        for _ in range(3):
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(central.net(x), y).backward()
+            optimizer.step()
+        torch.testing.assert_close(weights(module), weights(central), rtol=1e-12, atol=1e-14)
+
+    def test_krum_of_clients_without_a_pull_is_krum_bit_for_bit(self):
+        options = {"aggregator": Krum(1), "cohort": None, "precision": "32-true"}
+        krum = weights(run(**options)[0])
+        off, on = (weights(run(**options, correction=FedProx(mu=mu))[0]) for mu in (0.0, 1.0))
+        assert torch.equal(off, krum)
+        assert not torch.allclose(on, krum)
+
     @pytest.mark.parametrize("exact", [False, True])
     def test_fednova_with_equal_steps_is_fedavg(self, exact):
         options = {"local_epochs": None, "local_steps": 3}
@@ -182,6 +370,18 @@ def test_both_engines_agree(name, module):
     torch.testing.assert_close(*(weights(end) for end, _ in ends), rtol=1e-9, atol=1e-11)
     assert ends[1][1].rounds.clients.engine.slots is not None
     assert not torch.allclose(plain_end(module), weights(ends[0][0]))
+
+
+def test_scaffold_with_fedadam_and_a_mask_in_both_engines():
+    options = {"correction": Scaffold(), "server_optimizer": lambda p: FedAdam(p, lr=0.05)}
+    ends = [weights(run(Masked, engine=e, **options)[0]) for e in ("sequential", "slots")]
+    torch.testing.assert_close(*ends, rtol=1e-9, atol=1e-11)
+    for other in (
+        {},
+        {"correction": Scaffold()},
+        {"server_optimizer": options["server_optimizer"]},
+    ):
+        assert not torch.allclose(ends[0], weights(run(Masked, **other)[0]))
 
 
 class InTheLoss:
@@ -460,6 +660,24 @@ class TestFedLC:
         assert torch.equal(weights(module), weights(plain))
         assert not module._forward_hooks
 
+    @pytest.mark.parametrize(
+        "personal",
+        [Personal(["net.4.*"], own_epochs=1), Ditto(), APFL()],
+        ids=lambda p: type(p).__name__,
+    )
+    def test_what_is_a_clients_own_trains_on_the_same_loss(self, personal):
+        shifted = []
+
+        class Noting(Forward):
+            def training_step(self, batch, batch_idx):
+                shifted.append(not torch.equal(self(batch[0]), self.net(batch[0])))
+                return super().training_step(batch, batch_idx)
+
+        work = {"local_epochs": None, "local_steps": 2, "trainer": {"max_epochs": 1}}
+        run(Noting, correction=FedLC(), personal=personal, **work)
+        assert len(shifted) > 2 * 3
+        assert all(shifted)
+
     def test_evaluation_is_as_it_was(self):
         fedlc, module = FedLC(tau=2.0), Forward()
         inputs, labels = torch.randn(2, 4), torch.tensor([0, 0, 2])
@@ -532,11 +750,31 @@ class TestRefusals:
             ),
             (Climbing, {"correction": FedProx(mu=1)}, "maximize"),
             (ToyModule, {"correction": Moon()}, "ToyModule has no method features"),
+            (
+                ToyModule,
+                {"correction": FedDyn(), "server_optimizer": FedAdam},
+                "which FedAdam would rescale",
+            ),
         ],
     )
     def test_combinations_that_make_no_sense(self, module, block, message):
         with pytest.raises(ConfigurationError, match=message):
             run(module, **block)
+
+    def test_groups_of_different_momenta_before_anything_trains(self):
+        class Momenta(ToyModule):
+            def training_step(self, batch, batch_idx):
+                raise AssertionError("a client trains")
+
+            def configure_optimizers(self):
+                groups = [
+                    {"params": p, "momentum": m}
+                    for p, m in zip(self.parameters(), (0, 0.5, 0.9, 0.9), strict=True)
+                ]
+                return torch.optim.SGD(groups, lr=0.1)
+
+        with pytest.raises(ConfigurationError, match="add up gradients differently"):
+            run(Momenta, aggregator=NormalisedMean(), engine="sequential")
 
     @pytest.mark.parametrize("name", ["Scaffold I", "FedDyn"])
     def test_adam_takes_the_others(self, name):

@@ -1,6 +1,7 @@
 """DP-SGD inside the clients of a run: off is plain, noise is what is accounted, nothing twice."""
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ from fl_lightning.client.speeds import LogNormalSpeeds
 from fl_lightning.data.cohort import AllClients
 from fl_lightning.data.weighted_cohorts import BySizeCohort
 from fl_lightning.federation.example_rounds import ExampleRounds
-from fl_lightning.server import FedBuff
+from fl_lightning.server import AFL, FedBuff, QFedAvg, TiltedMean
 from fl_lightning.server.privacy.run import LocalSampling, Run
 from fl_lightning.server.robust.median import Median
 from fl_lightning.updates import TopK
@@ -35,14 +36,16 @@ pytestmark = pytest.mark.filterwarnings("ignore:privacy:UserWarning")
 LARGE = 64  # a batch that holds every shard
 
 
-def run(max_epochs=3, callbacks=(), ckpt_path=None, module=None, batch_size=8, **options):
+def run(
+    max_epochs=3, callbacks=(), ckpt_path=None, module=None, data=None, batch_size=8, **options
+):
     seed_everything(0, verbose=False)
     options = {"seed": 4, "local_steps": 2, **options}
     limits = options.pop("trainer", {})
     federation = Federation(**options)
     trainer = toy_trainer(federation, *callbacks, max_epochs=max_epochs, **limits)
     module = module or ToyModule()
-    trainer.fit(module, datamodule=toy_data(batch_size=batch_size), ckpt_path=ckpt_path)
+    trainer.fit(module, datamodule=data or toy_data(batch_size=batch_size), ckpt_path=ckpt_path)
     return module, trainer
 
 
@@ -172,7 +175,8 @@ def test_a_resumed_run_draws_other_noise_and_other_costs_are_refused(tmp_path):
     one, two = middle - start, weights(module) - middle
     assert abs(float(torch.corrcoef(torch.stack([one, two]))[0, 1])) < 0.5
     path = tmp_path / "1-end.ckpt"
-    for other in ({"privacy": private(noise_multiplier=2.0)}, {"local_steps": 3}):
+    others = ({"privacy": private(noise_multiplier=2.0)}, {"local_steps": 3})
+    for other in (*others, {"cohort": UniformCohort(size=1)}):
         with pytest.raises(ConfigurationError, match="rounds cost something else"):
             run(4, ckpt_path=path, **{**options, **other})
 
@@ -209,6 +213,9 @@ def test_what_follows_from_private_updates_is_allowed(options):
         ({"correction": Moon()}, "Moon looks at a client's examples"),
         ({"correction": FedLC()}, "FedLC looks at a client's examples"),
         ({"correction": Scaffold(option="I")}, "Scaffold looks at a client's examples"),
+        ({"aggregator": QFedAvg()}, "QFedAvg weighs clients by their training losses"),
+        ({"aggregator": TiltedMean()}, "TiltedMean weighs clients by"),
+        ({"aggregator": AFL(step=0.1)}, "AFL weighs clients by"),
         ({"personal": Ditto()}, "personal Ditto has a client take steps"),
         ({"engine": "slots"}, "set engine to sequential"),
         ({"speedups": ["channels_last"]}, "leave speedups out"),
@@ -252,6 +259,25 @@ class Looking(ToyModule):
 def test_what_mixes_examples_is_refused_before_training(module, trainer, reason):
     with pytest.raises(ConfigurationError, match=reason):
         run(module=module, trainer=trainer, privacy=private())
+
+
+@dataclass
+class Given:
+    """Shards as they are given."""
+
+    shards: list
+    uses_labels = False
+
+    def assign(self, column, num_clients, seed):
+        return [np.array(shard) for shard in self.shards]
+
+
+@pytest.mark.parametrize("shards", [[[0, 1, 1], [2]], [[0, 1, 2], [2, 3]]])
+def test_examples_that_would_count_twice_are_refused(shards):
+    data = toy_data(num_clients=2, partition=Given(shards))
+    with pytest.raises(ConfigurationError, match="shards repeat or share 1 of their examples"):
+        run(1, data=data, privacy=private())
+    run(1, data=toy_data(num_clients=2, partition=Given([[0, 1], [2, 3]])), privacy=private())
 
 
 def test_with_a_mask_only_what_may_move_is_clipped_and_noisy():

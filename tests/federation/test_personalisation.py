@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import LightningModule, seed_everything
 from lightning.pytorch.loggers import CSVLogger
 from quadratics import Quadratic, trajectory
-from test_corrections import Climbing, Searching, scaler
+from test_corrections import Climbing, First, Searching, scaler
 from test_masks import Masked, NewMasks
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -20,6 +20,7 @@ from fl_lightning import (
     ClientFailure,
     ConfigurationError,
     Ditto,
+    FedDyn,
     FederatedDataModule,
     Federation,
     FedProx,
@@ -478,3 +479,43 @@ class TestFailures:
         run(KINDS["FedPer"], ToyModule, SaveEverywhere(tmp_path))
         with pytest.raises(ConfigurationError, match=r"Personal with 2 tensors, from net.4.weight"):
             run(other, ToyModule, ckpt_path=tmp_path / "0-end.ckpt")
+
+
+class CopyDiverges(Quadratic):
+    """The second client's second pass over its ten examples, which is its copy's, has no loss."""
+
+    def __init__(self):
+        super().__init__(start=3.0)
+        self.num_calls = 0
+
+    def training_step(self, batch, batch_idx):
+        self.num_calls += int(batch[0].item() == 4)
+        loss = super().training_step(batch, batch_idx)
+        return loss * float("nan") if self.num_calls > 10 else loss
+
+
+class TestCorrectionsBesideACopy:
+    @pytest.mark.parametrize("correction", [Scaffold(), Scaffold("I"), FedDyn(alpha=0.5)])
+    def test_they_learn_nothing_from_a_client_whose_copy_fails(self, correction):
+        options = {"correction": correction, "personal": Ditto(pull=0.5), "engine": "sequential"}
+        one = {"rounds": 1, **options}
+        with pytest.warns(UserWarning, match="skipped: round 0, client 1: in personal steps"):
+            found, federation = trajectory(
+                (10, 10), module=CopyDiverges(), on_client_failure="skip", **one
+            )
+        expected, alone = trajectory((10, 10), module=Quadratic(start=3.0), cohort=First(), **one)
+        first, second = (f.state_dict() for f in (federation, alone))
+        assert found == expected
+        assert first["memory"] == second["memory"]
+        assert first["correction"]["mean"] == second["correction"]["mean"]
+
+    @pytest.mark.parametrize("personal", [Ditto(pull=0.5), APFL()])
+    @pytest.mark.parametrize("correction", [Scaffold("I"), FedDyn(alpha=0.5)])
+    def test_they_learn_from_the_shared_model(self, personal, correction):
+        options = {"correction": correction, "engine": "sequential"}
+        found, federation = trajectory((10, 10), personal=personal, **options)
+        expected, plain = trajectory((10, 10), **options)
+        assert found == expected
+        present = federation.state_dict()["memory"]["present"]
+        learnt = [entry for entry in present if entry[0] == "correction"]
+        assert learnt == plain.state_dict()["memory"]["present"]

@@ -5,13 +5,16 @@ import math
 import pytest
 import torch
 from lightning.pytorch import Callback, seed_everything
-from toys import SaveEverywhere, ToyModule, toy_data, toy_trainer, weights
+from lightning.pytorch.callbacks import EarlyStopping
+from toys import SaveEverywhere, ToyData, ToyModule, toy_data, toy_trainer, weights
 
 from fl_lightning import (
     BandedMatrixDP,
     CentralDP,
     ConfigurationError,
     DistributedDP,
+    ExampleDP,
+    FederatedDataModule,
     Federation,
     FedProx,
     LocalDP,
@@ -22,6 +25,7 @@ from fl_lightning import (
     Scaffold,
     UniformCohort,
 )
+from fl_lightning.data import FederatedNormalize
 from fl_lightning.data.turns import RoundRobinCohort
 from fl_lightning.federation.ranks import Ranks
 from fl_lightning.server.privacy.adaptive_clip import AdaptiveClip
@@ -170,11 +174,56 @@ def test_a_checkpoint_of_another_privacy_is_refused(tmp_path):
         )
 
 
+def test_a_checkpoint_of_other_cohorts_is_refused_even_if_they_cost_the_same_in_the_end(tmp_path):
+    """By twos or by threes: after four rounds somebody has had two turns."""
+    options = {"noise_multiplier": 2.0, "clip_norm": 0.1, "delta": 1e-3, "secure_noise": False}
+    privacy = LocalDP(**options)
+    cohorts = [RoundRobinCohort(size=size) for size in (2, 3)]
+    said = [str(privacy.mechanism(Run(c, 6, 4, seed=4), SeededNoise(4))) for c in cohorts]
+    assert said[0] == said[1]
+    run(4, callbacks=[SaveEverywhere(tmp_path)], privacy=privacy, cohort=cohorts[0])
+    with pytest.raises(ConfigurationError, match=r"RoundRobinCohort.*size=2.* cost something else"):
+        run(4, ckpt_path=tmp_path / "1-end.ckpt", privacy=privacy, cohort=cohorts[1])
+
+
 def test_the_noise_of_a_budget_is_kept_when_more_rounds_are_asked_for(tmp_path):
     privacy = private(epsilon=4.0, noise_multiplier=None)
     run(3, callbacks=[SaveEverywhere(tmp_path)], privacy=privacy)
     _, trainer = run(9, ckpt_path=tmp_path / "2-end.ckpt", privacy=privacy)
     assert trainer.current_epoch == 3  # all of it was spent in those three
+
+
+def more(trainer, max_epochs):
+    """Fit once more with the same Trainer."""
+    trainer.fit_loop.max_epochs = max_epochs
+    trainer.should_stop = False
+    trainer.fit(trainer.lightning_module, datamodule=trainer.datamodule)
+
+
+def test_a_trainer_that_fits_again_counts_on():
+    privacy = private(
+        epsilon=6.0, noise_multiplier=2.0, adaptive_clip=AdaptiveClip(bits_stddev=2.0)
+    )
+    _, trainer = run(2, privacy=privacy)
+    after_two = facts(trainer)
+    more(trainer, 4)
+    _, whole = run(4, privacy=privacy)
+    assert facts(trainer)["privacy/epsilon"] == pytest.approx(facts(whole)["privacy/epsilon"])
+    assert facts(trainer)["privacy/clip_norm"] != after_two["privacy/clip_norm"]
+    more(trainer, 50)
+    assert 4 < trainer.current_epoch < 50
+    assert facts(trainer)["privacy/epsilon"] <= 6.0
+    found = private(epsilon=4.0, noise_multiplier=None)  # for two rounds, which spend it
+    _, trainer = run(2, privacy=found)
+    more(trainer, 4)
+    assert trainer.current_epoch == 2
+
+
+def test_a_trainer_that_fits_again_after_rounds_of_unknown_cost_is_refused():
+    _, trainer = run(1)
+    trainer.callbacks[0] = Federation(seed=4, engine="sequential", privacy=private())
+    with pytest.raises(ConfigurationError, match="what that cost is not known here"):
+        more(trainer, 2)
 
 
 def test_secure_noise_differs_from_run_to_run():
@@ -272,12 +321,59 @@ def test_too_few_shares_are_not_released():
         run(1, privacy=privacy, cohort=UniformCohort(size=3))
 
 
-def test_a_part_of_a_cohort_and_masks_of_the_clients_own_are_refused():
-    seed_everything(0, verbose=False)
-    federation = Federation(privacy=private(), engine="sequential")
-    trainer = toy_trainer(federation, limit_train_batches=2)
+@pytest.mark.parametrize(
+    "options", [{"limit_train_batches": n} for n in (0.5, 1, 2)] + [{"fast_dev_run": True}]
+)
+def test_a_part_of_a_cohort_is_refused(options):
+    trainer = toy_trainer(Federation(privacy=private(), engine="sequential"), **options)
     with pytest.raises(ConfigurationError, match="is no random sample"):
         trainer.fit(ToyModule(), datamodule=toy_data())
+
+
+@pytest.mark.parametrize("kind", [CentralDP, ExampleDP])
+def test_inputs_that_depend_on_everybody_are_refused(kind):
+    data = FederatedDataModule(ToyData(), num_clients=3, transforms=[FederatedNormalize()])
+    privacy = kind(clip_norm=0.1, noise_multiplier=1.0)
+    with pytest.raises(ConfigurationError, match="with FederatedNormalize one client's inputs"):
+        run(privacy=privacy, data=data)
+
+
+class Plateau(ToyModule):
+    def __init__(self, monitor):
+        super().__init__()
+        self.monitor = monitor
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        return [optimizer], [{"scheduler": scheduler, "monitor": self.monitor}]
+
+
+@pytest.mark.parametrize("kind", [CentralDP, ExampleDP])
+@pytest.mark.parametrize("monitor", ["train/loss", "round/client_update_norm"])
+def test_a_learning_rate_that_follows_clients_numbers_is_refused(kind, monitor):
+    options = {"clip_norm": 0.1, "noise_multiplier": 1.0, "delta": 1e-3, "secure_noise": False}
+    privacy = kind(**options, log_unprotected=True)
+    module = Plateau(monitor)
+    with pytest.raises(ConfigurationError, match=f"the learning rate follows {monitor}"):
+        run(1, module=module, privacy=privacy)
+    for protected in ("round/update_norm", "val/loss"):
+        _, trainer = run(1, module=Plateau(protected), privacy=privacy)
+        assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 1
+
+
+def test_callbacks_that_look_at_clients_numbers_are_named():
+    stopping = [EarlyStopping("train/accuracy"), EarlyStopping("val/loss")]
+    stopping.append(EarlyStopping("privacy/clip_fraction"))
+    with pytest.warns(UserWarning, match="which models are kept") as caught:
+        run(1, privacy=private(), callbacks=stopping)
+    [said] = [str(w.message) for w in caught if "are kept" in str(w.message)]
+    named = "EarlyStopping (train/accuracy), EarlyStopping (privacy/clip_fraction)"
+    assert said.endswith(f"does not cover: {named}")
+
+
+def test_masks_of_the_clients_own_are_refused():
+    seed_everything(0, verbose=False)
     masks = MaskCalibration(density=0.5, per_client=True, head_name="net.4")
     trainer = toy_trainer(masks, Federation(privacy=private(), engine="sequential"))
     with pytest.raises(ConfigurationError, match="masks of the clients' own"):

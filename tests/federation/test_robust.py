@@ -8,7 +8,14 @@ import torch
 from lightning.pytorch import seed_everything
 from toys import SaveEverywhere, ToyData, ToyModule, toy_data, toy_trainer, weights
 
-from fl_lightning import ConfigurationError, Federation, PoissonCohort, RoundFailure, UniformCohort
+from fl_lightning import (
+    ConfigurationError,
+    Federation,
+    PoissonCohort,
+    RoundFailure,
+    Scaffold,
+    UniformCohort,
+)
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.data.poisoning import LabelFlip
 from fl_lightning.federation.attackers import Attackers
@@ -25,7 +32,9 @@ from fl_lightning.server.robust.median import Median, TrimmedMean
 from fl_lightning.server.robust.mixing import Bucketing
 
 
-def fit(ckpt_path=None, callbacks=(), data=None, devices=1, batch_norm=False, **options):
+def fit(
+    ckpt_path=None, callbacks=(), data=None, devices=1, batch_norm=False, momentum=0.9, **options
+):
     seed_everything(0, verbose=False)
     defaults = {"local_steps": 2, "seed": 4, "engine": "sequential"}
     federation = Federation(**defaults | options)
@@ -35,7 +44,7 @@ def fit(ckpt_path=None, callbacks=(), data=None, devices=1, batch_norm=False, **
         devices=devices,
         strategy="federated" if devices > 1 else "auto",
     )
-    module = ToyModule(scheduler=False, batch_norm=batch_norm)
+    module = ToyModule(scheduler=False, batch_norm=batch_norm, momentum=momentum)
     trainer.fit(module, datamodule=data or toy_data(batch_size=4), ckpt_path=ckpt_path)
     return module, trainer
 
@@ -61,21 +70,41 @@ def test_a_run_resumes_to_the_same_bits(tmp_path, moment):
 
 @pytest.mark.parametrize("aggregator", [Krum(1), QFedAvg(1.0), AFL(0.3)])
 def test_both_engines_give_the_same(aggregator):
-    sequential, _ = fit(aggregator=aggregator)
-    slots, _ = fit(aggregator=aggregator, engine="slots", slots=3)
+    options = {"aggregator": aggregator, "momentum": 0.0}
+    sequential, _ = fit(**options)
+    slots, _ = fit(**options, engine="slots", slots=3)
     torch.testing.assert_close(weights(slots), weights(sequential), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("rule", [TrimmedMean(1), Krum(1)])
-def test_two_processes_give_the_same_bits(rule):
+@pytest.mark.parametrize(
+    ("rule", "correction"), [(TrimmedMean(1), None), (Krum(1), None), (TrimmedMean(1), Scaffold())]
+)
+def test_two_processes_give_the_same_bits(rule, correction):
     attackers = Attackers(fraction=0.3, forge=ALIE())
     ends = []
     for devices in (1, 2):
         data = toy_data(batch_size=4, drop_last=True)
         options = {"aggregator": rule, "attackers": attackers, "batch_norm": True}
+        options["correction"] = correction
         ends.append(fit(data=data, devices=devices, **options)[0])
     assert torch.equal(weights(ends[0]), weights(ends[1]))
     assert ends[0].net[1].running_var.unique().numel() > 1
+
+
+class TestTheRateThatQFedAvgTakes:
+    def test_it_is_that_of_the_clients(self):
+        ends = [fit(aggregator=QFedAvg(2.0, lr), momentum=0.0)[0] for lr in (None, 0.1)]
+        assert torch.equal(*map(weights, ends))
+
+    def test_another_one_is_refused(self):
+        with pytest.raises(ConfigurationError, match=r"local_lr is 0\.3, .* has lr 0\.1: leave"):
+            fit(aggregator=QFedAvg(2.0, 0.3), momentum=0.0)
+
+    def test_other_steps_are_refused_unless_they_do_not_count(self):
+        with pytest.raises(ConfigurationError, match="set momentum to 0"):
+            fit(aggregator=QFedAvg(2.0))
+        plain, fair = fit()[0], fit(aggregator=QFedAvg(0.0, weight_by_examples=True))[0]
+        assert torch.equal(weights(plain), weights(fair))
 
 
 def test_attackers_learn_from_other_labels_and_others_do_not():

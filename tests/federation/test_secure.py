@@ -4,13 +4,20 @@ import pytest
 import torch
 from lightning.pytorch import Callback, seed_everything
 from test_masks import Masked, OwnMasks
-from toys import SaveEverywhere, ToyModule, toy_data, toy_trainer, weights
+from toys import SaveEverywhere, ToyData, ToyModule, toy_data, toy_trainer, weights
 
-from fl_lightning import ConfigurationError, Federation, RoundFailure, UniformCohort
+from fl_lightning import (
+    ConfigurationError,
+    FederatedDataModule,
+    Federation,
+    RoundFailure,
+    UniformCohort,
+)
 from fl_lightning.client.devices import Devices
 from fl_lightning.client.feddyn import FedDyn
 from fl_lightning.client.scaffold import Scaffold
-from fl_lightning.client.speeds import LogNormalSpeeds
+from fl_lightning.client.speeds import GivenSpeeds, LogNormalSpeeds
+from fl_lightning.data import FederatedNormalize
 from fl_lightning.federation.attackers import Attackers
 from fl_lightning.server import ALIE, FedBuff
 from fl_lightning.server.secure import EncryptedMean, SecureMean
@@ -29,6 +36,7 @@ def run(
     module=ToyModule,
     trainer=None,
     before=(),
+    data=None,
     **options,
 ):
     seed_everything(0, verbose=False)
@@ -36,7 +44,7 @@ def run(
     options = {"local_steps": 2, "clients_per_group": 1, "engine": "sequential", **options}
     federation = Federation(aggregator=aggregator, **options)
     trainer = toy_trainer(*before, federation, *callbacks, **(trainer or {}))
-    data = toy_data(num_clients=6, batch_size=4, drop_last=True)
+    data = data or toy_data(num_clients=6, batch_size=4, drop_last=True)
     trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
     return module, trainer
 
@@ -138,6 +146,14 @@ def test_what_leaves_in_clear_is_told_once_before_training(caplog):
     assert "in clear go who takes part and who fails, the metrics" in told[0]
 
 
+def test_inputs_that_clients_send_sums_for_are_told(caplog):
+    data = FederatedDataModule(ToyData(), num_clients=3, transforms=[FederatedNormalize()])
+    with caplog.at_level("INFO"):
+        run(SecureMean(), trainer={"max_epochs": 1}, data=data)
+    [told] = [r.message for r in caplog.records if r.message.startswith("secure: ")]
+    assert "the sums of each client's inputs and of their squares" in told
+
+
 def test_encrypted_updates_give_the_plain_run():
     pytest.importorskip("tenseal")
     options = {"trainer": {"max_epochs": 2}, "cohort": UniformCohort(size=3)}
@@ -146,6 +162,13 @@ def test_encrypted_updates_give_the_plain_run():
     assert torch.allclose(weights(encrypted), weights(plain), atol=1e-4)
     assert trainer.callback_metrics["round/bytes_up"] > 1000 * SIZE
     assert trainer.callback_metrics["secure/client_seconds"] > 0
+
+
+def test_a_round_in_which_one_update_arrives_stops_an_encrypted_run():
+    pytest.importorskip("tenseal")
+    slow = Devices(speeds=GivenSpeeds([1.0] + [100.0] * 5), deadline=50.0, late="drop")
+    with pytest.raises(RoundFailure, match="would show it to the server"):
+        run(EncryptedMean(), devices=slow, trainer={"max_epochs": 1})
 
 
 def test_encrypted_rounds_begin_anew_when_resumed(tmp_path):

@@ -87,9 +87,9 @@ def test_they_go_on_from_their_state_and_add_up_over_processes(make):
 
 def test_losses_that_cannot_be_used_are_told():
     with pytest.raises(RoundFailure, match="client 0's is -1"):
-        opened(QFedAvg(1.0), [([0.0, 0.0], -1.0, 1)])
+        opened(QFedAvg(1.0, 0.1), [([0.0, 0.0], -1.0, 1)])
     with pytest.raises(RoundFailure, match="no train/loss"):
-        opened(QFedAvg(1.0), [([0.0, 0.0], None, 1)])
+        opened(QFedAvg(1.0, 0.1), [([0.0, 0.0], None, 1)])
     with pytest.raises(RoundFailure, match="lower the tilt"):
         opened(TiltedMean(1000.0), [([0.0, 0.0], 1.0, 1)])
 

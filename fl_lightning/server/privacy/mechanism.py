@@ -67,7 +67,7 @@ class Mechanism(Accounted, Protocol):
 
         Args:
             normals: independent, of variance 1, shape (k,).
-            round_index: the round; each is asked for once, in order.
+            round_index: the round; each is asked for once, in order, also if it was broken off.
         """
 
 
@@ -174,7 +174,7 @@ def check_options(
             f"federation.privacy: delta must be in (0, 1), got {delta}: it is the chance that ε "
             "does not hold; well below 1 / number of clients, e.g. 1.0e-5"
         )
-    if noise_multiplier and clip_norm == float("inf"):
+    if noise_multiplier != 0 and clip_norm == float("inf"):  # None: noise is to be found
         raise ConfigurationError(
             "federation.privacy: noise is a multiple of clip_norm, which is inf: set clip_norm to a "
             "number, e.g. the median of round/client_update_norm"

@@ -20,7 +20,7 @@ from torch import Tensor
 from fl_lightning.core.errors import ConfigurationError, RoundFailure
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.server.kept_updates import check_whole
-from fl_lightning.server.protected import Expense, Terms
+from fl_lightning.server.protected import FEWEST_CLIENTS, Expense, Terms
 from fl_lightning.updates.secure.ckks import CKKSClient, CKKSServer, generate_keys
 from fl_lightning.updates.secure.ckks_layout import CKKSLayout, most_sensitive
 from fl_lightning.updates.secure.ckks_parameters import CKKSParameters
@@ -81,6 +81,7 @@ class EncryptedMean:
         self.fraction, self.max_examples = fraction, max_examples
         self.memory: dict[str, Tensor] = {}
         self.expense = Expense()
+        self._round_index = 0
 
     @property
     def hides(self) -> str:
@@ -116,7 +117,8 @@ class EncryptedMean:
         return up + 4 * size // num_clients, up // num_clients
 
     def start_round(self, round_index: int) -> None:
-        """Do nothing: no draw depends on the round."""
+        """Learn which round comes next; no draw depends on it."""
+        self._round_index = round_index
 
     def open(self, like: Tensor) -> None:
         """Start without updates."""
@@ -168,8 +170,18 @@ class EncryptedMean:
         """Do nothing: those who sent nothing are in no sum."""
 
     def close(self) -> Tensor:
-        """Have a client decrypt the sum, and return the mean."""
+        """Have a client decrypt the sum, and return the mean.
+
+        Raises:
+            RoundFailure: if so few updates arrived that their mean would show them.
+        """
         assert self._total is not None
+        if (sent := len(self._expenses.up)) < FEWEST_CLIENTS:
+            self._forget_contexts()
+            raise RoundFailure(
+                f"round {self._round_index}: {sent} client sent an update, whose mean would show it "
+                f"to the server: EncryptedMean needs those of {FEWEST_CLIENTS} or more"
+            )
         began = time.process_time()
         mean = self._client.decrypt(self._total) * (self._most / self._num_examples)
         self._expenses.seconds["client_seconds"] += time.process_time() - began

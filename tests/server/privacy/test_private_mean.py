@@ -108,6 +108,7 @@ def test_adaptive_norm_by_the_vectors_of_the_paper():
         ({"clip_norm": 0.0, "noise_multiplier": 1.0}, "clip_norm must be above 0, got 0.0"),
         ({"clip_norm": math.nan, "noise_multiplier": 1.0}, "clip_norm must be above 0"),
         ({"clip_norm": math.inf, "noise_multiplier": 1.0}, "clip_norm, which is inf"),
+        ({"clip_norm": math.inf, "epsilon": 3.0}, "clip_norm, which is inf"),
         ({"clip_norm": 1.0}, "needs noise_multiplier"),
         ({"clip_norm": 1.0, "noise_multiplier": -1.0}, "at least 0, got -1.0"),
         ({"clip_norm": 1.0, "epsilon": 0.0}, "epsilon must be above 0"),

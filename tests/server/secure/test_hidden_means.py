@@ -182,6 +182,11 @@ class TestEncryptedMean:
         share = sum(update.num_examples for update in updates) / (6 * 1024)
         assert torch.allclose(total.clear / share, plain_mean(updates)[in_clear], atol=1e-5)
 
+    def test_a_mean_of_one_update_is_not_decrypted(self):
+        with pytest.raises(RoundFailure, match="round 3: 1 client sent an update, whose mean"):
+            began(EncryptedMean(), some_updates()[:1]).close()
+        began(EncryptedMean(), some_updates()[:2]).close()
+
     def test_refusals(self):
         with pytest.raises(ConfigurationError, match=r"fraction must be in \(0, 1\], got 0"):
             EncryptedMean(fraction=0.0)
