@@ -70,6 +70,7 @@ def run(privacy, *callbacks, max_epochs=4, ckpt_path=None, module=None):
 def more(trainer):
     """Go on with the same Trainer."""
     trainer.callbacks[:] = [c for c in trainer.callbacks if not isinstance(c, BreakOff)]
+    trainer.should_stop = False  # older Lightning leaves that to whoever goes on
     trainer.fit(trainer.lightning_module, datamodule=trainer.datamodule)
 
 
