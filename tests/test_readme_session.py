@@ -35,6 +35,7 @@ PLOT = first_with("benchmarks.plot_runs")
 OVERHEAD = first_with("benchmarks.overhead")
 ROUNDS = first_with("benchmarks --workloads")
 MEMORY = first_with("benchmarks.memory")
+REMEMBERED = first_with("benchmarks.memory --parameters")
 CODEC = first_with("benchmarks.codec")
 SECURE = first_with("benchmarks.secure")
 SPARSE_STEP = first_with("benchmarks.sparse_step")
@@ -103,6 +104,7 @@ SHORTER = {
     OVERHEAD: "--turns 1",
     CODEC: "--size 100000 --repetitions 2",
     SPARSE_STEP: "--network vit_tiny_patch16_224 --turns 1",
+    REMEMBERED: "--parameters 100000",
     SECURE: "--size 1000 --clients 5 --paillier 100",
     ROUNDS: "--workloads U-mlp --rounds 1 --scale 0.02 --engine sequential",
 }
@@ -285,6 +287,14 @@ def test_the_rounds_are_those_of_the_bare_loop(type_in):
     differences = re.findall(r"^  ours .* (\S+)$", text, re.MULTILINE)
     assert len(differences) == len(workloads) == 1
     assert all(float(difference) <= 1e-3 for difference in differences)
+
+
+def test_what_a_hundred_clients_remember_is_measured(type_in):
+    text = type_in(REMEMBERED).text
+    told = re.search(
+        r"remember 100,000 numbers each \(0.04 GB\): peak memory (\d+) MB, a round", text
+    )
+    assert int(told.group(1)) > 100
 
 
 def test_ten_thousand_clients_cost_no_more_memory_than_ten(type_in):
