@@ -48,9 +48,8 @@ class OptimizerSteps:
 
     def _note(self, optimizer: Optimizer, *_: Any) -> None:
         self._has_stepped = True
-        overflow = getattr(
-            optimizer, "found_inf", None
-        )  # of fused ones, which a scaler always calls
+        # a scaler always calls fused ones, which then look at this by themselves
+        overflow = getattr(optimizer, "found_inf", None)
         if overflow is not None:
             self._overflows.append(overflow)
 

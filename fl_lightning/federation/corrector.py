@@ -68,9 +68,8 @@ class Corrector:
         self._solver = LocalSolver(optimizer, self.correction.pull)
         self._counts_steps = getattr(aggregator, "needs_effective_steps", False)
         if self._counts_steps:
-            self._solver.effective_steps(
-                2
-            )  # refuses what has no such number; one step tells little
+            # refuses what has no such number; after one step all momenta are alike
+            self._solver.effective_steps(2)
         self._mean: Tensor | None = None
 
     def open_round(self, like: Tensor) -> None:

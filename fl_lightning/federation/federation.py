@@ -340,17 +340,15 @@ class Federation(Callback):
             versions=self._time.versions(),
             examples=private if isinstance(private, ExampleRounds) else None,
         )
-        earlier, self.rounds = (
-            self.rounds,
-            RoundRunner(
-                trainer,
-                options,
-                self._groups,
-                aggregator,
-                self.server_optimizer,
-                self.server_schedule,
-                private,
-            ),
+        earlier = self.rounds
+        self.rounds = RoundRunner(
+            trainer,
+            options,
+            self._groups,
+            aggregator,
+            self.server_optimizer,
+            self.server_schedule,
+            private,
         )
         check_server_optimizer(self.correction, self.rounds.server.optimizer)
         if isinstance(trainer.strategy.checkpoint_io, AtomicCheckpointIO):
