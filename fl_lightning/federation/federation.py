@@ -21,7 +21,6 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from fl_lightning.client.correction import Correction
 from fl_lightning.client.devices import Devices
-from fl_lightning.client.memory import ClientMemory
 from fl_lightning.client.personalisation import Personalisation
 from fl_lightning.client.speedups import Speedup
 from fl_lightning.core.seeds import (
@@ -48,7 +47,6 @@ from fl_lightning.federation.engine_options import (
     trains_in_large_groups,
 )
 from fl_lightning.federation.example_rounds import ExampleRounds
-from fl_lightning.federation.fine_tuning import FineTuning
 from fl_lightning.federation.fresh_losses import Having, refresh_losses
 from fl_lightning.federation.group_size import num_short_clients
 from fl_lightning.federation.groups import RoundGroups, Share
@@ -63,6 +61,7 @@ from fl_lightning.federation.option_checks import (
     check_values,
 )
 from fl_lightning.federation.personal_models import PersonalModels
+from fl_lightning.federation.personal_recall import recalled_models, state_to_bring_home
 from fl_lightning.federation.privacy_checks import check_monitors
 from fl_lightning.federation.privacy_run import (
     announce_privacy,
@@ -75,7 +74,6 @@ from fl_lightning.federation.privacy_run import (
 from fl_lightning.federation.private_rounds import PrivateRounds
 from fl_lightning.federation.round_options import RoundOptions
 from fl_lightning.federation.rounds import RoundRunner
-from fl_lightning.federation.run_memory import saved_memory
 from fl_lightning.federation.secure_rounds import check_secure
 from fl_lightning.federation.shares import local_work
 from fl_lightning.federation.virtual_time import VirtualTime
@@ -435,20 +433,8 @@ class Federation(Callback):
 
     def personal_models(self, trainer: Trainer) -> PersonalModels | None:
         """Return what clients have for themselves after the last round, or by the checkpoint."""
-        if self.personal is None:
-            return None
-        module, steps, tune = trainer.lightning_module, self.personal.tuning_steps, None
-        if steps:
-            tune = FineTuning(trainer, trainer.datamodule, steps, self.seed)  # type: ignore[attr-defined]
         saved = self._saved or self._personal_state
-        if saved:
-            names = (saved.get("personal") or {"names": []})["names"]
-            memory = saved_memory(saved["memory"], trainer.ckpt_path)
-        elif self.rounds is not None:
-            names, memory = self.rounds.clients.personal.names, self.rounds.memory.clients
-        else:
-            names, memory = [], ClientMemory()
-        return PersonalModels(module, names, memory, tune) if names or tune else None
+        return recalled_models(trainer, self.personal, self.seed, self.rounds, saved)
 
     def _own_layers(self, trainer: Trainer) -> Having | None:
         """Return what has the module hold the layers that are a client's own, if there are any."""
@@ -460,20 +446,7 @@ class Federation(Callback):
 
     def personal_state(self) -> dict[str, Any]:
         """Return what another process needs to evaluate personal models, unless it is large."""
-        rounds = self.rounds
-        if rounds is None or rounds.clients.personal.kind is None:
-            return {}
-        memory = rounds.memory.clients
-        if not memory.is_small:
-            rank_zero_info(
-                "personal models are too large to be brought home from the fit's processes: "
-                "evaluate them with ckpt_path"
-            )
-            return {}
-        return {
-            "personal": rounds.clients.personal.state_dict(),
-            "memory": memory.state_dict(with_round=False),
-        }
+        return state_to_bring_home(self.rounds)
 
     def take_personal_state(self, state: dict[str, Any]) -> None:
         """Know personal models after a fit in other processes."""
