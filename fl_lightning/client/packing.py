@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Stay:
+class Stay(NamedTuple):
     """One client's time in a slot.
 
     Attributes:

@@ -17,7 +17,7 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.image_files import ImageFiles
 from fl_lightning.data.images import ImageSet
 from fl_lightning.data.sources import ImageSource, LoadedImages
-from fl_lightning.data.transforms import PixelPipeline
+from fl_lightning.data.transforms import PaddingMode, PixelPipeline
 
 EXTENSIONS = frozenset({".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"})
 
@@ -43,6 +43,8 @@ class ImageFolder(ImageSource):
             whenever it is needed.
         mean: mean of red, green and blue in [0, 1]; by default ImageNet's.
         std: standard deviation of red, green and blue; by default ImageNet's.
+        padding_mode: with what images are padded before a crop: zeros (``constant``), or themselves
+            mirrored at the edges (``reflect``).
         batch_size: examples a batch; the last batch of a pass may be smaller.
         augment: whether training images are cropped and flipped at random.
         val_fraction: part of the training images held out for validation, in [0, 1), of every
@@ -74,6 +76,7 @@ Expected are images as nowhere/train/<class>/<name>.jpg, with one folder for eac
         in_memory: bool = True,
         mean: tuple[float, float, float] = _IMAGENET_MEAN,
         std: tuple[float, float, float] = _IMAGENET_STD,
+        padding_mode: PaddingMode = "constant",
         batch_size: int = 64,
         augment: bool = True,
         val_fraction: float = 0.1,
@@ -93,7 +96,11 @@ Expected are images as nowhere/train/<class>/<name>.jpg, with one folder for eac
         self.in_memory = in_memory
         self.stored_size = image_size
         self.pipeline = PixelPipeline(
-            tuple(mean), tuple(std), crop_padding=image_size // 8, horizontal_flip=True
+            tuple(mean),
+            tuple(std),
+            crop_padding=image_size // 8,
+            padding_mode=padding_mode,
+            horizontal_flip=True,
         )
 
     def setup(self, stage: str | None = None) -> None:

@@ -1,6 +1,6 @@
 """From stored pixels to what a model sees, one whole batch at a time.
 
-    uint8 pixels -> random crop after zero padding -> random horizontal flip
+    uint8 pixels -> random crop after padding -> random horizontal flip
                  -> [0, 1] -> (x - mean) / std -> bilinear resize
 
 Crops and flips differ from example to example but are done for the whole batch at once and on
@@ -17,12 +17,17 @@ Shapes: B images, C channels, H and W pixels.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from fl_lightning.core.errors import ConfigurationError
+
+# What is around an image before a crop: black, or the image mirrored at its edges, as torchvision
+# and PyTorch name them.
+PaddingMode = Literal["constant", "reflect"]
 
 
 @dataclass(frozen=True)
@@ -32,8 +37,10 @@ class PixelPipeline:
     Args:
         mean: mean of every channel, of pixels in [0, 1].
         std: standard deviation of every channel, greater than 0.
-        crop_padding: zero pixels added on each side before a random crop of the original size;
-            0 for no crop.
+        crop_padding: pixels added on each side before a random crop of the original size; 0 for no
+            crop.
+        padding_mode: what these are: zeros (``constant``), or the image mirrored at its edges
+            (``reflect``).
         horizontal_flip: mirror each image left to right with probability 1/2.
         image_size: height and width that come out, by bilinear interpolation with antialiasing;
             None leaves images as they are stored.
@@ -51,6 +58,7 @@ class PixelPipeline:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     crop_padding: int = 0
+    padding_mode: PaddingMode = "constant"
     horizontal_flip: bool = False
     image_size: int | None = None
 
@@ -62,6 +70,9 @@ class PixelPipeline:
             issues.append(f"std must be > 0, got {self.std}: use 1.0 to leave a channel's scale")
         if self.crop_padding < 0:
             issues.append(f"crop_padding must be >= 0 pixels, got {self.crop_padding}: 0 is off")
+        if self.padding_mode not in get_args(PaddingMode):
+            allowed = " or ".join(get_args(PaddingMode))
+            issues.append(f"padding_mode must be {allowed}, got {self.padding_mode!r}")
         if self.image_size is not None and self.image_size < 1:
             issues.append(f"image_size must be >= 1 pixel, got {self.image_size}: None is off")
         if issues:
@@ -72,8 +83,8 @@ class PixelPipeline:
 
         Example:
             >>> PixelPipeline((0.5,), (0.5,), crop_padding=4, image_size=8).evaluation()
-            PixelPipeline(mean=(0.5,), std=(0.5,), crop_padding=0, horizontal_flip=False, \
-image_size=8)
+            PixelPipeline(mean=(0.5,), std=(0.5,), crop_padding=0, padding_mode='constant', \
+horizontal_flip=False, image_size=8)
         """
         return replace(self, crop_padding=0, horizontal_flip=False)
 
@@ -86,7 +97,8 @@ image_size=8)
         num_images = len(images)
         if self.crop_padding:
             offsets = torch.randint(0, 2 * self.crop_padding + 1, (2, num_images))
-            images = crop(images, offsets[0], offsets[1], padding=self.crop_padding)
+            padding, mode = self.crop_padding, self.padding_mode
+            images = crop(images, offsets[0], offsets[1], padding=padding, mode=mode)
         if self.horizontal_flip:
             images = mirror(images, torch.rand(num_images) < 0.5)
         return images
@@ -106,8 +118,33 @@ image_size=8)
         return functional.interpolate(images, (size, size), mode="bilinear", antialias=True)
 
 
-def crop(images: Tensor, tops: Tensor, lefts: Tensor, *, padding: int) -> Tensor:
-    """Return for each image its own window of the original size from the zero-padded image.
+def pad(images: Tensor, padding: int, mode: PaddingMode) -> Tensor:
+    """Return images of shape (B, C, H + 2 padding, W + 2 padding), of bytes as of numbers.
+
+    An image must be larger than its padding where it is mirrored.
+
+    Example:
+        >>> pad(torch.tensor([[[[1, 2, 3]] * 3]]), 1, "reflect")[0, 0, 0]
+        tensor([2, 1, 2, 3, 2])
+    """
+    if mode == "constant":
+        return functional.pad(images, (padding,) * 4)
+    for axis in (2, 3):  # PyTorch mirrors no bytes
+        last = images.shape[axis] - 1
+        places = torch.arange(-padding, last + padding + 1, device=images.device).abs()
+        images = images.index_select(axis, last - (last - places).abs())
+    return images
+
+
+def crop(
+    images: Tensor,
+    tops: Tensor,
+    lefts: Tensor,
+    *,
+    padding: int,
+    mode: PaddingMode = "constant",
+) -> Tensor:
+    """Return for each image its own window of the original size from the padded image.
 
     All windows exist as a view without memory of their own; one indexing operation picks one
     window an image and copies it.
@@ -116,7 +153,8 @@ def crop(images: Tensor, tops: Tensor, lefts: Tensor, *, padding: int) -> Tensor
         images: shape (B, C, H, W).
         tops: first row of each window in the padded image, shape (B,), in [0, 2 padding].
         lefts: first column of each window, likewise.
-        padding: zero pixels on each side.
+        padding: pixels on each side.
+        mode: what these are, see `pad`.
 
     Example:
         >>> image = torch.tensor([[[[1, 2], [3, 4]]]])
@@ -125,8 +163,7 @@ def crop(images: Tensor, tops: Tensor, lefts: Tensor, *, padding: int) -> Tensor
                   [4, 0]]]])
     """
     batch, _, height, width = images.shape
-    padded = functional.pad(images, (padding,) * 4)
-    windows = padded.unfold(2, height, 1).unfold(3, width, 1)
+    windows = pad(images, padding, mode).unfold(2, height, 1).unfold(3, width, 1)
     device = images.device
     return windows[torch.arange(batch, device=device), :, tops.to(device), lefts.to(device)]
 

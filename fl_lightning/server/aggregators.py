@@ -10,6 +10,7 @@ processes each fold the updates of their own clients; what they have then is add
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -66,27 +67,17 @@ class RunningMean:
 
     def __init__(self, like: Tensor) -> None:
         self._mean = torch.zeros_like(like)
-        # a tensor, so that a group's weights need not leave the device
-        wide = torch.float32 if like.device.type == "mps" else torch.float64
-        self._weight = torch.zeros((), dtype=wide, device=like.device)
+        self._weight = 0.0
 
     def add(self, vector: Tensor, weight: float) -> None:
-        """Take in one vector."""
+        """Take in one vector; of weight 0 it must be finite, and counts for nothing."""
         self._weight += weight
-        share = self._weight.reciprocal() * weight  # a division would cost 20 µs
-        self._mean.lerp_(vector, share.to(self._mean.dtype))
+        self._mean.lerp_(vector, weight / self._weight if weight else 0.0)
 
-    def add_group(self, vectors: Tensor, weights: Tensor) -> None:
-        """Take in vectors of shape (m, k) with weights of shape (m,), without leaving the device.
-
-        The result has the bits of adding one after the other. A vector of weight 0 must be finite,
-        and counts for nothing.
-        """
-        totals = self._weight + weights.to(self._weight.dtype).cumsum(0)
-        fractions = _divided(weights, totals).to(self._mean.dtype)
-        for vector, fraction in zip(vectors, fractions, strict=True):
-            self._mean.lerp_(vector, fraction)
-        self._weight += weights.sum()
+    def add_group(self, vectors: Tensor, weights: Sequence[float]) -> None:
+        """Take in m vectors, shape (m, k), with the bits of one after the other."""
+        for vector, weight in zip(vectors, weights, strict=True):
+            self.add(vector, weight)
 
     def value(self) -> Tensor:
         """Return the mean so far; zeros if nothing was added."""
@@ -94,12 +85,15 @@ class RunningMean:
 
     def sums(self) -> list[Tensor]:
         """Return what adds up over processes."""
-        return [self._mean * self._weight, self._weight]
+        wide = torch.float32 if self._mean.device.type == "mps" else torch.float64
+        weight = torch.tensor(self._weight, dtype=wide, device=self._mean.device)
+        return [self._mean * weight, weight]
 
     def load_sums(self, sums: list[Tensor]) -> None:
         """Go on with the sums of all processes."""
-        total, self._weight = sums
-        self._mean = _divided(total, self._weight)
+        total, weight = sums
+        self._weight = float(weight)
+        self._mean = total / self._weight if self._weight else torch.zeros_like(total)
 
     def state_dict(self) -> dict[str, Any]:
         """Return mean and weight."""
@@ -108,12 +102,7 @@ class RunningMean:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""
         self._mean.copy_(state["mean"])
-        self._weight.copy_(torch.as_tensor(state["weight"]))
-
-
-def _divided(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """Divide, where the denominator is 0 to 0."""
-    return numerator / denominator.clamp(min=torch.finfo(torch.float32).tiny)
+        self._weight = float(state["weight"])
 
 
 def new_mean(like: Tensor, *, exact: bool) -> RunningMean | ExactMean:
@@ -151,14 +140,14 @@ class Mean:
         """Add one update."""
         self._mean.add(update.delta, update.num_examples if self.weight_by_examples else 1)
 
-    def add_group(self, deltas: Tensor, num_examples: Tensor) -> None:
-        """Add the updates of several clients at once, without leaving the device.
+    def add_group(self, deltas: Tensor, num_examples: Sequence[int]) -> None:
+        """Add the updates of several clients at once.
 
         Args:
-            deltas: one row per client, shape (m, k), finite.
-            num_examples: floating point, shape (m,); a row with 0 counts for nothing.
+            deltas: one row per client, shape (m, k).
+            num_examples: of each.
         """
-        alike = (num_examples > 0).to(num_examples.dtype)
+        alike = [1] * len(num_examples)
         self._mean.add_group(deltas, num_examples if self.weight_by_examples else alike)
 
     def sums(self) -> list[Tensor]:

@@ -11,6 +11,7 @@ mean is above 1.5e-11. It takes four times the memory of `RunningMean` in float3
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -66,12 +67,9 @@ class ExactMean:
         self._low += product.sub_(high.div_(_HIGH)).mul_(_LOW).round_().long()
         self._weight += weight if isinstance(weight, int) else torch.as_tensor(weight).long()
 
-    def add_group(self, vectors: Tensor, weights: Tensor) -> None:
-        """Take in vectors of shape (m, k) with weights of shape (m,), without leaving the device.
-
-        A vector of weight 0 must be finite, and counts for nothing.
-        """
-        for vector, weight in zip(vectors, weights.double(), strict=True):
+    def add_group(self, vectors: Tensor, weights: Sequence[float]) -> None:
+        """Take in m vectors, shape (m, k)."""
+        for vector, weight in zip(vectors, weights, strict=True):
             self.add(vector, weight)
 
     def value(self) -> Tensor:

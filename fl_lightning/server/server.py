@@ -178,10 +178,9 @@ class Server:
             for update in group:
                 self.receive(update)
             return
-        weights = torch.tensor(group.num_examples, dtype=torch.float64, device=group.deltas.device)
-        add_group(group.deltas, weights)
+        add_group(group.deltas, group.num_examples)
         if group.buffers.shape[1]:
-            self._mean_buffers.add_group(group.buffers, weights)
+            self._mean_buffers.add_group(group.buffers, group.num_examples)
         self.num_replies += len(group.client_ids)
 
     def reduce(self, all_reduce: AllReduce, gather: Gather) -> None:

@@ -7,7 +7,7 @@ from torch.nn import functional
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.images import ImageTensors
 from fl_lightning.data.stratified_split import stratified_split
-from fl_lightning.data.transforms import PixelPipeline, crop, mirror
+from fl_lightning.data.transforms import PixelPipeline, crop, mirror, pad
 
 RGB = {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.4)}
 
@@ -43,6 +43,15 @@ def test_a_centred_crop_and_no_flip_change_nothing():
     images = random_pixels()
     centre = torch.full((len(images),), 2)
     assert torch.equal(crop(images, centre, centre, padding=2), images)
+    assert torch.equal(crop(images, centre, centre, padding=2, mode="reflect"), images)
+
+
+@pytest.mark.parametrize("mode", ["constant", "reflect"])
+@pytest.mark.parametrize("padding", [1, 3])
+def test_bytes_are_padded_as_pytorch_pads_numbers(mode, padding):
+    images = random_pixels()
+    expected = torch.nn.functional.pad(images.float(), (padding,) * 4, mode=mode)
+    assert torch.equal(pad(images, padding, mode), expected.to(torch.uint8))
     assert torch.equal(mirror(images, torch.zeros(len(images), dtype=torch.bool)), images)
 
 
@@ -123,6 +132,7 @@ def test_select_keeps_order_and_pipeline():
         ({"mean": (0.5,)}, "one number a channel"),
         ({"std": (0.2, 0.0, 0.4)}, "std must be > 0"),
         ({"crop_padding": -1}, "crop_padding must be >= 0"),
+        ({"padding_mode": "edge"}, "padding_mode must be constant or reflect, got 'edge'"),
         ({"image_size": 0}, "image_size must be >= 1"),
     ],
 )
