@@ -23,6 +23,7 @@ from fl_lightning.client.correction import Correction
 from fl_lightning.client.devices import Devices
 from fl_lightning.client.personalisation import Personalisation
 from fl_lightning.client.speedups import Speedup
+from fl_lightning.core.freed_memory import keep_freed_memory
 from fl_lightning.core.seeds import (
     derive_seed,
     preserve_global_generators,
@@ -260,6 +261,8 @@ class Federation(Callback):
             return
         check_compatible(trainer, pl_module)
         check_trainer(self.privacy, trainer)
+        if trainer.strategy.root_device.type == "cpu":
+            keep_freed_memory()
         data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
         check_shards(data, self.on_client_failure)
         if self.attackers is not None:

@@ -15,6 +15,7 @@ from lightning.pytorch import Trainer
 
 from fl_lightning.client.cannot_stack import CannotStack
 from fl_lightning.client.local_training import GlobalModel, LocalTrainer
+from fl_lightning.client.slot_training import usable_rows
 from fl_lightning.client.work import ClientWork
 from fl_lightning.federation.engine_options import MOST_PARAMETERS, SHORT_RUN_STEPS
 from fl_lightning.federation.slot_engine import (
@@ -26,6 +27,7 @@ from fl_lightning.federation.slot_engine import (
     fitting_slots,
 )
 from fl_lightning.federation.slot_tuning import Remembered, fastest
+from fl_lightning.server.aggregators import RunningMean
 
 # Compiling takes 5 to 20 seconds: less local training than this does not repay it.
 SHORT_RUN_SECONDS = 60.0
@@ -95,7 +97,7 @@ class SlotTrial:
         if number not in self._engines:
             self._seconds(number, model, trial)
         engine, self._engines = self._engines[number], {}  # frees the others
-        ratio = _times_faster(trial, train_one, lambda w: list(engine.train(model, w)))
+        ratio = _times_faster(engine, model, trial, train_one)
         spent = time.perf_counter() - began
         if ratio < _LEAST_RATIO:
             raise CannotStack(f"{number} slots were measured at {ratio:.2f} times its speed")
@@ -125,8 +127,8 @@ class SlotTrial:
         """Return how long a trial takes in a number of slots."""
         stacking = replace(self.stacking, num_slots=number, compiled=True)
         engine = self._engines[number] = SlotEngine(self.trainer, self.local, stacking)
-        list(engine.train(model, trial))  # compiles
-        return _seconds(lambda: list(engine.train(model, trial)))
+        _train_all(engine, model, trial)  # compiles
+        return _seconds(lambda: _train_all(engine, model, trial))
 
     def _number(
         self,
@@ -175,10 +177,16 @@ def _shortened(work: Sequence[ClientWork], max_steps: int) -> list[ClientWork]:
     return [c.head(max(1, round(share * len(c.sizes)))) for c in work[:max_steps]]
 
 
+def _train_all(engine: SlotEngine, model: GlobalModel, work: Sequence[ClientWork]) -> None:
+    """Train clients as a round does: their updates are looked at and folded in, none is kept."""
+    mean = RunningMean(model.params)
+    for group in engine.train(model, work):
+        usable, _ = usable_rows(group)
+        mean.add_group(usable.deltas, usable.num_examples)
+
+
 def _times_faster(
-    work: Sequence[ClientWork],
-    train_one: TrainOne,
-    train_all: Callable[[Sequence[ClientWork]], Any],
+    engine: SlotEngine, model: GlobalModel, work: Sequence[ClientWork], train_one: TrainOne
 ) -> float:
     """Return how many times faster clients train together than one after the other.
 
@@ -186,13 +194,13 @@ def _times_faster(
     """
     alone = work[:: -(-len(work) // 20)]
     share = sum(len(w.sizes) for w in alone) / sum(len(w.sizes) for w in work)
-    ratios = []
+    mean, ratios = RunningMean(model.params), []
     for _ in range(5):
         began = time.perf_counter()
         for client in alone:
-            train_one(client)
+            mean.add(train_one(client).delta, client.num_examples)
         between = time.perf_counter()
-        train_all(work)
+        _train_all(engine, model, work)
         ratios.append((between - began) / share / (time.perf_counter() - between))
     return median(ratios)
 
