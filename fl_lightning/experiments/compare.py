@@ -10,9 +10,10 @@ from typing import Any
 from jsonargparse import ArgumentParser
 from jsonargparse.typing import PositiveInt
 
+from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.experiments.experiment import BEFORE, Experiment
 from fl_lightning.experiments.figure import draw
-from fl_lightning.experiments.plan import Resolve, plan_runs
+from fl_lightning.experiments.plan import Resolve, Run, plan_runs
 from fl_lightning.experiments.results import Result, read_result, write_csv, write_curves
 from fl_lightning.experiments.schedule import train_all
 from fl_lightning.experiments.table import matrix_table, results_table
@@ -27,6 +28,12 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_class_arguments(Experiment, None)
     parser.add_argument(
         "--workers", type=PositiveInt, default=2, help="Runs at a time, one thread each."
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        metavar="VARIANT",
+        help="Names of the variants to train; all if null. Those that are finished are reported.",
     )
     parser.add_argument(
         "--out",
@@ -55,13 +62,14 @@ def compare(words: Sequence[str], *, parser: ArgumentParser, resolve: Resolve) -
         given.out or Path("runs", Path(given.config[-1]).stem if given.config else "compare")
     )
     runs = plan_runs(experiment, out=out, options=options, resolve=resolve)
-    failures = train_all(runs, workers=given.workers)
+    wanted = _wanted(runs, given.only)
+    failures = train_all(wanted, workers=given.workers)
     finished = [run for run in runs if run.variant.name != BEFORE and is_finished(run)]
     if finished:
         _report(experiment, [read_result(run, experiment) for run in finished], out)
     if failures:
         told = "\n".join(f"  {name}: {failure}" for name, failure in failures.items())
-        sys.exit(f"fl-lightning: {len(failures)} of {len(runs)} runs failed:\n{told}")
+        sys.exit(f"fl-lightning: {len(failures)} of {len(wanted)} runs failed:\n{told}")
 
 
 def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -73,6 +81,20 @@ def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
 def _experiment(given: Any) -> Experiment:
     keys = Experiment.__dataclass_fields__
     return Experiment(**{key: getattr(given, key) for key in keys})
+
+
+def _wanted(runs: Sequence[Run], names: Sequence[str] | None) -> list[Run]:
+    """Return the runs of some variants, with those that they start from."""
+    if names is None:
+        return list(runs)
+    known = list(dict.fromkeys(run.variant.name for run in runs if run.variant.name != BEFORE))
+    if unknown := [name for name in names if name not in known]:
+        raise ConfigurationError(
+            f"--only: there is no variant {unknown[0]!r}; there are {', '.join(map(repr, known))}"
+        )
+    chosen = [run for run in runs if run.variant.name in names]
+    before = {run.before.name for run in chosen if run.before is not None}
+    return [run for run in runs if run in chosen or run.name in before]
 
 
 def _report(experiment: Experiment, results: Sequence[Result], out: Path) -> None:

@@ -55,6 +55,8 @@ def rows(folder):
 
 @pytest.mark.slow
 def test_a_failed_run_is_named_and_alone_run_again_from_where_it_was(capsys):
+    compare("--only", "plain")
+    assert set(rows("runs/toy")) == {"plain"}
     with pytest.raises(SystemExit, match=r"1 of 2 runs failed:\n  fragile, seed 0: .*f is missing"):
         compare()
     assert set(rows("runs/toy")) == {"plain"}
@@ -82,7 +84,7 @@ def test_a_failed_run_is_named_and_alone_run_again_from_where_it_was(capsys):
     # what is reported may change without any run; one at a time elsewhere gives the same numbers
     compare(report=["val/loss"])
     assert "val/loss" in rows("runs/toy")["plain"]
-    compare("--workers", "1", "--out", "other", variants={"plain": None})
+    compare("--only", "plain", "--workers", "1", "--out", "other")
     again = rows("other")["plain"]
     assert {name for name in plain if plain[name] != again[name]} <= {"seconds"}
 
@@ -94,6 +96,7 @@ def test_a_failed_run_is_named_and_alone_run_again_from_where_it_was(capsys):
         ((), {"varants": {"a": None}}, "varants"),
         ((), {"configs": ["nowhere.yaml"]}, "nowhere.yaml"),
         (("--workers", "0"), {}, "workers"),
+        (("--only", "plan"), {}, "no variant .plan.; there are .fragile., .plain."),
         (("--", "--trainer.max_rounds", "1"), {}, "max_rounds"),
     ],
 )
