@@ -1,8 +1,10 @@
 """Freed memory stays with the process."""
 
+import ctypes
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -21,6 +23,25 @@ for _ in range(20):
 print(faults[-1] - faults[-6])
 """
 
+# A block comes out of the heap, and is not the system's own, only where the library was told so.
+FIT = """
+import ctypes, sys, torch
+from lightning.pytorch import Trainer
+from fl_lightning import FederatedDataModule, Federation
+from toys import ToyData, ToyModule
+class Info(ctypes.Structure):
+    _fields_ = [(str(i), ctypes.c_size_t) for i in range(10)]
+library = ctypes.CDLL(None)
+library.mallinfo2.restype = Info
+callbacks = [Federation(local_steps=1)] if sys.argv[1] == "federation" else []
+data = FederatedDataModule(ToyData(), num_clients=2) if callbacks else ToyData()
+quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False)
+Trainer(max_epochs=1, accelerator="cpu", callbacks=callbacks, **quiet).fit(ToyModule(), data)
+before = getattr(library.mallinfo2(), "4")  # bytes in blocks of the system's own
+block = torch.empty(30 * 2**20, dtype=torch.uint8)
+print(getattr(library.mallinfo2(), "4") - before)
+"""
+
 
 def page_faults(**environment):
     """Return those of five steps, after some others, that allocate and free 80 MB each."""
@@ -36,3 +57,14 @@ def test_steps_get_the_same_memory_again():
     returned = page_faults(MALLOC_MMAP_THRESHOLD_="131072")
     assert returned > 50_000
     assert page_faults() < returned / 20
+
+
+@pytest.mark.skipif(not keep_freed_memory(), reason="another C library, or told otherwise")
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="a library before 2.33")
+@pytest.mark.parametrize("kind", ["federation", "plain"])
+def test_a_federation_on_a_cpu_keeps_freed_memory(kind):
+    command = [sys.executable, "-c", FIT, kind]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    run = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+    own = int(run.stdout.split()[-1])
+    assert own == 0 if kind == "federation" else own >= 30 * 2**20

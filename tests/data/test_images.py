@@ -44,15 +44,15 @@ def test_a_centred_crop_and_no_flip_change_nothing():
     centre = torch.full((len(images),), 2)
     assert torch.equal(crop(images, centre, centre, padding=2), images)
     assert torch.equal(crop(images, centre, centre, padding=2, mode="reflect"), images)
+    assert torch.equal(mirror(images, torch.zeros(len(images), dtype=torch.bool)), images)
 
 
 @pytest.mark.parametrize("mode", ["constant", "reflect"])
 @pytest.mark.parametrize("padding", [1, 3])
 def test_bytes_are_padded_as_pytorch_pads_numbers(mode, padding):
     images = random_pixels()
-    expected = torch.nn.functional.pad(images.float(), (padding,) * 4, mode=mode)
+    expected = functional.pad(images.float(), (padding,) * 4, mode=mode)
     assert torch.equal(pad(images, padding, mode), expected.to(torch.uint8))
-    assert torch.equal(mirror(images, torch.zeros(len(images), dtype=torch.bool)), images)
 
 
 def test_about_half_of_the_images_are_flipped_and_all_offsets_occur():
