@@ -147,7 +147,7 @@ class ExampleGradients:
             return result.loss, {name: value for name, (value, _) in result.logged.items()}
 
         gradient = vmap(grad_and_value(one, has_aux=True), (None, 0), randomness="different")
-        with self._call.stand_ins.in_place():
+        with self._call.in_place():
             grads, (losses, logged) = gradient(params, chunk)
         rows = [
             grads[name].flatten(1) if picked is None else grads[name].flatten(1)[:, picked]

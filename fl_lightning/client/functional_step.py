@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torchmetrics import Metric
 
 from fl_lightning.client.cannot_stack import CannotStack
+from fl_lightning.client.direct_layers import direct_layers
 from fl_lightning.client.metric_calls import (
     BatchValue,
     MetricCall,
@@ -20,6 +22,7 @@ from fl_lightning.client.metric_calls import (
     StandIns,
     tensors_of,
 )
+from fl_lightning.client.other_forwards import other_forwards
 from fl_lightning.client.random_draws import Draw, DrawRecorder
 from fl_lightning.client.replayed_draws import DropoutWatch, ReplayedDraws
 
@@ -68,20 +71,28 @@ class TrainingStep:
     Args:
         module: the LightningModule.
         takes_index: whether ``training_step`` has a second parameter.
+        direct: have its convolutions computed by `direct_layers`.
 
     Attributes:
-        stand_ins: for the module's metrics; they must be in place during a call.
+        stand_ins: for the module's metrics.
     """
 
-    def __init__(self, module: nn.Module, takes_index: bool) -> None:
+    def __init__(self, module: nn.Module, takes_index: bool, *, direct: bool = False) -> None:
         self.stand_ins = StandIns(module)
+        self._forwards = direct_layers(module, viewable=True) if direct else {}
         self._wrapper = _Wrapper(module)
         self._takes_index = takes_index
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Have the module be as calls of this object need it."""
+        with self.stand_ins.in_place(), other_forwards(self._forwards):
+            yield
 
     def __call__(
         self, tensors: Mapping[str, Tensor], batch: Any, count: Tensor, draws: Sequence[Tensor] = ()
     ) -> Result:
-        """Run it.
+        """Run it, between the two ends of `in_place`.
 
         Args:
             tensors: parameters and buffers by name.

@@ -55,7 +55,7 @@ def rehearse(
         buffers: dict[str, Tensor] = {n: b.clone() for n, b in module.named_buffers()}
         return step.observe(buffers, part, count)
 
-    with preserve_global_generators(), step.stand_ins.in_place():
+    with preserve_global_generators(), step.in_place():
         full = observed(batch)
         one = observed(map_tensors(lambda tensor: tensor[:1], batch)) if by_example else None
         draws = DrawnRows(full.draws, None if one is None else one.draws, num_slots, size)

@@ -3,6 +3,8 @@
 Each changes at most the order in which numbers are summed, so an update stays what it was but for
 rounding. Which of them pay depends on model, batch and machine: see `federation.speedup_trial`.
 
+- ``direct_convolution``: convolutions and poolings of few, small images by operators of our own, see
+  `direct_layers`.
 - ``channels_last``: images and convolutions keep the channels of a pixel together.
 - ``fused_optimizer``: the optimizer's step reads and writes every number once.
 - ``thin_gradients``: gradients of large dense layers stay factors, see `ThinGradients`.
@@ -23,11 +25,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from fl_lightning.client.compiled_gradients import CompiledGradients
+from fl_lightning.client.direct_layers import direct_layers, reason_against_direct_layers
+from fl_lightning.client.other_forwards import Forwards, other_forwards
 from fl_lightning.client.thin_gradients import ThinGradients, reason_against_thin_gradients
 from fl_lightning.sparsity.masked_optimizer import MaskedOptimizer
 
 Speedup = Literal[
-    "channels_last", "fused_optimizer", "thin_gradients", "math_attention", "compiled"
+    "direct_convolution",
+    "channels_last",
+    "fused_optimizer",
+    "thin_gradients",
+    "math_attention",
+    "compiled",
 ]
 SPEEDUPS: tuple[Speedup, ...] = get_args(Speedup)
 
@@ -41,8 +50,9 @@ class FasterStep:
         module: the model; with ``channels_last`` its parameters change their layout until `close`.
         optimizer: over its parameters.
         speedups: those that apply, see `reason_against`.
-        graph: of ``compiled``; may serve several of these one after the other, as long as memory
-            layout, attention and thin gradients are the same.
+        graph: of ``compiled``; may serve several of these one after the other, as long as
+            convolutions, memory layout, attention and thin gradients are the same.
+        direct: what `direct_layers` gives for the module, where that is known.
 
     Example:
         >>> module = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten())
@@ -62,8 +72,12 @@ class FasterStep:
         optimizer: Optimizer,
         speedups: Sequence[Speedup],
         graph: CompiledGradients | None = None,
+        direct: Forwards | None = None,
     ) -> None:
         self.speedups = tuple(speedups)
+        self._direct: Forwards = {}
+        if "direct_convolution" in speedups:
+            self._direct = direct_layers(module) if direct is None else direct
         self._graph = graph
         self._module, self._optimizer = module, optimizer
         self._forwards: dict[nn.Module, Callable[[Tensor], Tensor]] = {}
@@ -76,6 +90,7 @@ class FasterStep:
         if self._is_channels_last:
             _lay_out(module, torch.channels_last)
             self._forwards.update(_pools(module))
+        self._forwards.update(self._direct)
         if "thin_gradients" in speedups:
             self._thin = ThinGradients(module, optimizer)
             self._forwards.update(self._thin.forwards)
@@ -98,7 +113,7 @@ class FasterStep:
             return None
         if self._thin is not None:
             self._thin.forget()
-        with self._attention():
+        with other_forwards(self._direct), self._attention():
             return self._graph(batch, index, self._thin)
 
     def _attention(self) -> AbstractContextManager[None]:
@@ -109,14 +124,8 @@ class FasterStep:
         """Let layers compute in their faster way."""
         if self._thin is not None:
             self._thin.forget()
-        for layer, forward in self._forwards.items():
-            vars(layer)["forward"] = forward
-        try:
-            with self._attention():
-                yield
-        finally:
-            for layer in self._forwards:
-                del vars(layer)["forward"]
+        with other_forwards(self._forwards), self._attention():
+            yield
 
     def step(self) -> None:
         """Step the optimizer on the gradients of the backward pass."""
@@ -152,6 +161,8 @@ def reason_against(speedup: Speedup, module: nn.Module, optimizer: Optimizer) ->
         >>> reason_against("fused_optimizer", module, optimizer)
         'foreach or fused are given to the optimizer'
     """
+    if speedup == "direct_convolution":
+        return reason_against_direct_layers(module)
     if speedup == "channels_last":
         if isinstance(optimizer, MaskedOptimizer):
             return "masks count a parameter's entries in the usual layout"

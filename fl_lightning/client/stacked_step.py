@@ -38,6 +38,7 @@ class StackedOptions:
         clip_norm: largest norm of a client's gradient; None for no clipping.
         clip_value: largest absolute value of a gradient's numbers; None for no clipping.
         compiled: have the compiler turn the step into one graph.
+        direct: have convolutions computed by `direct_layers`, where that is possible.
         has_pull: clients may be pulled back to where they began.
         has_shift: a vector may be added to a client's gradients.
     """
@@ -47,6 +48,7 @@ class StackedOptions:
     clip_norm: float | None = None
     clip_value: float | None = None
     compiled: bool = False
+    direct: bool = False
     has_pull: bool = False
     has_shift: bool = False
 
@@ -110,7 +112,7 @@ class StackedStep:
         self, module: nn.Module, optimizer: Optimizer, takes_index: bool, options: StackedOptions
     ) -> None:
         self.options = options
-        self._call = TrainingStep(module, takes_index)
+        self._call = TrainingStep(module, takes_index, direct=options.direct)
         self._gradients = StackedGradients(self._call, options.weighted)
         self._module = module
         self.rehearsal: Rehearsal | None = None
@@ -257,7 +259,7 @@ class StackedStep:
 
     def _done(self, run: Callable[..., Any], *arguments: Any) -> Any:
         """Run a step and keep what it gives to metrics."""
-        with self._call.stand_ins.in_place():
+        with self._call.in_place():
             result = run(*arguments)
         self.given = (result if isinstance(result, Outputs) else result[0]).given
         return result

@@ -13,10 +13,8 @@ from typing import Any, Literal, final
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_info
 
 from fl_lightning.client.correction import Correction
@@ -73,6 +71,7 @@ from fl_lightning.federation.privacy_run import (
     protects_clients,
 )
 from fl_lightning.federation.private_rounds import PrivateRounds
+from fl_lightning.federation.round_log import log_round
 from fl_lightning.federation.round_options import RoundOptions
 from fl_lightning.federation.rounds import RoundRunner
 from fl_lightning.federation.secure_rounds import check_secure
@@ -142,8 +141,8 @@ class Federation(Callback):
             faster for small models; ``auto`` measures and says in one line what it chose.
         slots: how many clients at once; chosen by the model's size if None.
         speedups: of the steps of clients that train one after the other, any of
-            ``channels_last``, ``fused_optimizer``, ``thin_gradients``, ``math_attention`` and
-            ``compiled``, see `fl_lightning.client.speedups`; updates are the same but for rounding. If None,
+            ``direct_convolution``, ``channels_last``, ``fused_optimizer``, ``thin_gradients``,
+            ``math_attention`` and ``compiled``, see `fl_lightning.client.speedups`; updates are the same but for rounding. If None,
             ``engine: auto`` measures which pay, if the run is long, and other engines use none.
         clients_per_group: how many clients Lightning's loop takes for a batch: so often the
             progress bar moves and callbacks' batch hooks are called. Results do not depend on it.
@@ -397,22 +396,16 @@ class Federation(Callback):
         seed_global_generators(derive_seed(self.seed, "round", trainer.current_epoch))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the round: metrics through the module, as any other; facts to the loggers alone."""
+        """Log the round: the clients' metrics and what else is known of it."""
         assert self.rounds is not None
         record, private = self.rounds.record, self.rounds.private
         if private is not None and self.rounds.server.is_open:  # it was broken off
             private.note(record)
         if private is not None:
             check_monitors(trainer, record.unprotected_names())
-        # where there are processes all know the same, so that the maximum is exact
-        apart = isinstance(trainer.strategy, SingleDeviceStrategy)
-        how: dict[str, Any] = {} if apart else {"sync_dist": True, "reduce_fx": "max"}
-        for name, value in record.metrics().items():
-            pl_module.log(name, value, prog_bar=self.rounds.in_progress_bar(name), **how)
-        facts = record.facts()
-        trainer.callback_metrics.update({name: torch.tensor(v) for name, v in facts.items()})
-        for logger in trainer.loggers:
-            logger.log_metrics(facts, step=trainer.global_step - 1)
+        metrics = record.metrics()
+        shown = filter(self.rounds.in_progress_bar, metrics)
+        log_round(trainer, metrics | record.facts(), in_progress_bar=list(shown))
         if private is not None:
             private.ledger.stop_within_budget(trainer, trainer.current_epoch + 1)
 

@@ -24,8 +24,10 @@ from torch.optim import LBFGS, Optimizer
 from fl_lightning.client.added_term import AddedTerm
 from fl_lightning.client.apfl import Mixing
 from fl_lightning.client.compiled_gradients import CompiledGradients
+from fl_lightning.client.direct_layers import direct_layers
 from fl_lightning.client.local_training import SizedBatch, loss_of
 from fl_lightning.client.log_collector import LogCollector
+from fl_lightning.client.other_forwards import Forwards
 from fl_lightning.client.speedups import FasterStep, Speedup
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.federation.batches import batch_preparation, takes_index
@@ -64,6 +66,7 @@ class LightningStep:
         self._ended: list[tuple[Any, Any]] = []
         self._batch_size: int = trainer.datamodule.batch_size  # type: ignore[attr-defined]
         self._faster: FasterStep | None = None
+        self._direct: Forwards | None = None
         self.term: AddedTerm | Mixing | None = None
         self.contrast: Callable[[Any], Tensor] | None = None
         self.examples: PrivateGradients | None = None
@@ -77,8 +80,12 @@ class LightningStep:
         if self._faster is not None:
             self._faster.close()
         graph = self._graph(speedups) if "compiled" in speedups else None
+        if "direct_convolution" in speedups and self._direct is None:
+            self._direct = direct_layers(self._module)  # a graph stays good for these only
         self._faster = (
-            FasterStep(self._module, self._optimizer, speedups, graph) if speedups else None
+            FasterStep(self._module, self._optimizer, speedups, graph, self._direct)
+            if speedups
+            else None
         )
 
     def _graph(self, speedups: Sequence[Speedup]) -> CompiledGradients:

@@ -12,6 +12,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from fl_lightning.client.cannot_stack import CannotStack
+from fl_lightning.client.direct_layers import reason_against_direct_layers
 from fl_lightning.client.local_training import GlobalModel, LocalTrainer
 from fl_lightning.client.slot_own import OwnOf, SlotOwn
 from fl_lightning.client.slot_training import SlotTrainer, TermOf
@@ -53,6 +55,7 @@ class Stacking:
         weighted: whether the loss is a mean over examples, so that batches may be padded; if not,
             clients with smaller batches train one after the other.
         compiled: whether the stacked step is compiled.
+        direct: whether convolutions are computed by `direct_layers`.
         has_pull: whether a correction pulls.
         has_shift: whether a correction shifts gradients.
     """
@@ -60,6 +63,7 @@ class Stacking:
     num_slots: int
     weighted: bool = True
     compiled: bool = False
+    direct: bool = False
     has_pull: bool = False
     has_shift: bool = False
 
@@ -89,6 +93,7 @@ class SlotEngine:
                 stacking.num_slots,
                 stacking.weighted,
                 compiled=stacking.compiled,
+                direct=stacking.direct,
                 has_pull=stacking.has_pull,
                 has_shift=stacking.has_shift,
                 **_clipping(trainer),
@@ -197,15 +202,18 @@ def fitting_slots(trainer: Trainer, num_parameters: int) -> int:
 def agreeing(
     trainer: Trainer,
     local: LocalTrainer,
+    stacking: Stacking,
     model: GlobalModel,
     work: Sequence[ClientWork],
     train_one: TrainOne,
-) -> bool:
-    """Train a client both ways and return whether its loss is a mean over examples.
+) -> Stacking:
+    """Train a client both ways and return how slots give the same.
 
     Args:
         trainer: set up for fitting.
         local: the sequential engine.
+        stacking: all else; whether the loss is a mean over examples is found, and whether
+            convolutions can be computed directly.
         model: the global model.
         work: of some clients.
         train_one: trains a client sequentially.
@@ -215,8 +223,11 @@ def agreeing(
     """
     batch_size = trainer.datamodule.batch_size  # type: ignore[attr-defined]
     full = next((client for client in work if client.sizes[0] == batch_size), None)
-    reasons = []
-    for weighted in (True, False):
+    has_direct = reason_against_direct_layers(trainer.lightning_module) is None
+    reason: CannotStack | None = None
+    for weighted, direct in product((True, False), (True, False)):
+        if (direct and not has_direct) or (not weighted and full is None):
+            continue
         client = work[0] if weighted or full is None else full
         sample = client.head(1)
         if weighted:  # with padding
@@ -224,14 +235,14 @@ def agreeing(
             order = torch.cat([sample.order, sample.order[:half]])
             sample = replace(sample, order=order, sizes=[size, half])
         try:
-            _compare(trainer, local, model, sample, train_one, Stacking(2, weighted))
+            tried = Stacking(2, weighted, direct=direct)
+            _compare(trainer, local, model, sample, train_one, tried)
         except CannotStack as error:
-            reasons.append(str(error))
+            reason = reason or (None if direct else error)
         else:
-            return weighted
-        if full is None:
-            break
-    raise CannotStack(reasons[0])
+            return replace(stacking, weighted=weighted, direct=direct)
+    assert reason is not None
+    raise reason
 
 
 def _compare(

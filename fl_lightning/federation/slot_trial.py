@@ -69,9 +69,8 @@ class SlotTrial:
             CannotStack: if their updates are not those of the sequential engine.
         """
         stacking = replace(
-            self.stacking,
+            agreeing(self.trainer, self.local, self.stacking, model, work, train_one),
             num_slots=self.num_slots or self._fitting_slots(work),
-            weighted=agreeing(self.trainer, self.local, model, work, train_one),
             compiled=self.num_steps(work) >= SHORT_RUN_STEPS,
         )
         return SlotEngine(self.trainer, self.local, stacking)
@@ -88,9 +87,7 @@ class SlotTrial:
         total = seconds_per_step * self.num_steps(work)
         if total < SHORT_RUN_SECONDS:
             raise CannotStack(f"{total:.0f} s of training do not repay a compiler")
-        self.stacking = replace(
-            self.stacking, weighted=agreeing(self.trainer, self.local, model, work, train_one)
-        )
+        self.stacking = agreeing(self.trainer, self.local, self.stacking, model, work, train_one)
         trial = _shortened(work, max_steps=math.ceil(_TRIAL_SECONDS / seconds_per_step))
         began = time.perf_counter()
         number = self._number(model, work, trial, is_long=total > LONG_RUN_SECONDS)
@@ -163,6 +160,7 @@ class SlotTrial:
             platform.processor() or platform.machine(),
             torch.get_num_threads(),
             torch.__version__,
+            self.stacking.direct,
             min(num_clients, MOST_SLOTS),
         )
         return " ".join(map(str, parts))

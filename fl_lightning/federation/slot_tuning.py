@@ -18,7 +18,7 @@ from fl_lightning.core.user_cache import cache_folder
 def fastest(seconds: Callable[[int], float], start: int, most: int) -> int:
     """Return the number of slots that takes the least time, among ``start`` halved or doubled.
 
-    Goes down while that helps, and if it did not at all, up.
+    Goes down while that helps, and from the start up while that does.
 
     Args:
         seconds: measures a number of slots.
@@ -37,8 +37,6 @@ def fastest(seconds: Callable[[int], float], start: int, most: int) -> int:
             if times[candidate] >= times[current]:
                 break
             current = candidate
-        if current != start:
-            break
     return min(times, key=times.__getitem__)
 
 

@@ -14,6 +14,7 @@ from fl_lightning.client.thin_gradients import ThinGradients
 
 ALL = ("channels_last", "thin_gradients", "fused_optimizer")
 SUBSETS = list(chain.from_iterable(combinations(ALL, n) for n in range(4)))
+WITH_DIRECT = [("direct_convolution", *subset) for subset in SUBSETS]  # for single precision
 
 
 def conv_net():
@@ -79,7 +80,7 @@ def test_the_same_training(speedups, make_optimizer):
     assert_same(trained(speedups, make_optimizer), trained((), make_optimizer), 1e-13)
 
 
-@pytest.mark.parametrize("speedups", SUBSETS, ids="+".join)
+@pytest.mark.parametrize("speedups", SUBSETS + WITH_DIRECT, ids="+".join)
 def test_the_same_training_in_single_precision(speedups):
     one, other = (trained(s, sgd(momentum=0.9), torch.float32) for s in (speedups, ()))
     assert_same(one, other, 2e-6)

@@ -19,6 +19,7 @@ from fl_lightning import (
     Federation,
     UniformCohort,
 )
+from fl_lightning.client.direct_layers import reason_against_direct_layers
 from fl_lightning.core.metric_states import metrics_of
 from fl_lightning.data import Digits
 
@@ -110,6 +111,31 @@ def test_slots_and_sequence_agree_after_five_rounds(kind, trainer):
     second = run(many, "slots", max_epochs=5, trainer=trainer)
     torch.testing.assert_close(weights(one), weights(many), rtol=1e-5, atol=1e-6)
     assert_same_logs(first, second)
+
+
+class Viewing(Conv):
+    """Looks at a convolution's result in the order in which PyTorch's own has it in memory."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.net[1].insert(1, View())
+
+
+class View(nn.Module):
+    def forward(self, x):
+        return x.view(len(x), -1).view(x.shape)
+
+
+@pytest.mark.skipif(
+    reason_against_direct_layers(nn.Conv2d(1, 1, 1)) is not None, reason="no compiler"
+)
+@pytest.mark.parametrize(("kind", "direct"), [(Conv, True), (Viewing, False), (ToyModule, False)])
+def test_convolutions_are_direct_where_the_model_lets_them(kind, direct):
+    one, many = toy(kind), toy(kind)
+    run(one, "sequential")
+    trainer = run(many, "slots")
+    assert trainer.callbacks[0].state_dict()["engine"]["slots"]["direct"] is direct
+    torch.testing.assert_close(weights(one), weights(many), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", [partial(ToyModule, dropout=0.5), VisionTransformer, Dropping])

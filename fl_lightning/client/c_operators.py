@@ -1,0 +1,118 @@
+"""Operators that a library of C computes, as `torch.func` and the compiler know them.
+
+`torch.library` gives an operator its name, its shape for the compiler and its rule for `vmap`. Its
+gradient is an `autograd.Function` with a rule of its own, because a gradient that is registered with
+`torch.library` cannot be taken under `torch.func.grad`. Compiled graphs see operators only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_LIBRARY = torch.library.Library("fl_lightning", "DEF")
+
+# (what vmap tells, its axes in the arguments, *arguments) -> (results, their axes)
+VmapRule = Callable[..., tuple[Any, Any]]
+# Makes the rule of an operator.
+VmapRuleOf = Callable[[Callable[..., Any]], VmapRule]
+
+
+def operator(
+    schema: str, compute: Callable[..., Any], fake: Callable[..., Any], rule: VmapRuleOf
+) -> Callable[..., Any]:
+    """Return a new operator.
+
+    Args:
+        schema: name and arguments as `torch.library` writes them.
+        compute: it, on the CPU.
+        fake: returns empty tensors of the results' shapes.
+        rule: for `vmap`.
+    """
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema)
+    _LIBRARY.impl(name, compute, "CPU")
+    torch.library.register_fake(f"fl_lightning::{name}", fake, lib=_LIBRARY)
+    result: Callable[..., Any] = getattr(torch.ops.fl_lightning, name)
+    torch.library.register_vmap(f"fl_lightning::{name}", rule(result), lib=_LIBRARY)
+    return result
+
+
+def differentiable(
+    function: Callable[..., Any], rule: VmapRuleOf, *gradients: Callable[..., Tensor] | None
+) -> Callable[..., Any]:
+    """Return an operator that has gradients, of any order.
+
+    Args:
+        function: the operator: tensors, then numbers; of several results the first has gradients.
+        rule: for `vmap`.
+        gradients: (v, results after the first, arguments) -> gradient with respect to one of the
+            tensors, where v is that of the first result; None where there is none.
+    """
+
+    class Differentiable(torch.autograd.Function):
+        @staticmethod
+        def forward(*arguments: Any) -> Any:
+            return function(*arguments)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            others = output[1:] if isinstance(output, tuple) else ()
+            tensors = [value for value in inputs if isinstance(value, Tensor)]
+            ctx.mark_non_differentiable(*others)
+            ctx.save_for_backward(*others, *tensors)
+            ctx.numbers = inputs[len(tensors) :]
+
+        @staticmethod
+        def backward(ctx: Any, v: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+            wanted = zip(ctx.needs_input_grad, gradients, strict=False)
+            found = [
+                gradient(v, *ctx.saved_tensors, *ctx.numbers) if needed and gradient else None
+                for needed, gradient in wanted
+            ]
+            return (*found, *(None for _ in ctx.numbers))
+
+        @staticmethod
+        def vmap(info: Any, axes: Any, *arguments: Any) -> tuple[Any, Any]:
+            return rule(Differentiable.apply)(info, axes, *arguments)
+
+    def apply(*arguments: Any) -> Any:
+        return Differentiable.apply(*arguments)
+
+    torch.compiler.allow_in_graph(apply)
+    return apply
+
+
+def along_first_axis(function: Callable[..., Any]) -> VmapRule:
+    """Return the rule of an operator for which all that has another first index is independent."""
+
+    def rule(info: Any, axes: Any, *arguments: Any) -> tuple[Any, Any]:
+        pairs = zip(arguments, axes, strict=True)
+        flat = [joined(argument, axis, info.batch_size) for argument, axis in pairs]
+        results = function(*flat)
+        parts = results if isinstance(results, tuple) else (results,)
+        split = tuple(part.unflatten(0, (info.batch_size, -1)) for part in parts)
+        return (split, (0,) * len(split)) if isinstance(results, tuple) else (split[0], 0)
+
+    return rule
+
+
+def joined(argument: Any, axis: int | None, size: int) -> Any:
+    """Return an argument with the axis of `vmap` as part of its first one.
+
+    Example:
+        >>> joined(torch.zeros(2, 5, 3), axis=1, size=5).shape
+        torch.Size([10, 3])
+        >>> joined(torch.zeros(2, 3), axis=None, size=5).shape
+        torch.Size([10, 3])
+    """
+    if not isinstance(argument, Tensor):
+        return argument
+    if axis is None:
+        argument = argument.unsqueeze(0).expand(size, *argument.shape)
+    else:
+        argument = argument.movedim(axis, 0)
+    return argument.flatten(0, 1)

@@ -1,0 +1,244 @@
+/* Convolutions of many clients, each with weights of its own: few channels, small images.
+ *
+ * Images are (height, width, channels), weights (kernel height, kernel width, in, out). For one row
+ * of a kernel, the kernel_width * in numbers that an output pixel reads lie side by side, and those
+ * of the next pixel begin `in` numbers further on: every loop below is a small matrix product whose
+ * one factor overlaps with itself. Products are summed in registers, at most twelve vectors of
+ * eight numbers at a time.
+ */
+
+#include <stddef.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef float vector __attribute__((vector_size(32)));
+
+#define LANES 8
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 12")
+
+typedef struct {
+    long in, out;         /* channels */
+    long height, width;   /* of an image, any padding included */
+    long tall, wide;      /* of the kernel */
+} shape;
+
+INLINE vector load(const float *from) {
+    vector v;
+    memcpy(&v, from, sizeof v);
+    return v;
+}
+
+INLINE void store(float *to, vector v) { memcpy(to, &v, sizeof v); }
+
+INLINE long rounded(long count) { return (count + LANES - 1) / LANES * LANES; }
+
+/* sums[r][v] += sum over i < count of a[r * a_row + i * a_step] * b[i * b_step + 8 v .. + 8] */
+INLINE void products(const int rows, const int vectors, vector sums[12], long count, const float *a,
+                     long a_row, long a_step, const float *b, long b_step) {
+    for (long i = 0; i < count; i++) {
+        vector right[3];
+        UNROLL for (int v = 0; v < vectors; v++) right[v] = load(b + i * b_step + v * LANES);
+        UNROLL for (int r = 0; r < rows; r++) {
+            const float left = a[r * a_row + i * a_step];
+            UNROLL for (int v = 0; v < vectors; v++) sums[r * vectors + v] += left * right[v];
+        }
+    }
+}
+
+/* How many of `count` to do next, if at most `most` go at once and all turns are about alike. */
+INLINE long turn(long count, long most) {
+    const long turns = (count + most - 1) / most;
+    return (count + turns - 1) / turns;
+}
+
+#define ROWS(vectors) ((vectors) == 1 ? 12 : (vectors) == 2 ? 6 : 4)
+
+/* Calls `block(rows, vectors, …)` with constants. */
+#define CASES_3(block, ...)                                                                        \
+    switch (rows) {                                                                                \
+    case 1: block(1, 3, __VA_ARGS__); break;                                                       \
+    case 2: block(2, 3, __VA_ARGS__); break;                                                       \
+    case 3: block(3, 3, __VA_ARGS__); break;                                                       \
+    default: block(4, 3, __VA_ARGS__);                                                             \
+    }
+#define CASES_2(block, ...)                                                                        \
+    switch (rows) {                                                                                \
+    case 1: block(1, 2, __VA_ARGS__); break;                                                       \
+    case 2: block(2, 2, __VA_ARGS__); break;                                                       \
+    case 3: block(3, 2, __VA_ARGS__); break;                                                       \
+    case 4: block(4, 2, __VA_ARGS__); break;                                                       \
+    case 5: block(5, 2, __VA_ARGS__); break;                                                       \
+    default: block(6, 2, __VA_ARGS__);                                                             \
+    }
+#define CASES_1(block, ...)                                                                        \
+    switch (rows) {                                                                                \
+    case 1: block(1, 1, __VA_ARGS__); break;                                                       \
+    case 2: block(2, 1, __VA_ARGS__); break;                                                       \
+    case 3: block(3, 1, __VA_ARGS__); break;                                                       \
+    case 4: block(4, 1, __VA_ARGS__); break;                                                       \
+    case 5: block(5, 1, __VA_ARGS__); break;                                                       \
+    case 6: block(6, 1, __VA_ARGS__); break;                                                       \
+    case 7: block(7, 1, __VA_ARGS__); break;                                                       \
+    case 8: block(8, 1, __VA_ARGS__); break;                                                       \
+    case 9: block(9, 1, __VA_ARGS__); break;                                                       \
+    case 10: block(10, 1, __VA_ARGS__); break;                                                     \
+    case 11: block(11, 1, __VA_ARGS__); break;                                                     \
+    default: block(12, 1, __VA_ARGS__);                                                            \
+    }
+#define CASES(block, ...)                                                                          \
+    switch (vectors) {                                                                             \
+    case 1: CASES_1(block, __VA_ARGS__) break;                                                     \
+    case 2: CASES_2(block, __VA_ARGS__) break;                                                     \
+    default: CASES_3(block, __VA_ARGS__)                                                           \
+    }
+
+/* Some pixels of a row of the output, some of its channels. */
+INLINE void output_block(const int rows, const int vectors, const shape *s, const float *image,
+                         const float *weights, long padded, float *to) {
+    vector sums[12] = {{0}};
+    const long reach = s->wide * s->in;
+    for (long y = 0; y < s->tall; y++)
+        products(rows, vectors, sums, reach, image + y * s->width * s->in, s->in, 1,
+                 weights + y * reach * padded, padded);
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int v = 0; v < vectors; v++)
+            store(to + r * s->out + v * LANES, sums[r * vectors + v]);
+}
+
+static void copy_rows(float *to, long to_step, const float *from, long count, long size) {
+    for (long i = 0; i < count; i++) {
+        memcpy(to + i * to_step, from + i * size, size * sizeof(float));
+        memset(to + i * to_step + size, 0, (to_step - size) * sizeof(float));
+    }
+}
+
+/* outputs (clients, images, height - tall + 1, width - wide + 1, out)
+ * images  (clients, images, height, width, in)
+ * weights (clients, tall, wide, in, out) */
+int convolve(float *outputs, const float *images, const float *weights, long clients, long num_images,
+             shape s) {
+    const long high = s.height - s.tall + 1, broad = s.width - s.wide + 1;
+    const long padded = rounded(s.out), taps = s.tall * s.wide * s.in;
+    float *own = malloc(taps * padded * sizeof(float));
+    if (!own) return 1;
+    for (long c = 0; c < clients; c++) {
+        copy_rows(own, padded, weights + c * taps * s.out, taps, s.out);
+        for (long i = 0; i < num_images; i++) {
+            const float *image = images + (c * num_images + i) * s.height * s.width * s.in;
+            float *output = outputs + (c * num_images + i) * high * broad * s.out;
+            /* whole vectors are stored: what of one is past the last channel is overwritten by the
+             * next pixel's first channels, which therefore come later */
+            for (long end = padded, vectors; end > 0; end -= vectors * LANES) {
+                vectors = turn(end / LANES, 3);
+                const long first = end - vectors * LANES;
+                for (long y = 0; y < high; y++)
+                    for (long x = 0, rows; x < broad; x += rows) {
+                        rows = turn(broad - x, ROWS(vectors));
+                        CASES(output_block, &s, image + (y * s.width + x) * s.in, own + first,
+                              padded, output + (y * broad + x) * s.out + first)
+                    }
+            }
+        }
+    }
+    free(own);
+    return 0;
+}
+
+/* What some output pixels give back to some of the inputs under one row of the kernel. */
+INLINE void input_block(const int rows, const int vectors, const shape *s, const float *gradients,
+                        const float *weights, long padded, float *to) {
+    vector sums[12] = {{0}};
+    products(rows, vectors, sums, s->out, gradients, s->out, 1, weights, padded);
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int v = 0; v < vectors; v++) {
+            float *at = to + r * s->in + v * LANES;
+            store(at, load(at) + sums[r * vectors + v]);
+        }
+}
+
+/* inputs, the gradients with respect to images; weights (clients, tall, out, wide, in) */
+int convolve_images(float *inputs, const float *gradients, const float *weights, long clients,
+                  long num_images, shape s) {
+    const long high = s.height - s.tall + 1, broad = s.width - s.wide + 1;
+    const long reach = s.wide * s.in, padded = rounded(reach);
+    const long size = s.height * s.width * s.in;
+    float *own = malloc((s.tall * s.out * padded + size + LANES) * sizeof(float));
+    if (!own) return 1;
+    float *input = own + s.tall * s.out * padded;
+    for (long c = 0; c < clients; c++) {
+        copy_rows(own, padded, weights + c * s.tall * s.out * reach, s.tall * s.out, reach);
+        for (long i = 0; i < num_images; i++) {
+            const float *gradient = gradients + (c * num_images + i) * high * broad * s.out;
+            memset(input, 0, (size + LANES) * sizeof(float));
+            for (long ky = 0; ky < s.tall; ky++)
+                for (long first = 0, vectors; first < padded; first += vectors * LANES) {
+                    vectors = turn((padded - first) / LANES, 3);
+                    for (long y = 0; y < high; y++)
+                        for (long x = 0, rows; x < broad; x += rows) {
+                            rows = turn(broad - x, ROWS(vectors));
+                            CASES(input_block, &s, gradient + (y * broad + x) * s.out,
+                                  own + ky * s.out * padded + first, padded,
+                                  input + ((y + ky) * s.width + x) * s.in + first)
+                        }
+                }
+            memcpy(inputs + (c * num_images + i) * size, input, size * sizeof(float));
+        }
+    }
+    free(own);
+    return 0;
+}
+
+/* Adds to some rows of the weights' gradients, some of their columns, what some rows of an image
+ * say. */
+INLINE void weight_block(const int rows, const int vectors, const shape *s, const float *image,
+                         const float *gradients, long high, float *to, long padded) {
+    vector sums[12] = {{0}};
+    const long broad = s->width - s->wide + 1;
+    for (long y = 0; y < high; y++)
+        products(rows, vectors, sums, broad, image + y * s->width * s->in, 1, s->in,
+                 gradients + y * broad * vectors * LANES, vectors * LANES);
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int v = 0; v < vectors; v++) {
+            float *at = to + r * padded + v * LANES;
+            store(at, load(at) + sums[r * vectors + v]);
+        }
+}
+
+/* results, the gradients with respect to weights (clients, tall, wide, in, out) */
+int convolve_weights(float *results, const float *gradients, const float *images, long clients,
+                     long num_images, shape s) {
+    const long high = s.height - s.tall + 1, broad = s.width - s.wide + 1;
+    const long padded = rounded(s.out), reach = s.wide * s.in, taps = s.tall * reach;
+    /* so many rows of an image at a time that what is read of them stays in the first cache */
+    const long most = broad < 128 ? 128 / broad : 1;
+    float *own = malloc((taps * padded + most * broad * 3 * LANES) * sizeof(float));
+    if (!own) return 1;
+    float *panel = own + taps * padded;
+    for (long c = 0; c < clients; c++) {
+        memset(own, 0, taps * padded * sizeof(float));
+        for (long i = c * num_images; i < (c + 1) * num_images; i++)
+            for (long begin = 0, count; begin < high; begin += count) {
+                count = turn(high - begin, most);
+                const float *gradient = gradients + (i * high + begin) * broad * s.out;
+                const float *image = images + (i * s.height + begin) * s.width * s.in;
+                for (long first = 0, vectors; first < padded; first += vectors * LANES) {
+                    vectors = turn((padded - first) / LANES, 3);
+                    const long size = vectors * LANES, left = s.out - first;
+                    for (long pixel = 0; pixel < count * broad; pixel++)
+                        for (long o = 0; o < size; o++)
+                            panel[pixel * size + o] = o < left ? gradient[pixel * s.out + first + o] : 0;
+                    for (long ky = 0; ky < s.tall; ky++)
+                        for (long tap = 0, rows; tap < reach; tap += rows) {
+                            rows = turn(reach - tap, ROWS(vectors));
+                            CASES(weight_block, &s, image + ky * s.width * s.in + tap, panel, count,
+                                  own + (ky * reach + tap) * padded + first, padded)
+                        }
+                }
+            }
+        for (long tap = 0; tap < taps; tap++)
+            memcpy(results + (c * taps + tap) * s.out, own + tap * padded, s.out * sizeof(float));
+    }
+    free(own);
+    return 0;
+}

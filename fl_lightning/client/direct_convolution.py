@@ -1,0 +1,140 @@
+"""Convolutions of many clients, each with weights of its own, as one operator.
+
+    y[g, b] = x[g, b] * w[g]        x (G, B, H, W, C),  w (G, kH, kW, C, O),  y (G, B, H', W', O)
+
+PyTorch's own kernels on CPUs are made for batches and channels by the hundred. At some ten images
+and some ten channels most of their time is not spent on products, and several clients side by side
+(convolutions in groups) make it worse. Here the products are taken from the images as they lie, with
+channels last, without unfolding them: `direct_convolution.c`, see `c_library`. G = 1 is the ordinary
+convolution. All is float32, on one thread.
+
+Source of the method: Zhang, Franchetti, Low, High performance zero-memory overhead direct
+convolutions, ICML 2018. Different here: images keep their layout, and only weights are copied.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fl_lightning.client.c_operators import (
+    VmapRule,
+    along_first_axis,
+    differentiable,
+    joined,
+    operator,
+)
+from fl_lightning.core.c_library import c_library
+
+SOURCE = Path(__file__).with_name("direct_convolution.c")
+FLAGS = ("-ffp-contract=fast",)
+_LANES = 8  # as in the source, which writes whole vectors
+
+
+class _Shape(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_long) for name in ("in", "out", "height", "width", "tall", "wide")]
+
+
+def _convolve(images: Tensor, weights: Tensor) -> Tensor:
+    shape = _output_shape(images, weights)
+    result = torch.empty(shape.numel() + _LANES)[: shape.numel()].view(shape)
+    return _run("convolve", result, images, weights, sizes=(images.shape, weights.shape))
+
+
+def _convolve_images(gradients: Tensor, weights: Tensor) -> Tensor:
+    result = gradients.new_empty(_image_shape(gradients, weights))
+    turned = weights.permute(0, 1, 4, 2, 3)
+    return _run("convolve_images", result, gradients, turned, sizes=(result.shape, weights.shape))
+
+
+def _convolve_weights(gradients: Tensor, images: Tensor) -> Tensor:
+    result = images.new_empty(_weight_shape(gradients, images))
+    return _run("convolve_weights", result, gradients, images, sizes=(images.shape, result.shape))
+
+
+def _run(
+    name: str, result: Tensor, one: Tensor, other: Tensor, *, sizes: tuple[torch.Size, torch.Size]
+) -> Tensor:
+    """Have the library compute a result from two factors; sizes are those of x and w."""
+    library = c_library(SOURCE, FLAGS)
+    assert library is not None
+    (clients, count, height, width, _), (_, tall, wide, channels, out) = sizes
+    one, other = one.contiguous(), other.contiguous()
+    pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (result, one, other)]
+    shape = _Shape(channels, out, height, width, tall, wide)
+    if library[name](*pointers, ctypes.c_long(clients), ctypes.c_long(count), shape):
+        raise MemoryError("there is no memory left for a convolution's weights")
+    return result
+
+
+def _output_shape(images: Tensor, weights: Tensor) -> torch.Size:
+    (clients, count, height, width, _), (_, tall, wide, _, out) = images.shape, weights.shape
+    return torch.Size((clients, count, height - tall + 1, width - wide + 1, out))
+
+
+def _image_shape(gradients: Tensor, weights: Tensor) -> torch.Size:
+    (clients, count, high, broad, _), (_, tall, wide, channels, _) = gradients.shape, weights.shape
+    return torch.Size((clients, count, high + tall - 1, broad + wide - 1, channels))
+
+
+def _weight_shape(gradients: Tensor, images: Tensor) -> torch.Size:
+    (clients, _, high, broad, out), (_, _, height, width, channels) = gradients.shape, images.shape
+    return torch.Size((clients, height - high + 1, width - broad + 1, channels, out))
+
+
+def _along_clients_or_images(function: Callable[..., Any]) -> VmapRule:
+    """Return the rule by which another axis joins that over clients.
+
+    Where all share the weights, it joins that over images: one large product of many small ones.
+    """
+
+    def rule(info: Any, axes: Any, one: Tensor, weights: Tensor) -> tuple[Tensor, int]:
+        size = info.batch_size
+        if axes[1] is None:
+            result = function(one.movedim(axes[0], 1).flatten(1, 2), weights)
+            return result.unflatten(1, (size, -1)), 1
+        result = function(joined(one, axes[0], size), joined(weights, axes[1], size))
+        return result.unflatten(0, (size, -1)), 0
+
+    return rule
+
+
+# Each is linear in either factor, so that the gradients are again these three.
+convolve: Callable[..., Tensor] = differentiable(
+    operator(
+        "convolve(Tensor images, Tensor weights) -> Tensor",
+        _convolve,
+        lambda x, w: x.new_empty(_output_shape(x, w)),
+        _along_clients_or_images,
+    ),
+    _along_clients_or_images,
+    lambda v, x, w: convolve_images(v, w),
+    lambda v, x, w: convolve_weights(v, x),
+)
+convolve_images: Callable[..., Tensor] = differentiable(
+    operator(
+        "convolve_images(Tensor gradients, Tensor weights) -> Tensor",
+        _convolve_images,
+        lambda g, w: g.new_empty(_image_shape(g, w)),
+        _along_clients_or_images,
+    ),
+    _along_clients_or_images,
+    lambda v, g, w: convolve(v, w),
+    lambda v, g, w: convolve_weights(g, v),
+)
+convolve_weights: Callable[..., Tensor] = differentiable(
+    operator(
+        "convolve_weights(Tensor gradients, Tensor images) -> Tensor",
+        _convolve_weights,
+        lambda g, x: x.new_empty(_weight_shape(g, x)),
+        along_first_axis,
+    ),
+    along_first_axis,
+    lambda v, g, x: convolve(x, v),
+    lambda v, g, x: convolve_images(g, v),
+)

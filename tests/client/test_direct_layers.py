@@ -1,0 +1,303 @@
+"""Convolutions and poolings by our own operators: PyTorch's numbers, in every transform."""
+
+import ctypes
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.func import functional_call, grad, grad_and_value, vmap
+from torch.nn import functional as F
+
+from fl_lightning.client.direct_convolution import (
+    FLAGS,
+    SOURCE,
+    convolve,
+    convolve_images,
+    convolve_weights,
+)
+from fl_lightning.client.direct_layers import direct_layers, reason_against_direct_layers
+from fl_lightning.client.other_forwards import other_forwards
+from fl_lightning.client.window_maximum import window_maximum
+from fl_lightning.core.c_library import c_library
+
+pytestmark = pytest.mark.skipif(
+    c_library(SOURCE, FLAGS) is None, reason="no C compiler, or no vectors of 256 bits"
+)
+
+
+def grouped(x, w):
+    """PyTorch's own for all clients, in double precision."""
+    images, weights = x.double().movedim(-1, 2), w.double().permute(0, 4, 3, 1, 2)
+    flat = images.transpose(0, 1).flatten(1, 2).contiguous(), weights.flatten(0, 1).contiguous()
+    return F.conv2d(*flat, groups=len(x)).unflatten(1, (len(x), -1)).permute(1, 0, 3, 4, 2)
+
+
+def draws(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def assert_near(found, expected, tolerance=1e-5):
+    found, expected = found.detach(), expected.detach()
+    assert found.shape == expected.shape
+    assert float((found - expected).abs().max()) <= tolerance * float(expected.abs().max())
+
+
+@settings(max_examples=150)
+@given(
+    clients=st.integers(1, 3),
+    images=st.integers(1, 3),
+    channels=st.integers(1, 20),
+    out=st.integers(1, 60),
+    kernel=st.tuples(st.integers(1, 5), st.integers(1, 5)),
+    more=st.tuples(st.integers(0, 16), st.integers(0, 16)),
+)
+def test_products_and_both_gradients(clients, images, channels, out, kernel, more):
+    height, width = (k + m for k, m in zip(kernel, more, strict=True))
+    x = draws(clients, images, height, width, channels)
+    w = draws(clients, *kernel, channels, out, seed=1)
+    leaves = x.clone().requires_grad_(), w.clone().requires_grad_()
+    expected = grouped(*leaves)
+    v = draws(*expected.shape, seed=2)
+    found = convolve(x, w)
+    assert_near(found, expected)
+    gradients = torch.autograd.grad(expected, leaves, v.double())
+    assert_near(convolve_images(v, w), gradients[0])
+    assert_near(convolve_weights(v, x), gradients[1])
+
+
+def test_an_image_of_many_rows_and_wide_ones():
+    """The gradient of weights goes through images in pieces of about 128 pixels."""
+    for shape in ((2, 2, 40, 37, 3), (1, 2, 4, 300, 2)):
+        x, w = draws(*shape), draws(shape[0], 3, 3, shape[-1], 9, seed=1).requires_grad_()
+        v = draws(*grouped(x, w).shape, seed=2)
+        (expected,) = torch.autograd.grad(grouped(x, w), w, v.double())
+        assert_near(convolve_weights(v, x), expected)
+
+
+def test_a_client_is_computed_alike_whoever_is_beside_it():
+    x, w = draws(3, 4, 9, 8, 5), draws(3, 3, 2, 5, 7, seed=1)
+    v = draws(3, 4, 7, 7, 7, seed=2)
+    for function, one, other in (
+        (convolve, x, w),
+        (convolve_images, v, w),
+        (convolve_weights, v, x),
+    ):
+        together = function(one, other)
+        alone = [function(one[g : g + 1], other[g : g + 1]) for g in range(3)]
+        assert torch.equal(together, torch.cat(alone))
+
+
+@pytest.mark.parametrize("axes", [(0, 0), (2, 1), (0, None), (1, None), (None, 0), (None, 3)])
+@pytest.mark.parametrize("function", [convolve, convolve_images, convolve_weights])
+def test_another_axis_over_one_or_both(function, axes):
+    shapes = {
+        convolve: ((2, 3, 6, 7, 4), (2, 3, 2, 4, 5)),
+        convolve_images: ((2, 3, 4, 6, 5), (2, 3, 2, 4, 5)),
+        convolve_weights: ((2, 3, 4, 6, 5), (2, 3, 6, 7, 4)),
+    }
+    factors = []
+    for seed, (shape, axis) in enumerate(zip(shapes[function], axes, strict=True)):
+        more = () if axis is None else (4,)
+        factor = draws(*more, *shape, seed=seed)
+        factors.append(factor if axis is None else factor.movedim(0, axis))
+
+    def at(i):
+        return [f if a is None else f.select(a, i) for f, a in zip(factors, axes, strict=True)]
+
+    found = vmap(function, axes)(*factors)
+    expected = torch.stack([function(*at(i)) for i in range(4)])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [(2, 2), (3, 2), (1, 4), (1, 1)])
+def test_maxima_are_those_of_pytorch_to_the_bit(window):
+    """Ties, from rounding to integers, and a NaN included."""
+    x = draws(3, 6 * window[0], 5 * window[1], 11).mul(2).round()
+    x[1, 2, 3, 4] = torch.nan
+    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    found = window_maximum(ours, *window)[0]
+    expected = F.max_pool2d(theirs.movedim(-1, 1), window).movedim(1, -1)
+    assert torch.equal(found.nan_to_num(99), expected.nan_to_num(99))
+    v = draws(*expected.shape)
+    found.backward(v)
+    expected.backward(v)
+    assert torch.equal(ours.grad, theirs.grad)
+
+
+def network(**options):
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 5, 3, **{"padding": (1, 2)} | options),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(5, 9, (3, 2), bias=False),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.Linear(9 * 2 * 4, 4),
+    )
+
+
+IMAGES, LABELS = draws(6, 4, 3, 9, 9), torch.arange(24).reshape(6, 4) % 4
+
+
+def by_example(net):
+    def loss(params, images, labels):
+        def one(image, label):
+            return F.cross_entropy(functional_call(net, params, (image[None],)), label[None])
+
+        return vmap(one)(images, labels).mean()
+
+    return loss
+
+
+def whole(net):
+    return lambda params, images, labels: F.cross_entropy(
+        functional_call(net, params, (images,)), labels
+    )
+
+
+@pytest.mark.parametrize("viewable", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("loss_of", [by_example, whole])
+def test_gradients_of_many_clients(loss_of, shared, viewable):
+    net = network()
+    params = {n: draws(6, *p.shape, seed=len(n)) * 0.2 for n, p in net.named_parameters()}
+    start = {n: p[0] for n, p in params.items()} if shared else params
+
+    def gradients():
+        function = grad_and_value(loss_of(net))
+        return vmap(function, (None if shared else 0, 0, 0))(start, IMAGES, LABELS)
+
+    expected, losses = gradients()
+    with other_forwards(direct_layers(net, viewable=viewable)):
+        found, others = gradients()
+    torch.testing.assert_close(others, losses)
+    for name, value in expected.items():
+        assert_near(found[name], value)
+
+
+def test_as_one_compiled_graph():
+    net = network()
+    params = {n: draws(6, *p.shape, seed=len(n)) * 0.2 for n, p in net.named_parameters()}
+    function = vmap(grad_and_value(by_example(net)))
+    expected, _ = function(params, IMAGES, LABELS)
+    with other_forwards(direct_layers(net, viewable=True)):
+        compiled = torch.compile(lambda *a: function(*a), fullgraph=True, dynamic=False)
+        found, _ = compiled(params, IMAGES, LABELS)
+    for name, value in expected.items():
+        assert_near(found[name], value)
+
+
+def test_gradients_of_gradients():
+    net = network()
+    net[1] = nn.Softplus()
+    x = IMAGES[0].clone().requires_grad_()
+
+    def penalty():
+        (slope,) = torch.autograd.grad(net(x).square().sum(), x, create_graph=True)
+        return torch.autograd.grad(slope.square().sum(), [x, *net.parameters()])
+
+    expected = penalty()
+    with other_forwards(direct_layers(net)):
+        found = penalty()
+    for one, other in zip(found, expected, strict=True):
+        assert_near(one, other, 1e-4)
+
+
+def test_a_models_view_of_the_last_result():
+    class Viewing(nn.Module):
+        def __init__(self, pool):
+            super().__init__()
+            self.pool = pool  # used twice, and made before what it follows
+            self.first, self.second = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 6, 2)
+
+        def forward(self, x):
+            x = self.pool(torch.relu(self.second(self.pool(torch.relu(self.first(x))))))
+            return x.view(len(x), -1)
+
+    images = draws(4, 3, 16, 16)
+    for pool in (nn.MaxPool2d(2), nn.Identity()):
+        net = Viewing(pool)
+        with other_forwards(direct_layers(net)), pytest.raises(RuntimeError, match="view"):
+            net(images)
+        with other_forwards(direct_layers(net, viewable=True)):
+            found = net(images)
+        torch.testing.assert_close(found, net(images), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"stride": 2}, {"dilation": 2}, {"padding": "same"}, {"padding_mode": "reflect"}],
+    ids=str,
+)
+def test_other_convolutions_stay_pytorchs(options):
+    layer = nn.Conv2d(3, 5, 3, **options)
+    assert direct_layers(layer) == {}
+    assert "no convolution" in reason_against_direct_layers(layer)
+    assert direct_layers(layer.double()) == {}
+    assert direct_layers(nn.Conv2d(4, 4, 3, groups=2)) == {}
+
+
+@pytest.mark.parametrize(
+    "options", [{"stride": 1}, {"padding": 1}, {"ceil_mode": True}, {"return_indices": True}]
+)
+def test_other_poolings_stay_pytorchs(options):
+    net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.MaxPool2d(2, **options))
+    assert direct_layers(net).keys() == {net[0]}
+
+
+def test_inputs_of_another_kind_go_to_pytorchs_layers():
+    net = nn.Sequential(nn.Conv2d(3, 5, 3), nn.MaxPool2d(2))
+    with other_forwards(direct_layers(net)):
+        assert net(IMAGES[0, 0]).shape == (5, 3, 3)  # an image without a batch
+        with torch.autocast("cpu", torch.bfloat16):
+            assert net(IMAGES[0]).dtype == torch.bfloat16
+        with pytest.raises(RuntimeError, match=r"expected input.* to have 3 channels"):
+            net(torch.ones(1, 4, 8, 8))
+        with pytest.raises(RuntimeError, match=r"(?i)kernel size can't be greater"):
+            net(torch.ones(1, 3, 2, 2))
+
+
+def test_several_threads_or_no_compiler(monkeypatch):
+    layer = nn.Conv2d(3, 5, 3)
+    torch.set_num_threads(2)
+    try:
+        assert direct_layers(layer) == {}
+        assert "several threads" in reason_against_direct_layers(layer)
+    finally:
+        torch.set_num_threads(1)
+    c_library.cache_clear()
+    monkeypatch.setenv("CC", "no-such-compiler")
+    try:
+        assert direct_layers(layer) == {}
+        assert "no C compiler" in reason_against_direct_layers(layer)
+    finally:
+        c_library.cache_clear()
+
+
+def test_nothing_is_written_past_the_end(monkeypatch):
+    """Whole vectors are stored: the last one's rest lies in room that was made for it."""
+    x, w = draws(1, 1, 3, 3, 1), draws(1, 3, 3, 1, 1, seed=1)
+    library = c_library(SOURCE, FLAGS)
+    result = torch.full((1 + 2 * 8,), -7.0)
+    shape = (ctypes.c_long * 6)(1, 1, 3, 3, 3, 3)
+
+    class Shape(ctypes.Structure):
+        _fields_ = [(name, ctypes.c_long) for name in "abcdef"]
+
+    pointers = [ctypes.c_void_p(t.data_ptr()) for t in (result, x, w)]
+    assert library.convolve(*pointers, ctypes.c_long(1), ctypes.c_long(1), Shape(*shape)) == 0
+    assert_near(result[:1], (x * w.reshape(1, 1, 3, 3, 1)).sum().reshape(1).double())
+    assert (result[8:] == -7).all()
+
+
+def test_under_grad_alone():
+    net = network()
+    params = dict(net.named_parameters())
+    expected = grad(whole(net))(params, IMAGES[0], LABELS[0])
+    with other_forwards(direct_layers(net)):
+        found = grad(whole(net))(params, IMAGES[0], LABELS[0])
+    for name, value in expected.items():
+        assert_near(found[name], value)
