@@ -29,6 +29,7 @@ def progress_bar(trainer: Trainer, what: str, total: int) -> Iterator[Callable[[
 
         with Progress(transient=True) as rich_bar:
             task = rich_bar.add_task(what, total=total)
+            rich_bar.refresh()  # a short one would be gone before it is drawn
             yield lambda: rich_bar.advance(task)
     elif isinstance(own, TQDMProgressBar) and own.is_enabled:
         with Tqdm(

@@ -81,8 +81,10 @@ class SpeedupTrial:
         Raises:
             ClientFailure: if a client fails without any speedup.
         """
+        if num_steps < _SHORT_RUN_STEPS:
+            return ""
         candidates = [s for s in SPEEDUPS if self._reason_against(s) is None and self._may_pay(s)]
-        if num_steps < _SHORT_RUN_STEPS or not candidates:
+        if not candidates:
             return ""
         client = max(work, key=lambda client: len(client.sizes))
         _seconds(train_one, client.head(1))  # warms up
