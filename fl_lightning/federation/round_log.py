@@ -14,7 +14,7 @@ def log_round(
     """Log numbers of the round that has just ended, as `LightningModule.log` does at its end.
 
     All processes know the same numbers, so that nothing is left to reduce: what ``log`` does for
-    that would take a third of a small round.
+    that would take a quarter of a small round.
 
     Args:
         trainer: at the end of an epoch.
