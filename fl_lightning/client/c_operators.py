@@ -22,36 +22,29 @@ VmapRuleOf = Callable[[Callable[..., Any]], VmapRule]
 
 
 def operator(
-    schema: str, compute: Callable[..., Any], fake: Callable[..., Any], rule: VmapRuleOf
+    schema: str,
+    compute: Callable[..., Any],
+    fake: Callable[..., Any],
+    rule: VmapRuleOf,
+    *gradients: Callable[..., Tensor] | None,
 ) -> Callable[..., Any]:
-    """Return a new operator.
+    """Return a new operator that has gradients, of any order.
 
     Args:
-        schema: name and arguments as `torch.library` writes them.
+        schema: name and arguments as `torch.library` writes them: tensors, then numbers. Of several
+            results the first has gradients.
         compute: it, on the CPU.
         fake: returns empty tensors of the results' shapes.
         rule: for `vmap`.
+        gradients: (v, results after the first, arguments) -> gradient with respect to one of the
+            tensors, where v is that of the first result; None where there is none.
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
     _LIBRARY.impl(name, compute, "CPU")
     torch.library.register_fake(f"fl_lightning::{name}", fake, lib=_LIBRARY)
-    result: Callable[..., Any] = getattr(torch.ops.fl_lightning, name)
-    torch.library.register_vmap(f"fl_lightning::{name}", rule(result), lib=_LIBRARY)
-    return result
-
-
-def differentiable(
-    function: Callable[..., Any], rule: VmapRuleOf, *gradients: Callable[..., Tensor] | None
-) -> Callable[..., Any]:
-    """Return an operator that has gradients, of any order.
-
-    Args:
-        function: the operator: tensors, then numbers; of several results the first has gradients.
-        rule: for `vmap`.
-        gradients: (v, results after the first, arguments) -> gradient with respect to one of the
-            tensors, where v is that of the first result; None where there is none.
-    """
+    function: Callable[..., Any] = getattr(torch.ops.fl_lightning, name)
+    torch.library.register_vmap(f"fl_lightning::{name}", rule(function), lib=_LIBRARY)
 
     class Differentiable(torch.autograd.Function):
         @staticmethod

@@ -25,7 +25,6 @@ from torch import Tensor
 from fl_lightning.client.c_operators import (
     VmapRule,
     along_first_axis,
-    differentiable,
     joined,
     operator,
 )
@@ -105,35 +104,26 @@ def _along_clients_or_images(function: Callable[..., Any]) -> VmapRule:
 
 
 # Each is linear in either factor, so that the gradients are again these three.
-convolve: Callable[..., Tensor] = differentiable(
-    operator(
-        "convolve(Tensor images, Tensor weights) -> Tensor",
-        _convolve,
-        lambda x, w: x.new_empty(_output_shape(x, w)),
-        _along_clients_or_images,
-    ),
+convolve: Callable[..., Tensor] = operator(
+    "convolve(Tensor images, Tensor weights) -> Tensor",
+    _convolve,
+    lambda x, w: x.new_empty(_output_shape(x, w)),
     _along_clients_or_images,
     lambda v, x, w: convolve_images(v, w),
     lambda v, x, w: convolve_weights(v, x),
 )
-convolve_images: Callable[..., Tensor] = differentiable(
-    operator(
-        "convolve_images(Tensor gradients, Tensor weights) -> Tensor",
-        _convolve_images,
-        lambda g, w: g.new_empty(_image_shape(g, w)),
-        _along_clients_or_images,
-    ),
+convolve_images: Callable[..., Tensor] = operator(
+    "convolve_images(Tensor gradients, Tensor weights) -> Tensor",
+    _convolve_images,
+    lambda g, w: g.new_empty(_image_shape(g, w)),
     _along_clients_or_images,
     lambda v, g, w: convolve(v, w),
     lambda v, g, w: convolve_weights(g, v),
 )
-convolve_weights: Callable[..., Tensor] = differentiable(
-    operator(
-        "convolve_weights(Tensor gradients, Tensor images) -> Tensor",
-        _convolve_weights,
-        lambda g, x: x.new_empty(_weight_shape(g, x)),
-        along_first_axis,
-    ),
+convolve_weights: Callable[..., Tensor] = operator(
+    "convolve_weights(Tensor gradients, Tensor images) -> Tensor",
+    _convolve_weights,
+    lambda g, x: x.new_empty(_weight_shape(g, x)),
     along_first_axis,
     lambda v, g, x: convolve(x, v),
     lambda v, g, x: convolve_images(g, v),

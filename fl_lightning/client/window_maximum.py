@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fl_lightning.client.c_operators import along_first_axis, differentiable, operator
+from fl_lightning.client.c_operators import along_first_axis, operator
 from fl_lightning.core.c_library import c_library
 
 SOURCE = Path(__file__).with_name("window_maximum.c")
@@ -73,35 +73,26 @@ def _maximum_like(images: Tensor, tall: int, wide: int) -> tuple[Tensor, Tensor]
 
 
 # What it gives: the maxima, and where in its window each is.
-window_maximum: Callable[..., tuple[Tensor, Tensor]] = differentiable(
-    operator(
-        "window_maximum(Tensor images, int tall, int wide) -> (Tensor, Tensor)",
-        _maximum,
-        _maximum_like,
-        along_first_axis,
-    ),
+window_maximum: Callable[..., tuple[Tensor, Tensor]] = operator(
+    "window_maximum(Tensor images, int tall, int wide) -> (Tensor, Tensor)",
+    _maximum,
+    _maximum_like,
     along_first_axis,
-    lambda v, which, x, tall, wide: _differentiable_place(v, which, tall, wide),
+    lambda v, which, x, tall, wide: window_place(v, which, tall, wide),
 )
-_differentiable_pick: Callable[..., Tensor] = differentiable(
-    operator(
-        "window_pick(Tensor images, Tensor which, int tall, int wide) -> Tensor",
-        _pick,
-        lambda x, which, tall, wide: x.new_empty(which.shape),
-        along_first_axis,
-    ),
+window_pick: Callable[..., Tensor] = operator(
+    "window_pick(Tensor images, Tensor which, int tall, int wide) -> Tensor",
+    _pick,
+    lambda x, which, tall, wide: x.new_empty(which.shape),
     along_first_axis,
-    lambda v, x, which, tall, wide: _differentiable_place(v, which, tall, wide),
+    lambda v, x, which, tall, wide: window_place(v, which, tall, wide),
     None,
 )
-_differentiable_place: Callable[..., Tensor] = differentiable(
-    operator(
-        "window_place(Tensor values, Tensor which, int tall, int wide) -> Tensor",
-        _place,
-        lambda v, which, tall, wide: v.new_empty(_large(v, tall, wide)),
-        along_first_axis,
-    ),
+window_place: Callable[..., Tensor] = operator(
+    "window_place(Tensor values, Tensor which, int tall, int wide) -> Tensor",
+    _place,
+    lambda v, which, tall, wide: v.new_empty(_large(v, tall, wide)),
     along_first_axis,
-    lambda v, g, which, tall, wide: _differentiable_pick(v, which, tall, wide),
+    lambda v, g, which, tall, wide: window_pick(v, which, tall, wide),
     None,
 )

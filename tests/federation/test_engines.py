@@ -413,7 +413,7 @@ class SaveRound(Callback):
             trainer.save_checkpoint(self.path)
 
 
-@pytest.mark.parametrize("kind", [ToyModule, partial(Measured, dropout=0.5)])
+@pytest.mark.parametrize("kind", [ToyModule, Conv, Viewing, partial(Measured, dropout=0.5)])
 def test_a_resumed_run_keeps_to_its_slots(kind, tmp_path):
     whole = toy(kind)
     first = run(whole, "slots", SaveRound(tmp_path / "round.ckpt"), max_epochs=4)
