@@ -93,6 +93,24 @@ def along_first_axis(function: Callable[..., Any]) -> VmapRule:
     return rule
 
 
+def along_first_or_second_axis(function: Callable[..., Any]) -> VmapRule:
+    """Return the rule of an operator (clients, examples, …), (clients, …) -> (clients, examples, …).
+
+    Another axis joins that over clients; where all share the second argument, that over examples:
+    one large product of many small ones.
+    """
+
+    def rule(info: Any, axes: Any, one: Tensor, other: Tensor) -> tuple[Tensor, int]:
+        size = info.batch_size
+        if axes[1] is None:
+            result = function(one.movedim(axes[0], 1).flatten(1, 2), other)
+            return result.unflatten(1, (size, -1)), 1
+        result = function(joined(one, axes[0], size), joined(other, axes[1], size))
+        return result.unflatten(0, (size, -1)), 0
+
+    return rule
+
+
 def joined(argument: Any, axis: int | None, size: int) -> Any:
     """Return an argument with the axis of `vmap` as part of its first one.
 

@@ -17,18 +17,12 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from fl_lightning.client.c_operators import (
-    VmapRule,
-    along_first_axis,
-    joined,
-    operator,
-)
-from fl_lightning.core.c_library import c_library
+from fl_lightning.client.c_operators import along_first_axis, along_first_or_second_axis, operator
+from fl_lightning.core.c_library import c_function
 
 SOURCE = Path(__file__).with_name("direct_convolution.c")
 FLAGS = ("-ffp-contract=fast",)
@@ -37,6 +31,9 @@ _LANES = 8  # as in the source, which writes whole vectors
 
 class _Shape(ctypes.Structure):
     _fields_ = [(name, ctypes.c_long) for name in ("in", "out", "height", "width", "tall", "wide")]
+
+
+_TYPES = (*(ctypes.c_void_p,) * 3, *(ctypes.c_long,) * 2, _Shape)
 
 
 def _convolve(images: Tensor, weights: Tensor) -> Tensor:
@@ -60,13 +57,11 @@ def _run(
     name: str, result: Tensor, one: Tensor, other: Tensor, *, sizes: tuple[torch.Size, torch.Size]
 ) -> Tensor:
     """Have the library compute a result from two factors; sizes are those of x and w."""
-    library = c_library(SOURCE, FLAGS)
-    assert library is not None
     (clients, count, height, width, _), (_, tall, wide, channels, out) = sizes
     one, other = one.contiguous(), other.contiguous()
-    pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (result, one, other)]
+    pointers = (result.data_ptr(), one.data_ptr(), other.data_ptr())
     shape = _Shape(channels, out, height, width, tall, wide)
-    if library[name](*pointers, ctypes.c_long(clients), ctypes.c_long(count), shape):
+    if c_function(SOURCE, FLAGS, name, *_TYPES)(*pointers, clients, count, shape):
         raise MemoryError("there is no memory left for a convolution's weights")
     return result
 
@@ -86,29 +81,12 @@ def _weight_shape(gradients: Tensor, images: Tensor) -> torch.Size:
     return torch.Size((clients, height - high + 1, width - broad + 1, channels, out))
 
 
-def _along_clients_or_images(function: Callable[..., Any]) -> VmapRule:
-    """Return the rule by which another axis joins that over clients.
-
-    Where all share the weights, it joins that over images: one large product of many small ones.
-    """
-
-    def rule(info: Any, axes: Any, one: Tensor, weights: Tensor) -> tuple[Tensor, int]:
-        size = info.batch_size
-        if axes[1] is None:
-            result = function(one.movedim(axes[0], 1).flatten(1, 2), weights)
-            return result.unflatten(1, (size, -1)), 1
-        result = function(joined(one, axes[0], size), joined(weights, axes[1], size))
-        return result.unflatten(0, (size, -1)), 0
-
-    return rule
-
-
 # Each is linear in either factor, so that the gradients are again these three.
 convolve: Callable[..., Tensor] = operator(
     "convolve(Tensor images, Tensor weights) -> Tensor",
     _convolve,
     lambda x, w: x.new_empty(_output_shape(x, w)),
-    _along_clients_or_images,
+    along_first_or_second_axis,
     lambda v, x, w: convolve_images(v, w),
     lambda v, x, w: convolve_weights(v, x),
 )
@@ -116,7 +94,7 @@ convolve_images: Callable[..., Tensor] = operator(
     "convolve_images(Tensor gradients, Tensor weights) -> Tensor",
     _convolve_images,
     lambda g, w: g.new_empty(_image_shape(g, w)),
-    _along_clients_or_images,
+    along_first_or_second_axis,
     lambda v, g, w: convolve(v, w),
     lambda v, g, w: convolve_weights(g, v),
 )

@@ -1,4 +1,4 @@
-"""Convolutions and poolings of a model, computed by the operators that many small ones want."""
+"""Layers of a model, computed by the operators that many small ones want."""
 
 from __future__ import annotations
 
@@ -10,23 +10,27 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - as everyone writes it
 
 from fl_lightning.client.direct_convolution import FLAGS, SOURCE, convolve
+from fl_lightning.client.direct_linear import FEW, FEWEST_INPUTS, dense
+from fl_lightning.client.direct_linear import SOURCE as LINEAR
 from fl_lightning.client.window_maximum import SOURCE as MAXIMUM
 from fl_lightning.client.window_maximum import window_maximum
 from fl_lightning.core.c_library import c_library
 
 
 def reason_against_direct_layers(module: nn.Module) -> str | None:
-    """Return why a module's convolutions cannot be computed so; None if some can.
+    """Return why no layer of a module can be computed so; None if some can.
 
     Example:
-        >>> reason_against_direct_layers(nn.Linear(2, 2))
-        'the model has no convolution with stride 1 and one group in float32 on a CPU'
+        >>> reason_against_direct_layers(nn.Linear(20, 2, dtype=torch.float64))
+        'the model has no dense layer or convolution (stride 1, one group) in float32 on a CPU'
     """
-    if not any(_is_convolution(layer) for layer in module.modules()):
-        return "the model has no convolution with stride 1 and one group in float32 on a CPU"
+    if not any(_is_convolution(layer) or _is_dense(layer) for layer in module.modules()):
+        return (
+            "the model has no dense layer or convolution (stride 1, one group) in float32 on a CPU"
+        )
     if torch.get_num_threads() > 1:
         return "this process has several threads, of which they would use one"
-    if c_library(SOURCE, FLAGS) is None or c_library(MAXIMUM) is None:
+    if None in (c_library(SOURCE, FLAGS), c_library(LINEAR, FLAGS), c_library(MAXIMUM)):
         return "there is no C compiler, or the processor has no vectors of 256 bits"
     return None
 
@@ -34,7 +38,7 @@ def reason_against_direct_layers(module: nn.Module) -> str | None:
 def direct_layers(
     module: nn.Module, *, viewable: bool = False
 ) -> dict[nn.Module, Callable[[Tensor], Tensor]]:
-    """Return other forward passes for convolutions and the poolings between them; none if impossible.
+    """Return other forward passes for layers that can be computed so; none if impossible.
 
     Each serves as its layer's ``forward``, in `torch.func`'s transforms and compiled graphs as well.
 
@@ -56,12 +60,15 @@ def direct_layers(
     if reason_against_direct_layers(module) is not None:
         return {}
     forwards: dict[nn.Module, Callable[[Tensor], Tensor]] = {}
+    has_convolution = any(map(_is_convolution, module.modules()))
     has_pooling = any(map(_is_pooling, module.modules()))
     for layer in module.modules():
         if _is_convolution(layer):
             forwards[layer] = _convolution(layer, contiguous=viewable and not has_pooling)
-        elif _is_pooling(layer):
+        elif _is_pooling(layer) and has_convolution:
             forwards[layer] = _pooling(layer, contiguous=viewable)
+        elif _is_dense(layer):
+            forwards[layer] = _dense(layer)
     return forwards
 
 
@@ -73,6 +80,16 @@ def _is_convolution(layer: nn.Module) -> TypeGuard[nn.Conv2d]:
         and layer.groups == 1
         and layer.padding_mode == "zeros"
         and not isinstance(layer.padding, str)
+        and layer.weight.dtype == torch.float32
+        and layer.weight.device.type == "cpu"
+    )
+
+
+def _is_dense(layer: nn.Module) -> TypeGuard[nn.Linear]:
+    return (
+        type(layer) is nn.Linear
+        and "forward" not in vars(layer)
+        and layer.in_features >= FEWEST_INPUTS
         and layer.weight.dtype == torch.float32
         and layer.weight.device.type == "cpu"
     )
@@ -96,7 +113,7 @@ def _pair(value: int | tuple[int, int]) -> tuple[int, int]:
 
 def _is_usual(value: Tensor) -> bool:
     is_full = value.dtype == torch.float32 and value.device.type == "cpu"
-    return value.ndim == 4 and is_full and not torch.is_autocast_enabled("cpu")
+    return is_full and not torch.is_autocast_enabled("cpu")
 
 
 def _convolution(layer: nn.Conv2d, *, contiguous: bool) -> Callable[[Tensor], Tensor]:
@@ -104,10 +121,11 @@ def _convolution(layer: nn.Conv2d, *, contiguous: bool) -> Callable[[Tensor], Te
     tall, wide = layer.kernel_size
 
     def forward(value: Tensor) -> Tensor:
+        if value.ndim != 4 or not _is_usual(value):
+            return nn.Conv2d.forward(layer, value)
         height, width = value.shape[-2] + 2 * high, value.shape[-1] + 2 * broad
-        fits = height >= tall and width >= wide and value.shape[-3] == layer.in_channels
-        if not _is_usual(value) or not fits:
-            return nn.Conv2d.forward(layer, value)  # or its error
+        if height < tall or width < wide or value.shape[-3] != layer.in_channels:
+            return nn.Conv2d.forward(layer, value)  # its error
         images = value.movedim(1, -1)
         if high or broad:
             images = F.pad(images, (0, 0, broad, broad, high, high))
@@ -125,12 +143,24 @@ def _pooling(layer: nn.MaxPool2d, *, contiguous: bool) -> Callable[[Tensor], Ten
     tall, wide = _pair(layer.kernel_size)
 
     def forward(value: Tensor) -> Tensor:
-        if not _is_usual(value) or value.shape[-2] < tall or value.shape[-1] < wide:
+        fits = value.ndim == 4 and value.shape[-2] >= tall and value.shape[-1] >= wide
+        if not fits or not _is_usual(value):
             return F.max_pool2d(value, (tall, wide))
         # what fills no window takes no part
         height, width = (value.shape[-2] // tall) * tall, (value.shape[-1] // wide) * wide
         images = value[:, :, :height, :width].movedim(1, -1)
         result: Tensor = window_maximum(images, tall, wide)[0].movedim(-1, 1)
         return result.contiguous() if contiguous else result
+
+    return forward
+
+
+def _dense(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
+    def forward(value: Tensor) -> Tensor:
+        is_few = value.ndim == 2 and len(value) <= FEW
+        if not is_few or value.shape[1] != layer.in_features or not _is_usual(value):
+            return F.linear(value, layer.weight, layer.bias)
+        result: Tensor = dense(value.unsqueeze(0), layer.weight.unsqueeze(0)).squeeze(0)
+        return result if layer.bias is None else result + layer.bias
 
     return forward

@@ -71,7 +71,7 @@ class TrainingStep:
     Args:
         module: the LightningModule.
         takes_index: whether ``training_step`` has a second parameter.
-        direct: have its convolutions computed by `direct_layers`.
+        direct: have its layers computed by `direct_layers`.
 
     Attributes:
         stand_ins: for the module's metrics.

@@ -3,8 +3,8 @@
 Each changes at most the order in which numbers are summed, so an update stays what it was but for
 rounding. Which of them pay depends on model, batch and machine: see `federation.speedup_trial`.
 
-- ``direct_convolution``: convolutions and poolings of few, small images by operators of our own, see
-  `direct_layers`.
+- ``direct_layers``: dense layers, convolutions and poolings of few, small examples by operators of
+  our own, see the module of that name.
 - ``channels_last``: images and convolutions keep the channels of a pixel together.
 - ``fused_optimizer``: the optimizer's step reads and writes every number once.
 - ``thin_gradients``: gradients of large dense layers stay factors, see `ThinGradients`.
@@ -31,7 +31,7 @@ from fl_lightning.client.thin_gradients import ThinGradients, reason_against_thi
 from fl_lightning.sparsity.masked_optimizer import MaskedOptimizer
 
 Speedup = Literal[
-    "direct_convolution",
+    "direct_layers",
     "channels_last",
     "fused_optimizer",
     "thin_gradients",
@@ -50,8 +50,8 @@ class FasterStep:
         module: the model; with ``channels_last`` its parameters change their layout until `close`.
         optimizer: over its parameters.
         speedups: those that apply, see `reason_against`.
-        graph: of ``compiled``; may serve several of these one after the other, as long as
-            convolutions, memory layout, attention and thin gradients are the same.
+        graph: of ``compiled``; may serve several of these one after the other, as long as direct
+            layers, memory layout, attention and thin gradients are the same.
         direct: what `direct_layers` gives for the module, where that is known.
 
     Example:
@@ -76,7 +76,7 @@ class FasterStep:
     ) -> None:
         self.speedups = tuple(speedups)
         self._direct: Forwards = {}
-        if "direct_convolution" in speedups:
+        if "direct_layers" in speedups:
             self._direct = direct_layers(module) if direct is None else direct
         self._graph = graph
         self._module, self._optimizer = module, optimizer
@@ -94,6 +94,7 @@ class FasterStep:
         if "thin_gradients" in speedups:
             self._thin = ThinGradients(module, optimizer)
             self._forwards.update(self._thin.forwards)
+            self._direct = {m: f for m, f in self._direct.items() if m not in self._thin.forwards}
 
     def batch(self, batch: Any) -> Any:
         """Return a batch in the layout that the model has."""
@@ -161,7 +162,7 @@ def reason_against(speedup: Speedup, module: nn.Module, optimizer: Optimizer) ->
         >>> reason_against("fused_optimizer", module, optimizer)
         'foreach or fused are given to the optimizer'
     """
-    if speedup == "direct_convolution":
+    if speedup == "direct_layers":
         return reason_against_direct_layers(module)
     if speedup == "channels_last":
         if isinstance(optimizer, MaskedOptimizer):

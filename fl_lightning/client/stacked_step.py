@@ -38,7 +38,7 @@ class StackedOptions:
         clip_norm: largest norm of a client's gradient; None for no clipping.
         clip_value: largest absolute value of a gradient's numbers; None for no clipping.
         compiled: have the compiler turn the step into one graph.
-        direct: have convolutions computed by `direct_layers`, where that is possible.
+        direct: have layers computed by `direct_layers`, where that is possible.
         has_pull: clients may be pulled back to where they began.
         has_shift: a vector may be added to a client's gradients.
     """

@@ -17,13 +17,16 @@ import torch
 from torch import Tensor
 
 from fl_lightning.client.c_operators import along_first_axis, operator
-from fl_lightning.core.c_library import c_library
+from fl_lightning.core.c_library import c_function
 
 SOURCE = Path(__file__).with_name("window_maximum.c")
 
 
 class _Shape(ctypes.Structure):
     _fields_ = [(name, ctypes.c_long) for name in ("height", "width", "channels", "tall", "wide")]
+
+
+_TYPES = (*(ctypes.c_void_p,) * 3, ctypes.c_long, _Shape)
 
 
 def _small(images: Tensor, tall: int, wide: int) -> torch.Size:
@@ -60,11 +63,10 @@ def _place(values: Tensor, which: Tensor, tall: int, wide: int) -> Tensor:
 def _run(
     name: str, one: Tensor, two: Tensor, three: Tensor, images: torch.Size, window: tuple[int, int]
 ) -> None:
-    library = c_library(SOURCE)
-    assert library is not None
     count, height, width, channels = images
-    pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (one, two, three)]
-    library[name](*pointers, ctypes.c_long(count), _Shape(height, width, channels, *window))
+    pointers = (one.data_ptr(), two.data_ptr(), three.data_ptr())
+    shape = _Shape(height, width, channels, *window)
+    c_function(SOURCE, (), name, *_TYPES)(*pointers, count, shape)
 
 
 def _maximum_like(images: Tensor, tall: int, wide: int) -> tuple[Tensor, Tensor]:

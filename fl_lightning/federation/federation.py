@@ -141,7 +141,7 @@ class Federation(Callback):
             faster for small models; ``auto`` measures and says in one line what it chose.
         slots: how many clients at once; chosen by the model's size if None.
         speedups: of the steps of clients that train one after the other, any of
-            ``direct_convolution``, ``channels_last``, ``fused_optimizer``, ``thin_gradients``,
+            ``direct_layers``, ``channels_last``, ``fused_optimizer``, ``thin_gradients``,
             ``math_attention`` and ``compiled``, see `fl_lightning.client.speedups`; updates are the same but for rounding. If None,
             ``engine: auto`` measures which pay, if the run is long, and other engines use none.
         clients_per_group: how many clients Lightning's loop takes for a batch: so often the

@@ -80,7 +80,7 @@ class LightningStep:
         if self._faster is not None:
             self._faster.close()
         graph = self._graph(speedups) if "compiled" in speedups else None
-        if "direct_convolution" in speedups and self._direct is None:
+        if "direct_layers" in speedups and self._direct is None:
             self._direct = direct_layers(self._module)  # a graph stays good for these only
         self._faster = (
             FasterStep(self._module, self._optimizer, speedups, graph, self._direct)

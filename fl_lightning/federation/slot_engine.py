@@ -55,7 +55,7 @@ class Stacking:
         weighted: whether the loss is a mean over examples, so that batches may be padded; if not,
             clients with smaller batches train one after the other.
         compiled: whether the stacked step is compiled.
-        direct: whether convolutions are computed by `direct_layers`.
+        direct: whether layers are computed by `direct_layers`.
         has_pull: whether a correction pulls.
         has_shift: whether a correction shifts gradients.
     """
@@ -213,7 +213,7 @@ def agreeing(
         trainer: set up for fitting.
         local: the sequential engine.
         stacking: all else; whether the loss is a mean over examples is found, and whether
-            convolutions can be computed directly.
+            layers can be computed directly.
         model: the global model.
         work: of some clients.
         train_one: trains a client sequentially.

@@ -1,4 +1,4 @@
-"""Convolutions and poolings by our own operators: PyTorch's numbers, in every transform."""
+"""Dense layers, convolutions and poolings by our own operators: PyTorch's numbers, in every transform."""
 
 import ctypes
 
@@ -18,6 +18,8 @@ from fl_lightning.client.direct_convolution import (
     convolve_weights,
 )
 from fl_lightning.client.direct_layers import direct_layers, reason_against_direct_layers
+from fl_lightning.client.direct_linear import FEW, dense, dense_inputs, dense_weights
+from fl_lightning.client.direct_linear import SOURCE as LINEAR
 from fl_lightning.client.other_forwards import other_forwards
 from fl_lightning.client.window_maximum import window_maximum
 from fl_lightning.core.c_library import c_library
@@ -67,6 +69,46 @@ def test_products_and_both_gradients(clients, images, channels, out, kernel, mor
     assert_near(convolve_weights(v, x), gradients[1])
 
 
+@settings(max_examples=150)
+@given(
+    clients=st.integers(1, 3),
+    examples=st.integers(1, 30) | st.integers(FEW - 1, FEW + 2),
+    size=st.integers(8, 50),
+    out=st.integers(1, 30) | st.integers(FEW - 1, FEW + 2),
+)
+def test_dense_layers_and_both_gradients(clients, examples, size, out):
+    x, w = draws(clients, examples, size), draws(clients, out, size, seed=1)
+    v = draws(clients, examples, out, seed=2)
+    assert_near(dense(x, w), x.double() @ w.double().mT)
+    assert_near(dense_inputs(v, w), v.double() @ w.double())
+    assert_near(dense_weights(v, x), v.double().mT @ x.double())
+    none = x[:, :0]
+    assert dense(none, w).shape == (clients, 0, out)
+    assert torch.equal(dense_weights(v[:, :0], none), torch.zeros_like(w))
+
+
+def test_a_dense_layer_reads_and_writes_no_further_than_its_tensors():
+    """What lies beside them is infinite, and stays so."""
+    clients, examples, size, out = 2, 3, 11, 5
+    shapes = {"x": (examples, size), "w": (out, size), "v": (examples, out)}
+    factors = {}
+    for seed, (name, shape) in enumerate(shapes.items()):
+        room = torch.full((clients * shape[0] * shape[1] + 32,), torch.inf)
+        factors[name] = room[16:-16].view(clients, *shape)
+        factors[name].copy_(draws(clients, *shape, seed=seed))
+    x, w, v = factors.values()
+    assert_near(dense(x, w), x.double() @ w.double().mT)
+    assert_near(dense_inputs(v, w), v.double() @ w.double())
+    assert_near(dense_weights(v, x), v.double().mT @ x.double())
+    numbers = (ctypes.c_long(n) for n in (clients, examples, size, out))
+    room = torch.full((clients * out * size + 32,), torch.inf)
+    pointers = (ctypes.c_void_p(t.data_ptr()) for t in (room[16:], v, x))
+    c_library(LINEAR, FLAGS).dense_weights(*pointers, *numbers)
+    assert room[:16].isinf().all()
+    assert room[16:-16].isfinite().all()
+    assert room[-16:].isinf().all()
+
+
 def test_an_image_of_many_rows_and_wide_ones():
     """The gradient of weights goes through images in pieces of about 128 pixels."""
     for shape in ((2, 2, 40, 37, 3), (1, 2, 4, 300, 2)):
@@ -79,10 +121,14 @@ def test_an_image_of_many_rows_and_wide_ones():
 def test_a_client_is_computed_alike_whoever_is_beside_it():
     x, w = draws(3, 4, 9, 8, 5), draws(3, 3, 2, 5, 7, seed=1)
     v = draws(3, 4, 7, 7, 7, seed=2)
+    inputs, weights, errors = draws(3, 4, 21), draws(3, 13, 21, seed=1), draws(3, 4, 13, seed=2)
     for function, one, other in (
         (convolve, x, w),
         (convolve_images, v, w),
         (convolve_weights, v, x),
+        (dense, inputs, weights),
+        (dense_inputs, errors, weights),
+        (dense_weights, errors, inputs),
     ):
         together = function(one, other)
         alone = [function(one[g : g + 1], other[g : g + 1]) for g in range(3)]
@@ -90,15 +136,22 @@ def test_a_client_is_computed_alike_whoever_is_beside_it():
 
 
 @pytest.mark.parametrize("axes", [(0, 0), (2, 1), (0, None), (1, None), (None, 0), (None, 3)])
-@pytest.mark.parametrize("function", [convolve, convolve_images, convolve_weights])
-def test_another_axis_over_one_or_both(function, axes):
-    shapes = {
-        convolve: ((2, 3, 6, 7, 4), (2, 3, 2, 4, 5)),
-        convolve_images: ((2, 3, 4, 6, 5), (2, 3, 2, 4, 5)),
-        convolve_weights: ((2, 3, 4, 6, 5), (2, 3, 6, 7, 4)),
-    }
+@pytest.mark.parametrize(
+    ("function", "shapes"),
+    [
+        (convolve, ((2, 3, 6, 7, 4), (2, 3, 2, 4, 5))),
+        (convolve_images, ((2, 3, 4, 6, 5), (2, 3, 2, 4, 5))),
+        (convolve_weights, ((2, 3, 4, 6, 5), (2, 3, 6, 7, 4))),
+        (dense, ((2, 3, 9), (2, 5, 9))),
+        (dense, ((2, 33, 9), (2, 70, 9))),  # with an axis more they are many
+        (dense_inputs, ((2, 33, 70), (2, 70, 9))),
+        (dense_weights, ((2, 33, 5), (2, 33, 9))),
+    ],
+)
+def test_another_axis_over_one_or_both(function, shapes, axes):
+    axes = tuple(a if a is None else min(a, len(s) - 1) for a, s in zip(axes, shapes, strict=True))
     factors = []
-    for seed, (shape, axis) in enumerate(zip(shapes[function], axes, strict=True)):
+    for seed, (shape, axis) in enumerate(zip(shapes, axes, strict=True)):
         more = () if axis is None else (4,)
         factor = draws(*more, *shape, seed=seed)
         factors.append(factor if axis is None else factor.movedim(0, axis))
@@ -235,9 +288,16 @@ def test_a_models_view_of_the_last_result():
 def test_other_convolutions_stay_pytorchs(options):
     layer = nn.Conv2d(3, 5, 3, **options)
     assert direct_layers(layer) == {}
-    assert "no convolution" in reason_against_direct_layers(layer)
+    assert "no dense layer or convolution" in reason_against_direct_layers(layer)
     assert direct_layers(layer.double()) == {}
     assert direct_layers(nn.Conv2d(4, 4, 3, groups=2)) == {}
+
+
+def test_other_dense_layers_stay_pytorchs():
+    for layer in (nn.Linear(7, 5), nn.Linear(20, 5).double(), nn.Bilinear(9, 9, 2)):
+        assert direct_layers(layer) == {}
+    small = nn.Sequential(nn.Linear(20, 5), nn.MaxPool2d(2))
+    assert direct_layers(small).keys() == {small[0]}
 
 
 @pytest.mark.parametrize(
@@ -249,6 +309,15 @@ def test_other_poolings_stay_pytorchs(options):
 
 
 def test_inputs_of_another_kind_go_to_pytorchs_layers():
+    layer = nn.Linear(20, 5)
+    with other_forwards(direct_layers(layer)):
+        for shape in ((20,), (2, 3, 20), (FEW + 1, 20)):
+            value = draws(*shape)
+            assert torch.equal(layer(value), F.linear(value, layer.weight, layer.bias))
+        with torch.autocast("cpu", torch.bfloat16):
+            assert layer(draws(2, 20)).dtype == torch.bfloat16
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            layer(draws(2, 19))
     net = nn.Sequential(nn.Conv2d(3, 5, 3), nn.MaxPool2d(2))
     with other_forwards(direct_layers(net)):
         assert net(IMAGES[0, 0]).shape == (5, 3, 3)  # an image without a batch

@@ -14,7 +14,7 @@ from fl_lightning.client.thin_gradients import ThinGradients
 
 ALL = ("channels_last", "thin_gradients", "fused_optimizer")
 SUBSETS = list(chain.from_iterable(combinations(ALL, n) for n in range(4)))
-WITH_DIRECT = [("direct_convolution", *subset) for subset in SUBSETS]  # for single precision
+WITH_DIRECT = [("direct_layers", *subset) for subset in SUBSETS]  # for single precision
 
 
 def conv_net():

@@ -129,8 +129,8 @@ class View(nn.Module):
 @pytest.mark.skipif(
     reason_against_direct_layers(nn.Conv2d(1, 1, 1)) is not None, reason="no compiler"
 )
-@pytest.mark.parametrize(("kind", "direct"), [(Conv, True), (Viewing, False), (ToyModule, False)])
-def test_convolutions_are_direct_where_the_model_lets_them(kind, direct):
+@pytest.mark.parametrize(("kind", "direct"), [(Conv, True), (Viewing, False), (ToyModule, True)])
+def test_layers_are_direct_where_the_model_lets_them(kind, direct):
     one, many = toy(kind), toy(kind)
     run(one, "sequential")
     trainer = run(many, "slots")

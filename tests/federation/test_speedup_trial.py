@@ -13,8 +13,8 @@ from toys import SaveEverywhere, ToyData, ToyModule, toy_trainer, weights
 from fl_lightning import ConfigurationError, FederatedDataModule, Federation, UniformCohort
 from fl_lightning.federation import speedup_trial
 
-SGD_SPEEDUPS = ["channels_last", "direct_convolution", "fused_optimizer", "thin_gradients"]
-WANT_A_LAYOUT = {"channels_last", "direct_convolution"}
+SGD_SPEEDUPS = ["channels_last", "direct_layers", "fused_optimizer", "thin_gradients"]
+WANT_A_LAYOUT = {"channels_last", "direct_layers"}
 
 
 class Images(ToyData):
@@ -87,7 +87,7 @@ def speedups_of(trainer):
 )
 def test_the_same_model_after_two_rounds(precision, dtype, tolerance):
     plain, first = run(dtype=dtype, precision=precision)
-    speedups = [s for s in SGD_SPEEDUPS if dtype == torch.float32 or s != "direct_convolution"]
+    speedups = [s for s in SGD_SPEEDUPS if dtype == torch.float32 or s != "direct_layers"]
     fast, second = run(speedups=speedups, dtype=dtype, precision=precision)
     torch.testing.assert_close(weights(fast), weights(plain), rtol=tolerance, atol=tolerance)
     assert not torch.equal(weights(fast), weights(plain))  # they took part
@@ -118,7 +118,7 @@ def test_auto_measures_says_and_keeps(tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         module, trainer = run(Conv, "auto", None, SaveEverywhere(tmp_path))
     assert (
-        "engine: sequential with direct_convolution, channels_last, fused_optimizer, thin_gradients ("
+        "engine: sequential with direct_layers, channels_last, fused_optimizer, thin_gradients ("
         in caplog.text
     )
     assert sorted(speedups_of(trainer)) == SGD_SPEEDUPS
@@ -215,7 +215,7 @@ def test_a_short_run_is_plain():
     [
         (Attention, "channels_last", {}, "no convolution"),
         (Conv, "thin_gradients", {"gradient_clip_val": 1.0}, "clipping"),
-        (Conv, "turbo", {}, "speedups must be some of direct_convolution, channels_last"),
+        (Conv, "turbo", {}, "speedups must be some of direct_layers, channels_last"),
     ],
 )
 def test_what_does_not_apply_is_refused(module, speedup, options, message):
