@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 
 from fl_lightning.client.correction import GradientTerm
-from fl_lightning.client.functional_step import OWN_LOSS, Tensors
-from fl_lightning.client.local_training import GlobalModel, check_finite
+from fl_lightning.client.functional_step import Tensors
+from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.client.metric_feed import GivenStep
 from fl_lightning.client.packing import Stay, pack
 from fl_lightning.client.slot_inputs import ReadBatch, SlotInputs
 from fl_lightning.client.slot_own import OwnOf, SlotOwn
+from fl_lightning.client.slot_results import SlotResults
 from fl_lightning.client.stacked_step import StackedStep
 from fl_lightning.client.work import ClientWork
-from fl_lightning.core.errors import ClientFailure
 from fl_lightning.core.seeds import preserve_global_generators
 from fl_lightning.core.space import Space
 from fl_lightning.core.update import GroupUpdate
@@ -62,7 +62,7 @@ class SlotTrainer:
     ) -> None:
         self._own = own
         self._left_out: set[int] = set()
-        self._names = names if names is not None else {}
+        self._results = SlotResults(step, space, buffers, names or {})
         self._step = step
         self._batch_size = batch_size
         self._num_slots = step.options.num_slots
@@ -85,7 +85,7 @@ class SlotTrainer:
         term: TermOf | None = None,
         own: OwnOf | None = None,
     ) -> Iterator[GroupUpdate]:
-        """Train the clients and yield their updates, those that end together at once.
+        """Train the clients and yield their updates, about as many at once as there are slots.
 
         When all are yielded, the module's torchmetrics objects hold their examples, without those
         of clients that `leave_out` names until then.
@@ -115,11 +115,10 @@ class SlotTrainer:
             guests = [(stay, work[stay.client]) for stay in new]
             batch = self._inputs.next(number, step_indices, guests, draws)
             self._shift(guests, term)
-            deltas, sums = None, self._step.sums
-            if together and new and done:
-                deltas, sums = self._step.only(named_start, batch, step_valid, self._space.active)
-                deltas = deltas[: len(done)]
-            elif together and new:
+            alike = together and bool(new)
+            if alike and done:
+                yield self._only(named_start, batch, step_valid, [work[s.client] for s in done])
+            elif alike:
                 self._step.first(named_start, batch, step_valid)
             else:
                 self._reset([stay.slot for stay in new])
@@ -127,8 +126,9 @@ class SlotTrainer:
                 self._step(batch, step_valid)
             if len(rehearsal.feed):
                 given.append(self._step.given)
-            if done:
-                yield self._updates(start, done, work, sums, deltas)
+            if not alike:
+                yield from self._take_over(done, work)
+        yield from self._results.hand_on()
         if given:
             self._count_out(stays, work, valid)
             steps = zip(given, valid.bool().unbind(), strict=True)
@@ -139,6 +139,7 @@ class SlotTrainer:
         named_start = self._space.full(start.params)
         self._step.pull_to(named_start, pull)
         self._start = list(named_start.values())
+        self._results.open(start, named_start)
         self._start_buffers = self._buffers.views(start.buffers) if self._step.buffers else []
         self._state_rows = [t for states in self._step.states.values() for t in states]
         if self._own is not None:
@@ -189,13 +190,27 @@ class SlotTrainer:
         for stay, client in guests:
             self._own.enter(stay.slot, client.client_id)
 
-    def _leave(self, slots: list[int], clients: list[ClientWork], deltas: Tensor) -> None:
-        """Keep what clients have for themselves; without that their updates cannot be used."""
-        if self._own is None:
+    def _only(
+        self, start: Tensors, batch: Any, valid: Tensor, clients: list[ClientWork]
+    ) -> GroupUpdate:
+        """Return the updates of clients whose first step is their last."""
+        deltas, sums = self._step.only(start, batch, valid, self._space.active)
+        count = len(clients)
+        return self._results.group(
+            clients, deltas[:count], {name: total[:count] for name, total in sums.items()}
+        )
+
+    def _take_over(self, done: list[Stay], work: Sequence[ClientWork]) -> Iterator[GroupUpdate]:
+        """Take over clients' results; yield those of others to make room."""
+        if not done:
             return
-        for row, (slot, client) in enumerate(zip(slots, clients, strict=True)):
-            if not self._own.leave(slot, client.client_id):
-                deltas[row] = torch.nan
+        slots, clients = [stay.slot for stay in done], [work[stay.client] for stay in done]
+        if not self._results.has_room(len(done)):
+            yield from self._results.hand_on()
+        deltas = self._results.take(slots, clients)
+        for delta, slot, client in zip(deltas, slots, clients, strict=True):
+            if self._own is not None and not self._own.leave(slot, client.client_id):
+                delta.fill_(torch.nan)  # without what it keeps its update cannot be used
 
     @torch.no_grad()
     def _shift(self, guests: Sequence[tuple[Stay, ClientWork]], term: TermOf | None) -> None:
@@ -229,66 +244,3 @@ class SlotTrainer:
         for slot in slots:
             torch._foreach_zero_([tensor[slot] for tensor in fresh])
             torch._foreach_copy_([tensor[slot] for tensor in stacked], starts)
-
-    @torch.no_grad()
-    def _updates(
-        self,
-        start: GlobalModel,
-        stays: list[Stay],
-        work: Sequence[ClientWork],
-        sums: Tensors,
-        deltas: Tensor | None = None,
-    ) -> GroupUpdate:
-        clients = [work[stay.client] for stay in stays]
-        slots = [stay.slot for stay in stays]
-        rows: Any = slice(None) if slots == list(range(self._num_slots)) else slots
-        means = {name: s[rows, 0] / s[rows, 1] for name, s in sums.items()}
-        deltas = self._deltas(rows, len(slots)) if deltas is None else deltas
-        self._leave(slots, clients, deltas)
-        own = {"train/loss": means.pop(OWN_LOSS)}  # a module may log a train/loss of its own
-        return GroupUpdate(
-            client_ids=[client.client_id for client in clients],
-            deltas=deltas,
-            buffers=self._final_buffers(start, rows, len(slots)),
-            num_examples=[client.num_examples for client in clients],
-            num_steps=[len(client.sizes) for client in clients],
-            metrics=own | {self._names.get(name, name): v for name, v in means.items()},
-        )
-
-    def _deltas(self, rows: Any, count: int) -> Tensor:
-        first = self._start[0]
-        deltas = torch.empty(count, self._space.size, dtype=first.dtype, device=first.device)
-        begin = 0
-        for name, start, tensor in zip(self._space.names, self._start, self._params, strict=True):
-            index = self._space.active.get(name)
-            size = start.numel() if index is None else len(index)
-            part = deltas[:, begin : begin + size]
-            if index is None:
-                torch.sub(start, tensor[rows], out=part.view(count, *start.shape))
-            else:
-                ends = tensor.flatten(1)[:, index][rows]
-                torch.sub(start.flatten()[index], ends, out=part)
-            begin += size
-        return deltas
-
-    def _final_buffers(self, start: GlobalModel, rows: Any, count: int) -> Tensor:
-        if not self._stacked_buffers:
-            return start.buffers.expand(count, -1)
-        return torch.cat([buffer[rows].reshape(count, -1) for buffer in self._stacked_buffers], 1)
-
-
-def usable_rows(group: GroupUpdate) -> tuple[GroupUpdate, list[ClientFailure]]:
-    """Return the group without the clients whose update is not finite, and who they are."""
-    loss = group.metrics["train/loss"]
-    if bool((loss.sum() + group.norms.sum() + group.buffers.sum()).isfinite()):
-        return group, []
-    usable = loss.isfinite() & group.norms.isfinite() & group.buffers.isfinite().all(1)
-    if bool(usable.all()):  # their sum was too large
-        return group, []
-    failures = []
-    for update in group:
-        try:
-            check_finite(update)
-        except ClientFailure as failure:
-            failures.append(failure)
-    return group.rows(usable.nonzero().flatten().tolist()), failures

@@ -19,7 +19,7 @@ from fl_lightning.client.fedlc import FedLC, ShiftedLogits
 from fl_lightning.client.local_training import GlobalModel, LocalTrainer
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.memory import ClientMemory
-from fl_lightning.client.slot_training import usable_rows
+from fl_lightning.client.slot_results import usable_rows
 from fl_lightning.client.work import ClientWork
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.metric_states import MetricStates, kept_apart, metrics_of

@@ -15,7 +15,7 @@ from lightning.pytorch import Trainer
 
 from fl_lightning.client.cannot_stack import CannotStack
 from fl_lightning.client.local_training import GlobalModel, LocalTrainer
-from fl_lightning.client.slot_training import usable_rows
+from fl_lightning.client.slot_results import usable_rows
 from fl_lightning.client.work import ClientWork
 from fl_lightning.federation.engine_options import MOST_PARAMETERS, SHORT_RUN_STEPS
 from fl_lightning.federation.slot_engine import (

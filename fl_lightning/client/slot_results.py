@@ -1,0 +1,136 @@
+"""What clients leave behind in their slots, taken over when they end and handed on in groups.
+
+Clients of different lengths end one by one. What is done with an update (its norm, checks, the sum it
+goes into) costs a fixed time besides, which a group pays once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from fl_lightning.client.functional_step import OWN_LOSS, Tensors
+from fl_lightning.client.local_training import GlobalModel, check_finite
+from fl_lightning.client.stacked_step import StackedStep
+from fl_lightning.client.work import ClientWork
+from fl_lightning.core.errors import ClientFailure
+from fl_lightning.core.space import Space
+from fl_lightning.core.update import GroupUpdate
+
+
+class SlotResults:
+    """Results of clients that have ended, at most as many as there are slots.
+
+    Args:
+        step: holds the slots.
+        space: layout of the parameters that train.
+        buffers: layout of the floating-point buffers.
+        names: under which names logged values appear in updates, where those differ.
+    """
+
+    def __init__(
+        self, step: StackedStep, space: Space, buffers: Space, names: Mapping[str, str]
+    ) -> None:
+        self._step, self._space, self._names = step, space, names
+        self._params = [step.params[name] for name in space.names]
+        self._buffers = [step.buffers[name] for name in buffers.names if step.buffers]
+        self._clients: list[ClientWork] = []
+        self._sums: list[Tensors] = []
+        self._final_buffers: list[Tensor] = []
+
+    def open(self, start: GlobalModel, named: Tensors) -> None:
+        """Have clients begin from a global model, whose parameters are given by name as well."""
+        self._start = start
+        self._starts: list[tuple[Tensor, Tensor | None]] = []
+        for name in self._space.names:
+            index = self._space.active.get(name)
+            value = named[name]
+            self._starts.append((value if index is None else value.flatten()[index], index))
+        self._clear()
+
+    def has_room(self, count: int) -> bool:
+        """Return whether so many more can be taken over."""
+        return len(self._clients) + count <= self._step.options.num_slots
+
+    @torch.no_grad()
+    def take(self, slots: Sequence[int], clients: Sequence[ClientWork]) -> Tensor:
+        """Take over the results of clients that have ended, and return their deltas."""
+        first, count = len(self._clients), len(slots)
+        if not first:
+            shape = self._step.options.num_slots, self._space.size
+            self._deltas = self._start.params.new_empty(shape)
+        is_all = list(slots) == list(range(self._step.options.num_slots))
+        rows = list(slots)  # copies, also of all
+        deltas = self._deltas[first : first + count]
+        self._write(deltas, slots, is_all=is_all)
+        self._clients += clients
+        self._sums.append({name: sums[rows] for name, sums in self._step.sums.items()})
+        if self._buffers:
+            ends = [buffer[rows].reshape(count, -1) for buffer in self._buffers]
+            self._final_buffers.append(torch.cat(ends, 1))
+        return deltas
+
+    def _write(self, deltas: Tensor, slots: Sequence[int], *, is_all: bool) -> None:
+        """Write start - end."""
+        begin = 0
+        for (start, index), ends in zip(self._starts, self._params, strict=True):
+            part = deltas[:, begin : begin + start.numel()]
+            begin += start.numel()
+            if is_all and index is None:
+                torch.sub(start, ends, out=part.view(len(part), *start.shape))
+                continue
+            for row, slot in zip(part, slots, strict=True):
+                end = ends[slot] if index is None else ends[slot].flatten()[index]
+                torch.sub(start, end, out=row.view(start.shape))
+
+    def hand_on(self) -> Iterator[GroupUpdate]:
+        """Yield what was taken over since the last time, if anything was."""
+        if not self._clients:
+            return
+        sums = {n: torch.cat([taken[n] for taken in self._sums]) for n in self._sums[0]}
+        group = self.group(self._clients, self._deltas[: len(self._clients)], sums)
+        self._clear()
+        yield group
+
+    def group(self, clients: list[ClientWork], deltas: Tensor, sums: Tensors) -> GroupUpdate:
+        """Return clients' updates.
+
+        Args:
+            clients: m of them.
+            deltas: theirs, shape (m, k).
+            sums: of loss and logged values, see `StackedStep`, shape (m, 2).
+        """
+        count = len(clients)
+        means = {name: total[:, 0] / total[:, 1] for name, total in sums.items()}
+        own = {"train/loss": means.pop(OWN_LOSS)}  # a module may log a train/loss of its own
+        final = self._final_buffers
+        return GroupUpdate(
+            client_ids=[client.client_id for client in clients],
+            deltas=deltas,
+            buffers=torch.cat(final) if final else self._start.buffers.expand(count, -1),
+            num_examples=[client.num_examples for client in clients],
+            num_steps=[len(client.sizes) for client in clients],
+            metrics=own | {self._names.get(name, name): v for name, v in means.items()},
+        )
+
+    def _clear(self) -> None:
+        self._clients, self._sums, self._final_buffers = [], [], []
+
+
+def usable_rows(group: GroupUpdate) -> tuple[GroupUpdate, list[ClientFailure]]:
+    """Return the group without the clients whose update is not finite, and who they are."""
+    loss = group.metrics["train/loss"]
+    if bool((loss.sum() + group.norms.sum() + group.buffers.sum()).isfinite()):
+        return group, []
+    usable = loss.isfinite() & group.norms.isfinite() & group.buffers.isfinite().all(1)
+    if bool(usable.all()):  # their sum was too large
+        return group, []
+    failures = []
+    for update in group:
+        try:
+            check_finite(update)
+        except ClientFailure as failure:
+            failures.append(failure)
+    return group.rows(usable.nonzero().flatten().tolist()), failures
