@@ -20,8 +20,13 @@ INLINE void dot_block(const int rows, const int columns, const float *x, const f
     vector sums[12] = {{0}};
     vector right[3];
     const long whole = in / LANES * LANES, last = in - LANES;
+    /* where rows are short the processor itself does not see which ones are next */
+    const long ahead = in <= 1024 ? columns * in : 0;
     for (long i = 0; i < whole; i += LANES) {
-        UNROLL for (int c = 0; c < columns; c++) right[c] = load(w + c * in + i);
+        UNROLL for (int c = 0; c < columns; c++) {
+            right[c] = load(w + c * in + i);
+            __builtin_prefetch(w + c * in + i + ahead);
+        }
         UNROLL for (int r = 0; r < rows; r++) {
             const vector left = load(x + r * in + i);
             UNROLL for (int c = 0; c < columns; c++) sums[r * columns + c] += left * right[c];
