@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import tempfile
 import time
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -51,10 +53,11 @@ class TakeTurns(Callback):
         plain: timed.
         best: timed as well, if it is another one.
         exact: compared with.
+        path: where the first process leaves what was seen; it may be a fork of this one.
     """
 
-    def __init__(self, plain: BareLoop, best: BareLoop, exact: BareLoop) -> None:
-        self.plain, self.best, self.exact = plain, best, exact
+    def __init__(self, plain: BareLoop, best: BareLoop, exact: BareLoop, path: Path) -> None:
+        self.plain, self.best, self.exact, self.path = plain, best, exact, path
         self.turns = Turns(best=str(best.variant))
         self._began = 0.0
 
@@ -70,6 +73,11 @@ class TakeTurns(Callback):
             self._train_bare(trainer, pl_module, ours)
         trainer.strategy.barrier()
         self._began = time.perf_counter()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave what was seen."""
+        if trainer.is_global_zero:
+            self.path.write_text(json.dumps(asdict(self.turns)))
 
     def _train_bare(self, trainer: Trainer, module: LightningModule, ours: float) -> None:
         clients = trainer.datamodule.clients  # type: ignore[attr-defined]
@@ -105,9 +113,10 @@ def measure(name: str, options: Options) -> Turns:
     plain = BareLoop(work, data, PLAIN, options.precision)
     best = plain if variant == PLAIN else BareLoop(work, data, variant, options.precision)
     exact = BareLoop(work, data, PLAIN, options.precision, mean_dtype=torch.float64)
-    turns = TakeTurns(plain, best, exact)
-    ours.fit(work, data, options, 1 + options.rounds, turns)
-    return turns.turns
+    with tempfile.TemporaryDirectory() as folder:
+        turns = TakeTurns(plain, best, exact, Path(folder) / "turns.json")
+        ours.fit(work, data, options, 1 + options.rounds, turns)
+        return Turns(**json.loads(turns.path.read_text()))
 
 
 def main() -> None:
