@@ -140,13 +140,17 @@ class SlotTrial:
             return self.num_slots
         start = self._fitting_slots(work)
         if not is_long:
-            return start
+            return _without_idle_slots(start, work)
+
+        def seconds(number: int) -> float:
+            return self._seconds(_without_idle_slots(number, work), model, trial)
+
         remembered, key = Remembered(), self._key(len(work))
         found = remembered.get(key)
         if found is None:
-            found = fastest(lambda number: self._seconds(number, model, trial), start, len(work))
+            found = fastest(seconds, start, len(work))
             remembered.put(key, found)
-        return min(found, len(work))
+        return _without_idle_slots(min(found, len(work)), work)
 
     def _key(self, num_clients: int) -> str:
         """Name what the best number of slots depends on."""
@@ -167,6 +171,22 @@ class SlotTrial:
 
     def _fitting_slots(self, work: Sequence[ClientWork]) -> int:
         return min(fitting_slots(self.trainer, self.local.space.num_entries), len(work))
+
+
+def _without_idle_slots(most: int, work: Sequence[ClientWork]) -> int:
+    """Return how many slots do with as few idle ones what ``most`` do in the same time.
+
+    Clients of one length end together, and the last ones leave slots empty.
+
+    Example:
+        >>> work = [ClientWork(i, 4, torch.arange(4), [4]) for i in range(100)]
+        >>> _without_idle_slots(32, work)  # four times 25
+        25
+    """
+    if len({len(client.sizes) for client in work}) > 1:
+        return most
+    times = -(-len(work) // most)
+    return -(-len(work) // times)
 
 
 def _shortened(work: Sequence[ClientWork], max_steps: int) -> list[ClientWork]:
