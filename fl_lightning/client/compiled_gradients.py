@@ -234,7 +234,7 @@ class _Whole(nn.Module):
         calls: list[LogCall] = []
 
         def log(name: str, value: Any, *args: Any, **options: Any) -> None:
-            if isinstance(value, Metric | StandIn | BatchValue):
+            if isinstance(value, (Metric, StandIn, BatchValue)):
                 raise TypeError(f"it logs a torchmetrics object as {name!r}")
             kept = value.detach() if isinstance(value, Tensor) else value
             calls.append((name, kept, args, options))

@@ -80,14 +80,24 @@ class TrainingStep:
     def __init__(self, module: nn.Module, takes_index: bool, *, direct: bool = False) -> None:
         self.stand_ins = StandIns(module)
         self._forwards = direct_layers(module, viewable=True) if direct else {}
-        self._wrapper = _Wrapper(module)
+        self._wrapper, self._log = _Wrapper(module), _Log()
         self._takes_index = takes_index
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Have the module be as calls of this object need it."""
-        with self.stand_ins.in_place(), other_forwards(self._forwards):
-            yield
+        attention = sdpa_kernel(SDPBackend.MATH)  # vmap would run the fused ones client by client
+        own = vars(self._wrapper.module)
+        before = own.get("log")
+        own["log"] = self._log.log
+        try:
+            with self.stand_ins.in_place(), other_forwards(self._forwards), attention:
+                yield
+        finally:
+            if before is None:
+                del own["log"]
+            else:
+                own["log"] = before
 
     def __call__(
         self, tensors: Mapping[str, Tensor], batch: Any, count: Tensor, draws: Sequence[Tensor] = ()
@@ -120,19 +130,16 @@ class TrainingStep:
         }
         # no number: a step that decides something by its index cannot be the same for all slots
         arguments = (batch, count.long()) if self._takes_index else (batch,)
-        logged: Logged = {}
-        metrics: dict[str, Metric] = {}
         calls = self.stand_ins.listen() if len(self.stand_ins) else []
         try:
-            with sdpa_kernel(SDPBackend.MATH):  # vmap would run the fused ones client by client
-                if draws:
-                    with ReplayedDraws(draws):
-                        output = functional_call(
-                            self._wrapper, inner, (logged, metrics, *arguments)
-                        )
-                else:
-                    output = functional_call(self._wrapper, inner, (logged, metrics, *arguments))
+            if draws:
+                with ReplayedDraws(draws):
+                    output = functional_call(self._wrapper, inner, arguments)
+            else:
+                output = functional_call(self._wrapper, inner, arguments)
+            logged, metrics = dict(self._log.values), dict(self._log.metrics)
         finally:
+            self._log.clear()
             self.stand_ins.stop_listening()
         loss = output["loss"] if isinstance(output, dict) else output
         if not isinstance(loss, Tensor):
@@ -140,39 +147,49 @@ class TrainingStep:
         return loss.reshape(()), logged, calls, metrics
 
 
+class _Log:
+    """Stands in for a module's ``log`` and keeps what the present call of its step logs.
+
+    In lists that stay the same objects, and asking for types in tuples: PyTorch's older compilers
+    follow neither an attribute that changes nor a union of types.
+    """
+
+    def __init__(self) -> None:
+        self.values: list[tuple[str, tuple[Tensor, float | None]]] = []
+        self.metrics: list[tuple[str, Metric]] = []
+
+    def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
+        """Keep a value."""
+        if isinstance(value, StandIn):
+            self.metrics.append((name, value.metric))
+            return
+        if isinstance(value, Metric):  # of a collection
+            self.metrics.append((name, value))
+            return
+        if isinstance(value, BatchValue):
+            raise CannotStack(
+                f"it logs a batch's {value.kind} as {name!r}, not the {value.kind} object"
+            )
+        if not isinstance(value, (Tensor, float, int)):
+            raise CannotStack(f"it logs a {type(value).__name__} as {name!r}")
+        if options.get("reduce_fx", "mean") != "mean":
+            raise CannotStack(f"it logs {name!r} with a reduce_fx other than mean")
+        tensor = torch.as_tensor(value).detach().reshape(()).float()
+        self.values.append((name, (tensor, options.get("batch_size"))))
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.values.clear()
+        self.metrics.clear()
+
+
 class _Wrapper(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
 
-    def forward(self, logged: Logged, metrics: dict[str, Metric], *arguments: Any) -> Any:
-        def log(name: str, value: Any, *args: Any, **options: Any) -> None:
-            if isinstance(value, StandIn):
-                metrics[name] = value.metric
-                return
-            if isinstance(value, Metric):  # of a collection
-                metrics[name] = value
-                return
-            if isinstance(value, BatchValue):
-                raise CannotStack(
-                    f"it logs a batch's {value.kind} as {name!r}, not the {value.kind} object"
-                )
-            if not isinstance(value, Tensor | float | int):
-                raise CannotStack(f"it logs a {type(value).__name__} as {name!r}")
-            if options.get("reduce_fx", "mean") != "mean":
-                raise CannotStack(f"it logs {name!r} with a reduce_fx other than mean")
-            tensor = torch.as_tensor(value).detach().reshape(()).float()
-            logged[name] = tensor, options.get("batch_size")
-
-        before = self.module.__dict__.get("log")
-        self.module.__dict__["log"] = log
-        try:
-            return self.module.training_step(*arguments)  # type: ignore[operator]
-        finally:
-            if before is None:
-                del self.module.__dict__["log"]
-            else:
-                self.module.__dict__["log"] = before
+    def forward(self, *arguments: Any) -> Any:
+        return self.module.training_step(*arguments)  # type: ignore[operator]
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
@@ -183,7 +200,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
     """
     if isinstance(batch, Tensor):
         return function(batch)
-    if isinstance(batch, list | tuple):
+    if isinstance(batch, (list, tuple)):
         return type(batch)([map_tensors(function, part) for part in batch])
     if isinstance(batch, dict):
         return {key: map_tensors(function, part) for key, part in batch.items()}

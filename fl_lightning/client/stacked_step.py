@@ -276,7 +276,7 @@ class StackedStep:
         self._write(slots, self._moved(slots, grads, inputs.steps), inputs.steps)
         for name, buffer in buffers.items():
             buffer.copy_(outputs.buffers[name])
-        return outputs._replace(buffers={})
+        return Outputs(outputs.sums, outputs.given, {})
 
     def _first_step(self, start: Tensors, slots: Slots, inputs: Inputs) -> Outputs:
         moved, outputs = self._moved_from(start, slots, inputs)
