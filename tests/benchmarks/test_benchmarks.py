@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from torch.nn.utils import parameters_to_vector
 
 from benchmarks import __main__ as command
@@ -68,7 +69,8 @@ def test_shards_lie_inside_the_data(name):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_variants_of_the_bare_loop_agree(variant):
     work = WORKLOADS["U-lenet5"].scaled(0.1)
-    data, plan = work.data(), own_plan(WORKLOADS["U-lenet5"].scaled(0.1), 0)
+    torch.manual_seed(0)  # of the orders: in some, two maxima are equal but for rounding
+    data, plan = work.data(), own_plan(work, 0)
     plain, other = BareLoop(work, data), BareLoop(work, data, VARIANTS[variant])
     for loop in (plain, other):
         loop.train_round(plan)
