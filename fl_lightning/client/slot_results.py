@@ -6,7 +6,7 @@ goes into) costs a fixed time besides, which a group pays once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -55,25 +55,25 @@ class SlotResults:
         return len(self._clients) + count <= self._step.options.num_slots
 
     @torch.no_grad()
-    def take(self, slots: Sequence[int], clients: Sequence[ClientWork]) -> Tensor:
+    def take(self, slots: list[int], clients: list[ClientWork]) -> Tensor:
         """Take over the results of clients that have ended, and return their deltas."""
         first, count = len(self._clients), len(slots)
         if not first:
             shape = self._step.options.num_slots, self._space.size
             self._deltas = self._start.params.new_empty(shape)
-        is_all = list(slots) == list(range(self._step.options.num_slots))
-        rows = list(slots)  # copies, also of all
         deltas = self._deltas[first : first + count]
-        self._write(deltas, slots, is_all=is_all)
+        self._write(deltas, slots)
         self._clients += clients
-        self._sums.append({name: sums[rows] for name, sums in self._step.sums.items()})
+        # a list as index copies; the slots go on
+        self._sums.append({name: sums[slots] for name, sums in self._step.sums.items()})
         if self._buffers:
-            ends = [buffer[rows].reshape(count, -1) for buffer in self._buffers]
+            ends = [buffer[slots].reshape(count, -1) for buffer in self._buffers]
             self._final_buffers.append(torch.cat(ends, 1))
         return deltas
 
-    def _write(self, deltas: Tensor, slots: Sequence[int], *, is_all: bool) -> None:
+    def _write(self, deltas: Tensor, slots: list[int]) -> None:
         """Write start - end."""
+        is_all = slots == list(range(self._step.options.num_slots))
         begin = 0
         for (start, index), ends in zip(self._starts, self._params, strict=True):
             part = deltas[:, begin : begin + start.numel()]

@@ -1,6 +1,8 @@
 """The benchmark's harness at a tiny scale: every workload runs, and the results agree."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -47,6 +49,16 @@ def test_a_wrong_result_shows(monkeypatch):
     monkeypatch.setattr("benchmarks.turns.best_variant", lambda *_: PLAIN)
     monkeypatch.setattr("benchmarks.plan.derive_seed", lambda *_: 0)
     assert measure("W1-dropout", TINY).difference > 0.01
+
+
+@pytest.mark.slow
+def test_what_two_processes_saw_comes_back():
+    options = Options(rounds=1, scale=0.1, devices=2).as_arguments()
+    words = [sys.executable, "-m", "benchmarks.turns", "U-logreg", *options]
+    output = subprocess.run(words, check=True, capture_output=True, text=True).stdout
+    seen = json.loads(output.splitlines()[-1])
+    assert [len(seen[name]) for name in ("ours", "bare", "bare_best")] == [1, 1, 1]
+    assert 0 < seen["difference"] <= 5e-5
 
 
 @pytest.mark.parametrize("name", SIZES)

@@ -135,6 +135,18 @@ def test_any_number_of_slots(num_slots):
     assert_same(*in_slots(toy(), OPTIMIZERS["momentum"], works(), num_slots))
 
 
+@pytest.mark.parametrize(("num_slots", "most"), [(1, 7), (3, 4), (7, 2), (20, 1)])
+def test_clients_that_end_one_by_one_are_handed_on_together(num_slots, most):
+    module, make = toy(), OPTIMIZERS["momentum"]
+    trainer, start, _ = sequential(module, make, works())
+    step = StackedStep(module, make(module.parameters()), True, StackedOptions(num_slots))
+    slots = SlotTrainer(step, trainer.space, trainer.buffers, read, 4)
+    sizes = [len(group.client_ids) for group in slots.train(start, works())]
+    assert sum(sizes) == len(SIZES)
+    assert len(sizes) <= most
+    assert max(sizes) <= num_slots
+
+
 def test_batch_norm_on_full_batches():
     todo = works([8, 4, 12, 4, 16])
     module = toy(batch_norm=True)
