@@ -24,7 +24,7 @@ def reason_against_direct_layers(module: nn.Module) -> str | None:
         >>> reason_against_direct_layers(nn.Linear(20, 2, dtype=torch.float64))
         'the model has no dense layer or convolution (stride 1, one group) in float32 on a CPU'
     """
-    if not any(_is_convolution(layer) or _is_dense(layer) for layer in module.modules()):
+    if not any(_is_convolution(layer) or is_direct_linear(layer) for layer in module.modules()):
         return (
             "the model has no dense layer or convolution (stride 1, one group) in float32 on a CPU"
         )
@@ -67,7 +67,7 @@ def direct_layers(
             forwards[layer] = _convolution(layer, contiguous=viewable and not has_pooling)
         elif _is_pooling(layer) and has_convolution:
             forwards[layer] = _pooling(layer, contiguous=viewable)
-        elif _is_dense(layer):
+        elif is_direct_linear(layer):
             forwards[layer] = _dense(layer)
     return forwards
 
@@ -85,7 +85,8 @@ def _is_convolution(layer: nn.Module) -> TypeGuard[nn.Conv2d]:
     )
 
 
-def _is_dense(layer: nn.Module) -> TypeGuard[nn.Linear]:
+def is_direct_linear(layer: nn.Module) -> TypeGuard[nn.Linear]:
+    """Return whether a layer is computed by `direct_linear`."""
     return (
         type(layer) is nn.Linear
         and "forward" not in vars(layer)
@@ -157,10 +158,15 @@ def _pooling(layer: nn.MaxPool2d, *, contiguous: bool) -> Callable[[Tensor], Ten
 
 def _dense(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
     def forward(value: Tensor) -> Tensor:
-        is_few = value.ndim == 2 and len(value) <= FEW
-        if not is_few or value.shape[1] != layer.in_features or not _is_usual(value):
-            return F.linear(value, layer.weight, layer.bias)
-        result: Tensor = dense(value.unsqueeze(0), layer.weight.unsqueeze(0)).squeeze(0)
-        return result if layer.bias is None else result + layer.bias
+        return direct_linear(value, layer.weight, layer.bias)
 
     return forward
+
+
+def direct_linear(value: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return what `torch.nn.functional.linear` does."""
+    is_few = value.ndim == 2 and len(value) <= FEW
+    if not is_few or value.shape[1] != weight.shape[1] or not _is_usual(value):
+        return F.linear(value, weight, bias)
+    result: Tensor = dense(value.unsqueeze(0), weight.unsqueeze(0)).squeeze(0)
+    return result if bias is None else result + bias

@@ -98,3 +98,66 @@ void dense_weights(float *w, const float *v, const float *x, long clients, long 
                 CASES(sum_block, examples, v + o, 1, out, x + first, in, w + o * in + first)
         }
 }
+
+/* Where SGD's step of one client's weights reads and writes, which may be the same place:
+ *
+ *     g = v'x + decay from + momentum velocity,   velocity = g,   to = keep from - rate g
+ *
+ * Without momentum velocity is NULL; with 0 it may hold anything before. */
+typedef struct {
+    float *to, *velocity;
+    const float *from;
+    float keep, rate, momentum, decay;
+} sgd_step;
+
+/* A vector whose first numbers are those at `done`. */
+INLINE vector after(vector v, long count, const float *done) {
+    if (!count) return v;
+    choice first;
+    for (int k = 0; k < LANES; k++) first[k] = k < count ? -1 : 0;
+    return (vector)(((choice)load(done) & first) | ((choice)v & ~first));
+}
+
+/* Some rows of a step, some of its columns; each row's first numbers are done. */
+INLINE void step_block(const int rows, const int vectors, long count, const float *v, long out,
+                       const float *x, long in, const sgd_step *s, long start, long done) {
+    vector sums[12] = {{0}};
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int k = 0; k < vectors; k += 2) { /* for the next block, while this one multiplies */
+            const long next = start + r * in + (vectors + k) * LANES;
+            __builtin_prefetch(s->from + next);
+            if (s->velocity) __builtin_prefetch(s->velocity + next);
+        }
+    products(rows, vectors, sums, count, v, 1, out, x, in);
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int k = 0; k < vectors; k++) {
+            const long at = start + r * in + k * LANES;
+            const vector from = load(s->from + at);
+            vector g = sums[r * vectors + k] + s->decay * from;
+            if (s->velocity) {
+                if (s->momentum != 0) g += s->momentum * load(s->velocity + at);
+                store(s->velocity + at, after(g, done, s->velocity + at));
+            }
+            store(s->to + at, after(s->keep * from - s->rate * g, done, s->to + at));
+        }
+}
+
+/* The step of every client: v (clients, examples, out), x (clients, examples, in), velocity
+ * (clients, out, in); of `to` and `from` it is said how far apart one client's begin. */
+void dense_step(float *to, float *velocity, const float *from, const float *v, const float *x,
+                long to_apart, long from_apart, long clients, long examples, long in, long out,
+                float keep, float rate, float momentum, float decay) {
+    sgd_step s = {to, velocity, from, keep, rate, momentum, decay};
+    for (; clients > 0; clients--, x += examples * in, v += examples * out) {
+        for (long o = 0, rows; o < out; o += rows) {
+            rows = turn(out - o, 4);
+            long end = 0;
+            FOR_COLUMNS(in, first, vectors) {
+                CASES(step_block, examples, v + o, out, x + first, in, &s, o * in + first, end - first)
+                end = first + vectors * LANES;
+            }
+        }
+        s.to += to_apart, s.from += from_apart;
+        if (s.velocity) s.velocity += out * in;
+    }
+}

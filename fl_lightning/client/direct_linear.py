@@ -5,6 +5,8 @@
 At some ten examples PyTorch's batched matrix product on CPUs spends much of its time on laying out
 factors anew. Here they are taken as they lie: `direct_linear.c`, see `c_library`. Products of more rows
 and columns are PyTorch's. All is float32, on one thread, with I ≥ 8.
+
+`dense_step` takes SGD's step on the weights without writing their gradients vᵀ x out.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ FLAGS = ("-ffp-contract=fast",)
 FEWEST_INPUTS = 8  # a vector's
 FEW = 64  # rows or columns; with more of both, PyTorch's product is the faster one
 _TYPES = (*(ctypes.c_void_p,) * 3, *(ctypes.c_long,) * 4)
+_STEP_TYPES = (*(ctypes.c_void_p,) * 5, *(ctypes.c_long,) * 6, *(ctypes.c_float,) * 4)
 
 
 def _dense(inputs: Tensor, weights: Tensor) -> Tensor:
@@ -85,3 +88,62 @@ dense_weights: Callable[..., Tensor] = operator(
     lambda u, v, x: dense(x, u),
     lambda u, v, x: dense_inputs(v, u),
 )
+
+
+def dense_step(
+    to: Tensor,
+    velocity: Tensor | None,
+    weights: Tensor,
+    errors: Tensor,
+    inputs: Tensor,
+    *,
+    keep: float,
+    lr: float,
+    momentum: float,
+    decay: float,
+) -> None:
+    """Take a step of SGD with the gradients errorsᵀ inputs, which are nowhere written.
+
+        g = errorsᵀ inputs + decay · weights + momentum · velocity
+        velocity ← g,    to ← keep · weights - lr · g
+
+    Args:
+        to: where the result goes, shape (G, O, I); its last two axes lie side by side. May be
+            ``weights``.
+        velocity: shape (G, O, I), contiguous; None without one, which is for momentum 0. With momentum
+            0 what it held does not matter.
+        weights: shape (G, O, I), or (1, O, I) if all clients have the same.
+        errors: dL/dy, shape (G, B, O).
+        inputs: shape (G, B, I).
+        keep: 1 for new weights, 0 for how they move.
+        lr: learning rate.
+        momentum: μ.
+        decay: λ.
+
+    Example:
+        >>> import torch
+        >>> weights, errors, inputs = torch.zeros(1, 2, 8), torch.ones(1, 3, 2), torch.ones(1, 3, 8)
+        >>> options = {"keep": 1.0, "lr": 0.5, "momentum": 0.0, "decay": 0.0}
+        >>> dense_step(weights, None, weights, errors, inputs, **options)
+        >>> weights.unique()
+        tensor([-1.5000])
+    """
+    errors, inputs = errors.contiguous(), inputs.contiguous()
+    clients, examples, out = errors.shape
+    c_function(SOURCE, FLAGS, "dense_step", *_STEP_TYPES)(
+        to.data_ptr(),
+        None if velocity is None else velocity.data_ptr(),
+        weights.data_ptr(),
+        errors.data_ptr(),
+        inputs.data_ptr(),
+        to.stride(0),
+        weights.stride(0) if len(weights) == clients else 0,
+        clients,
+        examples,
+        inputs.shape[2],
+        out,
+        keep,
+        lr,
+        momentum,
+        decay,
+    )

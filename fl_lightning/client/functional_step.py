@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from fl_lightning.client.metric_calls import (
 from fl_lightning.client.other_forwards import other_forwards
 from fl_lightning.client.random_draws import Draw, DrawRecorder
 from fl_lightning.client.replayed_draws import DropoutWatch, ReplayedDraws
+from fl_lightning.client.thin_layers import ThinLayers
 
 Tensors = dict[str, Tensor]
 # Logged values by name, with their batch sizes if given.
@@ -41,11 +42,25 @@ class Result:
         loss: a scalar.
         logged: values logged, detached.
         given: tensors given to torchmetrics objects, detached, in the order of the calls.
+        inputs: of thin layers, by the names of their weights.
     """
 
     loss: Tensor
     logged: Logged
     given: list[Tensor]
+    inputs: Tensors
+
+
+class Thin(NamedTuple):
+    """What thin layers take in a call of the training step, by the names of their weights.
+
+    Attributes:
+        weights: theirs.
+        zeros: added to their outputs.
+    """
+
+    weights: Tensors
+    zeros: Tensors
 
 
 @dataclass(frozen=True)
@@ -75,11 +90,15 @@ class TrainingStep:
 
     Attributes:
         stand_ins: for the module's metrics.
+        thin_layers: that a call may ask to be thin; None if layers are not direct.
     """
 
     def __init__(self, module: nn.Module, takes_index: bool, *, direct: bool = False) -> None:
         self.stand_ins = StandIns(module)
-        self._forwards = direct_layers(module, viewable=True) if direct else {}
+        self.thin_layers = ThinLayers(module) if direct else None
+        self._forwards = dict(direct_layers(module, viewable=True)) if direct else {}
+        if self.thin_layers is not None:
+            self._forwards.update(self.thin_layers.forwards)
         self._wrapper, self._log = _Wrapper(module), _Log()
         self._takes_index = takes_index
 
@@ -100,7 +119,12 @@ class TrainingStep:
                 own["log"] = before
 
     def __call__(
-        self, tensors: Mapping[str, Tensor], batch: Any, count: Tensor, draws: Sequence[Tensor] = ()
+        self,
+        tensors: Mapping[str, Tensor],
+        batch: Any,
+        count: Tensor,
+        draws: Sequence[Tensor] = (),
+        thin: Thin | None = None,
     ) -> Result:
         """Run it, between the two ends of `in_place`.
 
@@ -109,10 +133,52 @@ class TrainingStep:
             batch: what the step takes.
             count: steps that the client has taken.
             draws: the random numbers, in the order in which the step draws them.
+            thin: of the layers that are to be thin.
+
+        Raises:
+            CannotStack: if it does what slots cannot.
         """
-        loss, logged, calls, _ = self._run(tensors, batch, count, draws)
+        inputs: Tensors = {}
+        if thin is None or self.thin_layers is None or not thin.weights:
+            loss, logged, calls, _ = self._run(tensors, batch, count, draws)
+        else:
+            self.thin_layers.begin(thin.weights, thin.zeros)
+            try:
+                loss, logged, calls, _ = self._run({**tensors, **thin.weights}, batch, count, draws)
+                inputs = self.thin_layers.inputs()
+            finally:
+                self.thin_layers.end()
         given = [tensor.detach() for call in calls for tensor in tensors_of(call)]
-        return Result(loss, {OWN_LOSS: (loss.detach(), None), **logged}, given)
+        return Result(loss, {OWN_LOSS: (loss.detach(), None), **logged}, given, inputs)
+
+    def thin_here(self, names: Iterable[str], batch: Any, count: Tensor) -> list[str]:
+        """Run it as the sequential engine would, and tell which layers can be thin.
+
+        Args:
+            names: of the weights of some of `thin_layers`.
+            batch: what the step takes.
+            count: as for a call.
+
+        Returns:
+            Names of those weights that nothing else in the step reads with a gradient.
+        """
+        if self.thin_layers is None:
+            return []
+        size = len(tensors_in(batch)[0])
+        buffers = {n: b.clone() for n, b in self._wrapper.module.named_buffers()}
+        weights = {n: self.thin_layers.weight(n).detach().requires_grad_() for n in names}
+        zeros = {name: weight.new_zeros(size, len(weight)) for name, weight in weights.items()}
+        self.thin_layers.begin({name: w.detach() for name, w in weights.items()}, zeros)
+        try:
+            with torch.enable_grad():
+                loss, *_ = self._run({**buffers, **weights}, batch, count, ())
+            called = self.thin_layers.called
+        finally:
+            self.thin_layers.end()
+        if not called or not loss.requires_grad:
+            return []
+        others = torch.autograd.grad(loss, [weights[name] for name in called], allow_unused=True)
+        return [name for name, other in zip(called, others, strict=True) if other is None]
 
     def observe(self, tensors: Mapping[str, Tensor], batch: Any, count: Tensor) -> Observed:
         """Run it as the sequential engine would, and tell what it does besides arithmetic."""

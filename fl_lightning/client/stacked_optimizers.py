@@ -58,6 +58,11 @@ class StackedSGD:
         """The momentum, if there is any."""
         return int(self.momentum != 0)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is nothing but momentum and weight decay."""
+        return not (self.dampening or self.nesterov or self.maximize)
+
     def step(
         self, param: Tensor, grad: Tensor, state: list[Tensor], lr: Tensor, count: Tensor
     ) -> tuple[Tensor, list[Tensor]]:

@@ -3,14 +3,14 @@
     (params, state) of shape (G, …), batches (G, B, …)  ->  updated in place
 
 Fixed shapes and no Python between the operators let the compiler turn the whole step into one
-graph, which is where the speed comes from. The gradients are `StackedGradients`'.
+graph, which is where the speed comes from. The gradients are `StackedGradients`'. Those of thin layers
+come out of the graph as factors, and `ThinSteps` follow it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,39 +18,19 @@ from torch.optim import Optimizer
 
 from fl_lightning.client.cannot_stack import CannotStack
 from fl_lightning.client.compiling import Compiled
-from fl_lightning.client.functional_step import Tensors, TrainingStep
+from fl_lightning.client.direct_linear import FEW
+from fl_lightning.client.functional_step import Tensors, TrainingStep, map_tensors, tensors_in
 from fl_lightning.client.rehearsal import Rehearsal, rehearse
 from fl_lightning.client.stacked_gradients import Inputs, Outputs, StackedGradients
 from fl_lightning.client.stacked_optimizers import StackedRule, stacked_rule
+from fl_lightning.client.stacked_options import StackedOptions
+from fl_lightning.client.thin_steps import Factors, ThinSteps, can_be_thin
 from fl_lightning.sparsity.masked_optimizer import MaskedOptimizer
 
 # Compiled anew for changed momentum, weight decay, …; beyond, the step runs as it is.
 MOST_GRAPHS = 3
 
-
-@dataclass(frozen=True)
-class StackedOptions:
-    """How a local step is stacked.
-
-    Attributes:
-        num_slots: clients side by side, G.
-        weighted: evaluate the loss by example, so that batches may be padded.
-        clip_norm: largest norm of a client's gradient; None for no clipping.
-        clip_value: largest absolute value of a gradient's numbers; None for no clipping.
-        compiled: have the compiler turn the step into one graph.
-        direct: have layers computed by `direct_layers`, where that is possible.
-        has_pull: clients may be pulled back to where they began.
-        has_shift: a vector may be added to a client's gradients.
-    """
-
-    num_slots: int
-    weighted: bool = True
-    clip_norm: float | None = None
-    clip_value: float | None = None
-    compiled: bool = False
-    direct: bool = False
-    has_pull: bool = False
-    has_shift: bool = False
+_T = TypeVar("_T")
 
 
 class StackedTerm(NamedTuple):
@@ -139,13 +119,11 @@ class StackedStep:
         self.given: list[Tensor] = []
         self.states: dict[str, list[Tensor]] = {}
         self._graphs: list[Compiled] = []
+        self._run: dict[str, Callable[..., Any]] = {}
         self.read_options()
 
     def read_options(self) -> None:
-        """Take over the optimizer's present options and masks; some need another graph.
-
-        What else Python reads in a step may have changed as well, since the last time.
-        """
+        """Take over the optimizer's present options and masks."""
         groups = self._optimizer.param_groups
         rules = [stacked_rule(self._optimizer, group) for group in groups]
         if any(rule is None for rule in rules):
@@ -156,20 +134,46 @@ class StackedStep:
         ]
         masks = self._optimizer.masks if isinstance(self._optimizer, MaskedOptimizer) else {}
         self.masks = {name: masks[p] for name, p in self._trained.items() if p in masks}
-        if rules == self._rules:
+        if rules != self._rules:
+            self._rules = [rule for rule in rules if rule is not None]
+            self.states = {
+                name: [torch.zeros_like(self.params[name]) for _ in range(rule.num_states)]
+                for name, rule in self._by_name(self._rules).items()
+            }
+            self._run = {}
+
+    def _read_step(self, batch: Callable[[], Any]) -> None:
+        """Find out which layers can be thin now, and renew the graphs if something has changed."""
+        thin = self._thin_names(batch)
+        if self._run and thin == self._gradients.thin:
             for graph in self._graphs:
                 graph.recheck()
-            return
-        self._rules = [rule for rule in rules if rule is not None]
-        self.states = {
-            name: [torch.zeros_like(p) for _ in range(self._rules[self._group_of[name]].num_states)]
-            for name, p in self.params.items()
-        }
-        # a schedule that changes more than the learning rate would want a graph every round
-        self._num_graphs += 1
-        self._graphs = []
-        self._run, self._run_first = self._graph(self._step), self._graph(self._first_step)
-        self._run_only = self._graph(self._only_step)
+        else:
+            # a schedule that changes more than the learning rate would want a graph every round
+            self._num_graphs += 1
+            self._graphs, self._gradients.thin = [], thin
+            functions = self._step, self._first_step, self._only_step
+            self._run = {function.__name__: self._graph(function) for function in functions}
+        rules, lrs = self._by_name(self._rules), self._by_name(self._lrs)
+        self._thin = ThinSteps(self.params, self.states, rules, lrs)
+
+    def _thin_names(self, batch: Callable[[], Any]) -> list[str]:
+        """Return the names of the weights whose layers can be thin."""
+        layers = self._call.thin_layers
+        if layers is None or self.options.changes_gradients:
+            return []
+        names = [name for name in layers.names if name not in self.masks]
+        names = can_be_thin(names, self._by_name(self._rules))
+        sample = batch() if names else torch.empty(FEW + 1)
+        if len(tensors_in(sample)[0]) > FEW:
+            return []
+        if self.options.weighted:
+            sample = map_tensors(lambda tensor: tensor[:1], sample)
+        with self._call.in_place():
+            return self._call.thin_here(names, sample, self.count[0])
+
+    def _by_name(self, of_groups: Sequence[_T]) -> dict[str, _T]:
+        return {name: of_groups[group] for name, group in self._group_of.items()}
 
     def pull_to(self, starts: Tensors, pull: float) -> None:
         """Pull all clients back to parameters, by name, without the axis of clients."""
@@ -185,7 +189,8 @@ class StackedStep:
     def rehearse(self, batch: Callable[[], Any]) -> Rehearsal:
         """Find out what the step draws and gives to metrics, if that is not known for good.
 
-        It may change from round to round, e.g. with a dropout that grows.
+        It may change from round to round, e.g. with a dropout that grows, and so may all else that
+        Python reads in a step: some changes need another graph.
 
         Args:
             batch: makes a full one.
@@ -200,6 +205,7 @@ class StackedStep:
                 by_example=options.weighted,
             )
             self._gradients.draw_axes = self.rehearsal.draws.axes
+        self._read_step(batch)
         return self.rehearsal
 
     def __call__(self, batch: Any, valid: Tensor) -> None:
@@ -209,7 +215,9 @@ class StackedStep:
             batch: tensors in tuples, lists and dicts, each of shape (G, B, …).
             valid: 1 where an example counts, 0 where it is padding, shape (G, B).
         """
-        outputs = self._done(self._run, self._slots, self.buffers, self._inputs(batch, valid))
+        inputs = self._inputs(batch, valid)
+        outputs, factors = self._done("_step", self._slots, self.buffers, inputs)
+        self._thin.step(factors)
         self._add(outputs.sums)
 
     def first(self, start: Tensors, batch: Any, valid: Tensor) -> None:
@@ -224,7 +232,9 @@ class StackedStep:
             valid: as for a step.
         """
         torch._foreach_zero_([self.count, *self.sums.values()])
-        outputs = self._done(self._run_first, start, self._slots, self._inputs(batch, valid))
+        inputs = self._inputs(batch, valid)
+        outputs, factors = self._done("_first_step", start, self._slots, inputs)
+        self._thin.first(start, factors)
         self._add(outputs.sums)
 
     def only(
@@ -243,7 +253,9 @@ class StackedStep:
         """
         self.count.zero_()
         inputs = self._inputs(batch, valid)
-        outputs, deltas = self._done(self._run_only, start, self._slots, inputs, active)
+        outputs, factors, deltas = self._done("_only_step", start, self._slots, inputs, active)
+        if factors:
+            deltas = self._thin.deltas(deltas, start, factors, active)
         return deltas, outputs.sums
 
     @property
@@ -257,11 +269,11 @@ class StackedStep:
         draws = [] if self.rehearsal is None else self.rehearsal.draws.numbers
         return Inputs(batch, valid, self.count, draws)
 
-    def _done(self, run: Callable[..., Any], *arguments: Any) -> Any:
-        """Run a step and keep what it gives to metrics."""
+    def _done(self, function: str, *arguments: Any) -> Any:
+        """Run a step, or a graph of it, and keep what it gives to metrics."""
         with self._call.in_place():
-            result = run(*arguments)
-        self.given = (result if isinstance(result, Outputs) else result[0]).given
+            result = self._run[function](*arguments)
+        self.given = result[0].given
         return result
 
     def _add(self, logged: Tensors) -> None:
@@ -271,55 +283,70 @@ class StackedStep:
             else:
                 self.sums[name] = sums
 
-    def _step(self, slots: Slots, buffers: Tensors, inputs: Inputs) -> Outputs:
-        grads, outputs = self._gradients(slots.params, buffers, inputs)
+    def _step(
+        self, slots: Slots, buffers: Tensors, inputs: Inputs
+    ) -> tuple[Outputs, dict[str, Factors]]:
+        grads, outputs, factors = self._whole_and_thin(slots.params, buffers, inputs)
         self._write(slots, self._moved(slots, grads, inputs.steps), inputs.steps)
         for name, buffer in buffers.items():
             buffer.copy_(outputs.buffers[name])
-        return Outputs(outputs.sums, outputs.given, {})
+        return Outputs(outputs.sums, outputs.given, {}, {}), factors
 
-    def _first_step(self, start: Tensors, slots: Slots, inputs: Inputs) -> Outputs:
-        moved, outputs = self._moved_from(start, slots, inputs)
+    def _first_step(
+        self, start: Tensors, slots: Slots, inputs: Inputs
+    ) -> tuple[Outputs, dict[str, Factors]]:
+        moved, outputs, factors = self._moved_from(start, slots, inputs)
         self._write(slots, moved, inputs.steps)
-        return outputs
+        return outputs, factors
 
     def _only_step(
         self, start: Tensors, slots: Slots, inputs: Inputs, active: Tensors
-    ) -> tuple[Outputs, Tensor]:
-        moved, outputs = self._moved_from(start, slots, inputs)
+    ) -> tuple[Outputs, dict[str, Factors], Tensor]:
+        """Return also the deltas, without those of thin layers' weights."""
+        moved, outputs, factors = self._moved_from(start, slots, inputs)
         count = self.options.num_slots  # not flatten(1): a parameter may be a scalar
-        deltas = {n: (start[n] - moved.params[n]).reshape(count, -1) for n in start}
+        deltas = {n: (start[n] - end).reshape(count, -1) for n, end in moved.params.items()}
         for name, index in active.items():
             deltas[name] = deltas[name][:, index]
-        return outputs, torch.cat(list(deltas.values()), 1)
+        none = inputs.valid.new_empty(count, 0)
+        return outputs, factors, torch.cat([*deltas.values(), none], 1)
 
-    def _moved_from(self, start: Tensors, slots: Slots, inputs: Inputs) -> tuple[Slots, Outputs]:
+    def _whole_and_thin(
+        self, params: Tensors, buffers: Tensors, inputs: Inputs, *, shared: bool = False
+    ) -> tuple[Tensors, Outputs, dict[str, Factors]]:
+        grads, outputs = self._gradients(params, buffers, inputs, shared=shared)
+        factors = {n: Factors(error, outputs.inputs[n]) for n, error in grads.errors.items()}
+        return grads.whole, Outputs(*outputs[:3], {}), factors
+
+    def _moved_from(
+        self, start: Tensors, slots: Slots, inputs: Inputs
+    ) -> tuple[Slots, Outputs, dict[str, Factors]]:
         """Return the slots after the first step of new clients, and what came out of it."""
-        grads, outputs = self._gradients(start, {}, inputs, shared=True)
+        grads, outputs, factors = self._whole_and_thin(start, {}, inputs, shared=True)
         params = {name: value.unsqueeze(0) for name, value in start.items()}
         states = {
-            name: [torch.zeros_like(grads[name]) for _ in state]
-            for name, state in slots.states.items()
+            name: [torch.zeros_like(grad) for _ in slots.states[name]]
+            for name, grad in grads.items()
         }
         fresh = Slots(params, states, slots.lrs, slots.term)
-        return self._moved(fresh, grads, inputs.steps), outputs
+        return self._moved(fresh, grads, inputs.steps), outputs, factors
 
     def _moved(self, slots: Slots, grads: Tensors, count: Tensor) -> Slots:
-        """Return the slots after the optimizer's step."""
+        """Return what has a gradient after the optimizer's step."""
         grads = self._clipped(_corrected(grads, slots))
         params, states = {}, {}
-        for name, param in slots.params.items():
-            group = self._group_of[name]
+        for name, grad in grads.items():
+            group, param = self._group_of[name], slots.params[name]
             params[name], states[name] = self._rules[group].step(
-                param, grads[name], slots.states[name], slots.lrs[group], count
+                param, grad, slots.states[name], slots.lrs[group], count
             )
             if name in self.masks:
                 params[name] = torch.where(self.masks[name], params[name], param)
         return Slots(params, states, slots.lrs)
 
     def _write(self, slots: Slots, moved: Slots, count: Tensor) -> None:
-        for name, param in slots.params.items():
-            param.copy_(moved.params[name])
+        for name, param in moved.params.items():
+            slots.params[name].copy_(param)
             for slot, new in zip(slots.states[name], moved.states[name], strict=True):
                 slot.copy_(new)
         count.add_(1)

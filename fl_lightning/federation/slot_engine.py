@@ -26,7 +26,8 @@ from fl_lightning.client.local_training import GlobalModel, LocalTrainer
 from fl_lightning.client.slot_own import OwnOf, SlotOwn
 from fl_lightning.client.slot_training import SlotTrainer, TermOf
 from fl_lightning.client.stacked_optimizers import stacked_rule
-from fl_lightning.client.stacked_step import StackedOptions, StackedStep
+from fl_lightning.client.stacked_options import StackedOptions
+from fl_lightning.client.stacked_step import StackedStep
 from fl_lightning.client.work import ClientWork
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.metric_states import MetricStates, metrics_of

@@ -15,7 +15,8 @@ from fl_lightning.client.local_training import LocalTrainer, plain_step
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.packing import pack
 from fl_lightning.client.slot_training import SlotTrainer
-from fl_lightning.client.stacked_step import StackedOptions, StackedStep
+from fl_lightning.client.stacked_options import StackedOptions
+from fl_lightning.client.stacked_step import StackedStep
 from fl_lightning.client.work import ClientWork
 from fl_lightning.core.seeds import preserve_global_generators, seed_global_generators
 from fl_lightning.sparsity.sparse_adamw import SparseAdamW

@@ -1,0 +1,120 @@
+"""SGD's steps of many clients on the weights of thin layers, see `ThinLayers`.
+
+They follow the compiled graph, out of which the gradients come as factors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from fl_lightning.client.direct_linear import dense_step
+from fl_lightning.client.functional_step import Tensors
+from fl_lightning.client.stacked_optimizers import StackedRule, StackedSGD
+
+
+class Factors(NamedTuple):
+    """The gradient of a thin layer's weight, errorsᵀ inputs.
+
+    Attributes:
+        errors: at the layer's output, shape (G, B, out).
+        inputs: of the layer, shape (G, B, in).
+    """
+
+    errors: Tensor
+    inputs: Tensor
+
+
+@dataclass(frozen=True)
+class ThinSteps:
+    """Steps of the layers' weights by their names.
+
+    Attributes:
+        params: of all slots, shape (G, out, in).
+        states: their momentum, if there is any.
+        rules: how they move, see `can_be_thin`.
+        lrs: learning rates, scalars.
+    """
+
+    params: Tensors
+    states: Mapping[str, list[Tensor]]
+    rules: Mapping[str, StackedRule]
+    lrs: Mapping[str, Tensor]
+
+    def step(self, factors: Mapping[str, Factors]) -> None:
+        """Take a step in every slot."""
+        for name, factor in factors.items():
+            weights = self.params[name]
+            self._step(name, factor, weights, weights, self._momentum(name))
+
+    def first(self, start: Tensors, factors: Mapping[str, Factors]) -> None:
+        """Take the first step from common parameters, given by name."""
+        for name, factor in factors.items():
+            weights = start[name].unsqueeze(0)
+            self._step(name, factor, weights, self.params[name], self._momentum(name), first=True)
+
+    def deltas(
+        self, others: Tensor, start: Tensors, factors: Mapping[str, Factors], active: Tensors
+    ) -> Tensor:
+        """Return what the first step from common parameters comes to, shape (G, k).
+
+        Args:
+            others: it, without the coordinates of thin layers' weights.
+            start: parameters by name, in the order of the coordinates.
+            factors: by name.
+            active: of parameters of which only some entries are coordinates, their indices.
+        """
+        sizes = {n: active[n].numel() if n in active else x.numel() for n, x in start.items()}
+        deltas = others.new_empty(len(others), sum(sizes.values()))
+        parts = dict(zip(sizes, deltas.split(list(sizes.values()), 1), strict=True))
+        rest = [part for name, part in parts.items() if name not in factors]
+        for part, value in zip(rest, others.split([p.shape[1] for p in rest], 1), strict=True):
+            part.copy_(value)
+        for name, factor in factors.items():
+            to, weights = parts[name].unflatten(1, start[name].shape), start[name].unsqueeze(0)
+            self._step(name, factor, weights, to, None, first=True, as_delta=True)
+        return deltas
+
+    def _momentum(self, name: str) -> Tensor | None:
+        states = self.states[name]
+        return states[0] if states else None
+
+    def _step(
+        self,
+        name: str,
+        factors: Factors,
+        weights: Tensor,
+        to: Tensor,
+        velocity: Tensor | None,
+        *,
+        first: bool = False,
+        as_delta: bool = False,
+    ) -> None:
+        rule, lr = self.rules[name], float(self.lrs[name])
+        assert isinstance(rule, StackedSGD)
+        dense_step(
+            to,
+            velocity,
+            weights,
+            factors.errors,
+            factors.inputs,
+            keep=0.0 if as_delta else 1.0,
+            lr=-lr if as_delta else lr,
+            momentum=0.0 if first else rule.momentum,
+            decay=rule.weight_decay,
+        )
+
+
+def can_be_thin(names: Iterable[str], rules: Mapping[str, StackedRule]) -> list[str]:
+    """Return which weights move by SGD with nothing but momentum and weight decay.
+
+    Example:
+        >>> plain, nesterov = (StackedSGD(0.9, 0.0, 0.0, n, False) for n in (False, True))
+        >>> can_be_thin(["a", "b", "c"], {"a": plain, "b": nesterov})
+        ['a']
+    """
+    found = {name: rules.get(name) for name in names}
+    return [n for n, rule in found.items() if isinstance(rule, StackedSGD) and rule.is_plain]

@@ -1,0 +1,335 @@
+"""Thin layers: SGD's steps on gradients that are never written out are SGD's steps."""
+
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+from torch.optim import SGD
+
+from fl_lightning.client.cannot_stack import CannotStack
+from fl_lightning.client.direct_layers import reason_against_direct_layers
+from fl_lightning.client.direct_linear import FEW, dense_step
+from fl_lightning.client.local_training import LocalTrainer
+from fl_lightning.client.log_collector import LogCollector
+from fl_lightning.client.slot_training import SlotTrainer
+from fl_lightning.client.stacked_options import StackedOptions
+from fl_lightning.client.stacked_step import StackedStep
+from fl_lightning.client.work import ClientWork
+from fl_lightning.sparsity.sparse_sgdm import SparseSGDM
+
+pytestmark = pytest.mark.skipif(
+    reason_against_direct_layers(nn.Conv2d(1, 1, 1)) is not None, reason="no compiler"
+)
+
+
+def draws(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@settings(max_examples=150)
+@given(
+    clients=st.integers(1, 3),
+    examples=st.integers(0, 12),
+    size=st.integers(8, 60),
+    out=st.integers(1, 14),
+    is_shared=st.booleans(),
+    apart=st.integers(0, 5),
+    keep=st.sampled_from([0.0, 1.0]),
+    momentum=st.sampled_from([None, 0.0, 0.9]),
+    decay=st.sampled_from([0.0, 0.1]),
+)
+def test_a_step_by_its_formula(
+    clients, examples, size, out, is_shared, apart, keep, momentum, decay
+):
+    """What lies beside the tensors is infinite, and stays so."""
+    errors, inputs = draws(clients, examples, out), draws(clients, examples, size, seed=1)
+    weights = draws(1 if is_shared else clients, out, size, seed=2)
+    velocity = None if momentum is None else draws(clients, out, size, seed=3)
+    g = errors.double().mT @ inputs.double() + decay * weights
+    if momentum:
+        g += momentum * velocity.double()
+    elif velocity is not None:
+        velocity.fill_(torch.nan)  # whatever was there
+    room = torch.full((clients, out * size + apart), torch.inf)
+    to = room[:, : out * size].unflatten(1, (out, size))
+    given = {"keep": keep, "lr": 0.5, "momentum": momentum or 0.0, "decay": decay}
+    dense_step(to, velocity, weights, errors, inputs, **given)
+    torch.testing.assert_close(to.double(), keep * weights - 0.5 * g, rtol=1e-5, atol=1e-5)
+    assert room[:, out * size :].isinf().all()
+    if velocity is not None:
+        torch.testing.assert_close(velocity.double(), g, rtol=1e-5, atol=1e-5)
+
+
+def test_a_step_in_place():
+    """An entry that two vectors hold is moved once."""
+    weights, errors, inputs = draws(2, 5, 11), draws(2, 3, 5), draws(2, 3, 11)
+    expected = weights - 0.1 * errors.mT @ inputs
+    dense_step(weights, None, weights, errors, inputs, keep=1.0, lr=0.1, momentum=0.0, decay=0.0)
+    torch.testing.assert_close(weights, expected)
+
+
+class Dense(nn.Module):
+    """A classifier as users write it, with what a test adds to its loss."""
+
+    def __init__(self, *, bias=True):
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.first = nn.Linear(40, 30, bias=bias)
+            self.second = nn.Linear(30, 40, bias=bias)
+            self.last = nn.Linear(40, 3)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        x = self.second(F.relu(self.first(x)))
+        return F.cross_entropy(self.last(F.relu(x)), y) + self.penalty()
+
+    def penalty(self):
+        return 0.0
+
+    def log(self, *args, **options):
+        """Stand in for Lightning's."""
+
+
+X, Y = draws(200, 40), torch.arange(200) % 3
+OPTIMIZERS = {
+    "sgd": partial(SGD, lr=0.1),
+    "momentum and decay": partial(SGD, lr=0.1, momentum=0.9, weight_decay=0.05),
+}
+
+
+def works(sizes):
+    generator = torch.Generator().manual_seed(0)
+    made = []
+    for client, size in enumerate(sizes):
+        order = torch.randperm(size, generator=generator) + client
+        made.append(ClientWork(client, size, order, [len(part) for part in order.split(8)]))
+    return made
+
+
+def train(module, make, sizes, num_slots=3, rounds=1, step=None, **options):
+    """Return updates in the order of clients, and the step that they took."""
+    optimizer = make(module.parameters())
+    local = LocalTrainer(module, optimizer, None, LogCollector())
+    step = step or StackedStep(module, optimizer, True, StackedOptions(num_slots, **options))
+    slots = SlotTrainer(step, local.space, local.buffers, lambda i: (X[i], Y[i]), 8)
+    for _ in range(rounds):
+        updates = [u for group in slots.train(local.read(), works(sizes)) for u in group]
+    return sorted(updates, key=lambda update: update.client_id), step
+
+
+def thin_names(step):
+    return list(step._gradients.thin)
+
+
+def assert_alike(found, expected, tolerance=1e-5):
+    for one, other in zip(found, expected, strict=True):
+        bound = tolerance * float(other.delta.abs().max())
+        torch.testing.assert_close(one.delta, other.delta, rtol=0, atol=bound)
+        torch.testing.assert_close(one.metrics["train/loss"], other.metrics["train/loss"])
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param((5, 30, 16, 9, 24), id="unequal ones, streamed"),
+        pytest.param((20,) * 5, id="all begin together"),
+        pytest.param((8,) * 3 + (7,) * 2, id="one step each"),
+    ],
+)
+@pytest.mark.parametrize("bias", [True, False])
+def test_updates_are_those_with_whole_gradients(optimizer, sizes, bias):
+    make = OPTIMIZERS[optimizer]
+    found, step = train(Dense(bias=bias), make, sizes, rounds=2, direct=True)
+    assert thin_names(step) == ["first.weight", "second.weight"]
+    expected, _ = train(Dense(bias=bias), make, sizes, rounds=2)
+    assert_alike(found, expected)
+
+
+@pytest.mark.parametrize("sizes", [(5, 30, 16, 9), (8,) * 4])
+def test_where_the_loss_is_not_by_example(sizes):
+    """Clients here have full batches only."""
+    sizes = tuple(-(-size // 8) * 8 for size in sizes)
+    make = OPTIMIZERS["momentum and decay"]
+    found, step = train(Dense(), make, sizes, weighted=False, direct=True)
+    assert thin_names(step)
+    expected, _ = train(Dense(), make, sizes, weighted=False)
+    assert_alike(found, expected)
+
+
+def test_as_one_compiled_graph():
+    make, sizes = OPTIMIZERS["momentum and decay"], (5, 30, 16, 9)
+    found, step = train(Dense(), make, sizes, rounds=2, compiled=True, direct=True)
+    assert step._graphs
+    assert not any(graph.is_given_up for graph in step._graphs)
+    expected, _ = train(Dense(), make, sizes)
+    assert_alike(found, expected)
+
+
+def test_a_client_is_computed_alike_whoever_is_beside_it():
+    make, options = OPTIMIZERS["momentum and decay"], {"direct": True}
+    many, _ = train(Dense(), make, (21, 30, 16, 9, 12), **options)
+    alone, _ = train(Dense(), make, (21,), **options)
+    assert torch.equal(many[0].delta, alone[0].delta)
+
+
+@pytest.mark.parametrize(("masked", "names"), [(False, ["first.weight"]), (True, [])])
+def test_frozen_entries_need_whole_gradients(masked, names):
+    module = Dense()
+    module.second.weight.requires_grad_(False)
+
+    def make(params):
+        masks = {module.first.weight: draws(30, 40) > 0} if masked else None
+        return SparseSGDM([p for p in params if p.requires_grad], lr=0.1, momentum=0.9, masks=masks)
+
+    found, step = train(module, make, (5, 8, 17), direct=True)
+    assert thin_names(step) == names
+    assert_alike(found, train(module, make, (5, 8, 17))[0])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(SGD, lr=0.1, momentum=0.9, nesterov=True),
+        partial(SGD, lr=0.1, momentum=0.9, dampening=0.1),
+        partial(SGD, lr=0.1, maximize=True),
+        partial(torch.optim.Adam, lr=0.1),
+    ],
+)
+def test_other_optimizers_need_whole_gradients(make):
+    found, step = train(Dense(), make, (5, 17), direct=True)
+    assert not thin_names(step)
+    assert_alike(found, train(Dense(), make, (5, 17))[0])
+
+
+@pytest.mark.parametrize(
+    "options", [{"clip_norm": 0.1}, {"clip_value": 0.01}, {"has_pull": True}, {"has_shift": True}]
+)
+def test_what_changes_gradients_needs_them_whole(options):
+    _, step = train(Dense(), OPTIMIZERS["sgd"], (5, 17), direct=True, **options)
+    assert not thin_names(step)
+
+
+class Decayed(Dense):
+    def penalty(self):
+        return self.first.weight.square().sum()
+
+
+class Tied(Dense):
+    def penalty(self):
+        return F.linear(torch.ones(40), self.first.weight).sum()
+
+
+class Twice(Dense):
+    def penalty(self):
+        return self.first(torch.ones(1, 40)).sum()
+
+
+class Wide(Dense):
+    def penalty(self):
+        return 0.0
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        both = self.second(F.relu(self.first(torch.cat([x, -x]))))
+        return F.cross_entropy(self.last(both[: len(x)]), y)
+
+
+class Uncalled(Dense):
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return F.cross_entropy(x[:, :3], y) + self.last(x).sum()
+
+
+class Logged(Dense):
+    def training_step(self, batch, batch_idx):
+        self.log("size", self.first.weight.norm())
+        return super().training_step(batch, batch_idx)
+
+
+class Normed(Dense):
+    """Counts its batches and what is in them."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(40)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return super().training_step((self.norm(x), y), batch_idx)
+
+
+class Late(Decayed):
+    """Reads a weight from the second round on."""
+
+    is_late = False
+
+    def penalty(self):
+        return super().penalty() if self.is_late else 0.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        (Decayed, ["second.weight"]),
+        (Tied, ["second.weight"]),
+        (Twice, ["second.weight"]),
+        (Wide, []),
+        (Uncalled, []),
+        (Logged, ["first.weight", "second.weight"]),
+    ],
+)
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_weight_with_another_part_in_the_loss_has_its_whole_gradient(kind, names, compiled):
+    make = OPTIMIZERS["sgd"]
+    found, step = train(kind(), make, (5, 17), direct=True, compiled=compiled)
+    assert thin_names(step) == names
+    assert not any(graph.is_given_up for graph in step._graphs)
+    assert_alike(found, train(kind(), make, (5, 17))[0])
+
+
+def test_nothing_is_left_behind_by_finding_out():
+    module = Normed()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    make, sizes = OPTIMIZERS["momentum and decay"], (16, 24)
+    found, step = train(module, make, sizes, weighted=False, direct=True)
+    assert thin_names(step) == ["first.weight", "second.weight"]
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, before[name])
+    assert_alike(found, train(module, make, sizes, weighted=False)[0])
+
+
+def test_a_weight_that_gets_another_part_in_a_later_round():
+    module, make = Late(), OPTIMIZERS["sgd"]
+    _, step = train(module, make, (5, 17), direct=True, compiled=True)
+    assert thin_names(step) == ["first.weight", "second.weight"]
+    module.is_late = True
+    found, _ = train(module, make, (5, 17), step=step)
+    assert thin_names(step) == ["second.weight"]
+    assert not any(graph.is_given_up for graph in step._graphs)
+    assert_alike(found, train(module, make, (5, 17))[0])
+
+
+def test_a_fault_of_the_step_itself_is_not_hidden():
+    class Faulty(Dense):
+        def penalty(self):
+            raise CannotStack("it is faulty")
+
+    with pytest.raises(CannotStack, match="it is faulty"):
+        train(Faulty(), OPTIMIZERS["sgd"], (5,), direct=True)
+
+
+def test_large_batches_are_pytorchs():
+    work = ClientWork(0, FEW + 1, torch.arange(FEW + 1), [FEW + 1])
+    module = Dense()
+    optimizer = OPTIMIZERS["sgd"](module.parameters())
+    local = LocalTrainer(module, optimizer, None, LogCollector())
+    step = StackedStep(module, optimizer, True, StackedOptions(1, direct=True))
+    slots = SlotTrainer(step, local.space, local.buffers, lambda i: (X[i], Y[i]), FEW + 1)
+    list(slots.train(local.read(), [work]))
+    assert not thin_names(step)
