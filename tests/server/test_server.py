@@ -23,7 +23,7 @@ from fl_lightning.server.robust.geometric_median import GeometricMedian
 from fl_lightning.server.robust.krum import Krum
 from fl_lightning.server.robust.median import Median, TrimmedMean
 from fl_lightning.server.robust.mixing import NearestNeighbourMixing
-from fl_lightning.server.server import Server, as_aggregator
+from fl_lightning.server.server import Server, added_up, as_aggregator
 
 X0 = [1.0, -2.0, 0.5, 0.0]
 MOVES = [[0.1, -0.2, 0.0, 0.3], [-0.05, 0.1, 0.02, 0.3], [0.2, 0.0, -0.01, -0.1]]  # end - start
@@ -265,3 +265,26 @@ def test_what_no_client_of_a_round_may_move_stays_whatever_the_optimizer_remembe
         server.close_round()
         assert torch.equal(server.model.params[~active], before[~active])
     assert not torch.equal(server.model.params, torch.tensor(X0))
+
+
+@pytest.mark.parametrize(
+    ("size", "dtypes"),
+    [(3, [torch.float64, torch.int64]), (100_000, [torch.float32, torch.float64, torch.int64])],
+)
+def test_what_processes_add_up_travels_together(size, dtypes):
+    """A sum of few numbers is that of double precision, rounded once."""
+    own = [torch.full((size,), 1.0), torch.tensor(2.0, dtype=torch.float64), torch.tensor([3, 4])]
+    sent = []
+
+    def with_another(vector):
+        sent.append(vector.dtype)
+        vector += vector / 2**24 if vector.is_floating_point() else vector
+
+    result = added_up(own, with_another)
+    assert sent == dtypes
+    assert [total.dtype for total in result] == [tensor.dtype for tensor in own]
+    assert [total.shape for total in result] == [tensor.shape for tensor in own]
+    assert result[0].unique().tolist() == [1.0]
+    assert float(result[1]) == 2.0 + 2.0**-23
+    assert result[2].tolist() == [6, 8]
+    assert own[2].tolist() == [3, 4]
