@@ -175,8 +175,8 @@ class TrainingStep:
             called = self.thin_layers.called
         finally:
             self.thin_layers.end()
-        if not called or not loss.requires_grad:
-            return []
+        if not called or not loss.requires_grad:  # nothing else in it can train
+            return called
         others = torch.autograd.grad(loss, [weights[name] for name in called], allow_unused=True)
         return [name for name, other in zip(called, others, strict=True) if other is None]
 

@@ -95,6 +95,18 @@ class Dense(nn.Module):
         """Stand in for Lightning's."""
 
 
+class Single(Dense):
+    """One weight and nothing else."""
+
+    def __init__(self):
+        super().__init__(bias=False)
+        del self.second, self.last
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return F.cross_entropy(self.first(x), y)
+
+
 X, Y = draws(200, 40), torch.arange(200) % 3
 OPTIMIZERS = {
     "sgd": partial(SGD, lr=0.1),
@@ -149,6 +161,14 @@ def test_updates_are_those_with_whole_gradients(optimizer, sizes, bias):
     assert thin_names(step) == ["first.weight", "second.weight"]
     expected, _ = train(Dense(bias=bias), make, sizes, rounds=2)
     assert_alike(found, expected)
+
+
+@pytest.mark.parametrize("sizes", [(5, 30, 16, 9, 24), (20,) * 5, (8,) * 5])
+def test_a_module_with_nothing_else(sizes):
+    module, make = Single(), OPTIMIZERS["momentum and decay"]
+    found, step = train(module, make, sizes, rounds=2, direct=True)
+    assert thin_names(step) == ["first.weight"]
+    assert_alike(found, train(module, make, sizes)[0])
 
 
 @pytest.mark.parametrize("sizes", [(5, 30, 16, 9), (8,) * 4])
