@@ -135,7 +135,7 @@ def train(module, make, sizes, num_slots=3, rounds=1, step=None, **options):
 
 
 def thin_names(step):
-    return list(step._gradients.thin)
+    return list(step._functions.gradients.thin)
 
 
 def assert_alike(found, expected, tolerance=1e-5):
