@@ -112,7 +112,8 @@ def _pair(value: int | tuple[int, int]) -> tuple[int, int]:
     return (value, value) if isinstance(value, int) else (value[0], value[1])
 
 
-def _is_usual(value: Tensor) -> bool:
+def is_usual(value: Tensor) -> bool:
+    """Return whether a tensor is one for these operators."""
     is_full = value.dtype == torch.float32 and value.device.type == "cpu"
     return is_full and not torch.is_autocast_enabled("cpu")
 
@@ -122,7 +123,7 @@ def _convolution(layer: nn.Conv2d, *, contiguous: bool) -> Callable[[Tensor], Te
     tall, wide = layer.kernel_size
 
     def forward(value: Tensor) -> Tensor:
-        if value.ndim != 4 or not _is_usual(value):
+        if value.ndim != 4 or not is_usual(value):
             return nn.Conv2d.forward(layer, value)
         height, width = value.shape[-2] + 2 * high, value.shape[-1] + 2 * broad
         if height < tall or width < wide or value.shape[-3] != layer.in_channels:
@@ -145,7 +146,7 @@ def _pooling(layer: nn.MaxPool2d, *, contiguous: bool) -> Callable[[Tensor], Ten
 
     def forward(value: Tensor) -> Tensor:
         fits = value.ndim == 4 and value.shape[-2] >= tall and value.shape[-1] >= wide
-        if not fits or not _is_usual(value):
+        if not fits or not is_usual(value):
             return F.max_pool2d(value, (tall, wide))
         # what fills no window takes no part
         height, width = (value.shape[-2] // tall) * tall, (value.shape[-1] // wide) * wide
@@ -166,7 +167,7 @@ def _dense(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
 def direct_linear(value: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return what `torch.nn.functional.linear` does."""
     is_few = value.ndim == 2 and len(value) <= FEW
-    if not is_few or value.shape[1] != weight.shape[1] or not _is_usual(value):
+    if not is_few or value.shape[1] != weight.shape[1] or not is_usual(value):
         return F.linear(value, weight, bias)
     result: Tensor = dense(value.unsqueeze(0), weight.unsqueeze(0)).squeeze(0)
     return result if bias is None else result + bias

@@ -15,6 +15,7 @@ import ctypes
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from fl_lightning.client.c_operators import along_first_axis, along_first_or_second_axis, operator
@@ -121,13 +122,18 @@ def dense_step(
         decay: λ.
 
     Example:
-        >>> import torch
         >>> weights, errors, inputs = torch.zeros(1, 2, 8), torch.ones(1, 3, 2), torch.ones(1, 3, 8)
         >>> options = {"keep": 1.0, "lr": 0.5, "momentum": 0.0, "decay": 0.0}
         >>> dense_step(weights, None, weights, errors, inputs, **options)
         >>> weights.unique()
         tensor([-1.5000])
+
+    Raises:
+        TypeError: if a tensor is not of float32.
     """
+    for tensor in (to, velocity, weights, errors, inputs):
+        if tensor is not None and tensor.dtype != torch.float32:
+            raise TypeError(f"dense_step is for float32, got {tensor.dtype}")
     errors, inputs = errors.contiguous(), inputs.contiguous()
     clients, examples, out = errors.shape
     c_function(SOURCE, FLAGS, "dense_step", *_STEP_TYPES)(

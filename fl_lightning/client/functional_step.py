@@ -145,9 +145,11 @@ class TrainingStep:
             self.thin_layers.begin(thin.weights, thin.zeros)
             try:
                 loss, logged, calls, _ = self._run({**tensors, **thin.weights}, batch, count, draws)
-                inputs = self.thin_layers.inputs()
+                inputs = self.thin_layers.inputs
             finally:
                 self.thin_layers.end()
+            if missing := thin.weights.keys() - inputs.keys():
+                raise CannotStack(f"its layer of {min(missing)} is not called as it was before")
         given = [tensor.detach() for call in calls for tensor in tensors_of(call)]
         return Result(loss, {OWN_LOSS: (loss.detach(), None), **logged}, given, inputs)
 
@@ -160,19 +162,19 @@ class TrainingStep:
             count: as for a call.
 
         Returns:
-            Names of those weights that nothing else in the step reads with a gradient.
+            Names of those weights whose gradient is all that their layer makes of one input.
         """
         if self.thin_layers is None:
             return []
-        size = len(tensors_in(batch)[0])
-        buffers = {n: b.clone() for n, b in self._wrapper.module.named_buffers()}
+        module, size = self._wrapper.module, len(tensors_in(batch)[0])
+        buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
         weights = {n: self.thin_layers.weight(n).detach().requires_grad_() for n in names}
         zeros = {name: weight.new_zeros(size, len(weight)) for name, weight in weights.items()}
-        self.thin_layers.begin({name: w.detach() for name, w in weights.items()}, zeros)
+        self.thin_layers.begin(weights, zeros, [*module.parameters(), *buffers.values()])
         try:
             with torch.enable_grad():
                 loss, *_ = self._run({**buffers, **weights}, batch, count, ())
-            called = self.thin_layers.called
+            called = list(self.thin_layers.inputs)
         finally:
             self.thin_layers.end()
         if not called or not loss.requires_grad:  # nothing else in it can train

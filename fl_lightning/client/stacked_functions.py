@@ -76,7 +76,7 @@ class StackedFunctions:
         self._write(slots, self._moved(slots, grads, inputs.steps), inputs.steps)
         for name, buffer in buffers.items():
             buffer.copy_(outputs.buffers[name])
-        return Outputs(outputs.sums, outputs.given, {}, {}), factors
+        return outputs._replace(buffers={}), factors
 
     def first(
         self, start: Tensors, slots: Slots, inputs: Inputs
@@ -106,7 +106,7 @@ class StackedFunctions:
     ) -> tuple[Tensors, Outputs, dict[str, Factors]]:
         grads, outputs = self.gradients(params, buffers, inputs, shared=shared)
         factors = {n: Factors(error, outputs.inputs[n]) for n, error in grads.errors.items()}
-        return grads.whole, Outputs(*outputs[:3], {}), factors
+        return grads.whole, outputs._replace(inputs={}), factors
 
     def _moved_from(
         self, start: Tensors, slots: Slots, inputs: Inputs

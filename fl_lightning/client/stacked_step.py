@@ -10,7 +10,7 @@ come out of it as factors, and `ThinSteps` follow.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,12 @@ from fl_lightning.sparsity.masked_optimizer import MaskedOptimizer
 MOST_GRAPHS = 3
 
 _T = TypeVar("_T")
+
+
+class _Graphs(NamedTuple):
+    step: Callable[..., Any]
+    first: Callable[..., Any]
+    only: Callable[..., Any]
 
 
 class StackedStep:
@@ -71,7 +77,6 @@ class StackedStep:
         self._functions = StackedFunctions(
             StackedGradients(self._call, options.weighted), options, _groups(optimizer, trained)
         )
-        self._num_graphs = 0
         first = next(iter(trained.values()))
         self._device, self._dtype = first.device, first.dtype
         self.params = {name: self._stacked(p.detach()) for name, p in trained.items()}
@@ -88,12 +93,12 @@ class StackedStep:
         self.sums: Tensors = {}
         self.given: list[Tensor] = []
         self.states: dict[str, list[Tensor]] = {}
-        self._graphs: list[Compiled] = []
-        self._has_other_rules = True
+        # by what needs one of its own: the optimizer's rules and thin layers' names
+        self._graphs: dict[Any, _Graphs] = {}
         self.read_options()
 
     def read_options(self) -> None:
-        """Take over the optimizer's present options and masks."""
+        """Take over the optimizer's present options and masks, before the round's `rehearse`."""
         groups = self._optimizer.param_groups
         rules = [stacked_rule(self._optimizer, group) for group in groups]
         if any(rule is None for rule in rules):
@@ -110,20 +115,19 @@ class StackedStep:
                 name: [torch.zeros_like(self.params[name]) for _ in range(rule.num_states)]
                 for name, rule in self._by_name(self._functions.rules).items()
             }
-            self._has_other_rules = True
 
     def _read_step(self, batch: Callable[[], Any]) -> None:
         """Find out which layers can be thin now, and renew the graphs if something has changed."""
-        functions, thin = self._functions, self._thin_names(batch)
-        if self._has_other_rules or thin != functions.gradients.thin:
-            # a schedule that changes more than the learning rate would want a graph every round
-            self._num_graphs += 1
-            self._has_other_rules = False
-            self._graphs, functions.gradients.thin = [], thin
-            self._run, self._run_first = self._graph(functions.step), self._graph(functions.first)
-            self._run_only = self._graph(functions.only)
-        for graph in self._graphs:
-            graph.recheck()
+        functions = self._functions
+        functions.gradients.thin = self._thin_names(batch)
+        key = (*functions.rules, *functions.gradients.thin)
+        if key not in self._graphs:
+            step, first = self._graph(functions.step), self._graph(functions.first)
+            self._graphs[key] = _Graphs(step, first, self._graph(functions.only))
+        self._run = self._graphs[key]
+        for run in self._run:
+            if isinstance(run, Compiled):
+                run.recheck()
         rules, lrs = self._by_name(self._functions.rules), self._by_name(self._lrs)
         self._thin = ThinSteps(self.params, self.states, rules, lrs)
 
@@ -134,7 +138,9 @@ class StackedStep:
             return []
         names = [name for name in layers.names if name not in self._functions.masks]
         names = can_be_thin(names, self._by_name(self._functions.rules))
-        sample = batch() if names else torch.empty(FEW + 1)
+        if not names:
+            return []
+        sample = batch()
         if len(tensors_in(sample)[0]) > FEW:
             return []
         if self.options.weighted:
@@ -151,10 +157,9 @@ class StackedStep:
         self._pull.fill_(pull)
 
     def _graph(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        if not self.options.compiled or self._num_graphs > MOST_GRAPHS:
-            return function
-        self._graphs.append(Compiled(function))
-        return self._graphs[-1]
+        # a schedule that changes more than the learning rate would want a graph every round
+        is_compiled = self.options.compiled and len(self._graphs) < MOST_GRAPHS
+        return Compiled(function) if is_compiled else function
 
     def rehearse(self, batch: Callable[[], Any]) -> Rehearsal:
         """Find out what the step draws and gives to metrics, if that is not known for good.
@@ -186,7 +191,7 @@ class StackedStep:
             valid: 1 where an example counts, 0 where it is padding, shape (G, B).
         """
         inputs = self._inputs(batch, valid)
-        outputs, factors = self._done(self._run, self._slots, self.buffers, inputs)
+        outputs, factors = self._done(self._run.step, self._slots, self.buffers, inputs)
         self._thin.step(factors)
         self._add(outputs.sums)
 
@@ -203,7 +208,7 @@ class StackedStep:
         """
         torch._foreach_zero_([self.count, *self.sums.values()])
         inputs = self._inputs(batch, valid)
-        outputs, factors = self._done(self._run_first, start, self._slots, inputs)
+        outputs, factors = self._done(self._run.first, start, self._slots, inputs)
         self._thin.first(start, factors)
         self._add(outputs.sums)
 
@@ -223,7 +228,7 @@ class StackedStep:
         """
         self.count.zero_()
         inputs = self._inputs(batch, valid)
-        outputs, factors, deltas = self._done(self._run_only, start, self._slots, inputs, active)
+        outputs, factors, deltas = self._done(self._run.only, start, self._slots, inputs, active)
         if factors:
             deltas = self._thin.deltas(deltas, start, factors, active)
         return deltas, outputs.sums

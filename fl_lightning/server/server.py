@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
+from functools import reduce
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -283,8 +284,8 @@ def as_aggregator(given: Aggregator | RobustRule | None) -> Aggregator:
 def added_up(tensors: list[Tensor], all_reduce: AllReduce) -> list[Tensor]:
     """Return the tensors' sums over all processes, packed into one vector per dtype on the way.
 
-    Few numbers of several floating-point types travel together, in the widest of these: a wait for
-    the others costs more than the bytes.
+    Few numbers of several floating-point types travel together, in one that holds all of them: a wait
+    for the others costs more than the bytes.
 
     Example:
         >>> def with_an_equal_twin(vector):
@@ -292,9 +293,9 @@ def added_up(tensors: list[Tensor], all_reduce: AllReduce) -> list[Tensor]:
         >>> added_up([torch.tensor(1.0), torch.tensor([2, 3])], with_an_equal_twin)
         [tensor(2.), tensor([4, 6])]
     """
-    sums, floats = list(tensors), {t.dtype for t in tensors if t.is_floating_point()}
-    if sum(tensor.numel() for tensor in tensors) <= _FEW_NUMBERS and len(floats) > 1:
-        widest = max(floats, key=lambda dtype: dtype.itemsize)
+    sums, floats = list(tensors), [t.dtype for t in tensors if t.is_floating_point()]
+    if floats and sum(tensor.numel() for tensor in tensors) <= _FEW_NUMBERS:
+        widest = reduce(torch.promote_types, floats)
         sums = [tensor.to(widest) if tensor.is_floating_point() else tensor for tensor in sums]
     for dtype in dict.fromkeys(tensor.dtype for tensor in sums):
         places = [i for i, tensor in enumerate(sums) if tensor.dtype == dtype]

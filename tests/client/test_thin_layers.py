@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.optim import SGD
 
 from fl_lightning.client.cannot_stack import CannotStack
+from fl_lightning.client.compiling import Compiled
 from fl_lightning.client.direct_layers import reason_against_direct_layers
 from fl_lightning.client.direct_linear import FEW, dense_step
 from fl_lightning.client.local_training import LocalTrainer
@@ -138,6 +139,10 @@ def thin_names(step):
     return list(step._functions.gradients.thin)
 
 
+def is_compiled(step):
+    return all(isinstance(run, Compiled) and not run.is_given_up for run in step._run)
+
+
 def assert_alike(found, expected, tolerance=1e-5):
     for one, other in zip(found, expected, strict=True):
         bound = tolerance * float(other.delta.abs().max())
@@ -171,10 +176,9 @@ def test_a_module_with_nothing_else(sizes):
     assert_alike(found, train(module, make, sizes)[0])
 
 
-@pytest.mark.parametrize("sizes", [(5, 30, 16, 9), (8,) * 4])
-def test_where_the_loss_is_not_by_example(sizes):
+def test_where_the_loss_is_not_by_example():
     """Clients here have full batches only."""
-    sizes = tuple(-(-size // 8) * 8 for size in sizes)
+    sizes = (8, 32, 16, 16)
     make = OPTIMIZERS["momentum and decay"]
     found, step = train(Dense(), make, sizes, weighted=False, direct=True)
     assert thin_names(step)
@@ -182,11 +186,11 @@ def test_where_the_loss_is_not_by_example(sizes):
     assert_alike(found, expected)
 
 
-def test_as_one_compiled_graph():
-    make, sizes = OPTIMIZERS["momentum and decay"], (5, 30, 16, 9)
+@pytest.mark.parametrize("sizes", [(5, 30, 16, 9), (20,) * 3, (8,) * 3])
+def test_as_one_compiled_graph(sizes):
+    make = OPTIMIZERS["momentum and decay"]
     found, step = train(Dense(), make, sizes, rounds=2, compiled=True, direct=True)
-    assert step._graphs
-    assert not any(graph.is_given_up for graph in step._graphs)
+    assert is_compiled(step)
     expected, _ = train(Dense(), make, sizes)
     assert_alike(found, expected)
 
@@ -231,8 +235,9 @@ def test_other_optimizers_need_whole_gradients(make):
     "options", [{"clip_norm": 0.1}, {"clip_value": 0.01}, {"has_pull": True}, {"has_shift": True}]
 )
 def test_what_changes_gradients_needs_them_whole(options):
-    _, step = train(Dense(), OPTIMIZERS["sgd"], (5, 17), direct=True, **options)
+    found, step = train(Dense(), OPTIMIZERS["sgd"], (5, 17), direct=True, **options)
     assert not thin_names(step)
+    assert_alike(found, train(Dense(), OPTIMIZERS["sgd"], (5, 17), **options)[0], 1e-4)
 
 
 class Decayed(Dense):
@@ -264,6 +269,56 @@ class Uncalled(Dense):
     def training_step(self, batch, batch_idx):
         x, y = batch
         return F.cross_entropy(x[:, :3], y) + self.last(x).sum()
+
+
+class Token(Dense):
+    """A layer's input is a parameter, which moves before the layer's weight does."""
+
+    def __init__(self):
+        super().__init__()
+        self.token = nn.Parameter(draws(1, 40, seed=7))
+
+    def penalty(self):
+        return self.second(self.first(self.token)).square().mean()
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return F.cross_entropy(self.last(x), y) + self.penalty()
+
+
+class Perturbed(Dense):
+    """Another weight stands in a layer while it is called, as for sharpness-aware training."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        other = {"weight": self.first.weight * 1.5}
+        x = torch.func.functional_call(self.first, other, (x,))
+        return F.cross_entropy(self.last(F.relu(self.second(F.relu(x)))), y)
+
+
+class Smooth(Dense):
+    """A weight has a part in the loss through the gradient with respect to the input."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+
+        def loss(x):
+            z = self.second(torch.tanh(self.first(x)))
+            return F.cross_entropy(self.last(torch.tanh(z)), y)
+
+        gradient, value = torch.func.grad_and_value(loss)(x)
+        return value + gradient.square().sum()
+
+
+class Halved(Dense):
+    """One layer runs in another precision."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        x = F.relu(self.first(x))
+        with torch.autocast("cpu", torch.bfloat16):
+            x = self.second(x)
+        return F.cross_entropy(self.last(F.relu(x.float())), y)
 
 
 class Logged(Dense):
@@ -302,6 +357,10 @@ class Late(Decayed):
         (Wide, []),
         (Uncalled, []),
         (Logged, ["first.weight", "second.weight"]),
+        (Token, ["second.weight"]),
+        (Perturbed, ["second.weight"]),
+        (Smooth, []),
+        (Halved, ["first.weight"]),
     ],
 )
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -309,7 +368,7 @@ def test_a_weight_with_another_part_in_the_loss_has_its_whole_gradient(kind, nam
     make = OPTIMIZERS["sgd"]
     found, step = train(kind(), make, (5, 17), direct=True, compiled=compiled)
     assert thin_names(step) == names
-    assert not any(graph.is_given_up for graph in step._graphs)
+    assert is_compiled(step) is compiled
     assert_alike(found, train(kind(), make, (5, 17))[0])
 
 
@@ -331,8 +390,18 @@ def test_a_weight_that_gets_another_part_in_a_later_round():
     module.is_late = True
     found, _ = train(module, make, (5, 17), step=step)
     assert thin_names(step) == ["second.weight"]
-    assert not any(graph.is_given_up for graph in step._graphs)
+    assert is_compiled(step)
     assert_alike(found, train(module, make, (5, 17))[0])
+
+
+def test_a_part_that_comes_and_goes_keeps_both_graphs():
+    module, make = Late(), OPTIMIZERS["sgd"]
+    _, step = train(module, make, (5, 17), direct=True, compiled=True)
+    graphs = {False: step._run}
+    for module.is_late in (True, False, True, False, True):
+        train(module, make, (5, 17), step=step)
+        assert step._run is graphs.setdefault(module.is_late, step._run)
+    assert is_compiled(step)
 
 
 def test_a_fault_of_the_step_itself_is_not_hidden():

@@ -51,6 +51,20 @@ class Conv(ToyModule):
         )
 
 
+class Wide(ToyModule):
+    """Has a dense layer whose gradient slots never write out."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.net = nn.Sequential(nn.Linear(4, 40), nn.ReLU(), nn.Linear(40, 40), nn.Linear(40, 3))
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        logits = self.net(x)
+        self.log("train/accuracy", (logits.argmax(1) == y).float().mean())
+        return F.cross_entropy(logits, y)
+
+
 class Attention(ToyModule):
     """Reads the four numbers as a sequence."""
 
@@ -103,7 +117,7 @@ def assert_same_logs(first, second):
             assert float(second.callback_metrics[name]) == pytest.approx(float(value), rel=1e-4)
 
 
-@pytest.mark.parametrize("kind", [ToyModule, Conv, Attention])
+@pytest.mark.parametrize("kind", [ToyModule, Wide, Conv, Attention])
 @pytest.mark.parametrize("trainer", [{}, {"gradient_clip_val": 0.2}])
 def test_slots_and_sequence_agree_after_five_rounds(kind, trainer):
     one, many = toy(kind), toy(kind)

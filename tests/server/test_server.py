@@ -288,3 +288,12 @@ def test_what_processes_add_up_travels_together(size, dtypes):
     assert float(result[1]) == 2.0 + 2.0**-23
     assert result[2].tolist() == [6, 8]
     assert own[2].tolist() == [3, 4]
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_half_precisions_travel_in_one_that_holds_both(order):
+    own = [torch.ones(2, dtype=torch.float16), torch.ones(2, dtype=torch.bfloat16)]
+    sent = []
+    result = added_up([own[i] for i in order], lambda vector: sent.append(vector.dtype))
+    assert sent == [torch.float32]
+    assert [total.dtype for total in result] == [own[i].dtype for i in order]
