@@ -389,10 +389,14 @@ class Poisoned(ToyModule):
         return loss * torch.where(hit, torch.nan, 1.0)
 
 
-def poisoned(client):
+class PoisonedWide(Poisoned, Wide):
+    """The same, where a slot's next client must not meet what the last one left."""
+
+
+def poisoned(client, kind=Poisoned):
     data = toy_data()
     data.setup("fit")
-    return toy(Poisoned, bad=data.train_dataset.tensors[0][data.clients[client], 0]), data
+    return toy(kind, bad=data.train_dataset.tensors[0][data.clients[client], 0]), data
 
 
 def test_a_client_with_nan_is_named():
@@ -402,12 +406,13 @@ def test_a_client_with_nan_is_named():
     assert torch.equal(weights(module)[:-6], weights(toy(Poisoned, bad=module.bad))[:-6])
 
 
-def test_a_client_with_nan_is_skipped_and_the_others_count():
-    one, data = poisoned(2)
+@pytest.mark.parametrize("kind", [Poisoned, PoisonedWide])
+def test_a_client_with_nan_is_skipped_and_the_others_count(kind):
+    one, data = poisoned(2, kind)
     skipping = {"cohort": None, "on_client_failure": "skip", "max_epochs": 1}
     with pytest.warns(UserWarning, match="skipped: round 0, client 2"):
         first = run(one, "sequential", data=data, **skipping)
-    many, data = poisoned(2)
+    many, data = poisoned(2, kind)
     with pytest.warns(UserWarning, match="skipped: round 0, client 2"):
         second = run(many, "slots", data=data, **skipping)
     torch.testing.assert_close(weights(one), weights(many), rtol=1e-5, atol=1e-6)
@@ -427,7 +432,7 @@ class SaveRound(Callback):
             trainer.save_checkpoint(self.path)
 
 
-@pytest.mark.parametrize("kind", [ToyModule, Conv, Viewing, partial(Measured, dropout=0.5)])
+@pytest.mark.parametrize("kind", [ToyModule, Wide, Conv, Viewing, partial(Measured, dropout=0.5)])
 def test_a_resumed_run_keeps_to_its_slots(kind, tmp_path):
     whole = toy(kind)
     first = run(whole, "slots", SaveRound(tmp_path / "round.ckpt"), max_epochs=4)
