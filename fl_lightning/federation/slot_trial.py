@@ -7,6 +7,7 @@ import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.metadata import version
 from statistics import median
 from typing import Any
 
@@ -164,6 +165,7 @@ class SlotTrial:
             platform.processor() or platform.machine(),
             torch.get_num_threads(),
             torch.__version__,
+            version("fl_lightning"),
             self.stacking.direct,
             min(num_clients, MOST_SLOTS),
         )
