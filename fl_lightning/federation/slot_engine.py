@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
+from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from fl_lightning.client.cannot_stack import CannotStack
@@ -193,11 +194,15 @@ def raise_if_impossible(
 
 def fitting_slots(trainer: Trainer, num_parameters: int) -> int:
     """Return the power of two of slots that fill a core's cache, between 1 and 32."""
-    optimizer = trainer.optimizers[0]
-    rules = [stacked_rule(optimizer, group) for group in optimizer.param_groups]
-    num_copies = 2 + max(rule.num_states for rule in rules if rule is not None)
+    num_copies = copies_per_slot(trainer.optimizers[0])
     slots = 2 ** round(math.log2(_CACHE_BYTES / (4 * num_parameters * num_copies)))
     return int(min(MOST_SLOTS, max(1, slots)))
+
+
+def copies_per_slot(optimizer: Optimizer) -> int:
+    """Return how often a slot holds numbers like the parameters: these, a gradient, the state."""
+    rules = [stacked_rule(optimizer, group) for group in optimizer.param_groups]
+    return 2 + max(rule.num_states for rule in rules if rule is not None)
 
 
 def agreeing(

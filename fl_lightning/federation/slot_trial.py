@@ -7,6 +7,7 @@ import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.metadata import version
 from statistics import median
 from typing import Any
@@ -25,6 +26,7 @@ from fl_lightning.federation.slot_engine import (
     Stacking,
     TrainOne,
     agreeing,
+    copies_per_slot,
     fitting_slots,
 )
 from fl_lightning.federation.slot_tuning import Remembered, fastest
@@ -92,9 +94,8 @@ class SlotTrial:
         trial = _shortened(work, max_steps=math.ceil(_TRIAL_SECONDS / seconds_per_step))
         began = time.perf_counter()
         number = self._number(model, work, trial, is_long=total > LONG_RUN_SECONDS)
-        if number not in self._engines:
-            self._seconds(number, model, trial)
-        engine, self._engines = self._engines[number], {}  # frees the others
+        engine = self._engine(number, model, trial)
+        self._engines = {}  # frees the others
         ratio = _times_faster(engine, model, trial, train_one)
         spent = time.perf_counter() - began
         if ratio < _LEAST_RATIO:
@@ -121,12 +122,13 @@ class SlotTrial:
         sample = max(work, key=lambda client: len(client.sizes)).head(10)
         return _seconds(lambda: train_one(sample)) / len(sample.sizes)
 
-    def _seconds(self, number: int, model: GlobalModel, trial: Sequence[ClientWork]) -> float:
-        """Return how long a trial takes in a number of slots."""
-        stacking = replace(self.stacking, num_slots=number, compiled=True)
-        engine = self._engines[number] = SlotEngine(self.trainer, self.local, stacking)
-        _train_all(engine, model, trial)  # compiles
-        return _seconds(lambda: _train_all(engine, model, trial))
+    def _engine(self, number: int, model: GlobalModel, trial: Sequence[ClientWork]) -> SlotEngine:
+        """Return compiled slots."""
+        if number not in self._engines:
+            stacking = replace(self.stacking, num_slots=number, compiled=True)
+            self._engines[number] = SlotEngine(self.trainer, self.local, stacking)
+            _train_all(self._engines[number], model, trial)  # compiles
+        return self._engines[number]
 
     def _number(
         self,
@@ -143,13 +145,19 @@ class SlotTrial:
         if not is_long:
             return _without_idle_slots(start, work)
 
-        def seconds(number: int) -> float:
-            return self._seconds(_without_idle_slots(number, work), model, trial)
+        def ratio(number: int, other: int) -> float:
+            engines = [
+                self._engine(_without_idle_slots(most, work), model, trial)
+                for most in (number, other)
+            ]
+            if engines[0] is engines[1]:
+                return 1.0
+            return _ratio(*(partial(_train_all, engine, model, trial) for engine in engines))
 
         remembered, key = Remembered(), self._key(len(work))
         found = remembered.get(key)
         if found is None:
-            found = fastest(seconds, start, len(work))
+            found = fastest(ratio, start, len(work))
             remembered.put(key, found)
         return _without_idle_slots(min(found, len(work)), work)
 
@@ -160,6 +168,7 @@ class SlotTrial:
             self.local.space.fingerprint(),
             trainer.datamodule.batch_size,  # type: ignore[attr-defined]
             type(trainer.optimizers[0]).__name__,
+            copies_per_slot(trainer.optimizers[0]),
             trainer.precision,
             str(trainer.strategy.root_device),
             platform.processor() or platform.machine(),
@@ -208,20 +217,30 @@ def _train_all(engine: SlotEngine, model: GlobalModel, work: Sequence[ClientWork
 def _times_faster(
     engine: SlotEngine, model: GlobalModel, work: Sequence[ClientWork], train_one: TrainOne
 ) -> float:
-    """Return how many times faster clients train together than one after the other.
+    """Return how many times faster clients train together than one after the other."""
+    alone = work[:: -(-len(work) // 20)]
+    share = sum(len(w.sizes) for w in alone) / sum(len(w.sizes) for w in work)
+    mean = RunningMean(model.params)
+
+    def train_alone() -> None:
+        for client in alone:
+            mean.add(train_one(client).delta, client.num_examples)
+
+    return _ratio(train_alone, lambda: _train_all(engine, model, work)) / share
+
+
+def _ratio(run: Callable[[], Any], other: Callable[[], Any]) -> float:
+    """Return how many times the other's time one takes.
 
     Both take turns, so that what else slows the machine down for a while slows both.
     """
-    alone = work[:: -(-len(work) // 20)]
-    share = sum(len(w.sizes) for w in alone) / sum(len(w.sizes) for w in work)
-    mean, ratios = RunningMean(model.params), []
+    ratios = []
     for _ in range(5):
         began = time.perf_counter()
-        for client in alone:
-            mean.add(train_one(client).delta, client.num_examples)
+        run()
         between = time.perf_counter()
-        _train_all(engine, model, work)
-        ratios.append((between - began) / share / (time.perf_counter() - between))
+        other()
+        ratios.append((between - began) / (time.perf_counter() - between))
     return median(ratios)
 
 

@@ -15,29 +15,31 @@ from pathlib import Path
 from fl_lightning.core.user_cache import cache_folder
 
 
-def fastest(seconds: Callable[[int], float], start: int, most: int) -> int:
+def fastest(ratio: Callable[[int, int], float], start: int, most: int) -> int:
     """Return the number of slots that takes the least time, among ``start`` halved or doubled.
 
     Goes down while that helps, and from the start up while that does.
 
     Args:
-        seconds: measures a number of slots.
+        ratio: measures one number of slots against another, and returns how many times the other's
+            time it takes.
         start: where to begin, ≥ 1.
         most: the largest number.
 
     Example:
-        >>> fastest(lambda slots: abs(slots - 9), start=4, most=32)
+        >>> fastest(lambda slots, other: (abs(slots - 9) + 1) / (abs(other - 9) + 1), 4, most=32)
         8
     """
-    times = {start: seconds(start)}
+    best = start
     for up in (False, True):
         current = start
         while 1 <= (candidate := 2 * current if up else current // 2) <= most:
-            times[candidate] = seconds(candidate)
-            if times[candidate] >= times[current]:
+            if ratio(candidate, current) >= 1:
                 break
             current = candidate
-    return min(times, key=times.__getitem__)
+        if current != start and (best == start or ratio(current, best) < 1):
+            best = current
+    return best
 
 
 class Remembered:

@@ -12,17 +12,27 @@ from fl_lightning.federation.slot_tuning import Remembered, fastest
 @given(st.floats(0, 6), st.integers(0, 5))
 def test_the_best_power_of_two_where_there_is_one_valley(best, start):
     def seconds(slots):
-        return abs(math.log2(slots) - best)
+        return 1 + abs(math.log2(slots) - best)
 
     powers = [2**n for n in range(7)]
-    found = fastest(seconds, 2**start, most=64)
+    found = fastest(lambda slots, other: seconds(slots) / seconds(other), 2**start, most=64)
     assert seconds(found) == min(map(seconds, powers))
 
 
-def test_no_number_is_tried_twice_and_none_outside_the_bounds():
-    tried = []
-    fastest(lambda slots: tried.append(slots) or -slots, start=3, most=10)
-    assert tried == [3, 1, 6]
+def test_the_better_one_of_two_valleys():
+    seconds = {1: 5.0, 2: 3.0, 4: 4.0, 8: 2.0, 16: 2.5}
+    assert fastest(lambda slots, other: seconds[slots] / seconds[other], 4, most=16) == 8
+    seconds[8] = 3.5
+    assert fastest(lambda slots, other: seconds[slots] / seconds[other], 4, most=16) == 2
+
+
+def test_no_pair_is_measured_twice_and_none_outside_the_bounds():
+    measured = []
+    fastest(lambda *pair: measured.append(pair) or 0.5, start=3, most=10)
+    assert measured == [(1, 3), (6, 3), (6, 1)]
+    measured.clear()
+    assert fastest(lambda *pair: measured.append(pair) or 1.0, start=3, most=10) == 3
+    assert measured == [(1, 3), (6, 3)]
 
 
 def test_what_was_found_is_there_in_the_next_run(tmp_path):
