@@ -7,6 +7,7 @@ goes into) costs a fixed time besides, which a group pays once.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from fl_lightning.client.stacked_step import StackedStep
 from fl_lightning.client.work import ClientWork
 from fl_lightning.core.errors import ClientFailure
 from fl_lightning.core.space import Space
+from fl_lightning.core.thin_deltas import ThinDeltas
 from fl_lightning.core.update import GroupUpdate
 
 
@@ -94,7 +96,9 @@ class SlotResults:
         self._clear()
         yield group
 
-    def group(self, clients: list[ClientWork], deltas: Tensor, sums: Tensors) -> GroupUpdate:
+    def group(
+        self, clients: list[ClientWork], deltas: Tensor | ThinDeltas, sums: Tensors
+    ) -> GroupUpdate:
         """Return clients' updates.
 
         Args:
@@ -124,13 +128,14 @@ def usable_rows(group: GroupUpdate) -> tuple[GroupUpdate, list[ClientFailure]]:
     loss = group.metrics["train/loss"]
     if bool((loss.sum() + group.norms.sum() + group.buffers.sum()).isfinite()):
         return group, []
-    usable = loss.isfinite() & group.norms.isfinite() & group.buffers.isfinite().all(1)
-    if bool(usable.all()):  # their sum was too large
-        return group, []
-    failures = []
-    for update in group:
+    if isinstance(group.deltas, ThinDeltas):  # whose squares may be too large where they are not
+        return usable_rows(replace(group, deltas=group.whole))
+    rows, failures = [], []
+    for row, update in enumerate(group):
         try:
             check_finite(update)
         except ClientFailure as failure:
             failures.append(failure)
-    return group.rows(usable.nonzero().flatten().tolist()), failures
+        else:
+            rows.append(row)
+    return group.rows(rows) if failures else group, failures

@@ -28,7 +28,7 @@ from fl_lightning.client.stacked_step import StackedStep
 from fl_lightning.client.work import ClientWork
 from fl_lightning.core.seeds import preserve_global_generators
 from fl_lightning.core.space import Space
-from fl_lightning.core.update import GroupUpdate
+from fl_lightning.core.update import GroupUpdate, rows_of
 
 # Gives a client's term by its id.
 TermOf = Callable[[int], GradientTerm]
@@ -197,7 +197,9 @@ class SlotTrainer:
         deltas, sums = self._step.only(start, batch, valid, self._space.active)
         count = len(clients)
         return self._results.group(
-            clients, deltas[:count], {name: total[:count] for name, total in sums.items()}
+            clients,
+            rows_of(deltas, slice(count)),
+            {name: total[:count] for name, total in sums.items()},
         )
 
     def _take_over(self, done: list[Stay], work: Sequence[ClientWork]) -> Iterator[GroupUpdate]:

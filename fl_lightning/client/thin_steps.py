@@ -7,25 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from torch import Tensor
 
 from fl_lightning.client.direct_linear import dense_step
 from fl_lightning.client.functional_step import Tensors
 from fl_lightning.client.stacked_optimizers import StackedRule, StackedSGD
-
-
-class Factors(NamedTuple):
-    """The gradient of a thin layer's weight, errorsᵀ inputs.
-
-    Attributes:
-        errors: at the layer's output, shape (G, B, out).
-        inputs: of the layer, shape (G, B, in).
-    """
-
-    errors: Tensor
-    inputs: Tensor
+from fl_lightning.core.thin_deltas import Factors, Numbers, ThinDeltas
 
 
 @dataclass(frozen=True)
@@ -58,8 +46,10 @@ class ThinSteps:
 
     def deltas(
         self, others: Tensor, start: Tensors, factors: Mapping[str, Factors], active: Tensors
-    ) -> Tensor:
+    ) -> Tensor | ThinDeltas:
         """Return what the first step from common parameters comes to, shape (G, k).
+
+        Without weight decay that is the product of two factors, and is multiplied out when it must.
 
         Args:
             others: it, without the coordinates of thin layers' weights.
@@ -68,15 +58,33 @@ class ThinSteps:
             active: of parameters of which only some entries are coordinates, their indices.
         """
         sizes = {n: active[n].numel() if n in active else x.numel() for n, x in start.items()}
-        deltas = others.new_empty(len(others), sum(sizes.values()))
-        parts = dict(zip(sizes, deltas.split(list(sizes.values()), 1), strict=True))
-        rest = [part for name, part in parts.items() if name not in factors]
-        for part, value in zip(rest, others.split([p.shape[1] for p in rest], 1), strict=True):
-            part.copy_(value)
-        for name, factor in factors.items():
-            to, weights = parts[name].unflatten(1, start[name].shape), start[name].unsqueeze(0)
-            self._step(name, factor, weights, to, None, first=True, as_delta=True)
-        return deltas
+        rest = [name for name in sizes if name not in factors]
+        values = dict(zip(rest, others.split([sizes[name] for name in rest], 1), strict=True))
+
+        def multiply() -> Tensor:
+            deltas = others.new_empty(len(others), sum(sizes.values()))
+            for name, part in zip(sizes, deltas.split(list(sizes.values()), 1), strict=True):
+                if name in values:
+                    part.copy_(values[name])
+                    continue
+                to, weights = part.unflatten(1, start[name].shape), start[name].unsqueeze(0)
+                self._step(name, factors[name], weights, to, None, first=True, as_delta=True)
+            return deltas
+
+        if any(self._rule(name).weight_decay for name in factors):
+            return multiply()
+        parts = [
+            Numbers(values[name])
+            if name in values
+            else Factors(factors[name].errors * self.lrs[name], factors[name].inputs)
+            for name in sizes
+        ]
+        return ThinDeltas(parts, multiply)
+
+    def _rule(self, name: str) -> StackedSGD:
+        rule = self.rules[name]
+        assert isinstance(rule, StackedSGD)
+        return rule
 
     def _momentum(self, name: str) -> Tensor | None:
         states = self.states[name]
@@ -93,8 +101,7 @@ class ThinSteps:
         first: bool = False,
         as_delta: bool = False,
     ) -> None:
-        rule, lr = self.rules[name], float(self.lrs[name])
-        assert isinstance(rule, StackedSGD)
+        rule, lr = self._rule(name), float(self.lrs[name])
         dense_step(
             to,
             velocity,

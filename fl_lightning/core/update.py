@@ -9,6 +9,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from fl_lightning.core.thin_deltas import Rows, ThinDeltas
+
 
 @dataclass(frozen=True)
 class ClientUpdate:
@@ -53,7 +55,7 @@ class GroupUpdate:
 
     Attributes:
         client_ids: whose they are, m of them.
-        deltas: shape (m, k).
+        deltas: shape (m, k), where they are multiplied out, see `whole`.
         buffers: shape (m, b).
         num_examples: aggregation weights.
         num_steps: local steps, all of which the optimizer took.
@@ -67,7 +69,7 @@ class GroupUpdate:
     """
 
     client_ids: list[int]
-    deltas: Tensor
+    deltas: Tensor | ThinDeltas
     buffers: Tensor
     num_examples: list[int]
     num_steps: list[int]
@@ -75,10 +77,11 @@ class GroupUpdate:
     effective_steps: list[float] | None = None
 
     def __iter__(self) -> Iterator[ClientUpdate]:
+        whole = self.whole
         for row, client_id in enumerate(self.client_ids):
             yield ClientUpdate(
                 client_id,
-                self.deltas[row],
+                whole[row],
                 self.buffers[row],
                 self.num_examples[row],
                 self.num_steps[row],
@@ -97,7 +100,7 @@ class GroupUpdate:
         steps = self.effective_steps
         return GroupUpdate(
             client_ids=[self.client_ids[row] for row in kept],
-            deltas=self.deltas[kept],
+            deltas=rows_of(self.deltas, kept),
             buffers=self.buffers[kept],
             num_examples=[self.num_examples[row] for row in kept],
             num_steps=[self.num_steps[row] for row in kept],
@@ -105,8 +108,20 @@ class GroupUpdate:
             effective_steps=None if steps is None else [steps[row] for row in kept],
         )
 
+    @property
+    def whole(self) -> Tensor:
+        """All numbers of the deltas, shape (m, k)."""
+        return self.deltas.whole if isinstance(self.deltas, ThinDeltas) else self.deltas
+
     @cached_property
     def norms(self) -> Tensor:
         """The L2 norm of each delta, shape (m,)."""
+        if isinstance(self.deltas, ThinDeltas):
+            return self.deltas.norms
         norms: Tensor = torch.linalg.vector_norm(self.deltas, dim=1)
         return norms
+
+
+def rows_of(deltas: Tensor | ThinDeltas, rows: Rows) -> Tensor | ThinDeltas:
+    """Return the deltas of some clients."""
+    return deltas.of(rows) if isinstance(deltas, ThinDeltas) else deltas[rows]

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fl_lightning.client.memory import ClientMemory
 from fl_lightning.core.space import Space
+from fl_lightning.core.thin_deltas import ThinDeltas
 from fl_lightning.core.update import ClientUpdate, GroupUpdate
 from fl_lightning.federation.corrector import Corrector
 from fl_lightning.federation.round_record import RoundRecord
@@ -116,10 +117,10 @@ class Intake:
         if not self._sends_buffers:
             group = replace(group, buffers=group.buffers[:, :0])
         server.receive_group(self._corrector.counted_group(start.counted_group(group)))
-        sent = group if self._sends_deltas else replace(group, deltas=group.deltas[:, :0])
+        sent = group if self._sends_deltas else replace(group, deltas=group.whole[:, :0])
         record.add_group(group, num_bytes=bytes_up(sent) + self.more_bytes_up(group.deltas))
 
-    def more_bytes_up(self, like: Tensor) -> int:
+    def more_bytes_up(self, like: Tensor | ThinDeltas) -> int:
         """Return how many bytes a client sends for its correction, see `Corrector.bytes_up`."""
         return self._corrector.bytes_up(like, is_lossy=not self._path.is_empty)
 

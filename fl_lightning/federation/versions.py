@@ -43,7 +43,7 @@ class Start:
         """Return updates of clients that trained together likewise."""
         if self.rule is None:
             return group
-        deltas = self.rule.weighed(group.deltas, self.staleness, self._drift())
+        deltas = self.rule.weighed(group.whole, self.staleness, self._drift())
         return replace(group, deltas=deltas, buffers=self._mixed(group.buffers))
 
     def _mixed(self, buffers: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from fl_lightning.core.thin_deltas import ThinDeltas
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.server.exact_mean import ExactMean
 
@@ -74,8 +75,12 @@ class RunningMean:
         self._weight += weight
         self._mean.lerp_(vector, weight / self._weight if weight else 0.0)
 
-    def add_group(self, vectors: Tensor, weights: Sequence[float]) -> None:
-        """Take in m vectors, shape (m, k), with the bits of one after the other."""
+    def add_group(self, vectors: Tensor | ThinDeltas, weights: Sequence[float]) -> None:
+        """Take in m vectors, shape (m, k), with the bits of one after the other; not so thin ones."""
+        if isinstance(vectors, ThinDeltas):
+            if total := sum(weights):
+                self.add(vectors.total(self._mean.new_tensor(weights) / total), total)
+            return
         for vector, weight in zip(vectors, weights, strict=True):
             self.add(vector, weight)
 
@@ -140,7 +145,7 @@ class Mean:
         """Add one update."""
         self._mean.add(update.delta, update.num_examples if self.weight_by_examples else 1)
 
-    def add_group(self, deltas: Tensor, num_examples: Sequence[int]) -> None:
+    def add_group(self, deltas: Tensor | ThinDeltas, num_examples: Sequence[int]) -> None:
         """Add the updates of several clients at once.
 
         Args:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError, RoundFailure
+from fl_lightning.core.thin_deltas import ThinDeltas
 
 _HIGH, _LOW = 2.0**20, 2.0**60
 # of Σ |w x|: the high parts then stay below 2⁶² in all, half of what an integer holds
@@ -67,8 +68,10 @@ class ExactMean:
         self._low += product.sub_(high.div_(_HIGH)).mul_(_LOW).round_().long()
         self._weight += weight if isinstance(weight, int) else torch.as_tensor(weight).long()
 
-    def add_group(self, vectors: Tensor, weights: Sequence[float]) -> None:
+    def add_group(self, vectors: Tensor | ThinDeltas, weights: Sequence[float]) -> None:
         """Take in m vectors, shape (m, k)."""
+        if isinstance(vectors, ThinDeltas):
+            vectors = vectors.whole
         for vector, weight in zip(vectors, weights, strict=True):
             self.add(vector, weight)
 

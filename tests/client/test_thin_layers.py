@@ -20,6 +20,8 @@ from fl_lightning.client.slot_training import SlotTrainer
 from fl_lightning.client.stacked_options import StackedOptions
 from fl_lightning.client.stacked_step import StackedStep
 from fl_lightning.client.work import ClientWork
+from fl_lightning.core.thin_deltas import ThinDeltas
+from fl_lightning.server.aggregators import RunningMean
 from fl_lightning.sparsity.sparse_sgdm import SparseSGDM
 
 pytestmark = pytest.mark.skipif(
@@ -166,6 +168,23 @@ def test_updates_are_those_with_whole_gradients(optimizer, sizes, bias):
     assert thin_names(step) == ["first.weight", "second.weight"]
     expected, _ = train(Dense(bias=bias), make, sizes, rounds=2)
     assert_alike(found, expected)
+
+
+@pytest.mark.parametrize(("optimizer", "is_thin"), [("sgd", True), ("momentum and decay", False)])
+def test_updates_of_one_step_stay_factors(optimizer, is_thin):
+    """Weight decay is in no factor."""
+    module = Dense()
+    make = OPTIMIZERS[optimizer](module.parameters())
+    local = LocalTrainer(module, make, None, LogCollector())
+    step = StackedStep(module, make, True, StackedOptions(3, direct=True))
+    slots = SlotTrainer(step, local.space, local.buffers, lambda i: (X[i], Y[i]), 8)
+    for group in slots.train(local.read(), works((8, 3, 8, 8, 5))):
+        assert isinstance(group.deltas, ThinDeltas) == is_thin
+        torch.testing.assert_close(group.norms, group.whole.norm(dim=1))
+        mean = RunningMean(local.read().params)
+        mean.add_group(group.deltas, group.num_examples)
+        weights = torch.tensor(group.num_examples) / sum(group.num_examples)
+        torch.testing.assert_close(mean.value(), weights @ group.whole)
 
 
 @pytest.mark.parametrize("sizes", [(5, 30, 16, 9, 24), (20,) * 5, (8,) * 5])
