@@ -3,6 +3,7 @@
 import csv
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import time
@@ -35,7 +36,7 @@ from fl_lightning import (
 from fl_lightning.client.compiling import Compiled
 from fl_lightning.core.errors import ProcessFailure
 from fl_lightning.federation.compatibility import check_compatible
-from fl_lightning.federation.ranks import Ranks
+from fl_lightning.federation.ranks import Ranks, _pickled
 
 
 class AllAgree(Callback):
@@ -50,6 +51,41 @@ class AllAgree(Callback):
             assert torch.equal(first[0], other[0])
             assert first[1] == other[1]
             assert str(first[2]) == str(other[2])
+
+
+class Telling(Callback):
+    """Processes tell each other short and long values."""
+
+    def on_train_epoch_end(self, trainer, module):
+        ranks = Ranks(trainer)
+        for lengths in [(0, 0), (10, 70_000), (200_000, 5), (65_000, 66_000)]:
+            texts = ranks.gather((ranks.rank, "x" * lengths[ranks.rank], torch.arange(3)))
+            assert [(rank, len(text)) for rank, text, _ in texts] == list(enumerate(lengths))
+            assert all(torch.equal(numbers, torch.arange(3)) for *_, numbers in texts)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor(1.5),
+        torch.arange(6).view(2, 3).T,
+        torch.empty(0, dtype=torch.bool),
+        torch.ones(3, dtype=torch.bfloat16),
+        torch.eye(3).to_sparse(),
+        torch.ones(2, dtype=torch.complex64).conj(),
+        torch.nn.Parameter(torch.ones(2)),
+    ],
+)
+def test_what_a_process_tells_comes_out_as_it_was(tensor):
+    (found,) = pickle.loads(_pickled([tensor]))
+    assert (found.dtype, found.layout, type(found)) == (tensor.dtype, tensor.layout, type(tensor))
+    assert torch.equal(found.to_dense(), tensor.to_dense())
+    if not found.is_sparse:
+        found.data.zero_()  # it can be written to
+
+
+def test_processes_tell_each_other_values_of_any_length():
+    fit(2, ToyModule, None, Telling(), max_epochs=1)
 
 
 class Counting(ToyModule):
