@@ -142,6 +142,38 @@ INLINE void step_block(const int rows, const int vectors, long count, const floa
         }
 }
 
+/* Some rows of a mean that takes in a client's delta, v'x, with these bits:
+ *
+ *     mean + share (delta - mean),        from a half on  delta + (share - 1) (delta - mean) */
+INLINE void fold_block(const int rows, const int vectors, long count, const float *v, long out,
+                       const float *x, long in, float *mean, float share, long done) {
+    vector sums[12] = {{0}};
+    products(rows, vectors, sums, count, v, 1, out, x, in);
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int k = 0; k < vectors; k++) {
+            float *at = mean + r * in + k * LANES;
+            const vector old = load(at), delta = sums[r * vectors + k];
+            const vector apart = delta - old;
+            const vector new = share < 0.5f ? share * apart + old : (share - 1) * apart + delta;
+            store(at, after(new, done, at));
+        }
+}
+
+/* A mean (out, in) takes in every client's delta: v (clients, examples, out), x (clients, examples, in) */
+void dense_fold(float *mean, const float *v, const float *x, const float *shares, long clients,
+                long examples, long in, long out) {
+    for (; clients > 0; clients--, shares++, x += examples * in, v += examples * out)
+        for (long o = 0, rows; o < out; o += rows) {
+            rows = turn(out - o, 4);
+            long end = 0;
+            FOR_COLUMNS(in, first, vectors) {
+                CASES(fold_block, examples, v + o, out, x + first, in, mean + o * in + first,
+                      *shares, end - first)
+                end = first + vectors * LANES;
+            }
+        }
+}
+
 /* The step of every client: v (clients, examples, out), x (clients, examples, in), velocity
  * (clients, out, in); of `to` and `from` it is said how far apart one client's begin. */
 void dense_step(float *to, float *velocity, const float *from, const float *v, const float *x,

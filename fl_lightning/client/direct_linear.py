@@ -6,13 +6,14 @@ At some ten examples PyTorch's batched matrix product on CPUs spends much of its
 factors anew. Here they are taken as they lie: `direct_linear.c`, see `c_library`. Products of more rows
 and columns are PyTorch's. All is float32, on one thread, with I ≥ 8.
 
-`dense_step` takes SGD's step on the weights without writing their gradients vᵀ x out.
+`dense_step` takes SGD's step on the weights without writing their gradients vᵀ x out, `dense_fold` has
+a mean take steps in without writing them out.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -26,6 +27,7 @@ FLAGS = ("-ffp-contract=fast",)
 FEWEST_INPUTS = 8  # a vector's
 FEW = 64  # rows or columns; with more of both, PyTorch's product is the faster one
 _TYPES = (*(ctypes.c_void_p,) * 3, *(ctypes.c_long,) * 4)
+_FOLD_TYPES = (*(ctypes.c_void_p,) * 4, *(ctypes.c_long,) * 4)
 _STEP_TYPES = (*(ctypes.c_void_p,) * 5, *(ctypes.c_long,) * 6, *(ctypes.c_float,) * 4)
 
 
@@ -131,9 +133,7 @@ def dense_step(
     Raises:
         TypeError: if a tensor is not of float32.
     """
-    for tensor in (to, velocity, weights, errors, inputs):
-        if tensor is not None and tensor.dtype != torch.float32:
-            raise TypeError(f"dense_step is for float32, got {tensor.dtype}")
+    _check_types("dense_step", to, velocity, weights, errors, inputs)
     errors, inputs = errors.contiguous(), inputs.contiguous()
     clients, examples, out = errors.shape
     c_function(SOURCE, FLAGS, "dense_step", *_STEP_TYPES)(
@@ -153,3 +153,49 @@ def dense_step(
         momentum,
         decay,
     )
+
+
+def dense_fold(mean: Tensor, errors: Tensor, inputs: Tensor, shares: Sequence[float]) -> None:
+    """Have a mean take in products one after the other, none of which is written.
+
+        mean ← lerp(mean, errorsᵀ inputs, share)
+
+    with the bits of `torch.lerp` of what `dense_step` makes of them.
+
+    Args:
+        mean: shape (O, I), contiguous.
+        errors: shape (G, B, O).
+        inputs: shape (G, B, I).
+        shares: of each product, G numbers in [0, 1].
+
+    Example:
+        >>> mean = torch.zeros(2, 8)
+        >>> dense_fold(mean, torch.ones(1, 3, 2), torch.ones(1, 3, 8), [0.5])
+        >>> mean.unique()
+        tensor([1.5000])
+
+    Raises:
+        TypeError: if a tensor is not of float32.
+    """
+    weights = torch.tensor(shares, dtype=torch.float32)
+    _check_types("dense_fold", mean, errors, inputs)
+    errors, inputs = errors.contiguous(), inputs.contiguous()
+    clients, examples, out = errors.shape
+    assert mean.is_contiguous()
+    assert len(weights) == clients
+    c_function(SOURCE, FLAGS, "dense_fold", *_FOLD_TYPES)(
+        mean.data_ptr(),
+        errors.data_ptr(),
+        inputs.data_ptr(),
+        weights.data_ptr(),
+        clients,
+        examples,
+        inputs.shape[2],
+        out,
+    )
+
+
+def _check_types(name: str, *tensors: Tensor | None) -> None:
+    for tensor in tensors:
+        if tensor is not None and tensor.dtype != torch.float32:
+            raise TypeError(f"{name} is for float32, got {tensor.dtype}")

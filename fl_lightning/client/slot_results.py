@@ -18,8 +18,7 @@ from fl_lightning.client.stacked_step import StackedStep
 from fl_lightning.client.work import ClientWork
 from fl_lightning.core.errors import ClientFailure
 from fl_lightning.core.space import Space
-from fl_lightning.core.thin_deltas import ThinDeltas
-from fl_lightning.core.update import GroupUpdate
+from fl_lightning.core.update import GroupUpdate, LazyDeltas
 
 
 class SlotResults:
@@ -97,7 +96,7 @@ class SlotResults:
         yield group
 
     def group(
-        self, clients: list[ClientWork], deltas: Tensor | ThinDeltas, sums: Tensors
+        self, clients: list[ClientWork], deltas: Tensor | LazyDeltas, sums: Tensors
     ) -> GroupUpdate:
         """Return clients' updates.
 
@@ -128,7 +127,7 @@ def usable_rows(group: GroupUpdate) -> tuple[GroupUpdate, list[ClientFailure]]:
     loss = group.metrics["train/loss"]
     if bool((loss.sum() + group.norms.sum() + group.buffers.sum()).isfinite()):
         return group, []
-    if isinstance(group.deltas, ThinDeltas):  # whose squares may be too large where they are not
+    if not isinstance(group.deltas, Tensor):  # its norms may be too large where no number is
         return usable_rows(replace(group, deltas=group.whole))
     rows, failures = [], []
     for row, update in enumerate(group):

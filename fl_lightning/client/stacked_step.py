@@ -26,7 +26,7 @@ from fl_lightning.client.stacked_gradients import Inputs, StackedGradients
 from fl_lightning.client.stacked_optimizers import stacked_rule
 from fl_lightning.client.stacked_options import StackedOptions
 from fl_lightning.client.thin_steps import ThinSteps, can_be_thin
-from fl_lightning.core.thin_deltas import ThinDeltas
+from fl_lightning.core.update import LazyDeltas
 from fl_lightning.sparsity.masked_optimizer import MaskedOptimizer
 
 # Compiled anew for changed momentum, weight decay, …; beyond, the step runs as it is.
@@ -215,7 +215,7 @@ class StackedStep:
 
     def only(
         self, start: Tensors, batch: Any, valid: Tensor, active: Tensors
-    ) -> tuple[Tensor | ThinDeltas, Tensors]:
+    ) -> tuple[Tensor | LazyDeltas, Tensors]:
         """Return what the only step of a new client in every slot comes to.
 
         Args:

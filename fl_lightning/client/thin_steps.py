@@ -7,13 +7,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
 from fl_lightning.client.direct_linear import dense_step
 from fl_lightning.client.functional_step import Tensors
 from fl_lightning.client.stacked_optimizers import StackedRule, StackedSGD
-from fl_lightning.core.thin_deltas import Factors, Numbers, ThinDeltas
+from fl_lightning.client.thin_deltas import Numbers, Product, ThinDeltas
+
+
+class Factors(NamedTuple):
+    """The gradient of a thin layer's weight, errorsᵀ inputs.
+
+    Attributes:
+        errors: at the layer's output, shape (G, B, out).
+        inputs: of the layer, shape (G, B, in).
+    """
+
+    errors: Tensor
+    inputs: Tensor
 
 
 @dataclass(frozen=True)
@@ -49,7 +62,8 @@ class ThinSteps:
     ) -> Tensor | ThinDeltas:
         """Return what the first step from common parameters comes to, shape (G, k).
 
-        Without weight decay that is the product of two factors, and is multiplied out when it must.
+        Without weight decay it stays the product of two factors where that pays, until somebody needs
+        its numbers.
 
         Args:
             others: it, without the coordinates of thin layers' weights.
@@ -61,6 +75,9 @@ class ThinSteps:
         rest = [name for name in sizes if name not in factors]
         values = dict(zip(rest, others.split([sizes[name] for name in rest], 1), strict=True))
 
+        products = {n: Product(f.errors * self.lrs[n], f.inputs) for n, f in factors.items()}
+        decays = {n: self._rule(n).weight_decay * float(self.lrs[n]) for n in factors}
+
         def multiply() -> Tensor:
             deltas = others.new_empty(len(others), sum(sizes.values()))
             for name, part in zip(sizes, deltas.split(list(sizes.values()), 1), strict=True):
@@ -68,17 +85,15 @@ class ThinSteps:
                     part.copy_(values[name])
                     continue
                 to, weights = part.unflatten(1, start[name].shape), start[name].unsqueeze(0)
-                self._step(name, factors[name], weights, to, None, first=True, as_delta=True)
+                errors, inputs = products[name]
+                dense_step(
+                    to, None, weights, errors, inputs, keep=0, lr=-1, momentum=0, decay=decays[name]
+                )
             return deltas
 
-        if any(self._rule(name).weight_decay for name in factors):
+        if any(decays.values()) or not all(product.pays for product in products.values()):
             return multiply()
-        parts = [
-            Numbers(values[name])
-            if name in values
-            else Factors(factors[name].errors * self.lrs[name], factors[name].inputs)
-            for name in sizes
-        ]
+        parts = [products.get(name) or Numbers(values[name]) for name in sizes]
         return ThinDeltas(parts, multiply)
 
     def _rule(self, name: str) -> StackedSGD:
@@ -99,17 +114,16 @@ class ThinSteps:
         velocity: Tensor | None,
         *,
         first: bool = False,
-        as_delta: bool = False,
     ) -> None:
-        rule, lr = self._rule(name), float(self.lrs[name])
+        rule = self._rule(name)
         dense_step(
             to,
             velocity,
             weights,
             factors.errors,
             factors.inputs,
-            keep=0.0 if as_delta else 1.0,
-            lr=-lr if as_delta else lr,
+            keep=1.0,
+            lr=float(self.lrs[name]),
             momentum=0.0 if first else rule.momentum,
             decay=rule.weight_decay,
         )

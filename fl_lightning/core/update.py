@@ -2,14 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from fl_lightning.core.thin_deltas import Rows, ThinDeltas
+Rows = slice | list[int]
+
+
+class LazyDeltas(Protocol):
+    """Deltas of m clients, shape (m, k), whose numbers nobody may need."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(m, k)."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the numbers."""
+
+    @property
+    def whole(self) -> Tensor:
+        """All numbers, shape (m, k)."""
+
+    @property
+    def norms(self) -> Tensor:
+        """The L2 norm of each, shape (m,); finite only if every number is."""
+
+    def of(self, rows: Rows) -> LazyDeltas:
+        """Return those of some clients."""
+
+    def fold(self, mean: Tensor, shares: Sequence[float]) -> None:
+        """Have a mean, shape (k,), take in one after the other: m ← m + share · (delta - m)."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +80,8 @@ class ClientUpdate:
 class GroupUpdate:
     """The contributions of m clients that trained together: a row each.
 
+    Those that a generator yields are to be used before the next ones are asked for.
+
     Attributes:
         client_ids: whose they are, m of them.
         deltas: shape (m, k), where they are multiplied out, see `whole`.
@@ -69,7 +98,7 @@ class GroupUpdate:
     """
 
     client_ids: list[int]
-    deltas: Tensor | ThinDeltas
+    deltas: Tensor | LazyDeltas
     buffers: Tensor
     num_examples: list[int]
     num_steps: list[int]
@@ -111,17 +140,17 @@ class GroupUpdate:
     @property
     def whole(self) -> Tensor:
         """All numbers of the deltas, shape (m, k)."""
-        return self.deltas.whole if isinstance(self.deltas, ThinDeltas) else self.deltas
+        return self.deltas if isinstance(self.deltas, Tensor) else self.deltas.whole
 
     @cached_property
     def norms(self) -> Tensor:
         """The L2 norm of each delta, shape (m,)."""
-        if isinstance(self.deltas, ThinDeltas):
+        if not isinstance(self.deltas, Tensor):
             return self.deltas.norms
         norms: Tensor = torch.linalg.vector_norm(self.deltas, dim=1)
         return norms
 
 
-def rows_of(deltas: Tensor | ThinDeltas, rows: Rows) -> Tensor | ThinDeltas:
+def rows_of(deltas: Tensor | LazyDeltas, rows: Rows) -> Tensor | LazyDeltas:
     """Return the deltas of some clients."""
-    return deltas.of(rows) if isinstance(deltas, ThinDeltas) else deltas[rows]
+    return deltas[rows] if isinstance(deltas, Tensor) else deltas.of(rows)

@@ -22,8 +22,7 @@ from fl_lightning.client.local_solver import LocalSolver
 from fl_lightning.client.memory import ClientMemory
 from fl_lightning.client.moon import Contrast, Moon
 from fl_lightning.core.space import Space
-from fl_lightning.core.thin_deltas import ThinDeltas
-from fl_lightning.core.update import ClientUpdate, GroupUpdate
+from fl_lightning.core.update import ClientUpdate, GroupUpdate, LazyDeltas
 from fl_lightning.server.aggregators import Aggregator, RunningMean, new_mean
 from fl_lightning.server.exact_mean import ExactMean
 from fl_lightning.server.server import AllReduce, KeepsUpdates, added_up
@@ -147,7 +146,7 @@ class Corrector:
         steps = [self._solver.effective_steps(number) for number in group.num_steps]
         return replace(group, effective_steps=steps)
 
-    def bytes_up(self, like: Tensor | ThinDeltas, *, is_lossy: bool) -> int:
+    def bytes_up(self, like: Tensor | LazyDeltas, *, is_lossy: bool) -> int:
         """Return how many bytes a client sends besides its update: the change of its memory.
 
         Args:
@@ -235,5 +234,5 @@ def _optimizer_steps(update: ClientUpdate) -> int:
     return update.num_steps if update.optimizer_steps is None else update.optimizer_steps
 
 
-def _num_bytes(like: Tensor | ThinDeltas) -> int:
+def _num_bytes(like: Tensor | LazyDeltas) -> int:
     return like.shape[-1] * like.dtype.itemsize

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from fl_lightning.client.memory import ClientMemory
 from fl_lightning.core.space import Space
-from fl_lightning.core.thin_deltas import ThinDeltas
-from fl_lightning.core.update import ClientUpdate, GroupUpdate
+from fl_lightning.core.update import ClientUpdate, GroupUpdate, LazyDeltas
 from fl_lightning.federation.corrector import Corrector
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.versions import Start
@@ -120,7 +119,7 @@ class Intake:
         sent = group if self._sends_deltas else replace(group, deltas=group.whole[:, :0])
         record.add_group(group, num_bytes=bytes_up(sent) + self.more_bytes_up(group.deltas))
 
-    def more_bytes_up(self, like: Tensor | ThinDeltas) -> int:
+    def more_bytes_up(self, like: Tensor | LazyDeltas) -> int:
         """Return how many bytes a client sends for its correction, see `Corrector.bytes_up`."""
         return self._corrector.bytes_up(like, is_lossy=not self._path.is_empty)
 

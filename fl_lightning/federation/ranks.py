@@ -50,17 +50,16 @@ class Ranks:
         longest = max(size for size, _ in parts)
         if longest > _SHORT:
             parts = self._gather_bytes(own, longest)
-        return [pickle.loads(content) for _, content in parts]
+        return [pickle.loads(content[:size]) for size, content in parts]
 
-    def _gather_bytes(self, content: bytes, room: int) -> list[tuple[int, bytes]]:
+    def _gather_bytes(self, content: bytes, room: int) -> list[tuple[int, memoryview]]:
         """Return of every process how many bytes it has, and as many of them as there is room for."""
         message = len(content).to_bytes(8, "little") + content[:room].ljust(room, b"\0")
         own = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         messages = [torch.empty_like(own) for _ in range(self.size)]
         _finish(distributed.all_gather(messages, own, async_op=True))
-        found = [message.numpy().tobytes() for message in messages]
-        sizes = [int.from_bytes(message[:8], "little") for message in found]
-        return [(size, m[8 : 8 + size]) for size, m in zip(sizes, found, strict=True)]
+        found = [memoryview(message.numpy().data) for message in messages]
+        return [(int.from_bytes(message[:8], "little"), message[8:]) for message in found]
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Replace a tensor by that of one process; to be called by all of them."""

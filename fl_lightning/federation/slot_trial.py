@@ -152,7 +152,8 @@ class SlotTrial:
             ]
             if engines[0] is engines[1]:
                 return 1.0
-            return _ratio(*(partial(_train_all, engine, model, trial) for engine in engines))
+            run, run_other = (partial(_train_all, engine, model, trial) for engine in engines)
+            return _ratio(run, run_other)
 
         remembered, key = Remembered(), self._key(len(work))
         found = remembered.get(key)
@@ -226,17 +227,18 @@ def _times_faster(
         for client in alone:
             mean.add(train_one(client).delta, client.num_examples)
 
-    return _ratio(train_alone, lambda: _train_all(engine, model, work)) / share
+    ratio = _ratio(train_alone, lambda: _train_all(engine, model, work), _LEAST_RATIO * share)
+    return ratio / share
 
 
-def _ratio(run: Callable[[], Any], other: Callable[[], Any]) -> float:
+def _ratio(run: Callable[[], Any], other: Callable[[], Any], limit: float = 1.0) -> float:
     """Return how many times the other's time one takes.
 
-    Both take turns, so that what else slows the machine down for a while slows both: some turns where
-    the same one is faster every time, more where it is close.
+    Both take turns, so that what else slows the machine down for a while slows both: a few turns where
+    all are on one side of the limit, more where it is close.
     """
     ratios: list[float] = []
-    while len(ratios) < 5 or (len(ratios) < 15 and min(ratios) < 1 < max(ratios)):
+    while len(ratios) < 5 or (len(ratios) < 15 and min(ratios) < limit < max(ratios)):
         began = time.perf_counter()
         run()
         between = time.perf_counter()

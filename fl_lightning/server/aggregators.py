@@ -16,8 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fl_lightning.core.thin_deltas import ThinDeltas
-from fl_lightning.core.update import ClientUpdate
+from fl_lightning.core.update import ClientUpdate, LazyDeltas
 from fl_lightning.server.exact_mean import ExactMean
 
 
@@ -72,17 +71,20 @@ class RunningMean:
 
     def add(self, vector: Tensor, weight: float) -> None:
         """Take in one vector; of weight 0 it must be finite, and counts for nothing."""
-        self._weight += weight
-        self._mean.lerp_(vector, weight / self._weight if weight else 0.0)
+        self._mean.lerp_(vector, self._share(weight))
 
-    def add_group(self, vectors: Tensor | ThinDeltas, weights: Sequence[float]) -> None:
-        """Take in m vectors, shape (m, k), with the bits of one after the other; not so thin ones."""
-        if isinstance(vectors, ThinDeltas):
-            if total := sum(weights):
-                self.add(vectors.total(self._mean.new_tensor(weights) / total), total)
-            return
-        for vector, weight in zip(vectors, weights, strict=True):
-            self.add(vector, weight)
+    def add_group(self, vectors: Tensor | LazyDeltas, weights: Sequence[float]) -> None:
+        """Take in m vectors, shape (m, k), with the bits of one after the other."""
+        if isinstance(vectors, Tensor):
+            for vector, weight in zip(vectors, weights, strict=True):
+                self.add(vector, weight)
+        else:
+            vectors.fold(self._mean, [self._share(weight) for weight in weights])
+
+    def _share(self, weight: float) -> float:
+        """Count a weight, and return its share of all so far."""
+        self._weight += weight
+        return weight / self._weight if weight else 0.0
 
     def value(self) -> Tensor:
         """Return the mean so far; zeros if nothing was added."""
@@ -145,7 +147,7 @@ class Mean:
         """Add one update."""
         self._mean.add(update.delta, update.num_examples if self.weight_by_examples else 1)
 
-    def add_group(self, deltas: Tensor | ThinDeltas, num_examples: Sequence[int]) -> None:
+    def add_group(self, deltas: Tensor | LazyDeltas, num_examples: Sequence[int]) -> None:
         """Add the updates of several clients at once.
 
         Args:

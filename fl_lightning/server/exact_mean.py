@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError, RoundFailure
-from fl_lightning.core.thin_deltas import ThinDeltas
+from fl_lightning.core.update import LazyDeltas
 
 _HIGH, _LOW = 2.0**20, 2.0**60
 # of Σ |w x|: the high parts then stay below 2⁶² in all, half of what an integer holds
@@ -68,11 +68,10 @@ class ExactMean:
         self._low += product.sub_(high.div_(_HIGH)).mul_(_LOW).round_().long()
         self._weight += weight if isinstance(weight, int) else torch.as_tensor(weight).long()
 
-    def add_group(self, vectors: Tensor | ThinDeltas, weights: Sequence[float]) -> None:
+    def add_group(self, vectors: Tensor | LazyDeltas, weights: Sequence[float]) -> None:
         """Take in m vectors, shape (m, k)."""
-        if isinstance(vectors, ThinDeltas):
-            vectors = vectors.whole
-        for vector, weight in zip(vectors, weights, strict=True):
+        whole = vectors if isinstance(vectors, Tensor) else vectors.whole
+        for vector, weight in zip(whole, weights, strict=True):
             self.add(vector, weight)
 
     def value(self) -> Tensor:

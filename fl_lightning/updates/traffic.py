@@ -11,8 +11,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from fl_lightning.core.thin_deltas import ThinDeltas
-from fl_lightning.core.update import ClientUpdate, GroupUpdate
+from fl_lightning.core.update import ClientUpdate, GroupUpdate, LazyDeltas
 from fl_lightning.updates.codec import encoded_size
 from fl_lightning.updates.message import Kind, Message
 from fl_lightning.updates.payload import Dense
@@ -48,7 +47,7 @@ def bytes_down(params: Tensor, buffers: Tensor, active: Tensor | None = None) ->
     return _dense_size("model", _shape(params, active), _shape(buffers), ())
 
 
-def _shape(vector: Tensor | ThinDeltas, active: Tensor | None = None) -> Shape:
+def _shape(vector: Tensor | LazyDeltas, active: Tensor | None = None) -> Shape:
     size = vector.shape[-1] if active is None else int(active.count_nonzero())
     return size, vector.dtype
 
