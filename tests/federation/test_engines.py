@@ -20,8 +20,10 @@ from fl_lightning import (
     UniformCohort,
 )
 from fl_lightning.client.direct_layers import reason_against_direct_layers
+from fl_lightning.client.thin_deltas import ThinDeltas
 from fl_lightning.core.metric_states import metrics_of
 from fl_lightning.data import Digits
+from fl_lightning.updates import TopK
 
 COHORT = UniformCohort(size=4)
 
@@ -421,6 +423,26 @@ def test_a_client_with_nan_is_skipped_and_the_others_count(kind):
         assert trainer.callback_metrics["round/cohort_size"] == 6
     total = first.callback_metrics["total"]
     assert float(second.callback_metrics["total"]) == pytest.approx(float(total), rel=1e-5)
+
+
+@pytest.mark.skipif(
+    reason_against_direct_layers(nn.Conv2d(1, 1, 1)) is not None, reason="no compiler"
+)
+@pytest.mark.parametrize(
+    "options", [{"slots": 2}, {"slots": 6}, {"updates": [TopK(fraction=1.0)]}], ids=str
+)
+def test_updates_of_one_step_give_the_same_bits_whether_or_not_they_are_multiplied_out(
+    options, monkeypatch
+):
+    folded, fold = [], ThinDeltas.fold
+    monkeypatch.setattr(ThinDeltas, "fold", lambda *a: (folded.append(len(a[2])), fold(*a)))
+    one_step = {"cohort": None, "local_epochs": None, "local_steps": 1}
+    one, other = toy(Wide), toy(Wide)
+    run(one, **one_step)
+    assert sum(folded) == 18
+    run(other, **one_step | options)
+    assert sum(folded) == (18 if "updates" in options else 36)
+    assert torch.equal(weights(one), weights(other))
 
 
 class SaveRound(Callback):
