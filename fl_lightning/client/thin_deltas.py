@@ -2,8 +2,9 @@
 
     Δ_k = e_kᵀ a_k,        ‖Δ_k‖² = Σ_ij (e_k e_kᵀ)_ij (a_k a_kᵀ)_ij
 
-with the errors e (B, O) at a dense layer's outputs, times the learning rate, and its inputs a (B, I). With few examples a batch
-the norm does not need the O·I numbers, and `dense_fold` makes them where they go into the mean.
+with the errors e (B, O) at a dense layer's outputs, times the learning rate, and its inputs a (B, I).
+With few examples a batch the norm does not need the O·I numbers, and `dense_fold` makes them where they
+go into the mean.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ class Product(NamedTuple):
 
     @property
     def pays(self) -> bool:
-        """Whether norms take less time than multiplying out: measured, where both take about as long."""
+        """Whether the norms take less time than writing the numbers and reading them twice.
+
+        The first goes with B² (O + I), the second with O I; the factor is measured.
+        """
         (_, examples, out), size = self.errors.shape, self.inputs.shape[2]
         return examples**2 * (out + size) < 10 * out * size
 

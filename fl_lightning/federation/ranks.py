@@ -20,7 +20,7 @@ from torch import Tensor, distributed
 _SHORT = 2**16
 # A core that has gone to sleep takes milliseconds to wake up in virtual machines: longer than others
 # that train as much as this process keep it waiting. Others with less to do need not be awake.
-_AWAKE_SECONDS = 0.05
+_AWAKE_SECONDS = 0.01
 
 
 class Ranks:
