@@ -17,7 +17,7 @@ from fl_lightning.client.functional_step import Tensors
 from fl_lightning.client.stacked_gradients import Inputs, Outputs, StackedGradients
 from fl_lightning.client.stacked_optimizers import StackedRule
 from fl_lightning.client.stacked_options import StackedOptions
-from fl_lightning.client.thin_steps import Factors
+from fl_lightning.client.thin_deltas import Factors
 
 
 class StackedTerm(NamedTuple):

@@ -23,12 +23,12 @@ from fl_lightning.core.update import Rows
 _CANCELLED = 1e-3
 
 
-class Product(NamedTuple):
-    """m matrices errorsᵀ inputs.
+class Factors(NamedTuple):
+    """m matrices errorsᵀ inputs: gradients of a thin layer's weight, or deltas.
 
     Attributes:
-        errors: times the learning rate, shape (m, B, O).
-        inputs: shape (m, B, I).
+        errors: at the layer's output, for deltas times the learning rate, shape (m, B, O).
+        inputs: of the layer, shape (m, B, I).
     """
 
     errors: Tensor
@@ -48,9 +48,9 @@ class Product(NamedTuple):
         (_, examples, out), size = self.errors.shape, self.inputs.shape[2]
         return examples**2 * (out + size) < 10 * out * size
 
-    def of(self, rows: Rows) -> Product:
+    def of(self, rows: Rows) -> Factors:
         """Return those of some clients."""
-        return Product(self.errors[rows], self.inputs[rows])
+        return Factors(self.errors[rows], self.inputs[rows])
 
     def squares(self) -> Tensor:
         """Return the sum of each matrix's squares, shape (m,)."""
@@ -106,7 +106,7 @@ class ThinDeltas:
 
     Example:
         >>> errors, inputs = torch.ones(2, 3, 1), torch.ones(2, 3, 8)
-        >>> parts = [Product(0.5 * errors, inputs), Numbers(torch.zeros(2, 1))]
+        >>> parts = [Factors(0.5 * errors, inputs), Numbers(torch.zeros(2, 1))]
         >>> deltas = ThinDeltas(parts, lambda: torch.tensor([[1.5] * 8 + [0.0]] * 2))
         >>> deltas.shape, deltas.norms
         ((2, 9), tensor([4.2426, 4.2426]))
@@ -114,7 +114,7 @@ class ThinDeltas:
 
     dtype = torch.float32
 
-    def __init__(self, parts: Sequence[Product | Numbers], multiply: Callable[[], Tensor]) -> None:
+    def __init__(self, parts: Sequence[Factors | Numbers], multiply: Callable[[], Tensor]) -> None:
         self._parts, self._multiply = parts, multiply
 
     @property

@@ -7,26 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from torch import Tensor
 
 from fl_lightning.client.direct_linear import dense_step
 from fl_lightning.client.functional_step import Tensors
 from fl_lightning.client.stacked_optimizers import StackedRule, StackedSGD
-from fl_lightning.client.thin_deltas import Numbers, Product, ThinDeltas
-
-
-class Factors(NamedTuple):
-    """The gradient of a thin layer's weight, errorsᵀ inputs.
-
-    Attributes:
-        errors: at the layer's output, shape (G, B, out).
-        inputs: of the layer, shape (G, B, in).
-    """
-
-    errors: Tensor
-    inputs: Tensor
+from fl_lightning.client.thin_deltas import Factors, Numbers, ThinDeltas
 
 
 @dataclass(frozen=True)
@@ -75,7 +62,7 @@ class ThinSteps:
         rest = [name for name in sizes if name not in factors]
         values = dict(zip(rest, others.split([sizes[name] for name in rest], 1), strict=True))
 
-        products = {n: Product(f.errors * self.lrs[n], f.inputs) for n, f in factors.items()}
+        products = {n: Factors(f.errors * self.lrs[n], f.inputs) for n, f in factors.items()}
         decays = {n: self._rule(n).weight_decay * float(self.lrs[n]) for n in factors}
 
         def multiply() -> Tensor:

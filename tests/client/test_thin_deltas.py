@@ -9,7 +9,7 @@ from torch import nn
 from fl_lightning.client.direct_layers import reason_against_direct_layers
 from fl_lightning.client.direct_linear import dense_fold, dense_step
 from fl_lightning.client.slot_results import usable_rows
-from fl_lightning.client.thin_deltas import Numbers, Product, ThinDeltas
+from fl_lightning.client.thin_deltas import Factors, Numbers, ThinDeltas
 from fl_lightning.core.update import GroupUpdate
 from fl_lightning.server.aggregators import Mean, RunningMean
 from fl_lightning.updates.traffic import bytes_up
@@ -43,7 +43,7 @@ def group(deltas, counts):
     return GroupUpdate(list(range(m)), deltas, torch.empty(m, 0), counts, [1] * m, losses)
 
 
-SOME = Product(draws(3, 4, 5), draws(3, 4, 9, seed=1)), Numbers(draws(3, 2, seed=2))
+SOME = Factors(draws(3, 4, 5), draws(3, 4, 9, seed=1)), Numbers(draws(3, 2, seed=2))
 
 
 @given(
@@ -56,7 +56,7 @@ SOME = Product(draws(3, 4, 5), draws(3, 4, 9, seed=1)), Numbers(draws(3, 2, seed
 def test_a_mean_gets_the_bits_of_the_numbers(clients, examples, size, out, shares):
     """What lies behind it is infinite, and stays so."""
     errors, inputs = draws(clients, examples, out), draws(clients, examples, size, seed=1)
-    numbers = multiplied(Product(errors, inputs))
+    numbers = multiplied(Factors(errors, inputs))
     room = torch.full((out * size + 9,), torch.inf)
     room[: out * size] = draws(out * size, seed=2)
     expected = room[: out * size].clone()
@@ -83,7 +83,7 @@ def test_only_single_precision_is_folded():
 def test_shapes_norms_and_rows_are_those_of_the_numbers(m, examples, out, size, others):
     parts = [
         Numbers(draws(m, others)),
-        Product(draws(m, examples, out, seed=1), draws(m, examples, size, seed=2)),
+        Factors(draws(m, examples, out, seed=1), draws(m, examples, size, seed=2)),
         Numbers(draws(m, 1, seed=3)),
     ]
     deltas = thin(*parts)
@@ -104,7 +104,7 @@ def test_norms_where_examples_cancel_out(offset):
     """Errors that sum to 0, on inputs that have a lot in common."""
     errors = draws(6, 16, 20)
     errors -= errors.mean(1, keepdim=True)
-    product = Product(errors, torch.rand(6, 16, 90) + offset)
+    product = Factors(errors, torch.rand(6, 16, 90) + offset)
     expected = (product.errors.double().mT @ product.inputs.double()).flatten(1).norm(dim=1)
     found = thin(product).norms.double()
     # at the last one numbers of single precision differ by 0.1 from one another
@@ -112,7 +112,7 @@ def test_norms_where_examples_cancel_out(offset):
 
 
 def test_a_product_of_zeros_has_norm_0():
-    deltas = thin(Product(torch.zeros(2, 3, 4), torch.zeros(2, 3, 8)))
+    deltas = thin(Factors(torch.zeros(2, 3, 4), torch.zeros(2, 3, 8)))
     assert deltas.norms.tolist() == [0, 0]
 
 
@@ -126,7 +126,7 @@ def test_a_norm_is_finite_only_if_every_number_is(place, bad, zeros):
     make = torch.zeros if zeros else torch.ones
     tensors = {"errors": make(2, 3, 2), "inputs": make(2, 3, 8), "values": make(2, 5)}
     tensors[place][1, 2] = bad
-    deltas = thin(Product(tensors["errors"], tensors["inputs"]), Numbers(tensors["values"]))
+    deltas = thin(Factors(tensors["errors"], tensors["inputs"]), Numbers(tensors["values"]))
     assert deltas.norms.isfinite().tolist() == [True, False]
     assert deltas.whole.isfinite().all(1).tolist() == [True, False]
     usable, failures = usable_rows(group(deltas, [1, 1]))
@@ -136,7 +136,7 @@ def test_a_norm_is_finite_only_if_every_number_is(place, bad, zeros):
 
 def test_a_client_is_not_lost_whose_norm_alone_is_too_large():
     """The inputs' squares are beyond the largest number, their product with errors is not."""
-    deltas = thin(Product(torch.full((2, 1, 2), 1e-20), torch.full((2, 1, 8), 1e20)))
+    deltas = thin(Factors(torch.full((2, 1, 2), 1e-20), torch.full((2, 1, 8), 1e20)))
     assert not deltas.norms.isfinite().any()
     usable, failures = usable_rows(group(deltas, [1, 1]))
     assert (usable.client_ids, failures) == ([0, 1], [])
@@ -179,4 +179,4 @@ def test_a_group_reads_like_one_with_numbers():
     [(20, 62, 784, True), (10, 200, 784, True), (64, 10, 784, False), (64, 200, 784, False)],
 )
 def test_norms_of_many_examples_take_as_long_as_the_numbers(examples, out, size, pays):
-    assert Product(torch.empty(1, examples, out), torch.empty(1, examples, size)).pays == pays
+    assert Factors(torch.empty(1, examples, out), torch.empty(1, examples, size)).pays == pays

@@ -54,10 +54,20 @@ class AllAgree(Callback):
 
 
 class Telling(Callback):
-    """Processes tell each other short and long values."""
+    """Processes tell each other short and long values, the short ones in one go."""
 
     def on_train_epoch_end(self, trainer, module):
-        ranks = Ranks(trainer)
+        ranks, meetings, gather = Ranks(trainer), [], torch.distributed.all_gather
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                torch.distributed,
+                "all_gather",
+                lambda *a, **o: meetings.append(1) or gather(*a, **o),
+            )
+            self.tell(ranks)
+        assert len(meetings) == 1 + 2 + 2 + 2
+
+    def tell(self, ranks):
         for lengths in [(0, 0), (10, 70_000), (200_000, 5), (65_000, 66_000)]:
             texts = ranks.gather((ranks.rank, "x" * lengths[ranks.rank], torch.arange(3)))
             assert [(rank, len(text)) for rank, text, _ in texts] == list(enumerate(lengths))

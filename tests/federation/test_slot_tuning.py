@@ -1,11 +1,13 @@
 """The number of slots: the fastest of those tried, remembered in a file that may fail."""
 
 import math
+from statistics import median
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fl_lightning.federation.slot_trial import _ratio
 from fl_lightning.federation.slot_tuning import Remembered, fastest
 
 
@@ -33,6 +35,34 @@ def test_no_pair_is_measured_twice_and_none_outside_the_bounds():
     measured.clear()
     assert fastest(lambda *pair: measured.append(pair) or 1.0, start=3, most=10) == 3
     assert measured == [(1, 3), (6, 3)]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "limit", "turns"),
+    [
+        ([2.0], 1.0, 5),
+        ([0.5], 1.0, 5),
+        ([0.8, 1.1, 0.9], 1.0, 15),
+        ([0.8, 1.1, 0.9], 0.5, 5),
+        ([0.4, 0.6], 0.5, 15),
+    ],
+)
+def test_a_ratio_takes_more_turns_where_it_is_close_to_its_limit(
+    seconds, limit, turns, monkeypatch
+):
+    """One takes these times in turn, the other a second."""
+    now, taken = [0.0], []
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+
+    def run():
+        taken.append(seconds[len(taken) % len(seconds)])
+        now[0] += taken[-1]
+
+    def run_other():
+        now[0] += 1.0
+
+    assert _ratio(run, run_other, limit) == pytest.approx(median(taken))
+    assert len(taken) == turns
 
 
 def test_what_was_found_is_there_in_the_next_run(tmp_path):
