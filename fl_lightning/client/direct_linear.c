@@ -45,14 +45,20 @@ INLINE void dot_block(const int rows, const int columns, const float *x, const f
         UNROLL for (int c = 0; c < columns; c++) y[r * out + c] = total(sums[r * columns + c]);
 }
 
+/* As many examples stay in the cache while all outputs go over them. */
+#define CHUNK 64
+
 /* y (clients, examples, out), x (clients, examples, in), w (clients, out, in) */
 void dense(float *y, const float *x, const float *w, long clients, long examples, long in, long out) {
-    for (; clients > 0; clients--, y += examples * out, x += examples * in, w += out * in)
-        for (long o = 0, vectors; o < out; o += vectors) {
-            vectors = turn(out - o, 3);
-            for (long b = 0, rows; b < examples; b += rows) {
-                rows = turn(examples - b, ROWS(vectors));
-                CASES(dot_block, x + b * in, w + o * in, in, out, y + b * out + o)
+    for (; clients > 0; clients--, w += out * in)
+        for (long left = examples, count; left > 0; left -= count, y += count * out, x += count * in) {
+            count = left < CHUNK ? left : CHUNK;
+            for (long o = 0, vectors; o < out; o += vectors) {
+                vectors = turn(out - o, 3);
+                for (long b = 0, rows; b < count; b += rows) {
+                    rows = turn(count - b, ROWS(vectors));
+                    CASES(dot_block, x + b * in, w + o * in, in, out, y + b * out + o)
+                }
             }
         }
 }
@@ -144,34 +150,44 @@ INLINE void step_block(const int rows, const int vectors, long count, const floa
 
 /* Some rows of a mean that takes in a client's delta, v'x, with these bits:
  *
- *     mean + share (delta - mean),        from a half on  delta + (share - 1) (delta - mean) */
+ *     mean + share (delta - mean),        from a half on  delta + (share - 1) (delta - mean)
+ *
+ * The delta's squares are added to `squares`. */
 INLINE void fold_block(const int rows, const int vectors, long count, const float *v, long out,
-                       const float *x, long in, float *mean, float share, long done) {
+                       const float *x, long in, float *mean, float share, long done, vector *squares) {
+    static const float none[LANES];
     vector sums[12] = {{0}};
     products(rows, vectors, sums, count, v, 1, out, x, in);
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int k = 0; k < vectors; k++) {
             float *at = mean + r * in + k * LANES;
             const vector old = load(at), delta = sums[r * vectors + k];
-            const vector apart = delta - old;
+            const vector apart = delta - old, fresh = after(delta, done, none);
             const vector new = share < 0.5f ? share * apart + old : (share - 1) * apart + delta;
             store(at, after(new, done, at));
+            *squares += fresh * fresh;
         }
 }
 
-/* A mean (out, in) takes in every client's delta: v (clients, examples, out), x (clients, examples, in) */
-void dense_fold(float *mean, const float *v, const float *x, const float *shares, long clients,
-                long examples, long in, long out) {
-    for (; clients > 0; clients--, shares++, x += examples * in, v += examples * out)
+/* A mean (out, in) takes in every client's delta: v (clients, examples, out), x (clients, examples, in);
+ * squares (clients), the sums of the deltas' squares */
+void dense_fold(float *mean, const float *v, const float *x, const float *shares, float *squares,
+                long clients, long examples, long in, long out) {
+    for (; clients > 0; clients--, shares++, x += examples * in, v += examples * out) {
+        double sum = 0;
         for (long o = 0, rows; o < out; o += rows) {
+            vector of_rows = {0};
             rows = turn(out - o, 4);
             long end = 0;
             FOR_COLUMNS(in, first, vectors) {
                 CASES(fold_block, examples, v + o, out, x + first, in, mean + o * in + first,
-                      *shares, end - first)
+                      *shares, end - first, &of_rows)
                 end = first + vectors * LANES;
             }
+            sum += total(of_rows);
         }
+        *squares++ = (float)sum;
+    }
 }
 
 /* The step of every client: v (clients, examples, out), x (clients, examples, in), velocity

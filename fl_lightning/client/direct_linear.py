@@ -27,7 +27,7 @@ FLAGS = ("-ffp-contract=fast",)
 FEWEST_INPUTS = 8  # a vector's
 FEW = 64  # rows or columns; with more of both, PyTorch's product is the faster one
 _TYPES = (*(ctypes.c_void_p,) * 3, *(ctypes.c_long,) * 4)
-_FOLD_TYPES = (*(ctypes.c_void_p,) * 4, *(ctypes.c_long,) * 4)
+_FOLD_TYPES = (*(ctypes.c_void_p,) * 5, *(ctypes.c_long,) * 4)
 _STEP_TYPES = (*(ctypes.c_void_p,) * 5, *(ctypes.c_long,) * 6, *(ctypes.c_float,) * 4)
 
 
@@ -155,7 +155,7 @@ def dense_step(
     )
 
 
-def dense_fold(mean: Tensor, errors: Tensor, inputs: Tensor, shares: Sequence[float]) -> None:
+def dense_fold(mean: Tensor, errors: Tensor, inputs: Tensor, shares: Sequence[float]) -> Tensor:
     """Have a mean take in products one after the other, none of which is written.
 
         mean ← lerp(mean, errorsᵀ inputs, share)
@@ -168,9 +168,13 @@ def dense_fold(mean: Tensor, errors: Tensor, inputs: Tensor, shares: Sequence[fl
         inputs: shape (G, B, I).
         shares: of each product, G numbers in [0, 1].
 
+    Returns:
+        The sum of the squares of each product's numbers, shape (G,).
+
     Example:
         >>> mean = torch.zeros(2, 8)
         >>> dense_fold(mean, torch.ones(1, 3, 2), torch.ones(1, 3, 8), [0.5])
+        tensor([144.])
         >>> mean.unique()
         tensor([1.5000])
 
@@ -183,16 +187,19 @@ def dense_fold(mean: Tensor, errors: Tensor, inputs: Tensor, shares: Sequence[fl
     clients, examples, out = errors.shape
     assert mean.is_contiguous()
     assert len(weights) == clients
+    squares = torch.empty_like(weights)
     c_function(SOURCE, FLAGS, "dense_fold", *_FOLD_TYPES)(
         mean.data_ptr(),
         errors.data_ptr(),
         inputs.data_ptr(),
         weights.data_ptr(),
+        squares.data_ptr(),
         clients,
         examples,
         inputs.shape[2],
         out,
     )
+    return squares
 
 
 def _check_types(name: str, *tensors: Tensor | None) -> None:

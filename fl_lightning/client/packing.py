@@ -39,6 +39,10 @@ def pack(num_steps: Sequence[int], num_slots: int) -> list[Stay]:
         >>> [(stay.client, stay.slot, stay.begin, stay.end) for stay in pack([2, 3, 1], 2)]
         [(1, 0, 0, 3), (0, 1, 0, 2), (2, 1, 2, 3)]
     """
+    if len(set(num_steps)) == 1:  # slots take turns
+        (steps,) = set(num_steps)
+        begins = [client // num_slots * steps for client in range(len(num_steps))]
+        return [Stay(c, c % num_slots, begin, begin + steps) for c, begin in enumerate(begins)]
     free = [(0, slot) for slot in range(num_slots)]
     stays = []
     for client in sorted(range(len(num_steps)), key=lambda c: -num_steps[c]):

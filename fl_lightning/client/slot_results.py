@@ -7,7 +7,6 @@ goes into) costs a fixed time besides, which a group pays once.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -124,11 +123,10 @@ class SlotResults:
 
 def usable_rows(group: GroupUpdate) -> tuple[GroupUpdate, list[ClientFailure]]:
     """Return the group without the clients whose update is not finite, and who they are."""
-    loss = group.metrics["train/loss"]
-    if bool((loss.sum() + group.norms.sum() + group.buffers.sum()).isfinite()):
+    others = group.metrics["train/loss"].sum() + group.buffers.sum()
+    known = not isinstance(group.deltas, Tensor) and group.deltas.are_finite
+    if bool(others.isfinite()) and (known or bool(group.norms.sum().isfinite())):
         return group, []
-    if not isinstance(group.deltas, Tensor):  # its norms may be too large where no number is
-        return usable_rows(replace(group, deltas=group.whole))
     rows, failures = [], []
     for row, update in enumerate(group):
         try:

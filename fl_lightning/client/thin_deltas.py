@@ -1,10 +1,10 @@
 """Updates of a single step of SGD, left as products of two thin matrices.
 
-    Δ_k = e_kᵀ a_k,        ‖Δ_k‖² = Σ_ij (e_k e_kᵀ)_ij (a_k a_kᵀ)_ij
+    Δ_k = e_kᵀ a_k,        ‖Δ_k‖ ≤ ‖e_k‖ ‖a_k‖
 
 with the errors e (B, O) at a dense layer's outputs, times the learning rate, and its inputs a (B, I).
-With few examples a batch the norm does not need the O·I numbers, and `dense_fold` makes them where they
-go into the mean.
+The O·I numbers are made where they go into the mean, by `dense_fold`, which sums their squares as well;
+that they will be finite is known before from the bound.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fl_lightning.client.direct_linear import dense, dense_fold
+from fl_lightning.client.direct_linear import FEWEST_INPUTS, dense_fold
 from fl_lightning.core.update import Rows
 
-# Below this share of the largest possible norm's square, rounding would show in a norm.
-_CANCELLED = 1e-3
+# Squares of norms below it are surely finite.
+_BOUND = 1e38
+# Of so few numbers, a call for each client takes longer than a copy of all.
+_FEW_NUMBERS = 4096
 
 
 class Factors(NamedTuple):
@@ -39,34 +41,18 @@ class Factors(NamedTuple):
         """(m, numbers of one matrix)."""
         return len(self.errors), self.errors.shape[2] * self.inputs.shape[2]
 
-    @property
-    def pays(self) -> bool:
-        """Whether the norms take less time than writing the numbers and reading them twice.
-
-        The first goes with B² (O + I), the second with O I; the factor is measured.
-        """
-        (_, examples, out), size = self.errors.shape, self.inputs.shape[2]
-        return examples**2 * (out + size) < 10 * out * size
-
     def of(self, rows: Rows) -> Factors:
         """Return those of some clients."""
         return Factors(self.errors[rows], self.inputs[rows])
 
-    def squares(self) -> Tensor:
-        """Return the sum of each matrix's squares, shape (m,)."""
-        errors, inputs = self.errors @ self.errors.mT, dense(self.inputs, self.inputs)
-        squares = (errors * inputs).sum((1, 2))
-        most = errors.diagonal(0, 1, 2).sum(1) * inputs.diagonal(0, 1, 2).sum(1)
-        rows = (squares < _CANCELLED * most).nonzero()[:, 0].tolist()
-        if rows:  # examples that pull in opposite directions
-            products = self.errors[rows].mT @ self.inputs[rows]
-            squares[rows] = products.square().sum((1, 2))
-        return squares
+    def bound(self) -> float:
+        """Return what the sum of all squares is not larger than; nan or ∞ if a number may be."""
+        return _squared(self.errors) * _squared(self.inputs)
 
-    def fold(self, mean: Tensor, shares: Sequence[float]) -> None:
-        """Have a mean, a vector, take in one after the other."""
+    def fold(self, mean: Tensor, shares: Sequence[float]) -> Tensor:
+        """Have a mean, a vector, take in one after the other; return each one's sum of squares."""
         weights = mean.view(self.errors.shape[2], self.inputs.shape[2])
-        dense_fold(weights, self.errors, self.inputs, shares)
+        return dense_fold(weights, self.errors, self.inputs, shares)
 
 
 class Numbers(NamedTuple):
@@ -87,14 +73,18 @@ class Numbers(NamedTuple):
         """Return those of some clients."""
         return Numbers(self.values[rows])
 
-    def squares(self) -> Tensor:
-        """Return the sum of each vector's squares, shape (m,)."""
-        return self.values.square().sum(1)
+    def bound(self) -> float:
+        """Return the sum of all squares."""
+        return _squared(self.values)
 
-    def fold(self, mean: Tensor, shares: Sequence[float]) -> None:
-        """Have a mean, a vector, take in one after the other."""
+    def fold(self, mean: Tensor, shares: Sequence[float]) -> Tensor:
+        """Have a mean, a vector, take in one after the other; return each one's sum of squares."""
+        if FEWEST_INPUTS <= len(mean) <= _FEW_NUMBERS:
+            alone = self.values.unsqueeze(1)  # one example, whose error is 1
+            return dense_fold(mean.unsqueeze(0), torch.ones_like(alone[..., :1]), alone, shares)
         for values, share in zip(self.values, shares, strict=True):
             mean.lerp_(values, share)
+        return self.values.square().sum(1)
 
 
 class ThinDeltas:
@@ -116,6 +106,7 @@ class ThinDeltas:
 
     def __init__(self, parts: Sequence[Factors | Numbers], multiply: Callable[[], Tensor]) -> None:
         self._parts, self._multiply = parts, multiply
+        self._squares: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -127,10 +118,18 @@ class ThinDeltas:
         """All numbers, shape (m, k)."""
         return self._multiply()
 
-    @cached_property
+    @property
+    def are_finite(self) -> bool:
+        """Whether it is sure of every number and every norm, without the numbers."""
+        return sum(part.bound() for part in self._parts) < _BOUND
+
+    @property
     def norms(self) -> Tensor:
-        """The L2 norm of each, to about four digits, shape (m,); finite only if every number is."""
-        return torch.stack([part.squares() for part in self._parts]).sum(0).sqrt()
+        """The L2 norm of each, shape (m,); known once they are folded, before by the numbers."""
+        if self._squares is not None:
+            return self._squares.sqrt()
+        norms: Tensor = torch.linalg.vector_norm(self.whole, dim=1)
+        return norms
 
     def of(self, rows: Rows) -> ThinDeltas:
         """Return those of some clients."""
@@ -143,7 +142,12 @@ class ThinDeltas:
             mean: shape (k,); m ← m + share · (delta - m).
             shares: of each, in [0, 1].
         """
-        for part, place in zip(
-            self._parts, mean.split([p.shape[1] for p in self._parts]), strict=True
-        ):
-            part.fold(place, shares)
+        places = mean.split([part.shape[1] for part in self._parts])
+        folded = [p.fold(place, shares) for p, place in zip(self._parts, places, strict=True)]
+        self._squares = torch.stack(folded).sum(0)
+
+
+def _squared(tensor: Tensor) -> float:
+    """Return the sum of squares."""
+    flat = tensor.reshape(-1)
+    return float(torch.dot(flat, flat))

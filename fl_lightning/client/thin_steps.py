@@ -49,8 +49,7 @@ class ThinSteps:
     ) -> Tensor | ThinDeltas:
         """Return what the first step from common parameters comes to, shape (G, k).
 
-        Without weight decay it stays the product of two factors where that pays, until somebody needs
-        its numbers.
+        Without weight decay it stays the product of two factors until somebody needs its numbers.
 
         Args:
             others: it, without the coordinates of thin layers' weights.
@@ -78,7 +77,7 @@ class ThinSteps:
                 )
             return deltas
 
-        if any(decays.values()) or not all(product.pays for product in products.values()):
+        if any(decays.values()):
             return multiply()
         parts = [products.get(name) or Numbers(values[name]) for name in sizes]
         return ThinDeltas(parts, multiply)

@@ -29,8 +29,12 @@ class LazyDeltas(Protocol):
         """All numbers, shape (m, k)."""
 
     @property
+    def are_finite(self) -> bool:
+        """Whether it is sure of every number and every norm, without the numbers."""
+
+    @property
     def norms(self) -> Tensor:
-        """The L2 norm of each, shape (m,); finite only if every number is."""
+        """The L2 norm of each, shape (m,); finite only if every number is. Cheap once folded."""
 
     def of(self, rows: Rows) -> LazyDeltas:
         """Return those of some clients."""

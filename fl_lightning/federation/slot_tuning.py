@@ -18,7 +18,7 @@ from fl_lightning.core.user_cache import cache_folder
 def fastest(ratio: Callable[[int, int], float], start: int, most: int) -> int:
     """Return the number of slots that takes the least time, among ``start`` halved or doubled.
 
-    Goes down while that helps, and from the start up while that does.
+    Goes down while that helps, and from the start up while that does, at last to the largest.
 
     Args:
         ratio: measures one number of slots against another, and returns how many times the other's
@@ -33,8 +33,9 @@ def fastest(ratio: Callable[[int, int], float], start: int, most: int) -> int:
     best = start
     for up in (False, True):
         current = start
-        while 1 <= (candidate := 2 * current if up else current // 2) <= most:
-            if ratio(candidate, current) >= 1:
+        while True:
+            candidate = min(2 * current, most) if up else max(current // 2, 1)
+            if candidate == current or ratio(candidate, current) >= 1:
                 break
             current = candidate
         if current != start and (best == start or ratio(current, best) < 1):

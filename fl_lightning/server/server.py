@@ -251,12 +251,7 @@ class Server:
         if isinstance(self._aggregator, KeepsUpdates) and self._aggregator.memory:
             state["memory"] = self._aggregator.memory
         if self.is_open and with_round:
-            state["round"] = {
-                "round_index": self.round_index,
-                "num_replies": self.num_replies,
-                "aggregator": self._aggregator.state_dict(),
-                "buffers": self._mean_buffers.state_dict(),
-            }
+            state["round"] = self.round_state()
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -268,10 +263,23 @@ class Server:
             self._aggregator.memory = state.get("memory", {})
         self.is_open = False
         if "round" in state:
-            self.open_round(state["round"]["round_index"])
-            self.num_replies = state["round"]["num_replies"]
-            self._aggregator.load_state_dict(state["round"]["aggregator"])
-            self._mean_buffers.load_state_dict(state["round"]["buffers"])
+            self.load_round_state(state["round"])
+
+    def round_state(self) -> dict[str, Any]:
+        """Return what the open round has taken in so far: in part what is still added to."""
+        return {
+            "round_index": self.round_index,
+            "num_replies": self.num_replies,
+            "aggregator": self._aggregator.state_dict(),
+            "buffers": self._mean_buffers.state_dict(),
+        }
+
+    def load_round_state(self, state: dict[str, Any]) -> None:
+        """Have taken in so much in a round."""
+        self.open_round(state["round_index"])
+        self.num_replies = state["num_replies"]
+        self._aggregator.load_state_dict(state["aggregator"])
+        self._mean_buffers.load_state_dict(state["buffers"])
 
 
 def as_aggregator(given: Aggregator | RobustRule | None) -> Aggregator:

@@ -254,7 +254,11 @@ def test_an_optimizer_without_a_rule():
         StackedStep(module, lbfgs, True, StackedOptions(2))
 
 
-@given(st.lists(st.integers(1, 20), min_size=1, max_size=30), st.integers(1, 8))
+LENGTHS = st.lists(st.integers(1, 20), min_size=1, max_size=30)
+ALIKE = st.builds(lambda steps, count: [steps] * count, st.integers(1, 20), st.integers(1, 30))
+
+
+@given(LENGTHS | ALIKE, st.integers(1, 8))
 def test_packing_covers_every_step_once_and_ends_early(num_steps, num_slots):
     stays = pack(num_steps, num_slots)
     assert sorted(stay.client for stay in stays) == list(range(len(num_steps)))
@@ -264,3 +268,4 @@ def test_packing_covers_every_step_once_and_ends_early(num_steps, num_slots):
     # Graham's bound: when the last client begins, every slot is busy
     last = max(num_steps) * (1 - 1 / num_slots)
     assert max(stay.end for stay in stays) <= sum(num_steps) / num_slots + last + 1e-9
+    assert [(stay.begin, stay.slot) for stay in stays] == sorted((s.begin, s.slot) for s in stays)
