@@ -21,6 +21,10 @@ class NotCompiled(UserWarning):
     """A function runs as it is, or in another way, because it cannot be compiled."""
 
 
+class HasChanged(exc.TorchDynamoException):
+    """What Python reads is not what any graph was made for."""
+
+
 class Compiled:
     """A function compiled for fixed shapes; where that is impossible it runs as it is.
 
@@ -51,11 +55,16 @@ class Compiled:
         self._has_one_graph = otherwise is not None
         self._compiled = torch.compile(_with_own_code(function), fullgraph=True, dynamic=False)
         self.is_given_up = False
-        self._has_graph = self._is_checked = False
+        self._has_graph = self._is_checked = self._refuses = False
 
-    def recheck(self) -> None:
-        """Have the next call find out whether what Python reads has changed."""
-        self._is_checked = False
+    def recheck(self, *, refuse: bool = False) -> None:
+        """Have the next call find out whether what Python reads has changed.
+
+        Args:
+            refuse: whether it then raises `HasChanged`, having done nothing, until told otherwise;
+                else it makes another graph.
+        """
+        self._is_checked, self._refuses = False, refuse
 
     def __call__(self, *args: Any) -> Any:
         """Run it."""
@@ -63,6 +72,8 @@ class Compiled:
             try:
                 return self._run(*args)
             except _FAILURES as error:
+                if self._refuses and isinstance(error, HasChanged):
+                    raise
                 self.give_up(error)
         return self._plain(*args)
 
@@ -77,21 +88,26 @@ class Compiled:
         if self._is_checked:
             with torch.compiler.set_stance(skip_guard_eval_unsafe=True):
                 return self._compiled(*args)
-        if not self._has_one_graph or not self._has_graph:
-            # what a first call changes (a counter, say) shows only in a second one
-            self._is_checked = not self._has_one_graph
-            result = self._compiled(*args)
-            self._has_graph = True
+        if self._refuses or (self._has_one_graph and self._has_graph):
+            result = self._run_unchanged(*args)
+            self._is_checked = True
             return result
+        # what a first call changes (a counter, say) shows only in a second one
+        self._is_checked = not self._has_one_graph
+        result = self._compiled(*args)
+        self._has_graph = True
+        return result
+
+    def _run_unchanged(self, *args: Any) -> Any:
+        if not self._has_graph:
+            raise HasChanged("it has no graph yet")
         with torch.compiler.set_stance("fail_on_recompile"):
             try:
-                result = self._compiled(*args)
+                return self._compiled(*args)
             except RuntimeError as error:
                 if "recompile" not in str(error):
                     raise
-                raise exc.TorchDynamoException(_what_changed(error)) from error
-        self._is_checked = True
-        return result
+                raise HasChanged(_what_changed(error)) from error
 
 
 def _what_changed(error: RuntimeError) -> str:

@@ -14,9 +14,9 @@ INLINE float total(vector v) {
     return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
 }
 
-/* Some examples, some outputs. */
-INLINE void dot_block(const int rows, const int columns, const float *x, const float *w, long in,
-                      long out, float *y) {
+/* Some examples, some outputs. The first examples have the next weights come while they are multiplied. */
+INLINE void dot_block(const int rows, const int columns, const int is_first, const float *x,
+                      const float *w, long in, long out, float *y) {
     vector sums[12] = {{0}};
     vector right[3];
     const long whole = in / LANES * LANES, last = in - LANES;
@@ -25,7 +25,7 @@ INLINE void dot_block(const int rows, const int columns, const float *x, const f
     for (long i = 0; i < whole; i += LANES) {
         UNROLL for (int c = 0; c < columns; c++) {
             right[c] = load(w + c * in + i);
-            __builtin_prefetch(w + c * in + i + ahead);
+            if (is_first) __builtin_prefetch(w + c * in + i + ahead);
         }
         UNROLL for (int r = 0; r < rows; r++) {
             const vector left = load(x + r * in + i);
@@ -57,7 +57,11 @@ void dense(float *y, const float *x, const float *w, long clients, long examples
                 vectors = turn(out - o, 3);
                 for (long b = 0, rows; b < count; b += rows) {
                     rows = turn(count - b, ROWS(vectors));
-                    CASES(dot_block, x + b * in, w + o * in, in, out, y + b * out + o)
+                    if (b == 0) {
+                        CASES(dot_block, 1, x, w + o * in, in, out, y + o)
+                    } else {
+                        CASES(dot_block, 0, x + b * in, w + o * in, in, out, y + b * out + o)
+                    }
                 }
             }
         }
@@ -114,6 +118,7 @@ typedef struct {
     float *to, *velocity;
     const float *from;
     float keep, rate, momentum, decay;
+    choice remembers; /* all ones if there is momentum, else 0 */
 } sgd_step;
 
 /* A vector whose first numbers are those at `done`. */
@@ -125,14 +130,15 @@ INLINE vector after(vector v, long count, const float *done) {
 }
 
 /* Some rows of a step, some of its columns; each row's first numbers are done. */
-INLINE void step_block(const int rows, const int vectors, long count, const float *v, long out,
-                       const float *x, long in, const sgd_step *s, long start, long done) {
+INLINE void step_block(const int rows, const int vectors, const int has_velocity, long count,
+                       const float *v, long out, const float *x, long in, const sgd_step *s, long start,
+                       long done) {
     vector sums[12] = {{0}};
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int k = 0; k < vectors; k += 2) { /* for the next block, while this one multiplies */
             const long next = start + r * in + (vectors + k) * LANES;
             __builtin_prefetch(s->from + next);
-            if (s->velocity) __builtin_prefetch(s->velocity + next);
+            if (has_velocity) __builtin_prefetch(s->velocity + next);
         }
     products(rows, vectors, sums, count, v, 1, out, x, in);
     UNROLL for (int r = 0; r < rows; r++)
@@ -140,8 +146,8 @@ INLINE void step_block(const int rows, const int vectors, long count, const floa
             const long at = start + r * in + k * LANES;
             const vector from = load(s->from + at);
             vector g = sums[r * vectors + k] + s->decay * from;
-            if (s->velocity) {
-                if (s->momentum != 0) g += s->momentum * load(s->velocity + at);
+            if (has_velocity) {
+                g += s->momentum * chosen(load(s->velocity + at), s->remembers);
                 store(s->velocity + at, after(g, done, s->velocity + at));
             }
             store(s->to + at, after(s->keep * from - s->rate * g, done, s->to + at));
@@ -195,13 +201,19 @@ void dense_fold(float *mean, const float *v, const float *x, const float *shares
 void dense_step(float *to, float *velocity, const float *from, const float *v, const float *x,
                 long to_apart, long from_apart, long clients, long examples, long in, long out,
                 float keep, float rate, float momentum, float decay) {
-    sgd_step s = {to, velocity, from, keep, rate, momentum, decay};
+    sgd_step s = {to, velocity, from, keep, rate, momentum, decay, {0}};
+    for (int k = 0; k < LANES; k++) s.remembers[k] = momentum != 0 ? -1 : 0;
     for (; clients > 0; clients--, x += examples * in, v += examples * out) {
         for (long o = 0, rows; o < out; o += rows) {
             rows = turn(out - o, 4);
             long end = 0;
             FOR_COLUMNS(in, first, vectors) {
-                CASES(step_block, examples, v + o, out, x + first, in, &s, o * in + first, end - first)
+                const long start = o * in + first, done = end - first;
+                if (s.velocity) {
+                    CASES(step_block, 1, examples, v + o, out, x + first, in, &s, start, done)
+                } else {
+                    CASES(step_block, 0, examples, v + o, out, x + first, in, &s, start, done)
+                }
                 end = first + vectors * LANES;
             }
         }

@@ -12,7 +12,6 @@ from torchmetrics import Metric
 from fl_lightning.client.drawn_rows import DrawnRows
 from fl_lightning.client.functional_step import Observed, TrainingStep, map_tensors, tensors_in
 from fl_lightning.client.metric_feed import MetricFeed
-from fl_lightning.core.seeds import preserve_global_generators
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class Rehearsal:
 def rehearse(
     step: TrainingStep, module: nn.Module, batch: Any, *, num_slots: int, by_example: bool
 ) -> Rehearsal:
-    """Run the step on a full batch, and on one example of it, without consequences.
+    """Run the step on a full batch, and on one example of it; only what it draws is a consequence.
 
     Args:
         step: of the module.
@@ -55,7 +54,7 @@ def rehearse(
         buffers: dict[str, Tensor] = {n: b.clone() for n, b in module.named_buffers()}
         return step.observe(buffers, part, count)
 
-    with preserve_global_generators(), step.in_place():
+    with step.in_place():
         full = observed(batch)
         one = observed(map_tensors(lambda tensor: tensor[:1], batch)) if by_example else None
         draws = DrawnRows(full.draws, None if one is None else one.draws, num_slots, size)

@@ -26,7 +26,6 @@ from fl_lightning.client.slot_own import OwnOf, SlotOwn
 from fl_lightning.client.slot_results import SlotResults
 from fl_lightning.client.stacked_step import StackedStep
 from fl_lightning.client.work import ClientWork
-from fl_lightning.core.seeds import preserve_global_generators
 from fl_lightning.core.space import Space
 from fl_lightning.core.update import GroupUpdate, rows_of
 
@@ -97,8 +96,7 @@ class SlotTrainer:
             own: what they have for themselves; None for what the global model has.
         """
         self._step.read_options()
-        with preserve_global_generators():
-            rehearsal = self._step.rehearse(lambda: self._inputs.batch_like(work[0]))
+        rehearsal = self._step.rehearse(lambda: self._inputs.batch_like(work[0]))
         draws = rehearsal.draws if rehearsal.draws.numbers else None
         pull = 0.0 if term is None else term(work[0].client_id).pull
         named_start = self._open(start, pull, own)

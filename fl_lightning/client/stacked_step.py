@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fl_lightning.client.cannot_stack import CannotStack
-from fl_lightning.client.compiling import Compiled
+from fl_lightning.client.compiling import Compiled, HasChanged
 from fl_lightning.client.direct_linear import FEW
 from fl_lightning.client.functional_step import Tensors, TrainingStep, map_tensors, tensors_in
 from fl_lightning.client.rehearsal import Rehearsal, rehearse
@@ -26,6 +26,7 @@ from fl_lightning.client.stacked_gradients import Inputs, StackedGradients
 from fl_lightning.client.stacked_optimizers import stacked_rule
 from fl_lightning.client.stacked_options import StackedOptions
 from fl_lightning.client.thin_steps import ThinSteps, can_be_thin
+from fl_lightning.core.seeds import preserve_global_generators
 from fl_lightning.core.update import LazyDeltas
 from fl_lightning.sparsity.masked_optimizer import MaskedOptimizer
 
@@ -96,6 +97,7 @@ class StackedStep:
         self.states: dict[str, list[Tensor]] = {}
         # by what needs one of its own: the optimizer's rules and thin layers' names
         self._graphs: dict[Any, _Graphs] = {}
+        self._run: _Graphs | None = None
         self.read_options()
 
     def read_options(self) -> None:
@@ -118,19 +120,32 @@ class StackedStep:
             }
 
     def _read_step(self, batch: Callable[[], Any]) -> None:
-        """Find out which layers can be thin now, and renew the graphs if something has changed."""
+        """Prepare for a step that may have changed; if there are graphs, they will tell."""
+        self._sample = batch
+        can_tell = self._run is not None and all(
+            isinstance(run, Compiled) and not run.is_given_up for run in self._run
+        )
+        if not can_tell:
+            self._look()
+        self._recheck(refuse=can_tell)
+        rules, lrs = self._by_name(self._functions.rules), self._by_name(self._lrs)
+        self._thin = ThinSteps(self.params, self.states, rules, lrs)
+
+    def _look(self) -> None:
+        """Find out which layers can be thin now, and take the graphs for that."""
         functions = self._functions
-        functions.gradients.thin = self._thin_names(batch)
+        with preserve_global_generators():
+            functions.gradients.thin = self._thin_names(self._sample)
         key = (*functions.rules, *functions.gradients.thin)
         if key not in self._graphs:
             step, first = self._graph(functions.step), self._graph(functions.first)
             self._graphs[key] = _Graphs(step, first, self._graph(functions.only))
         self._run = self._graphs[key]
-        for run in self._run:
+
+    def _recheck(self, *, refuse: bool) -> None:
+        for run in self._run or ():
             if isinstance(run, Compiled):
-                run.recheck()
-        rules, lrs = self._by_name(self._functions.rules), self._by_name(self._lrs)
-        self._thin = ThinSteps(self.params, self.states, rules, lrs)
+                run.recheck(refuse=refuse)
 
     def _thin_names(self, batch: Callable[[], Any]) -> list[str]:
         """Return the names of the weights whose layers can be thin."""
@@ -173,13 +188,14 @@ class StackedStep:
         """
         if self.rehearsal is None or not self.rehearsal.is_final:
             options = self.options
-            self.rehearsal = rehearse(
-                self._call,
-                self._module,
-                batch(),
-                num_slots=options.num_slots,
-                by_example=options.weighted,
-            )
+            with preserve_global_generators():  # reading a batch may draw
+                self.rehearsal = rehearse(
+                    self._call,
+                    self._module,
+                    batch(),
+                    num_slots=options.num_slots,
+                    by_example=options.weighted,
+                )
             self._functions.gradients.draw_axes = self.rehearsal.draws.axes
         self._read_step(batch)
         return self.rehearsal
@@ -192,7 +208,7 @@ class StackedStep:
             valid: 1 where an example counts, 0 where it is padding, shape (G, B).
         """
         inputs = self._inputs(batch, valid)
-        outputs, factors = self._done(self._run.step, self._slots, self.buffers, inputs)
+        outputs, factors = self._done("step", self._slots, self.buffers, inputs)
         self._thin.step(factors)
         self._add(outputs.sums)
 
@@ -209,7 +225,7 @@ class StackedStep:
         """
         torch._foreach_zero_([self.count, *self.sums.values()])
         inputs = self._inputs(batch, valid)
-        outputs, factors = self._done(self._run.first, start, self._slots, inputs)
+        outputs, factors = self._done("first", start, self._slots, inputs)
         self._thin.first(start, factors)
         self._add(outputs.sums)
 
@@ -229,7 +245,7 @@ class StackedStep:
         """
         self.count.zero_()
         inputs = self._inputs(batch, valid)
-        outputs, factors, deltas = self._done(self._run.only, start, self._slots, inputs, active)
+        outputs, factors, deltas = self._done("only", start, self._slots, inputs, active)
         if factors:
             deltas = self._thin.deltas(deltas, start, factors, active)
         return deltas, outputs.sums
@@ -245,10 +261,15 @@ class StackedStep:
         draws = [] if self.rehearsal is None else self.rehearsal.draws.numbers
         return Inputs(batch, valid, self.count, draws)
 
-    def _done(self, run: Callable[..., Any], *arguments: Any) -> Any:
-        """Run a step, or a graph of it, and keep what it gives to metrics."""
-        with self._call.in_place():
-            result = run(*arguments)
+    def _done(self, name: str, *arguments: Any) -> Any:
+        """Run a kind of step, or a graph of it, and keep what it gives to metrics."""
+        try:
+            with self._call.in_place():
+                result = getattr(self._run, name)(*arguments)
+        except HasChanged:
+            self._look()
+            self._recheck(refuse=False)
+            return self._done(name, *arguments)
         self.given = result[0].given
         return result
 

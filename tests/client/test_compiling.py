@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fl_lightning.client.compiling import Compiled
+from fl_lightning.client.compiling import Compiled, HasChanged
 
 X = torch.arange(4.0)
 
@@ -44,6 +44,28 @@ def test_a_changed_value_is_found_when_asked_for():
     run.recheck()
     assert torch.equal(run(X), 5 * X)
     assert torch.equal(run(X), 5 * X)
+
+
+def test_a_change_may_be_refused():
+    """What depends on what Python reads besides the graph can then follow first."""
+    scaled = Scaled(2)
+    run = Compiled(scaled.times)
+    run.recheck(refuse=True)
+    for _ in range(2):
+        with pytest.raises(HasChanged, match="no graph"):
+            run(X)
+    run.recheck()
+    assert torch.equal(run(X), 2 * X)
+    run.recheck(refuse=True)
+    assert torch.equal(run(X), 2 * X)
+    scaled.factor = 5
+    run.recheck(refuse=True)
+    for _ in range(2):
+        with pytest.raises(HasChanged, match="factor"):
+            run(X)
+    run.recheck()
+    assert torch.equal(run(X), 5 * X)
+    assert not run.is_given_up
 
 
 def test_a_value_that_changes_every_round_is_given_up_in_time():
