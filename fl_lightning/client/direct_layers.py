@@ -11,6 +11,7 @@ from torch.nn import functional as F  # noqa: N812 - as everyone writes it
 
 from fl_lightning.client.direct_convolution import FLAGS, SOURCE, convolve
 from fl_lightning.client.direct_linear import FEW, FEWEST_INPUTS, dense
+from fl_lightning.client.direct_linear import FLAGS as LINEAR_FLAGS
 from fl_lightning.client.direct_linear import SOURCE as LINEAR
 from fl_lightning.client.window_maximum import SOURCE as MAXIMUM
 from fl_lightning.client.window_maximum import window_maximum
@@ -30,7 +31,8 @@ def reason_against_direct_layers(module: nn.Module) -> str | None:
         )
     if torch.get_num_threads() > 1:
         return "this process has several threads, of which they would use one"
-    if None in (c_library(SOURCE, FLAGS), c_library(LINEAR, FLAGS), c_library(MAXIMUM)):
+    libraries = c_library(SOURCE, FLAGS), c_library(LINEAR, LINEAR_FLAGS), c_library(MAXIMUM)
+    if None in libraries:
         return "there is no C compiler, or the processor has no vectors of 256 bits"
     return None
 

@@ -14,7 +14,7 @@ INLINE float total(vector v) {
     return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
 }
 
-/* Some examples, some outputs. The first examples have the next weights come while they are multiplied. */
+/* Some examples, some outputs. While the first ones are multiplied, the next weights come. */
 INLINE void dot_block(const int rows, const int columns, const int is_first, const float *x,
                       const float *w, long in, long out, float *y) {
     vector sums[12] = {{0}};

@@ -23,10 +23,8 @@ from fl_lightning.client.c_operators import along_first_axis, along_first_or_sec
 from fl_lightning.core.c_library import c_function
 
 SOURCE = Path(__file__).with_name("direct_linear.c")
-FLAGS = (
-    "-ffp-contract=fast",
-    "-O2",
-)  # with -O3 compiling takes twice as long, and nothing is faster
+# -O3 would take twice as long to compile, and make nothing faster
+FLAGS = ("-ffp-contract=fast", "-O2")
 FEWEST_INPUTS = 8  # a vector's
 FEW = 64  # rows or columns; with more of both, PyTorch's product is the faster one
 _TYPES = (*(ctypes.c_void_p,) * 3, *(ctypes.c_long,) * 4)

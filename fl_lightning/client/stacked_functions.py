@@ -69,7 +69,7 @@ class StackedFunctions:
     masks: Tensors = field(default_factory=dict)
 
     def step(
-        self, slots: Slots, buffers: Tensors, inputs: Inputs
+        self, inputs: Inputs, slots: Slots, buffers: Tensors
     ) -> tuple[Outputs, dict[str, Factors]]:
         """Take one step in every slot; return what came out, and thin layers' gradients."""
         grads, outputs, factors = self._whole_and_thin(slots.params, buffers, inputs)
@@ -79,7 +79,7 @@ class StackedFunctions:
         return outputs._replace(buffers={}), factors
 
     def first(
-        self, start: Tensors, slots: Slots, inputs: Inputs
+        self, inputs: Inputs, start: Tensors, slots: Slots
     ) -> tuple[Outputs, dict[str, Factors]]:
         """Take the first step of new clients from common parameters, by name."""
         moved, outputs, factors = self._moved_from(start, slots, inputs)
@@ -87,7 +87,7 @@ class StackedFunctions:
         return outputs, factors
 
     def only(
-        self, start: Tensors, slots: Slots, inputs: Inputs, active: Tensors
+        self, inputs: Inputs, start: Tensors, slots: Slots, active: Tensors
     ) -> tuple[Outputs, dict[str, Factors], Tensor]:
         """Take no step but return what `first` comes to, shape (G, k), without thin layers' weights.
 

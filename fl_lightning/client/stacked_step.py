@@ -10,7 +10,7 @@ come out of it as factors, and `ThinSteps` follow.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,7 @@ from fl_lightning.sparsity.masked_optimizer import MaskedOptimizer
 MOST_GRAPHS = 3
 
 _T = TypeVar("_T")
+_Kind = Literal["step", "first", "only"]
 
 
 class _Graphs(NamedTuple):
@@ -97,7 +98,7 @@ class StackedStep:
         self.states: dict[str, list[Tensor]] = {}
         # by what needs one of its own: the optimizer's rules and thin layers' names
         self._graphs: dict[Any, _Graphs] = {}
-        self._run: _Graphs | None = None
+        self._looked_for: Any = None  # in no round so far
         self.read_options()
 
     def read_options(self) -> None:
@@ -120,30 +121,35 @@ class StackedStep:
             }
 
     def _read_step(self, batch: Callable[[], Any]) -> None:
-        """Prepare for a step that may have changed; if there are graphs, they will tell."""
-        self._sample = batch
-        can_tell = self._run is not None and all(
+        """Prepare for a step that may have changed.
+
+        Graphs tell whether what Python reads in the step has. They do not read rules and masks of
+        weights that are thin.
+        """
+        functions = self._functions
+        can_tell = self._looked_for == (functions.rules, set(functions.masks)) and all(
             isinstance(run, Compiled) and not run.is_given_up for run in self._run
         )
         if not can_tell:
-            self._look()
+            self._look(batch)
         self._recheck(refuse=can_tell)
-        rules, lrs = self._by_name(self._functions.rules), self._by_name(self._lrs)
+        rules, lrs = self._by_name(functions.rules), self._by_name(self._lrs)
         self._thin = ThinSteps(self.params, self.states, rules, lrs)
 
-    def _look(self) -> None:
+    def _look(self, batch: Callable[[], Any]) -> None:
         """Find out which layers can be thin now, and take the graphs for that."""
         functions = self._functions
         with preserve_global_generators():
-            functions.gradients.thin = self._thin_names(self._sample)
+            functions.gradients.thin = self._thin_names(batch)
         key = (*functions.rules, *functions.gradients.thin)
         if key not in self._graphs:
             step, first = self._graph(functions.step), self._graph(functions.first)
             self._graphs[key] = _Graphs(step, first, self._graph(functions.only))
         self._run = self._graphs[key]
+        self._looked_for = functions.rules, set(functions.masks)
 
     def _recheck(self, *, refuse: bool) -> None:
-        for run in self._run or ():
+        for run in self._run:
             if isinstance(run, Compiled):
                 run.recheck(refuse=refuse)
 
@@ -208,7 +214,7 @@ class StackedStep:
             valid: 1 where an example counts, 0 where it is padding, shape (G, B).
         """
         inputs = self._inputs(batch, valid)
-        outputs, factors = self._done("step", self._slots, self.buffers, inputs)
+        outputs, factors = self._done("step", inputs, self._slots, self.buffers)
         self._thin.step(factors)
         self._add(outputs.sums)
 
@@ -225,7 +231,7 @@ class StackedStep:
         """
         torch._foreach_zero_([self.count, *self.sums.values()])
         inputs = self._inputs(batch, valid)
-        outputs, factors = self._done("first", start, self._slots, inputs)
+        outputs, factors = self._done("first", inputs, start, self._slots)
         self._thin.first(start, factors)
         self._add(outputs.sums)
 
@@ -245,7 +251,7 @@ class StackedStep:
         """
         self.count.zero_()
         inputs = self._inputs(batch, valid)
-        outputs, factors, deltas = self._done("only", start, self._slots, inputs, active)
+        outputs, factors, deltas = self._done("only", inputs, start, self._slots, active)
         if factors:
             deltas = self._thin.deltas(deltas, start, factors, active)
         return deltas, outputs.sums
@@ -261,17 +267,22 @@ class StackedStep:
         draws = [] if self.rehearsal is None else self.rehearsal.draws.numbers
         return Inputs(batch, valid, self.count, draws)
 
-    def _done(self, name: str, *arguments: Any) -> Any:
+    def _done(self, kind: _Kind, inputs: Inputs, *arguments: Any) -> Any:
         """Run a kind of step, or a graph of it, and keep what it gives to metrics."""
         try:
-            with self._call.in_place():
-                result = getattr(self._run, name)(*arguments)
+            result = self._run_in_place(kind, inputs, *arguments)
         except HasChanged:
-            self._look()
+            result = None
+        if result is None:
+            self._look(lambda: map_tensors(lambda tensor: tensor[0], inputs.batch))
             self._recheck(refuse=False)
-            return self._done(name, *arguments)
+            result = self._run_in_place(kind, inputs, *arguments)
         self.given = result[0].given
         return result
+
+    def _run_in_place(self, kind: _Kind, *arguments: Any) -> Any:
+        with self._call.in_place():
+            return getattr(self._run, kind)(*arguments)
 
     def _add(self, logged: Tensors) -> None:
         for name, sums in logged.items():

@@ -21,7 +21,6 @@ from fl_lightning.client.slot_results import usable_rows
 from fl_lightning.client.work import ClientWork
 from fl_lightning.federation.engine_options import MOST_PARAMETERS, SHORT_RUN_STEPS
 from fl_lightning.federation.slot_engine import (
-    MOST_SLOTS,
     SlotEngine,
     Stacking,
     TrainOne,
@@ -177,7 +176,7 @@ class SlotTrial:
             torch.__version__,
             version("fl_lightning"),
             self.stacking.direct,
-            min(num_clients, MOST_SLOTS),
+            num_clients.bit_length(),  # cohorts of about one size
         )
         return " ".join(map(str, parts))
 

@@ -16,9 +16,9 @@ from fl_lightning.core.user_cache import cache_folder
 
 
 def fastest(ratio: Callable[[int, int], float], start: int, most: int) -> int:
-    """Return the number of slots that takes the least time, among ``start`` halved or doubled.
+    """Return the number of slots that takes the least time.
 
-    Goes down while that helps, and from the start up while that does, at last to the largest.
+    Goes down from the start by halves while that helps, and up by doubling, at last to the largest.
 
     Args:
         ratio: measures one number of slots against another, and returns how many times the other's

@@ -42,8 +42,8 @@ class KeepsUpdates(Protocol):
     """An aggregator that remembers earlier rounds, or looks at all updates of a round together.
 
     Attributes:
-        memory: what it keeps from round to round; vectors of shape (k,) follow the model to other
-            coordinates.
+        memory: what it keeps from round to round, changed only between the last update of a round and
+            the first of the next; vectors of shape (k,) follow the model to other coordinates.
     """
 
     memory: dict[str, Tensor]
@@ -266,7 +266,7 @@ class Server:
             self.load_round_state(state["round"])
 
     def round_state(self) -> dict[str, Any]:
-        """Return what the open round has taken in so far: in part what is still added to."""
+        """Return what the open round has taken in so far; what is to be kept must be copied."""
         return {
             "round_index": self.round_index,
             "num_replies": self.num_replies,
@@ -275,7 +275,7 @@ class Server:
         }
 
     def load_round_state(self, state: dict[str, Any]) -> None:
-        """Have taken in so much in a round."""
+        """Go on in a round from what `round_state` returned."""
         self.open_round(state["round_index"])
         self.num_replies = state["num_replies"]
         self._aggregator.load_state_dict(state["aggregator"])

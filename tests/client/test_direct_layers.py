@@ -19,6 +19,7 @@ from fl_lightning.client.direct_convolution import (
 )
 from fl_lightning.client.direct_layers import direct_layers, reason_against_direct_layers
 from fl_lightning.client.direct_linear import FEW, dense, dense_inputs, dense_weights
+from fl_lightning.client.direct_linear import FLAGS as LINEAR_FLAGS
 from fl_lightning.client.direct_linear import SOURCE as LINEAR
 from fl_lightning.client.other_forwards import other_forwards
 from fl_lightning.client.window_maximum import window_maximum
@@ -103,7 +104,7 @@ def test_a_dense_layer_reads_and_writes_no_further_than_its_tensors():
     numbers = (ctypes.c_long(n) for n in (clients, examples, size, out))
     room = torch.full((clients * out * size + 32,), torch.inf)
     pointers = (ctypes.c_void_p(t.data_ptr()) for t in (room[16:], v, x))
-    c_library(LINEAR, FLAGS).dense_weights(*pointers, *numbers)
+    c_library(LINEAR, LINEAR_FLAGS).dense_weights(*pointers, *numbers)
     assert room[:16].isinf().all()
     assert room[16:-16].isfinite().all()
     assert room[-16:].isinf().all()

@@ -79,7 +79,7 @@ def test_only_single_precision_is_folded():
     examples=st.integers(1, 5),
     out=st.integers(1, 4),
     size=st.integers(8, 20),
-    others=st.integers(0, 3),
+    others=st.sampled_from([0, 3, 7, 8, 13, 4096, 4097]),
 )
 def test_shapes_norms_and_rows_are_those_of_the_numbers(m, examples, out, size, others):
     parts = [
@@ -98,8 +98,11 @@ def test_shapes_norms_and_rows_are_those_of_the_numbers(m, examples, out, size, 
         some = deltas.of(rows)
         torch.testing.assert_close(some.whole, whole[rows])
         torch.testing.assert_close(some.norms, whole[rows].norm(dim=1))
-        folded = deltas.of(rows)
-        folded.fold(torch.zeros(whole.shape[1]), [0.5] * len(some.whole))
+        folded, mean, expected = deltas.of(rows), *draws(1, whole.shape[1]).expand(2, -1).clone()
+        folded.fold(mean, [0.3] * len(some.whole))
+        for delta in some.whole:
+            expected.lerp_(delta, 0.3)
+        assert torch.equal(mean, expected)
         torch.testing.assert_close(folded.norms, whole[rows].norm(dim=1))
         assert "whole" not in vars(folded)
 

@@ -1,5 +1,7 @@
 """Thin layers: SGD's steps on gradients that are never written out are SGD's steps."""
 
+import gc
+import weakref
 from functools import partial
 
 import pytest
@@ -126,12 +128,18 @@ def works(sizes):
     return made
 
 
-def train(module, make, sizes, num_slots=3, rounds=1, step=None, **options):
-    """Return updates in the order of clients, and the step that they took."""
+def train(module, make, sizes, num_slots=3, rounds=1, step=None, reads=None, **options):
+    """Return updates in the order of clients, and the step that they took; count what is read."""
+
+    def read(indices):
+        if reads is not None:
+            reads.append(len(indices))
+        return X[indices], Y[indices]
+
     optimizer = make(module.parameters())
     local = LocalTrainer(module, optimizer, None, LogCollector())
     step = step or StackedStep(module, optimizer, True, StackedOptions(num_slots, **options))
-    slots = SlotTrainer(step, local.space, local.buffers, lambda i: (X[i], Y[i]), 8)
+    slots = SlotTrainer(step, local.space, local.buffers, read, 8)
     for _ in range(rounds):
         updates = [u for group in slots.train(local.read(), works(sizes)) for u in group]
     return sorted(updates, key=lambda update: update.client_id), step
@@ -415,6 +423,65 @@ def test_a_part_in_the_loss_that_comes_and_goes():
         assert step._run is graphs.setdefault(module.is_late, step._run)
         assert is_compiled(step)
         assert_alike(found, train(module, make, (5, 17))[0])
+
+
+def test_only_a_change_is_looked_for_again():
+    """Graphs tell that there is none; a kind of step without a graph cannot tell."""
+    module, make, reads = Dense(), OPTIMIZERS["sgd"], []
+    _, step = train(module, make, (8,) * 3, reads=reads, direct=True, compiled=True)
+    assert len(reads) == 3  # to rehearse, to look, to train
+    for sizes, num_steps in (((8,) * 3, 1), ((16,) * 3, 2), ((16,) * 3, 2)):
+        reads.clear()
+        found, _ = train(module, make, sizes, step=step, reads=reads)
+        assert_alike(found, train(module, make, sizes)[0])
+        assert is_compiled(step)
+        assert len(reads) == num_steps
+
+
+def with_groups(module, **options):
+    """All thin weights in one group, all else in another."""
+    thin = [module.first.weight, module.second.weight]
+    others = [p for p in module.parameters() if all(p is not weight for weight in thin)]
+    return lambda _: SGD([{"params": thin, **options}, {"params": others}], lr=0.1, momentum=0.9)
+
+
+def test_options_of_thin_weights_that_change_between_rounds():
+    """No graph reads them."""
+    module, sizes = Dense(), (5, 30, 16)
+    _, step = train(module, with_groups(module), sizes, direct=True, compiled=True)
+    assert thin_names(step) == ["first.weight", "second.weight"]
+    for options in ({"momentum": 0.5}, {"nesterov": True}):
+        step._optimizer.param_groups[0].update(options)
+        found, _ = train(module, with_groups(module), sizes, step=step)
+        kept = {key: step._optimizer.param_groups[0][key] for key in ("momentum", "nesterov")}
+        assert_alike(found, train(module, with_groups(module, **kept), sizes)[0])
+    assert not thin_names(step)
+    assert is_compiled(step)
+
+
+def test_masks_of_thin_weights_that_come_between_rounds():
+    module, sizes = Dense(), (5, 30, 16)
+    masks = {module.first.weight: draws(30, 40) > 0}
+    plain = partial(SparseSGDM, lr=0.1, momentum=0.9)
+    _, step = train(module, plain, sizes, direct=True, compiled=True)
+    assert thin_names(step) == ["first.weight", "second.weight"]
+    step._optimizer.set_masks(masks)
+    masked = partial(plain, masks=masks)
+    found, _ = train(module, masked, sizes, step=step)
+    assert thin_names(step) == ["second.weight"]
+    assert_alike(found, train(module, masked, sizes)[0])
+
+
+def test_a_step_that_nobody_needs_is_freed():
+    _, step = train(Dense(), OPTIMIZERS["sgd"], (5, 17), direct=True)
+    gone = weakref.ref(step)
+    gc.collect()
+    gc.disable()
+    try:
+        del step
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_a_fault_of_the_step_itself_is_not_hidden():
