@@ -459,6 +459,7 @@ def test_options_of_thin_weights_that_change_between_rounds():
     assert is_compiled(step)
 
 
+@pytest.mark.slow
 def test_masks_of_thin_weights_that_come_between_rounds():
     module, sizes = Dense(), (5, 30, 16)
     masks = {module.first.weight: draws(30, 40) > 0}
