@@ -146,17 +146,14 @@ def test_what_is_sure_to_be_finite_is(place, bad, zeros):
     assert [failure.client_id for failure in failures] == [1]
 
 
-@pytest.mark.parametrize("sizes", [(1e-20, 1e20), (1e5, 1e15), (1e-30, 1e30)])
-def test_a_client_is_not_lost_because_nothing_is_sure(sizes):
-    """Squares of factors or their product are beyond the largest number, the norms are not."""
-    error, value = sizes
+@pytest.mark.parametrize(("error", "value"), [(1e-20, 1e20), (1e-30, 1e30)])
+def test_a_client_is_not_lost_because_nothing_is_sure(error, value):
+    """Squares of the inputs are beyond the largest number, those of their product are not."""
     deltas = thin(Factors(torch.full((2, 1, 2), error), torch.full((2, 1, 8), value)))
     assert not deltas.are_finite
     usable, failures = usable_rows(group(deltas, [1, 1]))
-    norm = 4 * error * value
-    assert (len(usable.client_ids), len(failures)) == ((2, 0) if norm < 1e19 else (0, 2))
-    if not failures:
-        torch.testing.assert_close(usable.norms, torch.tensor([norm, norm]))
+    assert (usable.client_ids, failures) == ([0, 1], [])
+    torch.testing.assert_close(usable.norms, torch.tensor([4.0, 4.0]))
 
 
 def test_numbers_that_are_finite_one_by_one_may_have_no_finite_norm():
