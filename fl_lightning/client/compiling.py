@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch._dynamo import exc
 
+from fl_lightning.client.recorded_graph import RecordedGraph, Watch
+
 # the name of the second is newer than the oldest PyTorch supported
 _FAILURES = (
     exc.TorchDynamoException,
@@ -53,9 +55,18 @@ class Compiled:
         _start_autograd()
         self._name, self._plain = name, otherwise or function
         self._has_one_graph = otherwise is not None
-        self._compiled = torch.compile(_with_own_code(function), fullgraph=True, dynamic=False)
+        self._watch = Watch()
+        self._compiled = torch.compile(
+            _with_own_code(function), fullgraph=True, dynamic=False, backend=self._watch
+        )
+        self._recorded: RecordedGraph | None = None
         self.is_given_up = False
-        self._has_graph = self._is_checked = self._refuses = False
+        self._has_graph = self._refuses = False
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether the next call reads nothing but its arguments."""
+        return self._recorded is not None
 
     def recheck(self, *, refuse: bool = False) -> None:
         """Have the next call find out whether what Python reads has changed.
@@ -64,10 +75,12 @@ class Compiled:
             refuse: whether it then raises `HasChanged`, having done nothing, until told otherwise;
                 else it makes another graph.
         """
-        self._is_checked, self._refuses = False, refuse
+        self._recorded, self._refuses = None, refuse
 
     def __call__(self, *args: Any) -> Any:
-        """Run it."""
+        """Run it; after a first time, and until it is to be checked, straight as a graph."""
+        if self._recorded is not None:
+            return self._recorded(*args)
         if not self.is_given_up:
             try:
                 return self._run(*args)
@@ -85,25 +98,21 @@ class Compiled:
         warnings.warn(message, NotCompiled, stacklevel=3)
 
     def _run(self, *args: Any) -> Any:
-        if self._is_checked:
-            with torch.compiler.set_stance(skip_guard_eval_unsafe=True):
-                return self._compiled(*args)
         if self._refuses or (self._has_one_graph and self._has_graph):
-            result = self._run_unchanged(*args)
-            self._is_checked = True
+            result, self._recorded = self._run_unchanged(*args)
             return result
-        # what a first call changes (a counter, say) shows only in a second one
-        self._is_checked = not self._has_one_graph
-        result = self._compiled(*args)
+        result, recorded = self._watch.record(self._compiled, args)
         self._has_graph = True
+        # what a first call changes (a counter, say) shows only in a second one
+        self._recorded = None if self._has_one_graph else recorded
         return result
 
-    def _run_unchanged(self, *args: Any) -> Any:
+    def _run_unchanged(self, *args: Any) -> tuple[Any, RecordedGraph | None]:
         if not self._has_graph:
             raise HasChanged("it has no graph yet")
         with torch.compiler.set_stance("fail_on_recompile"):
             try:
-                return self._compiled(*args)
+                return self._watch.record(self._compiled, args)
             except RuntimeError as error:
                 if "recompile" not in str(error):
                     raise

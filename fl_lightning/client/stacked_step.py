@@ -281,8 +281,11 @@ class StackedStep:
         return result
 
     def _run_in_place(self, kind: _Kind, *arguments: Any) -> Any:
+        run = getattr(self._run, kind)
+        if isinstance(run, Compiled) and run.is_recorded:
+            return run(*arguments)
         with self._call.in_place():
-            return getattr(self._run, kind)(*arguments)
+            return run(*arguments)
 
     def _add(self, logged: Tensors) -> None:
         for name, sums in logged.items():

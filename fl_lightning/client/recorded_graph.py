@@ -1,0 +1,131 @@
+"""A compiled graph called straight, as a watched call of its function has shown.
+
+    f(a, b) = result(g(x_1, …, x_m)),     x_i a tensor in a or b, or one that Python holds elsewhere
+
+`torch.compile` finds the x_i and builds the result in Python at every call, after a look at all that the
+function reads: 0.4 ms, as long as a small step takes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dynamo import lookup_backend
+
+_Graph = Callable[..., Sequence[Any]]
+# Builds a part of a result from what the graph returned and what it was given
+_Maker = Callable[[Sequence[Any]], Any]
+
+
+class Watch:
+    """A backend of `torch.compile`: the usual one, whose graphs can be watched as they run."""
+
+    def __init__(self) -> None:
+        self._is_on = False
+        self._calls: list[tuple[_Graph, tuple[Any, ...], Sequence[Any]]] = []
+
+    def __call__(self, module: torch.fx.GraphModule, inputs: list[Any]) -> _Graph:
+        """Compile a graph."""
+        run = lookup_backend("inductor")(module, inputs)
+
+        def watched(*inputs: Any) -> Sequence[Any]:
+            outputs: Sequence[Any] = run(*inputs)
+            if self._is_on:
+                self._calls.append((run, inputs, outputs))
+            return outputs
+
+        return watched
+
+    def record(
+        self, function: Callable[..., Any], args: Sequence[Any]
+    ) -> tuple[Any, RecordedGraph | None]:
+        """Call a function that is compiled with this backend.
+
+        Args:
+            function: whose graph is one.
+            args: its arguments: tensors in tuples, lists and dicts, and what is always the same.
+
+        Returns:
+            Its result, and what gives that of other arguments of the same kind; None if a call has
+            more to do than to run the graph.
+        """
+        self._is_on = True
+        try:
+            result = function(*args)
+            calls, self._calls = self._calls, []
+        finally:
+            self._is_on = False
+            self._calls.clear()
+        if len(calls) != 1:
+            return result, None
+        run, inputs, outputs = calls.pop()
+        given = list(_tensors_in(args))
+        place_of = {id(tensor): len(outputs) + i for i, tensor in enumerate(given)}
+        sources = [place_of.get(id(tensor), weakref.ref(tensor)) for tensor in inputs]
+        place_of.update({id(output): i for i, output in enumerate(outputs)})
+        del inputs
+        held = [source if isinstance(source, int) else source() for source in sources]
+        maker = _maker(result, place_of)
+        # what nobody holds was made for this call
+        if maker is None or any(tensor is None for tensor in held):
+            return result, None
+        return result, RecordedGraph(run, held, maker, len(outputs))
+
+
+class RecordedGraph:
+    """A graph with the places of what it takes and gives.
+
+    Args:
+        run: the graph.
+        inputs: of the graph: a tensor, or its place behind what the graph returns.
+        make: the result from what the graph returns and the arguments' tensors behind it.
+        num_outputs: how much it returns.
+    """
+
+    def __init__(
+        self, run: _Graph, inputs: Sequence[int | Tensor], make: _Maker, num_outputs: int
+    ) -> None:
+        self._run, self._make = run, make
+        self._places = [x - num_outputs if isinstance(x, int) else None for x in inputs]
+        self._fixed = [None if isinstance(x, int) else x for x in inputs]
+
+    def __call__(self, *args: Any) -> Any:
+        """Return what the function would."""
+        given = list(_tensors_in(args))
+        pairs = zip(self._places, self._fixed, strict=True)
+        outputs = self._run(*[fixed if at is None else given[at] for at, fixed in pairs])
+        return self._make([*outputs, *given])
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from _tensors_in(part)
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from _tensors_in(part)
+
+
+def _maker(value: Any, place_of: dict[int, int]) -> _Maker | None:
+    """Return what builds a value like this; None if a tensor in it has no place."""
+    if isinstance(value, Tensor):
+        place = place_of.get(id(value))
+        return None if place is None else itemgetter(place)
+    if isinstance(value, dict):
+        of_values = _maker(list(value.values()), place_of)
+        keys = list(value)
+        return of_values and (lambda pool: dict(zip(keys, of_values(pool), strict=True)))
+    if isinstance(value, (tuple, list)):
+        makers = [_maker(part, place_of) for part in value]
+        known = [maker for maker in makers if maker is not None]
+        make = getattr(type(value), "_make", type(value))  # of named tuples
+        is_known = len(known) == len(makers)
+        return (lambda pool: make([maker(pool) for maker in known])) if is_known else None
+    return lambda pool: value
