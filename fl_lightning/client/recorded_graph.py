@@ -9,7 +9,7 @@ function reads: 0.4 ms, as long as a small step takes.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -64,7 +64,7 @@ class Watch:
         if len(calls) != 1:
             return result, None
         run, inputs, outputs = calls.pop()
-        given = list(_tensors_in(args))
+        given = _tensors_in(args)
         place_of = {id(tensor): len(outputs) + i for i, tensor in enumerate(given)}
         sources = [place_of.get(id(tensor), weakref.ref(tensor)) for tensor in inputs]
         place_of.update({id(output): i for i, output in enumerate(outputs)})
@@ -96,21 +96,27 @@ class RecordedGraph:
 
     def __call__(self, *args: Any) -> Any:
         """Return what the function would."""
-        given = list(_tensors_in(args))
+        given = _tensors_in(args)
         pairs = zip(self._places, self._fixed, strict=True)
         outputs = self._run(*[fixed if at is None else given[at] for at, fixed in pairs])
         return self._make([*outputs, *given])
 
 
-def _tensors_in(value: Any) -> Iterator[Tensor]:
+def _tensors_in(value: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    _note_tensors(value, found)
+    return found
+
+
+def _note_tensors(value: Any, found: list[Tensor]) -> None:
     if isinstance(value, Tensor):
-        yield value
+        found.append(value)
     elif isinstance(value, (tuple, list)):
         for part in value:
-            yield from _tensors_in(part)
+            _note_tensors(part, found)
     elif isinstance(value, dict):
         for part in value.values():
-            yield from _tensors_in(part)
+            _note_tensors(part, found)
 
 
 def _maker(value: Any, place_of: dict[int, int]) -> _Maker | None:

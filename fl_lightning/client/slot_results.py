@@ -64,8 +64,9 @@ class SlotResults:
         deltas = self._deltas[first : first + count]
         self._write(deltas, slots)
         self._clients += clients
-        # a list as index copies; the slots go on
-        self._sums.append({name: sums[slots] for name, sums in self._step.sums.items()})
+        index = torch.tensor(slots, device=deltas.device)
+        sums = self._step.sums.items()  # a copy: the slots go on
+        self._sums.append({name: of_all.index_select(0, index) for name, of_all in sums})
         if self._buffers:
             ends = [buffer[slots].reshape(count, -1) for buffer in self._buffers]
             self._final_buffers.append(torch.cat(ends, 1))
@@ -76,14 +77,14 @@ class SlotResults:
         is_all = slots == list(range(self._step.options.num_slots))
         begin = 0
         for (start, index), ends in zip(self._starts, self._params, strict=True):
-            part = deltas[:, begin : begin + start.numel()]
+            part = deltas[:, begin : begin + start.numel()].view(len(deltas), *start.shape)
             begin += start.numel()
             if is_all and index is None:
-                torch.sub(start, ends, out=part.view(len(part), *start.shape))
+                torch.sub(start, ends, out=part)
                 continue
             for row, slot in zip(part, slots, strict=True):
                 end = ends[slot] if index is None else ends[slot].flatten()[index]
-                torch.sub(start, end, out=row.view(start.shape))
+                torch.sub(start, end, out=row)
 
     def hand_on(self) -> Iterator[GroupUpdate]:
         """Yield what was taken over since the last time, if anything was."""

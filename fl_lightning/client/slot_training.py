@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -102,9 +103,9 @@ class SlotTrainer:
         named_start = self._open(start, pull, own)
         stays = pack([len(client.sizes) for client in work], self._num_slots)
         indices, valid = self._plan(stays, work)
-        begins = {begin: list(group) for begin, group in groupby(stays, lambda s: s.begin)}
-        by_end = sorted(stays, key=lambda s: (s.end, s.slot))
-        ends = {end: list(group) for end, group in groupby(by_end, lambda s: s.end)}
+        begins = {begin: list(group) for begin, group in groupby(stays, attrgetter("begin"))}
+        by_end = sorted(stays, key=attrgetter("end", "slot"))
+        ends = {end: list(group) for end, group in groupby(by_end, attrgetter("end"))}
         together = self._begin_alike(work)
         given: list[list[Tensor]] = []
         self._left_out.clear()
@@ -164,7 +165,7 @@ class SlotTrainer:
         rows = np.arange(steps.sum()) - np.repeat(np.cumsum(steps) - steps, steps)
         when = torch.from_numpy(rows + np.repeat([stay.begin for stay in stays], steps))
         where = torch.from_numpy(np.repeat([stay.slot for stay in stays], steps))
-        sizes = torch.tensor([size for client in in_order for size in client.sizes])
+        sizes = torch.from_numpy(np.array([n for client in in_order for n in client.sizes]))
         order = torch.cat([client.order for client in in_order])
         columns = torch.arange(self._batch_size)
         places = (sizes.cumsum(0) - sizes)[:, None] + torch.minimum(columns, sizes[:, None] - 1)

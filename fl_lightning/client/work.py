@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from torch import Tensor
 
 from fl_lightning.core.seeds import derive_seed
 
 
-@dataclass(frozen=True)
-class ClientWork:
+class ClientWork(NamedTuple):
     """What one client has to do in a round.
 
     Attributes:
@@ -42,4 +41,4 @@ class ClientWork:
     def head(self, num_steps: int) -> ClientWork:
         """Return its first local steps."""
         sizes = self.sizes[:num_steps]
-        return replace(self, order=self.order[: sum(sizes)], sizes=sizes)
+        return self._replace(order=self.order[: sum(sizes)], sizes=sizes)

@@ -94,6 +94,20 @@ class FlatShards(Sequence[Indices]):
         one = range(len(self))[client]  # IndexError past the end, -1 is the last
         return self.indices[self.starts[one] : self.starts[one + 1]].astype(np.int64, copy=False)
 
+    def take(self, clients: Sequence[int]) -> tuple[Indices, Indices]:
+        """Return several clients' indices end to end, and how many each has; several times as fast.
+
+        Example:
+            >>> shards = FlatShards(np.array([4, 0, 2]), sizes=np.array([2, 0, 1]))
+            >>> shards.take([2, 0])
+            (array([2, 4, 0]), array([1, 2]))
+        """
+        chosen = np.asarray(clients, np.int64)
+        sizes = self.sizes[chosen]
+        ends = np.cumsum(sizes)
+        places = np.arange(sizes.sum()) + np.repeat(self.starts[chosen] - (ends - sizes), sizes)
+        return self.indices[places].astype(np.int64, copy=False), sizes
+
     def __repr__(self) -> str:
         return f"<{len(self)} shards of {len(self.indices)} examples>"
 

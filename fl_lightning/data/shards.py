@@ -97,6 +97,12 @@ class ClientShards:
     def __getitem__(self, client: int) -> Tensor:
         return torch.from_numpy(self.flat[client])
 
+    def take(self, clients: Sequence[int]) -> Sequence[Tensor]:
+        """Return several clients' indices, which share memory."""
+        indices, sizes = self.flat.take(clients)
+        parts: Sequence[Tensor] = torch.from_numpy(indices).split(sizes.tolist())
+        return parts
+
     def __iter__(self) -> Iterator[Tensor]:
         return (self[client] for client in range(len(self)))
 

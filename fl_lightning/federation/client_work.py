@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 
@@ -54,10 +54,13 @@ class WorkPlan:
         self._clients, self._batch_size = data.clients, data.batch_size
         self._drop_last = data.drop_last
 
-    def of(self, client: int, round_index: int) -> ClientWork:
-        """Return one client's work in a round; without a step if it has no examples."""
-        amount, shard = self._local_work, self._clients[client]
-        num_examples = shard.shape[0]
+    def of(self, clients: Sequence[int], rounds: Sequence[int]) -> list[ClientWork]:
+        """Return clients' work, each in a round; without a step if one has no examples."""
+        shards = self._clients.take(clients)
+        return list(map(self._of_one, clients, shards, rounds))
+
+    def _of_one(self, client: int, shard: Tensor, round_index: int) -> ClientWork:
+        amount, num_examples = self._local_work, shard.numel()
         if not num_examples:
             return ClientWork(client, 0, shard, [])
         if amount.examples is not None:
@@ -69,7 +72,7 @@ class WorkPlan:
         order, sizes = local_order(
             shard,
             self._batch_size,
-            partial(torch_generator, amount.seed, "shuffle", round_index, client),
+            lambda: torch_generator(amount.seed, "shuffle", round_index, client),
             num_epochs=amount.local_epochs,
             num_batches=amount.local_steps and amount.local_steps * amount.accumulate,
             drop_last=self._drop_last,
@@ -106,7 +109,7 @@ class WorkPlan:
             num_epochs=num_epochs,
             drop_last=self._drop_last,
         )
-        return replace(work, order=order, sizes=sizes)
+        return work._replace(order=order, sizes=sizes)
 
     def shard(self, work: ClientWork) -> ClientWork:
         """Return one pass over a client's shard, in its order.
@@ -118,7 +121,7 @@ class WorkPlan:
             return self.more_epochs(work, 1, "shard gradient")
         indices = self._clients[work.client_id]
         sizes = [len(part) for part in indices.split(self._batch_size)]
-        return replace(work, order=indices, sizes=sizes)
+        return work._replace(order=indices, sizes=sizes)
 
     def labels(self, work: ClientWork) -> Tensor:
         """Return the classes of a client's training examples, whole numbers, shape (n,).

@@ -369,7 +369,8 @@ class GroupTraining:
     def _work_of(self, clients: Iterable[int]) -> list[ClientWork]:
         now = self._trainer.current_epoch
         began = {} if self._versions is None else self._versions.step(now).versions
-        return [self._plan.of(client, began.get(client, now)) for client in clients]
+        chosen = list(clients)
+        return self._plan.of(chosen, [began.get(client, now) for client in chosen])
 
     def _bytes_down(self, server: Server, active: Tensor | None = None) -> int:
         model = server.model

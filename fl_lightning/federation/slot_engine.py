@@ -239,7 +239,7 @@ def agreeing(
         if weighted:  # with padding
             size, half = sample.sizes[0], (sample.sizes[0] + 1) // 2
             order = torch.cat([sample.order, sample.order[:half]])
-            sample = replace(sample, order=order, sizes=[size, half])
+            sample = sample._replace(order=order, sizes=[size, half])
         try:
             tried = Stacking(2, weighted, direct=direct)
             _compare(trainer, local, model, sample, train_one, tried)
