@@ -9,8 +9,9 @@ the spread counts every client once, because it is a statement about clients.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,6 +30,14 @@ def weighted_mean(values: Sequence[Tensor], weights: Sequence[int]) -> Tensor:
     return torch.dot(stacked, shares) / sum(weights)
 
 
+class _ByClient(NamedTuple):
+    """A metric's clients in increasing order, and their values and numbers of examples, float64."""
+
+    clients: list[int]
+    values: Tensor
+    weights: Tensor
+
+
 class ClientMeans:
     """Values of named metrics, one per client, with the number of examples behind each.
 
@@ -44,6 +53,7 @@ class ClientMeans:
         self._values: dict[str, list[Tensor]] = {}
         self._num_examples: dict[str, list[int]] = {}
         self._clients: dict[str, list[int]] = {}
+        self._known: dict[str, _ByClient] = {}  # of names that nothing was added to since
 
     def add(self, values: Mapping[str, Tensor], num_examples: int, client_id: int = 0) -> None:
         """Take in one client's scalars; results do not depend on the order of different clients."""
@@ -60,6 +70,7 @@ class ClientMeans:
             self._values.setdefault(name, []).append(value.detach().reshape(-1))
             self._num_examples.setdefault(name, []).extend(num_examples)
             self._clients.setdefault(name, []).extend(client_ids)
+            self._known.pop(name, None)
 
     @property
     def names(self) -> list[str]:
@@ -68,26 +79,34 @@ class ClientMeans:
 
     def values(self, name: str) -> Tensor:
         """Return one metric's values by client, shape (number of clients,), float64 on the CPU."""
-        return torch.cat(self._values[name])[self._order(name)].double().cpu()
+        return self._by_client(name).values
 
     def by_client(self, name: str) -> dict[int, float]:
         """Return one metric's value of each client; empty if there is no such metric."""
         if name not in self._values:
             return {}
-        return dict(zip(sorted(self._clients[name]), self.values(name).tolist(), strict=True))
-
-    def _order(self, name: str) -> list[int]:
-        return sorted(range(len(self._clients[name])), key=self._clients[name].__getitem__)
+        known = self._by_client(name)
+        return dict(zip(known.clients, known.values.tolist(), strict=True))
 
     def mean(self, name: str) -> float:
         """Return the mean weighted by examples."""
-        in_turn = self._num_examples[name]
-        weights = torch.tensor([in_turn[i] for i in self._order(name)], dtype=torch.float64)
-        return float((self.values(name) * weights).sum() / weights.sum())
+        known = self._by_client(name)
+        return float((known.values * known.weights).sum() / known.weights.sum())
 
     def spread(self, name: str) -> float:
         """Return the standard deviation over clients, each counted once."""
         return float(self.values(name).std(correction=0))
+
+    def _by_client(self, name: str) -> _ByClient:
+        if name not in self._known:
+            order = np.argsort(self._clients[name], kind="stable")
+            values = torch.cat(self._values[name]).double().cpu()
+            self._known[name] = _ByClient(
+                np.asarray(self._clients[name])[order].tolist(),
+                values[torch.from_numpy(order)],
+                torch.from_numpy(np.asarray(self._num_examples[name], np.float64)[order]),
+            )
+        return self._known[name]
 
     def state_dict(self) -> dict[str, Any]:
         """Return tensors and integers only, for a checkpoint."""
@@ -105,6 +124,7 @@ class ClientMeans:
         self._values = {name: [entry["values"]] for name, entry in state.items()}
         self._num_examples = {name: list(e["num_examples"]) for name, e in state.items()}
         self._clients = {name: list(entry["clients"]) for name, entry in state.items()}
+        self._known.clear()
 
     def merge(self, other: ClientMeans) -> None:
         """Take in the clients of another, of which none is in this one."""
@@ -112,3 +132,4 @@ class ClientMeans:
             self._values.setdefault(name, []).extend(v.cpu() for v in other._values[name])
             self._num_examples.setdefault(name, []).extend(other._num_examples[name])
             self._clients.setdefault(name, []).extend(other._clients[name])
+            self._known.pop(name, None)

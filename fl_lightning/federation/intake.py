@@ -7,11 +7,11 @@ A client's memory, like its update, counts from the round's end on.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from fl_lightning.client.memory import ClientMemory
@@ -126,7 +126,8 @@ class Intake:
     @contextmanager
     def all_or_nothing(self, server: Server, record: RoundRecord) -> Iterator[None]:
         """Have the updates inside the block count as a whole, or not at all if it fails."""
-        before = copy.deepcopy((server.round_state(), record.state_dict()))
+        so_far = apply_to_collection(server.round_state(), Tensor, Tensor.clone)
+        before = so_far, record.state_dict()
         learnt, waiting = self._corrector.snapshot(), self._memory.waiting_keys
         try:
             yield

@@ -149,8 +149,8 @@ class RoundRecord:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain numbers, strings and tensors."""
-        values = dict(vars(self))
+        """Return plain numbers, strings and tensors, which do not change with the record."""
+        values = {name: copy.copy(value) for name, value in vars(self).items()}
         return values | {"means": self.means.state_dict(), "norms": self.norms.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
