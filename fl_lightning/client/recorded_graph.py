@@ -61,20 +61,21 @@ class Watch:
         finally:
             self._is_on = False
             self._calls.clear()
-        if len(calls) != 1:
+        if len(calls) != 1 or not all(isinstance(x, Tensor) for x in calls[0][1]):
             return result, None
         run, inputs, outputs = calls.pop()
-        given = _tensors_in(args)
-        place_of = {id(tensor): len(outputs) + i for i, tensor in enumerate(given)}
-        sources = [place_of.get(id(tensor), weakref.ref(tensor)) for tensor in inputs]
-        place_of.update({id(output): i for i, output in enumerate(outputs)})
+        number_of = {id(tensor): i for i, tensor in enumerate(_tensors_in(args))}
+        sources = [number_of.get(id(tensor), weakref.ref(tensor)) for tensor in inputs]
         del inputs
         held = [source if isinstance(source, int) else source() for source in sources]
-        maker = _maker(result, place_of)
+        known = [tensor for tensor in held if tensor is not None]
+        place_of = {tensor: len(outputs) + i for tensor, i in number_of.items()}
+        place_of.update({id(output): i for i, output in enumerate(outputs)})
+        make = _maker(result, place_of)
         # what nobody holds was made for this call
-        if maker is None or any(tensor is None for tensor in held):
+        if make is None or len(known) < len(held):
             return result, None
-        return result, RecordedGraph(run, held, maker, len(outputs))
+        return result, RecordedGraph(run, known, make)
 
 
 class RecordedGraph:
@@ -82,24 +83,18 @@ class RecordedGraph:
 
     Args:
         run: the graph.
-        inputs: of the graph: a tensor, or its place behind what the graph returns.
+        inputs: of the graph: a tensor, or its number among the arguments' tensors.
         make: the result from what the graph returns and the arguments' tensors behind it.
-        num_outputs: how much it returns.
     """
 
-    def __init__(
-        self, run: _Graph, inputs: Sequence[int | Tensor], make: _Maker, num_outputs: int
-    ) -> None:
-        self._run, self._make = run, make
-        self._places = [x - num_outputs if isinstance(x, int) else None for x in inputs]
-        self._fixed = [None if isinstance(x, int) else x for x in inputs]
+    def __init__(self, run: _Graph, inputs: Sequence[int | Tensor], make: _Maker) -> None:
+        self._run, self._inputs, self._make = run, inputs, make
 
     def __call__(self, *args: Any) -> Any:
         """Return what the function would."""
         given = _tensors_in(args)
-        pairs = zip(self._places, self._fixed, strict=True)
-        outputs = self._run(*[fixed if at is None else given[at] for at, fixed in pairs])
-        return self._make([*outputs, *given])
+        inputs = [given[x] if isinstance(x, int) else x for x in self._inputs]
+        return self._make([*self._run(*inputs), *given])
 
 
 def _tensors_in(value: Any) -> list[Tensor]:

@@ -1,7 +1,6 @@
 """Slots against one client after the other: the same updates, whoever trains beside whom."""
 
 import random
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -198,8 +197,8 @@ def test_draws_do_not_depend_on_the_company(read):
 
 def test_draws_are_the_clients_own_and_of_the_round():
     one, other = works([8]), works([8])
-    other = [replace(work, round_index=1) for work in other]
-    twin = [replace(work, client_id=7) for work in one]
+    other = [work._replace(round_index=1) for work in other]
+    twin = [work._replace(client_id=7) for work in one]
     deltas = [
         in_slots(toy(dropout=0.5), OPTIMIZERS["sgd"], w)[0][0].delta for w in (one, other, twin)
     ]
