@@ -52,6 +52,16 @@ class TestIsLikeAList:
         assert flat.sizes.tolist() == [len(one) for one in shards]
         assert FlatShards.of(flat) is flat
 
+    @given(shards=LISTS, picks=st.lists(st.integers(0, 8), max_size=9))
+    def test_of_which_several_are_taken(self, shards, picks):
+        clients = [pick for pick in picks if pick < len(shards)]
+        expected = [shards[client].tolist() for client in clients]
+        indices, sizes = FlatShards.of(shards).take(clients)
+        assert indices.tolist() == [index for one in expected for index in one]
+        assert indices.dtype == np.int64
+        assert sizes.tolist() == [len(one) for one in expected]
+        assert [one.tolist() for one in ClientShards(shards).take(clients)] == expected
+
     def test_at_both_ends(self):
         flat = FlatShards(np.array([4, 0, 2]), np.array([2, 1]))
         assert flat[-1].tolist() == [2]
