@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch._dynamo import exc
 
-from fl_lightning.client.recorded_graph import RecordedGraph, Watch
+from fl_lightning.client.recorded_graph import OtherArguments, RecordedGraph, Watch
 
 # the name of the second is newer than the oldest PyTorch supported
 _FAILURES = (
@@ -38,6 +38,8 @@ class Compiled:
         name: of what it does, for a warning.
         otherwise: what runs where it cannot be compiled; the function itself if None. If given,
             there is one graph, and what would need another one is not compiled any more.
+        is_alone: between two checks no Python runs that could change what the function reads, so that
+            calls may go straight to the graph, see `RecordedGraph`.
 
     Example:
         >>> twice = Compiled(lambda x: 2 * x)
@@ -51,17 +53,21 @@ class Compiled:
         name: str = "the local step of many clients",
         *,
         otherwise: Callable[..., Any] | None = None,
+        is_alone: bool = False,
     ) -> None:
         _start_autograd()
         self._name, self._plain = name, otherwise or function
         self._has_one_graph = otherwise is not None
-        self._watch = Watch()
+        self._watch = Watch() if is_alone else None
         self._compiled = torch.compile(
-            _with_own_code(function), fullgraph=True, dynamic=False, backend=self._watch
+            _with_own_code(function),
+            fullgraph=True,
+            dynamic=False,
+            backend=self._watch or "inductor",
         )
         self._recorded: RecordedGraph | None = None
         self.is_given_up = False
-        self._has_graph = self._refuses = False
+        self._has_graph = self._is_checked = self._refuses = False
 
     @property
     def is_recorded(self) -> bool:
@@ -75,12 +81,20 @@ class Compiled:
             refuse: whether it then raises `HasChanged`, having done nothing, until told otherwise;
                 else it makes another graph.
         """
-        self._recorded, self._refuses = None, refuse
+        self._is_checked, self._refuses, self._recorded = False, refuse, None
 
     def __call__(self, *args: Any) -> Any:
-        """Run it; after a first time, and until it is to be checked, straight as a graph."""
+        """Run it.
+
+        Raises:
+            HasChanged: if told to refuse changes, or if the graph runs straight and the arguments are
+                of another kind; nothing is done then.
+        """
         if self._recorded is not None:
-            return self._recorded(*args)
+            try:
+                return self._recorded(*args)
+            except OtherArguments as error:
+                raise HasChanged(str(error)) from error
         if not self.is_given_up:
             try:
                 return self._run(*args)
@@ -98,25 +112,44 @@ class Compiled:
         warnings.warn(message, NotCompiled, stacklevel=3)
 
     def _run(self, *args: Any) -> Any:
+        if self._is_checked:
+            try:
+                with torch.compiler.set_stance(skip_guard_eval_unsafe=True):
+                    return self._watched(*args)
+            except RuntimeError as error:  # e.g. a batch of another type
+                if not _wants_another_graph(error):
+                    raise
+                self._is_checked = False
         if self._refuses or (self._has_one_graph and self._has_graph):
-            result, self._recorded = self._run_unchanged(*args)
+            result = self._run_unchanged(*args)
+            self._is_checked = True
             return result
-        result, recorded = self._watch.record(self._compiled, args)
-        self._has_graph = True
         # what a first call changes (a counter, say) shows only in a second one
-        self._recorded = None if self._has_one_graph else recorded
+        self._is_checked = not self._has_one_graph
+        result = self._watched(*args)
+        self._has_graph = True
         return result
 
-    def _run_unchanged(self, *args: Any) -> tuple[Any, RecordedGraph | None]:
+    def _run_unchanged(self, *args: Any) -> Any:
         if not self._has_graph:
             raise HasChanged("it has no graph yet")
         with torch.compiler.set_stance("fail_on_recompile"):
             try:
-                return self._watch.record(self._compiled, args)
+                return self._watched(*args)
             except RuntimeError as error:
-                if "recompile" not in str(error):
+                if not _wants_another_graph(error):
                     raise
                 raise HasChanged(_what_changed(error)) from error
+
+    def _watched(self, *args: Any) -> Any:
+        if self._watch is None:
+            return self._compiled(*args)
+        result, self._recorded = self._watch.record(self._compiled, args)
+        return result
+
+
+def _wants_another_graph(error: RuntimeError) -> bool:
+    return "recompil" in str(error).lower()
 
 
 def _what_changed(error: RuntimeError) -> str:

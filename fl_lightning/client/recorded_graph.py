@@ -22,15 +22,21 @@ _Graph = Callable[..., Sequence[Any]]
 _Maker = Callable[[Sequence[Any]], Any]
 
 
+class OtherArguments(TypeError):  # noqa: N818 - a finding, not a fault
+    """Arguments are not of the kind that a graph was recorded with."""
+
+
 class Watch:
     """A backend of `torch.compile`: the usual one, whose graphs can be watched as they run."""
 
     def __init__(self) -> None:
-        self._is_on = False
+        self.__name__ = "inductor"  # for error messages
+        self._is_on = self._has_compiled = False
         self._calls: list[tuple[_Graph, tuple[Any, ...], Sequence[Any]]] = []
 
     def __call__(self, module: torch.fx.GraphModule, inputs: list[Any]) -> _Graph:
         """Compile a graph."""
+        self._has_compiled = True
         run = lookup_backend("inductor")(module, inputs)
 
         def watched(*inputs: Any) -> Sequence[Any]:
@@ -51,20 +57,24 @@ class Watch:
             args: its arguments: tensors in tuples, lists and dicts, and what is always the same.
 
         Returns:
-            Its result, and what gives that of other arguments of the same kind; None if a call has
-            more to do than to run the graph.
+            Its result, and what gives that of other arguments of the same kind, as long as what else
+            the function reads stays. None where that is not sure: after a call that has compiled the
+            graph, or that has more to do than to run it, or was given one tensor twice.
         """
-        self._is_on = True
+        self._is_on, self._has_compiled = True, False
         try:
             result = function(*args)
             calls, self._calls = self._calls, []
         finally:
             self._is_on = False
             self._calls.clear()
-        if len(calls) != 1 or not all(isinstance(x, Tensor) for x in calls[0][1]):
+        if self._has_compiled or len(calls) != 1:
             return result, None
         run, inputs, outputs = calls.pop()
-        number_of = {id(tensor): i for i, tensor in enumerate(_tensors_in(args))}
+        given = _Given(args)
+        number_of = {id(tensor): i for i, tensor in enumerate(given.tensors)}
+        if len(number_of) < len(given.tensors) or not all(isinstance(x, Tensor) for x in inputs):
+            return result, None
         sources = [number_of.get(id(tensor), weakref.ref(tensor)) for tensor in inputs]
         del inputs
         held = [source if isinstance(source, int) else source() for source in sources]
@@ -75,7 +85,7 @@ class Watch:
         # what nobody holds was made for this call
         if make is None or len(known) < len(held):
             return result, None
-        return result, RecordedGraph(run, known, make)
+        return result, RecordedGraph(run, known, make, given.kinds)
 
 
 class RecordedGraph:
@@ -85,37 +95,54 @@ class RecordedGraph:
         run: the graph.
         inputs: of the graph: a tensor, or its number among the arguments' tensors.
         make: the result from what the graph returns and the arguments' tensors behind it.
+        kinds: of the arguments.
     """
 
-    def __init__(self, run: _Graph, inputs: Sequence[int | Tensor], make: _Maker) -> None:
-        self._run, self._inputs, self._make = run, inputs, make
+    def __init__(
+        self, run: _Graph, inputs: Sequence[int | Tensor], make: _Maker, kinds: Sequence[Any]
+    ) -> None:
+        self._run, self._inputs, self._make, self._kinds = run, inputs, make, kinds
 
     def __call__(self, *args: Any) -> Any:
-        """Return what the function would."""
-        given = _tensors_in(args)
-        inputs = [given[x] if isinstance(x, int) else x for x in self._inputs]
-        return self._make([*self._run(*inputs), *given])
+        """Return what the function would.
+
+        Raises:
+            OtherArguments: if they are of other types, or in another order; the graph itself looks at
+                shapes and strides.
+        """
+        given = _Given(args)
+        if given.kinds != self._kinds:
+            raise OtherArguments("its arguments are of other types than before")
+        inputs = [given.tensors[x] if isinstance(x, int) else x for x in self._inputs]
+        return self._make([*self._run(*inputs), *given.tensors])
 
 
-def _tensors_in(value: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    _note_tensors(value, found)
-    return found
+class _Given:
+    """The tensors in tuples, lists and dicts, and what tells whether others are of their kind."""
 
+    def __init__(self, args: Sequence[Any]) -> None:
+        self.tensors: list[Tensor] = []
+        self.kinds: list[Any] = []
+        self._note(args)
 
-def _note_tensors(value: Any, found: list[Tensor]) -> None:
-    if isinstance(value, Tensor):
-        found.append(value)
-    elif isinstance(value, (tuple, list)):
-        for part in value:
-            _note_tensors(part, found)
-    elif isinstance(value, dict):
-        for part in value.values():
-            _note_tensors(part, found)
+    def _note(self, value: Any) -> None:
+        if isinstance(value, Tensor):
+            self.tensors.append(value)
+            self.kinds.append(value.dtype)
+        elif isinstance(value, dict):
+            self.kinds.append(tuple(value))
+            for part in value.values():
+                self._note(part)
+        elif isinstance(value, (tuple, list)):
+            self.kinds.append(len(value))
+            for part in value:
+                self._note(part)
+        else:
+            self.kinds.append(type(value))
 
 
 def _maker(value: Any, place_of: dict[int, int]) -> _Maker | None:
-    """Return what builds a value like this; None if a tensor in it has no place."""
+    """Return what builds a value like this; None if something in it has no place."""
     if isinstance(value, Tensor):
         place = place_of.get(id(value))
         return None if place is None else itemgetter(place)
@@ -129,4 +156,5 @@ def _maker(value: Any, place_of: dict[int, int]) -> _Maker | None:
         make = getattr(type(value), "_make", type(value))  # of named tuples
         is_known = len(known) == len(makers)
         return (lambda pool: make([maker(pool) for maker in known])) if is_known else None
-    return lambda pool: value
+    is_plain = value is None or isinstance(value, (bool, int, float, str))
+    return (lambda pool: value) if is_plain else None

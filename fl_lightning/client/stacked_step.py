@@ -181,7 +181,7 @@ class StackedStep:
     def _graph(self, function: Callable[..., Any]) -> Callable[..., Any]:
         # a schedule that changes more than the learning rate would want a graph every round
         is_compiled = self.options.compiled and len(self._graphs) < MOST_GRAPHS
-        return Compiled(function) if is_compiled else function
+        return Compiled(function, is_alone=True) if is_compiled else function
 
     def rehearse(self, batch: Callable[[], Any]) -> Rehearsal:
         """Find out what the step draws and gives to metrics, if that is not known for good.

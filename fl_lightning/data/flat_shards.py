@@ -105,7 +105,9 @@ class FlatShards(Sequence[Indices]):
         chosen = np.asarray(clients, np.int64)
         sizes = self.sizes[chosen]
         ends = np.cumsum(sizes)
-        places = np.arange(sizes.sum()) + np.repeat(self.starts[chosen] - (ends - sizes), sizes)
+        places = np.arange(sizes.sum()) + np.repeat(
+            self.starts[:-1][chosen] - (ends - sizes), sizes
+        )
         return self.indices[places].astype(np.int64, copy=False), sizes
 
     def __repr__(self) -> str:

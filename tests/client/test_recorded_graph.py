@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from fl_lightning.client.compiling import Compiled
-from fl_lightning.client.recorded_graph import Watch
+from fl_lightning.client.compiling import Compiled, HasChanged
+from fl_lightning.client.recorded_graph import OtherArguments, Watch
 
 
 class Pair(NamedTuple):
@@ -41,6 +41,7 @@ def arguments(seed):
 def recorded(function, *args, dynamic=False):
     watch = Watch()
     compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend=watch)
+    compiled(*args)
     return watch.record(compiled, args)
 
 
@@ -76,7 +77,7 @@ def test_a_tensor_made_for_one_call_is_not_recorded():
     result, graph = recorded(scaled, x, np.full(4, 2.0, np.float32))
     assert torch.equal(result, 2 * x)
     assert graph is None
-    run = Compiled(scaled)
+    run = Compiled(scaled, is_alone=True)
     for factor in (2.0, 3.0, 5.0):
         assert torch.equal(run(x, np.full(4, factor, np.float32)), factor * x)
     assert not run.is_recorded
@@ -99,36 +100,89 @@ def test_a_graph_of_any_shape_is_not_recorded():
     assert graph is None
 
 
-def test_calls_between_checks_look_at_nothing():
-    layer = Layer()
-    run = Compiled(layer.run)
-    run(*arguments(0))
-    assert run.is_recorded
-    before = layer.run(*arguments(1))
-    layer.weight = torch.zeros(4)
-    torch.testing.assert_close(run(*arguments(1)), before)
-    run.recheck()
-    assert not run.is_recorded
-    torch.testing.assert_close(run(*arguments(1)), layer.run(*arguments(1)))
+def test_a_call_that_compiles_is_not_recorded():
+    """What it is given may be held by the compiler alone."""
+    watch = Watch()
+    compiled = torch.compile(lambda x: 2 * x, fullgraph=True, dynamic=False, backend=watch)
+    x = torch.ones(4)
+    assert [watch.record(compiled, [x])[1] is None for _ in range(2)] == [True, False]
 
 
-def test_one_graph_is_recorded_once_a_second_call_has_found_it_unchanged():
-    run = Compiled(Layer().run, otherwise=lambda *args: None)
-    for times in (False, True, True):
-        run(*arguments(0))
-        assert run.is_recorded == times
+def test_a_tensor_given_twice_is_not_recorded():
+    """In another call there may be two."""
+    x, y = torch.ones(4), torch.full((4,), 2.0)
+    assert recorded(lambda a, b: a - b, x, x)[1] is None
+    _, graph = recorded(lambda a, b: a - b, x, y)
+    assert torch.equal(graph(y, y), torch.zeros(4))
 
 
-@pytest.mark.parametrize("kept", [True, False])
-def test_nothing_holds_a_calls_tensors(kept):
-    run = Compiled(Layer().run)
-    held = []
-    for seed in range(2):  # the call that is watched, and one that is not
-        args = arguments(seed)
-        result = run(*args)
-        held += [weakref.ref(args[1].other[0]), weakref.ref(result["weighted"])]
-        del args, result
-    if not kept:
-        del run
-    gc.collect()
-    assert [reference() for reference in held] == [None] * 4
+@pytest.mark.parametrize(
+    "batch",
+    [
+        {"x": torch.ones(4).double(), "y": torch.ones(4)},
+        {"y": torch.ones(4), "x": torch.ones(4)},
+        {"x": torch.ones(4), "z": torch.ones(4)},
+        {"x": [torch.ones(4)], "y": torch.ones(4)},
+        {"x": torch.ones(4), "y": None},
+    ],
+)
+def test_arguments_of_another_kind_are_refused(batch):
+    _, graph = recorded(lambda b: b["x"] - 2 * b["y"], {"x": torch.ones(4), "y": torch.ones(4)})
+    with pytest.raises(OtherArguments):
+        graph(batch)
+
+
+class TestCalledStraight:
+    def run(self):
+        layer = Layer()
+        run = Compiled(layer.run, is_alone=True)
+        for seed in range(2):  # the second call is watched
+            assert not run.is_recorded
+            run(*arguments(seed))
+        assert run.is_recorded
+        return layer, run
+
+    def test_it_looks_at_nothing_until_it_is_to_be_checked(self):
+        layer, run = self.run()
+        before = layer.run(*arguments(1))
+        layer.weight = torch.zeros(4)
+        torch.testing.assert_close(run(*arguments(1)), before)
+        run.recheck()
+        assert not run.is_recorded
+        torch.testing.assert_close(run(*arguments(1)), layer.run(*arguments(1)))
+
+    def test_other_arguments_are_a_change(self):
+        layer, run = self.run()
+        state, pair, number = arguments(1)
+        doubles = Pair(pair.one.double(), pair.other)
+        with pytest.raises(HasChanged, match="other types"):
+            run(state, doubles, number)
+        assert state["count"] == 0
+        run.recheck()
+        expected = layer.run({"count": torch.zeros(())}, doubles, number)
+        torch.testing.assert_close(run(state, doubles, number), expected)
+
+    def test_whose_steps_are_not_alone_never_does(self):
+        """A hook may replace what a step reads, e.g. how examples are mixed."""
+        layer = Layer()
+        run = Compiled(layer.run)
+        for factor in range(4):
+            layer.weight = torch.full((4,), float(factor))
+            torch.testing.assert_close(run(*arguments(1)), layer.run(*arguments(1)))
+            assert not run.is_recorded
+
+    @pytest.mark.parametrize("kept", [True, False])
+    def test_nothing_holds_a_calls_tensors(self, kept):
+        _, run = self.run()
+        held = []
+        for check in (True, False):  # a call that is watched, and one that is not
+            args = arguments(2)
+            if check:
+                run.recheck()
+            result = run(*args)
+            held += [weakref.ref(args[1].other[0]), weakref.ref(result["weighted"])]
+            del args, result
+        if not kept:
+            del run
+        gc.collect()
+        assert [reference() for reference in held] == [None] * 4

@@ -169,6 +169,26 @@ def test_the_compiled_step_is_the_same_step(dropout):
     assert_same(*in_slots(module, OPTIMIZERS["momentum"], works(), compiled=True))
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_batches_may_change_their_type(compiled):
+    """As those of numbers do, which are whole in one batch and not in the next."""
+
+    class Regression(ToyModule):
+        def training_step(self, batch, batch_idx):
+            x, y = batch
+            return ((self.net(x)[:, 0] - y) ** 2).mean()
+
+    def mixed(indices):
+        x, _ = read(indices)
+        return x, indices if bool((indices >= 20).all()) else indices / 2
+
+    orders = [torch.arange(8), torch.arange(20, 28), torch.arange(4), torch.arange(20, 32)]
+    order = torch.cat(orders)
+    todo = [ClientWork(client, 32, order, [4] * 8) for client in range(2)]
+    options = {"num_slots": 2, "read": mixed, "compiled": compiled}
+    assert_same(*in_slots(Regression().double(), OPTIMIZERS["sgd"], todo, **options))
+
+
 @pytest.mark.parametrize("num_slots", [1, 3, 20])
 @pytest.mark.parametrize("read", [read, augmented])
 def test_dropout_and_augmentation_draw_what_they_draw_in_sequence(num_slots, read):

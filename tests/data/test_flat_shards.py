@@ -66,8 +66,11 @@ class TestIsLikeAList:
         flat = FlatShards(np.array([4, 0, 2]), np.array([2, 1]))
         assert flat[-1].tolist() == [2]
         assert [one.tolist() for one in flat[1:]] == [[2]]
+        assert flat.take([-1, -2])[0].tolist() == [2, 4, 0]
         with pytest.raises(IndexError):
             flat[2]
+        with pytest.raises(IndexError):
+            flat.take([2])
 
     def test_joins_like_one(self):
         assert np.concatenate(IID().assign(np.zeros(9), 2, 0)).sum() == 36

@@ -164,6 +164,14 @@ def test_encrypted_updates_give_the_plain_run():
     assert trainer.callback_metrics["secure/client_seconds"] > 0
 
 
+def test_groups_of_an_encrypted_round_may_train_in_slots():
+    pytest.importorskip("tenseal")
+    options = {"trainer": {"max_epochs": 1}, "cohort": UniformCohort(size=4)}
+    plain, _ = run(None, **options)
+    encrypted, _ = run(EncryptedMean(), engine="slots", **(options | {"clients_per_group": 2}))
+    assert torch.allclose(weights(encrypted), weights(plain), atol=1e-4)
+
+
 def test_a_round_in_which_one_update_arrives_stops_an_encrypted_run():
     pytest.importorskip("tenseal")
     slow = Devices(speeds=GivenSpeeds([1.0] + [100.0] * 5), deadline=50.0, late="drop")

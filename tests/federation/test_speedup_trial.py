@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 from torchmetrics import MeanMetric
 from toys import SaveEverywhere, ToyData, ToyModule, toy_trainer, weights
@@ -221,3 +222,34 @@ def test_a_short_run_is_plain():
 def test_what_does_not_apply_is_refused(module, speedup, options, message):
     with pytest.raises(ConfigurationError, match=message):
         run(module, speedups=[speedup], **options)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:You have overridden")
+def test_a_compiled_step_reads_what_hooks_put_into_the_module():
+    """As MixUp does: how a batch is mixed is drawn where it arrives."""
+
+    class MixUp(ToyModule):
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            x, y = batch
+            if self.trainer.training:
+                self.share = torch.rand(())
+                self.other = torch.randperm(len(x))
+                x = self.share * x + (1 - self.share) * x[self.other]
+            return x, y
+
+        def training_step(self, batch, batch_idx):
+            x, y = batch
+            out = self.net(x)
+            one, other = F.cross_entropy(out, y), F.cross_entropy(out, y[self.other])
+            return self.share * one + (1 - self.share) * other
+
+    def end(speedups):
+        torch.manual_seed(0)
+        module = MixUp()
+        federation = Federation(speedups=speedups, engine="sequential", local_epochs=2, seed=0)
+        data = FederatedDataModule(ToyData(num_examples=120, drop_last=True), num_clients=3, seed=0)
+        toy_trainer(federation, max_epochs=2).fit(module, datamodule=data)
+        return weights(module)
+
+    torch.testing.assert_close(end(["compiled"]), end(None), rtol=1e-5, atol=1e-6)
