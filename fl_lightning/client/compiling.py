@@ -112,14 +112,9 @@ class Compiled:
         warnings.warn(message, NotCompiled, stacklevel=3)
 
     def _run(self, *args: Any) -> Any:
-        if self._is_checked:
-            try:
-                with torch.compiler.set_stance(skip_guard_eval_unsafe=True):
-                    return self._watched(*args)
-            except RuntimeError as error:  # e.g. a batch of another type
-                if not _wants_another_graph(error):
-                    raise
-                self._is_checked = False
+        if self._is_checked and self._watch is None:
+            with torch.compiler.set_stance(skip_guard_eval_unsafe=True):
+                return self._compiled(*args)
         if self._refuses or (self._has_one_graph and self._has_graph):
             result = self._run_unchanged(*args)
             self._is_checked = True
@@ -137,7 +132,7 @@ class Compiled:
             try:
                 return self._watched(*args)
             except RuntimeError as error:
-                if not _wants_another_graph(error):
+                if "recompile" not in str(error):
                     raise
                 raise HasChanged(_what_changed(error)) from error
 
@@ -146,10 +141,6 @@ class Compiled:
             return self._compiled(*args)
         result, self._recorded = self._watch.record(self._compiled, args)
         return result
-
-
-def _wants_another_graph(error: RuntimeError) -> bool:
-    return "recompil" in str(error).lower()
 
 
 def _what_changed(error: RuntimeError) -> str:

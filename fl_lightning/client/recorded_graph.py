@@ -107,12 +107,11 @@ class RecordedGraph:
         """Return what the function would.
 
         Raises:
-            OtherArguments: if they are of other types, or in another order; the graph itself looks at
-                shapes and strides.
+            OtherArguments: if they are of other types or shapes, or in another order.
         """
         given = _Given(args)
         if given.kinds != self._kinds:
-            raise OtherArguments("its arguments are of other types than before")
+            raise OtherArguments("its arguments are of another kind than before")
         inputs = [given.tensors[x] if isinstance(x, int) else x for x in self._inputs]
         return self._make([*self._run(*inputs), *given.tensors])
 
@@ -128,7 +127,7 @@ class _Given:
     def _note(self, value: Any) -> None:
         if isinstance(value, Tensor):
             self.tensors.append(value)
-            self.kinds.append(value.dtype)
+            self.kinds.append((value.dtype, value.shape))
         elif isinstance(value, dict):
             self.kinds.append(tuple(value))
             for part in value.values():

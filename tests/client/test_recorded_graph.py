@@ -120,6 +120,7 @@ def test_a_tensor_given_twice_is_not_recorded():
     "batch",
     [
         {"x": torch.ones(4).double(), "y": torch.ones(4)},
+        {"x": torch.ones(1), "y": torch.ones(4)},
         {"y": torch.ones(4), "x": torch.ones(4)},
         {"x": torch.ones(4), "z": torch.ones(4)},
         {"x": [torch.ones(4)], "y": torch.ones(4)},
@@ -155,7 +156,7 @@ class TestCalledStraight:
         layer, run = self.run()
         state, pair, number = arguments(1)
         doubles = Pair(pair.one.double(), pair.other)
-        with pytest.raises(HasChanged, match="other types"):
+        with pytest.raises(HasChanged, match="another kind"):
             run(state, doubles, number)
         assert state["count"] == 0
         run.recheck()

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn import functional as F
 from toys import ToyModule
 
 from fl_lightning.client.cannot_stack import CannotStack
@@ -167,6 +168,26 @@ def test_one_client_twice_in_other_company():
 def test_the_compiled_step_is_the_same_step(dropout):
     module = toy(dropout=dropout)
     assert_same(*in_slots(module, OPTIMIZERS["momentum"], works(), compiled=True))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_batches_may_be_of_any_length(compiled):
+    """As those of texts are, of which each is as long as its longest."""
+
+    class Words(ToyModule):
+        def training_step(self, batch, batch_idx):
+            x, y = batch
+            return F.cross_entropy(self.net(x).mean(1), y)
+
+    def words(indices):
+        x, y = read(indices)
+        longest = 1 + int(indices.max()) // 10
+        return torch.stack([x * (1 + place) for place in range(longest)], 1), y
+
+    orders = [torch.arange(8), torch.arange(20, 28), torch.arange(4), torch.arange(20, 32)]
+    todo = [ClientWork(client, 32, torch.cat(orders), [4] * 8) for client in range(2)]
+    options = {"num_slots": 2, "read": words, "compiled": compiled}
+    assert_same(*in_slots(Words().double(), OPTIMIZERS["sgd"], todo, **options))
 
 
 @pytest.mark.parametrize("compiled", [False, True])
