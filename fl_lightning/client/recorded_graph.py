@@ -59,7 +59,7 @@ class Watch:
         Returns:
             Its result, and what gives that of other arguments of the same kind, as long as what else
             the function reads stays. None where that is not sure: after a call that has compiled the
-            graph, or that has more to do than to run it, or was given one tensor twice.
+            graph, or that has more to do than to run it.
         """
         self._is_on, self._has_compiled = True, False
         try:
@@ -71,10 +71,10 @@ class Watch:
         if self._has_compiled or len(calls) != 1:
             return result, None
         run, inputs, outputs = calls.pop()
+        if not all(isinstance(x, Tensor) for x in inputs):  # a size among them
+            return result, None
         given = _Given(args)
         number_of = {id(tensor): i for i, tensor in enumerate(given.tensors)}
-        if len(number_of) < len(given.tensors) or not all(isinstance(x, Tensor) for x in inputs):
-            return result, None
         sources = [number_of.get(id(tensor), weakref.ref(tensor)) for tensor in inputs]
         del inputs
         held = [source if isinstance(source, int) else source() for source in sources]
@@ -107,7 +107,8 @@ class RecordedGraph:
         """Return what the function would.
 
         Raises:
-            OtherArguments: if they are of other types or shapes, or in another order.
+            OtherArguments: if they are of other types or shapes, or in another order, or others of them
+                are one and the same tensor.
         """
         given = _Given(args)
         if given.kinds != self._kinds:
@@ -122,12 +123,14 @@ class _Given:
     def __init__(self, args: Sequence[Any]) -> None:
         self.tensors: list[Tensor] = []
         self.kinds: list[Any] = []
+        self._number_of: dict[int, int] = {}  # by identity: one tensor may be given twice
         self._note(args)
 
     def _note(self, value: Any) -> None:
         if isinstance(value, Tensor):
             self.tensors.append(value)
-            self.kinds.append((value.dtype, value.shape))
+            number = self._number_of.setdefault(id(value), len(self._number_of))
+            self.kinds.append((value.dtype, value.shape, number))
         elif isinstance(value, dict):
             self.kinds.append(tuple(value))
             for part in value.values():

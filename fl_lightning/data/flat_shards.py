@@ -95,7 +95,9 @@ class FlatShards(Sequence[Indices]):
         return self.indices[self.starts[one] : self.starts[one + 1]].astype(np.int64, copy=False)
 
     def take(self, clients: Sequence[int]) -> tuple[Indices, Indices]:
-        """Return several clients' indices end to end, and how many each has; several times as fast.
+        """Return several clients' indices end to end, and how many each has.
+
+        Several times as fast as one client after the other.
 
         Example:
             >>> shards = FlatShards(np.array([4, 0, 2]), sizes=np.array([2, 0, 1]))
