@@ -6,7 +6,7 @@ goes into) costs a fixed time besides, which a group pays once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from fl_lightning.client.functional_step import OWN_LOSS, Tensors
 from fl_lightning.client.local_training import GlobalModel, check_finite
 from fl_lightning.client.stacked_step import StackedStep
 from fl_lightning.client.work import ClientWork
-from fl_lightning.core.errors import ClientFailure
+from fl_lightning.core.errors import ClientFailure, NotFinite
 from fl_lightning.core.space import Space
 from fl_lightning.core.update import GroupUpdate, LazyDeltas
 
@@ -122,13 +122,30 @@ class SlotResults:
         self._clients, self._sums, self._final_buffers = [], [], []
 
 
-def usable_rows(group: GroupUpdate) -> tuple[GroupUpdate, list[ClientFailure]]:
-    """Return the group without the clients whose update is not finite, and who they are."""
+def receive_usable(
+    group: GroupUpdate, receive: Callable[[GroupUpdate, list[ClientFailure]], None]
+) -> None:
+    """Hand on the clients whose update is finite, and what is wrong with the others.
+
+    Args:
+        group: of clients that trained together.
+        receive: called with both. If it is the first to ask for the numbers of deltas and one is not
+            finite, it is called again, without that client: before it asks it must do nothing but see
+            to the failures that it is given.
+    """
+    try:
+        receive(*_usable(group))
+    except NotFinite:
+        receive(*_usable(group.multiplied_out()))
+
+
+def _usable(group: GroupUpdate) -> tuple[GroupUpdate, list[ClientFailure]]:
+    """Return the group without those whose update cannot be used, as far as it is known, and why."""
     others = group.metrics["train/loss"].sum() + group.buffers.sum()
-    known = not isinstance(group.deltas, Tensor) and group.deltas.are_finite
-    if bool(others.isfinite()) and (known or bool(group.norms.sum().isfinite())):
+    is_open = not isinstance(group.deltas, Tensor)  # who asks for the numbers will tell
+    if bool(others.isfinite()) and (is_open or bool(group.norms.sum().isfinite())):
         return group, []
-    rows, failures = [], []
+    group, rows, failures = group.multiplied_out(), [], []
     for row, update in enumerate(group):
         try:
             check_finite(update)

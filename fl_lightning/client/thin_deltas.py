@@ -1,10 +1,10 @@
 """Updates of a single step of SGD, left as products of two thin matrices.
 
-    Δ_k = e_kᵀ a_k,        ‖Δ_k‖ ≤ ‖e_k‖ ‖a_k‖
+    Δ_k = e_kᵀ a_k
 
 with the errors e (B, O) at a dense layer's outputs, times the learning rate, and its inputs a (B, I).
-The O·I numbers are made where they go into the mean, by `dense_fold`, which sums their squares as well;
-that they will be finite is known before from the bound.
+The O·I numbers are made where they go into the mean, by `dense_fold`, which sums their squares as well:
+these tell whether all are finite.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from fl_lightning.client.direct_linear import FEWEST_INPUTS, dense_fold
+from fl_lightning.core.errors import NotFinite
 from fl_lightning.core.update import Rows
 
-# Squares of norms below it are surely finite.
-_BOUND = 1e38
 # Of so few numbers, a call for each client takes longer than a copy of all.
 _FEW_NUMBERS = 4096
 
@@ -45,10 +44,6 @@ class Factors(NamedTuple):
         """Return those of some clients."""
         return Factors(self.errors[rows], self.inputs[rows])
 
-    def bound(self) -> float:
-        """Return what the sum of all squares is not larger than; nan or ∞ if a number may be."""
-        return _squared(self.errors) * _squared(self.inputs)
-
     def fold(self, mean: Tensor, shares: Sequence[float]) -> Tensor:
         """Have a mean, a vector, take in one after the other; return each one's sum of squares."""
         weights = mean.view(self.errors.shape[2], self.inputs.shape[2])
@@ -72,10 +67,6 @@ class Numbers(NamedTuple):
     def of(self, rows: Rows) -> Numbers:
         """Return those of some clients."""
         return Numbers(self.values[rows])
-
-    def bound(self) -> float:
-        """Return the sum of all squares."""
-        return _squared(self.values)
 
     def fold(self, mean: Tensor, shares: Sequence[float]) -> Tensor:
         """Have a mean, a vector, take in one after the other; return each one's sum of squares."""
@@ -106,7 +97,7 @@ class ThinDeltas:
 
     def __init__(self, parts: Sequence[Factors | Numbers], multiply: Callable[[], Tensor]) -> None:
         self._parts, self._multiply = parts, multiply
-        self._squares: Tensor | None = None
+        self._norms: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -114,26 +105,32 @@ class ThinDeltas:
         return self._parts[0].shape[0], sum(part.shape[1] for part in self._parts)
 
     @cached_property
-    def whole(self) -> Tensor:
-        """All numbers, shape (m, k)."""
+    def numbers(self) -> Tensor:
+        """All of them, finite or not, shape (m, k)."""
         return self._multiply()
 
     @property
-    def are_finite(self) -> bool:
-        """Whether it is sure of every number and every norm, without the numbers."""
-        return sum(part.bound() for part in self._parts) < _BOUND
+    def whole(self) -> Tensor:
+        """All numbers, shape (m, k).
+
+        Raises:
+            NotFinite: if a norm is not finite.
+        """
+        self._look()
+        return self.numbers
 
     @property
     def norms(self) -> Tensor:
-        """The L2 norm of each, shape (m,); known once they are folded, before by the numbers."""
-        if self._squares is not None:
-            return self._squares.sqrt()
-        norms: Tensor = torch.linalg.vector_norm(self.whole, dim=1)
-        return norms
+        """The L2 norm of each, shape (m,); known once they are folded, before by the numbers.
+
+        Raises:
+            NotFinite: if one is not finite.
+        """
+        return self._look()
 
     def of(self, rows: Rows) -> ThinDeltas:
         """Return those of some clients."""
-        return ThinDeltas([part.of(rows) for part in self._parts], lambda: self.whole[rows])
+        return ThinDeltas([part.of(rows) for part in self._parts], lambda: self.numbers[rows])
 
     def fold(self, mean: Tensor, shares: Sequence[float]) -> None:
         """Have a mean take in one after the other, with the bits that the numbers would give it.
@@ -141,13 +138,26 @@ class ThinDeltas:
         Args:
             mean: shape (k,); m ← m + share · (delta - m).
             shares: of each, in [0, 1].
+
+        Raises:
+            NotFinite: if a norm is not finite; the mean is then as before.
         """
+        before = mean.clone()
         places = mean.split([part.shape[1] for part in self._parts])
         folded = [p.fold(place, shares) for p, place in zip(self._parts, places, strict=True)]
-        self._squares = torch.stack(folded).sum(0)
+        try:
+            self._norms = _finite(torch.stack(folded).sum(0).sqrt())
+        except NotFinite:
+            mean.copy_(before)
+            raise
+
+    def _look(self) -> Tensor:
+        if self._norms is None:
+            self._norms = _finite(torch.linalg.vector_norm(self.numbers, dim=1))
+        return self._norms
 
 
-def _squared(tensor: Tensor) -> float:
-    """Return the sum of squares."""
-    flat = tensor.reshape(-1)
-    return float(torch.dot(flat, flat))
+def _finite(norms: Tensor) -> Tensor:
+    if not norms.sum().isfinite():
+        raise NotFinite
+    return norms

@@ -30,6 +30,10 @@ class ClientFailure(RuntimeError):  # noqa: N818 - "failure" is the field's word
         return type(self), (self.client_id, self.reason), {"args": self.args}
 
 
+class NotFinite(ArithmeticError):  # noqa: N818 - it may be nobody's error
+    """Some number of updates that were not multiplied out so far is NaN or infinite."""
+
+
 class RoundFailure(RuntimeError):  # noqa: N818
     """A round that cannot be trusted: too few clients replied."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
 
@@ -14,7 +14,10 @@ Rows = slice | list[int]
 
 
 class LazyDeltas(Protocol):
-    """Deltas of m clients, shape (m, k), whose numbers nobody may need."""
+    """Deltas of m clients, shape (m, k), whose numbers nobody may need.
+
+    That these are finite is looked at when somebody does: whatever gives them raises `NotFinite`.
+    """
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -25,22 +28,25 @@ class LazyDeltas(Protocol):
         """Of the numbers."""
 
     @property
-    def whole(self) -> Tensor:
-        """All numbers, shape (m, k)."""
+    def numbers(self) -> Tensor:
+        """All of them, finite or not, shape (m, k)."""
 
     @property
-    def are_finite(self) -> bool:
-        """Whether it is sure of every number and every norm, without the numbers."""
+    def whole(self) -> Tensor:
+        """All numbers, shape (m, k), each of which is finite."""
 
     @property
     def norms(self) -> Tensor:
-        """The L2 norm of each, shape (m,); finite only if every number is. Cheap once folded."""
+        """The L2 norm of each, shape (m,), finite. Cheap once folded."""
 
     def of(self, rows: Rows) -> LazyDeltas:
         """Return those of some clients."""
 
     def fold(self, mean: Tensor, shares: Sequence[float]) -> None:
-        """Have a mean, shape (k,), take in one after the other: m ← m + share · (delta - m)."""
+        """Have a mean, shape (k,), take in one after the other: m ← m + share · (delta - m).
+
+        It is as before if a number or a norm is not finite.
+        """
 
 
 @dataclass(frozen=True)
@@ -143,8 +149,18 @@ class GroupUpdate:
 
     @property
     def whole(self) -> Tensor:
-        """All numbers of the deltas, shape (m, k)."""
+        """All numbers of the deltas, shape (m, k).
+
+        Raises:
+            NotFinite: if one is not finite and nobody has looked so far.
+        """
         return self.deltas if isinstance(self.deltas, Tensor) else self.deltas.whole
+
+    def multiplied_out(self) -> GroupUpdate:
+        """Return the same with the numbers of the deltas, finite or not."""
+        if isinstance(self.deltas, Tensor):
+            return self
+        return replace(self, deltas=self.deltas.numbers)
 
     @cached_property
     def norms(self) -> Tensor:

@@ -19,7 +19,7 @@ from fl_lightning.client.fedlc import FedLC, ShiftedLogits
 from fl_lightning.client.local_training import GlobalModel, LocalTrainer
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.memory import ClientMemory
-from fl_lightning.client.slot_results import usable_rows
+from fl_lightning.client.slot_results import receive_usable
 from fl_lightning.client.work import ClientWork
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.metric_states import MetricStates, kept_apart, metrics_of
@@ -275,20 +275,23 @@ class GroupTraining:
         """Train those clients that slots can train and return the others."""
         stackable, others = slots.split(work)
         by_id = {client.client_id: client for client in stackable}
+
+        def receive(usable: GroupUpdate, failures: list[ClientFailure]) -> None:
+            if self._corrector.correction.remembers:
+                usable, more = self._accept_group(usable, by_id, start)
+                failures += more
+            for failure in failures:
+                slots.leave_out(failure.client_id)
+                self._skip_or_raise(failure, record)
+            now = self._trainer.current_epoch
+            self._intake.receive_group(usable, start, now, server, record)
+            for client_id in usable.client_ids:
+                self.personal.keep(client_id, slots.kept(client_id))
+
         with self._intake.all_or_nothing(server, record):
             own = self.personal.recalled
-            for update in slots.train(start.model, stackable, self._corrector.term, own):
-                usable, failures = usable_rows(update)
-                if self._corrector.correction.remembers:
-                    usable, more = self._accept_group(usable, by_id, start)
-                    failures += more
-                for failure in failures:
-                    slots.leave_out(failure.client_id)
-                    self._skip_or_raise(failure, record)
-                for client_id in usable.client_ids:
-                    self.personal.keep(client_id, slots.kept(client_id))
-                now = self._trainer.current_epoch
-                self._intake.receive_group(usable, start, now, server, record)
+            for group in slots.train(start.model, stackable, self._corrector.term, own):
+                receive_usable(group, receive)
         record.finish([c.client_id for c in stackable], num_bytes=self._bytes_down(server))
         return others
 

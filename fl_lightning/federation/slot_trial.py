@@ -17,7 +17,7 @@ from lightning.pytorch import Trainer
 
 from fl_lightning.client.cannot_stack import CannotStack
 from fl_lightning.client.local_training import GlobalModel, LocalTrainer
-from fl_lightning.client.slot_results import usable_rows
+from fl_lightning.client.slot_results import receive_usable
 from fl_lightning.client.work import ClientWork
 from fl_lightning.federation.engine_options import MOST_PARAMETERS, SHORT_RUN_STEPS
 from fl_lightning.federation.slot_engine import (
@@ -210,8 +210,7 @@ def _train_all(engine: SlotEngine, model: GlobalModel, work: Sequence[ClientWork
     """Train clients as a round does: their updates are looked at and folded in, none is kept."""
     mean = RunningMean(model.params)
     for group in engine.train(model, work):
-        usable, _ = usable_rows(group)
-        mean.add_group(usable.deltas, usable.num_examples)
+        receive_usable(group, lambda usable, _: mean.add_group(usable.deltas, usable.num_examples))
 
 
 def _times_faster(

@@ -11,6 +11,7 @@ processes each fold the updates of their own clients; what they have then is add
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -71,7 +72,8 @@ class RunningMean:
 
     def add(self, vector: Tensor, weight: float) -> None:
         """Take in one vector; of weight 0 it must be finite, and counts for nothing."""
-        self._mean.lerp_(vector, self._share(weight))
+        self._weight += weight
+        self._mean.lerp_(vector, _share(weight, self._weight))
 
     def add_group(self, vectors: Tensor | LazyDeltas, weights: Sequence[float]) -> None:
         """Take in m vectors, shape (m, k), with the bits of one after the other."""
@@ -79,12 +81,9 @@ class RunningMean:
             for vector, weight in zip(vectors, weights, strict=True):
                 self.add(vector, weight)
         else:
-            vectors.fold(self._mean, [self._share(weight) for weight in weights])
-
-    def _share(self, weight: float) -> float:
-        """Count a weight, and return its share of all so far."""
-        self._weight += weight
-        return weight / self._weight if weight else 0.0
+            totals = list(accumulate(weights, initial=self._weight))
+            vectors.fold(self._mean, list(map(_share, weights, totals[1:])))
+            self._weight = totals[-1]  # not if they are not finite
 
     def value(self) -> Tensor:
         """Return the mean so far; zeros if nothing was added."""
@@ -110,6 +109,11 @@ class RunningMean:
         """Go on from there."""
         self._mean.copy_(state["mean"])
         self._weight = float(state["weight"])
+
+
+def _share(weight: float, total: float) -> float:
+    """Return which part of all weights one is."""
+    return weight / total if weight else 0.0
 
 
 def new_mean(like: Tensor, *, exact: bool) -> RunningMean | ExactMean:

@@ -8,10 +8,11 @@ from torch import nn
 
 from fl_lightning.client.direct_layers import reason_against_direct_layers
 from fl_lightning.client.direct_linear import dense_fold, dense_step
-from fl_lightning.client.slot_results import usable_rows
+from fl_lightning.client.slot_results import receive_usable
 from fl_lightning.client.thin_deltas import Factors, Numbers, ThinDeltas
+from fl_lightning.core.errors import NotFinite
 from fl_lightning.core.update import GroupUpdate
-from fl_lightning.server.aggregators import Mean, RunningMean
+from fl_lightning.server.aggregators import Mean, RunningMean, new_mean
 from fl_lightning.updates.traffic import bytes_up
 
 pytestmark = pytest.mark.skipif(
@@ -125,43 +126,66 @@ def test_a_product_of_zeros_has_norm_0():
     assert deltas.norms.tolist() == [0, 0]
 
 
+def received(update, mean):
+    """Have a mean take in a group, and return (who was taken in, who was not)."""
+    calls = []
+
+    def receive(usable, failures):
+        mean.add_group(usable.deltas, usable.num_examples)
+        calls.append((usable.client_ids, [failure.client_id for failure in failures]))
+
+    receive_usable(update, receive)
+    (found,) = calls
+    return found
+
+
 @given(
     place=st.sampled_from(["errors", "inputs", "values"]),
     bad=st.sampled_from([torch.nan, torch.inf, -torch.inf]),
     zeros=st.booleans(),
+    exact=st.booleans(),
 )
-def test_what_is_sure_to_be_finite_is(place, bad, zeros):
-    """Also where what is not finite meets zeros."""
+def test_a_client_that_is_not_finite_leaves_no_trace(place, bad, zeros, exact):
+    """Also where what is not finite meets zeros. The mean has been used before."""
     make = torch.zeros if zeros else torch.ones
-    tensors = {"errors": make(2, 3, 2), "inputs": make(2, 3, 8), "values": make(2, 5)}
+    tensors = {"errors": make(3, 3, 2), "inputs": make(3, 3, 8), "values": make(3, 5)}
     parts = Factors(tensors["errors"], tensors["inputs"]), Numbers(tensors["values"])
-    assert thin(*parts).are_finite
+    first = thin(*SOME).whole[:1, :21]
+    mean, expected = (new_mean(torch.empty(21), exact=exact) for _ in range(2))
+    for some in (mean, expected):
+        some.add_group(first, [3])
+    expected.add_group(thin(*parts).of([0, 2]), [1, 4])
     tensors[place][1, 2] = bad
-    deltas = thin(*parts)
-    assert not deltas.are_finite
-    assert deltas.norms.isfinite().tolist() == [True, False]
-    assert deltas.whole.isfinite().all(1).tolist() == [True, False]
-    usable, failures = usable_rows(group(deltas, [1, 1]))
-    assert usable.client_ids == [0]
-    assert [failure.client_id for failure in failures] == [1]
+    assert received(group(thin(*parts), [1, 2, 4]), mean) == ([0, 2], [1])
+    assert torch.equal(mean.value(), expected.value())
+
+
+@pytest.mark.parametrize("ask", ["whole", "norms"])
+def test_nobody_gets_a_number_that_is_not_finite(ask):
+    deltas = thin(Factors(torch.ones(2, 1, 2), torch.tensor([[[1.0] * 8], [[torch.nan] * 8]])))
+    assert deltas.numbers.isnan().all(1).tolist() == [False, True]
+    with pytest.raises(NotFinite):
+        getattr(deltas, ask)
+    with pytest.raises(NotFinite):
+        deltas.fold(torch.zeros(16), [1.0, 0.5])
+    assert getattr(deltas.of([0]), ask).isfinite().all()
 
 
 @pytest.mark.parametrize(("error", "value"), [(1e-20, 1e20), (1e-30, 1e30)])
-def test_a_client_is_not_lost_because_nothing_is_sure(error, value):
+def test_large_inputs_of_small_errors_are_no_failure(error, value):
     """Squares of the inputs are beyond the largest number, those of their product are not."""
     deltas = thin(Factors(torch.full((2, 1, 2), error), torch.full((2, 1, 8), value)))
-    assert not deltas.are_finite
-    usable, failures = usable_rows(group(deltas, [1, 1]))
-    assert (usable.client_ids, failures) == ([0, 1], [])
-    torch.testing.assert_close(usable.norms, torch.tensor([4.0, 4.0]))
+    assert received(group(deltas, [1, 1]), RunningMean(torch.empty(16))) == ([0, 1], [])
+    torch.testing.assert_close(deltas.norms, torch.tensor([4.0, 4.0]))
 
 
 def test_numbers_that_are_finite_one_by_one_may_have_no_finite_norm():
     """What cannot be used without factors cannot be used with them."""
     deltas = thin(Factors(torch.full((1, 2, 1), 1e15), torch.full((1, 2, 8), 1e15)))
-    for some in (deltas, deltas.whole):
-        usable, failures = usable_rows(group(some, [1]))
-        assert (usable.client_ids, [failure.client_id for failure in failures]) == ([], [0])
+    for some in (deltas, deltas.numbers):
+        mean = RunningMean(torch.empty(8))
+        assert received(group(some, [1]), mean) == ([], [0])
+        assert torch.equal(mean.value(), torch.zeros(8))
 
 
 @pytest.mark.parametrize("exact", [False, True])

@@ -395,6 +395,17 @@ class PoisonedWide(Poisoned, Wide):
     """The same, where a slot's next client must not meet what the last one left."""
 
 
+class Steep(PoisonedWide):
+    """Its loss stays finite there, its gradient does not."""
+
+    def training_step(self, batch, batch_idx):
+        loss = Wide.training_step(self, batch, batch_idx)
+        self.total.update(batch[0])
+        self.log("total", self.total)
+        hit = (batch[0][:, :1] == self.bad).any()
+        return loss + torch.where(hit, 0 * loss, 1.0).sqrt()
+
+
 def poisoned(client, kind=Poisoned):
     data = toy_data()
     data.setup("fit")
@@ -408,10 +419,13 @@ def test_a_client_with_nan_is_named():
     assert torch.equal(weights(module)[:-6], weights(toy(Poisoned, bad=module.bad))[:-6])
 
 
-@pytest.mark.parametrize("kind", [Poisoned, PoisonedWide])
-def test_a_client_with_nan_is_skipped_and_the_others_count(kind):
+@pytest.mark.parametrize("local_steps", [1, None])
+@pytest.mark.parametrize("kind", [Poisoned, PoisonedWide, Steep])
+def test_a_client_with_nan_is_skipped_and_the_others_count(kind, local_steps):
     one, data = poisoned(2, kind)
     skipping = {"cohort": None, "on_client_failure": "skip", "max_epochs": 1}
+    if local_steps:
+        skipping |= {"local_epochs": None, "local_steps": local_steps}
     with pytest.warns(UserWarning, match="skipped: round 0, client 2"):
         first = run(one, "sequential", data=data, **skipping)
     many, data = poisoned(2, kind)
