@@ -6,8 +6,6 @@
  * one factor overlaps with itself.
  */
 
-#include <stdlib.h>
-
 #include "small_products.h"
 
 typedef struct {
@@ -43,7 +41,7 @@ int convolve(float *outputs, const float *images, const float *weights, long cli
              shape s) {
     const long high = s.height - s.tall + 1, broad = s.width - s.wide + 1;
     const long padded = rounded(s.out), taps = s.tall * s.wide * s.in;
-    float *own = malloc(taps * padded * sizeof(float));
+    float *own = room(taps * padded);
     if (!own) return 1;
     for (long c = 0; c < clients; c++) {
         copy_rows(own, padded, weights + c * taps * s.out, taps, s.out);
@@ -86,7 +84,7 @@ int convolve_images(float *inputs, const float *gradients, const float *weights,
     const long high = s.height - s.tall + 1, broad = s.width - s.wide + 1;
     const long reach = s.wide * s.in, padded = rounded(reach);
     const long size = s.height * s.width * s.in;
-    float *own = malloc((s.tall * s.out * padded + size + LANES) * sizeof(float));
+    float *own = room(s.tall * s.out * padded + size + LANES);
     if (!own) return 1;
     float *input = own + s.tall * s.out * padded;
     for (long c = 0; c < clients; c++) {
@@ -135,7 +133,7 @@ int convolve_weights(float *results, const float *gradients, const float *images
     const long padded = rounded(s.out), reach = s.wide * s.in, taps = s.tall * reach;
     /* so many rows of an image at a time that what is read of them stays in the first cache */
     const long most = broad < 128 ? 128 / broad : 1;
-    float *own = malloc((taps * padded + most * broad * 3 * LANES) * sizeof(float));
+    float *own = room(taps * padded + most * broad * 3 * LANES);
     if (!own) return 1;
     float *panel = own + taps * padded;
     for (long c = 0; c < clients; c++) {

@@ -1,7 +1,7 @@
-/* Dense layers of many clients, each with weights (out, in) of its own: few examples.
+/* Dense layers of many clients, each with weights (out, in) of its own.
  *
- * Nothing is copied or turned: whatever is multiplied lies side by side along `in`, whose last vector
- * overlaps the one before where `in` is not a multiple of eight. `in` is at least eight.
+ * Where examples are few nothing is copied or turned: whatever is multiplied lies side by side along `in`,
+ * whose last vector overlaps the one before where `in` is not a multiple of eight. `in` is at least eight.
  */
 
 #include "small_products.h"
@@ -48,23 +48,69 @@ INLINE void dot_block(const int rows, const int columns, const int is_first, con
 /* As many examples stay in the cache while all outputs go over them. */
 #define CHUNK 64
 
-/* y (clients, examples, out), x (clients, examples, in), w (clients, out, in) */
-void dense(float *y, const float *x, const float *w, long clients, long examples, long in, long out) {
-    for (; clients > 0; clients--, w += out * in)
-        for (long left = examples, count; left > 0; left -= count, y += count * out, x += count * in) {
-            count = left < CHUNK ? left : CHUNK;
-            for (long o = 0, vectors; o < out; o += vectors) {
-                vectors = turn(out - o, 3);
-                for (long b = 0, rows; b < count; b += rows) {
-                    rows = turn(count - b, ROWS(vectors));
-                    if (b == 0) {
-                        CASES(dot_block, 1, x, w + o * in, in, out, y + o)
-                    } else {
-                        CASES(dot_block, 0, x + b * in, w + o * in, in, out, y + b * out + o)
-                    }
+/* Some examples, some outputs, whose weights lie side by side in a panel (in, outputs); of `left` outputs
+ * the last ones may be no more than room. */
+INLINE void panel_block(const int rows, const int vectors, const float *x, const float *panel, long in,
+                        long out, long left, float *y) {
+    vector sums[12] = {{0}};
+    products(rows, vectors, sums, in, x, in, 1, panel, vectors * LANES);
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int v = 0; v < vectors; v++) {
+            const long count = left - v * LANES < LANES ? left - v * LANES : LANES;
+            memcpy(y + r * out + v * LANES, &sums[r * vectors + v], count * sizeof(float));
+        }
+}
+
+/* One client's layer of many examples, which repay that its weights are laid out anew; false without the
+ * memory for it. */
+static int dense_of_many(float *y, const float *x, const float *w, long examples, long in, long out) {
+    float *panels = room(rounded(out) * in);
+    if (!panels) return 0;
+    for (long o = 0, vectors; o < out; o += vectors * LANES) {
+        vectors = turn((rounded(out) - o) / LANES, 3);
+        const long size = vectors * LANES;
+        for (long i = 0; i < in; i++)
+            for (long k = 0; k < size; k++)
+                panels[o * in + i * size + k] = o + k < out ? w[(o + k) * in + i] : 0;
+    }
+    for (long left = examples, count; left > 0; left -= count, y += count * out, x += count * in) {
+        count = left < CHUNK ? left : CHUNK;
+        for (long o = 0, vectors; o < out; o += vectors * LANES) {
+            vectors = turn((rounded(out) - o) / LANES, 3);
+            for (long b = 0, rows; b < count; b += rows) {
+                rows = turn(count - b, ROWS(vectors));
+                CASES(panel_block, x + b * in, panels + o * in, in, out, out - o, y + b * out + o)
+            }
+        }
+    }
+    free(panels);
+    return 1;
+}
+
+/* One client's layer of few examples. */
+static void dense_of_few(float *y, const float *x, const float *w, long examples, long in, long out) {
+    for (long left = examples, count; left > 0; left -= count, y += count * out, x += count * in) {
+        count = left < CHUNK ? left : CHUNK;
+        for (long o = 0, vectors; o < out; o += vectors) {
+            vectors = turn(out - o, 3);
+            for (long b = 0, rows; b < count; b += rows) {
+                rows = turn(count - b, ROWS(vectors));
+                if (b == 0) {
+                    CASES(dot_block, 1, x, w + o * in, in, out, y + o)
+                } else {
+                    CASES(dot_block, 0, x + b * in, w + o * in, in, out, y + b * out + o)
                 }
             }
         }
+    }
+}
+
+/* y (clients, examples, out), x (clients, examples, in), w (clients, out, in) */
+void dense(float *y, const float *x, const float *w, long clients, long examples, long in, long out) {
+    const int are_many = examples >= 4 * CHUNK && out >= 4 * LANES;
+    for (; clients > 0; clients--, w += out * in, y += examples * out, x += examples * in)
+        if (!are_many || !dense_of_many(y, x, w, examples, in, out))
+            dense_of_few(y, x, w, examples, in, out);
 }
 
 /* Some rows of a sum of outer products, some of its columns. */

@@ -7,6 +7,7 @@
 #ifndef FL_LIGHTNING_SMALL_PRODUCTS_H
 #define FL_LIGHTNING_SMALL_PRODUCTS_H
 
+#include <stdlib.h>
 #include <string.h>
 
 typedef float vector __attribute__((vector_size(32)));
@@ -24,6 +25,11 @@ INLINE vector load(const float *from) {
 INLINE void store(float *to, vector v) { memcpy(to, &v, sizeof v); }
 
 INLINE long rounded(long count) { return (count + LANES - 1) / LANES * LANES; }
+
+/* Memory for so many numbers, none of whose vectors lies in two lines of the cache; NULL if there is none. */
+INLINE float *room(long count) {
+    return aligned_alloc(64, (count * sizeof(float) + 63) / 64 * 64);
+}
 
 /* sums[r][v] += sum over i < count of a[r * a_row + i * a_step] * b[i * b_step + 8 v .. + 8] */
 INLINE void products(const int rows, const int vectors, vector sums[12], long count, const float *a,

@@ -32,7 +32,7 @@ def c_library(source: Path, extra_flags: tuple[str, ...] = ()) -> ctypes.CDLL | 
     vectors of 256 bits count as none.
 
     Args:
-        source: the file, in C99; sums and products are not contracted but where it says so. It may
+        source: the file, in C11; sums and products are not contracted but where it says so. It may
             include headers of its folder.
         extra_flags: for the compiler.
     """
@@ -74,7 +74,7 @@ def c_function(source: Path, extra_flags: tuple[str, ...], name: str, *types: An
 
 def _flags() -> list[str] | None:
     """Return the compiler's options, None for a processor that is not supported."""
-    flags = ["-O3", "-std=c99", "-ffp-contract=off", "-shared", "-fPIC"]
+    flags = ["-O3", "-std=c11", "-ffp-contract=off", "-shared", "-fPIC"]
     if platform.machine() in ("x86_64", "AMD64"):
         has_vectors = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
         return [*flags, "-mavx2", "-mfma"] if has_vectors else None

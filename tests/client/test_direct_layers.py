@@ -88,9 +88,24 @@ def test_dense_layers_and_both_gradients(clients, examples, size, out):
     assert torch.equal(dense_weights(v[:, :0], none), torch.zeros_like(w))
 
 
-def test_a_dense_layer_reads_and_writes_no_further_than_its_tensors():
+@given(
+    clients=st.integers(1, 2),
+    examples=st.integers(254, 330),
+    size=st.integers(8, 40),
+    out=st.integers(30, FEW),
+)
+def test_a_dense_layer_of_many_examples(clients, examples, size, out):
+    """Its weights are laid out in panels. An example's outputs are the same bits wherever it lies."""
+    x, w = draws(clients, examples, size), draws(clients, out, size, seed=1)
+    found = dense(x, w)
+    assert_near(found, x.double() @ w.double().mT)
+    assert torch.equal(dense(x.flip(1), w).flip(1), found)
+
+
+@pytest.mark.parametrize("examples", [3, 257])
+def test_a_dense_layer_reads_and_writes_no_further_than_its_tensors(examples):
     """What lies beside them is infinite, and stays so."""
-    clients, examples, size, out = 2, 3, 11, 5
+    clients, size, out = 2, 11, 33
     shapes = {"x": (examples, size), "w": (out, size), "v": (examples, out)}
     factors = {}
     for seed, (name, shape) in enumerate(shapes.items()):
@@ -101,13 +116,18 @@ def test_a_dense_layer_reads_and_writes_no_further_than_its_tensors():
     assert_near(dense(x, w), x.double() @ w.double().mT)
     assert_near(dense_inputs(v, w), v.double() @ w.double())
     assert_near(dense_weights(v, x), v.double().mT @ x.double())
-    numbers = (ctypes.c_long(n) for n in (clients, examples, size, out))
-    room = torch.full((clients * out * size + 32,), torch.inf)
-    pointers = (ctypes.c_void_p(t.data_ptr()) for t in (room[16:], v, x))
-    c_library(LINEAR, LINEAR_FLAGS).dense_weights(*pointers, *numbers)
-    assert room[:16].isinf().all()
-    assert room[16:-16].isfinite().all()
-    assert room[-16:].isinf().all()
+    library = c_library(LINEAR, LINEAR_FLAGS)
+    for run, one, other, written in (
+        (library.dense, x, w, clients * examples * out),
+        (library.dense_weights, v, x, clients * out * size),
+    ):
+        numbers = (ctypes.c_long(n) for n in (clients, examples, size, out))
+        room = torch.full((written + 32,), torch.inf)
+        pointers = (ctypes.c_void_p(t.data_ptr()) for t in (room[16:], one, other))
+        run(*pointers, *numbers)
+        assert room[:16].isinf().all()
+        assert room[16:-16].isfinite().all()
+        assert room[-16:].isinf().all()
 
 
 def test_an_image_of_many_rows_and_wide_ones():
