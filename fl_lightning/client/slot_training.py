@@ -160,17 +160,19 @@ class SlotTrainer:
         Both have shape (T, G, B). What is padded repeats an example of the same client; a slot
         without a client repeats one that somebody has.
         """
-        in_order = [work[stay.client] for stay in stays]
-        steps = np.array([stay.end - stay.begin for stay in stays])
+        positions, slots, first, last = zip(*stays, strict=True)
+        in_order = [work[position] for position in positions]
+        begins, ends = np.array(first), np.array(last)
+        steps = ends - begins
         rows = np.arange(steps.sum()) - np.repeat(np.cumsum(steps) - steps, steps)
-        when = torch.from_numpy(rows + np.repeat([stay.begin for stay in stays], steps))
-        where = torch.from_numpy(np.repeat([stay.slot for stay in stays], steps))
+        when = torch.from_numpy(rows + np.repeat(begins, steps))
+        where = torch.from_numpy(np.repeat(slots, steps))
         sizes = torch.from_numpy(np.array([n for client in in_order for n in client.sizes]))
         order = torch.cat([client.order for client in in_order])
         columns = torch.arange(self._batch_size)
         places = (sizes.cumsum(0) - sizes)[:, None] + torch.minimum(columns, sizes[:, None] - 1)
 
-        shape = max(stay.end for stay in stays), self._num_slots, self._batch_size
+        shape = int(ends.max()), self._num_slots, self._batch_size
         indices = order[:1].expand(shape).clone()
         indices[when, where] = order[places]
         valid = torch.zeros(shape, dtype=torch.float32)

@@ -164,10 +164,10 @@ def local_order(
         >>> local_order(torch.arange(5), 2, lambda: generator, num_epochs=1)
         (tensor([4, 0, 1, 3, 2]), [2, 2, 1])
     """
-    count, *more = [number for number in (num_epochs, num_batches) if number is not None]
-    assert not more
     num_examples = shard.shape[0]
     if num_examples <= batch_size:
+        count = num_batches if num_epochs is None else num_epochs
+        assert count is not None
         return shard if count == 1 else shard.repeat(count), [num_examples] * count
     draws = generator()
     full, rest = divmod(num_examples, batch_size)
