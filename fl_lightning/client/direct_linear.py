@@ -3,8 +3,9 @@
     y[g] = x[g] w[g]ᵀ        x (G, B, I),  w (G, O, I),  y (G, B, O)
 
 At some ten examples PyTorch's batched matrix product on CPUs spends much of its time on laying out
-factors anew. Here they are taken as they lie: `direct_linear.c`, see `c_library`. Products of more rows
-and columns are PyTorch's. All is float32, on one thread, with I ≥ 8.
+factors anew. Here they are taken as they lie: `direct_linear.c`, see `c_library`; only weights that some
+hundred examples share are laid out anew, once. Products of more rows and columns are PyTorch's. All is
+float32, on one thread, with I ≥ 8.
 
 `dense_step` takes SGD's step on the weights without writing their gradients vᵀ x out, `dense_fold` has
 a mean take steps in without writing them out.
