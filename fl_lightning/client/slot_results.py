@@ -136,7 +136,10 @@ def receive_usable(
     try:
         receive(*_usable(group))
     except NotFinite:
-        receive(*_usable(group.multiplied_out()))
+        group = group.multiplied_out()
+    else:
+        return
+    receive(*_usable(group))  # not while handling an error: what it raises has no other cause
 
 
 def _usable(group: GroupUpdate) -> tuple[GroupUpdate, list[ClientFailure]]:

@@ -26,7 +26,7 @@ INLINE void store(float *to, vector v) { memcpy(to, &v, sizeof v); }
 
 INLINE long rounded(long count) { return (count + LANES - 1) / LANES * LANES; }
 
-/* Memory for so many numbers, none of whose vectors lies in two lines of the cache; NULL if there is none. */
+/* Memory for so many numbers, that begins where a line of the cache does; NULL if there is none. */
 INLINE float *room(long count) {
     return aligned_alloc(64, (count * sizeof(float) + 63) / 64 * 64);
 }

@@ -31,7 +31,7 @@ class ClientFailure(RuntimeError):  # noqa: N818 - "failure" is the field's word
 
 
 class NotFinite(ArithmeticError):  # noqa: N818 - it may be nobody's error
-    """Some number of updates that were not multiplied out so far is NaN or infinite."""
+    """A number or a norm of updates that were not multiplied out so far is NaN or infinite."""
 
 
 class RoundFailure(RuntimeError):  # noqa: N818

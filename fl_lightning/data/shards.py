@@ -164,6 +164,7 @@ def local_order(
         >>> local_order(torch.arange(5), 2, lambda: generator, num_epochs=1)
         (tensor([4, 0, 1, 3, 2]), [2, 2, 1])
     """
+    assert (num_epochs is None) != (num_batches is None)
     num_examples = shard.shape[0]
     if num_examples <= batch_size:
         count = num_batches if num_epochs is None else num_epochs

@@ -419,6 +419,13 @@ def test_a_client_with_nan_is_named():
     assert torch.equal(weights(module)[:-6], weights(toy(Poisoned, bad=module.bad))[:-6])
 
 
+def test_a_client_whose_gradient_alone_is_nan_is_named():
+    module, data = poisoned(2, Steep)
+    with pytest.raises(ClientFailure, match="round 0, client 2: its update holds NaN") as failure:
+        run(module, data=data, cohort=None, local_epochs=None, local_steps=1)
+    assert failure.value.__context__ is None
+
+
 @pytest.mark.parametrize("local_steps", [1, None])
 @pytest.mark.parametrize("kind", [Poisoned, PoisonedWide, Steep])
 def test_a_client_with_nan_is_skipped_and_the_others_count(kind, local_steps):
