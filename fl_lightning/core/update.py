@@ -164,7 +164,11 @@ class GroupUpdate:
 
     @cached_property
     def norms(self) -> Tensor:
-        """The L2 norm of each delta, shape (m,)."""
+        """The L2 norm of each delta, shape (m,).
+
+        Raises:
+            NotFinite: as `whole`.
+        """
         if not isinstance(self.deltas, Tensor):
             return self.deltas.norms
         norms: Tensor = torch.linalg.vector_norm(self.deltas, dim=1)

@@ -280,6 +280,7 @@ class GroupTraining:
             if self._corrector.correction.remembers:
                 usable, more = self._accept_group(usable, by_id, start)
                 failures += more
+                usable = usable.multiplied_out()  # which has been looked at: nobody learns twice
             for failure in failures:
                 slots.leave_out(failure.client_id)
                 self._skip_or_raise(failure, record)

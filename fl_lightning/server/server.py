@@ -175,7 +175,12 @@ class Server:
         self.num_replies += 1
 
     def receive_group(self, group: GroupUpdate) -> None:
-        """Fold in the updates of clients that trained together."""
+        """Fold in the updates of clients that trained together.
+
+        Raises:
+            NotFinite: if the first look at their numbers finds one that is not; nothing is folded in
+                then. An aggregator's ``add_group`` looks before it changes anything.
+        """
         add_group = getattr(self._aggregator, "add_group", None)
         if add_group is None:  # a rule that looks at each update for itself
             for update in group:
