@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
 
 
 def log_round(
@@ -26,5 +29,55 @@ def log_round(
     trainer.logged_metrics.update(tensors)
     trainer.progress_bar_metrics.update({name: values[name] for name in in_progress_bar})
     for logger in trainer.loggers:
-        logger.log_metrics({**values, "epoch": trainer.current_epoch}, step=trainer.global_step - 1)
+        with _one_event(logger):
+            logger.log_metrics(
+                {**values, "epoch": trainer.current_epoch}, step=trainer.global_step - 1
+            )
         logger.save()
+
+
+@contextmanager
+def _one_event(logger: Logger) -> Iterator[None]:
+    """Have TensorBoard's writer write the scalars of the block as one event instead of one each.
+
+    TensorBoard shows the same. A round has more of them than the writer's queue has places, and its
+    thread would be woken up for each: that took a third of a small round.
+    """
+    writer = _stock_writer(logger)
+    file_writer = getattr(writer, "file_writer", None)
+    if file_writer is None:
+        yield
+        return
+    event = _Event()
+    writer.file_writer = event
+    try:
+        yield
+    finally:
+        writer.file_writer = file_writer
+        if event.summary is not None:
+            file_writer.add_summary(event.summary, event.step)
+
+
+def _stock_writer(logger: Logger) -> Any:
+    """Return TensorBoard's writer if a logger has one and gives it nothing but a step's scalars."""
+    if not isinstance(logger, TensorBoardLogger):
+        return None
+    is_stock = type(logger).log_metrics is TensorBoardLogger.log_metrics
+    return logger.experiment if is_stock else None
+
+
+class _Event:
+    """Stands in for a file writer and makes one summary of all that it is given."""
+
+    def __init__(self) -> None:
+        self.summary: Any = None
+        self.step: int | None = None
+
+    def add_summary(
+        self, summary: Any, global_step: int | None = None, walltime: float | None = None
+    ) -> None:
+        """Take in what the writer's ``add_scalar`` has made."""
+        if self.summary is None:
+            self.summary, self.step = summary, global_step
+        else:
+            self.summary.value.extend(summary.value)

@@ -14,6 +14,8 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+from torch.utils.tensorboard import FileWriter
 from toys import ToyModule, toy_data, toy_trainer
 
 from fl_lightning import (
@@ -180,6 +182,40 @@ def test_tensorboard_shows_what_a_user_looks_for(tmp_path):
     assert "clients/val/accuracy" in events.Tags()["histograms"]
     assert (tmp_path / "partition.csv").exists()
     assert (tmp_path / "clients_validation.csv").read_text().startswith("client,num_examples,val/")
+
+
+def events_of(folder):
+    """Return what each event in TensorBoard's file holds: its step, its values by name."""
+    (path,) = folder.glob("events.out.*")
+    return [
+        (event.step, {value.tag: value for value in event.summary.value})
+        for event in EventFileLoader(str(path)).Load()
+        if event.summary.value
+    ]
+
+
+def test_tensorboard_gets_the_numbers_of_a_round_as_one_event(tmp_path):
+    """With the values that another logger gets, under the names that the user's prefix makes."""
+    tables = CSVLogger(tmp_path / "csv", name="", version="")
+    board = TensorBoardLogger(tmp_path / "board", name="", version="", prefix="mine")
+    fit(logger=[board, tables], max_epochs=2, limit_val_batches=0)
+    with (tmp_path / "csv" / "metrics.csv").open() as file:
+        rows = [{k: v for k, v in row.items() if v and k != "step"} for row in csv.DictReader(file)]
+    events = [event for event in events_of(tmp_path / "board") if "mine-round/seconds" in event[1]]
+    assert [step for step, _ in events] == [0, 1]
+    for (_, values), row in zip(events, rows, strict=True):
+        shown = {name: float(value.tensor.float_val[0]) for name, value in values.items()}
+        assert shown == pytest.approx({f"mine-{k}": float(v) for k, v in row.items()}, rel=1e-6)
+
+
+def test_a_logger_that_writes_in_its_own_way_is_left_to_it(tmp_path):
+    class WithText(TensorBoardLogger):
+        def log_metrics(self, metrics, step=None):
+            assert isinstance(self.experiment.file_writer, FileWriter)
+            super().log_metrics(metrics, step)
+
+    fit(logger=WithText(tmp_path, name="", version=""), max_epochs=1)
+    assert all(len(values) == 1 for _, values in events_of(tmp_path))
 
 
 def test_per_client_evaluation_weighs_up_to_the_pooled_mean():
