@@ -17,6 +17,7 @@ from fl_lightning import (
     ConfigurationError,
     FederatedDataModule,
     Federation,
+    Mean,
     UniformCohort,
 )
 from fl_lightning.client.direct_layers import reason_against_direct_layers
@@ -444,6 +445,50 @@ def test_a_client_with_nan_is_skipped_and_the_others_count(kind, local_steps):
         assert trainer.callback_metrics["round/cohort_size"] == 6
     total = first.callback_metrics["total"]
     assert float(second.callback_metrics["total"]) == pytest.approx(float(total), rel=1e-5)
+
+
+class Stop(Exception):
+    """Ends a run in the middle of what it does."""
+
+
+class Stopping(Mean):
+    """Breaks off in the second round, when it has taken in the first of two groups."""
+
+    groups = 0
+
+    def add_group(self, deltas, num_examples):
+        super().add_group(deltas, num_examples)  # raises where a client is not finite
+        self.groups += 1
+        if self.groups == 3:
+            assert len(num_examples) == 2
+            raise Stop
+
+
+class SaveWhenStopped(Callback):
+    def __init__(self, path):
+        self.path = path
+
+    def on_exception(self, trainer, pl_module, exception):
+        trainer.save_checkpoint(self.path)
+
+
+def test_a_run_that_is_stopped_while_a_group_comes_again_resumes_to_the_same_bits(tmp_path):
+    options = {"cohort": None, "on_client_failure": "skip", "local_epochs": None, "local_steps": 1}
+
+    def ended(*callbacks, aggregator, ckpt=None):
+        module, data = poisoned(2, Steep)
+        more = options | {"aggregator": aggregator}
+        trainer = run(module, "slots", *callbacks, data=data, ckpt=ckpt, **more)
+        return weights(module), trainer
+
+    with pytest.warns(UserWarning, match=r"skipped: round ., client 2"):
+        whole, first = ended(aggregator=Mean())
+    with pytest.raises(Stop), pytest.warns(UserWarning, match=r"skipped: round ., client 2"):
+        ended(SaveWhenStopped(tmp_path / "stopped.ckpt"), aggregator=Stopping())
+    with pytest.warns(UserWarning, match=r"skipped: round ., client 2"):
+        resumed, second = ended(aggregator=Mean(), ckpt=tmp_path / "stopped.ckpt")
+    assert torch.equal(whole, resumed)
+    assert_same_logs(first, second)
 
 
 @pytest.mark.skipif(
