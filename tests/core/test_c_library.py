@@ -1,7 +1,10 @@
 """Files of C compiled once, and done without where they cannot be."""
 
 import ctypes
+import os
 import shutil
+import subprocess
+import sys
 
 import pytest
 
@@ -51,3 +54,67 @@ def test_without_a_compiler_or_where_it_fails(compiler, text, tmp_path, new_cach
     monkeypatch.setenv("CC", compiler)
     assert c_library(source_of(tmp_path, text)) is None
     assert not list(new_cache.rglob("*.so"))
+
+
+KERNELS = (
+    "tests/client/test_direct_layers.py",
+    "tests/client/test_thin_deltas.py",
+    "tests/client/test_thin_layers.py::test_a_step_by_its_formula",
+    "tests/client/test_thin_layers.py::test_a_step_in_place",
+    "tests/server/test_column_sort.py",
+    "tests/sparsity/test_one_pass.py",
+)
+# A mean of one row fewer than the clients' errors have entries
+BEYOND_THE_END = """
+import torch
+from fl_lightning.client.direct_linear import dense_fold
+dense_fold(torch.zeros(61, 784), torch.ones(2, 20, 62), torch.ones(2, 20, 784), [1.0, 0.5])
+"""
+
+
+# Its own flags come last: with -O3 the sanitizer's checks take minutes to compile, and -O1 alone
+# contracts no sums and products
+COMPILER = """#!/bin/sh
+unset LD_PRELOAD
+exec gcc "$@" -g -O1 -fexpensive-optimizations -fsanitize=address,undefined -fno-sanitize-recover
+"""
+
+
+@pytest.fixture
+def guarded(tmp_path, new_cache):
+    """What a process needs that is to stop where a kernel reads or writes beyond its tensors."""
+    if not sys.platform.startswith("linux") or shutil.which("gcc") is None:
+        pytest.skip("no sanitizer")
+    libraries = [
+        subprocess.check_output(["gcc", f"-print-file-name=lib{name}.so"], text=True).strip()
+        for name in ("asan", "ubsan")
+    ]
+    if not all(map(os.path.isabs, libraries)):
+        pytest.skip("no sanitizer")
+    compiler = tmp_path / "guarded-cc"
+    compiler.write_text(COMPILER)
+    compiler.chmod(0o755)
+    return os.environ | {
+        "CC": str(compiler),
+        "LD_PRELOAD": " ".join(libraries),
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+@pytest.mark.slow
+def test_a_kernel_that_leaves_its_memory_is_caught(guarded):
+    command = [sys.executable, "-c", BEYOND_THE_END]
+    ended = subprocess.run(command, env=guarded, capture_output=True, text=True, check=False)
+    assert ended.returncode != 0
+    assert "heap-buffer-overflow" in ended.stderr
+    assert "direct_linear.c" in ended.stderr
+
+
+@pytest.mark.slow
+def test_no_kernel_leaves_its_memory(guarded):
+    """Nor does anything whose result C leaves open; PyTorch's own compiler is another matter."""
+    options = ["-p", "no:cacheprovider", "-n", "0", "-q", "-k", "not graph"]
+    command = [sys.executable, "-m", "pytest", *options, *KERNELS]
+    ended = subprocess.run(command, env=guarded, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
