@@ -5,9 +5,11 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+import fl_lightning
 from fl_lightning.core.c_library import c_library
 
 TWICE = "double twice(double x) { return 2 * x; }"
@@ -112,9 +114,11 @@ def test_a_kernel_that_leaves_its_memory_is_caught(guarded):
 
 
 @pytest.mark.slow
-def test_no_kernel_leaves_its_memory(guarded):
+def test_no_kernel_leaves_its_memory(guarded, new_cache):
     """Nor does anything whose result C leaves open; PyTorch's own compiler is another matter."""
     options = ["-p", "no:cacheprovider", "-n", "0", "-q", "-k", "not graph"]
     command = [sys.executable, "-m", "pytest", *options, *KERNELS]
     ended = subprocess.run(command, env=guarded, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
+    compiled = {path.stem.rsplit("_", 1)[0] for path in new_cache.rglob("*.so")}
+    assert compiled == {path.stem for path in Path(fl_lightning.__file__).parent.rglob("*.c")}

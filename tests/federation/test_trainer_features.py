@@ -209,12 +209,12 @@ def test_tensorboard_gets_the_numbers_of_a_round_as_one_event(tmp_path):
 
 
 def test_a_logger_that_writes_in_its_own_way_is_left_to_it(tmp_path):
-    class WithText(TensorBoardLogger):
+    class Own(TensorBoardLogger):
         def log_metrics(self, metrics, step=None):
             assert isinstance(self.experiment.file_writer, FileWriter)
             super().log_metrics(metrics, step)
 
-    fit(logger=WithText(tmp_path, name="", version=""), max_epochs=1)
+    fit(logger=Own(tmp_path, name="", version=""), max_epochs=1)
     assert all(len(values) == 1 for _, values in events_of(tmp_path))
 
 
