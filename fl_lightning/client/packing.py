@@ -8,45 +8,84 @@ LPT rule): the last slot to finish is at most a third later than in the best pla
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+Integers = npt.NDArray[np.int64]
 
 
-class Stay(NamedTuple):
-    """One client's time in a slot.
+@dataclass(frozen=True, eq=False)
+class Stays:
+    """The times of m clients in their slots, in order of their beginnings, then of slots.
 
     Attributes:
-        client: its position in the list that was packed.
-        slot: where it trains.
-        begin: the first step, counted from the start of the pass.
-        end: one past its last step.
+        clients: who, as a position in what was packed, shape (m,).
+        slots: where, shape (m,).
+        begins: the first step of each, counted from the start of the pass, shape (m,).
+        ends: one past its last step, shape (m,).
     """
 
-    client: int
-    slot: int
-    begin: int
-    end: int
+    clients: Integers
+    slots: Integers
+    begins: Integers
+    ends: Integers
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps they take, all together."""
+        return int(self.ends.max())
+
+    def beginning(self, step: int) -> Integers:
+        """Return the stays that begin with a step, in order of slots."""
+        return np.arange(self._first_of[step], self._first_of[step + 1])
+
+    def ending(self, step: int) -> Integers:
+        """Return the stays whose last step this is, in order of slots."""
+        return self._by_end[self._last_of[step] : self._last_of[step + 1]]
+
+    @cached_property
+    def _first_of(self) -> list[int]:
+        firsts: list[int] = np.searchsorted(self.begins, np.arange(self.num_steps + 1)).tolist()
+        return firsts
+
+    @cached_property
+    def _by_end(self) -> Integers:
+        return np.lexsort((self.slots, self.ends))
+
+    @cached_property
+    def _last_of(self) -> list[int]:
+        steps = np.arange(1, self.num_steps + 2)
+        lasts: list[int] = np.searchsorted(self.ends[self._by_end], steps).tolist()
+        return lasts
 
 
-def pack(num_steps: Sequence[int], num_slots: int) -> list[Stay]:
-    """Return one stay per client, in order of their beginnings; a pure function.
+def pack(num_steps: Integers, num_slots: int) -> Stays:
+    """Return one stay per client; a pure function.
 
     Args:
-        num_steps: local steps of each client, ≥ 1.
+        num_steps: local steps of each client, ≥ 1, shape (m,), m ≥ 1.
         num_slots: how many train side by side, ≥ 1.
 
     Example:
-        >>> [(stay.client, stay.slot, stay.begin, stay.end) for stay in pack([2, 3, 1], 2)]
-        [(1, 0, 0, 3), (0, 1, 0, 2), (2, 1, 2, 3)]
+        >>> stays = pack(np.array([2, 3, 1]), 2)
+        >>> stays.clients, stays.slots, stays.begins, stays.ends
+        (array([1, 0, 2]), array([0, 1, 1]), array([0, 0, 2]), array([3, 2, 3]))
+        >>> stays.beginning(0), stays.ending(2)
+        (array([0, 1]), array([0, 2]))
     """
-    if len(set(num_steps)) == 1:  # slots take turns
-        (steps,) = set(num_steps)
-        begins = [client // num_slots * steps for client in range(len(num_steps))]
-        return [Stay(c, c % num_slots, begin, begin + steps) for c, begin in enumerate(begins)]
+    clients = np.arange(len(num_steps))
+    if (num_steps == num_steps[0]).all():  # slots take turns
+        begins = clients // num_slots * num_steps
+        return Stays(clients, clients % num_slots, begins, begins + num_steps)
+    clients = np.argsort(-num_steps, kind="stable")
+    slots, begins = np.empty_like(clients), np.empty_like(clients)
     free = [(0, slot) for slot in range(num_slots)]
-    stays = []
-    for client in sorted(range(len(num_steps)), key=lambda c: -num_steps[c]):
-        begin, slot = heapq.heappop(free)
-        stays.append(Stay(client, slot, begin, begin + num_steps[client]))
-        heapq.heappush(free, (begin + num_steps[client], slot))
-    return sorted(stays, key=lambda stay: (stay.begin, stay.slot))
+    for place, steps in enumerate(num_steps[clients].tolist()):
+        begins[place], slots[place] = begin, slot = free[0]
+        heapq.heapreplace(free, (begin + steps, slot))
+    order = np.lexsort((slots, begins))
+    clients, begins = clients[order], begins[order]
+    return Stays(clients, slots[order], begins, begins + num_steps[clients])

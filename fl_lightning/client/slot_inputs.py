@@ -8,7 +8,7 @@ states are put aside while the other slots draw, so that nobody's draws depend o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,12 +16,27 @@ from torch import Tensor
 from fl_lightning.client.cannot_stack import CannotStack
 from fl_lightning.client.drawn_rows import DrawnRows
 from fl_lightning.client.functional_step import map_tensors, tensors_in
-from fl_lightning.client.packing import Stay
 from fl_lightning.client.work import ClientWork
 from fl_lightning.core.seeds import GlobalGenerators, seed_global_generators
 
 # Builds the batch of many indices, shape (N,), on the device where the model is.
 ReadBatch = Callable[[Tensor], Any]
+
+
+class Guest(NamedTuple):
+    """A client in a slot.
+
+    Attributes:
+        work: what it does there.
+        slot: where.
+        begin: its first step, counted from the start of the pass.
+        end: one past its last step.
+    """
+
+    work: ClientWork
+    slot: int
+    begin: int
+    end: int
 
 
 class SlotInputs:
@@ -41,8 +56,12 @@ class SlotInputs:
         self._read = read
         self._num_slots, self._batch_size = num_slots, batch_size
         self._reads_at_random = reads_at_random
-        self._guests: dict[int, tuple[Stay, ClientWork]] = {}
+        self._guests: dict[int, Guest] = {}
         self._generators: dict[int, GlobalGenerators] = {}
+
+    def asks_guests(self, draws: DrawnRows | None) -> bool:
+        """Return whether what a step works on depends on who is in which slot."""
+        return draws is not None or self._reads_at_random
 
     def batch_like(self, work: ClientWork) -> Any:
         """Return a full batch of one client's examples, of which some may come twice."""
@@ -53,7 +72,7 @@ class SlotInputs:
         self,
         number: int,
         indices: Tensor,
-        new: Sequence[tuple[Stay, ClientWork]],
+        new: Sequence[Guest],
         draws: DrawnRows | None,
     ) -> Any:
         """Return the batch of one step, of shape (G, B, …), and refill its random numbers.
@@ -61,18 +80,18 @@ class SlotInputs:
         Args:
             number: of the step.
             indices: of its examples, shape (G, B).
-            new: clients that begin with it.
+            new: clients that begin with it, where it `asks_guests`.
             draws: the step's; None if it has none.
         """
-        if draws is None and not self._reads_at_random:
+        if not self.asks_guests(draws):
             return map_tensors(self._by_slot, self._read(indices.reshape(-1)))
-        here = {slot: g for slot, g in self._guests.items() if g[0].end > number}
-        self._guests = here | {guest[0].slot: guest for guest in new}
+        here = {slot: guest for slot, guest in self._guests.items() if guest.end > number}
+        self._guests = here | {guest.slot: guest for guest in new}
         batches: dict[int, Any] = {}
-        for slot, (stay, work) in self._guests.items():
-            size = work.sizes[number - stay.begin]
-            if number == stay.begin:
-                seed_global_generators(work.seed)
+        for slot, guest in self._guests.items():
+            size = guest.work.sizes[number - guest.begin]
+            if number == guest.begin:
+                seed_global_generators(guest.work.seed)
             else:
                 self._generators[slot].put_back()
             if self._reads_at_random:

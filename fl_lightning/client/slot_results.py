@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fl_lightning.client.functional_step import OWN_LOSS, Tensors
 from fl_lightning.client.local_training import GlobalModel, check_finite
 from fl_lightning.client.stacked_step import StackedStep
-from fl_lightning.client.work import ClientWork
+from fl_lightning.client.work import GroupWork, Integers
 from fl_lightning.core.errors import ClientFailure, NotFinite
 from fl_lightning.core.space import Space
 from fl_lightning.core.update import GroupUpdate, LazyDeltas
@@ -36,13 +37,13 @@ class SlotResults:
         self._step, self._space, self._names = step, space, names
         self._params = [step.params[name] for name in space.names]
         self._buffers = [step.buffers[name] for name in buffers.names if step.buffers]
-        self._clients: list[ClientWork] = []
+        self._clients: list[int] = []
         self._sums: list[Tensors] = []
         self._final_buffers: list[Tensor] = []
 
-    def open(self, start: GlobalModel, named: Tensors) -> None:
+    def open(self, start: GlobalModel, named: Tensors, work: GroupWork) -> None:
         """Have clients begin from a global model, whose parameters are given by name as well."""
-        self._start = start
+        self._start, self._work = start, work
         self._starts: list[tuple[Tensor, Tensor | None]] = []
         for name in self._space.names:
             index = self._space.active.get(name)
@@ -55,8 +56,13 @@ class SlotResults:
         return len(self._clients) + count <= self._step.options.num_slots
 
     @torch.no_grad()
-    def take(self, slots: list[int], clients: list[ClientWork]) -> Tensor:
-        """Take over the results of clients that have ended, and return their deltas."""
+    def take(self, slots: list[int], clients: list[int]) -> Tensor:
+        """Take over the results of clients that have ended, and return their deltas.
+
+        Args:
+            slots: where they are.
+            clients: who, as positions in the group's work.
+        """
         first, count = len(self._clients), len(slots)
         if not first:
             shape = self._step.options.num_slots, self._space.size
@@ -91,30 +97,29 @@ class SlotResults:
         if not self._clients:
             return
         sums = {n: torch.cat([taken[n] for taken in self._sums]) for n in self._sums[0]}
-        group = self.group(self._clients, self._deltas[: len(self._clients)], sums)
+        clients = np.array(self._clients, np.int64)
+        group = self.group(clients, self._deltas[: len(clients)], sums)
         self._clear()
         yield group
 
-    def group(
-        self, clients: list[ClientWork], deltas: Tensor | LazyDeltas, sums: Tensors
-    ) -> GroupUpdate:
+    def group(self, clients: Integers, deltas: Tensor | LazyDeltas, sums: Tensors) -> GroupUpdate:
         """Return clients' updates.
 
         Args:
-            clients: m of them.
+            clients: m of them, as positions in the group's work.
             deltas: theirs, shape (m, k).
             sums: of loss and logged values, see `StackedStep`, shape (m, 2).
         """
-        count = len(clients)
+        work, count = self._work, len(clients)
         means = {name: total[:, 0] / total[:, 1] for name, total in sums.items()}
         own = {"train/loss": means.pop(OWN_LOSS)}  # a module may log a train/loss of its own
         final = self._final_buffers
         return GroupUpdate(
-            client_ids=[client.client_id for client in clients],
+            client_ids=work.client_ids[clients].tolist(),
             deltas=deltas,
             buffers=torch.cat(final) if final else self._start.buffers.expand(count, -1),
-            num_examples=[client.num_examples for client in clients],
-            num_steps=[len(client.sizes) for client in clients],
+            num_examples=work.num_examples[clients].tolist(),
+            num_steps=work.num_steps[clients].tolist(),
             metrics=own | {self._names.get(name, name): v for name, v in means.items()},
         )
 

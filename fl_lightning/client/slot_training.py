@@ -8,9 +8,7 @@ reset and refilled on its own (see `pack`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import groupby
-from operator import attrgetter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,12 +19,12 @@ from fl_lightning.client.correction import GradientTerm
 from fl_lightning.client.functional_step import Tensors
 from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.client.metric_feed import GivenStep
-from fl_lightning.client.packing import Stay, pack
-from fl_lightning.client.slot_inputs import ReadBatch, SlotInputs
+from fl_lightning.client.packing import Stays, pack
+from fl_lightning.client.slot_inputs import Guest, ReadBatch, SlotInputs
 from fl_lightning.client.slot_own import OwnOf, SlotOwn
 from fl_lightning.client.slot_results import SlotResults
 from fl_lightning.client.stacked_step import StackedStep
-from fl_lightning.client.work import ClientWork
+from fl_lightning.client.work import ClientWork, GroupWork, Integers
 from fl_lightning.core.space import Space
 from fl_lightning.core.update import GroupUpdate, rows_of
 
@@ -81,7 +79,7 @@ class SlotTrainer:
     def train(
         self,
         start: GlobalModel,
-        work: Sequence[ClientWork],
+        clients: Iterable[ClientWork],
         term: TermOf | None = None,
         own: OwnOf | None = None,
     ) -> Iterator[GroupUpdate]:
@@ -92,108 +90,102 @@ class SlotTrainer:
 
         Args:
             start: the global model.
-            work: of each client, with at least one batch.
+            clients: the work of each, with at least one batch.
             term: what clients add to their gradients, all with the same pull; None for nothing.
             own: what they have for themselves; None for what the global model has.
         """
+        work = GroupWork.of(clients)
         self._step.read_options()
         rehearsal = self._step.rehearse(lambda: self._inputs.batch_like(work[0]))
         draws = rehearsal.draws if rehearsal.draws.numbers else None
         pull = 0.0 if term is None else term(work[0].client_id).pull
-        named_start = self._open(start, pull, own)
-        stays = pack([len(client.sizes) for client in work], self._num_slots)
+        named_start = self._open(start, work, pull, own)
+        stays = pack(work.num_steps, self._num_slots)
         indices, valid = self._plan(stays, work)
-        begins = {begin: list(group) for begin, group in groupby(stays, attrgetter("begin"))}
-        by_end = sorted(stays, key=attrgetter("end", "slot"))
-        ends = {end: list(group) for end, group in groupby(by_end, attrgetter("end"))}
+        has_own = bool(self._step.shifts) or self._own is not None
+        has_guests = has_own or self._inputs.asks_guests(draws)
         together = self._begin_alike(work)
         given: list[list[Tensor]] = []
         self._left_out.clear()
         for number, (step_indices, step_valid) in enumerate(zip(indices, valid, strict=True)):
-            new, done = begins.get(number, []), ends.get(number + 1, [])
-            guests = [(stay, work[stay.client]) for stay in new]
+            new, done = stays.beginning(number), stays.ending(number)
+            guests = [_guest(stays, stay, work) for stay in new] if has_guests else []
             batch = self._inputs.next(number, step_indices, guests, draws)
             self._shift(guests, term)
-            alike = together and bool(new)
-            if alike and done:
-                yield self._only(named_start, batch, step_valid, [work[s.client] for s in done])
+            alike = together and bool(len(new))
+            if alike and len(done):
+                yield self._only(named_start, batch, step_valid, stays.clients[done])
             elif alike:
                 self._step.first(named_start, batch, step_valid)
             else:
-                self._reset([stay.slot for stay in new])
+                self._reset(stays.slots[new].tolist())
                 self._enter(guests)
                 self._step(batch, step_valid)
             if len(rehearsal.feed):
                 given.append(self._step.given)
             if not alike:
-                yield from self._take_over(done, work)
+                slots, ended = stays.slots[done].tolist(), stays.clients[done].tolist()
+                yield from self._take_over(slots, ended, work)
         yield from self._results.hand_on()
         if given:
             self._count_out(stays, work, valid)
             steps = zip(given, valid.bool().unbind(), strict=True)
             rehearsal.feed.feed([GivenStep(tensors, counts) for tensors, counts in steps])
 
-    def _open(self, start: GlobalModel, pull: float, own: OwnOf | None) -> Tensors:
+    def _open(self, start: GlobalModel, work: GroupWork, pull: float, own: OwnOf | None) -> Tensors:
         """Have clients begin from a global model; return its parameters by name."""
         named_start = self._space.full(start.params)
         self._step.pull_to(named_start, pull)
         self._start = list(named_start.values())
-        self._results.open(start, named_start)
+        self._results.open(start, named_start, work)
         self._start_buffers = self._buffers.views(start.buffers) if self._step.buffers else []
         self._state_rows = [t for states in self._step.states.values() for t in states]
         if self._own is not None:
             self._own.open(own)
         return named_start
 
-    def _count_out(self, stays: list[Stay], work: Sequence[ClientWork], valid: Tensor) -> None:
-        for stay in stays:
-            if work[stay.client].client_id in self._left_out:
-                valid[stay.begin : stay.end, stay.slot] = 0
+    def _count_out(self, stays: Stays, work: GroupWork, valid: Tensor) -> None:
+        ids = work.client_ids[stays.clients]
+        for stay in np.flatnonzero(np.isin(ids, list(self._left_out))):
+            valid[stays.begins[stay] : stays.ends[stay], stays.slots[stay]] = 0
 
     def leave_out(self, client: int) -> None:
         """Have no example of a client count whose update cannot be used."""
         self._left_out.add(client)
 
-    def _plan(self, stays: list[Stay], work: Sequence[ClientWork]) -> tuple[Tensor, Tensor]:
+    def _plan(self, stays: Stays, work: GroupWork) -> tuple[Tensor, Tensor]:
         """Return the indices of every step, slot and example, and which of them count.
 
         Both have shape (T, G, B). What is padded repeats an example of the same client; a slot
         without a client repeats one that somebody has.
         """
-        positions, slots, first, last = zip(*stays, strict=True)
-        in_order = [work[position] for position in positions]
-        begins, ends = np.array(first), np.array(last)
-        steps = ends - begins
-        rows = np.arange(steps.sum()) - np.repeat(np.cumsum(steps) - steps, steps)
-        when = torch.from_numpy(rows + np.repeat(begins, steps))
-        where = torch.from_numpy(np.repeat(slots, steps))
-        sizes = torch.from_numpy(np.array([n for client in in_order for n in client.sizes]))
-        order = torch.cat([client.order for client in in_order])
-        columns = torch.arange(self._batch_size)
-        places = (sizes.cumsum(0) - sizes)[:, None] + torch.minimum(columns, sizes[:, None] - 1)
+        counts = work.num_steps[stays.clients]
+        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        when = within + np.repeat(stays.begins, counts)
+        where = np.repeat(stays.slots, counts)
+        steps = within + np.repeat(work.first_steps[stays.clients], counts)
+        begins, sizes = work.begins[steps, None], work.sizes[steps, None]
+        columns = np.arange(self._batch_size)
+        order = work.order.numpy()
+        shape = stays.num_steps, self._num_slots, self._batch_size
+        indices, valid = np.full(shape, order[0]), np.zeros(shape, np.float32)
+        indices[when, where] = order[begins + np.minimum(columns, sizes - 1)]
+        valid[when, where] = columns < sizes
+        return torch.from_numpy(indices), torch.from_numpy(valid).to(self._step.count.device)
 
-        shape = int(ends.max()), self._num_slots, self._batch_size
-        indices = order[:1].expand(shape).clone()
-        indices[when, where] = order[places]
-        valid = torch.zeros(shape, dtype=torch.float32)
-        valid[when, where] = (columns < sizes[:, None]).float()
-        return indices, valid.to(self._step.count.device)
-
-    def _begin_alike(self, work: Sequence[ClientWork]) -> bool:
+    def _begin_alike(self, work: GroupWork) -> bool:
         """Return whether all slots begin together, from the same parameters."""
-        one_size = self._step.options.weighted and len({len(w.sizes) for w in work}) == 1
-        return one_size and self._own is None
+        alike = bool((work.num_steps == work.num_steps[0]).all())
+        return alike and self._step.options.weighted and self._own is None
 
-    def _enter(self, guests: Sequence[tuple[Stay, ClientWork]]) -> None:
+    def _enter(self, guests: Sequence[Guest]) -> None:
         """Have what clients that begin have for themselves in their slots."""
         if self._own is None:
             return
-        for stay, client in guests:
-            self._own.enter(stay.slot, client.client_id)
+        for guest in guests:
+            self._own.enter(guest.slot, guest.work.client_id)
 
-    def _only(
-        self, start: Tensors, batch: Any, valid: Tensor, clients: list[ClientWork]
-    ) -> GroupUpdate:
+    def _only(self, start: Tensors, batch: Any, valid: Tensor, clients: Integers) -> GroupUpdate:
         """Return the updates of clients whose first step is their last."""
         deltas, sums = self._step.only(start, batch, valid, self._space.active)
         count = len(clients)
@@ -203,25 +195,26 @@ class SlotTrainer:
             {name: total[:count] for name, total in sums.items()},
         )
 
-    def _take_over(self, done: list[Stay], work: Sequence[ClientWork]) -> Iterator[GroupUpdate]:
-        """Take over clients' results; yield those of others to make room."""
-        if not done:
+    def _take_over(
+        self, slots: list[int], clients: list[int], work: GroupWork
+    ) -> Iterator[GroupUpdate]:
+        """Take over the results of clients that end; yield those of others to make room."""
+        if not slots:
             return
-        slots, clients = [stay.slot for stay in done], [work[stay.client] for stay in done]
-        if not self._results.has_room(len(done)):
+        if not self._results.has_room(len(slots)):
             yield from self._results.hand_on()
         deltas = self._results.take(slots, clients)
         for delta, slot, client in zip(deltas, slots, clients, strict=True):
-            if self._own is not None and not self._own.leave(slot, client.client_id):
+            if self._own is not None and not self._own.leave(slot, int(work.client_ids[client])):
                 delta.fill_(torch.nan)  # without what it keeps its update cannot be used
 
     @torch.no_grad()
-    def _shift(self, guests: Sequence[tuple[Stay, ClientWork]], term: TermOf | None) -> None:
+    def _shift(self, guests: Sequence[Guest], term: TermOf | None) -> None:
         """Have the clients that begin shift their gradients."""
         shifts = self._step.shifts
-        for stay, client in guests if shifts else ():
-            rows = {name: shift[stay.slot] for name, shift in shifts.items()}
-            vector = None if term is None else term(client.client_id).shift
+        for guest in guests if shifts else ():
+            rows = {name: shift[guest.slot] for name, shift in shifts.items()}
+            vector = None if term is None else term(guest.work.client_id).shift
             if vector is None:
                 torch._foreach_zero_(list(rows.values()))
                 continue
@@ -247,3 +240,11 @@ class SlotTrainer:
         for slot in slots:
             torch._foreach_zero_([tensor[slot] for tensor in fresh])
             torch._foreach_copy_([tensor[slot] for tensor in stacked], starts)
+
+
+def _guest(stays: Stays, stay: int, work: GroupWork) -> Guest:
+    """Return the client of a stay."""
+    client, slot, begin, end = (
+        int(x[stay]) for x in (stays.clients, stays.slots, stays.begins, stays.ends)
+    )
+    return Guest(work[client], slot, begin, end)

@@ -31,17 +31,22 @@ INLINE float *room(long count) {
     return aligned_alloc(64, (count * sizeof(float) + 63) / 64 * 64);
 }
 
+/* sums[r][v] += a[r * a_row] * b[8 v .. + 8] */
+INLINE void product(const int rows, const int vectors, vector sums[12], const float *a, long a_row,
+                    const float *b) {
+    vector right[3];
+    UNROLL for (int v = 0; v < vectors; v++) right[v] = load(b + v * LANES);
+    UNROLL for (int r = 0; r < rows; r++) {
+        const float left = a[r * a_row];
+        UNROLL for (int v = 0; v < vectors; v++) sums[r * vectors + v] += left * right[v];
+    }
+}
+
 /* sums[r][v] += sum over i < count of a[r * a_row + i * a_step] * b[i * b_step + 8 v .. + 8] */
 INLINE void products(const int rows, const int vectors, vector sums[12], long count, const float *a,
                      long a_row, long a_step, const float *b, long b_step) {
-    for (long i = 0; i < count; i++) {
-        vector right[3];
-        UNROLL for (int v = 0; v < vectors; v++) right[v] = load(b + i * b_step + v * LANES);
-        UNROLL for (int r = 0; r < rows; r++) {
-            const float left = a[r * a_row + i * a_step];
-            UNROLL for (int v = 0; v < vectors; v++) sums[r * vectors + v] += left * right[v];
-        }
-    }
+    for (long i = 0; i < count; i++)
+        product(rows, vectors, sums, a + i * a_step, a_row, b + i * b_step);
 }
 
 /* How many of `count` to do next, if at most `most` go at once and all turns are about alike. */

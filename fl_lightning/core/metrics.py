@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -31,11 +32,11 @@ def weighted_mean(values: Sequence[Tensor], weights: Sequence[int]) -> Tensor:
 
 
 class _ByClient(NamedTuple):
-    """A metric's clients in increasing order, and their values and numbers of examples, float64."""
+    """A metric's clients in increasing order, and their values and numbers of examples."""
 
-    clients: list[int]
-    values: Tensor
-    weights: Tensor
+    clients: npt.NDArray[np.int64]
+    values: npt.NDArray[np.float64]
+    weights: npt.NDArray[np.float64]
 
 
 class ClientMeans:
@@ -79,14 +80,14 @@ class ClientMeans:
 
     def values(self, name: str) -> Tensor:
         """Return one metric's values by client, shape (number of clients,), float64 on the CPU."""
-        return self._by_client(name).values
+        return torch.from_numpy(self._by_client(name).values)
 
     def by_client(self, name: str) -> dict[int, float]:
         """Return one metric's value of each client; empty if there is no such metric."""
         if name not in self._values:
             return {}
         known = self._by_client(name)
-        return dict(zip(known.clients, known.values.tolist(), strict=True))
+        return dict(zip(known.clients.tolist(), known.values.tolist(), strict=True))
 
     def mean(self, name: str) -> float:
         """Return the mean weighted by examples."""
@@ -95,17 +96,15 @@ class ClientMeans:
 
     def spread(self, name: str) -> float:
         """Return the standard deviation over clients, each counted once."""
-        return float(self.values(name).std(correction=0))
+        return float(self._by_client(name).values.std())
 
     def _by_client(self, name: str) -> _ByClient:
         if name not in self._known:
-            order = np.argsort(self._clients[name], kind="stable")
-            values = torch.cat(self._values[name]).double().cpu()
-            self._known[name] = _ByClient(
-                np.asarray(self._clients[name])[order].tolist(),
-                values[torch.from_numpy(order)],
-                torch.from_numpy(np.asarray(self._num_examples[name], np.float64)[order]),
-            )
+            clients = np.array(self._clients[name], np.int64)
+            order = np.argsort(clients, kind="stable")
+            values = torch.cat(self._values[name]).double().cpu().numpy()
+            weights = np.array(self._num_examples[name], np.float64)
+            self._known[name] = _ByClient(clients[order], values[order], weights[order])
         return self._known[name]
 
     def state_dict(self) -> dict[str, Any]:

@@ -97,11 +97,10 @@ class ClientShards:
     def __getitem__(self, client: int) -> Tensor:
         return torch.from_numpy(self.flat[client])
 
-    def take(self, clients: Sequence[int]) -> Sequence[Tensor]:
-        """Return several clients' indices, which share memory."""
+    def take(self, clients: Sequence[int]) -> tuple[Tensor, npt.NDArray[np.int64]]:
+        """Return several clients' indices end to end, and how many each has."""
         indices, sizes = self.flat.take(clients)
-        parts: Sequence[Tensor] = torch.from_numpy(indices).split(sizes.tolist())
-        return parts
+        return torch.from_numpy(indices), sizes
 
     def __iter__(self) -> Iterator[Tensor]:
         return (self[client] for client in range(len(self)))

@@ -8,11 +8,12 @@ from functools import partial
 from itertools import islice
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from fl_lightning.client.local_training import SizedBatch
-from fl_lightning.client.work import ClientWork
+from fl_lightning.client.work import ClientWork, GroupWork
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import torch_generator
 from fl_lightning.data.federated import FederatedDataModule
@@ -54,15 +55,27 @@ class WorkPlan:
         self._clients, self._batch_size = data.clients, data.batch_size
         self._drop_last = data.drop_last
 
-    def of(self, clients: Sequence[int], rounds: Sequence[int]) -> list[ClientWork]:
+    def of(self, clients: Sequence[int], rounds: Sequence[int]) -> GroupWork:
         """Return clients' work, each in a round; without a step if one has no examples."""
-        shards = self._clients.take(clients)
-        return list(map(self._of_one, clients, shards, rounds))
+        indices, sizes = self._clients.take(clients)
+        if not self._is_one_batch(sizes):
+            shards = indices.split(sizes.tolist())
+            return GroupWork.of(map(self._of_one, clients, shards, rounds))
+        ids, numbers, has_any = np.array(clients), np.array(rounds), sizes > 0
+        steps, seed = has_any.astype(np.int64), self._local_work.seed
+        return GroupWork(ids, sizes, indices, sizes[has_any], steps, numbers, seed)
+
+    def _is_one_batch(self, sizes: npt.NDArray[np.int64]) -> bool:
+        """Return whether nobody trains on more than its shard as it is, see `local_order`."""
+        amount = self._local_work
+        num_passes = amount.local_epochs or (amount.local_steps or 0) * amount.accumulate
+        fits = sizes.max(initial=0) <= self._batch_size
+        return bool(fits) and num_passes == 1 and amount.examples is None
 
     def _of_one(self, client: int, shard: Tensor, round_index: int) -> ClientWork:
         amount, num_examples = self._local_work, shard.numel()
         if not num_examples:
-            return ClientWork(client, 0, shard, [])
+            return ClientWork(client, 0, shard, [], round_index, amount.seed)
         if amount.examples is not None:
             num_steps = self._num_steps(num_examples)
             order, sizes = amount.examples.batches(

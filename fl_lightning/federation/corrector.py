@@ -7,7 +7,6 @@ A client's new memory counts from the round's end on, as its update does.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -201,18 +200,10 @@ class Corrector:
         vector = self._memory.get(_NAME, client)
         return None if vector is None else vector.to(self._device)
 
-    def snapshot(self) -> dict[str, Any]:
-        """Return what has been learnt in the open round but for memories, for `go_back`."""
-        return copy.deepcopy(self._round_state())
-
-    def go_back(self, snapshot: dict[str, Any]) -> None:
-        """Forget what has been learnt since."""
-        self._load_round_state(snapshot)
-
     def state_dict(self, *, with_round: bool = True) -> dict[str, Any]:
         """Return the mean and, inside a round, what has been learnt so far; not the memories."""
         state: dict[str, Any] = {"kind": self.kind, "mean": self._mean}
-        return state | {"round": self._round_state()} if with_round else state
+        return state | {"round": self.round_state()} if with_round else state
 
     def load_state_dict(self, state: dict[str, Any], like: Tensor) -> None:
         """Take up where `state_dict` left off."""
@@ -220,12 +211,14 @@ class Corrector:
         mean = state.get("mean")  # nothing is saved of a correction without memories
         self._mean = None if mean is None else mean.to(like.device)
         if "round" in state:
-            self._load_round_state(state["round"])
+            self.load_round_state(state["round"])
 
-    def _round_state(self) -> dict[str, Any]:
+    def round_state(self) -> dict[str, Any]:
+        """Return what has been learnt in the open round but for memories."""
         return {"changes": self._changes.state_dict(), "num_changes": self._num_changes}
 
-    def _load_round_state(self, state: dict[str, Any]) -> None:
+    def load_round_state(self, state: dict[str, Any]) -> None:
+        """Take up where `round_state` left off."""
         self._changes.load_state_dict(state["changes"])
         self._num_changes = state["num_changes"]
 

@@ -20,7 +20,7 @@ from fl_lightning.client.local_training import GlobalModel, LocalTrainer
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.memory import ClientMemory
 from fl_lightning.client.slot_results import receive_usable
-from fl_lightning.client.work import ClientWork
+from fl_lightning.client.work import ClientWork, GroupWork
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.metric_states import MetricStates, kept_apart, metrics_of
 from fl_lightning.core.seeds import seed_global_generators
@@ -183,16 +183,15 @@ class GroupTraining:
         """
         work = self._who_will_send(self._work_of(clients), server, record)
         for start, together in self._by_start(work, server.model):
+            alone = together
             if self.engine.slots is not None:
-                together = self._train_in_slots(self.engine.slots, together, start, server, record)
+                alone = self._train_in_slots(self.engine.slots, together, start, server, record)
             with self.collector.listening_to(self._module):
-                for client in together:
+                for client in alone:
                     with self.personal.hosted(client.client_id):
                         self._train_client(client, start, server, record)
 
-    def _who_will_send(
-        self, work: list[ClientWork], server: Server, record: RoundRecord
-    ) -> list[ClientWork]:
+    def _who_will_send(self, work: GroupWork, server: Server, record: RoundRecord) -> GroupWork:
         """Return what clients manage on their devices; those whose update will not come are out."""
         fleet, accumulate = self._options.fleet, self._options.accumulate
         if fleet is None or self._versions is not None:  # there, only what arrives is trained
@@ -207,11 +206,9 @@ class GroupTraining:
                 record.finish([client.client_id], num_bytes=self._bytes_down(server))
             else:
                 sending.append(client.head(fate.num_steps * accumulate))
-        return sending
+        return GroupWork.of(sending)
 
-    def _by_start(
-        self, work: list[ClientWork], present: GlobalModel
-    ) -> list[tuple[Start, list[ClientWork]]]:
+    def _by_start(self, work: GroupWork, present: GlobalModel) -> list[tuple[Start, GroupWork]]:
         """Return clients together that begin from the same model."""
         now = self._trainer.current_epoch
         if self._versions is None:
@@ -219,10 +216,9 @@ class GroupTraining:
             is_present = sent.params is present.params
             model = present if is_present else GlobalModel(sent.params, present.buffers)
             return [(Start(model, present), work)]
-        versions = sorted({w.round_index for w in work})
         return [
-            (self._versions.start(v, now, present), [w for w in work if w.round_index == v])
-            for v in versions
+            (self._versions.start(version, now, present), work.where(work.rounds == version))
+            for version in sorted(set(work.rounds.tolist()))
         ]
 
     def restore(self, model: GlobalModel) -> None:
@@ -267,17 +263,18 @@ class GroupTraining:
     def _train_in_slots(
         self,
         slots: SlotEngine,
-        work: Sequence[ClientWork],
+        work: GroupWork,
         start: Start,
         server: Server,
         record: RoundRecord,
-    ) -> list[ClientWork]:
+    ) -> GroupWork:
         """Train those clients that slots can train and return the others."""
         stackable, others = slots.split(work)
-        by_id = {client.client_id: client for client in stackable}
+        remembers = self._corrector.correction.remembers
+        by_id = {client.client_id: client for client in stackable} if remembers else {}
 
         def receive(usable: GroupUpdate, failures: list[ClientFailure]) -> None:
-            if self._corrector.correction.remembers:
+            if remembers:
                 usable, more = self._accept_group(usable, by_id, start)
                 failures += more
                 usable = usable.multiplied_out()  # which has been looked at: nobody learns twice
@@ -286,14 +283,14 @@ class GroupTraining:
                 self._skip_or_raise(failure, record)
             now = self._trainer.current_epoch
             self._intake.receive_group(usable, start, now, server, record)
-            for client_id in usable.client_ids:
-                self.personal.keep(client_id, slots.kept(client_id))
+            for client_id in usable.client_ids if slots.kept else ():
+                self.personal.keep(client_id, slots.kept[client_id])
 
         with self._intake.all_or_nothing(server, record):
             own = self.personal.recalled
             for group in slots.train(start.model, stackable, self._corrector.term, own):
                 receive_usable(group, receive)
-        record.finish([c.client_id for c in stackable], num_bytes=self._bytes_down(server))
+        record.finish(stackable.client_ids.tolist(), num_bytes=self._bytes_down(server))
         return others
 
     def _skip_or_raise(self, failure: ClientFailure, record: RoundRecord) -> None:
@@ -370,7 +367,7 @@ class GroupTraining:
                 rows.append(row)
         return group.rows(rows) if failures else group, failures
 
-    def _work_of(self, clients: Iterable[int]) -> list[ClientWork]:
+    def _work_of(self, clients: Iterable[int]) -> GroupWork:
         now = self._trainer.current_epoch
         began = {} if self._versions is None else self._versions.step(now).versions
         chosen = list(clients)

@@ -127,14 +127,14 @@ class Intake:
     @contextmanager
     def all_or_nothing(self, server: Server, record: RoundRecord) -> Iterator[None]:
         """Have the updates inside the block count as a whole, or not at all if it fails."""
-        before = _copied(server.round_state()), record.state_dict()
-        learnt, waiting = self._corrector.snapshot(), self._memory.waiting_keys
+        before, noted = _copied(server.round_state()), record.state_dict()
+        learnt, waiting = _copied(self._corrector.round_state()), self._memory.waiting_keys
         try:
             yield
         except BaseException:  # also an interruption, after which a checkpoint may follow
-            server.load_round_state(before[0])
-            record.load_state_dict(before[1])
-            self._corrector.go_back(learnt)
+            server.load_round_state(before)
+            record.load_state_dict(noted)
+            self._corrector.load_round_state(learnt)
             self._memory.discard(keep=waiting)
             raise
 

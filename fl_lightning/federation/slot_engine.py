@@ -29,7 +29,7 @@ from fl_lightning.client.slot_training import SlotTrainer, TermOf
 from fl_lightning.client.stacked_optimizers import stacked_rule
 from fl_lightning.client.stacked_options import StackedOptions
 from fl_lightning.client.stacked_step import StackedStep
-from fl_lightning.client.work import ClientWork
+from fl_lightning.client.work import ClientWork, GroupWork
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.metric_states import MetricStates, metrics_of
 from fl_lightning.core.update import ClientUpdate, GroupUpdate
@@ -117,25 +117,22 @@ class SlotEngine:
         self._step, self._collector = step, local.collector
         self._module = trainer.lightning_module
 
-    def split(self, work: Sequence[ClientWork]) -> tuple[list[ClientWork], list[ClientWork]]:
+    def split(self, work: GroupWork) -> tuple[GroupWork, GroupWork]:
         """Return (whom the slots can train, who must train one after the other)."""
-        stackable: list[ClientWork] = []
-        others: list[ClientWork] = []
-        for client in work:
-            full = self.stacking.weighted or sum(client.sizes) == (
-                len(client.sizes) * self._batch_size
-            )
-            fits = client.sizes and full
-            (stackable if fits else others).append(client)
-        return stackable, others
+        fits = work.num_steps > 0
+        if not self.stacking.weighted:  # only full batches
+            num_seen = work.begins[work.first_steps[1:]] - work.begins[work.first_steps[:-1]]
+            fits &= num_seen == work.num_steps * self._batch_size
+        return work.where(fits), work.where(~fits)
 
     def leave_out(self, client: int) -> None:
         """Have no example of a client count that trains now and whose update cannot be used."""
         self._slots.leave_out(client)
 
-    def kept(self, client: int) -> Tensor | None:
-        """Return what a client that is done is to keep for itself; None if nothing."""
-        return None if self._own is None else self._own.kept[client]
+    @property
+    def kept(self) -> dict[int, Tensor]:
+        """What clients that are done are to keep for themselves, if anything, by client."""
+        return {} if self._own is None else self._own.kept
 
     def train(
         self,
@@ -278,7 +275,7 @@ def _compare(
     finally:
         before.put_back()
     pairs = [("update", expected.delta, found.delta), ("buffers", expected.buffers, found.buffers)]
-    kept = slots.kept(sample.client_id)
+    kept = slots.kept.get(sample.client_id)
     pairs += [] if kept is None else [("personal parameters", own, kept)]
     for name, value in expected.metrics.items():
         pairs.append((name, value, found.metrics.get(name, torch.tensor(torch.nan))))

@@ -300,12 +300,19 @@ ALIKE = st.builds(lambda steps, count: [steps] * count, st.integers(1, 20), st.i
 
 @given(LENGTHS | ALIKE, st.integers(1, 8))
 def test_packing_covers_every_step_once_and_ends_early(num_steps, num_slots):
-    stays = pack(num_steps, num_slots)
-    assert sorted(stay.client for stay in stays) == list(range(len(num_steps)))
-    taken = [(stay.slot, step) for stay in stays for step in range(stay.begin, stay.end)]
+    stays = pack(np.array(num_steps), num_slots)
+    rows = list(zip(stays.clients, stays.slots, stays.begins, stays.ends, strict=True))
+    assert sorted(stays.clients) == list(range(len(num_steps)))
+    taken = [(slot, step) for _, slot, begin, end in rows for step in range(begin, end)]
     assert len(set(taken)) == len(taken) == sum(num_steps)
-    assert all(stay.end - stay.begin == num_steps[stay.client] for stay in stays)
+    assert all(end - begin == num_steps[client] for client, _, begin, end in rows)
     # Graham's bound: when the last client begins, every slot is busy
     last = max(num_steps) * (1 - 1 / num_slots)
-    assert max(stay.end for stay in stays) <= sum(num_steps) / num_slots + last + 1e-9
-    assert [(stay.begin, stay.slot) for stay in stays] == sorted((s.begin, s.slot) for s in stays)
+    assert stays.num_steps == max(stays.ends) <= sum(num_steps) / num_slots + last + 1e-9
+    for step in range(stays.num_steps):
+        for found, steps in (
+            (stays.beginning(step), stays.begins),
+            (stays.ending(step), stays.ends - 1),
+        ):
+            in_slots = sorted((stays.slots[i], i) for i in range(len(rows)) if steps[i] == step)
+            assert [i for _, i in in_slots] == found.tolist()
