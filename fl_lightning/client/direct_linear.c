@@ -200,28 +200,37 @@ INLINE void step_block(const int rows, const int vectors, const int has_velocity
         }
 }
 
-/* Some rows of a mean that takes in a client's delta, v'x, with these bits:
+/* Some rows of a mean take in a client's delta, some of their columns, with these bits:
  *
  *     mean + share (delta - mean),        from a half on  delta + (share - 1) (delta - mean)
  *
- * The delta's squares are added to `squares`, three vectors: one would make each wait for the last. */
-INLINE void fold_block(const int rows, const int vectors, long count, const float *v, long out,
-                       const float *x, long in, float *mean, float share, long done, vector *squares) {
+ * Its squares are added to `squares`, three vectors: with one each sum would wait for the last. */
+INLINE void take_in(const int rows, const int vectors, const int is_less, const vector delta[12], long in,
+                    float *mean, float share, long done, vector *squares) {
     static const float none[LANES];
-    vector sums[12] = {{0}};
-    long b = 0;
-    for (; b + 4 <= count; b += 4) /* whose end, unlike that of one by one, the processor foresees */
-        UNROLL for (int k = 0; k < 4; k++) product(rows, vectors, sums, v + (b + k) * out, 1, x + (b + k) * in);
-    for (; b < count; b++) product(rows, vectors, sums, v + b * out, 1, x + b * in);
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int k = 0; k < vectors; k++) {
             float *at = mean + r * in + k * LANES;
-            const vector old = load(at), delta = sums[r * vectors + k];
-            const vector apart = delta - old, fresh = after(delta, done, none);
-            const vector new = share < 0.5f ? share * apart + old : (share - 1) * apart + delta;
-            store(at, after(new, done, at));
+            const vector old = load(at), new = delta[r * vectors + k], apart = new - old;
+            const vector fresh = after(new, done, none);
+            store(at, after(is_less ? share * apart + old : (share - 1) * apart + new, done, at));
             squares[k] += fresh * fresh;
         }
+}
+
+/* The same for the delta v'x. */
+INLINE void fold_block(const int rows, const int vectors, long count, const float *v, long out,
+                       const float *x, long in, float *mean, float share, long done, vector *squares) {
+    vector sums[12] = {{0}};
+    long b = 0;
+    for (; b + 4 <= count; b += 4) /* few turns, whose end the processor foresees */
+        UNROLL for (int k = 0; k < 4; k++)
+            product(rows, vectors, sums, v + (b + k) * out, 1, x + (b + k) * in);
+    for (; b < count; b++) product(rows, vectors, sums, v + b * out, 1, x + b * in);
+    if (share < 0.5f)
+        take_in(rows, vectors, 1, sums, in, mean, share, done, squares);
+    else
+        take_in(rows, vectors, 0, sums, in, mean, share, done, squares);
 }
 
 /* A mean (out, in) takes in every client's delta: v (clients, examples, out), x (clients, examples, in);
