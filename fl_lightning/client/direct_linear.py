@@ -14,7 +14,7 @@ a mean take steps in without writing them out.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -157,7 +157,7 @@ def dense_step(
     )
 
 
-def dense_fold(mean: Tensor, errors: Tensor, inputs: Tensor, shares: Sequence[float]) -> Tensor:
+def dense_fold(mean: Tensor, errors: Tensor, inputs: Tensor, shares: Tensor) -> Tensor:
     """Have a mean take in products one after the other, none of which is written.
 
         mean ← lerp(mean, errorsᵀ inputs, share)
@@ -168,14 +168,14 @@ def dense_fold(mean: Tensor, errors: Tensor, inputs: Tensor, shares: Sequence[fl
         mean: shape (O, I), contiguous.
         errors: shape (G, B, O).
         inputs: shape (G, B, I).
-        shares: of each product, G numbers in [0, 1].
+        shares: of each product, in [0, 1], shape (G,).
 
     Returns:
         The sum of the squares of each product's numbers, shape (G,).
 
     Example:
         >>> mean = torch.zeros(2, 8)
-        >>> dense_fold(mean, torch.ones(1, 3, 2), torch.ones(1, 3, 8), [0.5])
+        >>> dense_fold(mean, torch.ones(1, 3, 2), torch.ones(1, 3, 8), torch.tensor([0.5]))
         tensor([144.])
         >>> mean.unique()
         tensor([1.5000])
@@ -183,18 +183,17 @@ def dense_fold(mean: Tensor, errors: Tensor, inputs: Tensor, shares: Sequence[fl
     Raises:
         TypeError: if a tensor is not of float32.
     """
-    weights = torch.tensor(shares, dtype=torch.float32)
-    _check_types("dense_fold", mean, errors, inputs)
-    errors, inputs = errors.contiguous(), inputs.contiguous()
+    _check_types("dense_fold", mean, errors, inputs, shares)
+    errors, inputs, shares = errors.contiguous(), inputs.contiguous(), shares.contiguous()
     clients, examples, out = errors.shape
     assert mean.is_contiguous()
-    assert len(weights) == clients
-    squares = torch.empty_like(weights)
+    assert len(shares) == clients
+    squares = torch.empty_like(shares)
     c_function(SOURCE, FLAGS, "dense_fold", *_FOLD_TYPES)(
         mean.data_ptr(),
         errors.data_ptr(),
         inputs.data_ptr(),
-        weights.data_ptr(),
+        shares.data_ptr(),
         squares.data_ptr(),
         clients,
         examples,

@@ -6,6 +6,7 @@ goes into) costs a fixed time besides, which a group pays once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
@@ -151,7 +152,7 @@ def _usable(group: GroupUpdate) -> tuple[GroupUpdate, list[ClientFailure]]:
     """Return the group without those whose update cannot be used, as far as it is known, and why."""
     others = group.metrics["train/loss"].sum() + group.buffers.sum()
     is_open = not isinstance(group.deltas, Tensor)  # who asks for the numbers will tell
-    if bool(others.isfinite()) and (is_open or bool(group.norms.sum().isfinite())):
+    if math.isfinite(others) and (is_open or math.isfinite(group.norms.sum())):
         return group, []
     group, rows, failures = group.multiplied_out(), [], []
     for row, update in enumerate(group):

@@ -9,10 +9,12 @@ these tell whether all are finite.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -44,7 +46,7 @@ class Factors(NamedTuple):
         """Return those of some clients."""
         return Factors(self.errors[rows], self.inputs[rows])
 
-    def fold(self, mean: Tensor, shares: Sequence[float]) -> Tensor:
+    def fold(self, mean: Tensor, shares: Tensor) -> Tensor:
         """Have a mean, a vector, take in one after the other; return each one's sum of squares."""
         weights = mean.view(self.errors.shape[2], self.inputs.shape[2])
         return dense_fold(weights, self.errors, self.inputs, shares)
@@ -68,12 +70,12 @@ class Numbers(NamedTuple):
         """Return those of some clients."""
         return Numbers(self.values[rows])
 
-    def fold(self, mean: Tensor, shares: Sequence[float]) -> Tensor:
+    def fold(self, mean: Tensor, shares: Tensor) -> Tensor:
         """Have a mean, a vector, take in one after the other; return each one's sum of squares."""
         if FEWEST_INPUTS <= len(mean) <= _FEW_NUMBERS:
             alone = self.values.unsqueeze(1)  # one example, whose error is 1
             return dense_fold(mean.unsqueeze(0), torch.ones_like(alone[..., :1]), alone, shares)
-        for values, share in zip(self.values, shares, strict=True):
+        for values, share in zip(self.values, shares.tolist(), strict=True):
             mean.lerp_(values, share)
         return self.values.square().sum(1)
 
@@ -143,8 +145,9 @@ class ThinDeltas:
             NotFinite: if a norm is not finite; the mean is then as before.
         """
         before = mean.clone()
+        weights = torch.from_numpy(np.array(shares, np.float32))  # by PyTorch thrice the time
         places = mean.split([part.shape[1] for part in self._parts])
-        folded = [p.fold(place, shares) for p, place in zip(self._parts, places, strict=True)]
+        folded = [p.fold(place, weights) for p, place in zip(self._parts, places, strict=True)]
         try:
             self._norms = _finite(torch.stack(folded).sum(0).sqrt())
         except NotFinite:
@@ -158,6 +161,6 @@ class ThinDeltas:
 
 
 def _finite(norms: Tensor) -> Tensor:
-    if not norms.sum().isfinite():
+    if not math.isfinite(norms.sum()):
         raise NotFinite
     return norms

@@ -64,7 +64,7 @@ def test_a_mean_gets_the_bits_of_the_numbers(clients, examples, size, out, share
     for delta, share in zip(numbers, shares, strict=False):
         expected.lerp_(delta, share)
     mean = room[: out * size].view(out, size)
-    squares = dense_fold(mean, errors, inputs, shares[:clients])
+    squares = dense_fold(mean, errors, inputs, torch.tensor(shares[:clients]))
     assert torch.equal(mean.flatten(), expected)
     torch.testing.assert_close(squares, numbers.square().sum(1))
     assert room[out * size :].isinf().all()
@@ -72,7 +72,7 @@ def test_a_mean_gets_the_bits_of_the_numbers(clients, examples, size, out, share
 
 def test_only_single_precision_is_folded():
     with pytest.raises(TypeError, match=r"float32, got torch\.float64"):
-        dense_fold(torch.zeros(2, 8).double(), draws(1, 3, 2), draws(1, 3, 8), [1.0])
+        dense_fold(torch.zeros(2, 8).double(), draws(1, 3, 2), draws(1, 3, 8), torch.ones(1))
 
 
 @given(
