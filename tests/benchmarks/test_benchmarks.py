@@ -29,7 +29,7 @@ SIZES = {
 }
 
 
-SLOW = ("W1", "W1-dropout", "W2", "W3", "W4", "U-lenet", "U-lenet5")
+SLOW = ("W1", "W1-dropout", "W2", "W3", "W4", "W5", "U-lenet", "U-lenet5")
 MARKED = [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in WORKLOADS]
 
 
