@@ -123,6 +123,7 @@ def experiment_of(name):
     return Experiment(**{key: given[key] for key in Experiment.__dataclass_fields__})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "shape"), GRIDS.items())
 def test_every_row_and_column_of_a_grid_is_understood(name, shape, tmp_path):
     experiment = experiment_of(name)

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
-Integers = npt.NDArray[np.int64]
+from fl_lightning.client.work import Integers
 
 
 @dataclass(frozen=True, eq=False)

@@ -85,7 +85,8 @@ class SlotInputs:
         """
         if not self.asks_guests(draws):
             return map_tensors(self._by_slot, self._read(indices.reshape(-1)))
-        here = {slot: guest for slot, guest in self._guests.items() if guest.end > number}
+        before = self._guests if number else {}  # and none of another pass
+        here = {slot: guest for slot, guest in before.items() if guest.end > number}
         self._guests = here | {guest.slot: guest for guest in new}
         batches: dict[int, Any] = {}
         for slot, guest in self._guests.items():

@@ -174,7 +174,7 @@ class SlotTrainer:
         return torch.from_numpy(indices), torch.from_numpy(valid).to(self._step.count.device)
 
     def _begin_alike(self, work: GroupWork) -> bool:
-        """Return whether all slots begin together, from the same parameters."""
+        """Return whether all slots begin together, from the same parameters, and may be padded."""
         alike = bool((work.num_steps == work.num_steps[0]).all())
         return alike and self._step.options.weighted and self._own is None
 

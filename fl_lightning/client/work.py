@@ -24,7 +24,8 @@ class ClientWork(NamedTuple):
         client_id: whose it is.
         num_examples: its aggregation weight.
         order: indices of its examples in the order in which local steps see them, shape (n,).
-        sizes: how many of them each local step takes, Σ sizes = n.
+        sizes: how many of them each batch takes, Σ sizes = n. A batch is a local step, unless several
+            are accumulated.
         round_index: which round.
         root_seed: of the run.
     """
@@ -38,7 +39,7 @@ class ClientWork(NamedTuple):
 
     @property
     def batches(self) -> tuple[Tensor, ...]:
-        """The indices of every local step."""
+        """The indices of every batch."""
         return tuple(self.order.split(self.sizes))
 
     @property
@@ -47,7 +48,7 @@ class ClientWork(NamedTuple):
         return derive_seed(self.root_seed, "local training", self.round_index, self.client_id)
 
     def head(self, num_steps: int) -> ClientWork:
-        """Return its first local steps."""
+        """Return its first batches."""
         sizes = self.sizes[:num_steps]
         return self._replace(order=self.order[: sum(sizes)], sizes=sizes)
 
@@ -62,8 +63,8 @@ class GroupWork(Sequence[ClientWork]):
         client_ids: whose it is, shape (m,).
         num_examples: their aggregation weights, shape (m,).
         order: indices of the first one's examples, then of the next one's, …, shape (N,).
-        sizes: how many of them each local step takes, likewise, shape (M,), Σ sizes = N.
-        num_steps: local steps of each client, shape (m,), Σ num_steps = M.
+        sizes: how many of them each batch takes, likewise, shape (M,), Σ sizes = N.
+        num_steps: batches of each client, shape (m,), Σ num_steps = M.
         rounds: which round each trains in, shape (m,).
         root_seed: of the run.
 
@@ -100,12 +101,12 @@ class GroupWork(Sequence[ClientWork]):
 
     @cached_property
     def first_steps(self) -> Integers:
-        """Which of all steps is each client's first one, and M; shape (m + 1,)."""
+        """Which of all batches is each client's first one, and M; shape (m + 1,)."""
         return np.concatenate([[0], np.cumsum(self.num_steps)])
 
     @cached_property
     def begins(self) -> Integers:
-        """Where in the order each step begins, and N; shape (M + 1,)."""
+        """Where in the order each batch begins, and N; shape (M + 1,)."""
         return np.concatenate([[0], np.cumsum(self.sizes)])
 
     def __len__(self) -> int:

@@ -92,11 +92,13 @@ class ClientMeans:
     def mean(self, name: str) -> float:
         """Return the mean weighted by examples."""
         known = self._by_client(name)
-        return float((known.values * known.weights).sum() / known.weights.sum())
+        with np.errstate(all="ignore"):  # a value may be infinite
+            return float((known.values * known.weights).sum() / known.weights.sum())
 
     def spread(self, name: str) -> float:
         """Return the standard deviation over clients, each counted once."""
-        return float(self._by_client(name).values.std())
+        with np.errstate(all="ignore"):
+            return float(self._by_client(name).values.std())
 
     def _by_client(self, name: str) -> _ByClient:
         if name not in self._known:

@@ -61,9 +61,16 @@ class WorkPlan:
         if not self._is_one_batch(sizes):
             shards = indices.split(sizes.tolist())
             return GroupWork.of(map(self._of_one, clients, shards, rounds))
-        ids, numbers, has_any = np.array(clients), np.array(rounds), sizes > 0
-        steps, seed = has_any.astype(np.int64), self._local_work.seed
-        return GroupWork(ids, sizes, indices, sizes[has_any], steps, numbers, seed)
+        has_any = sizes > 0
+        return GroupWork(
+            client_ids=np.array(clients, np.int64),
+            num_examples=sizes,
+            order=indices,
+            sizes=sizes[has_any],
+            num_steps=has_any.astype(np.int64),
+            rounds=np.array(rounds, np.int64),
+            root_seed=self._local_work.seed,
+        )
 
     def _is_one_batch(self, sizes: npt.NDArray[np.int64]) -> bool:
         """Return whether nobody trains on more than its shard as it is, see `local_order`."""

@@ -236,6 +236,20 @@ def test_draws_do_not_depend_on_the_company(read):
     assert torch.equal(first[3].delta, second[1].delta)
 
 
+def test_draws_do_not_depend_on_who_was_there_before():
+    """The last client of a first pass ends later than all of a second one, where a slot stays empty."""
+    module, make = toy(dropout=0.5), OPTIMIZERS["momentum"]
+    todo = works(sizes=(20, 16, 8), epochs=1)
+    trainer, start, expected = sequential(module, make, todo, augmented)
+    step = StackedStep(module, make(module.parameters()), True, StackedOptions(2))
+    slots = SlotTrainer(step, trainer.space, trainer.buffers, augmented, 4, reads_at_random=True)
+    for chosen in (todo, [todo[2].head(1)], todo):
+        with preserve_global_generators():
+            groups = list(slots.train(start, chosen))
+    updates = sorted((u for group in groups for u in group), key=lambda u: u.client_id)
+    assert_same(updates, expected)
+
+
 def test_draws_are_the_clients_own_and_of_the_round():
     one, other = works([8]), works([8])
     other = [work._replace(round_index=1) for work in other]

@@ -412,6 +412,7 @@ def test_nothing_is_left_behind_by_finding_out():
     assert_alike(found, train(module, make, sizes, weighted=False)[0])
 
 
+@pytest.mark.slow
 def test_a_part_in_the_loss_that_comes_and_goes():
     """Either kind of step keeps its graph."""
     module, make = Late(), OPTIMIZERS["sgd"]
@@ -445,6 +446,7 @@ def with_groups(module, **options):
     return lambda _: SGD([{"params": thin, **options}, {"params": others}], lr=0.1, momentum=0.9)
 
 
+@pytest.mark.slow
 def test_options_of_thin_weights_that_change_between_rounds():
     """No graph reads them."""
     module, sizes = Dense(), (5, 30, 16)

@@ -70,7 +70,7 @@ KERNELS = (
 BEYOND_THE_END = """
 import torch
 from fl_lightning.client.direct_linear import dense_fold
-dense_fold(torch.zeros(61, 784), torch.ones(2, 20, 62), torch.ones(2, 20, 784), torch.ones(2))
+dense_fold(torch.zeros(61, 784), torch.ones(2, 20, 62), torch.ones(2, 20, 784), torch.tensor([0.25, 1.0]))
 """
 
 

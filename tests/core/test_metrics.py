@@ -89,3 +89,9 @@ def test_a_state_does_not_change_afterwards():
     means.add({"loss": torch.tensor(3.0)}, 1)
     assert state["loss"]["num_examples"] == [1]
     assert state["loss"]["values"].tolist() == [1.0]
+
+
+def test_a_value_may_be_infinite():
+    means = filled([({"perplexity": float("inf")}, 1), ({"perplexity": 1.0}, 3)])
+    assert means.mean("perplexity") == float("inf")
+    assert np.isnan(means.spread("perplexity"))

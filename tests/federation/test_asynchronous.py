@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, seed_everything
 from test_devices import run
 from test_masks import Masked, some_masks
 from torch import nn
-from toys import SaveEverywhere, toy_data, toy_trainer, weights
+from toys import SaveEverywhere, ToyModule, toy_data, toy_trainer, weights
 
 from fl_lightning import ConfigurationError, Federation, Mean, Scaffold, UniformCohort
 from fl_lightning.client import Devices, GivenSpeeds, LogNormalSpeeds
@@ -227,6 +227,26 @@ def test_stale_starts_by_a_plain_loop(engine):
         versions.append(x)
     assert (federation.rounds.clients.engine.slots is not None) == (engine == "slots")
     assert module.x.item() == pytest.approx(versions[-1], rel=1e-6)
+
+
+class OneHasNothing:
+    """Clients with examples, and one without."""
+
+    def assign(self, labels, num_clients, seed):
+        return np.split(np.arange(len(labels)), [10, 20, 20, 30, 45])
+
+
+def test_a_client_without_examples_is_skipped_in_any_round():
+    """Also when what it began from is the model of the very first one, which nobody keeps."""
+    federation = Federation(
+        devices=Devices(speeds=LogNormalSpeeds(sigma=1.0)),
+        asynchronous=FedBuff(concurrency=4, buffer_size=2),
+        on_client_failure="skip",
+    )
+    trainer = toy_trainer(federation, max_epochs=8)
+    trainer.fit(ToyModule(), datamodule=toy_data(partition=OneHasNothing()))
+    assert trainer.current_epoch == 8
+    assert trainer.callback_metrics["round/skipped"] == 1
 
 
 def test_over_processes_as_in_one():
