@@ -236,6 +236,7 @@ class OneHasNothing:
         return np.split(np.arange(len(labels)), [10, 20, 20, 30, 45])
 
 
+@pytest.mark.filterwarnings("ignore:skipped")
 def test_a_client_without_examples_is_skipped_in_any_round():
     """Also when what it began from is the model of the very first one, which nobody keeps."""
     federation = Federation(
