@@ -31,6 +31,7 @@ from fl_lightning.federation.last_words import (
     forget_checkpoints,
     wait_for_first,
 )
+from fl_lightning.federation.neighbours import Neighbours
 from fl_lightning.federation.outcome import Outcome
 from fl_lightning.federation.remote_error import read_error, write_error
 
@@ -43,11 +44,15 @@ class ForkLauncher:
 
     Args:
         strategy: whose processes they are.
+
+    Attributes:
+        neighbours: what the processes of a launch are to each other, in each of them.
     """
 
     is_interactive_compatible = True
 
     def __init__(self, strategy: DDPStrategy) -> None:
+        self.neighbours: Neighbours | None = None
         self._strategy = strategy
         self._processes: list[Any] = []
         self._has_fitted = False
@@ -70,6 +75,7 @@ class ForkLauncher:
         _check_can_fork()
         self._processes = []  # the new ones have nothing to do with those of another run
         _settle_folders(trainer)
+        self.neighbours = neighbours = Neighbours(self._strategy.num_processes)
         assert self._strategy.cluster_environment is not None
         _ = self._strategy.cluster_environment.main_port  # chosen now, the same for all
         with (
@@ -80,12 +86,14 @@ class ForkLauncher:
             warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)
             context = start_processes(
                 _run,
-                args=(self._strategy, trainer, Path(folder), function, args, kwargs),
+                args=(self._strategy, trainer, neighbours, Path(folder), function, args, kwargs),
                 nprocs=self._strategy.num_processes,
                 start_method="fork",
                 join=False,
             )
             self._processes = context.processes
+            neighbours.leave()  # this one is none of them
+            self.neighbours = None
             try:
                 _wait(self._processes, Path(folder))
             except BaseException:
@@ -135,6 +143,7 @@ def _run(
     local_rank: int,
     strategy: DDPStrategy,
     trainer: Trainer,
+    neighbours: Neighbours,
     folder: Path,
     function: Callable[..., Any],
     args: Any,
@@ -145,12 +154,14 @@ def _run(
     torch.set_num_threads(1)
     os.environ["LOCAL_RANK"] = str(local_rank)
     strategy.set_world_ranks()
+    neighbours.join(local_rank)
     try:
         result = function(*args, **kwargs)
         if local_rank == 0:
             torch.save(Outcome.of(trainer, result), folder / "outcome")
     except BaseException as error:
         write_error(error, folder / f"error_{local_rank}")
+        neighbours.leave()  # and need not wait
         if local_rank == 0:
             call_on_exception(trainer, strategy, error)
         raise
@@ -162,13 +173,15 @@ def _wait(processes: list[Any], folder: Path) -> None:
     while running:
         for sentinel in multiprocessing.connection.wait(list(running)):
             running.pop(sentinel).join()
-        ended = [rank for rank, process in enumerate(processes) if process.exitcode]
-        notes = {rank: folder / f"error_{rank}" for rank in ended}
-        for rank, note in notes.items():
-            if not note.exists():
+        for rank, process in enumerate(processes):
+            if process.exitcode and not (folder / f"error_{rank}").exists():
                 raise ProcessFailure(_ended_silently(rank, processes))
-        if notes:  # the first error may be the reason of the others
-            raise read_error(min(notes.values(), key=lambda note: note.stat().st_mtime_ns))
+        notes = sorted(folder.glob("error_?*"), key=lambda note: note.stat().st_mtime_ns)
+        errors = [read_error(note) for note in notes if note.suffix != ".unfinished"]
+        # those that waited for another one in vain may have been faster to end
+        causes = [error for error in errors if not isinstance(error, ProcessFailure)]
+        if causes or (errors and not running):
+            raise (causes or errors)[0]
 
 
 def _ended_silently(rank: int, processes: list[Any]) -> str:

@@ -2,12 +2,12 @@
 
 Between two meetings, one per round, every process trains its clients without a word. Whatever goes
 wrong with a client is kept until then: a process that ended early would leave the others waiting.
+Processes forked on one machine speak as `Neighbours`, others through PyTorch's collectives.
 """
 
 from __future__ import annotations
 
 import io
-import os
 import pickle
 import time
 from typing import Any
@@ -16,11 +16,11 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor, distributed
 
+from fl_lightning.federation.fork import ForkLauncher
+from fl_lightning.federation.neighbours import AWAKE_SECONDS, Neighbours, let_others_run
+
 # What most processes have to say in a round is shorter, and is said at once.
 _SHORT = 2**16
-# A core that has gone to sleep takes milliseconds to wake up in virtual machines: longer than others
-# that train as much as this process keep it waiting. Others with less to do need not be awake.
-_AWAKE_SECONDS = 0.01
 
 
 class Ranks:
@@ -36,11 +36,14 @@ class Ranks:
 
     def __init__(self, trainer: Trainer) -> None:
         self.rank, self.size = trainer.global_rank, trainer.world_size
+        self._neighbours = _neighbours(trainer)
 
     def gather(self, value: Any) -> list[Any]:
         """Return every process's value, in order of rank; to be called by all of them."""
         if self.size == 1:
             return [value]
+        if self._neighbours is not None:
+            return [pickle.loads(told) for told in self._neighbours.gather(_pickled(value))]
         if distributed.get_backend() != "gloo":
             values: list[Any] = [None] * self.size
             distributed.all_gather_object(values, value)
@@ -63,13 +66,25 @@ class Ranks:
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Replace a tensor by that of one process; to be called by all of them."""
-        if self.size > 1:
+        if self._neighbours is not None:
+            self._neighbours.broadcast(tensor, source)
+        elif self.size > 1:
             _finish(distributed.broadcast(tensor, src=source, async_op=True))
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Replace a tensor by its sum over all processes; to be called by all of them."""
-        if self.size > 1:
+        if self._neighbours is not None:
+            self._neighbours.all_reduce(tensor)
+        elif self.size > 1:
             _finish(distributed.all_reduce(tensor, async_op=True))
+
+
+def _neighbours(trainer: Trainer) -> Neighbours | None:
+    """Return what the processes are to each other if all were forked on this machine."""
+    launcher = trainer.strategy.launcher
+    found = launcher.neighbours if isinstance(launcher, ForkLauncher) else None
+    is_all = found is not None and 1 < found.size == trainer.world_size
+    return found if is_all else None
 
 
 class _Pickler(pickle.Pickler):
@@ -92,14 +107,7 @@ def _pickled(value: Any) -> bytes:
 def _finish(work: Any) -> None:
     """Wait for the other processes, at first without going to sleep."""
     if distributed.get_backend() == "gloo":
-        until = time.perf_counter() + _AWAKE_SECONDS
+        until = time.perf_counter() + AWAKE_SECONDS
         while not work.is_completed() and time.perf_counter() < until:
-            _let_others_run()
+            let_others_run()
     work.wait()
-
-
-def _let_others_run() -> None:
-    if hasattr(os, "sched_yield"):
-        os.sched_yield()
-    else:
-        time.sleep(0)

@@ -29,8 +29,8 @@ from fl_lightning.server.collected import Collected, RobustRule
 ServerOptimizer = Callable[[Iterable[Any]], Optimizer]
 # Of the server optimizer's learning rate, from round to round
 ServerSchedule = Callable[[Optimizer], LRScheduler]
-# So many are sent in less time than a process takes to wake up.
-_FEW_NUMBERS = 100_000
+# So many are sent in less time than processes wait for each other.
+_FEW_NUMBERS = 1000
 # Replaces a tensor by its sum over all processes, in place
 AllReduce = Callable[[Tensor], None]
 # Returns what every process gave, in order of rank
@@ -295,9 +295,9 @@ def as_aggregator(given: Aggregator | RobustRule | None) -> Aggregator:
 
 
 def added_up(tensors: list[Tensor], all_reduce: AllReduce) -> list[Tensor]:
-    """Return the tensors' sums over all processes, packed into one vector per dtype on the way.
+    """Return the tensors' sums over all processes; they may have been changed in place.
 
-    Few numbers of several floating-point types travel together, in one that holds all of them: a wait
+    Few numbers travel together, those of floating-point types in one that holds all of them: a wait
     for the others costs more than the bytes.
 
     Example:
@@ -306,17 +306,23 @@ def added_up(tensors: list[Tensor], all_reduce: AllReduce) -> list[Tensor]:
         >>> added_up([torch.tensor(1.0), torch.tensor([2, 3])], with_an_equal_twin)
         [tensor(2.), tensor([4, 6])]
     """
-    sums, floats = list(tensors), [t.dtype for t in tensors if t.is_floating_point()]
-    if floats and sum(tensor.numel() for tensor in tensors) <= _FEW_NUMBERS:
-        widest = reduce(torch.promote_types, floats)
-        sums = [tensor.to(widest) if tensor.is_floating_point() else tensor for tensor in sums]
-    for dtype in dict.fromkeys(tensor.dtype for tensor in sums):
-        places = [i for i, tensor in enumerate(sums) if tensor.dtype == dtype]
-        packed = torch.cat([sums[i].flatten() for i in places])
+    sums = [tensor.contiguous() for tensor in tensors]
+    floats = [tensor.dtype for tensor in sums if tensor.is_floating_point()]
+    widest = reduce(torch.promote_types, floats, torch.float16)
+    together: dict[torch.dtype, list[int]] = {}
+    for place, tensor in enumerate(sums):
+        if tensor.numel() > _FEW_NUMBERS:
+            all_reduce(tensor)
+        else:
+            dtype = widest if tensor.is_floating_point() else tensor.dtype
+            together.setdefault(dtype, []).append(place)
+    for dtype, places in together.items():
+        packed = torch.cat([sums[place].flatten().to(dtype) for place in places])
         all_reduce(packed)
-        for i, part in zip(places, packed.split([tensors[i].numel() for i in places]), strict=True):
-            sums[i] = part.view_as(tensors[i])
-    return [total.to(tensor.dtype) for total, tensor in zip(sums, tensors, strict=True)]
+        parts = packed.split([sums[place].numel() for place in places])
+        for place, part in zip(places, parts, strict=True):
+            sums[place] = part.view_as(sums[place]).to(sums[place].dtype)
+    return sums
 
 
 def _check_steps(make_optimizer: ServerOptimizer) -> None:
