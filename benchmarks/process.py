@@ -29,7 +29,7 @@ class Column(TypedDict):
         bare: of the bare loop's round that followed each of them, if one did.
         start_up: seconds from the start of the process to the end of its first round, less a
             median round: everything that is paid once, imports and compilation as well.
-        peak_mb: peak resident memory.
+        peak_mb: peak resident memory, of several processes the first one's.
     """
 
     seconds: list[float]
@@ -63,6 +63,7 @@ class Stopwatch:
 
     def __init__(self, train_bare: Callable[[], float] | None = None) -> None:
         self._train_bare = train_bare
+        self._born = time.monotonic() - seconds_alive()  # rounds may be a fork's
         self._seconds: list[float] = []
         self._bare: list[float] = []
         self._first_done = 0.0
@@ -72,7 +73,7 @@ class Stopwatch:
         """Say that a round, with the server's step, is over."""
         is_first = not self._first_done
         if is_first:
-            self._first_done = seconds_alive()
+            self._first_done = time.monotonic() - self._born
         else:
             self._seconds.append(time.perf_counter() - self._last)
         if self._train_bare is not None:

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -98,6 +99,15 @@ def test_a_column_alone(column, monkeypatch, capsys):
     assert len(line["seconds"]) == 1
     assert line["peak_mb"] > 50
     assert 0 < line["start_up"] < seconds_alive()
+
+
+@pytest.mark.slow
+def test_a_column_of_two_processes_alone():
+    options = Options(rounds=2, scale=0.01, devices=2).as_arguments()
+    began = time.monotonic()
+    line = run([sys.executable, "-m", "benchmarks.alone", "ours", "W3", *options])
+    assert len(line["seconds"]) == 2
+    assert 1 < line["start_up"] < time.monotonic() - began  # imports are in it
 
 
 def test_the_table(monkeypatch, capsys):
