@@ -173,11 +173,13 @@ def _wait(processes: list[Any], folder: Path) -> None:
     while running:
         for sentinel in multiprocessing.connection.wait(list(running)):
             running.pop(sentinel).join()
+        notes = [folder / f"error_{rank}" for rank in range(len(processes))]
         for rank, process in enumerate(processes):
-            if process.exitcode and not (folder / f"error_{rank}").exists():
+            if process.exitcode and not notes[rank].exists():
                 raise ProcessFailure(_ended_silently(rank, processes))
-        notes = sorted(folder.glob("error_?*"), key=lambda note: note.stat().st_mtime_ns)
-        errors = [read_error(note) for note in notes if note.suffix != ".unfinished"]
+        written = [note for note in notes if note.exists()]
+        written.sort(key=lambda note: note.stat().st_mtime_ns)
+        errors = [read_error(note) for note in written]
         # those that waited for another one in vain may have been faster to end
         causes = [error for error in errors if not isinstance(error, ProcessFailure)]
         if causes or (errors and not running):

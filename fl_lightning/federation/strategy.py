@@ -29,7 +29,8 @@ from fl_lightning.federation.fork import ForkLauncher
 class FederatedStrategy(DDPStrategy):
     """Several processes without gradient exchange.
 
-    On CPUs the processes are forked and take one thread each, and collectives go through gloo. On
+    On CPUs the processes are forked and take one thread each. Clients' updates go through memory that
+    they share (see `fl_lightning.federation.neighbours`), Lightning's own collectives through gloo. On
     GPUs there is one process per GPU, started as by Lightning's ``ddp``, and collectives go
     through NCCL. Processes that torchrun or SLURM started are taken as they are.
 
