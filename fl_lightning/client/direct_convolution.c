@@ -17,7 +17,7 @@ typedef struct {
 /* Some pixels of a row of the output, some of its channels. */
 INLINE void output_block(const int rows, const int vectors, const shape *s, const float *image,
                          const float *weights, long padded, float *to) {
-    vector sums[12] = {{0}};
+    vector sums[MOST] = {{0}};
     const long reach = s->wide * s->in;
     for (long y = 0; y < s->tall; y++)
         products(rows, vectors, sums, reach, image + y * s->width * s->in, s->in, 1,
@@ -69,7 +69,7 @@ int convolve(float *outputs, const float *images, const float *weights, long cli
 /* What some output pixels give back to some of the inputs under one row of the kernel. */
 INLINE void input_block(const int rows, const int vectors, const shape *s, const float *gradients,
                         const float *weights, long padded, float *to) {
-    vector sums[12] = {{0}};
+    vector sums[MOST] = {{0}};
     products(rows, vectors, sums, s->out, gradients, s->out, 1, weights, padded);
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int v = 0; v < vectors; v++) {
@@ -114,7 +114,7 @@ int convolve_images(float *inputs, const float *gradients, const float *weights,
  * say. */
 INLINE void weight_block(const int rows, const int vectors, const shape *s, const float *image,
                          const float *gradients, long high, float *to, long padded) {
-    vector sums[12] = {{0}};
+    vector sums[MOST] = {{0}};
     const long broad = s->width - s->wide + 1;
     for (long y = 0; y < high; y++)
         products(rows, vectors, sums, broad, image + y * s->width * s->in, 1, s->in,

@@ -16,17 +16,17 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from fl_lightning.client.c_operators import along_first_axis, along_first_or_second_axis, operator
-from fl_lightning.core.c_library import c_function
+from fl_lightning.core.c_library import c_function, vector_flags
 
 SOURCE = Path(__file__).with_name("direct_convolution.c")
-FLAGS = ("-ffp-contract=fast",)
-_LANES = 8  # as in the source, which writes whole vectors
+_MOST_LANES = 16  # of a vector; the source writes whole ones
 
 
 class _Shape(ctypes.Structure):
@@ -36,9 +36,19 @@ class _Shape(ctypes.Structure):
 _TYPES = (*(ctypes.c_void_p,) * 3, *(ctypes.c_long,) * 2, _Shape)
 
 
+@cache
+def flags(count: int) -> tuple[str, ...]:
+    """Return the compiler's for so many numbers side by side.
+
+    Those are the channels of the output, or a kernel's row times the channels of the input where
+    that is what is computed.
+    """
+    return ("-ffp-contract=fast", *vector_flags(count))
+
+
 def _convolve(images: Tensor, weights: Tensor) -> Tensor:
     shape = _output_shape(images, weights)
-    result = torch.empty(shape.numel() + _LANES)[: shape.numel()].view(shape)
+    result = torch.empty(shape.numel() + _MOST_LANES)[: shape.numel()].view(shape)
     return _run("convolve", result, images, weights, sizes=(images.shape, weights.shape))
 
 
@@ -61,7 +71,8 @@ def _run(
     one, other = one.contiguous(), other.contiguous()
     pointers = (result.data_ptr(), one.data_ptr(), other.data_ptr())
     shape = _Shape(channels, out, height, width, tall, wide)
-    if c_function(SOURCE, FLAGS, name, *_TYPES)(*pointers, clients, count, shape):
+    side_by_side = wide * channels if name == "convolve_images" else out
+    if c_function(SOURCE, flags(side_by_side), name, *_TYPES)(*pointers, clients, count, shape):
         raise MemoryError("there is no memory left for a convolution's weights")
     return result
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - as everyone writes it
 
-from fl_lightning.client.direct_convolution import FLAGS, SOURCE, convolve
+from fl_lightning.client.direct_convolution import SOURCE as CONVOLUTION
+from fl_lightning.client.direct_convolution import convolve
+from fl_lightning.client.direct_convolution import flags as convolution_flags
 from fl_lightning.client.direct_linear import FEW, FEWEST_INPUTS, dense
-from fl_lightning.client.direct_linear import FLAGS as LINEAR_FLAGS
 from fl_lightning.client.direct_linear import SOURCE as LINEAR
+from fl_lightning.client.direct_linear import flags as linear_flags
 from fl_lightning.client.window_maximum import SOURCE as MAXIMUM
 from fl_lightning.client.window_maximum import window_maximum
-from fl_lightning.core.c_library import c_library
+from fl_lightning.core.c_library import c_libraries
 
 
 def reason_against_direct_layers(module: nn.Module) -> str | None:
@@ -31,8 +34,7 @@ def reason_against_direct_layers(module: nn.Module) -> str | None:
         )
     if torch.get_num_threads() > 1:
         return "this process has several threads, of which they would use one"
-    libraries = c_library(SOURCE, FLAGS), c_library(LINEAR, LINEAR_FLAGS), c_library(MAXIMUM)
-    if None in libraries:
+    if None in c_libraries({source for layer in module.modules() for source in _sources(layer)}):
         return "there is no C compiler, or the processor has no vectors of 256 bits"
     return None
 
@@ -72,6 +74,17 @@ def direct_layers(
         elif is_direct_linear(layer):
             forwards[layer] = _dense(layer)
     return forwards
+
+
+def _sources(layer: nn.Module) -> Iterator[tuple[Path, tuple[str, ...]]]:
+    """Yield the files, and the flags of each, that a layer is computed with."""
+    if _is_convolution(layer):
+        for count in layer.out_channels, layer.kernel_size[1] * layer.in_channels:
+            yield CONVOLUTION, convolution_flags(count)
+    elif is_direct_linear(layer):
+        yield LINEAR, linear_flags(layer.in_features)
+    elif _is_pooling(layer):
+        yield MAXIMUM, ()
 
 
 def _is_convolution(layer: nn.Module) -> TypeGuard[nn.Conv2d]:

@@ -1,23 +1,30 @@
 /* Dense layers of many clients, each with weights (out, in) of its own.
  *
  * Where examples are few nothing is copied or turned: whatever is multiplied lies side by side along `in`,
- * whose last vector overlaps the one before where `in` is not a multiple of eight. `in` is at least eight.
+ * whose last vector overlaps the one before where `in` is not a multiple of LANES. `in` is at least LANES.
  */
 
 #include "small_products.h"
+#if LANES == 16
+#include <immintrin.h>
+#endif
 
-typedef int choice __attribute__((vector_size(32)));
+typedef int choice __attribute__((vector_size(sizeof(vector))));
 
 INLINE vector chosen(vector v, choice which) { return (vector)((choice)v & which); }
 
+#if LANES == 16
+INLINE float total(vector v) { return _mm512_reduce_add_ps((__m512)v); }
+#else
 INLINE float total(vector v) {
     return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
 }
+#endif
 
 /* Some examples, some outputs. While the first ones are multiplied, the next weights come. */
-INLINE void dot_block(const int rows, const int columns, const int is_first, const float *x,
+INLINE void dot_block(const int rows, const int columns, const float *x,
                       const float *w, long in, long out, float *y) {
-    vector sums[12] = {{0}};
+    vector sums[MOST] = {{0}};
     vector right[3];
     const long whole = in / LANES * LANES, last = in - LANES;
     /* where rows are short the processor itself does not see which ones are next */
@@ -25,7 +32,7 @@ INLINE void dot_block(const int rows, const int columns, const int is_first, con
     for (long i = 0; i < whole; i += LANES) {
         UNROLL for (int c = 0; c < columns; c++) {
             right[c] = load(w + c * in + i);
-            if (is_first) __builtin_prefetch(w + c * in + i + ahead);
+            __builtin_prefetch(w + c * in + i + ahead);
         }
         UNROLL for (int r = 0; r < rows; r++) {
             const vector left = load(x + r * in + i);
@@ -52,7 +59,7 @@ INLINE void dot_block(const int rows, const int columns, const int is_first, con
  * the last ones may be no more than room. */
 INLINE void panel_block(const int rows, const int vectors, const float *x, const float *panel, long in,
                         long out, long left, float *y) {
-    vector sums[12] = {{0}};
+    vector sums[MOST] = {{0}};
     products(rows, vectors, sums, in, x, in, 1, panel, vectors * LANES);
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int v = 0; v < vectors; v++) {
@@ -95,11 +102,7 @@ static void dense_of_few(float *y, const float *x, const float *w, long examples
             vectors = turn(out - o, 3);
             for (long b = 0, rows; b < count; b += rows) {
                 rows = turn(count - b, ROWS(vectors));
-                if (b == 0) {
-                    CASES(dot_block, 1, x, w + o * in, in, out, y + o)
-                } else {
-                    CASES(dot_block, 0, x + b * in, w + o * in, in, out, y + b * out + o)
-                }
+                CASES(dot_block, x + b * in, w + o * in, in, out, y + b * out + o)
             }
         }
     }
@@ -107,7 +110,7 @@ static void dense_of_few(float *y, const float *x, const float *w, long examples
 
 /* y (clients, examples, out), x (clients, examples, in), w (clients, out, in) */
 void dense(float *y, const float *x, const float *w, long clients, long examples, long in, long out) {
-    const int are_many = examples >= 4 * CHUNK && out >= 4 * LANES;
+    const int are_many = examples >= 4 * CHUNK && out >= 32;
     for (; clients > 0; clients--, w += out * in, y += examples * out, x += examples * in)
         if (!are_many || !dense_of_many(y, x, w, examples, in, out))
             dense_of_few(y, x, w, examples, in, out);
@@ -116,7 +119,7 @@ void dense(float *y, const float *x, const float *w, long clients, long examples
 /* Some rows of a sum of outer products, some of its columns. */
 INLINE void sum_block(const int rows, const int vectors, long count, const float *a, long a_row,
                       long a_step, const float *b, long in, float *to) {
-    vector sums[12] = {{0}};
+    vector sums[MOST] = {{0}};
     products(rows, vectors, sums, count, a, a_row, a_step, b, in);
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int v = 0; v < vectors; v++) store(to + r * in + v * LANES, sums[r * vectors + v]);
@@ -149,9 +152,9 @@ void dense_weights(float *w, const float *v, const float *x, long clients, long 
                    long out) {
     for (; clients > 0; clients--, x += examples * in, v += examples * out, w += out * in)
         for (long o = 0, rows; o < out; o += rows) {
-            rows = turn(out - o, 4);
+            rows = turn(out - o, FEW_ROWS);
             FOR_COLUMNS(in, first, vectors)
-                CASES(sum_block, examples, v + o, 1, out, x + first, in, w + o * in + first)
+                FEW_CASES(sum_block, examples, v + o, 1, out, x + first, in, w + o * in + first)
         }
 }
 
@@ -179,7 +182,7 @@ INLINE vector after(vector v, long count, const float *done) {
 INLINE void step_block(const int rows, const int vectors, const int has_velocity, long count,
                        const float *v, long out, const float *x, long in, const sgd_step *s, long start,
                        long done) {
-    vector sums[12] = {{0}};
+    vector sums[MOST] = {{0}};
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int k = 0; k < vectors; k += 2) { /* for the next block, while this one multiplies */
             const long next = start + r * in + (vectors + k) * LANES;
@@ -205,7 +208,7 @@ INLINE void step_block(const int rows, const int vectors, const int has_velocity
  *     mean + share (delta - mean),        from a half on  delta + (share - 1) (delta - mean)
  *
  * Its squares are added to `squares`, three vectors: with one each sum would wait for the last. */
-INLINE void take_in(const int rows, const int vectors, const int is_less, const vector delta[12], long in,
+INLINE void take_in(const int rows, const int vectors, const int is_less, const vector delta[MOST], long in,
                     float *mean, float share, long done, vector *squares) {
     static const float none[LANES];
     UNROLL for (int r = 0; r < rows; r++)
@@ -221,7 +224,7 @@ INLINE void take_in(const int rows, const int vectors, const int is_less, const 
 /* The same for the delta v'x. */
 INLINE void fold_block(const int rows, const int vectors, long count, const float *v, long out,
                        const float *x, long in, float *mean, float share, long done, vector *squares) {
-    vector sums[12] = {{0}};
+    vector sums[MOST] = {{0}};
     long b = 0;
     for (; b + 4 <= count; b += 4) /* few turns, whose end the processor foresees */
         UNROLL for (int k = 0; k < 4; k++)
@@ -241,10 +244,10 @@ void dense_fold(float *mean, const float *v, const float *x, const float *shares
         double sum = 0;
         for (long o = 0, rows; o < out; o += rows) {
             vector of_rows[3] = {{0}};
-            rows = turn(out - o, 4);
+            rows = turn(out - o, FEW_ROWS);
             long end = 0;
             FOR_COLUMNS(in, first, vectors) {
-                CASES(fold_block, examples, v + o, out, x + first, in, mean + o * in + first,
+                FEW_CASES(fold_block, examples, v + o, out, x + first, in, mean + o * in + first,
                       *shares, end - first, of_rows)
                 end = first + vectors * LANES;
             }
@@ -263,14 +266,14 @@ void dense_step(float *to, float *velocity, const float *from, const float *v, c
     for (int k = 0; k < LANES; k++) s.remembers[k] = momentum != 0 ? -1 : 0;
     for (; clients > 0; clients--, x += examples * in, v += examples * out) {
         for (long o = 0, rows; o < out; o += rows) {
-            rows = turn(out - o, 4);
+            rows = turn(out - o, FEW_ROWS);
             long end = 0;
             FOR_COLUMNS(in, first, vectors) {
                 const long start = o * in + first, done = end - first;
                 if (s.velocity) {
-                    CASES(step_block, 1, examples, v + o, out, x + first, in, &s, start, done)
+                    FEW_CASES(step_block, 1, examples, v + o, out, x + first, in, &s, start, done)
                 } else {
-                    CASES(step_block, 0, examples, v + o, out, x + first, in, &s, start, done)
+                    FEW_CASES(step_block, 0, examples, v + o, out, x + first, in, &s, start, done)
                 }
                 end = first + vectors * LANES;
             }

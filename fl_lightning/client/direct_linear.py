@@ -15,22 +15,28 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from fl_lightning.client.c_operators import along_first_axis, along_first_or_second_axis, operator
-from fl_lightning.core.c_library import c_function
+from fl_lightning.core.c_library import c_function, vector_flags
 
 SOURCE = Path(__file__).with_name("direct_linear.c")
-# -O3 would take twice as long to compile, and make nothing faster
-FLAGS = ("-ffp-contract=fast", "-O2")
 FEWEST_INPUTS = 8  # a vector's
 FEW = 64  # rows or columns; with more of both, PyTorch's product is the faster one
 _TYPES = (*(ctypes.c_void_p,) * 3, *(ctypes.c_long,) * 4)
 _FOLD_TYPES = (*(ctypes.c_void_p,) * 5, *(ctypes.c_long,) * 4)
 _STEP_TYPES = (*(ctypes.c_void_p,) * 5, *(ctypes.c_long,) * 6, *(ctypes.c_float,) * 4)
+
+
+@cache
+def flags(num_inputs: int) -> tuple[str, ...]:
+    """Return the compiler's for layers of so many inputs, which fill a vector at least."""
+    # -O3 would take twice as long to compile, and make nothing faster
+    return ("-ffp-contract=fast", "-O2", *vector_flags(num_inputs if num_inputs >= 16 else 8))
 
 
 def _dense(inputs: Tensor, weights: Tensor) -> Tensor:
@@ -63,7 +69,7 @@ def _dense_weights(gradients: Tensor, inputs: Tensor) -> Tensor:
 def _run(name: str, result: Tensor, one: Tensor, other: Tensor, *sizes: int) -> Tensor:
     """Have the library compute a result from two factors."""
     one, other = one.contiguous(), other.contiguous()
-    function = c_function(SOURCE, FLAGS, name, *_TYPES)
+    function = c_function(SOURCE, flags(sizes[2]), name, *_TYPES)
     function(result.data_ptr(), one.data_ptr(), other.data_ptr(), *sizes)
     return result
 
@@ -138,7 +144,7 @@ def dense_step(
     _check_types("dense_step", to, velocity, weights, errors, inputs)
     errors, inputs = errors.contiguous(), inputs.contiguous()
     clients, examples, out = errors.shape
-    c_function(SOURCE, FLAGS, "dense_step", *_STEP_TYPES)(
+    c_function(SOURCE, flags(inputs.shape[2]), "dense_step", *_STEP_TYPES)(
         to.data_ptr(),
         None if velocity is None else velocity.data_ptr(),
         weights.data_ptr(),
@@ -189,7 +195,7 @@ def dense_fold(mean: Tensor, errors: Tensor, inputs: Tensor, shares: Tensor) -> 
     assert mean.is_contiguous()
     assert len(shares) == clients
     squares = torch.empty_like(shares)
-    c_function(SOURCE, FLAGS, "dense_fold", *_FOLD_TYPES)(
+    c_function(SOURCE, flags(inputs.shape[2]), "dense_fold", *_FOLD_TYPES)(
         mean.data_ptr(),
         errors.data_ptr(),
         inputs.data_ptr(),

@@ -1,7 +1,8 @@
 /* Small matrix products in registers, for layers of few examples and few channels.
  *
- * At most twelve vectors of eight numbers are summed at a time, in `rows` rows of `vectors` each, both
- * of them constants where a block is compiled: `CASES` chooses among these.
+ * Vectors have LANES numbers, 8 or 16. At most MOST of them are summed at a time, which leaves registers
+ * for the factors, in `rows` rows of `vectors` each, both of them constants where a block is compiled:
+ * `CASES` chooses among these.
  */
 
 #ifndef FL_LIGHTNING_SMALL_PRODUCTS_H
@@ -10,11 +11,15 @@
 #include <stdlib.h>
 #include <string.h>
 
-typedef float vector __attribute__((vector_size(32)));
-
+#ifndef LANES
 #define LANES 8
+#endif
+#define MOST (LANES == 16 ? 24 : 12) /* processors with vectors of 16 have 32 registers, not 16 */
+
+typedef float vector __attribute__((vector_size(LANES * sizeof(float))));
+
 #define INLINE static inline __attribute__((always_inline))
-#define UNROLL _Pragma("GCC unroll 12")
+#define UNROLL _Pragma("GCC unroll 24")
 
 INLINE vector load(const float *from) {
     vector v;
@@ -31,8 +36,8 @@ INLINE float *room(long count) {
     return aligned_alloc(64, (count * sizeof(float) + 63) / 64 * 64);
 }
 
-/* sums[r][v] += a[r * a_row] * b[8 v .. + 8] */
-INLINE void product(const int rows, const int vectors, vector sums[12], const float *a, long a_row,
+/* sums[r][v] += a[r * a_row] * b[LANES v .. + LANES] */
+INLINE void product(const int rows, const int vectors, vector sums[MOST], const float *a, long a_row,
                     const float *b) {
     vector right[3];
     UNROLL for (int v = 0; v < vectors; v++) right[v] = load(b + v * LANES);
@@ -42,8 +47,8 @@ INLINE void product(const int rows, const int vectors, vector sums[12], const fl
     }
 }
 
-/* sums[r][v] += sum over i < count of a[r * a_row + i * a_step] * b[i * b_step + 8 v .. + 8] */
-INLINE void products(const int rows, const int vectors, vector sums[12], long count, const float *a,
+/* sums[r][v] += sum over i < count of a[r * a_row + i * a_step] * b[i * b_step + LANES v .. + LANES] */
+INLINE void products(const int rows, const int vectors, vector sums[MOST], long count, const float *a,
                      long a_row, long a_step, const float *b, long b_step) {
     for (long i = 0; i < count; i++)
         product(rows, vectors, sums, a + i * a_step, a_row, b + i * b_step);
@@ -55,45 +60,44 @@ INLINE long turn(long count, long most) {
     return (count + turns - 1) / turns;
 }
 
-#define ROWS(vectors) ((vectors) == 1 ? 12 : (vectors) == 2 ? 6 : 4)
+/* As many rows as are summed at once with so many vectors each; with FEW_ROWS, with up to three. */
+#define FEW_ROWS (MOST / 3)
+#define ROWS(vectors) ((vectors) == 1 ? 12 : (vectors) == 2 && LANES == 8 ? 6 : FEW_ROWS)
 
-/* Calls `block(rows, vectors, …)` with constants. */
-#define CASES_3(block, ...)                                                                        \
-    switch (rows) {                                                                                \
-    case 1: block(1, 3, __VA_ARGS__); break;                                                       \
-    case 2: block(2, 3, __VA_ARGS__); break;                                                       \
-    case 3: block(3, 3, __VA_ARGS__); break;                                                       \
-    default: block(4, 3, __VA_ARGS__);                                                             \
-    }
-#define CASES_2(block, ...)                                                                        \
-    switch (rows) {                                                                                \
-    case 1: block(1, 2, __VA_ARGS__); break;                                                       \
-    case 2: block(2, 2, __VA_ARGS__); break;                                                       \
-    case 3: block(3, 2, __VA_ARGS__); break;                                                       \
-    case 4: block(4, 2, __VA_ARGS__); break;                                                       \
-    case 5: block(5, 2, __VA_ARGS__); break;                                                       \
-    default: block(6, 2, __VA_ARGS__);                                                             \
-    }
-#define CASES_1(block, ...)                                                                        \
-    switch (rows) {                                                                                \
-    case 1: block(1, 1, __VA_ARGS__); break;                                                       \
-    case 2: block(2, 1, __VA_ARGS__); break;                                                       \
-    case 3: block(3, 1, __VA_ARGS__); break;                                                       \
-    case 4: block(4, 1, __VA_ARGS__); break;                                                       \
-    case 5: block(5, 1, __VA_ARGS__); break;                                                       \
-    case 6: block(6, 1, __VA_ARGS__); break;                                                       \
-    case 7: block(7, 1, __VA_ARGS__); break;                                                       \
-    case 8: block(8, 1, __VA_ARGS__); break;                                                       \
-    case 9: block(9, 1, __VA_ARGS__); break;                                                       \
-    case 10: block(10, 1, __VA_ARGS__); break;                                                     \
-    case 11: block(11, 1, __VA_ARGS__); break;                                                     \
-    default: block(12, 1, __VA_ARGS__);                                                            \
-    }
-#define CASES(block, ...)                                                                          \
+#define CASE(r, v, block, ...)                                                                     \
+    case r: block(r, v, __VA_ARGS__); break;
+#define FROM_1(v, ...) CASE(1, v, __VA_ARGS__) CASE(2, v, __VA_ARGS__) CASE(3, v, __VA_ARGS__)
+#define FROM_4(v, ...) CASE(4, v, __VA_ARGS__) CASE(5, v, __VA_ARGS__)
+#define FROM_6(v, ...) CASE(6, v, __VA_ARGS__) CASE(7, v, __VA_ARGS__)
+#define FROM_8(v, ...)                                                                             \
+    CASE(8, v, __VA_ARGS__) CASE(9, v, __VA_ARGS__) CASE(10, v, __VA_ARGS__) CASE(11, v, __VA_ARGS__)
+/* up to so many rows; named as default, the last costs gcc no register */
+#define TO_4(v, block, ...) FROM_1(v, block, __VA_ARGS__) default: block(4, v, __VA_ARGS__);
+#define TO_6(v, block, ...)                                                                        \
+    FROM_1(v, block, __VA_ARGS__) FROM_4(v, block, __VA_ARGS__) default: block(6, v, __VA_ARGS__);
+#define TO_8(v, block, ...)                                                                        \
+    FROM_1(v, block, __VA_ARGS__) FROM_4(v, block, __VA_ARGS__) FROM_6(v, block, __VA_ARGS__)      \
+    default: block(8, v, __VA_ARGS__);
+#define TO_12(v, block, ...)                                                                       \
+    FROM_1(v, block, __VA_ARGS__) FROM_4(v, block, __VA_ARGS__) FROM_6(v, block, __VA_ARGS__)      \
+    FROM_8(v, block, __VA_ARGS__) default: block(12, v, __VA_ARGS__);
+
+#if LANES == 16
+#define TO_FEW TO_8
+#define TO_HALF TO_8
+#else
+#define TO_FEW TO_4
+#define TO_HALF TO_6
+#endif
+
+/* Calls `block(rows, vectors, …)` with constants: rows up to ROWS(vectors), or up to FEW_ROWS. */
+#define CASES(...) SWITCH(TO_12, TO_HALF, __VA_ARGS__)
+#define FEW_CASES(...) SWITCH(TO_FEW, TO_FEW, __VA_ARGS__)
+#define SWITCH(TO_1, TO_2, ...)                                                                    \
     switch (vectors) {                                                                             \
-    case 1: CASES_1(block, __VA_ARGS__) break;                                                     \
-    case 2: CASES_2(block, __VA_ARGS__) break;                                                     \
-    default: CASES_3(block, __VA_ARGS__)                                                           \
+    case 1: switch (rows) { TO_1(1, __VA_ARGS__) } break;                                          \
+    case 2: switch (rows) { TO_2(2, __VA_ARGS__) } break;                                          \
+    default: switch (rows) { TO_FEW(3, __VA_ARGS__) }                                              \
     }
 
 #endif

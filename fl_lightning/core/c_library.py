@@ -15,6 +15,8 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -53,6 +55,12 @@ def c_library(source: Path, extra_flags: tuple[str, ...] = ()) -> ctypes.CDLL | 
         return None
 
 
+def c_libraries(sources: Iterable[tuple[Path, tuple[str, ...]]]) -> list[ctypes.CDLL | None]:
+    """Return `c_library` of several files and flags; what needs to be compiled is so side by side."""
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(c_library, *zip(*sources, strict=True)))
+
+
 @cache
 def c_function(source: Path, extra_flags: tuple[str, ...], name: str, *types: Any) -> Any:
     """Return one function of a file that can be compiled.
@@ -70,6 +78,16 @@ def c_function(source: Path, extra_flags: tuple[str, ...], name: str, *types: An
     function = library[name]
     function.argtypes = types
     return function
+
+
+@cache
+def vector_flags(count: int) -> tuple[str, ...]:
+    """Return flags for loops over so many numbers of float32, which go by vectors of ``LANES``, 8 or 16.
+
+    16 where the processor has such vectors and one of 8 would not hold the numbers.
+    """
+    has_wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    return ("-DLANES=16", "-mavx512f") if has_wide and count > 8 else ("-DLANES=8",)
 
 
 def _flags() -> list[str] | None:

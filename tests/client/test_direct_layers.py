@@ -11,22 +11,23 @@ from torch.func import functional_call, grad, grad_and_value, vmap
 from torch.nn import functional as F
 
 from fl_lightning.client.direct_convolution import (
-    FLAGS,
     SOURCE,
     convolve,
     convolve_images,
     convolve_weights,
 )
+from fl_lightning.client.direct_convolution import flags as convolution_flags
 from fl_lightning.client.direct_layers import direct_layers, reason_against_direct_layers
 from fl_lightning.client.direct_linear import FEW, dense, dense_inputs, dense_weights
-from fl_lightning.client.direct_linear import FLAGS as LINEAR_FLAGS
 from fl_lightning.client.direct_linear import SOURCE as LINEAR
+from fl_lightning.client.direct_linear import flags as linear_flags
 from fl_lightning.client.other_forwards import other_forwards
 from fl_lightning.client.window_maximum import window_maximum
 from fl_lightning.core.c_library import c_library
 
 pytestmark = pytest.mark.skipif(
-    c_library(SOURCE, FLAGS) is None, reason="no C compiler, or no vectors of 256 bits"
+    c_library(SOURCE, convolution_flags(1)) is None,
+    reason="no C compiler, or no vectors of 256 bits",
 )
 
 
@@ -102,10 +103,11 @@ def test_a_dense_layer_of_many_examples(clients, examples, size, out):
     assert torch.equal(dense(x.flip(1), w).flip(1), found)
 
 
+@pytest.mark.parametrize("size", [11, 19])
 @pytest.mark.parametrize("examples", [3, 257])
-def test_a_dense_layer_reads_and_writes_no_further_than_its_tensors(examples):
+def test_a_dense_layer_reads_and_writes_no_further_than_its_tensors(examples, size):
     """What lies beside them is infinite, and stays so."""
-    clients, size, out = 2, 11, 33
+    clients, out = 2, 33
     shapes = {"x": (examples, size), "w": (out, size), "v": (examples, out)}
     factors = {}
     for seed, (name, shape) in enumerate(shapes.items()):
@@ -116,7 +118,7 @@ def test_a_dense_layer_reads_and_writes_no_further_than_its_tensors(examples):
     assert_near(dense(x, w), x.double() @ w.double().mT)
     assert_near(dense_inputs(v, w), v.double() @ w.double())
     assert_near(dense_weights(v, x), v.double().mT @ x.double())
-    library = c_library(LINEAR, LINEAR_FLAGS)
+    library = c_library(LINEAR, linear_flags(size))
     for run, one, other, written in (
         (library.dense, x, w, clients * examples * out),
         (library.dense_weights, v, x, clients * out * size),
@@ -367,20 +369,28 @@ def test_several_threads_or_no_compiler(monkeypatch):
         c_library.cache_clear()
 
 
-def test_nothing_is_written_past_the_end(monkeypatch):
+@pytest.mark.parametrize("out", [1, 7, 9, 17])
+def test_nothing_is_written_past_the_end(out):
     """Whole vectors are stored: the last one's rest lies in room that was made for it."""
-    x, w = draws(1, 1, 3, 3, 1), draws(1, 3, 3, 1, 1, seed=1)
-    library = c_library(SOURCE, FLAGS)
-    result = torch.full((1 + 2 * 8,), -7.0)
-    shape = (ctypes.c_long * 6)(1, 1, 3, 3, 3, 3)
+    x, w = draws(1, 1, 3, 3, 1), draws(1, 3, 3, 1, out, seed=1)
+    library = c_library(SOURCE, convolution_flags(out))
+    result = torch.full((out + 2 * 16,), -7.0)
 
     class Shape(ctypes.Structure):
         _fields_ = [(name, ctypes.c_long) for name in "abcdef"]
 
     pointers = [ctypes.c_void_p(t.data_ptr()) for t in (result, x, w)]
-    assert library.convolve(*pointers, ctypes.c_long(1), ctypes.c_long(1), Shape(*shape)) == 0
-    assert_near(result[:1], (x * w.reshape(1, 1, 3, 3, 1)).sum().reshape(1).double())
-    assert (result[8:] == -7).all()
+    shape = Shape(1, out, 3, 3, 3, 3)
+    assert library.convolve(*pointers, ctypes.c_long(1), ctypes.c_long(1), shape) == 0
+    assert_near(result[:out], grouped(x, w).flatten())
+    assert (result[out + 16 :] == -7).all()
+
+
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="vectors of 8")
+def test_wide_vectors_are_for_what_fills_more_than_half_of_one():
+    for flags, fewest in ((convolution_flags, 9), (linear_flags, 16)):
+        assert "-DLANES=8" in flags(fewest - 1)
+        assert "-DLANES=16" in flags(fewest)
 
 
 def test_under_grad_alone():
