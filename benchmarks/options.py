@@ -13,7 +13,7 @@ class Options:
     """What the measuring processes are told, besides the workload's name.
 
     Attributes:
-        rounds: measured rounds, after one that warms up.
+        rounds: measured rounds, or turns of several where those are short, after one that warms up.
         engine: `Federation`'s, if it has that option.
         precision: the Trainer's and the bare loop's.
         devices: the Trainer's; more than one need its strategy ``federated``.
@@ -52,7 +52,12 @@ class Options:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Have a parser read the options."""
     default = Options()
-    parser.add_argument("--rounds", type=int, default=default.rounds, help="rounds to measure")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=default.rounds,
+        help="rounds to measure, or turns of short ones",
+    )
     parser.add_argument(
         "--engine",
         choices=["auto", "sequential", "slots"],

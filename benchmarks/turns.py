@@ -1,10 +1,12 @@
-"""A federation and the bare loop, a round each in turn: ``python -m benchmarks.turns W3``.
+"""A federation and the bare loop in turn: ``python -m benchmarks.turns W3``.
 
 Both run in one process on one thread, so that whatever slows the machine down for a while slows
-both. What the federation does from the end of one round to the end of the next is its own, with
-Lightning's loops and the server's step. After every round the federation's aggregate is compared
-with that of a third, untimed loop, whose mean is in double precision; then all go on from the
-federation's weights, so that differences do not pile up.
+both. A turn is a round, or several one after the other where rounds are short: those of a run follow
+one another too, and the first after something else finds other things in the processor's caches. What
+the federation does from the end of one round to the end of the next is its own, with Lightning's loops
+and the server's step. All loops train every round from the federation's weights, so that differences do
+not pile up, and the federation's aggregate is compared with that of a third, untimed loop, whose mean
+is in double precision.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import argparse
 import json
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -20,10 +23,14 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from benchmarks import ours
-from benchmarks.bare import PLAIN, BareLoop, best_variant
+from benchmarks.bare import PLAIN, BareLoop, Visit, best_variant, own_plan
 from benchmarks.options import Options, add_options
 from benchmarks.plan import federation_plan
 from benchmarks.workloads import WORKLOADS
+
+# A turn of the plain loop takes about so long, or has so many rounds.
+_SECONDS_OF_A_TURN = 0.5
+_MOST_ROUNDS_OF_A_TURN = 10
 
 
 @dataclass
@@ -46,19 +53,42 @@ class Turns:
     difference: float = 0.0
 
 
+@dataclass(frozen=True)
+class Round:
+    """A round of the federation, for the others to train as well.
+
+    Attributes:
+        plan: which clients, on what.
+        before: the global weights that it began from.
+        after: those that it ended with.
+        seconds: what it took.
+    """
+
+    plan: Sequence[Visit]
+    before: list[torch.Tensor]
+    after: list[torch.Tensor]
+    seconds: float
+
+
 class TakeTurns(Callback):
-    """Trains rounds of the bare loops after each of the federation's.
+    """Has the bare loops train what the federation has, a turn each.
 
     Args:
         plain: timed.
         best: timed as well, if it is another one.
         exact: compared with.
+        rounds: of a turn; the first one, which warms up, has one.
         path: where the first process leaves what was seen; it may be a fork of this one.
     """
 
-    def __init__(self, plain: BareLoop, best: BareLoop, exact: BareLoop, path: Path) -> None:
-        self.plain, self.best, self.exact, self.path = plain, best, exact, path
+    def __init__(
+        self, plain: BareLoop, best: BareLoop, exact: BareLoop, rounds: int, path: Path
+    ) -> None:
+        self.plain, self.best, self.exact = plain, best, exact
+        self.rounds, self.path = rounds, path
         self.turns = Turns(best=str(best.variant))
+        self._turn: list[Round] = []
+        self._before = [p.clone() for p in exact.start]
         self._began = 0.0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -66,12 +96,19 @@ class TakeTurns(Callback):
         self._began = time.perf_counter()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Train the same round again; other processes, if there are any, wait meanwhile."""
-        ours = time.perf_counter() - self._began
-        trainer.strategy.barrier()
-        if trainer.is_global_zero:
-            self._train_bare(trainer, pl_module, ours)
-        trainer.strategy.barrier()
+        """Note a round; after the turn's last the others' begins, while other processes wait."""
+        seconds = time.perf_counter() - self._began
+        clients = trainer.datamodule.clients  # type: ignore[attr-defined]
+        plan = federation_plan(self.plain.work, clients, trainer.current_epoch)
+        after = [p.detach().clone() for p in pl_module.parameters()]
+        self._turn.append(Round(plan, self._before, after, seconds))
+        self._before = after
+        if trainer.current_epoch % self.rounds == 0:
+            trainer.strategy.barrier()
+            if trainer.is_global_zero:
+                self._train_bare(is_warm=trainer.current_epoch > 0)
+            trainer.strategy.barrier()
+            self._turn = []
         self._began = time.perf_counter()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -79,22 +116,20 @@ class TakeTurns(Callback):
         if trainer.is_global_zero:
             self.path.write_text(json.dumps(asdict(self.turns)))
 
-    def _train_bare(self, trainer: Trainer, module: LightningModule, ours: float) -> None:
-        clients = trainer.datamodule.clients  # type: ignore[attr-defined]
-        plan = federation_plan(self.plain.work, clients, trainer.current_epoch)
-        before = [p.clone() for p in self.exact.start]
-        bare = best = self.plain.train_round(plan)
+    def _train_bare(self, *, is_warm: bool) -> None:
+        bare = best = self._seconds(self.plain)
         if self.best is not self.plain:
-            best = self.best.train_round(plan)
-        self.exact.train_round(plan)
-        after = [p.detach() for p in module.parameters()]
-        self._compare(before, after)
-        for loop in (self.plain, self.best, self.exact):
-            torch._foreach_copy_(loop.start, after)
-        if trainer.current_epoch:  # the first one warms up
-            self.turns.ours.append(ours)
-            self.turns.bare.append(bare)
-            self.turns.bare_best.append(best)
+            best = self._seconds(self.best)
+        for each in self._turn:
+            _train(self.exact, each)
+            self._compare(each.before, each.after)
+        if is_warm:
+            self.turns.ours += [each.seconds for each in self._turn]
+            self.turns.bare += bare
+            self.turns.bare_best += best
+
+    def _seconds(self, loop: BareLoop) -> list[float]:
+        return [_train(loop, each) for each in self._turn]
 
     def _compare(self, before: list[torch.Tensor], after: list[torch.Tensor]) -> None:
         gaps = torch._foreach_norm(torch._foreach_sub(self.exact.start, after), torch.inf)
@@ -102,6 +137,18 @@ class TakeTurns(Callback):
         share = torch.stack(gaps).max() / torch.stack(moves).max()
         so_far = torch.tensor(self.turns.difference)
         self.turns.difference = float(torch.maximum(share, so_far))  # a NaN stays and shows
+
+
+def _train(loop: BareLoop, each: Round) -> float:
+    """Train a round of the federation and return its seconds."""
+    torch._foreach_copy_(loop.start, each.before)
+    return loop.train_round(each.plan)
+
+
+def rounds_of_a_turn(loop: BareLoop) -> int:
+    """Return how many rounds of a loop are a turn."""
+    seconds = min(loop.train_round(own_plan(loop.work, number)) for number in range(2))
+    return min(max(1, round(_SECONDS_OF_A_TURN / seconds)), _MOST_ROUNDS_OF_A_TURN)
 
 
 def measure(name: str, options: Options) -> Turns:
@@ -114,8 +161,9 @@ def measure(name: str, options: Options) -> Turns:
     best = plain if variant == PLAIN else BareLoop(work, data, variant, options.precision)
     exact = BareLoop(work, data, PLAIN, options.precision, mean_dtype=torch.float64)
     with tempfile.TemporaryDirectory() as folder:
-        turns = TakeTurns(plain, best, exact, Path(folder) / "turns.json")
-        ours.fit(work, data, options, 1 + options.rounds, turns)
+        rounds = rounds_of_a_turn(plain)
+        turns = TakeTurns(plain, best, exact, rounds, Path(folder) / "turns.json")
+        ours.fit(work, data, options, 1 + options.rounds * rounds, turns)
         return Turns(**json.loads(turns.path.read_text()))
 
 
