@@ -143,7 +143,7 @@ class CompiledGradients:
         trained = {name: p.detach().requires_grad_() for name, p in self._params.items()}
         buffers = dict(self._module.named_buffers())
         copies = {name: buffer.clone() for name, buffer in buffers.items()}
-        shapes: dict[str, list[torch.Size | None]] = {name: [] for name in large}
+        outputs: dict[str, list[Tensor | None]] = {name: [] for name in large}
 
         def noting(name: str) -> Callable[[Tensor], Tensor]:
             layer = large[name]
@@ -152,7 +152,7 @@ class CompiledGradients:
                 weight = layer.weight
                 is_own = weight is trained[_weight_of(name)] and is_thin(layer, value)
                 out = F.linear(value, weight.detach() if is_own else weight, layer.bias)
-                shapes[name].append(out.shape if is_own else None)
+                outputs[name].append(out.detach() if is_own else None)
                 return out
 
             return forward
@@ -163,11 +163,13 @@ class CompiledGradients:
         gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
         without = {n for n, g in zip(trained, gradients, strict=True) if g is None}
         probes = {
-            name: loss.new_zeros(uses[0])
-            for name, uses in shapes.items()
+            name: torch.zeros_like(uses[0])
+            for name, uses in outputs.items()
             if len(uses) == 1 and uses[0] is not None and _weight_of(name) in without
         }
-        apart = {_weight_of(name) for name, uses in shapes.items() if any(uses)}
+        apart = {
+            _weight_of(name) for name, uses in outputs.items() if any(x is not None for x in uses)
+        }
         fixed = [*map(_weight_of, probes), *(n for n in trained if n in without - apart)]
         moving = [name for name, copy in copies.items() if not torch.equal(copy, buffers[name])]
         return _Found(log_calls, probes, fixed, moving, _layout(batch))

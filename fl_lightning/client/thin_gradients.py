@@ -9,7 +9,8 @@ more than computing it. So the two are kept, and multiplied where SGD adds them:
 
     W ← (1 - η λ) W - η eᵀ a        or, with momentum μ,   V ← μ V + eᵀ a + λ W,   W ← W - η V
 
-Every product is the same, only sums are rounded in another order.
+Every product is the same, only sums are rounded in another order. Under autocast the factors are of
+its precision, and their products are added in the weight's, without being rounded in between.
 """
 
 from __future__ import annotations
@@ -83,8 +84,10 @@ class ThinGradients:
             error: at its output, shape (…, out).
             value: its input, shape (…, in).
         """
-        factors = self._factors[self._number_of[layer]]
-        factors.append((error.reshape(-1, error.shape[-1]), value.reshape(-1, value.shape[-1])))
+        number = self._number_of[layer]
+        dtype = self._weights[number].dtype
+        flat, rows = (x.reshape(-1, x.shape[-1]).to(dtype) for x in (error, value))
+        self._factors[number].append((flat, rows))
 
     @torch.no_grad()
     def step(self, step_others: Callable[[], Any] | None = None) -> None:
@@ -156,8 +159,7 @@ def _large_layers(module: nn.Module, optimizer: Optimizer) -> list[nn.Linear]:
 def is_thin(layer: nn.Linear, value: Tensor) -> bool:
     """Return whether the factors of a layer's gradient are small, with this input."""
     rows = value.numel() / layer.in_features
-    is_small = rows <= _THIN * min(layer.weight.shape)
-    return is_small and not torch.is_autocast_enabled(value.device.type)
+    return rows <= _THIN * min(layer.weight.shape)
 
 
 def _forward(layer: nn.Linear, factors: Factors) -> Callable[[Tensor], Tensor]:
@@ -170,7 +172,10 @@ def _forward(layer: nn.Linear, factors: Factors) -> Callable[[Tensor], Tensor]:
         is_other = weight is not own or not weight.requires_grad or not is_thin(layer, value)
         if is_other or not torch.is_grad_enabled():
             return F.linear(value, weight, bias)
-        result: Tensor = _ThinLinear.apply(value, weight, bias, factors)
+        device, dtype = value.device.type, None
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+        result: Tensor = _ThinLinear.apply(value, weight, bias, factors, dtype)
         return result
 
     return forward
@@ -181,20 +186,30 @@ class _ThinLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, value: Tensor, weight: Tensor, bias: Tensor | None, factors: Factors
+        ctx: Any,
+        value: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        factors: Factors,
+        dtype: torch.dtype | None,
     ) -> Tensor:
+        ctx.factors, ctx.dtypes = factors, (value.dtype, weight.dtype)
+        if dtype is not None:
+            value, weight = value.to(dtype), weight.to(dtype)
+            bias = None if bias is None else bias.to(dtype)
         ctx.save_for_backward(value, weight)
-        ctx.factors = factors
         return F.linear(value, weight, bias)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, error: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
+    def backward(ctx: Any, error: Tensor) -> tuple[Tensor | None, None, Tensor | None, None, None]:
         value, weight = ctx.saved_tensors
-        flat = error.reshape(-1, weight.shape[0])
-        ctx.factors.append((flat, value.reshape(-1, weight.shape[1])))
+        of_value, of_weight = ctx.dtypes
+        flat = error.reshape(-1, weight.shape[0]).to(of_weight)
+        ctx.factors.append((flat, value.reshape(-1, weight.shape[1]).to(of_weight)))
         needs = ctx.needs_input_grad
-        return error @ weight if needs[0] else None, None, flat.sum(0) if needs[2] else None, None
+        back = (error @ weight).to(of_value) if needs[0] else None
+        return back, None, flat.sum(0) if needs[2] else None, None, None
 
 
 def _add_product(target: Tensor, factors: Factors, *, keep: float, alpha: float) -> None:

@@ -9,6 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adam, RMSprop
 
+from fl_lightning.client.compiled_gradients import CompiledGradients
+from fl_lightning.client.other_forwards import other_forwards
 from fl_lightning.client.speedups import SPEEDUPS, FasterStep, reason_against
 from fl_lightning.client.thin_gradients import ThinGradients
 
@@ -91,6 +93,46 @@ def test_adam_can_be_fused():
     one, other = (trained(s, lambda net: Adam(net.parameters())) for s in (speedups, ()))
     # batch norm leaves the bias before it a gradient of rounding alone, which Adam enlarges
     assert_same(one, other, 1e-9)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_thin_gradients_under_autocast(compiled):
+    """The factors are rounded, their product is not; the layer before gets what it gets otherwise."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(700, 600), nn.Tanh(), nn.Linear(600, 200))
+    batch = torch.randn(8, 700)
+
+    def run(batch, index):
+        with torch.autocast("cpu", torch.bfloat16):
+            return net(batch).square().sum()
+
+    run(batch, 0).backward()
+    plain = [p.grad for p in net.parameters()]
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        value = net[1](net[0](batch))
+        error = 2 * net[2](value)
+    assert value.dtype == error.dtype == torch.bfloat16
+    net.zero_grad()
+    weight = net[2].weight
+    thin = ThinGradients(net, SGD([weight], lr=1.0))
+    before = weight.detach().clone()
+    if compiled:
+        with torch.compiler.set_stance("force_eager"):
+            assert CompiledGradients(net, run)(batch, 0, thin) is not None
+    else:
+        with other_forwards(thin.forwards):
+            run(batch, 0).backward()
+    assert weight.grad is None
+    for param, gradient in zip(net.parameters(), plain, strict=True):
+        assert param is weight or apart(param.grad, gradient) < 5e-3
+    thin.step()
+    moved = before - weight.detach()
+    assert apart(moved, error.double().T @ value.double()) < 1e-6
+    assert 1e-4 < apart(moved, plain[2]) < 1e-2  # whose product is rounded
+
+
+def apart(one, other):
+    return float((one - other).detach().norm() / other.norm())
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
