@@ -1,10 +1,11 @@
 """Rounds against bare PyTorch and against other frameworks: ``python -m benchmarks``.
 
-Of each workload: seconds per round (median); their ratio to a bare loop that trained a round in
-turn with each of them, in the same process, and to that loop's fastest variant; seconds from the
-start of a process to its first round, and peak memory, each in a fresh process; and how far the
-federation's aggregates were from the bare loop's. One thread a process. Rivals run in environments
-of their own; seconds of different rows compare only on a machine that does nothing else.
+Of each workload: seconds per round (median); their ratio to a bare loop that trained in turn with
+each of them, in the same process, and to that loop's fastest variant; seconds from the start of a
+process to its first round, and peak memory, each in a fresh process; and how far the federation's
+aggregates were from the bare loop's. One thread a process. In another precision than 32-true the
+fastest loop in that one trains in turn as well. Rivals run in environments of their own; seconds of
+different rows compare only on a machine that does nothing else.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from benchmarks import rivals
 from benchmarks.options import Options, add_options
 from benchmarks.process import Column, MeasurementError, run
 from benchmarks.report import HEADER, Row, ratio
+from benchmarks.turns import FULL
 from benchmarks.workloads import WORKLOADS
 
 
@@ -50,6 +52,9 @@ def _own_rows(name: str, options: Options, turns: dict[str, Any]) -> Iterator[Ro
         line = run([sys.executable, "-m", "benchmarks.alone", column, *words, *arguments])
         return _row(label, seconds, (ratio(seconds, bare), ratio(seconds, best)), line)
 
+    if full := turns["bare_full"]:
+        arguments = "--precision", FULL, "--variant", turns["best_full"]
+        yield row(f"bare in {FULL} ({turns['best_full']})", full, "bare", *arguments)
     yield row("bare", bare, "bare")
     if turns["best"] != "sgd":
         yield row(f"bare (best: {turns['best']})", best, "bare", "--variant", turns["best"])

@@ -15,7 +15,7 @@ import argparse
 import json
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from benchmarks.options import Options, add_options
 from benchmarks.plan import federation_plan
 from benchmarks.workloads import WORKLOADS
 
+FULL = "32-true"
 # A turn of the plain loop takes about so long, or has so many rounds.
 _SECONDS_OF_A_TURN = 0.5
 _MOST_ROUNDS_OF_A_TURN = 10
@@ -39,16 +40,20 @@ class Turns:
 
     Attributes:
         best: the fastest variant of the bare loop.
+        best_full: the same of the loop in full precision, where the other loops are not.
         bare: seconds of the plain bare loop.
         bare_best: seconds of its fastest variant.
+        bare_full: seconds of the fastest in full precision; none where the others are.
         ours: seconds of the federation.
         difference: the largest difference between an entry of the federation's and of the bare
             loop's aggregate in any round, as a share of that aggregate's largest entry.
     """
 
     best: str
+    best_full: str
     bare: list[float] = field(default_factory=list)
     bare_best: list[float] = field(default_factory=list)
+    bare_full: list[float] = field(default_factory=list)
     ours: list[float] = field(default_factory=list)
     difference: float = 0.0
 
@@ -74,19 +79,21 @@ class TakeTurns(Callback):
     """Has the bare loops train what the federation has, a turn each.
 
     Args:
-        plain: timed.
-        best: timed as well, if it is another one.
+        timed: loops, by the attribute of `Turns` that their seconds are.
         exact: compared with.
         rounds: of a turn; the first one, which warms up, has one.
         path: where the first process leaves what was seen; it may be a fork of this one.
     """
 
     def __init__(
-        self, plain: BareLoop, best: BareLoop, exact: BareLoop, rounds: int, path: Path
+        self, timed: Mapping[str, BareLoop], exact: BareLoop, rounds: int, path: Path
     ) -> None:
-        self.plain, self.best, self.exact = plain, best, exact
+        self.timed, self.exact = timed, exact
         self.rounds, self.path = rounds, path
-        self.turns = Turns(best=str(best.variant))
+        full = timed.get("bare_full")
+        self.turns = Turns(
+            best=str(timed["bare_best"].variant), best_full=str(full.variant) if full else ""
+        )
         self._turn: list[Round] = []
         self._before = [p.clone() for p in exact.start]
         self._began = 0.0
@@ -99,7 +106,7 @@ class TakeTurns(Callback):
         """Note a round; after the turn's last the others' begins, while other processes wait."""
         seconds = time.perf_counter() - self._began
         clients = trainer.datamodule.clients  # type: ignore[attr-defined]
-        plan = federation_plan(self.plain.work, clients, trainer.current_epoch)
+        plan = federation_plan(self.exact.work, clients, trainer.current_epoch)
         after = [p.detach().clone() for p in pl_module.parameters()]
         self._turn.append(Round(plan, self._before, after, seconds))
         self._before = after
@@ -117,19 +124,15 @@ class TakeTurns(Callback):
             self.path.write_text(json.dumps(asdict(self.turns)))
 
     def _train_bare(self, *, is_warm: bool) -> None:
-        bare = best = self._seconds(self.plain)
-        if self.best is not self.plain:
-            best = self._seconds(self.best)
+        loops = dict.fromkeys(self.timed.values())  # the plain one may be the best
+        seconds = {loop: [_train(loop, each) for each in self._turn] for loop in loops}
         for each in self._turn:
             _train(self.exact, each)
             self._compare(each.before, each.after)
         if is_warm:
             self.turns.ours += [each.seconds for each in self._turn]
-            self.turns.bare += bare
-            self.turns.bare_best += best
-
-    def _seconds(self, loop: BareLoop) -> list[float]:
-        return [_train(loop, each) for each in self._turn]
+            for name, loop in self.timed.items():
+                getattr(self.turns, name).extend(seconds[loop])
 
     def _compare(self, before: list[torch.Tensor], after: list[torch.Tensor]) -> None:
         gaps = torch._foreach_norm(torch._foreach_sub(self.exact.start, after), torch.inf)
@@ -156,13 +159,19 @@ def measure(name: str, options: Options) -> Turns:
     torch.set_num_threads(1)
     work = options.workload(name)
     data = work.data()
-    variant = best_variant(work, data, options.precision)
     plain = BareLoop(work, data, PLAIN, options.precision)
-    best = plain if variant == PLAIN else BareLoop(work, data, variant, options.precision)
+    timed = {"bare": plain, "bare_best": plain}
+    precisions = {"bare_best": options.precision}
+    if options.precision != FULL:
+        precisions["bare_full"] = FULL
+    for column, precision in precisions.items():
+        variant = best_variant(work, data, precision)
+        if (variant, precision) != (PLAIN, options.precision):
+            timed[column] = BareLoop(work, data, variant, precision)
     exact = BareLoop(work, data, PLAIN, options.precision, mean_dtype=torch.float64)
+    rounds = rounds_of_a_turn(plain)
     with tempfile.TemporaryDirectory() as folder:
-        rounds = rounds_of_a_turn(plain)
-        turns = TakeTurns(plain, best, exact, rounds, Path(folder) / "turns.json")
+        turns = TakeTurns(timed, exact, rounds, Path(folder) / "turns.json")
         ours.fit(work, data, options, 1 + options.rounds * rounds, turns)
         return Turns(**json.loads(turns.path.read_text()))
 

@@ -57,6 +57,17 @@ def test_a_turn_has_several_rounds_where_they_are_short(seconds, rounds):
     assert rounds_of_a_turn(Loop(work, work.data())) == rounds
 
 
+def test_in_another_precision_a_loop_in_the_full_one_takes_its_turn(monkeypatch):
+    of_precision = {"bf16-mixed": PLAIN, "32-true": VARIANTS["by hand"]}
+    monkeypatch.setattr("benchmarks.turns.best_variant", lambda *args: of_precision[args[2]])
+    monkeypatch.setattr("benchmarks.turns.rounds_of_a_turn", lambda _: 2)
+    turns = measure("W3", Options(rounds=1, scale=0.01, precision="bf16-mixed"))
+    assert (turns.best, turns.best_full) == ("sgd", "by hand")
+    assert turns.bare == turns.bare_best != turns.bare_full
+    assert len(turns.ours) == len(turns.bare) == len(turns.bare_full) == 2
+    assert 0 < turns.difference < 0.05
+
+
 @pytest.mark.slow
 def test_a_wrong_result_shows(monkeypatch):
     monkeypatch.setattr("benchmarks.turns.best_variant", lambda *_: PLAIN)
@@ -130,7 +141,8 @@ def test_the_table(monkeypatch, capsys):
     def imitated(command, timeout=None):
         if "benchmarks.turns" in command:
             seconds = {"bare": [1.0, 2.0], "bare_best": [0.5, 1.0], "ours": [1.5, 3.0]}
-            return {"best": "fused", "difference": 1e-7, **seconds}
+            of_full = {"best_full": "by hand, channels last", "bare_full": [2.0, 4.0]}
+            return {"best": "fused", "difference": 1e-7, **seconds, **of_full}
         if "benchmarks.rivals.pfl" in command:
             raise MeasurementError("no such package")
         return {"seconds": [3.0, 3.0], "bare": [1.0, 1.0], "start_up": 2.0, "peak_mb": 1000.0}
@@ -144,11 +156,13 @@ def test_the_table(monkeypatch, capsys):
     assert header == HEADER
     assert title.startswith("W3: ")
     labels = [row[:44].strip() for row in rows]
-    assert labels == ["bare", "bare (best: fused)", "ours", "pfl", "flwr"]
-    assert rows[3].endswith("n/a: no such package")
-    assert all(len(row) == len(HEADER) for row in (*rows[:3], rows[4]))
-    assert rows[4].split()[1:] == ["3", "3.00", "6.00", "2.0", "1,000", "-"]
-    assert rows[2].split()[1:] == ["2.25", "1.50", "3.00", "2.0", "1,000", "1.0e-07"]
+    full = "bare in 32-true (by hand, channels last)"
+    assert labels == [full, "bare", "bare (best: fused)", "ours", "pfl", "flwr"]
+    assert rows[4].endswith("n/a: no such package")
+    assert all(len(row) == len(HEADER) for row in (*rows[:4], rows[5]))
+    assert rows[0].split()[-6:] == ["3", "2.00", "4.00", "2.0", "1,000", "-"]
+    assert rows[5].split()[1:] == ["3", "3.00", "6.00", "2.0", "1,000", "-"]
+    assert rows[3].split()[1:] == ["2.25", "1.50", "3.00", "2.0", "1,000", "1.0e-07"]
 
 
 def test_unknown_names_are_refused(monkeypatch, capsys):
