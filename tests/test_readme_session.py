@@ -34,6 +34,7 @@ TWO_CLASSES = first_with("classes_per_client 2")
 PLOT = first_with("benchmarks.plot_runs")
 OVERHEAD = first_with("benchmarks.overhead")
 ROUNDS = first_with("benchmarks --workloads")
+ROUNDS_IN_BF16 = first_with("--precision bf16-mixed")
 MEMORY = first_with("benchmarks.memory")
 REMEMBERED = first_with("benchmarks.memory --parameters")
 CODEC = first_with("benchmarks.codec")
@@ -107,6 +108,7 @@ SHORTER = {
     REMEMBERED: "--parameters 100000",
     SECURE: "--size 1000 --clients 5 --paillier 100",
     ROUNDS: "--workloads U-mlp --rounds 1 --scale 0.02 --engine sequential",
+    ROUNDS_IN_BF16: "--workloads W3 --rounds 1 --scale 0.02 --engine sequential",
 }
 # Python runs this file when it starts: small files cannot have the checksums of the real ones
 ANY_CHECKSUM = """

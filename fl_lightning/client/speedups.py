@@ -8,8 +8,8 @@ rounding. Which of them pay depends on model, batch and machine: see `federation
 - ``channels_last``: images and convolutions keep the channels of a pixel together.
 - ``fused_optimizer``: the optimizer's step reads and writes every number once.
 - ``thin_gradients``: gradients of large dense layers stay factors, see `ThinGradients`.
-- ``math_attention``: attention as plain matrix products. On CPUs with matrix units the backward
-  pass of PyTorch's fused kernel is slower in bfloat16 than these.
+- ``math_attention``: attention as plain matrix products, in bfloat16 where its inputs are. On CPUs
+  with matrix units the backward pass of PyTorch's fused kernel is slower in bfloat16 than these.
 - ``compiled``: forward and backward pass are one compiled graph, see `CompiledGradients`.
 """
 
@@ -118,7 +118,7 @@ class FasterStep:
             return self._graph(batch, index, self._thin)
 
     def _attention(self) -> AbstractContextManager[None]:
-        return sdpa_kernel(SDPBackend.MATH) if self._has_math_attention else nullcontext()
+        return _as_products() if self._has_math_attention else nullcontext()
 
     @contextmanager
     def forwards(self) -> Iterator[None]:
@@ -149,6 +149,22 @@ class FasterStep:
         finally:
             for group in groups:
                 group["fused"] = None
+
+
+@contextmanager
+def _as_products() -> Iterator[None]:
+    """Have attention be matrix products, in the precision that it is called in.
+
+    By itself PyTorch takes them in single precision, without the processor's matrix units.
+    """
+    switch = torch.backends.cuda  # its name; it is everybody's
+    before = switch.fp16_bf16_reduction_math_sdp_allowed()
+    switch.allow_fp16_bf16_reduction_math_sdp(True)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        switch.allow_fp16_bf16_reduction_math_sdp(before)
 
 
 def reason_against(speedup: Speedup, module: nn.Module, optimizer: Optimizer) -> str | None:

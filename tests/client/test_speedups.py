@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adam, RMSprop
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fl_lightning.client.compiled_gradients import CompiledGradients
 from fl_lightning.client.other_forwards import other_forwards
@@ -93,6 +94,48 @@ def test_adam_can_be_fused():
     one, other = (trained(s, lambda net: Adam(net.parameters())) for s in (speedups, ()))
     # batch norm leaves the bias before it a gradient of rounding alone, which Adam enlarges
     assert_same(one, other, 1e-9)
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.head = nn.Linear(16, 48), nn.Linear(16, 2)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 2, 8).permute(2, 0, 3, 1, 4)
+        out = F.scaled_dot_product_attention(q, k, v)
+        return self.head(out.transpose(1, 2).flatten(2))
+
+
+class Products(TorchDispatchMode):
+    """Notes in which precision batches of matrices are multiplied."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.bmm.default:
+            self.dtypes.append(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_math_attention_multiplies_in_the_precision_of_its_inputs(dtype):
+    net = Attention()
+    x = torch.randn(4, 5, 16, generator=torch.Generator().manual_seed(0))
+    faster = FasterStep(net, SGD(net.parameters(), lr=0.1), ("math_attention",))
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        plain = net(x)
+        with Products() as products, faster.forwards():
+            found = net(x)
+    found.sum().backward()
+    assert products.dtypes == [dtype, dtype]
+    tolerance = 0.02 if dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(found, plain, rtol=tolerance, atol=tolerance)
+    with pytest.raises(KeyError), faster.forwards():
+        raise KeyError
+    assert not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
 
 
 @pytest.mark.parametrize("compiled", [False, True])
