@@ -26,7 +26,7 @@ from fl_lightning.client.compiling import Compiled
 from fl_lightning.client.functional_step import tensors_in
 from fl_lightning.client.local_training import loss_of
 from fl_lightning.client.metric_calls import BatchValue, StandIn, StandIns
-from fl_lightning.client.thin_gradients import ThinGradients, is_thin
+from fl_lightning.client.thin_gradients import Linear, ThinGradients, is_thin
 
 Tensors = dict[str, Tensor]
 Forwards = Mapping[str, Callable[[Tensor], Tensor]]
@@ -75,6 +75,7 @@ class CompiledGradients:
         self._module, self._whole = module, _Whole(module, run)
         self._params = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._found: _Found | None = None
+        self._linear: Linear = F.linear  # of thin layers
         self._graph = Compiled(self._gradients, "the local step", otherwise=_nothing)
 
     @property
@@ -122,6 +123,8 @@ class CompiledGradients:
 
     def _rehearsed(self, batch: Any, number: Tensor, thin: ThinGradients | None) -> _Found | None:
         large = {n: m for n, m in self._module.named_modules() if thin and m in thin.forwards}
+        if thin is not None:
+            self._linear = thin.linear
         device = next(self._module.parameters()).device
         stand_ins = StandIns(self._module)
         try:
@@ -196,7 +199,7 @@ class CompiledGradients:
 
                 def forward(value: Tensor) -> Tensor:
                     inputs[name] = value.detach()
-                    return F.linear(value, layer.weight, layer.bias) + probes[name]
+                    return self._linear(value, layer.weight, layer.bias) + probes[name]
 
                 return forward
 

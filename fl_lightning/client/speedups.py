@@ -92,7 +92,8 @@ class FasterStep:
             self._forwards.update(_pools(module))
         self._forwards.update(self._direct)
         if "thin_gradients" in speedups:
-            self._thin = ThinGradients(module, optimizer)
+            is_direct = "direct_layers" in speedups
+            self._thin = ThinGradients(module, optimizer, is_direct=is_direct)
             self._forwards.update(self._thin.forwards)
             self._direct = {m: f for m, f in self._direct.items() if m not in self._thin.forwards}
 

@@ -24,7 +24,11 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F  # noqa: N812 - as everyone writes it
 from torch.optim import SGD, Optimizer
 
+from fl_lightning.client.direct_layers import direct_linear
+from fl_lightning.client.direct_linear import dense_step
+
 Factors = list[tuple[Tensor, Tensor]]
+Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 # Smaller gradients stay in the cache on their way.
 _FEWEST_WEIGHTS = 100_000
@@ -39,9 +43,11 @@ class ThinGradients:
     Args:
         module: whose layers of type `torch.nn.Linear` are looked at.
         optimizer: of type `torch.optim.SGD`, see `reason_against_thin_gradients`.
+        is_direct: whether the layers' outputs and steps are computed by `direct_linear`.
 
     Attributes:
         forwards: by layer, what must stand in for its ``forward`` while a loss is computed.
+        linear: of input, weight and bias, with which layers are computed.
 
     Example:
         >>> layer = nn.Linear(1000, 200)
@@ -55,8 +61,9 @@ class ThinGradients:
         True
     """
 
-    def __init__(self, module: nn.Module, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
+    def __init__(self, module: nn.Module, optimizer: Optimizer, *, is_direct: bool = False) -> None:
+        self._optimizer, self._is_direct = optimizer, is_direct
+        self.linear: Linear = direct_linear if is_direct else F.linear
         layers = _large_layers(module, optimizer)
         self._weights = [layer.weight for layer in layers]
         self._factors: list[Factors] = [[] for _ in layers]
@@ -67,7 +74,7 @@ class ThinGradients:
             id(p): number for number, g in enumerate(optimizer.param_groups) for p in g["params"]
         }
         self.forwards: Mapping[nn.Module, Callable[[Tensor], Tensor]] = {
-            layer: _forward(layer, factors)
+            layer: _forward(layer, self.linear, factors)
             for layer, factors in zip(layers, self._factors, strict=True)
         }
 
@@ -110,14 +117,22 @@ class ThinGradients:
     def _move(self, weight: Tensor, factors: Factors) -> None:
         group = self._optimizer.param_groups[self._group_of[id(weight)]]
         lr, momentum, decay = group["lr"], group["momentum"], group["weight_decay"]
-        if not momentum:
+        velocity = None
+        if momentum:
+            state = self._optimizer.state[weight]
+            velocity = state.get("momentum_buffer")
+            if velocity is None:
+                velocity = state["momentum_buffer"] = torch.empty_like(weight)
+                momentum = 0  # also of the numbers that happened to be there
+        if self._is_direct and len(factors) == 1 and weight.dtype == torch.float32:
+            options = {"keep": 1.0, "lr": lr, "momentum": momentum, "decay": decay}
+            own = weight.unsqueeze(0)
+            moving = None if velocity is None else velocity.unsqueeze(0)
+            dense_step(own, moving, own, *(x.unsqueeze(0) for x in factors[0]), **options)
+            return
+        if velocity is None:
             _add_product(weight, factors, keep=1 - lr * decay, alpha=-lr)
             return
-        state = self._optimizer.state[weight]
-        velocity = state.get("momentum_buffer")
-        if velocity is None:
-            velocity = state["momentum_buffer"] = torch.empty_like(weight)
-            momentum = 0  # also of the numbers that happened to be there
         _add_product(velocity, factors, keep=momentum, alpha=1)
         if decay:
             velocity.add_(weight, alpha=decay)
@@ -162,7 +177,7 @@ def is_thin(layer: nn.Linear, value: Tensor) -> bool:
     return rows <= _THIN * min(layer.weight.shape)
 
 
-def _forward(layer: nn.Linear, factors: Factors) -> Callable[[Tensor], Tensor]:
+def _forward(layer: nn.Linear, linear: Linear, factors: Factors) -> Callable[[Tensor], Tensor]:
     own = layer.weight
 
     def forward(value: Tensor) -> Tensor:
@@ -171,11 +186,11 @@ def _forward(layer: nn.Linear, factors: Factors) -> Callable[[Tensor], Tensor]:
         # frozen meanwhile, it needs no gradient at all
         is_other = weight is not own or not weight.requires_grad or not is_thin(layer, value)
         if is_other or not torch.is_grad_enabled():
-            return F.linear(value, weight, bias)
+            return linear(value, weight, bias)
         device, dtype = value.device.type, None
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
-        result: Tensor = _ThinLinear.apply(value, weight, bias, factors, dtype)
+        result: Tensor = _ThinLinear.apply(value, weight, bias, linear, factors, dtype)
         return result
 
     return forward
@@ -190,6 +205,7 @@ class _ThinLinear(torch.autograd.Function):
         value: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        linear: Linear,
         factors: Factors,
         dtype: torch.dtype | None,
     ) -> Tensor:
@@ -198,18 +214,20 @@ class _ThinLinear(torch.autograd.Function):
             value, weight = value.to(dtype), weight.to(dtype)
             bias = None if bias is None else bias.to(dtype)
         ctx.save_for_backward(value, weight)
-        return F.linear(value, weight, bias)
+        return linear(value, weight, bias)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, error: Tensor) -> tuple[Tensor | None, None, Tensor | None, None, None]:
+    def backward(
+        ctx: Any, error: Tensor
+    ) -> tuple[Tensor | None, None, Tensor | None, None, None, None]:
         value, weight = ctx.saved_tensors
         of_value, of_weight = ctx.dtypes
         flat = error.reshape(-1, weight.shape[0]).to(of_weight)
         ctx.factors.append((flat, value.reshape(-1, weight.shape[1]).to(of_weight)))
         needs = ctx.needs_input_grad
         back = (error @ weight).to(of_value) if needs[0] else None
-        return back, None, flat.sum(0) if needs[2] else None, None, None
+        return back, None, flat.sum(0) if needs[2] else None, None, None, None
 
 
 def _add_product(target: Tensor, factors: Factors, *, keep: float, alpha: float) -> None:

@@ -83,9 +83,12 @@ def test_the_same_training(speedups, make_optimizer):
     assert_same(trained(speedups, make_optimizer), trained((), make_optimizer), 1e-13)
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"momentum": 0.9, "weight_decay": 0.1}], ids=["plain", "all"]
+)
 @pytest.mark.parametrize("speedups", SUBSETS + WITH_DIRECT, ids="+".join)
-def test_the_same_training_in_single_precision(speedups):
-    one, other = (trained(s, sgd(momentum=0.9), torch.float32) for s in (speedups, ()))
+def test_the_same_training_in_single_precision(speedups, options):
+    one, other = (trained(s, sgd(**options), torch.float32) for s in (speedups, ()))
     assert_same(one, other, 2e-6)
 
 
