@@ -51,11 +51,9 @@ class GradientsZeroed(Masked):
 
     def configure_optimizers(self):
         for name, p in self.named_parameters():
-            if name in self.masks:
-                mask = self.masks[name]
-                p.register_hook(lambda grad, p=p, mask=mask: (grad + DECAY * p.detach()) * mask)
-            else:
-                p.register_hook(lambda grad, p=p: grad + DECAY * p.detach())
+            mask = self.masks.get(name, torch.ones((), dtype=torch.bool))
+            # with alpha, as torch's SGD does: some processors then round once, not twice
+            p.register_hook(lambda g, p=p, mask=mask: g.add(p.detach(), alpha=DECAY) * mask)
         return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=self.momentum)
 
 
