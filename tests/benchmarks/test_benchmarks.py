@@ -123,7 +123,7 @@ def test_a_column_alone(column, monkeypatch, capsys):
     line = json.loads(capsys.readouterr().out)
     assert len(line["seconds"]) == 1
     assert line["peak_mb"] > 50
-    assert 0 < line["start_up"] < seconds_alive()
+    assert 0 < line["start_up"] < seconds_alive() + 0.1  # told by two clocks
 
 
 @pytest.mark.slow
