@@ -182,7 +182,7 @@ def _dense(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
 def direct_linear(value: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return what `torch.nn.functional.linear` does."""
     is_few = value.ndim == 2 and len(value) <= FEW
-    if not is_few or value.shape[1] != weight.shape[1] or not is_usual(value):
+    if not is_few or not FEWEST_INPUTS <= weight.shape[1] == value.shape[1] or not is_usual(value):
         return F.linear(value, weight, bias)
     result: Tensor = dense(value.unsqueeze(0), weight.unsqueeze(0)).squeeze(0)
     return result if bias is None else result + bias

@@ -113,6 +113,12 @@ dense_weights: Callable[..., Tensor] = operator(
 )
 
 
+def can_step(weight: Tensor) -> bool:
+    """Return whether `dense_step` can move a weight, shape (O, I), on a CPU."""
+    is_long = weight.shape[1] >= FEWEST_INPUTS  # a row, for a vector
+    return is_long and weight.dtype == torch.float32 and weight.is_contiguous()
+
+
 def dense_step(
     to: Tensor,
     velocity: Tensor | None,

@@ -25,7 +25,7 @@ from torch.nn import functional as F  # noqa: N812 - as everyone writes it
 from torch.optim import SGD, Optimizer
 
 from fl_lightning.client.direct_layers import direct_linear
-from fl_lightning.client.direct_linear import dense_step
+from fl_lightning.client.direct_linear import can_step, dense_step
 
 Factors = list[tuple[Tensor, Tensor]]
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -124,7 +124,7 @@ class ThinGradients:
             if velocity is None:
                 velocity = state["momentum_buffer"] = torch.empty_like(weight)
                 momentum = 0  # also of the numbers that happened to be there
-        if self._is_direct and len(factors) == 1 and weight.dtype == torch.float32:
+        if self._is_direct and len(factors) == 1 and can_step(weight):
             options = {"keep": 1.0, "lr": lr, "momentum": momentum, "decay": decay}
             own = weight.unsqueeze(0)
             moving = None if velocity is None else velocity.unsqueeze(0)

@@ -92,6 +92,32 @@ def test_the_same_training_in_single_precision(speedups, options):
     assert_same(one, other, 2e-6)
 
 
+@pytest.mark.parametrize("kind", ["few inputs", "turned"])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_large_layers_that_are_no_direct_ones(kind, momentum):
+    """Rows shorter than a vector, or weights that do not lie row by row."""
+    few = nn.Linear(4, 30_000) if kind == "few inputs" else nn.Linear(500, 300)
+    if kind == "turned":
+        few.weight = nn.Parameter(few.weight.detach().t().contiguous().t())
+    net = nn.Sequential(nn.Linear(16, few.in_features), few, nn.ReLU())
+    x = torch.randn(1, 16, generator=torch.Generator().manual_seed(0))
+    ends = []
+    for speedups in (("direct_layers", "thin_gradients"), ()):
+        own = copy.deepcopy(net)
+        optimizer = SGD(own.parameters(), lr=0.01, momentum=momentum, weight_decay=0.1)
+        faster = FasterStep(own, optimizer, speedups)
+        for _ in range(3):
+            optimizer.zero_grad()
+            with faster.forwards():
+                loss = own(x).square().mean()
+            loss.backward()
+            assert not speedups or own[1].weight.grad is None
+            faster.step()
+        ends.append(own)
+    for p, q in zip(*(end.parameters() for end in ends), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-5)
+
+
 def test_adam_can_be_fused():
     speedups = ("channels_last", "fused_optimizer")
     one, other = (trained(s, lambda net: Adam(net.parameters())) for s in (speedups, ()))
