@@ -2,7 +2,7 @@
 
 Both run in one process on one thread, so that whatever slows the machine down for a while slows
 both. A turn is a round, or several one after the other where rounds are short: those of a run follow
-one another too, and the first after something else finds other things in the processor's caches. What
+one another too, and the first ones after something else find other things in the processor's caches. What
 the federation does from the end of one round to the end of the next is its own, with Lightning's loops
 and the server's step. All loops train every round from the federation's weights, so that differences do
 not pile up, and the federation's aggregate is compared with that of a third, untimed loop, whose mean
@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,11 +28,12 @@ from benchmarks.bare import PLAIN, BareLoop, Visit, best_variant, own_plan
 from benchmarks.options import Options, add_options
 from benchmarks.plan import federation_plan
 from benchmarks.workloads import WORKLOADS
+from fl_lightning.data.shards import ClientShards
 
 FULL = "32-true"
 # A turn of the plain loop takes about so long, or has so many rounds.
-_SECONDS_OF_A_TURN = 0.5
-_MOST_ROUNDS_OF_A_TURN = 10
+_SECONDS_OF_A_TURN = 1.0
+_MOST_ROUNDS_OF_A_TURN = 20
 
 
 @dataclass
@@ -63,13 +65,13 @@ class Round:
     """A round of the federation, for the others to train as well.
 
     Attributes:
-        plan: which clients, on what.
+        index: the round's.
         before: the global weights that it began from.
         after: those that it ended with.
         seconds: what it took.
     """
 
-    plan: Sequence[Visit]
+    index: int
     before: list[torch.Tensor]
     after: list[torch.Tensor]
     seconds: float
@@ -105,15 +107,14 @@ class TakeTurns(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note a round; after the turn's last the others' begins, while other processes wait."""
         seconds = time.perf_counter() - self._began
-        clients = trainer.datamodule.clients  # type: ignore[attr-defined]
-        plan = federation_plan(self.exact.work, clients, trainer.current_epoch)
         after = [p.detach().clone() for p in pl_module.parameters()]
-        self._turn.append(Round(plan, self._before, after, seconds))
+        self._turn.append(Round(trainer.current_epoch, self._before, after, seconds))
         self._before = after
         if trainer.current_epoch % self.rounds == 0:
             trainer.strategy.barrier()
             if trainer.is_global_zero:
-                self._train_bare(is_warm=trainer.current_epoch > 0)
+                clients = trainer.datamodule.clients  # type: ignore[attr-defined]
+                self._train_bare(clients, is_warm=trainer.current_epoch > 0)
             trainer.strategy.barrier()
             self._turn = []
         self._began = time.perf_counter()
@@ -123,11 +124,12 @@ class TakeTurns(Callback):
         if trainer.is_global_zero:
             self.path.write_text(json.dumps(asdict(self.turns)))
 
-    def _train_bare(self, *, is_warm: bool) -> None:
+    def _train_bare(self, clients: ClientShards, *, is_warm: bool) -> None:
         loops = dict.fromkeys(self.timed.values())  # the plain one may be the best
-        seconds = {loop: [_train(loop, each) for each in self._turn] for loop in loops}
-        for each in self._turn:
-            _train(self.exact, each)
+        plans = [federation_plan(self.exact.work, clients, each.index) for each in self._turn]
+        seconds = {loop: [*map(partial(_train, loop), self._turn, plans)] for loop in loops}
+        for each, plan in zip(self._turn, plans, strict=True):
+            _train(self.exact, each, plan)
             self._compare(each.before, each.after)
         if is_warm:
             self.turns.ours += [each.seconds for each in self._turn]
@@ -142,10 +144,10 @@ class TakeTurns(Callback):
         self.turns.difference = float(torch.maximum(share, so_far))  # a NaN stays and shows
 
 
-def _train(loop: BareLoop, each: Round) -> float:
+def _train(loop: BareLoop, each: Round, plan: Sequence[Visit]) -> float:
     """Train a round of the federation and return its seconds."""
     torch._foreach_copy_(loop.start, each.before)
-    return loop.train_round(each.plan)
+    return loop.train_round(plan)
 
 
 def rounds_of_a_turn(loop: BareLoop) -> int:

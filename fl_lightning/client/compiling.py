@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,12 @@ from fl_lightning.client.recorded_graph import OtherArguments, RecordedGraph, Wa
 _FAILURES = (
     exc.TorchDynamoException,
     getattr(exc, "FailOnRecompileLimitHit", exc.TorchDynamoException),
+)
+# whether the compiler can leave out some of its checks
+_CAN_LEAVE_OUT = hasattr(torch.compiler, "skip_guard_on_globals_unsafe")
+# As it writes what it finds in modules of PyTorch's and of ours
+_FIXED = re.compile(
+    r"(dict\(|list\(dict\.keys\()?(G\['__import_(torch|fl_lightning)(_dot_|')|__import__\('torch'\))"
 )
 
 
@@ -59,15 +66,21 @@ class Compiled:
         self._name, self._plain = name, otherwise or function
         self._has_one_graph = otherwise is not None
         self._watch = Watch() if is_alone else None
+        self._function = function
+        self._compile(leaves_out=_CAN_LEAVE_OUT)
+        self._recorded: RecordedGraph | None = None
+        self.is_given_up = self._refuses = False
+
+    def _compile(self, *, leaves_out: bool) -> None:
+        self._leaves_out = leaves_out
+        self._has_graph = self._is_checked = False
         self._compiled = torch.compile(
-            _with_own_code(function),
+            _with_own_code(self._function),
             fullgraph=True,
             dynamic=False,
             backend=self._watch or "inductor",
+            options={"guard_filter_fn": _checks} if leaves_out else None,
         )
-        self._recorded: RecordedGraph | None = None
-        self.is_given_up = False
-        self._has_graph = self._is_checked = self._refuses = False
 
     @property
     def is_recorded(self) -> bool:
@@ -101,6 +114,11 @@ class Compiled:
             except _FAILURES as error:
                 if self._refuses and isinstance(error, HasChanged):
                     raise
+                if self._leaves_out and isinstance(error, exc.InternalTorchDynamoError):
+                    self._compile(
+                        leaves_out=False
+                    )  # it cannot where a step reads an array of NumPy's
+                    return self(*args)
                 self.give_up(error)
         return self._plain(*args)
 
@@ -141,6 +159,14 @@ class Compiled:
             return self._compiled(*args)
         result, self._recorded = self._watch.record(self._compiled, args)
         return result
+
+
+def _checks(entries: Sequence[Any]) -> list[bool]:
+    """Return which of the compiler's checks are of what may change between two calls.
+
+    Two thirds are not: they are of the code of PyTorch and of this library.
+    """
+    return [_FIXED.match(entry.name) is None for entry in entries]
 
 
 def _what_changed(error: RuntimeError) -> str:

@@ -1,11 +1,16 @@
 """A compiled step is a matter of speed: without a graph the same function runs as it is."""
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
 
+from fl_lightning.client import compiling
 from fl_lightning.client.compiling import Compiled, HasChanged
 
 X = torch.arange(4.0)
+FACTOR = 2
 
 
 class Scaled:
@@ -44,6 +49,55 @@ def test_a_changed_value_is_found_when_asked_for():
     run.recheck()
     assert torch.equal(run(X), 5 * X)
     assert torch.equal(run(X), 5 * X)
+
+
+def test_what_other_modules_hold_is_checked(monkeypatch):
+    run = Compiled(lambda x: x * FACTOR)
+    assert torch.equal(run(X), 2 * X)
+    monkeypatch.setattr(f"{__name__}.FACTOR", 3)
+    run.recheck()
+    assert torch.equal(run(X), 3 * X)
+
+
+def test_code_of_pytorch_and_of_this_library_is_not_checked():
+    names = {
+        "self.network._modules['0'].training": True,
+        "G['FACTOR']": True,
+        "G['__import_tests_dot_client_dot_test_compiling'].torch.float32": True,
+        "G['__import_torchvision_dot_ops'].misc": True,
+        "dict(type(self.network).__dict__)": True,
+        "G['__import_torch'].nn": False,
+        "G['__import_torch_dot_nn_dot_functional'].linear": False,
+        "dict(type(G['__import_torch_dot_utils_dot__pytree']._LEAF_SPEC).__dict__)": True,
+        "list(dict.keys(__import__('torch').utils._pytree.SUPPORTED_NODES))[1]": False,
+        "G['__import_fl_lightning_dot_client_dot_direct_layers'].dense": False,
+    }
+    entries = [SimpleNamespace(name=name) for name in names]
+    assert compiling._checks(entries) == list(names.values())
+
+
+@pytest.mark.skipif(not compiling._CAN_LEAVE_OUT, reason="this PyTorch checks everything")
+def test_a_compiler_checks_less(monkeypatch):
+    asked = []
+    usual = compiling._checks
+
+    def noting(entries):
+        asked.extend(usual(entries))
+        return usual(entries)
+
+    monkeypatch.setattr(compiling, "_checks", noting)
+    Compiled(Scaled(2).times)(X)
+    assert True in asked
+    Compiled(lambda x: torch.func.vmap(torch.sin)(x))(X)
+    assert False in asked
+
+
+def test_where_checks_cannot_be_left_out_none_are():
+    """PyTorch builds them twice then, and with arrays fails at the second time."""
+    array = np.full(4, 3.0, np.float32)
+    run = Compiled(lambda x: x * torch.as_tensor(array))
+    assert torch.equal(run(X), 3 * X)
+    assert not run.is_given_up
 
 
 def test_a_change_may_be_refused():

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from torch._inductor.output_code import CompiledFxGraph
 
 from fl_lightning.client.compiling import Compiled, HasChanged
 from fl_lightning.client.recorded_graph import OtherArguments, Watch
@@ -65,6 +66,67 @@ def test_what_python_holds_is_read_where_it_is():
     layer.weight *= 3
     args = arguments(1)
     torch.testing.assert_close(graph(*args)["weighted"], layer.run(*arguments(1))["weighted"])
+
+
+def test_the_innermost_function_is_called():
+    """What is around it takes longer than itself."""
+    _, graph = recorded(Layer().run, *arguments(0))
+    assert isinstance(graph._run, CompiledFxGraph)
+
+
+def test_views_of_what_is_given_are_its_own():
+    """The graph returns what it took, and what is around it makes a view of that."""
+
+    def function(batch, weight):
+        row = batch.unsqueeze(0)
+        return (row * weight).sum(), row.squeeze(0).detach()
+
+    def batch(seed):
+        return torch.randn(3, generator=torch.Generator().manual_seed(seed))
+
+    _, graph = recorded(function, batch(0), torch.ones(3))
+    for seed in (1, 2):
+        x = batch(seed)
+        total, same = graph(x, torch.full((3,), 2.0))
+        assert total == pytest.approx(2 * float(x.sum()), abs=1e-5)
+        assert same.data_ptr() == x.data_ptr()
+        assert torch.equal(same, x)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_views_of_one_memory_are_told_apart(number):
+    """Two that are given lie in one place: which of them a result is a view of nobody can say."""
+
+    def function(one, other):
+        return one + other, (one, other)[number].view(-1).view(2)
+
+    x, y = torch.ones(2), torch.zeros(2)
+    _, graph = recorded(function, x, x.view(2))
+    if graph is not None:
+        _, same = graph(x, y)
+        assert same.data_ptr() == (x, y)[number].data_ptr()
+
+
+def test_what_is_written_behind_the_graph_is_written():
+    """Of two views of one memory that are both changed, the graph takes the memory alone."""
+
+    def function(one, other):
+        one.add_(1)
+        other.mul_(2)
+        return one - other
+
+    def halves():
+        whole = torch.arange(6.0)
+        return whole, whole[:4], whole[2:]
+
+    watch = Watch()
+    compiled = torch.compile(function, fullgraph=True, dynamic=False, backend=watch)
+    compiled(*halves()[1:])
+    _, graph = watch.record(compiled, halves()[1:])
+    expected, found = halves(), halves()
+    result = (graph or compiled)(*found[1:])
+    torch.testing.assert_close(result, function(*expected[1:]))
+    torch.testing.assert_close(found[0], expected[0])
 
 
 def test_a_tensor_made_for_one_call_is_not_recorded():
