@@ -94,18 +94,19 @@ def along_first_axis(function: Callable[..., Any]) -> VmapRule:
 
 
 def along_first_or_second_axis(function: Callable[..., Any]) -> VmapRule:
-    """Return the rule of an operator (clients, examples, …), (clients, …) -> (clients, examples, …).
+    """Return the rule of an operator (clients, examples, …), (clients, …), … -> (clients, examples, …).
 
-    Another axis joins that over clients; where all share the second argument, that over examples:
-    one large product of many small ones.
+    Another axis joins that over clients; where all share the arguments after the first, that over
+    examples: one large product of many small ones.
     """
 
-    def rule(info: Any, axes: Any, one: Tensor, other: Tensor) -> tuple[Tensor, int]:
+    def rule(info: Any, axes: Any, one: Tensor, *others: Tensor) -> tuple[Tensor, int]:
         size = info.batch_size
-        if axes[1] is None:
-            result = function(one.movedim(axes[0], 1).flatten(1, 2), other)
+        if all(axis is None for axis in axes[1:]):
+            result = function(one.movedim(axes[0], 1).flatten(1, 2), *others)
             return result.unflatten(1, (size, -1)), 1
-        result = function(joined(one, axes[0], size), joined(other, axes[1], size))
+        pairs = zip((one, *others), axes, strict=True)
+        result = function(*(joined(argument, axis, size) for argument, axis in pairs))
         return result.unflatten(0, (size, -1)), 0
 
     return rule

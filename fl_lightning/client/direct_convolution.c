@@ -16,8 +16,10 @@ typedef struct {
 
 /* Some pixels of a row of the output, some of its channels. */
 INLINE void output_block(const int rows, const int vectors, const shape *s, const float *image,
-                         const float *weights, long padded, float *to) {
-    vector sums[MOST] = {{0}};
+                         const float *weights, const float *bias, long padded, float *to) {
+    vector sums[MOST];
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int v = 0; v < vectors; v++) sums[r * vectors + v] = load(bias + v * LANES);
     const long reach = s->wide * s->in;
     for (long y = 0; y < s->tall; y++)
         products(rows, vectors, sums, reach, image + y * s->width * s->in, s->in, 1,
@@ -36,15 +38,18 @@ static void copy_rows(float *to, long to_step, const float *from, long count, lo
 
 /* outputs (clients, images, height - tall + 1, width - wide + 1, out)
  * images  (clients, images, height, width, in)
- * weights (clients, tall, wide, in, out) */
-int convolve(float *outputs, const float *images, const float *weights, long clients, long num_images,
-             shape s) {
+ * weights (clients, tall, wide, in, out)
+ * bias    (clients, out), or NULL */
+int convolve(float *outputs, const float *images, const float *weights, const float *bias, long clients,
+             long num_images, shape s) {
     const long high = s.height - s.tall + 1, broad = s.width - s.wide + 1;
     const long padded = rounded(s.out), taps = s.tall * s.wide * s.in;
-    float *own = room(taps * padded);
+    float *own = room((taps + 1) * padded), *own_bias = own + taps * padded;
     if (!own) return 1;
+    memset(own_bias, 0, padded * sizeof(float));
     for (long c = 0; c < clients; c++) {
         copy_rows(own, padded, weights + c * taps * s.out, taps, s.out);
+        if (bias) memcpy(own_bias, bias + c * s.out, s.out * sizeof(float));
         for (long i = 0; i < num_images; i++) {
             const float *image = images + (c * num_images + i) * s.height * s.width * s.in;
             float *output = outputs + (c * num_images + i) * high * broad * s.out;
@@ -57,7 +62,7 @@ int convolve(float *outputs, const float *images, const float *weights, long cli
                     for (long x = 0, rows; x < broad; x += rows) {
                         rows = turn(broad - x, ROWS(vectors));
                         CASES(output_block, &s, image + (y * s.width + x) * s.in, own + first,
-                              padded, output + (y * broad + x) * s.out + first)
+                              own_bias + first, padded, output + (y * broad + x) * s.out + first)
                     }
             }
         }
@@ -162,4 +167,38 @@ int convolve_weights(float *results, const float *gradients, const float *images
     }
     free(own);
     return 0;
+}
+
+/* Sums of some columns over all rows, four at a time: with one sum each would wait for the last. Of the
+ * last rows whole vectors would reach too far. */
+INLINE void column_block(const int vectors, const float *values, long rows, long whole, long columns,
+                         long left, float *to) {
+    vector sums[4][3] = {{{0}}};
+    float found[3 * LANES];
+    long row = 0;
+    for (; row + 4 <= whole; row += 4)
+        UNROLL for (int k = 0; k < 4; k++)
+            UNROLL for (int v = 0; v < vectors; v++)
+                sums[k][v] += load(values + (row + k) * columns + v * LANES);
+    UNROLL for (int v = 0; v < vectors; v++)
+        store(found + v * LANES, (sums[0][v] + sums[1][v]) + (sums[2][v] + sums[3][v]));
+    for (; row < rows; row++)
+        for (long k = 0; k < left; k++) found[k] += values[row * columns + k];
+    memcpy(to, found, left * sizeof(float));
+}
+
+/* sums (clients, columns) of values (clients, rows, columns) */
+void column_sums(float *sums, const float *values, long clients, long rows, long columns) {
+    for (; clients > 0; clients--, values += rows * columns, sums += columns)
+        for (long first = 0, vectors; first < columns; first += vectors * LANES) {
+            vectors = turn((rounded(columns) - first) / LANES, 3);
+            const long size = vectors * LANES, beyond = rows * columns - first - size;
+            const long whole = beyond < 0 ? 0 : beyond / columns + 1;
+            const long left = columns - first < size ? columns - first : size;
+            switch (vectors) {
+            case 1: column_block(1, values + first, rows, whole, columns, left, sums + first); break;
+            case 2: column_block(2, values + first, rows, whole, columns, left, sums + first); break;
+            default: column_block(3, values + first, rows, whole, columns, left, sums + first);
+            }
+        }
 }

@@ -1,6 +1,6 @@
 """Convolutions of many clients, each with weights of its own, as one operator.
 
-    y[g, b] = x[g, b] * w[g]        x (G, B, H, W, C),  w (G, kH, kW, C, O),  y (G, B, H', W', O)
+    y[g, b] = x[g, b] * w[g] + b[g]     x (G, B, H, W, C),  w (G, kH, kW, C, O),  y (G, B, H', W', O)
 
 PyTorch's own kernels on CPUs are made for batches and channels by the hundred. At some ten images
 and some ten channels most of their time is not spent on products, and several clients side by side
@@ -34,6 +34,8 @@ class _Shape(ctypes.Structure):
 
 
 _TYPES = (*(ctypes.c_void_p,) * 3, *(ctypes.c_long,) * 2, _Shape)
+_BIASED_TYPES = (ctypes.c_void_p, *_TYPES)
+_SUM_TYPES = (*(ctypes.c_void_p,) * 2, *(ctypes.c_long,) * 3)
 
 
 @cache
@@ -46,10 +48,12 @@ def flags(count: int) -> tuple[str, ...]:
     return ("-ffp-contract=fast", *vector_flags(count))
 
 
-def _convolve(images: Tensor, weights: Tensor) -> Tensor:
+def _convolve(images: Tensor, weights: Tensor, bias: Tensor | None = None) -> Tensor:
     shape = _output_shape(images, weights)
     result = torch.empty(shape.numel() + _MOST_LANES)[: shape.numel()].view(shape)
-    return _run("convolve", result, images, weights, sizes=(images.shape, weights.shape))
+    bias = None if bias is None else bias.contiguous()
+    pointer = None if bias is None else bias.data_ptr()
+    return _run("convolve", result, images, weights, pointer, sizes=(images.shape, weights.shape))
 
 
 def _convolve_images(gradients: Tensor, weights: Tensor) -> Tensor:
@@ -64,16 +68,31 @@ def _convolve_weights(gradients: Tensor, images: Tensor) -> Tensor:
 
 
 def _run(
-    name: str, result: Tensor, one: Tensor, other: Tensor, *, sizes: tuple[torch.Size, torch.Size]
+    name: str,
+    result: Tensor,
+    one: Tensor,
+    other: Tensor,
+    *more: int | None,
+    sizes: tuple[torch.Size, torch.Size],
 ) -> Tensor:
     """Have the library compute a result from two factors; sizes are those of x and w."""
     (clients, count, height, width, _), (_, tall, wide, channels, out) = sizes
     one, other = one.contiguous(), other.contiguous()
-    pointers = (result.data_ptr(), one.data_ptr(), other.data_ptr())
+    pointers = (result.data_ptr(), one.data_ptr(), other.data_ptr(), *more)
     shape = _Shape(channels, out, height, width, tall, wide)
     side_by_side = wide * channels if name == "convolve_images" else out
-    if c_function(SOURCE, flags(side_by_side), name, *_TYPES)(*pointers, clients, count, shape):
+    types = _BIASED_TYPES if more else _TYPES
+    if c_function(SOURCE, flags(side_by_side), name, *types)(*pointers, clients, count, shape):
         raise MemoryError("there is no memory left for a convolution's weights")
+    return result
+
+
+def _channel_sums(values: Tensor) -> Tensor:
+    (clients, *_, channels), values = values.shape, values.contiguous()
+    result = values.new_empty(clients, channels)
+    rows = values[0, ..., 0].numel() if clients else 0
+    run = c_function(SOURCE, flags(channels), "column_sums", *_SUM_TYPES)
+    run(result.data_ptr(), values.data_ptr(), clients, rows, channels)
     return result
 
 
@@ -92,7 +111,7 @@ def _weight_shape(gradients: Tensor, images: Tensor) -> torch.Size:
     return torch.Size((clients, height - high + 1, width - broad + 1, channels, out))
 
 
-# Each is linear in either factor, so that the gradients are again these three.
+# Each of three is linear in either factor, so that the gradients are again these.
 convolve: Callable[..., Tensor] = operator(
     "convolve(Tensor images, Tensor weights) -> Tensor",
     _convolve,
@@ -116,4 +135,20 @@ convolve_weights: Callable[..., Tensor] = operator(
     along_first_axis,
     lambda v, g, x: convolve(x, v),
     lambda v, g, x: convolve_images(g, v),
+)
+channel_sums: Callable[..., Tensor] = operator(
+    "channel_sums(Tensor values) -> Tensor",
+    _channel_sums,
+    lambda v: v.new_empty(len(v), v.shape[-1]),
+    along_first_axis,
+    lambda u, v: u[:, None, None, None].expand_as(v),
+)
+convolve_and_add: Callable[..., Tensor] = operator(
+    "convolve_and_add(Tensor images, Tensor weights, Tensor bias) -> Tensor",
+    _convolve,
+    lambda x, w, b: x.new_empty(_output_shape(x, w)),
+    along_first_or_second_axis,
+    lambda v, x, w, b: convolve_images(v, w),
+    lambda v, x, w, b: convolve_weights(v, x),
+    lambda v, x, w, b: channel_sums(v),
 )

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - as everyone writes it
 
 from fl_lightning.client.direct_convolution import SOURCE as CONVOLUTION
-from fl_lightning.client.direct_convolution import convolve
+from fl_lightning.client.direct_convolution import convolve, convolve_and_add
 from fl_lightning.client.direct_convolution import flags as convolution_flags
 from fl_lightning.client.direct_linear import FEW, FEWEST_INPUTS, dense
 from fl_lightning.client.direct_linear import SOURCE as LINEAR
@@ -146,11 +146,13 @@ def _convolution(layer: nn.Conv2d, *, contiguous: bool) -> Callable[[Tensor], Te
         images = value.movedim(1, -1)
         if high or broad:
             images = F.pad(images, (0, 0, broad, broad, high, high))
-        weights = layer.weight.permute(2, 3, 1, 0)
-        result: Tensor = convolve(images.unsqueeze(0), weights.unsqueeze(0)).squeeze(0)
-        if layer.bias is not None:
-            result = result + layer.bias
-        result = result.movedim(-1, 1)
+        images = images.contiguous()
+        factors = images.unsqueeze(0), layer.weight.permute(2, 3, 1, 0).unsqueeze(0)
+        bias = layer.bias
+        result = (
+            convolve(*factors) if bias is None else convolve_and_add(*factors, bias.unsqueeze(0))
+        )
+        result = result.squeeze(0).movedim(-1, 1)
         return result.contiguous() if contiguous else result
 
     return forward

@@ -62,7 +62,7 @@ INLINE long turn(long count, long most) {
 
 /* As many rows as are summed at once with so many vectors each; with FEW_ROWS, with up to three. */
 #define FEW_ROWS (MOST / 3)
-#define ROWS(vectors) ((vectors) == 1 ? 12 : (vectors) == 2 && LANES == 8 ? 6 : FEW_ROWS)
+#define ROWS(vectors) ((vectors) == 1 ? 12 : (vectors) == 2 ? MOST / 2 : FEW_ROWS)
 
 #define CASE(r, v, block, ...)                                                                     \
     case r: block(r, v, __VA_ARGS__); break;
@@ -84,7 +84,7 @@ INLINE long turn(long count, long most) {
 
 #if LANES == 16
 #define TO_FEW TO_8
-#define TO_HALF TO_8
+#define TO_HALF TO_12
 #else
 #define TO_FEW TO_4
 #define TO_HALF TO_6

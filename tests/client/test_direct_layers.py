@@ -12,7 +12,9 @@ from torch.nn import functional as F
 
 from fl_lightning.client.direct_convolution import (
     SOURCE,
+    channel_sums,
     convolve,
+    convolve_and_add,
     convolve_images,
     convolve_weights,
 )
@@ -69,6 +71,9 @@ def test_products_and_both_gradients(clients, images, channels, out, kernel, mor
     gradients = torch.autograd.grad(expected, leaves, v.double())
     assert_near(convolve_images(v, w), gradients[0])
     assert_near(convolve_weights(v, x), gradients[1])
+    bias = draws(clients, out, seed=3)
+    assert_near(convolve_and_add(x, w, bias), expected + bias.double()[:, None, None, None])
+    assert_near(channel_sums(v), v.double().sum((1, 2, 3)))
 
 
 @settings(max_examples=150)
@@ -141,6 +146,17 @@ def test_an_image_of_many_rows_and_wide_ones():
         assert_near(convolve_weights(v, x), expected)
 
 
+@pytest.mark.parametrize("out", [3, 16, 20, 70])
+def test_sums_of_channels_take_in_nothing_else(out):
+    """What lies beside the values is infinite."""
+    for rows in (1, 2, 3, 9):
+        room = torch.full((2 * rows * out + 128,), torch.inf)
+        values = room[64:-64].view(2, 1, rows, 1, out)
+        values.copy_(draws(2, 1, rows, 1, out))
+        assert_near(channel_sums(values), values.double().sum((1, 2, 3)))
+    assert torch.equal(channel_sums(draws(2, 0, 3, 3, out)), torch.zeros(2, out))
+
+
 def test_a_client_is_computed_alike_whoever_is_beside_it():
     x, w = draws(3, 4, 9, 8, 5), draws(3, 3, 2, 5, 7, seed=1)
     v = draws(3, 4, 7, 7, 7, seed=2)
@@ -156,6 +172,10 @@ def test_a_client_is_computed_alike_whoever_is_beside_it():
         together = function(one, other)
         alone = [function(one[g : g + 1], other[g : g + 1]) for g in range(3)]
         assert torch.equal(together, torch.cat(alone))
+    bias = draws(3, 7, seed=3)
+    alone = [convolve_and_add(x[g : g + 1], w[g : g + 1], bias[g : g + 1]) for g in range(3)]
+    assert torch.equal(convolve_and_add(x, w, bias), torch.cat(alone))
+    assert torch.equal(channel_sums(v), torch.cat([channel_sums(v[g : g + 1]) for g in range(3)]))
 
 
 @pytest.mark.parametrize("axes", [(0, 0), (2, 1), (0, None), (1, None), (None, 0), (None, 3)])
@@ -185,6 +205,44 @@ def test_another_axis_over_one_or_both(function, shapes, axes):
     found = vmap(function, axes)(*factors)
     expected = torch.stack([function(*at(i)) for i in range(4)])
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "axes", [(0, 0, 0), (5, 3, 2), (2, None, None), (0, None, 1), (None, None, 0), (None, 2, None)]
+)
+def test_another_axis_over_some_of_three(axes):
+    """Weights may be frozen while biases train."""
+    shapes = (2, 3, 6, 7, 4), (2, 3, 2, 4, 5), (2, 5)
+    factors = []
+    for seed, (shape, axis) in enumerate(zip(shapes, axes, strict=True)):
+        factor = draws(*(() if axis is None else (4,)), *shape, seed=seed)
+        factors.append(factor if axis is None else factor.movedim(0, axis))
+
+    def at(i):
+        return [f if a is None else f.select(a, i) for f, a in zip(factors, axes, strict=True)]
+
+    found = vmap(convolve_and_add, axes)(*factors)
+    expected = torch.stack([convolve_and_add(*at(i)) for i in range(4)])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_slopes_of_a_convolution_and_of_these_slopes():
+    leaves = draws(2, 3, 5, 6, 4), draws(2, 3, 2, 4, 5, seed=1), draws(2, 5, seed=2)
+    leaves = [leaf.double().requires_grad_() for leaf in leaves]
+
+    def ours(x, w, b):
+        return convolve_and_add(x.float(), w.float(), b.float()).double()
+
+    def theirs(x, w, b):
+        return grouped(x, w) + b[:, None, None, None]
+
+    results = []
+    for function in (ours, theirs):
+        slopes = torch.autograd.grad(function(*leaves).pow(3).sum(), leaves, create_graph=True)
+        total = sum(slope.square().sum() for slope in slopes)
+        results.append([*slopes, *torch.autograd.grad(total, leaves)])
+    for found, expected in zip(*results, strict=True):
+        assert_near(found, expected, 1e-4)
 
 
 @pytest.mark.parametrize("window", [(2, 2), (3, 2), (1, 4), (1, 1)])
@@ -379,10 +437,11 @@ def test_nothing_is_written_past_the_end(out):
     class Shape(ctypes.Structure):
         _fields_ = [(name, ctypes.c_long) for name in "abcdef"]
 
-    pointers = [ctypes.c_void_p(t.data_ptr()) for t in (result, x, w)]
+    bias = draws(out, seed=2)
+    pointers = [ctypes.c_void_p(t.data_ptr()) for t in (result, x, w, bias)]
     shape = Shape(1, out, 3, 3, 3, 3)
     assert library.convolve(*pointers, ctypes.c_long(1), ctypes.c_long(1), shape) == 0
-    assert_near(result[:out], grouped(x, w).flatten())
+    assert_near(result[:out], grouped(x, w).flatten() + bias)
     assert (result[out + 16 :] == -7).all()
 
 
