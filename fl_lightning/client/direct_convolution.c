@@ -168,37 +168,3 @@ int convolve_weights(float *results, const float *gradients, const float *images
     free(own);
     return 0;
 }
-
-/* Sums of some columns over all rows, four at a time: with one sum each would wait for the last. Of the
- * last rows whole vectors would reach too far. */
-INLINE void column_block(const int vectors, const float *values, long rows, long whole, long columns,
-                         long left, float *to) {
-    vector sums[4][3] = {{{0}}};
-    float found[3 * LANES];
-    long row = 0;
-    for (; row + 4 <= whole; row += 4)
-        UNROLL for (int k = 0; k < 4; k++)
-            UNROLL for (int v = 0; v < vectors; v++)
-                sums[k][v] += load(values + (row + k) * columns + v * LANES);
-    UNROLL for (int v = 0; v < vectors; v++)
-        store(found + v * LANES, (sums[0][v] + sums[1][v]) + (sums[2][v] + sums[3][v]));
-    for (; row < rows; row++)
-        for (long k = 0; k < left; k++) found[k] += values[row * columns + k];
-    memcpy(to, found, left * sizeof(float));
-}
-
-/* sums (clients, columns) of values (clients, rows, columns) */
-void column_sums(float *sums, const float *values, long clients, long rows, long columns) {
-    for (; clients > 0; clients--, values += rows * columns, sums += columns)
-        for (long first = 0, vectors; first < columns; first += vectors * LANES) {
-            vectors = turn((rounded(columns) - first) / LANES, 3);
-            const long size = vectors * LANES, beyond = rows * columns - first - size;
-            const long whole = beyond < 0 ? 0 : beyond / columns + 1;
-            const long left = columns - first < size ? columns - first : size;
-            switch (vectors) {
-            case 1: column_block(1, values + first, rows, whole, columns, left, sums + first); break;
-            case 2: column_block(2, values + first, rows, whole, columns, left, sums + first); break;
-            default: column_block(3, values + first, rows, whole, columns, left, sums + first);
-            }
-        }
-}
