@@ -115,9 +115,8 @@ class Compiled:
                 if self._refuses and isinstance(error, HasChanged):
                     raise
                 if self._leaves_out and isinstance(error, exc.InternalTorchDynamoError):
-                    self._compile(
-                        leaves_out=False
-                    )  # it cannot where a step reads an array of NumPy's
+                    # it cannot, where a step reads an array of NumPy's
+                    self._compile(leaves_out=False)
                     return self(*args)
                 self.give_up(error)
         return self._plain(*args)
