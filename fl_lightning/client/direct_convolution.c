@@ -44,8 +44,9 @@ int convolve(float *outputs, const float *images, const float *weights, const fl
              long num_images, shape s) {
     const long high = s.height - s.tall + 1, broad = s.width - s.wide + 1;
     const long padded = rounded(s.out), taps = s.tall * s.wide * s.in;
-    float *own = room((taps + 1) * padded), *own_bias = own + taps * padded;
+    float *own = room((taps + 1) * padded);
     if (!own) return 1;
+    float *own_bias = own + taps * padded;
     memset(own_bias, 0, padded * sizeof(float));
     for (long c = 0; c < clients; c++) {
         copy_rows(own, padded, weights + c * taps * s.out, taps, s.out);

@@ -167,6 +167,21 @@ def test_a_client_is_computed_alike_whoever_is_beside_it():
     assert torch.equal(channel_sums(v), torch.cat([channel_sums(v[g : g + 1]) for g in range(3)]))
 
 
+def assert_alike_over_axes(function, shapes, axes):
+    """An axis more gives what its indices give one by one."""
+    factors = []
+    for seed, (shape, axis) in enumerate(zip(shapes, axes, strict=True)):
+        factor = draws(*(() if axis is None else (4,)), *shape, seed=seed)
+        factors.append(factor if axis is None else factor.movedim(0, axis))
+
+    def at(i):
+        return [f if a is None else f.select(a, i) for f, a in zip(factors, axes, strict=True)]
+
+    found = vmap(function, axes)(*factors)
+    expected = torch.stack([function(*at(i)) for i in range(4)])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("axes", [(0, 0), (2, 1), (0, None), (1, None), (None, 0), (None, 3)])
 @pytest.mark.parametrize(
     ("function", "shapes"),
@@ -182,18 +197,7 @@ def test_a_client_is_computed_alike_whoever_is_beside_it():
 )
 def test_another_axis_over_one_or_both(function, shapes, axes):
     axes = tuple(a if a is None else min(a, len(s) - 1) for a, s in zip(axes, shapes, strict=True))
-    factors = []
-    for seed, (shape, axis) in enumerate(zip(shapes, axes, strict=True)):
-        more = () if axis is None else (4,)
-        factor = draws(*more, *shape, seed=seed)
-        factors.append(factor if axis is None else factor.movedim(0, axis))
-
-    def at(i):
-        return [f if a is None else f.select(a, i) for f, a in zip(factors, axes, strict=True)]
-
-    found = vmap(function, axes)(*factors)
-    expected = torch.stack([function(*at(i)) for i in range(4)])
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert_alike_over_axes(function, shapes, axes)
 
 
 @pytest.mark.parametrize(
@@ -202,17 +206,7 @@ def test_another_axis_over_one_or_both(function, shapes, axes):
 def test_another_axis_over_some_of_three(axes):
     """Weights may be frozen while biases train."""
     shapes = (2, 3, 6, 7, 4), (2, 3, 2, 4, 5), (2, 5)
-    factors = []
-    for seed, (shape, axis) in enumerate(zip(shapes, axes, strict=True)):
-        factor = draws(*(() if axis is None else (4,)), *shape, seed=seed)
-        factors.append(factor if axis is None else factor.movedim(0, axis))
-
-    def at(i):
-        return [f if a is None else f.select(a, i) for f, a in zip(factors, axes, strict=True)]
-
-    found = vmap(convolve_and_add, axes)(*factors)
-    expected = torch.stack([convolve_and_add(*at(i)) for i in range(4)])
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert_alike_over_axes(convolve_and_add, shapes, axes)
 
 
 def test_slopes_of_a_convolution_and_of_these_slopes():
