@@ -13,13 +13,7 @@ from torch._dynamo import exc
 
 from fl_lightning.client.recorded_graph import OtherArguments, RecordedGraph, Watch
 
-# the name of the second is newer than the oldest PyTorch supported
-_FAILURES = (
-    exc.TorchDynamoException,
-    getattr(exc, "FailOnRecompileLimitHit", exc.TorchDynamoException),
-)
-# whether the compiler can leave out some of its checks
-_CAN_LEAVE_OUT = hasattr(torch.compiler, "skip_guard_on_globals_unsafe")
+_FAILURES = (exc.TorchDynamoException, exc.FailOnRecompileLimitHit)
 # As it writes what it finds in modules of PyTorch's and of ours
 _FIXED = re.compile(
     r"(dict\(|list\(dict\.keys\()?(G\['__import_(torch|fl_lightning)(_dot_|')|__import__\('torch'\))"
@@ -67,7 +61,7 @@ class Compiled:
         self._has_one_graph = otherwise is not None
         self._watch = Watch() if is_alone else None
         self._function = function
-        self._compile(leaves_out=_CAN_LEAVE_OUT)
+        self._compile(leaves_out=True)
         self._recorded: RecordedGraph | None = None
         self.is_given_up = self._refuses = False
 
@@ -124,7 +118,9 @@ class Compiled:
     def give_up(self, error: Exception) -> None:
         """Run it in the other way from here on, and warn."""
         self.is_given_up = True
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        # after a colon comes what the compiler's backend has raised
+        reason = " ".join(lines[: 2 if lines[0].endswith(":") else 1]).strip()
         message = f"{self._name} is not compiled from here on: {reason}"
         warnings.warn(message, NotCompiled, stacklevel=3)
 

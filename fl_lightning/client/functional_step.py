@@ -148,7 +148,7 @@ class TrainingStep:
                 inputs = self.thin_layers.inputs
             finally:
                 self.thin_layers.end()
-            if missing := thin.weights.keys() - inputs.keys():
+            if missing := [name for name in thin.weights if name not in inputs]:
                 raise CannotStack(f"its layer of {min(missing)} is not called as it was before")
         given = [tensor.detach() for call in calls for tensor in tensors_of(call)]
         return Result(loss, {OWN_LOSS: (loss.detach(), None), **logged}, given, inputs)

@@ -76,7 +76,7 @@ class StackedFunctions:
         self._write(slots, self._moved(slots, grads, inputs.steps), inputs.steps)
         for name, buffer in buffers.items():
             buffer.copy_(outputs.buffers[name])
-        return outputs._replace(buffers={}), factors
+        return Outputs(outputs.sums, outputs.given, {}, {}), factors
 
     def first(
         self, inputs: Inputs, start: Tensors, slots: Slots
@@ -106,7 +106,8 @@ class StackedFunctions:
     ) -> tuple[Tensors, Outputs, dict[str, Factors]]:
         grads, outputs = self.gradients(params, buffers, inputs, shared=shared)
         factors = {n: Factors(error, outputs.inputs[n]) for n, error in grads.errors.items()}
-        return grads.whole, outputs._replace(inputs={}), factors
+        # not _replace, which older compilers do not follow
+        return grads.whole, Outputs(outputs.sums, outputs.given, outputs.buffers, {}), factors
 
     def _moved_from(
         self, start: Tensors, slots: Slots, inputs: Inputs

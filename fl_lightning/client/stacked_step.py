@@ -101,6 +101,11 @@ class StackedStep:
         self._looked_for: Any = None  # in no round so far
         self.read_options()
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether its graphs, as far as they were needed, are compiled; not before the first round."""
+        return all(isinstance(run, Compiled) and not run.is_given_up for run in self._run)
+
     def read_options(self) -> None:
         """Take over the optimizer's present options and masks, before the round's `rehearse`."""
         groups = self._optimizer.param_groups
@@ -127,9 +132,8 @@ class StackedStep:
         weights that are thin.
         """
         functions = self._functions
-        can_tell = self._looked_for == (functions.rules, set(functions.masks)) and all(
-            isinstance(run, Compiled) and not run.is_given_up for run in self._run
-        )
+        is_known = self._looked_for == (functions.rules, set(functions.masks))
+        can_tell = is_known and self.is_compiled
         if not can_tell:
             self._look(batch)
         self._recheck(refuse=can_tell)

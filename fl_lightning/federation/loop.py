@@ -28,7 +28,7 @@ from fl_lightning.federation.groups import ClientGroup
 
 _ADVICE = (
     f"fl_lightning works with Lightning 2.5 and 2.6; Lightning {lightning.__version__} has changed "
-    "its training loop. Install lightning>=2.5,<2.7."
+    "its training loop. Install lightning>=2.5.1,<2.7."
 )
 if list(inspect.signature(_AutomaticOptimization.run).parameters) != [
     "self",

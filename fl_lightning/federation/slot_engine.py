@@ -125,6 +125,11 @@ class SlotEngine:
             fits &= num_seen == work.num_steps * self._batch_size
         return work.where(fits), work.where(~fits)
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the stacked step is, as far as clients have trained."""
+        return self._step.is_compiled
+
     def leave_out(self, client: int) -> None:
         """Have no example of a client count that trains now and whose update cannot be used."""
         self._slots.leave_out(client)

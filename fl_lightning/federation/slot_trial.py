@@ -99,10 +99,8 @@ class SlotTrial:
         spent = time.perf_counter() - began
         if ratio < _LEAST_RATIO:
             raise CannotStack(f"{number} slots were measured at {ratio:.2f} times its speed")
-        return (
-            engine,
-            f"measured at {ratio:.1f} times the sequential speed, compiled in {spent:.0f} s",
-        )
+        how = "compiled in" if engine.is_compiled else "not compiled, tried for"
+        return engine, f"measured at {ratio:.1f} times the sequential speed, {how} {spent:.0f} s"
 
     def num_steps(self, work: Sequence[ClientWork]) -> float:
         """Return about how many local steps the whole run has; it is not shorter when resumed."""

@@ -142,7 +142,7 @@ class Odd(nn.Module):
         ("updates", "updates the torchmetrics object 'mean'"),
         ("logs", "logs a torchmetrics object as 'mean'"),
         ("skips", "no loss"),
-        ("branches", "ata-dependent"),
+        ("branches", "ata-dependent|Graph break"),
     ],
 )
 def test_what_cannot_be_compiled_is_named_and_leaves_nothing_behind(way, reason):

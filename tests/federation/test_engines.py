@@ -1,6 +1,7 @@
 """The engine is a matter of speed: the same rounds come out, and what slots cannot run is named."""
 
 import logging
+import re
 from functools import partial
 
 import pytest
@@ -10,6 +11,7 @@ import torchmetrics
 from lightning.pytorch import Callback
 from torch import nn
 from torch.nn import functional as F
+from torch.torch_version import TorchVersion
 from toys import ToyModule, toy_data, toy_trainer, weights
 
 from fl_lightning import (
@@ -24,9 +26,12 @@ from fl_lightning.client.direct_layers import reason_against_direct_layers
 from fl_lightning.client.thin_deltas import ThinDeltas
 from fl_lightning.core.metric_states import metrics_of
 from fl_lightning.data import Digits
+from fl_lightning.federation import slot_trial
 from fl_lightning.updates import TopK
 
 COHORT = UniformCohort(size=4)
+# GroupNorm asks for its input's layout, which older versions do not know within vmap
+KNOWS_LAYOUTS = TorchVersion(torch.__version__) >= (2, 14)
 
 
 def run(module, engine="slots", *callbacks, data=None, max_epochs=3, ckpt=None, trainer=None, **o):
@@ -146,7 +151,9 @@ class View(nn.Module):
 @pytest.mark.skipif(
     reason_against_direct_layers(nn.Conv2d(1, 1, 1)) is not None, reason="no compiler"
 )
-@pytest.mark.parametrize(("kind", "direct"), [(Conv, True), (Viewing, False), (ToyModule, True)])
+@pytest.mark.parametrize(
+    ("kind", "direct"), [(Conv, KNOWS_LAYOUTS), (Viewing, False), (ToyModule, True)]
+)
 def test_layers_are_direct_where_the_model_lets_them(kind, direct):
     one, many = toy(kind), toy(kind)
     run(one, "sequential")
@@ -374,6 +381,33 @@ def test_auto_does_not_compile_for_a_short_run(caplog):
         run(toy(), "auto", slots=None)
     assert "engine: sequential, because" in caplog.text
     assert "local steps do not repay a compiler" in caplog.text
+
+
+class Breaking(ToyModule):
+    """Does what slots can and no graph."""
+
+    def training_step(self, batch, batch_idx):
+        torch._dynamo.graph_break()
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore:the local step of many clients is not compiled")
+@pytest.mark.parametrize(
+    ("kind", "how"), [(ToyModule, "compiled in"), (Breaking, "not compiled, tried for")]
+)
+def test_auto_takes_slots_that_are_faster(kind, how, monkeypatch, caplog):
+    monkeypatch.setattr(slot_trial, "SHORT_RUN_STEPS", 0)
+    monkeypatch.setattr(slot_trial, "SHORT_RUN_SECONDS", 0.0)
+    monkeypatch.setattr(slot_trial, "_TRIAL_SECONDS", 0.01)
+    monkeypatch.setattr(slot_trial, "_LEAST_RATIO", 1e-9)  # whatever the machine does meanwhile
+    one, many = toy(), toy(kind)
+    first = run(one, "sequential")
+    with caplog.at_level(logging.INFO, logger="lightning.pytorch"):
+        second = run(many, "auto", slots=None)
+    said = rf"engine: 4 slots, measured at [\d.]+ times the sequential speed, {how} \d+ s"
+    assert re.search(said, caplog.text)
+    torch.testing.assert_close(weights(one), weights(many), rtol=1e-5, atol=1e-6)
+    assert_same_logs(first, second)
 
 
 class Poisoned(ToyModule):

@@ -54,7 +54,8 @@ def test_pads_pass_a_chi_square_test(bits):
     values = pad(b"chi" + bytes(29), 200_000, ring)
     shifts = [0, bits - 8]  # the lowest and the highest eight bits
     for shift in shifts:
-        counts = np.bincount((values >> ring.dtype.type(shift)) & 255, minlength=256)
+        octets = ((values >> ring.dtype.type(shift)) & 255).astype(np.int64)
+        counts = np.bincount(octets, minlength=256)
         assert 1e-4 < chisquare(counts).pvalue < 1 - 1e-4
 
 
