@@ -6,12 +6,11 @@ found gradients that are not finite, and where the module's own ``optimizer_step
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from typing_extensions import Self
 
 
 class OptimizerSteps:

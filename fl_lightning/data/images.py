@@ -12,12 +12,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import final
+from typing import Self, final
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
-from typing_extensions import Self
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.transforms import PixelPipeline

@@ -49,8 +49,7 @@ def uniform_draws(entropy: Entropy = system_entropy) -> Draws:
 
     def draw(count: int) -> NDArray[np.float64]:
         words = np.frombuffer(stream(8 * count), "<u8")
-        numbers: NDArray[np.float64] = (words >> np.uint64(11)) * 2.0**-53
-        return numbers
+        return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
     return draw
 
