@@ -39,7 +39,7 @@ class Compiled:
         name: of what it does, for a warning.
         otherwise: what runs where it cannot be compiled; the function itself if None. If given,
             there is one graph, and what would need another one is not compiled any more.
-        is_alone: between two checks no Python runs that could change what the function reads, so that
+        is_alone: between two checks nothing changes but the tensors in the first argument, so that
             calls may go straight to the graph, see `RecordedGraph`.
 
     Example:
@@ -78,7 +78,7 @@ class Compiled:
 
     @property
     def is_recorded(self) -> bool:
-        """Whether the next call reads nothing but its arguments."""
+        """Whether the next call reads nothing but its first argument."""
         return self._recorded is not None
 
     def recheck(self, *, refuse: bool = False) -> None:

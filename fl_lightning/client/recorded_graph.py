@@ -1,6 +1,6 @@
 """A compiled graph called straight, as a watched call of its function has shown.
 
-    f(a, b) = result(g(x_1, …, x_m)),     x_i a tensor in a or b, or one that Python holds elsewhere
+    f(a, b) = result(g(x_1, …, x_m)),     x_i a tensor in a, or one that Python holds elsewhere, as in b
 
 `torch.compile` finds the x_i and builds the result in Python at every call, after a look at all that the
 function reads: 0.4 ms, as long as a small step takes. What it calls then looks after what is written and
@@ -27,7 +27,7 @@ _Maker = Callable[[Sequence[Any]], Any]
 
 
 class OtherArguments(TypeError):  # noqa: N818 - a finding, not a fault
-    """Arguments are not of the kind that a graph was recorded with."""
+    """The first argument is not of the kind that a graph was recorded with."""
 
 
 class _Call(NamedTuple):
@@ -64,12 +64,12 @@ class Watch:
 
         Args:
             function: whose graph is one.
-            args: its arguments: tensors in tuples, lists and dicts, and what is always the same.
+            args: its arguments, the first of tensors in tuples, lists and dicts.
 
         Returns:
-            Its result, and what gives that of other arguments of the same kind, as long as what else
-            the function reads stays. None where that is not sure: after a call that has compiled the
-            graph, or that has more to do than to run it.
+            Its result, and what gives that of another first argument of the same kind, as long as the
+            other ones and what else the function reads stay. None where that is not sure: after a call
+            that has compiled the graph, or that has more to do than to run it.
         """
         self._is_on, self._has_compiled = True, False
         try:
@@ -83,7 +83,7 @@ class Watch:
             return result, None
         if len(inside) == 1 and _is_all(inside[0], calls[0]):
             calls += inside
-        given = _Given(args)
+        given = _Given(args[0])
         graphs = [_Graph.of(call, given) for call in reversed(calls)]
         calls.clear()
         inside.clear()  # and with them what was made for this call
@@ -154,9 +154,9 @@ class RecordedGraph:
 
     Args:
         run: the graph.
-        inputs: of the graph: a tensor, or its number among the arguments' tensors.
-        make: the result from what the graph returns and the arguments' tensors behind it.
-        kinds: of the arguments.
+        inputs: of the graph: a tensor, or its number among the first argument's tensors.
+        make: the result from what the graph returns and the first argument's tensors behind it.
+        kinds: of the first argument.
     """
 
     def __init__(
@@ -164,16 +164,16 @@ class RecordedGraph:
     ) -> None:
         self._run, self._inputs, self._make, self._kinds = run, inputs, make, kinds
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, first: Any, *_: Any) -> Any:
         """Return what the function would.
 
         Raises:
-            OtherArguments: if they are of other types or shapes, or in another order, or others of them
-                are one and the same tensor.
+            OtherArguments: if tensors in the first argument are of other types or shapes, or in another
+                order, or others of them are one and the same.
         """
-        given = _Given(args)
+        given = _Given(first)
         if given.kinds != self._kinds:
-            raise OtherArguments("its arguments are of another kind than before")
+            raise OtherArguments("its first argument is of another kind than before")
         inputs = [given.tensors[x] if isinstance(x, int) else x for x in self._inputs]
         return self._make([*self._run(inputs), *given.tensors])
 
@@ -181,11 +181,11 @@ class RecordedGraph:
 class _Given:
     """The tensors in tuples, lists and dicts, and what tells whether others are of their kind."""
 
-    def __init__(self, args: Sequence[Any]) -> None:
+    def __init__(self, value: Any) -> None:
         self.tensors: list[Tensor] = []
         self.kinds: list[Any] = []
         self._number_of: dict[int, int] = {}  # by identity: one tensor may be given twice
-        self._note(args)
+        self._note(value)
 
     def _note(self, value: Any) -> None:
         if isinstance(value, Tensor):

@@ -267,7 +267,8 @@ class FederatedDataModule(LightningDataModule):
     def summary(self) -> PartitionSummary:
         """Return sizes and classes of every client's training examples.
 
-        Of more than 10,000 clients the classes of 10,000, evenly spaced, are counted. Examples whose labels are no classes (none, vectors, real numbers) count as of one class.
+        Of more than 10,000 clients the classes of 10,000, evenly spaced, are counted. Examples whose
+        labels are no classes (none, vectors, real numbers) count as of one class.
         """
         try:
             labels = self.labels

@@ -1,4 +1,4 @@
-"""A recorded graph gives what its function would, for other arguments of the same kind."""
+"""A recorded graph gives what its function would, for another first argument of the same kind."""
 
 import gc
 import weakref
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._inductor.output_code import CompiledFxGraph
 
-from fl_lightning.client.compiling import Compiled, HasChanged
+from fl_lightning.client.compiling import Compiled, HasChanged, _with_own_code
 from fl_lightning.client.recorded_graph import OtherArguments, Watch
 
 
@@ -22,8 +22,9 @@ class Layer:
     def __init__(self):
         self.weight = torch.full((4,), 2.0)
 
-    def run(self, state, pair, number):
+    def run(self, given):
         """Return parts of every kind, in an order of their own, and move the state."""
+        state, pair, number = given
         total = pair.one + sum(pair.other)
         state["count"].add_(1)
         return {
@@ -40,19 +41,20 @@ def arguments(seed):
 
 
 def recorded(function, *args, dynamic=False):
-    watch = Watch()
-    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend=watch)
-    compiled(*args)
-    return watch.record(compiled, args)
+    """Return a function's result and its graph, with all arguments as a first one."""
+    watch, packed = Watch(), _with_own_code(lambda given: function(*given))
+    compiled = torch.compile(packed, fullgraph=True, dynamic=dynamic, backend=watch)
+    compiled(args)
+    return watch.record(compiled, [args])
 
 
 def test_other_arguments_give_what_the_function_gives():
     layer = Layer()
-    first, graph = recorded(layer.run, *arguments(0))
-    torch.testing.assert_close(first, layer.run(*arguments(0)))
+    first, graph = recorded(layer.run, arguments(0))
+    torch.testing.assert_close(first, layer.run(arguments(0)))
     for seed in (1, 2):
         args = arguments(seed)
-        found, expected = graph(*args), layer.run(*arguments(seed))
+        found, expected = graph([args]), layer.run(arguments(seed))
         torch.testing.assert_close(found, expected)
         assert type(found["pair"]) is Pair
         assert found["given"] is args[1].one
@@ -62,15 +64,31 @@ def test_other_arguments_give_what_the_function_gives():
 
 def test_what_python_holds_is_read_where_it_is():
     layer = Layer()
-    _, graph = recorded(layer.run, *arguments(0))
+    _, graph = recorded(layer.run, arguments(0))
     layer.weight *= 3
-    args = arguments(1)
-    torch.testing.assert_close(graph(*args)["weighted"], layer.run(*arguments(1))["weighted"])
+    found, expected = graph([arguments(1)]), layer.run(arguments(1))
+    torch.testing.assert_close(found["weighted"], expected["weighted"])
+
+
+def test_arguments_after_the_first_are_those_of_the_recorded_call():
+    """They are read where they were."""
+
+    def moved(x, weights):
+        weights["one"].add_(x)
+        return weights["one"] * 2
+
+    watch, weights, x = Watch(), {"one": torch.zeros(4)}, torch.ones(4)
+    compiled = torch.compile(moved, fullgraph=True, dynamic=False, backend=watch)
+    compiled(x, weights)
+    _, graph = watch.record(compiled, [x, weights])
+    weights["one"].fill_(5)
+    assert torch.equal(graph(2 * x, weights), torch.full((4,), 14.0))
+    assert torch.equal(weights["one"], torch.full((4,), 7.0))
 
 
 def test_the_innermost_function_is_called():
     """What is around it takes longer than itself."""
-    _, graph = recorded(Layer().run, *arguments(0))
+    _, graph = recorded(Layer().run, arguments(0))
     assert isinstance(graph._run, CompiledFxGraph)
 
 
@@ -87,7 +105,7 @@ def test_views_of_what_is_given_are_its_own():
     _, graph = recorded(function, batch(0), torch.ones(3))
     for seed in (1, 2):
         x = batch(seed)
-        total, same = graph(x, torch.full((3,), 2.0))
+        total, same = graph([x, torch.full((3,), 2.0)])
         assert total == pytest.approx(2 * float(x.sum()), abs=1e-5)
         assert same.data_ptr() == x.data_ptr()
         assert torch.equal(same, x)
@@ -103,14 +121,15 @@ def test_views_of_one_memory_are_told_apart(number):
     x, y = torch.ones(2), torch.zeros(2)
     _, graph = recorded(function, x, x.view(2))
     if graph is not None:
-        _, same = graph(x, y)
+        _, same = graph([x, y])
         assert same.data_ptr() == (x, y)[number].data_ptr()
 
 
 def test_what_is_written_behind_the_graph_is_written():
     """Of two views of one memory that are both changed, the graph takes the memory alone."""
 
-    def function(one, other):
+    def function(given):
+        one, other = given
         one.add_(1)
         other.mul_(2)
         return one - other
@@ -121,11 +140,11 @@ def test_what_is_written_behind_the_graph_is_written():
 
     watch = Watch()
     compiled = torch.compile(function, fullgraph=True, dynamic=False, backend=watch)
-    compiled(*halves()[1:])
-    _, graph = watch.record(compiled, halves()[1:])
+    compiled(halves()[1:])
+    _, graph = watch.record(compiled, [halves()[1:]])
     expected, found = halves(), halves()
-    result = (graph or compiled)(*found[1:])
-    torch.testing.assert_close(result, function(*expected[1:]))
+    result = (graph or compiled)(found[1:])
+    torch.testing.assert_close(result, function(expected[1:]))
     torch.testing.assert_close(found[0], expected[0])
 
 
@@ -178,13 +197,13 @@ def test_one_tensor_given_twice_is_not_two():
 
     x, y = torch.ones(4), torch.full((4,), 2.0)
     _, of_one = recorded(function, x, x)
-    assert torch.equal(of_one(y, y), y)
+    assert torch.equal(of_one([y, y]), y)
     with pytest.raises(OtherArguments):
-        of_one(x, y)
+        of_one([x, y])
     _, of_two = recorded(function, x, y)
-    assert torch.equal(of_two(y, x), 3 * x)
+    assert torch.equal(of_two([y, x]), 3 * x)
     with pytest.raises(OtherArguments):
-        of_two(y, y)
+        of_two([y, y])
 
 
 @pytest.mark.parametrize(
@@ -201,7 +220,7 @@ def test_one_tensor_given_twice_is_not_two():
 def test_arguments_of_another_kind_are_refused(batch):
     _, graph = recorded(lambda b: b["x"] - 2 * b["y"], {"x": torch.ones(4), "y": torch.ones(4)})
     with pytest.raises(OtherArguments):
-        graph(batch)
+        graph([batch])
 
 
 class TestCalledStraight:
@@ -210,29 +229,29 @@ class TestCalledStraight:
         run = Compiled(layer.run, is_alone=True)
         for seed in range(2):  # the second call is watched
             assert not run.is_recorded
-            run(*arguments(seed))
+            run(arguments(seed))
         assert run.is_recorded
         return layer, run
 
     def test_it_looks_at_nothing_until_it_is_to_be_checked(self):
         layer, run = self.run()
-        before = layer.run(*arguments(1))
+        before = layer.run(arguments(1))
         layer.weight = torch.zeros(4)
-        torch.testing.assert_close(run(*arguments(1)), before)
+        torch.testing.assert_close(run(arguments(1)), before)
         run.recheck()
         assert not run.is_recorded
-        torch.testing.assert_close(run(*arguments(1)), layer.run(*arguments(1)))
+        torch.testing.assert_close(run(arguments(1)), layer.run(arguments(1)))
 
     def test_other_arguments_are_a_change(self):
         layer, run = self.run()
         state, pair, number = arguments(1)
         doubles = Pair(pair.one.double(), pair.other)
         with pytest.raises(HasChanged, match="another kind"):
-            run(state, doubles, number)
+            run([state, doubles, number])
         assert state["count"] == 0
         run.recheck()
-        expected = layer.run({"count": torch.zeros(())}, doubles, number)
-        torch.testing.assert_close(run(state, doubles, number), expected)
+        expected = layer.run([{"count": torch.zeros(())}, doubles, number])
+        torch.testing.assert_close(run([state, doubles, number]), expected)
 
     def test_whose_steps_are_not_alone_never_does(self):
         """A hook may replace what a step reads, e.g. how examples are mixed."""
@@ -240,7 +259,7 @@ class TestCalledStraight:
         run = Compiled(layer.run)
         for factor in range(4):
             layer.weight = torch.full((4,), float(factor))
-            torch.testing.assert_close(run(*arguments(1)), layer.run(*arguments(1)))
+            torch.testing.assert_close(run(arguments(1)), layer.run(arguments(1)))
             assert not run.is_recorded
 
     def test_it_holds_no_calls_tensors(self):
@@ -250,7 +269,7 @@ class TestCalledStraight:
             args = arguments(2)
             if check:
                 run.recheck()
-            result = run(*args)
+            result = run(args)
             held += [weakref.ref(args[1].other[0]), weakref.ref(result["weighted"])]
             del args, result
         gc.collect()
