@@ -43,12 +43,13 @@ def test_trains_and_resumes_inside_a_round_to_the_same_bits(tmp_path, precision)
     assert torch.equal(weights(whole), weights(resumed))
 
 
-def test_agrees_with_the_cpu(tmp_path):
+@pytest.mark.parametrize("engine", ["sequential", "slots"])
+def test_agrees_with_the_cpu(engine):
     def without_dropout(accelerator):
         seed_everything(0, verbose=False)
         module = ToyModule()
         options = {"accelerator": accelerator, "devices": 1, "precision": "64-true"}
-        trainer = toy_trainer(Federation(seed=0), **options)
+        trainer = toy_trainer(Federation(seed=0, engine=engine), **options)
         trainer.fit(module, datamodule=toy_data(dtype=torch.float64))
         return weights(module.cpu())
 
