@@ -34,8 +34,9 @@ def batch_reader(
 ) -> Callable[[Tensor], Any]:
     """Return the fastest function from indices, shape (B,), to a batch of a map-style data set.
 
-    Tensor data sets and those with a ``gather`` method are indexed once a batch; of others each
-    example is fetched and then collated, as a DataLoader without workers does.
+    Tensor data sets, whose tensors may lie on an accelerator, and those with a ``gather`` method are
+    indexed once a batch; of others each example is fetched and then collated, as a DataLoader without
+    workers does.
 
     Example:
         >>> data = TensorDataset(torch.arange(4.0), torch.tensor([0, 1, 0, 1]))
@@ -47,7 +48,7 @@ def batch_reader(
     if type(dataset) is TensorDataset and collate is default_collate:
         tensors = dataset.tensors
         # several times as fast as tensor[indices]
-        return lambda indices: tuple([tensor.index_select(0, indices) for tensor in tensors])
+        return lambda indices: tuple([t.index_select(0, indices.to(t.device)) for t in tensors])
     if type(dataset) is Subset:
         inner, places = batch_reader(dataset.dataset, collate), torch.as_tensor(dataset.indices)
         return lambda indices: inner(places.index_select(0, indices))
@@ -196,15 +197,19 @@ def read_column(dataset: Dataset[Any], attribute: str | None) -> npt.NDArray[Any
     for name in [attribute] if attribute else ["targets", "labels", "y"]:
         values = getattr(dataset, name, None)
         if values is not None:
-            return np.asarray(values)
+            return _on_the_host(values)
     if attribute is not None:
         raise ConfigurationError(
             f"{type(dataset).__name__} has no attribute {attribute!r}: give the name of one that "
             "holds one value per example"
         )
     if isinstance(dataset, TensorDataset):
-        return np.asarray(dataset.tensors[-1])
+        return _on_the_host(dataset.tensors[-1])
     return _second_parts(dataset)
+
+
+def _on_the_host(values: Any) -> npt.NDArray[Any]:
+    return np.asarray(values.cpu() if isinstance(values, Tensor) else values)
 
 
 def _second_parts(dataset: Dataset[Any]) -> npt.NDArray[Any]:

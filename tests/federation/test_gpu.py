@@ -3,9 +3,10 @@
 import pytest
 import torch
 from lightning.pytorch import Callback, seed_everything
-from toys import ToyModule, toy_data, toy_trainer, weights
+from torch.utils.data import TensorDataset
+from toys import ToyData, ToyModule, toy_data, toy_trainer, weights
 
-from fl_lightning import ClientEvaluation, Federation, UniformCohort
+from fl_lightning import ClientEvaluation, FederatedDataModule, Federation, UniformCohort
 
 pytestmark = [
     pytest.mark.gpu,
@@ -56,3 +57,24 @@ def test_agrees_with_the_cpu(engine):
     torch.testing.assert_close(
         without_dropout("gpu"), without_dropout("cpu"), rtol=1e-9, atol=1e-12
     )
+
+
+class There(ToyData):
+    """Holds its training examples where the model is."""
+
+    def setup(self, stage):
+        super().setup(stage)
+        self.train = TensorDataset(*(tensor.cuda() for tensor in self.train.tensors))
+
+
+@pytest.mark.parametrize("engine", ["sequential", "slots"])
+def test_examples_on_the_accelerator_are_the_same_examples(engine):
+    def trained(source):
+        seed_everything(0, verbose=False)
+        module, federation = ToyModule(), Federation(seed=0, engine=engine)
+        data = FederatedDataModule(source, num_clients=6, client_val_fraction=0.2, seed=0)
+        trainer = toy_trainer(federation, ClientEvaluation(), accelerator="gpu", devices=1)
+        trainer.fit(module, datamodule=data)
+        return weights(module.cpu())
+
+    assert torch.equal(trained(There()), trained(ToyData()))
