@@ -1,5 +1,6 @@
 """What all tests share."""
 
+import logging
 import os
 import sys
 
@@ -12,6 +13,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 import hypothesis
+import pytest
 import torch
 
 # How long an example takes says more about the machine than about the code.
@@ -29,3 +31,12 @@ FIRST = ("test_readme_session", "test_kill", "test_processes")
 def pytest_collection_modifyitems(items):
     """Begin with those files."""
     items.sort(key=lambda item: item.path.stem not in FIRST)
+
+
+@pytest.fixture(autouse=True)
+def _a_level_of_ones_own():
+    """Have no test leave another one the level at which it wants to read Lightning's log."""
+    logger = logging.getLogger("lightning.pytorch")
+    before = logger.level
+    yield
+    logger.setLevel(before)
