@@ -7,7 +7,8 @@ gradient is an `autograd.Function` with a rule of its own, because a gradient th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -26,18 +27,21 @@ def operator(
     compute: Callable[..., Any],
     fake: Callable[..., Any],
     rule: VmapRuleOf,
-    *gradients: Callable[..., Tensor] | None,
+    *gradients: Callable[..., Tensor | None] | None,
+    joint: Callable[..., Sequence[Tensor | None]] | None = None,
 ) -> Callable[..., Any]:
     """Return a new operator that has gradients, of any order.
 
     Args:
         schema: name and arguments as `torch.library` writes them: tensors, then numbers. Of several
-            results the first has gradients.
+            results those of whole numbers have no gradients.
         compute: it, on the CPU.
         fake: returns empty tensors of the results' shapes.
         rule: for `vmap`.
-        gradients: (v, results after the first, arguments) -> gradient with respect to one of the
-            tensors, where v is that of the first result; None where there is none.
+        gradients: (v, results of whole numbers, arguments) -> gradient with respect to one of the
+            tensors, where v are those of the other results; None where there is none.
+        joint: (which of them are wanted, the same) -> the gradients with respect to all tensors, in
+            place of ``gradients``.
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
@@ -53,19 +57,25 @@ def operator(
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-            others = output[1:] if isinstance(output, tuple) else ()
+            results = output if isinstance(output, tuple) else (output,)
+            ctx.has_gradient = [result.is_floating_point() for result in results]
+            whole = [r for r, has in zip(results, ctx.has_gradient, strict=True) if not has]
             tensors = [value for value in inputs if isinstance(value, Tensor)]
-            ctx.mark_non_differentiable(*others)
-            ctx.save_for_backward(*others, *tensors)
+            ctx.mark_non_differentiable(*whole)
+            ctx.save_for_backward(*whole, *tensors)
             ctx.numbers = inputs[len(tensors) :]
 
         @staticmethod
-        def backward(ctx: Any, v: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-            wanted = zip(ctx.needs_input_grad, gradients, strict=False)
-            found = [
-                gradient(v, *ctx.saved_tensors, *ctx.numbers) if needed and gradient else None
-                for needed, gradient in wanted
-            ]
+        def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
+            of_results = compress(slopes, ctx.has_gradient)
+            given = (*of_results, *ctx.saved_tensors, *ctx.numbers)
+            count = len(ctx.needs_input_grad) - len(ctx.numbers)
+            wanted = ctx.needs_input_grad[:count]
+            if joint is not None:
+                found = joint(wanted, *given)
+            else:
+                pairs = zip(wanted, gradients, strict=True)
+                found = [of(*given) if needed and of else None for needed, of in pairs]
             return (*found, *(None for _ in ctx.numbers))
 
         @staticmethod
@@ -112,19 +122,29 @@ def along_first_or_second_axis(function: Callable[..., Any]) -> VmapRule:
     return rule
 
 
-def joined(argument: Any, axis: int | None, size: int) -> Any:
+def joined(argument: Any, axis: int | None, size: int, place: int = 0) -> Any:
     """Return an argument with the axis of `vmap` as part of its first one.
+
+    Args:
+        argument: what it is of; numbers stay.
+        axis: where it has the axis; None if it has none.
+        size: of the axis.
+        place: 0 for its indices to come first, 1 for those of the first axis to do so.
 
     Example:
         >>> joined(torch.zeros(2, 5, 3), axis=1, size=5).shape
         torch.Size([10, 3])
         >>> joined(torch.zeros(2, 3), axis=None, size=5).shape
         torch.Size([10, 3])
+        >>> joined(torch.tensor([[0, 1], [2, 3]]), axis=0, size=2, place=1)
+        tensor([0, 2, 1, 3])
     """
     if not isinstance(argument, Tensor):
         return argument
     if axis is None:
-        argument = argument.unsqueeze(0).expand(size, *argument.shape)
+        shape = [-1] * (argument.ndim + 1)
+        shape[place] = size
+        argument = argument.unsqueeze(place).expand(shape)
     else:
-        argument = argument.movedim(axis, 0)
+        argument = argument.movedim(axis, place)
     return argument.flatten(0, 1)

@@ -15,14 +15,21 @@ convolutions, ICML 2018. Different here: images keep their layout, and only weig
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, reduce
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fl_lightning.client.c_operators import along_first_axis, along_first_or_second_axis, operator
+from fl_lightning.client.c_operators import (
+    VmapRule,
+    along_first_axis,
+    along_first_or_second_axis,
+    joined,
+    operator,
+)
 from fl_lightning.core.c_library import c_function, vector_flags
 
 SOURCE = Path(__file__).with_name("direct_convolution.c")
@@ -101,14 +108,72 @@ def _weight_shape(gradients: Tensor, images: Tensor) -> torch.Size:
     return torch.Size((clients, height - high + 1, width - broad + 1, channels, out))
 
 
+def _gradients(v: Tensor, x: Tensor, w: Tensor, *wanted: bool) -> tuple[Tensor, ...]:
+    v = v.contiguous()
+    of_images, of_weights, of_bias = wanted
+    return (
+        _convolve_images(_split(v, w), w).view(_image_shape(v, w)) if of_images else _nothing(v),
+        _convolve_weights(v, _split(x, v)) if of_weights else _nothing(v),
+        # PyTorch's own, which a compiler's own loop takes several times as long for
+        v.sum((1, 2, 3)) if of_bias else _nothing(v),
+    )
+
+
+def _gradients_like(v: Tensor, x: Tensor, w: Tensor, *wanted: bool) -> tuple[Tensor, ...]:
+    shapes = _image_shape(v, w), _weight_shape(v, x), torch.Size((len(v), v.shape[-1]))
+    pairs = zip(shapes, wanted, strict=True)
+    return tuple(v.new_empty(shape) if needed else _nothing(v) for shape, needed in pairs)
+
+
+def _split(values: Tensor, like: Tensor) -> Tensor:
+    """Return what lies in one order with its first two axes split as another tensor's are."""
+    return values.reshape(len(like), -1, *values.shape[2:])
+
+
+def _nothing(v: Tensor) -> Tensor:
+    return v.new_empty(len(v), 0)
+
+
+def _rule_of_gradients(function: Callable[..., Any]) -> VmapRule:
+    """Return the rule for `vmap`: what all share of the weights stays, see `convolve_gradients`."""
+
+    def rule(info: Any, axes: Any, v: Tensor, x: Tensor, *others: Any) -> tuple[Any, Any]:
+        size = info.batch_size
+        if axes[2] is None and None not in axes[:2]:
+            slopes = joined(v, axes[0], size, place=1)
+            # as `along_first_or_second_axis` has them: a compiled graph writes them once for both
+            images = x.movedim(axes[1], 1).flatten(1, 2)
+            if len(slopes) == len(images) * size:  # in one order
+                found = function(slopes, images, *others)
+                return tuple(part.unflatten(0, (-1, size)) for part in found), (1, 1, 1)
+        return along_first_axis(function)(info, axes, v, x, *others)
+
+    return rule
+
+
+def _joint(wanted: Sequence[bool], v: Tensor, x: Tensor, w: Tensor, *_: Tensor) -> list[Any]:
+    """Return the gradients of a convolution's factors, and of its bias if there is one."""
+    found = convolve_gradients(v, x, w, *(*wanted, False)[:3])
+    return [slope if needed else None for slope, needed in zip(found, wanted, strict=False)]
+
+
+def _slope_of_gradients(
+    a: Tensor, b: Tensor, c: Tensor, v: Tensor, x: Tensor, w: Tensor, *wanted: bool
+) -> Tensor:
+    of_images, of_weights, of_bias = wanted
+    parts = [convolve(_split(a, w), w).view_as(v)] if of_images else []
+    parts += [convolve(_split(x, v), b)] if of_weights else []
+    parts += [c[:, None, None, None].expand_as(v)] if of_bias else []
+    return reduce(torch.add, parts)
+
+
 # Each of three is linear in either factor, so that the gradients are again these.
 convolve: Callable[..., Tensor] = operator(
     "convolve(Tensor images, Tensor weights) -> Tensor",
     _convolve,
     lambda x, w: x.new_empty(_output_shape(x, w)),
     along_first_or_second_axis,
-    lambda v, x, w: convolve_images(v, w),
-    lambda v, x, w: convolve_weights(v, x),
+    joint=_joint,
 )
 convolve_images: Callable[..., Tensor] = operator(
     "convolve_images(Tensor gradients, Tensor weights) -> Tensor",
@@ -126,20 +191,25 @@ convolve_weights: Callable[..., Tensor] = operator(
     lambda v, g, x: convolve(x, v),
     lambda v, g, x: convolve_images(g, v),
 )
-# PyTorch's own, which a compiler's own loop takes several times as long for
-channel_sums: Callable[..., Tensor] = operator(
-    "channel_sums(Tensor values) -> Tensor",
-    lambda v: v.sum((1, 2, 3)),
-    lambda v: v.new_empty(len(v), v.shape[-1]),
-    along_first_axis,
-    lambda u, v: u[:, None, None, None].expand_as(v),
-)
 convolve_and_add: Callable[..., Tensor] = operator(
     "convolve_and_add(Tensor images, Tensor weights, Tensor bias) -> Tensor",
     _convolve,
     lambda x, w, b: x.new_empty(_output_shape(x, w)),
     along_first_or_second_axis,
-    lambda v, x, w, b: convolve_images(v, w),
-    lambda v, x, w, b: convolve_weights(v, x),
-    lambda v, x, w, b: channel_sums(v),
+    joint=_joint,
+)
+# In one operator, because a compiled graph writes out what is computed entry by entry, such as the slope
+# of a ReLU, once for each that it is given to. The gradients are those of each client in v. Neighbours may
+# share weights, of which there are fewer then, and images may be split among fewer clients or more.
+convolve_gradients: Callable[..., tuple[Tensor, Tensor, Tensor]] = operator(
+    "convolve_gradients(Tensor gradients, Tensor images, Tensor weights, "
+    "bool of_images, bool of_weights, bool of_bias) -> (Tensor, Tensor, Tensor)",
+    _gradients,
+    _gradients_like,
+    _rule_of_gradients,
+    _slope_of_gradients,
+    lambda a, b, c, v, x, w, *wanted: convolve_images(v, b).view_as(x) if wanted[1] else None,
+    lambda a, b, c, v, x, w, *wanted: (
+        convolve_weights(_split(v, w), _split(a, w)) if wanted[0] else None
+    ),
 )

@@ -1,6 +1,7 @@
 """Dense layers, convolutions and poolings by our own operators: PyTorch's numbers, in every transform."""
 
 import ctypes
+import itertools
 
 import pytest
 import torch
@@ -12,9 +13,9 @@ from torch.nn import functional as F
 
 from fl_lightning.client.direct_convolution import (
     SOURCE,
-    channel_sums,
     convolve,
     convolve_and_add,
+    convolve_gradients,
     convolve_images,
     convolve_weights,
 )
@@ -44,10 +45,12 @@ def draws(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def assert_near(found, expected, tolerance=1e-5):
+def assert_near(found, expected, tolerance=1e-5, *, among=None):
+    """Compare with the largest number, or with what sums are without signs: those may cancel."""
     found, expected = found.detach(), expected.detach()
     assert found.shape == expected.shape
-    assert float((found - expected).abs().max()) <= tolerance * float(expected.abs().max())
+    scale = float((expected if among is None else among).abs().max())
+    assert float((found - expected).abs().max()) <= tolerance * scale
 
 
 @settings(max_examples=150)
@@ -67,13 +70,21 @@ def test_products_and_both_gradients(clients, images, channels, out, kernel, mor
     expected = grouped(*leaves)
     v = draws(*expected.shape, seed=2)
     found = convolve(x, w)
-    assert_near(found, expected)
+    assert_near(found, expected, among=grouped(x.abs(), w.abs()))
     gradients = torch.autograd.grad(expected, leaves, v.double())
-    assert_near(convolve_images(v, w), gradients[0])
-    assert_near(convolve_weights(v, x), gradients[1])
+    absolute = x.abs().requires_grad_(), w.abs().requires_grad_()
+    sums = torch.autograd.grad(grouped(*absolute), absolute, v.double().abs())
+    assert_near(convolve_images(v, w), gradients[0], among=sums[0])
+    assert_near(convolve_weights(v, x), gradients[1], among=sums[1])
     bias = draws(clients, out, seed=3)
-    assert_near(convolve_and_add(x, w, bias), expected + bias.double()[:, None, None, None])
-    assert_near(channel_sums(v), v.double().sum((1, 2, 3)))
+    among = grouped(x.abs(), w.abs()) + bias.double().abs()[:, None, None, None]
+    assert_near(
+        convolve_and_add(x, w, bias), expected + bias.double()[:, None, None, None], among=among
+    )
+    together = convolve_gradients(v, x, w, True, True, True)
+    assert torch.equal(together[0], convolve_images(v, w))
+    assert torch.equal(together[1], convolve_weights(v, x))
+    assert_near(together[2], v.double().sum((1, 2, 3)), among=v.double().abs().sum((1, 2, 3)))
 
 
 @settings(max_examples=150)
@@ -164,7 +175,12 @@ def test_a_client_is_computed_alike_whoever_is_beside_it():
     bias = draws(3, 7, seed=3)
     alone = [convolve_and_add(x[g : g + 1], w[g : g + 1], bias[g : g + 1]) for g in range(3)]
     assert torch.equal(convolve_and_add(x, w, bias), torch.cat(alone))
-    assert torch.equal(channel_sums(v), torch.cat([channel_sums(v[g : g + 1]) for g in range(3)]))
+    together = convolve_gradients(v, x, w, True, True, True)
+    alone = [
+        convolve_gradients(*(t[g : g + 1] for t in (v, x, w)), True, True, True) for g in range(3)
+    ]
+    for found, expected in zip(together, map(torch.cat, zip(*alone, strict=True)), strict=True):
+        assert torch.equal(found, expected)
 
 
 def assert_alike_over_axes(function, shapes, axes):
@@ -207,6 +223,83 @@ def test_another_axis_over_some_of_three(axes):
     """Weights may be frozen while biases train."""
     shapes = (2, 3, 6, 7, 4), (2, 3, 2, 4, 5), (2, 5)
     assert_alike_over_axes(convolve_and_add, shapes, axes)
+
+
+@pytest.mark.parametrize(
+    "axes", [(0, 0, 0), (1, 5, 2), (2, 3, None), (None, 0, 1), (0, None, None)]
+)
+@pytest.mark.parametrize("clients", [1, 2])
+@pytest.mark.parametrize("result", [0, 1, 2])
+def test_another_axis_over_gradients(result, clients, axes):
+    """Weights of one client may stay those of all."""
+    shapes = (clients, 3, 4, 6, 5), (clients, 3, 6, 7, 4), (clients, 3, 2, 4, 5)
+    every = (True, True, True)
+    assert_alike_over_axes(
+        lambda *factors: convolve_gradients(*factors, *every)[result], shapes, axes
+    )
+
+
+@pytest.mark.parametrize("wanted", list(itertools.product([False, True], repeat=3)))
+def test_gradients_that_are_not_wanted_are_empty(wanted):
+    v, x, w = draws(2, 3, 4, 6, 5), draws(2, 3, 6, 7, 4, seed=1), draws(2, 3, 2, 4, 5, seed=2)
+    every = convolve_gradients(v, x, w, True, True, True)
+    for found, expected, needed in zip(
+        convolve_gradients(v, x, w, *wanted), every, wanted, strict=True
+    ):
+        assert torch.equal(found, expected) if needed else found.shape == (2, 0)
+
+
+@pytest.mark.parametrize("shared", [(), (0,), (1,), (0, 1), (0, 1, 2)])
+def test_gradients_of_every_example_of_every_client(shared):
+    """Weights may be one client's, one example's, or one of several models'."""
+    sizes = 2, 3, 4
+    own = [size for axis, size in enumerate(sizes) if axis not in shared]
+    x, w, b = draws(*sizes, 1, 5, 6, 3), draws(*own, 2, 3, 3, 4, seed=1), draws(*own, 4, seed=2)
+
+    def loss(convolution):
+        def value(w, b, x):
+            return convolution(x[None], w[None], b[None]).pow(2).sum()
+
+        return grad(value, (0, 1, 2))
+
+    def theirs(x, w, b):
+        images, weights = x[0].movedim(-1, 1), w[0].permute(3, 2, 0, 1)
+        return F.conv2d(images, weights, b[0])
+
+    def of_all(function):
+        for axis in reversed(range(len(sizes))):
+            place = None if axis in shared else 0
+            function = vmap(function, (place, place, 0))
+        return function
+
+    expected = of_all(loss(theirs))(w, b, x)
+    for found, slopes in zip(of_all(loss(convolve_and_add))(w, b, x), expected, strict=True):
+        assert_near(found, slopes)
+
+
+@pytest.mark.parametrize("frozen", [(), (0,), (1,), (2,), (0, 1), (0, 2), (1, 2)])
+def test_slopes_of_gradients_that_all_clients_sum(frozen):
+    """Weights that they share get the slopes of all of them."""
+    leaves = [draws(4, 1, 3, 5, 6, 4), draws(1, 3, 2, 4, 5, seed=1), draws(1, 5, seed=2)]
+    for number, leaf in enumerate(leaves):
+        leaf.requires_grad_(number not in frozen)
+    trained = [leaf for leaf in leaves if leaf.requires_grad]
+
+    def ours(x, w, b):
+        return vmap(convolve_and_add, (0, None, None))(x, w, b)
+
+    def theirs(x, w, b):
+        expanded = grouped(x.flatten(0, 1), w.expand(4, -1, -1, -1, -1)).unflatten(0, (4, 1))
+        return expanded + b.double()[:, None, None, None]
+
+    results = []
+    for function in (ours, theirs):
+        total = function(*leaves).pow(3).sum()
+        slopes = torch.autograd.grad(total, trained, create_graph=True)
+        again = torch.autograd.grad(sum(slope.square().sum() for slope in slopes), trained)
+        results.append([*slopes, *again])
+    for found, expected in zip(*results, strict=True):
+        assert_near(found, expected, 1e-4)
 
 
 def test_slopes_of_a_convolution_and_of_these_slopes():
