@@ -6,13 +6,8 @@
  * one factor overlaps with itself.
  */
 
+#include "convolution_shape.h"
 #include "small_products.h"
-
-typedef struct {
-    long in, out;         /* channels */
-    long height, width;   /* of an image, any padding included */
-    long tall, wide;      /* of the kernel */
-} shape;
 
 /* Some pixels of a row of the output, some of its channels. */
 INLINE void output_block(const int rows, const int vectors, const shape *s, const float *image,

@@ -8,8 +8,14 @@ and some ten channels most of their time is not spent on products, and several c
 channels last, without unfolding them: `direct_convolution.c`, see `c_library`. G = 1 is the ordinary
 convolution. All is float32, on one thread.
 
-Source of the method: Zhang, Franchetti, Low, High performance zero-memory overhead direct
-convolutions, ICML 2018. Different here: images keep their layout, and only weights are copied.
+Kernels of 3 × 3 and 5 × 5 between 16, 32, 48 … channels take about half that time in Winograd's way,
+with a quarter or 36 % of the products: `winograd.c`. Rounding is about twice that of plain sums in
+single precision, some 5e-7 of the sum of absolute products.
+
+Sources: Zhang, Franchetti, Low, High performance zero-memory overhead direct convolutions, ICML 2018;
+different here: images keep their layout, and only weights are copied. Lavin and Gray, Fast algorithms
+for convolutional neural networks, CVPR 2016, F(4 × 4, 3 × 3) and, in the same way, F(2 × 2, 5 × 5);
+different here: points of 5/8 and 5/4 in place of 1 and 2, and gradients by the transposed transforms.
 """
 
 from __future__ import annotations
@@ -17,6 +23,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from functools import cache, reduce
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +40,10 @@ from fl_lightning.client.c_operators import (
 from fl_lightning.core.c_library import c_function, vector_flags
 
 SOURCE = Path(__file__).with_name("direct_convolution.c")
-_MOST_LANES = 16  # of a vector; the source writes whole ones
+WINOGRAD = Path(__file__).with_name("winograd.c")
+_MOST_LANES = 16  # of a vector; the sources write whole ones
+_WINOGRAD_OUTPUTS = {3: 4, 5: 2}  # of a tile, in a line, by the size of the kernel
+_FEWEST_TILES = 8  # of a client's images, for which its weights are worth transforming
 
 
 class _Shape(ctypes.Structure):
@@ -54,6 +64,27 @@ def flags(count: int) -> tuple[str, ...]:
     return ("-ffp-contract=fast", *vector_flags(count))
 
 
+def may_be_winograd(tall: int, wide: int, channels: int, out: int) -> bool:
+    """Return whether convolutions with such weights go Winograd's way, if the images are enough.
+
+    Example:
+        >>> may_be_winograd(3, 3, 16, 64), may_be_winograd(3, 3, 3, 64), may_be_winograd(1, 1, 16, 64)
+        (True, False, False)
+    """
+    fills_vectors = channels % _MOST_LANES == out % _MOST_LANES == 0
+    return fills_vectors and tall == wide and tall in _WINOGRAD_OUTPUTS
+
+
+def _is_winograd(images: torch.Size, weights: torch.Size) -> bool:
+    (_, count, height, width, _), (_, tall, wide, channels, out) = images, weights
+    if not may_be_winograd(tall, wide, channels, out):
+        return False
+    size = _WINOGRAD_OUTPUTS[tall]
+    return (
+        count * ceil((height - tall + 1) / size) * ceil((width - wide + 1) / size) >= _FEWEST_TILES
+    )
+
+
 def _convolve(images: Tensor, weights: Tensor, bias: Tensor | None = None) -> Tensor:
     shape = _output_shape(images, weights)
     result = torch.empty(shape.numel() + _MOST_LANES)[: shape.numel()].view(shape)
@@ -64,7 +95,8 @@ def _convolve(images: Tensor, weights: Tensor, bias: Tensor | None = None) -> Te
 
 def _convolve_images(gradients: Tensor, weights: Tensor) -> Tensor:
     result = gradients.new_empty(_image_shape(gradients, weights))
-    turned = weights.permute(0, 1, 4, 2, 3)
+    by_winograd = _is_winograd(result.shape, weights.shape)
+    turned = weights.permute((0, 1, 2, 4, 3) if by_winograd else (0, 1, 4, 2, 3))
     return _run("convolve_images", result, gradients, turned, sizes=(result.shape, weights.shape))
 
 
@@ -86,9 +118,11 @@ def _run(
     one, other = one.contiguous(), other.contiguous()
     pointers = (result.data_ptr(), one.data_ptr(), other.data_ptr(), *more)
     shape = _Shape(channels, out, height, width, tall, wide)
-    side_by_side = wide * channels if name == "convolve_images" else out
+    source, side_by_side = SOURCE, wide * channels if name == "convolve_images" else out
+    if _is_winograd(*sizes):
+        source, side_by_side = WINOGRAD, out
     types = _BIASED_TYPES if more else _TYPES
-    if c_function(SOURCE, flags(side_by_side), name, *types)(*pointers, clients, count, shape):
+    if c_function(source, flags(side_by_side), name, *types)(*pointers, clients, count, shape):
         raise MemoryError("there is no memory left for a convolution's weights")
     return result
 

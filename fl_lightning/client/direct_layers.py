@@ -11,7 +11,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - as everyone writes it
 
 from fl_lightning.client.direct_convolution import SOURCE as CONVOLUTION
-from fl_lightning.client.direct_convolution import convolve, convolve_and_add
+from fl_lightning.client.direct_convolution import (
+    WINOGRAD,
+    convolve,
+    convolve_and_add,
+    may_be_winograd,
+)
 from fl_lightning.client.direct_convolution import flags as convolution_flags
 from fl_lightning.client.direct_linear import FEW, FEWEST_INPUTS, dense
 from fl_lightning.client.direct_linear import SOURCE as LINEAR
@@ -81,6 +86,8 @@ def _sources(layer: nn.Module) -> Iterator[tuple[Path, tuple[str, ...]]]:
     if _is_convolution(layer):
         for count in layer.out_channels, layer.kernel_size[1] * layer.in_channels:
             yield CONVOLUTION, convolution_flags(count)
+        if may_be_winograd(*layer.kernel_size, layer.in_channels, layer.out_channels):
+            yield WINOGRAD, convolution_flags(layer.out_channels)
     elif is_direct_linear(layer):
         yield LINEAR, linear_flags(layer.in_features)
     elif _is_pooling(layer):
