@@ -84,9 +84,10 @@ def direct_layers(
 def _sources(layer: nn.Module) -> Iterator[tuple[Path, tuple[str, ...]]]:
     """Yield the files, and the flags of each, that a layer is computed with."""
     if _is_convolution(layer):
-        for count in layer.out_channels, layer.kernel_size[1] * layer.in_channels:
+        tall, wide = layer.kernel_size
+        for count in layer.out_channels, wide * layer.in_channels:
             yield CONVOLUTION, convolution_flags(count)
-        if may_be_winograd(*layer.kernel_size, layer.in_channels, layer.out_channels):
+        if may_be_winograd(tall, wide, layer.in_channels, layer.out_channels):
             yield WINOGRAD, convolution_flags(layer.out_channels)
     elif is_direct_linear(layer):
         yield LINEAR, linear_flags(layer.in_features)
