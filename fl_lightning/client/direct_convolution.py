@@ -87,7 +87,8 @@ def _is_winograd(images: torch.Size, weights: torch.Size) -> bool:
 
 def _convolve(images: Tensor, weights: Tensor, bias: Tensor | None = None) -> Tensor:
     shape = _output_shape(images, weights)
-    result = torch.empty(shape.numel() + _MOST_LANES)[: shape.numel()].view(shape)
+    # not as a view, of which autograd lets nobody change the numbers in place
+    result = torch.empty(shape.numel() + _MOST_LANES).resize_(shape)
     bias = None if bias is None else bias.contiguous()
     pointer = None if bias is None else bias.data_ptr()
     return _run("convolve", result, images, weights, pointer, sizes=(images.shape, weights.shape))

@@ -465,6 +465,42 @@ def test_other_poolings_stay_pytorchs(options):
     assert direct_layers(net).keys() == {net[0]}
 
 
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_relu_after_the_pooling_that_follows_it_is_the_same_to_the_bit(inplace):
+    """Ties among what a window has, from rounding to integers, windows below zero and a NaN included."""
+    net = nn.Sequential(nn.Conv2d(1, 16, 1), nn.ReLU(inplace), nn.MaxPool2d(2))
+    for param in net.parameters():
+        param.data.mul_(4).round_()
+    images = draws(8, 1, 12, 12).mul(2).round()
+    images[1, 0, 2, 3] = torch.nan
+    v = draws(8, 16, 6, 6, seed=1)
+    forwards = direct_layers(net)
+    assert forwards.keys() == {net, net[0], net[2]}
+    results = []
+    for chosen in (forwards, {net[0]: forwards[net[0]], net[2]: forwards[net[2]]}):
+        net.zero_grad()
+        leaf = images.clone().requires_grad_()
+        with other_forwards(chosen):
+            value = net(leaf)
+        value.backward(v)
+        results.append([value, leaf.grad, *(param.grad for param in net.parameters())])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    assert (results[0][0] == 0).any()
+
+
+def test_layers_stay_in_order_where_someone_watches_or_another_layer_stands_between():
+    net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.MaxPool2d(2))
+    seen = []
+    net[1].register_forward_hook(lambda _, __, value: seen.append(value.shape[-1]))
+    with other_forwards(direct_layers(net)):
+        net(torch.ones(1, 1, 8, 8))
+    assert seen == [6]
+    for other in (nn.Tanh(), nn.AvgPool2d(2)):
+        net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), other, nn.MaxPool2d(2))
+        assert net not in direct_layers(net)
+
+
 def test_inputs_of_another_kind_go_to_pytorchs_layers():
     layer = nn.Linear(20, 5)
     with other_forwards(direct_layers(layer)):
