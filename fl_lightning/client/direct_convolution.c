@@ -1,12 +1,11 @@
 /* Convolutions of many clients, each with weights of its own: few channels, small images.
  *
- * Images are (height, width, channels), weights (kernel height, kernel width, in, out). For one row
- * of a kernel, the kernel_width * in numbers that an output pixel reads lie side by side, and those
- * of the next pixel begin `in` numbers further on: every loop below is a small matrix product whose
- * one factor overlaps with itself.
+ * For one row of a kernel, the kernel_width * in numbers that an output pixel reads lie side by side, and
+ * those of the next pixel begin `in` numbers further on: every loop below is a small matrix product whose
+ * one factor overlaps with itself. The other one, the weights, is laid out anew for it.
  */
 
-#include "convolution_shape.h"
+#include "convolution.h"
 #include "small_products.h"
 
 /* Some pixels of a row of the output, some of its channels. */
@@ -24,16 +23,44 @@ INLINE void output_block(const int rows, const int vectors, const shape *s, cons
             store(to + r * s->out + v * LANES, sums[r * vectors + v]);
 }
 
-static void copy_rows(float *to, long to_step, const float *from, long count, long size) {
-    for (long i = 0; i < count; i++) {
-        memcpy(to + i * to_step, from + i * size, size * sizeof(float));
-        memset(to + i * to_step + size, 0, (to_step - size) * sizeof(float));
+/* Weights' rows, (kernel height, kernel width, in), of `padded` numbers each: the channels out. */
+static void weights_by_output(float *to, const float *weights, const shape *s, long padded) {
+    const long taps = s->tall * s->wide;
+    for (long first = 0; first < s->out; first += LANES) {
+        const long last = first + LANES < s->out ? first + LANES : s->out;
+        for (long i = 0; i < s->in; i++)
+            for (long tap = 0; tap < taps; tap++)
+                for (long o = first; o < last; o++)
+                    to[(tap * s->in + i) * padded + o] = weights[(o * s->in + i) * taps + tap];
     }
+}
+
+/* That, undone. */
+static void weights_from_output(float *weights, const float *from, const shape *s, long padded) {
+    const long taps = s->tall * s->wide;
+    for (long first = 0; first < s->out; first += LANES) {
+        const long last = first + LANES < s->out ? first + LANES : s->out;
+        for (long i = 0; i < s->in; i++)
+            for (long tap = 0; tap < taps; tap++)
+                for (long o = first; o < last; o++)
+                    weights[(o * s->in + i) * taps + tap] = from[(tap * s->in + i) * padded + o];
+    }
+}
+
+/* Rows (kernel height, out) of `padded` numbers each: (kernel width, in). */
+static void weights_by_input(float *to, const float *weights, const shape *s, long padded) {
+    const long taps = s->tall * s->wide;
+    for (long o = 0; o < s->out; o++)
+        for (long y = 0; y < s->tall; y++)
+            for (long x = 0; x < s->wide; x++)
+                for (long i = 0; i < s->in; i++)
+                    to[(y * s->out + o) * padded + x * s->in + i] =
+                        weights[(o * s->in + i) * taps + y * s->wide + x];
 }
 
 /* outputs (clients, images, height - tall + 1, width - wide + 1, out)
  * images  (clients, images, height, width, in)
- * weights (clients, tall, wide, in, out)
+ * weights (clients, out, in, tall, wide)
  * bias    (clients, out), or NULL */
 int convolve(float *outputs, const float *images, const float *weights, const float *bias, long clients,
              long num_images, shape s) {
@@ -42,9 +69,9 @@ int convolve(float *outputs, const float *images, const float *weights, const fl
     float *own = room((taps + 1) * padded);
     if (!own) return 1;
     float *own_bias = own + taps * padded;
-    memset(own_bias, 0, padded * sizeof(float));
+    memset(own, 0, (taps + 1) * padded * sizeof(float));
     for (long c = 0; c < clients; c++) {
-        copy_rows(own, padded, weights + c * taps * s.out, taps, s.out);
+        weights_by_output(own, weights + c * taps * s.out, &s, padded);
         if (bias) memcpy(own_bias, bias + c * s.out, s.out * sizeof(float));
         for (long i = 0; i < num_images; i++) {
             const float *image = images + (c * num_images + i) * s.height * s.width * s.in;
@@ -79,7 +106,7 @@ INLINE void input_block(const int rows, const int vectors, const shape *s, const
         }
 }
 
-/* inputs, the gradients with respect to images; weights (clients, tall, out, wide, in) */
+/* inputs, the gradients with respect to images */
 int convolve_images(float *inputs, const float *gradients, const float *weights, long clients,
                   long num_images, shape s) {
     const long high = s.height - s.tall + 1, broad = s.width - s.wide + 1;
@@ -88,8 +115,9 @@ int convolve_images(float *inputs, const float *gradients, const float *weights,
     float *own = room(s.tall * s.out * padded + size + LANES);
     if (!own) return 1;
     float *input = own + s.tall * s.out * padded;
+    memset(own, 0, s.tall * s.out * padded * sizeof(float));
     for (long c = 0; c < clients; c++) {
-        copy_rows(own, padded, weights + c * s.tall * s.out * reach, s.tall * s.out, reach);
+        weights_by_input(own, weights + c * s.tall * s.out * reach, &s, padded);
         for (long i = 0; i < num_images; i++) {
             const float *gradient = gradients + (c * num_images + i) * high * broad * s.out;
             memset(input, 0, (size + LANES) * sizeof(float));
@@ -127,7 +155,7 @@ INLINE void weight_block(const int rows, const int vectors, const shape *s, cons
         }
 }
 
-/* results, the gradients with respect to weights (clients, tall, wide, in, out) */
+/* results, the gradients with respect to weights */
 int convolve_weights(float *results, const float *gradients, const float *images, long clients,
                      long num_images, shape s) {
     const long high = s.height - s.tall + 1, broad = s.width - s.wide + 1;
@@ -158,8 +186,7 @@ int convolve_weights(float *results, const float *gradients, const float *images
                         }
                 }
             }
-        for (long tap = 0; tap < taps; tap++)
-            memcpy(results + (c * taps + tap) * s.out, own + tap * padded, s.out * sizeof(float));
+        weights_from_output(results + c * taps * s.out, own, &s, padded);
     }
     free(own);
     return 0;

@@ -1,6 +1,6 @@
 """Convolutions of many clients, each with weights of its own, as one operator.
 
-    y[g, b] = x[g, b] * w[g] + b[g]     x (G, B, H, W, C),  w (G, kH, kW, C, O),  y (G, B, H', W', O)
+    y[g, b] = x[g, b] * w[g] + b[g]     x (G, B, H, W, C),  w (G, O, C, kH, kW),  y (G, B, H', W', O)
 
 PyTorch's own kernels on CPUs are made for batches and channels by the hundred. At some ten images
 and some ten channels most of their time is not spent on products, and several clients side by side
@@ -9,8 +9,9 @@ channels last, without unfolding them: `direct_convolution.c`, see `c_library`. 
 convolution. All is float32, on one thread.
 
 Kernels of 3 × 3 and 5 × 5 between 16, 32, 48 … channels take about half that time in Winograd's way,
-with a quarter or 36 % of the products: `winograd.c`. Rounding is about twice that of plain sums in
-single precision, some 5e-7 of the sum of absolute products.
+with a quarter or 36 % of the products: `winograd.c`. With 64 channels, 16 images of 16 × 16 and normal
+numbers, results and gradients of images are off by 1e-6 of their standard deviation, those of weights by
+1.6e-6 (5 × 5: 2.6e-6); sums of all products, in the order of the other source, by 2e-7 to 7e-7.
 
 Sources: Zhang, Franchetti, Low, High performance zero-memory overhead direct convolutions, ICML 2018;
 different here: images keep their layout, and only weights are copied. Lavin and Gray, Fast algorithms
@@ -76,7 +77,7 @@ def may_be_winograd(tall: int, wide: int, channels: int, out: int) -> bool:
 
 
 def _is_winograd(images: torch.Size, weights: torch.Size) -> bool:
-    (_, count, height, width, _), (_, tall, wide, channels, out) = images, weights
+    (_, count, height, width, _), (_, out, channels, tall, wide) = images, weights
     if not may_be_winograd(tall, wide, channels, out):
         return False
     size = _WINOGRAD_OUTPUTS[tall]
@@ -96,9 +97,7 @@ def _convolve(images: Tensor, weights: Tensor, bias: Tensor | None = None) -> Te
 
 def _convolve_images(gradients: Tensor, weights: Tensor) -> Tensor:
     result = gradients.new_empty(_image_shape(gradients, weights))
-    by_winograd = _is_winograd(result.shape, weights.shape)
-    turned = weights.permute((0, 1, 2, 4, 3) if by_winograd else (0, 1, 4, 2, 3))
-    return _run("convolve_images", result, gradients, turned, sizes=(result.shape, weights.shape))
+    return _run("convolve_images", result, gradients, weights, sizes=(result.shape, weights.shape))
 
 
 def _convolve_weights(gradients: Tensor, images: Tensor) -> Tensor:
@@ -115,7 +114,7 @@ def _run(
     sizes: tuple[torch.Size, torch.Size],
 ) -> Tensor:
     """Have the library compute a result from two factors; sizes are those of x and w."""
-    (clients, count, height, width, _), (_, tall, wide, channels, out) = sizes
+    (clients, count, height, width, _), (_, out, channels, tall, wide) = sizes
     one, other = one.contiguous(), other.contiguous()
     pointers = (result.data_ptr(), one.data_ptr(), other.data_ptr(), *more)
     shape = _Shape(channels, out, height, width, tall, wide)
@@ -129,18 +128,18 @@ def _run(
 
 
 def _output_shape(images: Tensor, weights: Tensor) -> torch.Size:
-    (clients, count, height, width, _), (_, tall, wide, _, out) = images.shape, weights.shape
+    (clients, count, height, width, _), (_, out, _, tall, wide) = images.shape, weights.shape
     return torch.Size((clients, count, height - tall + 1, width - wide + 1, out))
 
 
 def _image_shape(gradients: Tensor, weights: Tensor) -> torch.Size:
-    (clients, count, high, broad, _), (_, tall, wide, channels, _) = gradients.shape, weights.shape
+    (clients, count, high, broad, _), (_, _, channels, tall, wide) = gradients.shape, weights.shape
     return torch.Size((clients, count, high + tall - 1, broad + wide - 1, channels))
 
 
 def _weight_shape(gradients: Tensor, images: Tensor) -> torch.Size:
     (clients, _, high, broad, out), (_, _, height, width, channels) = gradients.shape, images.shape
-    return torch.Size((clients, height - high + 1, width - broad + 1, channels, out))
+    return torch.Size((clients, out, channels, height - high + 1, width - broad + 1))
 
 
 def _gradients(v: Tensor, x: Tensor, w: Tensor, *wanted: bool) -> tuple[Tensor, ...]:

@@ -26,6 +26,8 @@ from fl_lightning.client.window_maximum import SOURCE as MAXIMUM
 from fl_lightning.client.window_maximum import window_maximum
 from fl_lightning.core.c_library import c_libraries
 
+_MOST_WEIGHTS = 2**20  # of a convolution: more take longer to lay out than few images to go through
+
 
 def reason_against_direct_layers(module: nn.Module) -> str | None:
     """Return why no layer of a module can be computed so; None if some can.
@@ -110,6 +112,7 @@ def _is_convolution(layer: nn.Module) -> TypeGuard[nn.Conv2d]:
         and layer.groups == 1
         and layer.padding_mode == "zeros"
         and not isinstance(layer.padding, str)
+        and layer.weight.numel() <= _MOST_WEIGHTS
         and layer.weight.dtype == torch.float32
         and layer.weight.device.type == "cpu"
     )
@@ -162,7 +165,7 @@ def _convolution(layer: nn.Conv2d, *, contiguous: bool) -> Callable[[Tensor], Te
         if high or broad:
             images = F.pad(images, (0, 0, broad, broad, high, high))
         images = images.contiguous()
-        factors = images.unsqueeze(0), layer.weight.permute(2, 3, 1, 0).unsqueeze(0)
+        factors = images.unsqueeze(0), layer.weight.unsqueeze(0)
         bias = layer.bias
         result = (
             convolve(*factors) if bias is None else convolve_and_add(*factors, bias.unsqueeze(0))

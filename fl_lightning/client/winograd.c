@@ -8,7 +8,7 @@
  * The channels, in and out, fill whole vectors.
  */
 
-#include "convolution_shape.h"
+#include "convolution.h"
 #include "small_products.h"
 
 #define SIDE 6 /* of a tile */
@@ -192,30 +192,43 @@ INLINE void give(line *one, const int size, const int side, const field *f, cons
     }
 }
 
-/* A client's weights at the points: to (POINTS, rows, columns), from (size, size, rows, columns). */
-INLINE void take_weights(const int size, const float *weights, long rows, long columns, float *to,
-                         long point) {
-    for (long place = 0; place < rows * columns; place += LANES) {
-        vector w[POINTS], points[POINTS];
-        UNROLL for (int r = 0; r < size; r++)
-            UNROLL for (int i = 0; i < size; i++)
-                w[r * SIDE + i] = load(weights + (r * size + i) * rows * columns + place);
-        square(weigh, size, size, SIDE, w, points);
-        ALL for (int i = 0; i < POINTS; i++) store(to + i * point + place, points[i]);
-    }
+/* A client's weights at the points: to (POINTS, rows, columns). Their numbers, `step` apart from one row
+ * or column to the next, are squares of size * size. */
+INLINE void take_weights(const int size, const float *weights, long rows, long row_step, long columns,
+                         long column_step, float *to, long point) {
+    for (long r = 0; r < rows; r++)
+        for (long c = 0; c < columns; c += LANES) {
+            const float *first = weights + r * row_step + c * column_step;
+            float numbers[POINTS][LANES];
+            vector w[POINTS], points[POINTS];
+            for (int lane = 0; lane < LANES; lane++)
+                UNROLL for (int y = 0; y < size; y++)
+                    UNROLL for (int x = 0; x < size; x++)
+                        numbers[y * SIDE + x][lane] = first[lane * column_step + y * size + x];
+            UNROLL for (int y = 0; y < size; y++)
+                UNROLL for (int x = 0; x < size; x++) w[y * SIDE + x] = load(numbers[y * SIDE + x]);
+            square(weigh, size, size, SIDE, w, points);
+            ALL for (int i = 0; i < POINTS; i++) store(to + i * point + r * columns + c, points[i]);
+        }
 }
 
 /* `take_weights`, transposed. */
-INLINE void give_weights(const int size, float *weights, long rows, long columns, const float *from,
-                         long point) {
-    for (long place = 0; place < rows * columns; place += LANES) {
-        vector w[POINTS], points[POINTS];
-        ALL for (int i = 0; i < POINTS; i++) points[i] = load(from + i * point + place);
-        square(weigh_back, size, SIDE, size, points, w);
-        UNROLL for (int r = 0; r < size; r++)
-            UNROLL for (int i = 0; i < size; i++)
-                store(weights + (r * size + i) * rows * columns + place, w[r * SIDE + i]);
-    }
+INLINE void give_weights(const int size, float *weights, long rows, long row_step, long columns,
+                         long column_step, const float *from, long point) {
+    for (long r = 0; r < rows; r++)
+        for (long c = 0; c < columns; c += LANES) {
+            float *first = weights + r * row_step + c * column_step;
+            float numbers[POINTS][LANES];
+            vector w[POINTS], points[POINTS];
+            ALL for (int i = 0; i < POINTS; i++) points[i] = load(from + i * point + r * columns + c);
+            square(weigh_back, size, SIDE, size, points, w);
+            UNROLL for (int y = 0; y < size; y++)
+                UNROLL for (int x = 0; x < size; x++) store(numbers[y * SIDE + x], w[y * SIDE + x]);
+            for (int lane = 0; lane < LANES; lane++)
+                UNROLL for (int y = 0; y < size; y++)
+                    UNROLL for (int x = 0; x < size; x++)
+                        first[lane * column_step + y * size + x] = numbers[y * SIDE + x][lane];
+        }
 }
 
 INLINE void block(const int rows, const int vectors, long count, const float *a, long a_row, long a_step,
@@ -282,8 +295,8 @@ static plan make_plan(long num_images, shape s) {
 
 INLINE void of_outputs(const int kernel, const int size, const plan *p, float *outputs,
                        const float *images, const float *weights, const float *bias) {
-    const long in = p->image.channels, out = p->output.channels;
-    take_weights(kernel, weights, in, out, p->weights, p->weight_point);
+    const long in = p->image.channels, out = p->output.channels, taps = kernel * kernel;
+    take_weights(kernel, weights, in, taps, out, in * taps, p->weights, p->weight_point);
     for (long begin = 0, count; begin < p->tiles; begin += count) {
         count = turn(p->tiles - begin, MOST_TILES);
         take(look, 0, SIDE, &p->image, images, begin, count, p->images, p->image_point);
@@ -296,8 +309,8 @@ INLINE void of_outputs(const int kernel, const int size, const plan *p, float *o
 
 INLINE void of_images(const int kernel, const int size, const plan *p, float *images,
                       const float *gradients, const float *weights) {
-    const long in = p->image.channels, out = p->output.channels;
-    take_weights(kernel, weights, out, in, p->weights, p->weight_point);
+    const long in = p->image.channels, out = p->output.channels, taps = kernel * kernel;
+    take_weights(kernel, weights, out, in * taps, in, taps, p->weights, p->weight_point);
     for (long begin = 0, count; begin < p->tiles; begin += count) {
         count = turn(p->tiles - begin, MOST_TILES);
         take(spread, size, size, &p->output, gradients, begin, count, p->outputs, p->output_point);
@@ -310,7 +323,7 @@ INLINE void of_images(const int kernel, const int size, const plan *p, float *im
 
 INLINE void of_weights(const int kernel, const int size, const plan *p, float *weights,
                        const float *gradients, const float *images) {
-    const long in = p->image.channels, out = p->output.channels;
+    const long in = p->image.channels, out = p->output.channels, taps = kernel * kernel;
     for (long begin = 0, count; begin < p->tiles; begin += count) {
         count = turn(p->tiles - begin, MOST_TILES);
         take(spread, size, size, &p->output, gradients, begin, count, p->outputs, p->output_point);
@@ -319,7 +332,7 @@ INLINE void of_weights(const int kernel, const int size, const plan *p, float *w
             multiply(in, count, out, p->images + i * p->image_point, 1, in,
                      p->outputs + i * p->output_point, begin > 0, p->weights + i * p->weight_point);
     }
-    give_weights(kernel, weights, in, out, p->weights, p->weight_point);
+    give_weights(kernel, weights, in, taps, out, in * taps, p->weights, p->weight_point);
 }
 
 /* As `convolve` in direct_convolution.c. */
@@ -337,7 +350,7 @@ int convolve(float *outputs, const float *images, const float *weights, const fl
     return 0;
 }
 
-/* As `convolve_images` there, but for weights (clients, tall, wide, out, in). */
+/* As `convolve_images` there. */
 int convolve_images(float *inputs, const float *gradients, const float *weights, long clients,
                     long num_images, shape s) {
     plan p = make_plan(num_images, s);

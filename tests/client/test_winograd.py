@@ -36,7 +36,7 @@ def expected_of(x, w, v):
     """PyTorch's own, in double precision, of each client: the result and both gradients."""
     x, w = x.double().requires_grad_(), w.double().requires_grad_()
     pairs = zip(x, w, strict=True)
-    clients = [F.conv2d(one.movedim(-1, 1), k.permute(3, 2, 0, 1)) for one, k in pairs]
+    clients = [F.conv2d(one.movedim(-1, 1), k) for one, k in pairs]
     result = torch.stack(clients).movedim(2, -1)
     return [result.detach(), *torch.autograd.grad(result, (x, w), v.double())]
 
@@ -49,9 +49,8 @@ def assert_near(found, expected, sums):
 
 def run(library, name, x, w, v):
     """Return what the C function writes, and see that it neither reads nor writes beyond its tensors."""
-    turned = w.permute(0, 1, 2, 4, 3)
     shapes = {"convolve": v.shape, "convolve_images": x.shape, "convolve_weights": w.shape}
-    factors = {"convolve": (x, w), "convolve_images": (v, turned), "convolve_weights": (v, x)}[name]
+    factors = {"convolve": (x, w), "convolve_images": (v, w), "convolve_weights": (v, x)}[name]
     inside = []
     for factor in factors:
         room = torch.full((factor.numel() + 32,), torch.inf)
@@ -64,7 +63,7 @@ def run(library, name, x, w, v):
     class Shape(ctypes.Structure):
         _fields_ = [(letter, ctypes.c_long) for letter in "abcdef"]
 
-    (clients, count, height, width, channels), (_, tall, wide, _, out) = x.shape, w.shape
+    (clients, count, height, width, channels), (_, out, _, tall, wide) = x.shape, w.shape
     sizes = ctypes.c_long(clients), ctypes.c_long(count)
     shape = Shape(channels, out, height, width, tall, wide)
     assert library[name](*pointers, *more, *sizes, shape) == 0
@@ -87,7 +86,7 @@ def test_products_and_both_gradients(lanes, clients, images, channels, out, kern
     """Tiles that reach over the edge of an image, and more than are computed at once, included."""
     library = c_library(WINOGRAD, flags(lanes))
     x = draws(clients, images, kernel + more[0], kernel + more[1], channels)
-    w = draws(clients, kernel, kernel, channels, out, seed=1)
+    w = draws(clients, out, channels, kernel, kernel, seed=1)
     v = draws(clients, images, more[0] + 1, more[1] + 1, out, seed=2)
     sums = expected_of(x.abs(), w.abs(), v.abs())
     for name, expected, among in zip(NAMES, expected_of(x, w, v), sums, strict=True):
@@ -97,7 +96,7 @@ def test_products_and_both_gradients(lanes, clients, images, channels, out, kern
 @pytest.mark.parametrize("kernel", [3, 5])
 def test_it_is_what_convolutions_of_that_kind_are_computed_by(kernel):
     library = c_library(WINOGRAD, flags(32))
-    x, w = draws(2, 3, 12, 11, 16), draws(2, kernel, kernel, 16, 32, seed=1)
+    x, w = draws(2, 3, 12, 11, 16), draws(2, 32, 16, kernel, kernel, seed=1)
     v = draws(2, 3, 13 - kernel, 12 - kernel, 32, seed=2)
     result, images, weights = (run(library, name, x, w, v) for name in NAMES)
     bias = draws(2, 32, seed=3)
@@ -126,7 +125,7 @@ def test_which_convolutions_those_are():
 def test_few_tiles_are_not_worth_the_weights():
     """One image of 4 × 4 outputs is one tile; two of 8 × 8 are eight."""
     by_winograd, direct = c_library(WINOGRAD, flags(16)), c_library(SOURCE, flags(16))
-    w = draws(1, 3, 3, 16, 16, seed=1)
+    w = draws(1, 16, 16, 3, 3, seed=1)
     for size, images, library in ((4, 7, direct), (8, 2, by_winograd)):
         x = draws(1, images, size + 2, size + 2, 16)
         v = draws(1, images, size, size, 16, seed=2)
@@ -134,7 +133,7 @@ def test_few_tiles_are_not_worth_the_weights():
 
 
 def test_what_is_not_a_number_stays_with_its_client_and_its_image():
-    x, w, v = draws(3, 4, 10, 10, 16), draws(3, 3, 3, 16, 16, seed=1), draws(3, 4, 8, 8, 16, seed=2)
+    x, w, v = draws(3, 4, 10, 10, 16), draws(3, 16, 16, 3, 3, seed=1), draws(3, 4, 8, 8, 16, seed=2)
     x[1, 2, 9, 9, 15] = v[1, 2, 7, 7, 15] = torch.nan
     for found in (convolve(x, w), convolve_images(v, w)):
         is_known = found.isfinite().flatten(2).all(2)
@@ -145,14 +144,11 @@ def test_what_is_not_a_number_stays_with_its_client_and_its_image():
 
 @pytest.mark.parametrize("kernel", [3, 5])
 def test_rounding_is_that_of_single_precision(kernel):
-    """In the mean some twice that of direct sums; with the points 1 and 2 it is four times."""
-    x, w = draws(1, 16, 16, 16, 64), draws(1, kernel, kernel, 64, 64, seed=1)
+    """As the module says. With points of 1 and 2 in place of 5/8 and 5/4 it is twice as large."""
+    x, w = draws(1, 16, 16, 16, 64), draws(1, 64, 64, kernel, kernel, seed=1)
     v = draws(1, 16, 17 - kernel, 17 - kernel, 64, seed=2)
-    by_winograd, direct = c_library(WINOGRAD, flags(64)), c_library(SOURCE, flags(64))
-    expected = expected_of(x, w, v)[0]
-    errors = [
-        float((run(library, "convolve", x, w, v) - expected).square().mean().sqrt())
-        for library in (by_winograd, direct)
-    ]
-    assert errors[0] < 3 * errors[1]
-    assert errors[0] < 1e-6 * float(expected.square().mean().sqrt())
+    library = c_library(WINOGRAD, flags(64))
+    bounds = 1.1e-6, 1.1e-6, {3: 1.8e-6, 5: 2.9e-6}[kernel]
+    for name, expected, bound in zip(NAMES, expected_of(x, w, v), bounds, strict=True):
+        off = run(library, name, x, w, v) - expected
+        assert float(off.square().mean().sqrt() / expected.square().mean().sqrt()) < bound
