@@ -155,6 +155,13 @@ INLINE void weight_block(const int rows, const int vectors, const shape *s, cons
         }
 }
 
+/* The first `size` of `count` numbers, or all of them and then zeros; whole vectors. */
+INLINE void copy_padded(float *to, const float *from, long count, long size) {
+    long i = 0;
+    for (; i + LANES <= count && i < size; i += LANES) store(to + i, load(from + i));
+    for (; i < size; i++) to[i] = i < count ? from[i] : 0;
+}
+
 /* results, the gradients with respect to weights */
 int convolve_weights(float *results, const float *gradients, const float *images, long clients,
                      long num_images, shape s) {
@@ -176,8 +183,7 @@ int convolve_weights(float *results, const float *gradients, const float *images
                     vectors = turn((padded - first) / LANES, 3);
                     const long size = vectors * LANES, left = s.out - first;
                     for (long pixel = 0; pixel < count * broad; pixel++)
-                        for (long o = 0; o < size; o++)
-                            panel[pixel * size + o] = o < left ? gradient[pixel * s.out + first + o] : 0;
+                        copy_padded(panel + pixel * size, gradient + pixel * s.out + first, left, size);
                     for (long ky = 0; ky < s.tall; ky++)
                         for (long tap = 0, rows; tap < reach; tap += rows) {
                             rows = turn(reach - tap, ROWS(vectors));

@@ -9,9 +9,13 @@
 #include <immintrin.h>
 #endif
 
-typedef int choice __attribute__((vector_size(sizeof(vector))));
-
-INLINE vector chosen(vector v, choice which) { return (vector)((choice)v & which); }
+/* In a register: gcc would read it anew for every product. */
+INLINE vector kept(vector v) {
+#if defined(__x86_64__) && !defined(__clang__)
+    __asm__("" : "+v"(v));
+#endif
+    return v;
+}
 
 #if LANES == 16
 INLINE float total(vector v) { return _mm512_reduce_add_ps((__m512)v); }
@@ -35,7 +39,7 @@ INLINE void dot_block(const int rows, const int columns, const float *x,
             __builtin_prefetch(w + c * in + i + ahead);
         }
         UNROLL for (int r = 0; r < rows; r++) {
-            const vector left = load(x + r * in + i);
+            const vector left = kept(load(x + r * in + i));
             UNROLL for (int c = 0; c < columns; c++) sums[r * columns + c] += left * right[c];
         }
     }

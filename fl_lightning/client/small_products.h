@@ -1,40 +1,15 @@
 /* Small matrix products in registers, for layers of few examples and few channels.
  *
- * Vectors have LANES numbers, 8 or 16. At most MOST of them are summed at a time, which leaves registers
- * for the factors, in `rows` rows of `vectors` each, both of them constants where a block is compiled:
- * `CASES` chooses among these.
+ * At most MOST vectors are summed at a time, which leaves registers for the factors, in `rows` rows of
+ * `vectors` each, both of them constants where a block is compiled: `CASES` chooses among these.
  */
 
 #ifndef FL_LIGHTNING_SMALL_PRODUCTS_H
 #define FL_LIGHTNING_SMALL_PRODUCTS_H
 
-#include <stdlib.h>
-#include <string.h>
+#include "vectors.h"
 
-#ifndef LANES
-#define LANES 8
-#endif
 #define MOST (LANES == 16 ? 24 : 12) /* processors with vectors of 16 have 32 registers, not 16 */
-
-typedef float vector __attribute__((vector_size(LANES * sizeof(float))));
-
-#define INLINE static inline __attribute__((always_inline))
-#define UNROLL _Pragma("GCC unroll 24")
-
-INLINE vector load(const float *from) {
-    vector v;
-    memcpy(&v, from, sizeof v);
-    return v;
-}
-
-INLINE void store(float *to, vector v) { memcpy(to, &v, sizeof v); }
-
-INLINE long rounded(long count) { return (count + LANES - 1) / LANES * LANES; }
-
-/* Memory for so many numbers, that begins where a line of the cache does; NULL if there is none. */
-INLINE float *room(long count) {
-    return aligned_alloc(64, (count * sizeof(float) + 63) / 64 * 64);
-}
 
 /* sums[r][v] += a[r * a_row] * b[LANES v .. + LANES] */
 INLINE void product(const int rows, const int vectors, vector sums[MOST], const float *a, long a_row,

@@ -13,7 +13,6 @@
 
 #define SIDE 6 /* of a tile */
 #define POINTS (SIDE * SIDE)
-#define ALL _Pragma("GCC unroll 36")
 #define MOST_TILES 48 /* at a time, so that what is known of them stays in the second cache */
 
 /* The points are 0, A, -A, B, -B and infinity. All coefficients are exact but those of the weights, and
@@ -167,7 +166,7 @@ INLINE void take(line *one, const int size, const int side, const field *f, cons
                         pixels[r * SIDE + i] = load(pixel + r * below + i * next);
             }
             square(one, size, side, SIDE, pixels, points);
-            ALL for (int i = 0; i < POINTS; i++) store(to + i * point + c, points[i]);
+            UNROLL for (int i = 0; i < POINTS; i++) store(to + i * point + c, points[i]);
         }
     }
 }
@@ -181,7 +180,7 @@ INLINE void give(line *one, const int size, const int side, const field *f, cons
         for (long c = 0; c < next; c += LANES) {
             float *pixel = to + at.begin + c;
             vector pixels[POINTS], points[POINTS];
-            ALL for (int i = 0; i < POINTS; i++) points[i] = load(from + i * point + c);
+            UNROLL for (int i = 0; i < POINTS; i++) points[i] = load(from + i * point + c);
             square(one, size, SIDE, side, points, pixels);
             for (long r = 0; r < at.high; r++)
                 for (long i = 0; i < at.broad; i++) {
@@ -208,7 +207,7 @@ INLINE void take_weights(const int size, const float *weights, long rows, long r
             UNROLL for (int y = 0; y < size; y++)
                 UNROLL for (int x = 0; x < size; x++) w[y * SIDE + x] = load(numbers[y * SIDE + x]);
             square(weigh, size, size, SIDE, w, points);
-            ALL for (int i = 0; i < POINTS; i++) store(to + i * point + r * columns + c, points[i]);
+            UNROLL for (int i = 0; i < POINTS; i++) store(to + i * point + r * columns + c, points[i]);
         }
 }
 
@@ -220,7 +219,7 @@ INLINE void give_weights(const int size, float *weights, long rows, long row_ste
             float *first = weights + r * row_step + c * column_step;
             float numbers[POINTS][LANES];
             vector w[POINTS], points[POINTS];
-            ALL for (int i = 0; i < POINTS; i++) points[i] = load(from + i * point + r * columns + c);
+            UNROLL for (int i = 0; i < POINTS; i++) points[i] = load(from + i * point + r * columns + c);
             square(weigh_back, size, SIDE, size, points, w);
             UNROLL for (int y = 0; y < size; y++)
                 UNROLL for (int x = 0; x < size; x++) store(numbers[y * SIDE + x], w[y * SIDE + x]);

@@ -2,6 +2,7 @@
 
 import ctypes
 import itertools
+import mmap
 
 import pytest
 import torch
@@ -25,7 +26,8 @@ from fl_lightning.client.direct_linear import FEW, dense, dense_inputs, dense_we
 from fl_lightning.client.direct_linear import SOURCE as LINEAR
 from fl_lightning.client.direct_linear import flags as linear_flags
 from fl_lightning.client.other_forwards import other_forwards
-from fl_lightning.client.window_maximum import window_maximum
+from fl_lightning.client.window_maximum import SOURCE as WINDOWS
+from fl_lightning.client.window_maximum import window_maximum, window_pick, window_place
 from fl_lightning.core.c_library import c_library
 
 pytestmark = pytest.mark.skipif(
@@ -320,19 +322,56 @@ def test_slopes_of_a_convolution_and_of_these_slopes():
         assert_near(found, expected, 1e-4)
 
 
+@pytest.mark.parametrize("channels", [1, 6, 8, 11, 16, 20])
 @pytest.mark.parametrize("window", [(2, 2), (3, 2), (1, 4), (1, 1)])
-def test_maxima_are_those_of_pytorch_to_the_bit(window):
+def test_maxima_are_those_of_pytorch_to_the_bit(window, channels):
     """Ties, from rounding to integers, and a NaN included."""
-    x = draws(3, 6 * window[0], 5 * window[1], 11).mul(2).round()
-    x[1, 2, 3, 4] = torch.nan
+    x = draws(3, 6 * window[0], 5 * window[1], channels).mul(2).round()
+    x[1, 2, 3, channels // 2] = torch.nan
     ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
-    found = window_maximum(ours, *window)[0]
+    found, which = window_maximum(ours, *window)
     expected = F.max_pool2d(theirs.movedim(-1, 1), window).movedim(1, -1)
     assert torch.equal(found.nan_to_num(99), expected.nan_to_num(99))
     v = draws(*expected.shape)
     found.backward(v)
     expected.backward(v)
     assert torch.equal(ours.grad, theirs.grad)
+    assert torch.equal(window_pick(ours.grad, which, *window), v)
+
+
+def before_a_wall(values):
+    """Return a copy behind which memory can be neither read nor written."""
+    page = mmap.PAGESIZE
+    size = -(-values.nbytes // page) * page
+    memory = mmap.mmap(-1, size + page)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(address + size), page, 0) == 0
+    begin = size - values.nbytes
+    copy = torch.frombuffer(memory, dtype=values.dtype, count=values.numel(), offset=begin)
+    return copy.view(values.shape).copy_(values)
+
+
+@pytest.mark.parametrize("channels", [1, 6, 8, 11])
+@pytest.mark.parametrize("window", [(2, 2), (3, 1)])
+def test_windows_end_where_memory_does(window, channels):
+    x = draws(2, 2 * window[0], 3 * window[1], channels)
+    maxima, which = window_maximum(x, *window)
+    images, v, places = before_a_wall(x), before_a_wall(maxima), before_a_wall(which)
+    found = [before_a_wall(torch.zeros_like(t)) for t in (maxima, which, x, maxima)]
+    sizes = [ctypes.c_long(size) for size in (*x.shape, *window)]
+
+    class Shape(ctypes.Structure):
+        _fields_ = [(letter, ctypes.c_long) for letter in "abcde"]
+
+    def call(name, *tensors):
+        pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors]
+        c_library(WINDOWS)[name](*pointers, sizes[0], Shape(*sizes[1:]))
+
+    call("window_maximum", found[0], found[1], images)
+    call("window_place", found[2], v, places)
+    call("window_pick", found[3], images, places)
+    expected = [maxima, which, window_place(maxima, which, *window), maxima]
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
 def network(**options):
