@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TypeGuard
@@ -26,6 +26,7 @@ from fl_lightning.client.window_maximum import SOURCE as MAXIMUM
 from fl_lightning.client.window_maximum import window_maximum
 from fl_lightning.core.c_library import c_libraries
 
+_ELEMENTWISE = nn.ReLU, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Dropout
 _MOST_WEIGHTS = 2**20  # of a convolution: more take longer to lay out than few images to go through
 
 
@@ -59,8 +60,8 @@ def direct_layers(
     Args:
         module: the model.
         viewable: have the results of poolings, or of convolutions if there is no pooling, lie in
-            memory as PyTorch's own layers have them, not with channels last: for models that
-            ``view`` the last one's.
+            memory as PyTorch's own layers have them, not with channels last, but for those in an
+            `nn.Sequential` that its next layers take either way: for models that ``view`` some.
 
     Example:
         >>> from fl_lightning.client.other_forwards import other_forwards
@@ -85,8 +86,9 @@ def direct_layers(
             forwards[layer] = _dense(layer)
         elif type(layer) is nn.Sequential and has_convolution and "forward" not in vars(layer):
             order = _poolings_first(layer)
-            if order != list(layer):
-                forwards[layer] = _chain(order)
+            steps = _steps(order) if viewable else order
+            if steps != list(layer):
+                forwards[layer] = _chain(steps)
     return forwards
 
 
@@ -200,10 +202,33 @@ def _poolings_first(layers: nn.Sequential) -> list[nn.Module]:
     return order
 
 
-def _chain(layers: list[nn.Module]) -> Callable[[Tensor], Tensor]:
+def _steps(layers: list[nn.Module]) -> Sequence[Callable[[Tensor], Tensor]]:
+    """Return layers, or in their place forward passes that leave channels last where nobody minds."""
+    steps: list[Callable[[Tensor], Tensor]] = list(layers)
+    for place, layer in enumerate(layers):
+        if not _take_channels_last(layers[place + 1 :]):
+            continue
+        if _is_convolution(layer):
+            steps[place] = _unless_watched(layer, _convolution(layer, contiguous=False))
+        elif _is_pooling(layer):
+            steps[place] = _unless_watched(layer, _pooling(layer, contiguous=False))
+    return steps
+
+
+def _take_channels_last(layers: Sequence[nn.Module]) -> bool:
+    """Return whether nobody sees from layers how what the first one gets lies in memory."""
+    for layer in layers:
+        if _is_watched(layer):
+            return False
+        if type(layer) not in _ELEMENTWISE:
+            return _is_convolution(layer) or _is_pooling(layer) or type(layer) is nn.Flatten
+    return False
+
+
+def _chain(steps: Sequence[Callable[[Tensor], Tensor]]) -> Callable[[Tensor], Tensor]:
     def forward(value: Tensor) -> Tensor:
-        for layer in layers:
-            value = layer(value)
+        for step in steps:
+            value = step(value)
         return value
 
     return forward
@@ -213,6 +238,13 @@ def _is_watched(*layers: nn.Module) -> bool:
     """Return whether someone is to see what goes in or comes out."""
     names = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
     return any(getattr(layer, name) for layer in layers for name in names)
+
+
+def _unless_watched(
+    layer: nn.Module, forward: Callable[[Tensor], Tensor]
+) -> Callable[[Tensor], Tensor]:
+    """Return a forward pass instead of a layer's, as long as the layer has no hooks to be called."""
+    return lambda value: layer(value) if _is_watched(layer) else forward(value)
 
 
 def _dense(layer: nn.Linear) -> Callable[[Tensor], Tensor]:

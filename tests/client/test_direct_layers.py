@@ -475,6 +475,28 @@ def test_a_models_view_of_the_last_result():
         torch.testing.assert_close(found, net(images), rtol=1e-5, atol=1e-5)
 
 
+def test_channels_stay_last_between_the_layers_of_a_sequence():
+    """And what leaves it can be viewed, and hooks are called that come later."""
+    net = nn.Sequential(
+        *(nn.Conv2d(3, 4, 3), nn.MaxPool2d(2), nn.ReLU()),
+        *(nn.Conv2d(4, 6, 2), nn.Tanh(), nn.MaxPool2d(2)),
+    )
+    images = draws(4, 3, 16, 16)
+    expected, layouts = net(images), []
+    forwards = direct_layers(net, viewable=True)
+    net[2].register_forward_hook(lambda _, __, value: layouts.append(value.is_contiguous()))
+    with other_forwards(forwards):
+        found = net(images)
+    torch.testing.assert_close(found.view(4, -1), expected.view(4, -1), rtol=1e-5, atol=1e-5)
+    assert layouts == [False]
+    net[1].register_forward_hook(lambda _, __, value: layouts.append(value.is_contiguous()))
+    with other_forwards(forwards):
+        net(images)
+    assert layouts == [False, True, True]
+    normed = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+    assert normed not in direct_layers(normed, viewable=True)
+
+
 @pytest.mark.parametrize(
     "options",
     [{"stride": 2}, {"dilation": 2}, {"padding": "same"}, {"padding_mode": "reflect"}],
