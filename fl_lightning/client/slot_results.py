@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fl_lightning.client.functional_step import OWN_LOSS, Tensors
 from fl_lightning.client.local_training import GlobalModel, check_finite
+from fl_lightning.client.slot_rows import SlotRows
 from fl_lightning.client.stacked_step import StackedStep
 from fl_lightning.client.work import GroupWork, Integers
 from fl_lightning.core.errors import ClientFailure, NotFinite
@@ -36,20 +37,21 @@ class SlotResults:
         self, step: StackedStep, space: Space, buffers: Space, names: Mapping[str, str]
     ) -> None:
         self._step, self._space, self._names = step, space, names
-        self._params = [step.params[name] for name in space.names]
+        params = [step.params[name] for name in space.names]
+        self._rows = SlotRows([param.view(len(param), -1) for param in params])
+        self._indices = [space.active.get(name) for name in space.names]
+        self._sizes = [
+            param[0].numel() if index is None else len(index)
+            for param, index in zip(params, self._indices, strict=True)
+        ]
         self._buffers = [step.buffers[name] for name in buffers.names if step.buffers]
         self._clients: list[int] = []
         self._sums: list[Tensors] = []
         self._final_buffers: list[Tensor] = []
 
-    def open(self, start: GlobalModel, named: Tensors, work: GroupWork) -> None:
-        """Have clients begin from a global model, whose parameters are given by name as well."""
+    def open(self, start: GlobalModel, work: GroupWork) -> None:
+        """Have clients begin from a global model."""
         self._start, self._work = start, work
-        self._starts: list[tuple[Tensor, Tensor | None]] = []
-        for name in self._space.names:
-            index = self._space.active.get(name)
-            value = named[name]
-            self._starts.append((value if index is None else value.flatten()[index], index))
         self._clear()
 
     def has_room(self, count: int) -> bool:
@@ -69,29 +71,24 @@ class SlotResults:
             shape = self._step.options.num_slots, self._space.size
             self._deltas = self._start.params.new_empty(shape)
         deltas = self._deltas[first : first + count]
-        self._write(deltas, slots)
+        torch._foreach_copy_(self._places(deltas), self._ends(slots))
+        torch.sub(self._start.params, deltas, out=deltas)
         self._clients += clients
-        index = torch.tensor(slots, device=deltas.device)
         sums = self._step.sums.items()  # a copy: the slots go on
-        self._sums.append({name: of_all.index_select(0, index) for name, of_all in sums})
+        self._sums.append({n: torch.stack([total[slot] for slot in slots]) for n, total in sums})
         if self._buffers:
             ends = [buffer[slots].reshape(count, -1) for buffer in self._buffers]
             self._final_buffers.append(torch.cat(ends, 1))
         return deltas
 
-    def _write(self, deltas: Tensor, slots: list[int]) -> None:
-        """Write start - end."""
-        is_all = slots == list(range(self._step.options.num_slots))
-        begin = 0
-        for (start, index), ends in zip(self._starts, self._params, strict=True):
-            part = deltas[:, begin : begin + start.numel()].view(len(deltas), *start.shape)
-            begin += start.numel()
-            if is_all and index is None:
-                torch.sub(start, ends, out=part)
-                continue
-            for row, slot in zip(part, slots, strict=True):
-                end = ends[slot] if index is None else ends[slot].flatten()[index]
-                torch.sub(start, end, out=row)
+    def _places(self, deltas: Tensor) -> list[Tensor]:
+        """Return the parts of deltas, shape (m, k), client by client, a vector each."""
+        return [*deltas.view(-1).split(self._sizes * len(deltas))]
+
+    def _ends(self, slots: list[int]) -> list[Tensor]:
+        """Return where the parameters in some slots have come to, as far as they are coordinates."""
+        pairs = zip(self._rows.of(slots), self._indices * len(slots), strict=True)
+        return [row if index is None else row.index_select(0, index) for row, index in pairs]
 
     def hand_on(self) -> Iterator[GroupUpdate]:
         """Yield what was taken over since the last time, if anything was."""

@@ -23,6 +23,7 @@ from fl_lightning.client.packing import Stays, pack
 from fl_lightning.client.slot_inputs import Guest, ReadBatch, SlotInputs
 from fl_lightning.client.slot_own import OwnOf, SlotOwn
 from fl_lightning.client.slot_results import SlotResults
+from fl_lightning.client.slot_rows import SlotRows
 from fl_lightning.client.stacked_step import StackedStep
 from fl_lightning.client.work import ClientWork, GroupWork, Integers
 from fl_lightning.core.space import Space
@@ -71,10 +72,13 @@ class SlotTrainer:
             reads_at_random=reads_at_random,
         )
         self._space, self._buffers = space, buffers
-        self._params = [step.params[name] for name in space.names]
-        self._stacked_buffers = [step.buffers[name] for name in buffers.names if step.buffers]
-        self._integers = [b for b in step.buffers.values() if not b.is_floating_point()]
-        self._integer_starts = [b[0].clone() for b in self._integers]
+        params = [step.params[name] for name in space.names]
+        stacked_buffers = [step.buffers[name] for name in buffers.names if step.buffers]
+        integers = [b for b in step.buffers.values() if not b.is_floating_point()]
+        self._integer_starts = [b[0].clone() for b in integers]
+        self._stacked = [*params, *stacked_buffers, *integers]
+        self._rows = SlotRows(self._stacked)
+        self._fresh = SlotRows()
 
     def train(
         self,
@@ -98,7 +102,7 @@ class SlotTrainer:
         self._step.read_options()
         rehearsal = self._step.rehearse(lambda: self._inputs.batch_like(work[0]))
         draws = rehearsal.draws if rehearsal.draws.numbers else None
-        pull = 0.0 if term is None else term(work[0].client_id).pull
+        pull = 0.0 if term is None else term(int(work.client_ids[0])).pull
         named_start = self._open(start, work, pull, own)
         stays = pack(work.num_steps, self._num_slots)
         indices, valid = self._plan(stays, work)
@@ -111,7 +115,8 @@ class SlotTrainer:
             new, done = stays.beginning(number), stays.ending(number)
             guests = [_guest(stays, stay, work) for stay in new] if has_guests else []
             batch = self._inputs.next(number, step_indices, guests, draws)
-            self._shift(guests, term)
+            if self._step.shifts:
+                self._shift(guests, term)
             alike = together and bool(len(new))
             if alike and len(done):
                 yield self._only(named_start, batch, step_valid, stays.clients[done])
@@ -137,7 +142,7 @@ class SlotTrainer:
         named_start = self._space.full(start.params)
         self._step.pull_to(named_start, pull)
         self._start = list(named_start.values())
-        self._results.open(start, named_start, work)
+        self._results.open(start, work)
         self._start_buffers = self._buffers.views(start.buffers) if self._step.buffers else []
         self._state_rows = [t for states in self._step.states.values() for t in states]
         if self._own is not None:
@@ -204,15 +209,17 @@ class SlotTrainer:
         if not self._results.has_room(len(slots)):
             yield from self._results.hand_on()
         deltas = self._results.take(slots, clients)
+        if self._own is None:
+            return
         for delta, slot, client in zip(deltas, slots, clients, strict=True):
-            if self._own is not None and not self._own.leave(slot, int(work.client_ids[client])):
+            if not self._own.leave(slot, int(work.client_ids[client])):
                 delta.fill_(torch.nan)  # without what it keeps its update cannot be used
 
     @torch.no_grad()
     def _shift(self, guests: Sequence[Guest], term: TermOf | None) -> None:
         """Have the clients that begin shift their gradients."""
         shifts = self._step.shifts
-        for guest in guests if shifts else ():
+        for guest in guests:
             rows = {name: shift[guest.slot] for name, shift in shifts.items()}
             vector = None if term is None else term(guest.work.client_id).shift
             if vector is None:
@@ -227,19 +234,19 @@ class SlotTrainer:
 
     @torch.no_grad()
     def _reset(self, slots: list[int]) -> None:
+        if not slots:
+            return
         step = self._step
-        everywhere = len(slots) == self._num_slots
         fresh = [*step.sums.values(), *self._state_rows, step.count]
         starts = [*self._start, *self._start_buffers, *self._integer_starts]
-        stacked = [*self._params, *self._stacked_buffers, *self._integers]
-        if everywhere:
+        if len(slots) == self._num_slots:
             torch._foreach_zero_(fresh)
-            for tensor, value in zip(stacked, starts, strict=True):
+            for tensor, value in zip(self._stacked, starts, strict=True):
                 tensor.copy_(value)
             return
-        for slot in slots:
-            torch._foreach_zero_([tensor[slot] for tensor in fresh])
-            torch._foreach_copy_([tensor[slot] for tensor in stacked], starts)
+        self._fresh = self._fresh.following(fresh)
+        torch._foreach_zero_(self._fresh.of(slots))
+        torch._foreach_copy_(self._rows.of(slots), starts * len(slots))
 
 
 def _guest(stays: Stays, stay: int, work: GroupWork) -> Guest:

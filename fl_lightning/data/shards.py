@@ -176,10 +176,12 @@ def local_order(
     if num_epochs is None:
         num_epochs = -(-num_batches // len(epoch))  # type: ignore[operator]
     sizes = (epoch * num_epochs)[:num_batches]
-    parts = [shard[torch.randperm(num_examples, generator=draws)] for _ in range(num_epochs)]
-    parts = [part[: sum(epoch)] for part in parts]
-    order = parts[0] if num_epochs == 1 else torch.cat([shard[:0], *parts])
-    return order[: sum(sizes)], sizes
+    permutations = [torch.randperm(num_examples, generator=draws) for _ in range(num_epochs)]
+    if sum(epoch) < num_examples:
+        permutations = [places[: sum(epoch)] for places in permutations]
+    order = permutations[0] if num_epochs == 1 else torch.cat([shard[:0], *permutations])
+    count = sum(sizes)
+    return shard.index_select(0, order if len(order) == count else order[:count]), sizes
 
 
 def read_column(dataset: Dataset[Any], attribute: str | None) -> npt.NDArray[Any]:

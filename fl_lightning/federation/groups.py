@@ -171,7 +171,8 @@ class RoundGroups:
         if self._share is not None:
             work = self._share.work[ids]
             ids = ids[shares(work, self._share.num_ranks)[self._share.rank]]
-        return [ClientGroup(part.tolist()) for part in np.array_split(ids, self._num_groups)]
+        parts = [ids] if self._num_groups == 1 else np.array_split(ids, self._num_groups)
+        return [ClientGroup(part.tolist()) for part in parts]
 
     def __iter__(self) -> Iterator[ClientGroup]:
         groups, position = self.groups(self._round), self._position

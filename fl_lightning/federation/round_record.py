@@ -150,8 +150,7 @@ class RoundRecord:
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain numbers, strings and tensors, which do not change with the record."""
-        values = {name: copy.copy(value) for name, value in vars(self).items()}
-        return values | {"means": self.means.state_dict(), "norms": self.norms.state_dict()}
+        return {name: _state(value) for name, value in vars(self).items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Become the record that `state_dict` described."""
@@ -167,3 +166,7 @@ class RoundRecord:
         record = cls()
         record.load_state_dict(state)
         return record
+
+
+def _state(value: Any) -> Any:
+    return value.state_dict() if isinstance(value, ClientMeans) else copy.copy(value)

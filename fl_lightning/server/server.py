@@ -108,8 +108,10 @@ class Server:
         # live: `close_round` changes it in place
         self.model = GlobalModel(self._params.detach(), self._buffers)
         self._aggregator = as_aggregator(aggregator)
-        if isinstance(self._aggregator, KeepsUpdates):
-            self._aggregator.memory = {}  # it may have served another run
+        # found once: to look at a protocol's names takes longer than a small vector's step
+        self._keeper = self._aggregator if isinstance(self._aggregator, KeepsUpdates) else None
+        if self._keeper is not None:
+            self._keeper.memory = {}  # it may have served another run
         self._is_private = getattr(self._aggregator, "is_private", False)
         _check_steps(make_optimizer)
         self._make_optimizer = make_optimizer
@@ -145,12 +147,12 @@ class Server:
         for key, value in state.items():
             if isinstance(value, Tensor) and value.shape == self._params.shape:
                 state[key] = torch.where(is_known, value[known], fresh.get(key, 0))
-        if isinstance(self._aggregator, KeepsUpdates):
-            self._aggregator.memory = {
+        if self._keeper is not None:
+            self._keeper.memory = {
                 name: torch.where(is_known.cpu(), value[known.cpu()], 0)
                 if value.shape == self._params.shape
                 else value
-                for name, value in self._aggregator.memory.items()
+                for name, value in self._keeper.memory.items()
             }
         self.optimizer.state[params] = state
         self.optimizer.param_groups[0]["params"] = [params]
@@ -162,8 +164,8 @@ class Server:
         self.num_replies = 0
         self.is_open = True
         self.round_index = round_index
-        if isinstance(self._aggregator, KeepsUpdates):
-            self._aggregator.start_round(round_index)
+        if self._keeper is not None:
+            self._keeper.start_round(round_index)
         self._aggregator.open(self._params.detach())
         self._mean_buffers = new_mean(self._buffers, exact=self._aggregator.exact)
 
@@ -201,8 +203,8 @@ class Server:
                 updates together also once per update.
             gather: called once with such a rule.
         """
-        if isinstance(self._aggregator, KeepsUpdates):
-            self._aggregator.exchange(gather, all_reduce)
+        if self._keeper is not None:
+            self._keeper.exchange(gather, all_reduce)
         deltas, buffers = self._aggregator.sums(), self._mean_buffers.sums()
         replies = torch.full_like(buffers[-1], self.num_replies)  # travels with the weights
         *sums, replies = added_up([*deltas, *buffers, replies], all_reduce)
@@ -253,8 +255,8 @@ class Server:
         state: dict[str, Any] = {"optimizer": self.optimizer.state_dict()}
         if self._schedule is not None:
             state["schedule"] = self._schedule.state_dict()
-        if isinstance(self._aggregator, KeepsUpdates) and self._aggregator.memory:
-            state["memory"] = self._aggregator.memory
+        if self._keeper is not None and self._keeper.memory:
+            state["memory"] = self._keeper.memory
         if self.is_open and with_round:
             state["round"] = self.round_state()
         return state
@@ -264,8 +266,8 @@ class Server:
         self.optimizer.load_state_dict(state["optimizer"])
         if self._schedule is not None and "schedule" in state:
             self._schedule.load_state_dict(state["schedule"])
-        if isinstance(self._aggregator, KeepsUpdates):
-            self._aggregator.memory = state.get("memory", {})
+        if self._keeper is not None:
+            self._keeper.memory = state.get("memory", {})
         self.is_open = False
         if "round" in state:
             self.load_round_state(state["round"])
