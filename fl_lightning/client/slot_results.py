@@ -22,6 +22,9 @@ from fl_lightning.core.errors import ClientFailure, NotFinite
 from fl_lightning.core.space import Space
 from fl_lightning.core.update import GroupUpdate, LazyDeltas
 
+# A client's of so few are written twice in less time than it takes to call an operator for each tensor.
+_FEW_NUMBERS = 100_000
+
 
 class SlotResults:
     """Results of clients that have ended, at most as many as there are slots.
@@ -71,8 +74,7 @@ class SlotResults:
             shape = self._step.options.num_slots, self._space.size
             self._deltas = self._start.params.new_empty(shape)
         deltas = self._deltas[first : first + count]
-        torch._foreach_copy_(self._places(deltas), self._ends(slots))
-        torch.sub(self._start.params, deltas, out=deltas)
+        self._write(deltas, self._ends(slots))
         self._clients += clients
         sums = self._step.sums.items()  # a copy: the slots go on
         self._sums.append({n: torch.stack([total[slot] for slot in slots]) for n, total in sums})
@@ -81,9 +83,17 @@ class SlotResults:
             self._final_buffers.append(torch.cat(ends, 1))
         return deltas
 
-    def _places(self, deltas: Tensor) -> list[Tensor]:
-        """Return the parts of deltas, shape (m, k), client by client, a vector each."""
-        return [*deltas.view(-1).split(self._sizes * len(deltas))]
+    def _write(self, deltas: Tensor, ends: list[Tensor]) -> None:
+        """Write start - end; the ends client by client, tensor by tensor."""
+        places = deltas.view(-1).split(self._sizes * len(deltas))
+        start = self._start.params
+        if self._space.size <= _FEW_NUMBERS:
+            torch._foreach_copy_(list(places), ends)
+            torch.sub(start, deltas, out=deltas)
+            return
+        starts = start.split(self._sizes) * len(deltas)
+        for place, begin, end in zip(places, starts, ends, strict=True):
+            torch.sub(begin, end, out=place)
 
     def _ends(self, slots: list[int]) -> list[Tensor]:
         """Return where the parameters in some slots have come to, as far as they are coordinates."""

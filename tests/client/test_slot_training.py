@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 from toys import ToyModule
 
+from fl_lightning.client import slot_results
 from fl_lightning.client.cannot_stack import CannotStack
 from fl_lightning.client.local_training import LocalTrainer, plain_step
 from fl_lightning.client.log_collector import LogCollector
@@ -146,6 +147,16 @@ def test_clients_that_end_one_by_one_are_handed_on_together(num_slots, most):
     assert sum(sizes) == len(SIZES)
     assert len(sizes) <= most
     assert max(sizes) <= num_slots
+
+
+def test_updates_of_large_models_have_the_bits_of_small_ones(monkeypatch):
+    def deltas():
+        found, _ = in_slots(toy(), OPTIMIZERS["momentum"], works())
+        return torch.stack([update.delta for update in found])
+
+    small = deltas()
+    monkeypatch.setattr(slot_results, "_FEW_NUMBERS", 0)
+    assert torch.equal(deltas(), small)
 
 
 def test_batch_norm_on_full_batches():
