@@ -25,9 +25,11 @@ def progress_bar(trainer: Trainer, what: str, total: int) -> Iterator[Callable[[
     """
     own = trainer.progress_bar_callback
     if isinstance(own, RichProgressBar) and own.is_enabled:
+        from rich.console import Console
         from rich.progress import Progress
 
-        with Progress(transient=True) as rich_bar:
+        # not the common console, where the Trainer's bar of an earlier fit may still be
+        with Progress(console=Console(), transient=True) as rich_bar:
             task = rich_bar.add_task(what, total=total)
             rich_bar.refresh()  # a short one would be gone before it is drawn
             yield lambda: rich_bar.advance(task)

@@ -480,10 +480,11 @@ class TestReport:
     def test_a_bar_like_the_trainers(self, bar, shown, capsys, monkeypatch):
         monkeypatch.setenv("FORCE_COLOR", "1")  # rich draws bars in terminals alone
         monkeypatch.setenv("TERM", "xterm")
-        bars = [bar()] if bar else []
-        fit(calibration(), None, *bars, enable_progress_bar=bool(bars), max_epochs=1)
-        said = capsys.readouterr()
-        assert ("Calibration" in said.out + said.err) == shown
+        for _ in range(2):  # the first fit's bar may still be on rich's common console
+            bars = [bar()] if bar else []
+            fit(calibration(), None, *bars, enable_progress_bar=bool(bars), max_epochs=1)
+            said = capsys.readouterr()
+            assert ("Calibration" in said.out + said.err) == shown
 
 
 class Refused(LightningModule):
