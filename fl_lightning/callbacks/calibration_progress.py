@@ -28,7 +28,7 @@ def progress_bar(trainer: Trainer, what: str, total: int) -> Iterator[Callable[[
         from rich.console import Console
         from rich.progress import Progress
 
-        # not the common console, where the Trainer's bar of an earlier fit may still be
+        # the common console is what it was when first used: maybe no terminal
         with Progress(console=Console(), transient=True) as rich_bar:
             task = rich_bar.add_task(what, total=total)
             rich_bar.refresh()  # a short one would be gone before it is drawn

@@ -478,13 +478,17 @@ class TestReport:
         ("bar", "shown"), [(TQDMProgressBar, True), (RichProgressBar, True), (None, False)]
     )
     def test_a_bar_like_the_trainers(self, bar, shown, capsys, monkeypatch):
-        monkeypatch.setenv("FORCE_COLOR", "1")  # rich draws bars in terminals alone
-        monkeypatch.setenv("TERM", "xterm")
-        for _ in range(2):  # the first fit's bar may still be on rich's common console
+        def fit_with_a_bar():
             bars = [bar()] if bar else []
             fit(calibration(), None, *bars, enable_progress_bar=bool(bars), max_epochs=1)
-            said = capsys.readouterr()
-            assert ("Calibration" in said.out + said.err) == shown
+
+        fit_with_a_bar()  # leaves rich's common console behind, which is for no terminal
+        monkeypatch.setenv("FORCE_COLOR", "1")  # rich draws bars in terminals alone
+        monkeypatch.setenv("TERM", "xterm")
+        capsys.readouterr()
+        fit_with_a_bar()
+        said = capsys.readouterr()
+        assert ("Calibration" in said.out + said.err) == shown
 
 
 class Refused(LightningModule):
