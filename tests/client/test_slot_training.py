@@ -159,6 +159,12 @@ def test_updates_of_large_models_have_the_bits_of_small_ones(monkeypatch):
     assert torch.equal(deltas(), small)
 
 
+def test_a_parameter_may_be_empty():
+    module = toy()
+    module.nothing = torch.nn.Parameter(torch.empty(0, dtype=torch.float64))
+    assert_same(*in_slots(module, OPTIMIZERS["momentum"], works()))
+
+
 def test_batch_norm_on_full_batches():
     todo = works([8, 4, 12, 4, 16])
     module = toy(batch_norm=True)
