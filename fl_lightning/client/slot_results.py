@@ -41,8 +41,7 @@ class SlotResults:
     ) -> None:
         self._step, self._space, self._names = step, space, names
         params = [step.params[name] for name in space.names]
-        # not -1: a parameter may be empty
-        self._rows = SlotRows([param.view(len(param), param[0].numel()) for param in params])
+        self._rows = SlotRows([param.view(len(param), -1) for param in params])
         self._indices = [space.active.get(name) for name in space.names]
         self._sizes = [
             param[0].numel() if index is None else len(index)
