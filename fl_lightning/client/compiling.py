@@ -40,7 +40,7 @@ class Compiled:
         otherwise: what runs where it cannot be compiled; the function itself if None. If given,
             there is one graph, and what would need another one is not compiled any more.
         is_alone: between two checks nothing changes but the tensors in the first argument, so that
-            calls may go straight to the graph, see `RecordedGraph`.
+            the second call and later ones may go straight to the graph, see `RecordedGraph`.
 
     Example:
         >>> twice = Compiled(lambda x: 2 * x)
@@ -63,6 +63,8 @@ class Compiled:
         self._function = function
         self._compile(leaves_out=True)
         self._recorded: RecordedGraph | None = None
+        self._num_calls = 0  # since it was last to be checked
+        self._is_repeated = True
         self.is_given_up = self._refuses = False
 
     def _compile(self, *, leaves_out: bool) -> None:
@@ -89,6 +91,8 @@ class Compiled:
                 else it makes another graph.
         """
         self._is_checked, self._refuses, self._recorded = False, refuse, None
+        # who was called once is not called straight, and recording it takes as long as a small step
+        self._is_repeated, self._num_calls = self._num_calls != 1, 0
 
     def __call__(self, *args: Any) -> Any:
         """Run it.
@@ -97,6 +101,7 @@ class Compiled:
             HasChanged: if told to refuse changes, or if the graph runs straight and the arguments are
                 of another kind; nothing is done then.
         """
+        self._num_calls += 1
         if self._recorded is not None:
             try:
                 return self._recorded(*args)
@@ -150,7 +155,7 @@ class Compiled:
                 raise HasChanged(_what_changed(error)) from error
 
     def _watched(self, *args: Any) -> Any:
-        if self._watch is None:
+        if self._watch is None or not self._is_repeated:
             return self._compiled(*args)
         result, self._recorded = self._watch.record(self._compiled, args)
         return result

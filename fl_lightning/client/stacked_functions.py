@@ -89,11 +89,13 @@ class StackedFunctions:
     def only(
         self, inputs: Inputs, start: Tensors, slots: Slots, active: Tensors
     ) -> tuple[Outputs, dict[str, Factors], Tensor]:
-        """Take no step but return what `first` comes to, shape (G, k), without thin layers' weights.
+        """Take no step but return what `first` comes to, shape (G, k), thin layers' weights as factors.
 
         Of parameters in ``active`` only the entries with these indices are among the k coordinates.
         """
-        moved, outputs, factors = self._moved_from(start, slots, inputs)
+        moved, outputs, grads = self._moved_from(start, slots, inputs)
+        lrs = {name: slots.lrs[self.group_of[name]] for name in grads}
+        factors = {n: Factors(grad.errors * lrs[n], grad.inputs) for n, grad in grads.items()}
         count = self.options.num_slots  # not flatten(1): a parameter may be a scalar
         deltas = {n: (start[n] - end).reshape(count, -1) for n, end in moved.params.items()}
         for name, index in active.items():

@@ -54,14 +54,12 @@ class ThinSteps:
         Args:
             others: it, without the coordinates of thin layers' weights.
             start: parameters by name, in the order of the coordinates.
-            factors: by name.
+            factors: of what SGD makes of the gradients without weight decay, by name.
             active: of parameters of which only some entries are coordinates, their indices.
         """
         sizes = {n: active[n].numel() if n in active else x.numel() for n, x in start.items()}
         rest = [name for name in sizes if name not in factors]
         values = dict(zip(rest, others.split([sizes[name] for name in rest], 1), strict=True))
-
-        products = {n: Factors(f.errors * self.lrs[n], f.inputs) for n, f in factors.items()}
         decays = {n: self._rule(n).weight_decay * float(self.lrs[n]) for n in factors}
 
         def multiply() -> Tensor:
@@ -71,7 +69,7 @@ class ThinSteps:
                     part.copy_(values[name])
                     continue
                 to, weights = part.unflatten(1, start[name].shape), start[name].unsqueeze(0)
-                errors, inputs = products[name]
+                errors, inputs = factors[name]
                 dense_step(
                     to, None, weights, errors, inputs, keep=0, lr=-1, momentum=0, decay=decays[name]
                 )
@@ -79,7 +77,7 @@ class ThinSteps:
 
         if any(decays.values()):
             return multiply()
-        parts = [products.get(name) or Numbers(values[name]) for name in sizes]
+        parts = [factors.get(name) or Numbers(values[name]) for name in sizes]
         return ThinDeltas(parts, multiply)
 
     def _rule(self, name: str) -> StackedSGD:

@@ -104,7 +104,7 @@ class ClientMeans:
         if name not in self._known:
             clients = np.array(self._clients[name], np.int64)
             order = np.argsort(clients, kind="stable")
-            values = torch.cat(self._values[name]).double().cpu().numpy()
+            values = _joined(self._values[name]).numpy()
             weights = np.array(self._num_examples[name], np.float64)
             self._known[name] = _ByClient(clients[order], values[order], weights[order])
         return self._known[name]
@@ -113,7 +113,7 @@ class ClientMeans:
         """Return tensors and integers only, for a checkpoint."""
         return {
             name: {
-                "values": torch.cat(self._values[name]).double().cpu(),
+                "values": _joined(self._values[name]),
                 "num_examples": list(self._num_examples[name]),
                 "clients": list(self._clients[name]),
             }
@@ -134,3 +134,9 @@ class ClientMeans:
             self._num_examples.setdefault(name, []).extend(other._num_examples[name])
             self._clients.setdefault(name, []).extend(other._clients[name])
             self._known.pop(name, None)
+
+
+def _joined(values: Sequence[Tensor]) -> Tensor:
+    """Return vectors end to end, in float64 on the CPU."""
+    whole = values[0] if len(values) == 1 else torch.cat(tuple(values))
+    return whole.to("cpu", torch.float64)

@@ -236,15 +236,22 @@ class Server:
             return torch.zeros(())
         untouched = getattr(self._aggregator, "untouched", slice(0))  # which is none
         kept = self.model.params[untouched]
-        self._params.grad = pseudo_gradient
-        self.optimizer.step()
-        self._params.grad = None
+        self._descend(pseudo_gradient)
         self.model.params[untouched] = kept  # neither momentum nor decay moves what no client may
         if not self._is_private:
             own = getattr(self._aggregator, "buffers", None)
             self._buffers.copy_(self._mean_buffers.value() if own is None else own)
         norm: Tensor = torch.linalg.vector_norm(pseudo_gradient)
         return norm
+
+    def _descend(self, gradient: Tensor) -> None:
+        if self._make_optimizer is fedavg_optimizer:
+            # all that its step does, which takes as long to get there as a small client's
+            self.model.params.add_(gradient, alpha=-self.optimizer.param_groups[0]["lr"])
+            return
+        self._params.grad = gradient
+        self.optimizer.step()
+        self._params.grad = None
 
     def state_dict(self, *, with_round: bool = True) -> dict[str, Any]:
         """Return the optimizer's state and, inside a round, the sums so far if they are wanted.

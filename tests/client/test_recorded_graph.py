@@ -242,6 +242,16 @@ class TestCalledStraight:
         assert not run.is_recorded
         torch.testing.assert_close(run(arguments(1)), layer.run(arguments(1)))
 
+    def test_who_is_called_once_between_checks_is_not_recorded(self):
+        """Nobody would call what was recorded."""
+        layer, run = self.run()
+        for is_recorded, num_calls in ((True, 1), (False, 1), (False, 2), (True, 1)):
+            run.recheck()
+            for seed in range(num_calls):
+                layer.weight = torch.full((4,), float(seed))
+                torch.testing.assert_close(run(arguments(seed)), layer.run(arguments(seed)))
+                assert run.is_recorded == is_recorded
+
     def test_other_arguments_are_a_change(self):
         layer, run = self.run()
         state, pair, number = arguments(1)

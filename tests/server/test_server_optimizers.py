@@ -14,7 +14,7 @@ from test_server import MOVES, X0, model, play, saved, sgd, update
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.server.optimizers.adaptive import FedAdagrad, FedAdam, FedYogi
 from fl_lightning.server.optimizers.lion import FedLion
-from fl_lightning.server.server import Server
+from fl_lightning.server.server import Server, fedavg_optimizer
 
 # subnormal numbers have no relative precision
 numbers = st.floats(-2, 2, width=32, allow_subnormal=False)
@@ -137,6 +137,19 @@ class TestSchedule:
             model([0.0]), None, sgd(lr=1.0), lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.5)
         )
         assert self.steps(server, 5).tolist() == [1.0, 1.0, 0.5, 0.5, 0.25]
+
+    def test_that_of_fedavg_follows_it_with_the_bits_of_sgd(self):
+        def schedule(optimizer):
+            return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.3)
+
+        moved = []
+        for make in (fedavg_optimizer, sgd(lr=1.0)):
+            server = Server(model([0.1, -3e7, 0.0]), None, make, schedule)
+            for _ in range(5):
+                play(server, update([1 / 3, 0.7, 1e-30]))
+            moved.append(server)
+        assert torch.equal(*(server.model.params for server in moved))
+        assert saved(moved[0].state_dict()) == saved(moved[1].state_dict())
 
     def test_a_round_without_reply_counts_as_well(self):
         server = Server(
