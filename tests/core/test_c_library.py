@@ -60,6 +60,7 @@ def test_without_a_compiler_or_where_it_fails(compiler, text, tmp_path, new_cach
 
 KERNELS = (
     "tests/client/test_direct_layers.py",
+    "tests/client/test_winograd.py",
     "tests/client/test_thin_deltas.py",
     "tests/client/test_thin_layers.py::test_a_step_by_its_formula",
     "tests/client/test_thin_layers.py::test_a_step_in_place",
