@@ -245,9 +245,12 @@ class Server:
         return norm
 
     def _descend(self, gradient: Tensor) -> None:
-        if self._make_optimizer is fedavg_optimizer:
+        options = self.optimizer.param_groups[0]
+        # a checkpoint may have brought others than FedAvg's
+        is_changed = any(options.get(name) for name in ("momentum", "weight_decay", "maximize"))
+        if self._make_optimizer is fedavg_optimizer and not is_changed:
             # all that its step does, which takes as long to get there as a small client's
-            self.model.params.add_(gradient, alpha=-self.optimizer.param_groups[0]["lr"])
+            self.model.params.add_(gradient, alpha=-options["lr"])
             return
         self._params.grad = gradient
         self.optimizer.step()

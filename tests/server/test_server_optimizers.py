@@ -151,6 +151,17 @@ class TestSchedule:
         assert torch.equal(*(server.model.params for server in moved))
         assert saved(moved[0].state_dict()) == saved(moved[1].state_dict())
 
+    def test_that_of_fedavg_takes_over_what_a_checkpoint_says(self):
+        moved = []
+        for make in (fedavg_optimizer, sgd(lr=1.0)):
+            before = Server(model([0.0]), None, sgd(lr=0.5, momentum=0.9))
+            play(before, update([1.0]))
+            server = Server(before.model, None, make)
+            server.load_state_dict(saved(before.state_dict()))
+            moved.append(self.steps(server, 3).tolist())
+        assert moved[0] == moved[1]
+        assert moved[0] == pytest.approx([0.95, 1.355, 1.7195])
+
     def test_a_round_without_reply_counts_as_well(self):
         server = Server(
             model([0.0]), None, sgd(lr=1.0), lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5)
