@@ -1,5 +1,8 @@
 """A compiled step is a matter of speed: without a graph the same function runs as it is."""
 
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,6 +14,7 @@ from fl_lightning.client.compiling import Compiled, HasChanged
 
 X = torch.arange(4.0)
 FACTOR = 2
+CHILDREN = Path("/proc/thread-self/children")
 
 
 class Scaled:
@@ -141,3 +145,18 @@ def test_a_value_that_changes_every_round_is_given_up_in_time():
     with pytest.warns(UserWarning, match="not compiled from here on"):
         rounds()
     assert run.is_given_up
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="Triton's processes are for GPUs")
+@pytest.mark.skipif(not CHILDREN.exists(), reason="/proc does not tell a process's children")
+def test_compiling_starts_no_process_that_stays():
+    code = f"""
+import torch
+from pathlib import Path
+from fl_lightning.client.compiling import Compiled
+run = Compiled(lambda x: 3 * x, is_alone=True)
+assert torch.equal(run(torch.ones(4)), 3 * torch.ones(4)) and not run.is_given_up
+print("children:", Path("{CHILDREN}").read_text())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["children:"]
