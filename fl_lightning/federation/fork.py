@@ -23,6 +23,7 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.multiprocessing.spawn import start_processes
 
 from fl_lightning.core.errors import ConfigurationError, ProcessFailure
@@ -47,9 +48,11 @@ class ForkLauncher:
 
     Attributes:
         neighbours: what the processes of a launch are to each other, in each of them.
+        ends_all: that one which is asked to end by SIGTERM ends all, without a word to the others.
     """
 
     is_interactive_compatible = True
+    ends_all = True
 
     def __init__(self, strategy: DDPStrategy) -> None:
         self.neighbours: Neighbours | None = None
@@ -106,7 +109,14 @@ class ForkLauncher:
         return outcome.bring_into(trainer)
 
     def kill(self, signum: int) -> None:
-        """Send a signal to the processes that still run."""
+        """Send a signal to the processes that still run.
+
+        Raises:
+            SIGTERMException: in one of them, where Lightning's handler of SIGTERM hands it on by this
+                and then waits for the others to hear of it; but they may be waiting for this one.
+        """
+        if self.neighbours is not None and signum == signal.SIGTERM:
+            raise SIGTERMException
         for process in self._processes:
             if process.is_alive():
                 with contextlib.suppress(ProcessLookupError):

@@ -25,7 +25,8 @@ _SECONDS_TO_SAVE = 120.0
 
 def call_on_exception(trainer: Trainer, strategy: DDPStrategy, error: BaseException) -> None:
     """Let the callbacks of this process save what is to be saved after an error."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an impatient user's second Ctrl-C
+    for number in (signal.SIGINT, signal.SIGTERM):  # an impatient user's second Ctrl-C
+        signal.signal(number, signal.SIG_IGN)
     strategy.barrier = lambda *_, **__: None  # type: ignore[method-assign]
     strategy.broadcast = lambda value, *_, **__: value  # type: ignore[method-assign]
     for callback in trainer.callbacks:  # type: ignore[attr-defined]

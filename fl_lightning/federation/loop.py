@@ -7,8 +7,9 @@ server steps, ahead of validation and checkpoints, and ``global_step`` advances 
 This is the only file that touches protected names of Lightning:
 `_AutomaticOptimization` with its ``run`` and ``optim_progress``, and
 ``trainer.fit_loop.epoch_loop.automatic_optimization``. They are unchanged in Lightning 2.5 and 2.6
-and are checked when this file is imported and when the loop is installed. The counters of rounds
-and groups, ``epoch_progress`` and ``batch_progress``, are read and set here as well, and where a
+and are checked when this file is imported and when the loop is installed. Where one process that ends
+ends all, ``_broadcast_sigterm_tensor`` of Lightning 2.6 has nothing to do: before every group it would
+have all wait for the first one to say whether it goes on. The counters of rounds and groups, ``epoch_progress`` and ``batch_progress``, are read and set here as well, and where a
 resumed run begins: ``restarted_mid_epoch`` and its like of both loops.
 """
 
@@ -78,6 +79,8 @@ def install(trainer: Trainer, rounds: Rounds) -> None:
     loop = FederatedLoop(trainer, rounds)
     loop.optim_progress = stock.optim_progress
     epoch_loop.automatic_optimization = loop
+    if getattr(trainer.strategy.launcher, "ends_all", False):
+        epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
 
 
 def training_loader(trainer: Trainer) -> Any:

@@ -18,6 +18,7 @@ from lightning.fabric.plugins.environments.lightning import find_free_network_po
 from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.nn import functional as F
 from torchmetrics.classification import MulticlassAccuracy
 from toys import SaveEverywhere, ToyData, ToyModule, toy_data, toy_trainer, weights
@@ -133,7 +134,7 @@ def fit(devices, make=None, data=None, *callbacks, ckpt_path=None, exact=False, 
     seed_everything(0, verbose=False)
     trainer_options = {
         name: options.pop(name)
-        for name in ("max_epochs", "logger", "enable_checkpointing")
+        for name in ("max_epochs", "logger", "enable_checkpointing", "limit_val_batches")
         if name in options
     }
     federation = Federation(
@@ -367,6 +368,44 @@ class TestFailures:
 
         with pytest.raises(ProcessFailure, match="process 1 of 2 was ended by SIGKILL"):
             fit(2, None, None, Killed())
+
+    @pytest.mark.filterwarnings(
+        "ignore:.*was called without a model", "ignore:.*no last checkpoint"
+    )
+    @pytest.mark.parametrize("hook", ["on_train_batch_start", "on_validation_epoch_end"])
+    @pytest.mark.parametrize("ranks", [{0}, {1}, {0, 1}])
+    def test_a_process_that_is_asked_to_end_ends_all(self, tmp_path, hook, ranks):
+        class Asked(Callback):
+            pass
+
+        def kill(self, trainer, *args):
+            if trainer.current_epoch == 1 and trainer.global_rank in ranks:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        setattr(Asked, hook, kill)
+        began = time.monotonic()
+        callbacks = Asked(), OnExceptionCheckpoint(tmp_path, "ended")
+        with pytest.raises(SIGTERMException):
+            fit(2, None, None, *callbacks, enable_checkpointing=True)
+        assert time.monotonic() - began < 20
+        if 0 in ranks:
+            assert os.listdir(tmp_path) == ["ended.ckpt"]
+
+
+def test_processes_of_one_machine_meet_in_their_memory_alone():
+    class NoMessages(Callback):
+        """PyTorch's collectives wake up threads, which wait for a core while clients train."""
+
+        def on_train_epoch_start(self, trainer, module):
+            self.sent = []
+            for name in ("broadcast", "all_reduce", "all_gather", "barrier"):
+                setattr(torch.distributed, name, lambda *args, **options: self.sent.append(args))
+
+        def on_train_epoch_end(self, trainer, module):
+            assert self.sent == []
+
+    _, trainer = fit(2, None, None, NoMessages(), limit_val_batches=0)
+    assert trainer.current_epoch == 3
 
 
 @pytest.fixture(scope="module")
