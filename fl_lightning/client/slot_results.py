@@ -49,7 +49,8 @@ class SlotResults:
         ]
         self._buffers = [step.buffers[name] for name in buffers.names if step.buffers]
         self._clients: list[int] = []
-        self._sums: list[Tensors] = []
+        self._sum_rows = SlotRows()
+        self._sums: list[Tensor] = []
         self._final_buffers: list[Tensor] = []
 
     def open(self, start: GlobalModel, work: GroupWork) -> None:
@@ -76,8 +77,8 @@ class SlotResults:
         deltas = self._deltas[first : first + count]
         self._write(deltas, self._ends(slots))
         self._clients += clients
-        sums = self._step.sums.items()  # a copy: the slots go on
-        self._sums.append({n: torch.stack([total[slot] for slot in slots]) for n, total in sums})
+        self._sum_rows = self._sum_rows.following([*self._step.sums.values()])
+        self._sums.append(torch.stack(self._sum_rows.of(slots)))  # a copy: the slots go on
         if self._buffers:
             ends = [buffer[slots].reshape(count, -1) for buffer in self._buffers]
             self._final_buffers.append(torch.cat(ends, 1))
@@ -104,8 +105,9 @@ class SlotResults:
         """Yield what was taken over since the last time, if anything was."""
         if not self._clients:
             return
-        sums = {n: torch.cat([taken[n] for taken in self._sums]) for n in self._sums[0]}
-        clients = np.array(self._clients, np.int64)
+        clients, names = np.array(self._clients, np.int64), list(self._step.sums)
+        taken = torch.cat(self._sums).view(len(clients), len(names), 2).unbind(1)
+        sums = dict(zip(names, taken, strict=True))
         group = self.group(clients, self._deltas[: len(clients)], sums)
         self._clear()
         yield group

@@ -57,17 +57,22 @@ class WorkPlan:
 
     def of(self, clients: Sequence[int], rounds: Sequence[int]) -> GroupWork:
         """Return clients' work, each in a round; without a step if one has no examples."""
-        indices, sizes = self._clients.take(clients)
-        if not self._is_one_batch(sizes):
-            shards = indices.split(sizes.tolist())
-            return GroupWork.of(map(self._of_one, clients, shards, rounds))
-        has_any = sizes > 0
+        indices, num_examples = self._clients.take(clients)
+        if self._is_one_batch(num_examples):
+            has_any = num_examples > 0
+            order, sizes, num_steps = indices, num_examples[has_any], has_any.astype(np.int64)
+        else:
+            shards = indices.split(num_examples.tolist())
+            work = list(map(self._order, shards, clients, rounds))
+            order = torch.cat([indices[:0], *(places for places, _ in work)])
+            sizes = np.array([size for _, batches in work for size in batches], np.int64)
+            num_steps = np.array([len(batches) for _, batches in work], np.int64)
         return GroupWork(
             client_ids=np.array(clients, np.int64),
-            num_examples=sizes,
-            order=indices,
-            sizes=sizes[has_any],
-            num_steps=has_any.astype(np.int64),
+            num_examples=num_examples,
+            order=order,
+            sizes=sizes,
+            num_steps=num_steps,
             rounds=np.array(rounds, np.int64),
             root_seed=self._local_work.seed,
         )
@@ -79,17 +84,15 @@ class WorkPlan:
         fits = sizes.max(initial=0) <= self._batch_size
         return bool(fits) and num_passes == 1 and amount.examples is None
 
-    def _of_one(self, client: int, shard: Tensor, round_index: int) -> ClientWork:
+    def _order(self, shard: Tensor, client: int, round_index: int) -> tuple[Tensor, list[int]]:
+        """Return in which order a client sees its examples, and its batches' sizes."""
         amount, num_examples = self._local_work, shard.numel()
         if not num_examples:
-            return ClientWork(client, 0, shard, [], round_index, amount.seed)
+            return shard, []
         if amount.examples is not None:
             num_steps = self._num_steps(num_examples)
-            order, sizes = amount.examples.batches(
-                shard, self._batch_size, num_steps, client, round_index
-            )
-            return ClientWork(client, num_examples, order, sizes, round_index, amount.seed)
-        order, sizes = local_order(
+            return amount.examples.batches(shard, self._batch_size, num_steps, client, round_index)
+        return local_order(
             shard,
             self._batch_size,
             lambda: torch_generator(amount.seed, "shuffle", round_index, client),
@@ -97,7 +100,6 @@ class WorkPlan:
             num_batches=amount.local_steps and amount.local_steps * amount.accumulate,
             drop_last=self._drop_last,
         )
-        return ClientWork(client, num_examples, order, sizes, round_index, amount.seed)
 
     def _num_steps(self, num_examples: int) -> int:
         """Return the local steps of a client that draws its batches by coins."""
