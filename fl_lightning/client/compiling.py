@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import types
 import warnings
@@ -57,6 +58,7 @@ class Compiled:
         is_alone: bool = False,
     ) -> None:
         _start_autograd()
+        _start_no_processes()
         self._name, self._plain = name, otherwise or function
         self._has_one_graph = otherwise is not None
         self._watch = Watch() if is_alone else None
@@ -180,6 +182,15 @@ def _start_autograd() -> None:
     be forked. To the compiler even a machine without any seems to have eight of them.
     """
     torch.zeros((), requires_grad=True).backward()
+
+
+def _start_no_processes() -> None:
+    """Have the compiler start none for Triton, which is for GPUs, where there is no GPU.
+
+    They would import PyTorch, for seconds, on the cores that clients train on.
+    """
+    if not torch.accelerator.is_available():
+        os.environ.setdefault("TORCH_WARM_POOL", "0")
 
 
 def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,7 +16,8 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, _inductor
+from torch import Tensor
+from torch._dynamo import lookup_backend
 from torch._inductor.output_code import CompiledFxGraph
 
 # Takes a list, which it may empty
@@ -46,9 +47,7 @@ class Watch:
     def __call__(self, module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         """Compile a graph."""
         self._has_compiled = True
-        # under its name the same would start processes for Triton, which is for GPUs: on CPUs they do
-        # nothing but import PyTorch, for seconds, on the cores that clients train on
-        run = _inductor.compile(module, inputs)
+        run = lookup_backend("inductor")(module, inputs)
 
         def watched(*inputs: Any) -> Sequence[Any]:
             outputs: Sequence[Any] = run(*inputs)
