@@ -9,8 +9,9 @@ This is the only file that touches protected names of Lightning:
 ``trainer.fit_loop.epoch_loop.automatic_optimization``. They are unchanged in Lightning 2.5 and 2.6
 and are checked when this file is imported and when the loop is installed. Where one process that ends
 ends all, ``_broadcast_sigterm_tensor`` of Lightning 2.6 has nothing to do: before every group it would
-have all wait for the first one to say whether it goes on. The counters of rounds and groups, ``epoch_progress`` and ``batch_progress``, are read and set here as well, and where a
-resumed run begins: ``restarted_mid_epoch`` and its like of both loops.
+have all wait for the first one to say whether it goes on. The counters of rounds and groups,
+``epoch_progress`` and ``batch_progress``, are read and set here as well, and where a resumed run begins:
+``restarted_mid_epoch`` and its like of both loops.
 """
 
 from __future__ import annotations
