@@ -12,7 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from operator import itemgetter
+from operator import is_, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +43,7 @@ class Watch:
         self.__name__ = "inductor"  # for error messages
         self._is_on = self._has_compiled = False
         self._calls: list[_Call] = []
+        self._last: RecordedGraph | None = None
 
     def __call__(self, module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         """Compile a graph."""
@@ -69,7 +70,8 @@ class Watch:
         Returns:
             Its result, and what gives that of another first argument of the same kind, as long as the
             other ones and what else the function reads stay. None where that is not sure: after a call
-            that has compiled the graph, or that has more to do than to run it.
+            that has compiled the graph, or that has more to do than to run it. The same object as the
+            last time if it would be alike.
         """
         self._is_on, self._has_compiled = True, False
         try:
@@ -84,11 +86,13 @@ class Watch:
         if len(inside) == 1 and _is_all(inside[0], calls[0]):
             calls += inside
         given = _Given(args[0])
-        graphs = [_Graph.of(call, given) for call in reversed(calls)]
-        calls.clear()
-        inside.clear()  # and with them what was made for this call
-        found = (graph.recorded(given, result) for graph in graphs if graph is not None)
-        return result, next((graph for graph in found if graph is not None), None)
+        if self._last is None or not any(self._last.is_what(call, given) for call in inside):
+            graphs = [_Graph.of(call, given) for call in reversed(calls)]
+            calls.clear()
+            inside.clear()  # and with them what was made for this call
+            found = (graph.recorded(given, result) for graph in graphs if graph is not None)
+            self._last = next((graph for graph in found if graph is not None), None)
+        return result, self._last
 
 
 @contextmanager
@@ -163,6 +167,13 @@ class RecordedGraph:
         self, run: _Run, inputs: Sequence[int | Tensor], make: _Maker, kinds: Sequence[Any]
     ) -> None:
         self._run, self._inputs, self._make, self._kinds = run, inputs, make, kinds
+
+    def is_what(self, call: _Call, given: _Given) -> bool:
+        """Return whether a call ran this graph, on a first argument of its kind and what it knows."""
+        if call.run is not self._run or given.kinds != self._kinds:
+            return False
+        known = [given.tensors[x] if isinstance(x, int) else x for x in self._inputs]
+        return len(known) == len(call.inputs) and all(map(is_, known, call.inputs))
 
     def __call__(self, first: Any, *_: Any) -> Any:
         """Return what the function would.

@@ -194,11 +194,10 @@ class SlotTrainer:
         """Return the updates of clients whose first step is their last."""
         deltas, sums = self._step.only(start, batch, valid, self._space.active)
         count = len(clients)
-        return self._results.group(
-            clients,
-            rows_of(deltas, slice(count)),
-            {name: total[:count] for name, total in sums.items()},
-        )
+        if count < self._num_slots:
+            deltas = rows_of(deltas, slice(count))
+            sums = {name: total[:count] for name, total in sums.items()}
+        return self._results.group(clients, deltas, sums)
 
     def _take_over(
         self, slots: list[int], clients: list[int], work: GroupWork

@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -101,7 +102,7 @@ class ThinDeltas:
         self._parts, self._multiply = parts, multiply
         self._norms: Tensor | None = None
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, int]:
         """(m, k)."""
         return self._parts[0].shape[0], sum(part.shape[1] for part in self._parts)
@@ -134,7 +135,7 @@ class ThinDeltas:
         """Return those of some clients."""
         return ThinDeltas([part.of(rows) for part in self._parts], lambda: self.numbers[rows])
 
-    def fold(self, mean: Tensor, shares: Sequence[float]) -> None:
+    def fold(self, mean: Tensor, shares: npt.ArrayLike) -> None:
         """Have a mean take in one after the other, with the bits that the numbers would give it.
 
         Args:
@@ -145,7 +146,7 @@ class ThinDeltas:
             NotFinite: if a norm is not finite; the mean is then as before.
         """
         before = mean.clone()
-        weights = torch.from_numpy(np.array(shares, np.float32))  # by PyTorch thrice the time
+        weights = torch.from_numpy(np.asarray(shares, np.float32))
         places = mean.split([part.shape[1] for part in self._parts])
         folded = [p.fold(place, weights) for p, place in zip(self._parts, places, strict=True)]
         try:

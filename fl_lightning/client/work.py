@@ -137,4 +137,9 @@ class GroupWork(Sequence[ClientWork]):
         """Return the work of those clients for whom this is true, shape (m,)."""
         if is_kept.all():
             return self
+        if not is_kept.any():
+            return NOTHING
         return GroupWork.of([self[int(one)] for one in np.flatnonzero(is_kept)])
+
+
+NOTHING = GroupWork.of(())  # made once: it takes as long as to look whether there is anything

@@ -8,7 +8,8 @@ the spread counts every client once, because it is a statement about clients.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,6 +40,33 @@ class _ByClient(NamedTuple):
     weights: npt.NDArray[np.float64]
 
 
+@dataclass
+class _Entries:
+    """One metric's values, in vectors end to end, their numbers of examples and clients."""
+
+    values: list[Tensor] = field(default_factory=list)
+    num_examples: list[int] = field(default_factory=list)
+    clients: list[int] = field(default_factory=list)
+    known: _ByClient | None = None  # if nothing was added since
+
+    def add(
+        self, values: list[Tensor], num_examples: Iterable[int], clients: Iterable[int]
+    ) -> None:
+        self.values.extend(values)
+        self.num_examples.extend(num_examples)
+        self.clients.extend(clients)
+        self.known = None
+
+    def by_client(self) -> _ByClient:
+        if self.known is None:
+            clients = np.array(self.clients, np.int64)
+            order = np.argsort(clients, kind="stable")
+            weights = np.array(self.num_examples, np.float64)
+            values = _joined(self.values).numpy()
+            self.known = _ByClient(clients[order], values[order], weights[order])
+        return self.known
+
+
 class ClientMeans:
     """Values of named metrics, one per client, with the number of examples behind each.
 
@@ -51,10 +79,7 @@ class ClientMeans:
     """
 
     def __init__(self) -> None:
-        self._values: dict[str, list[Tensor]] = {}
-        self._num_examples: dict[str, list[int]] = {}
-        self._clients: dict[str, list[int]] = {}
-        self._known: dict[str, _ByClient] = {}  # of names that nothing was added to since
+        self._entries: dict[str, _Entries] = {}
 
     def add(self, values: Mapping[str, Tensor], num_examples: int, client_id: int = 0) -> None:
         """Take in one client's scalars; results do not depend on the order of different clients."""
@@ -68,72 +93,64 @@ class ClientMeans:
     ) -> None:
         """Take in the values of m clients, each tensor with m elements."""
         for name, value in values.items():
-            self._values.setdefault(name, []).append(value.detach().reshape(-1))
-            self._num_examples.setdefault(name, []).extend(num_examples)
-            self._clients.setdefault(name, []).extend(client_ids)
-            self._known.pop(name, None)
+            self._put(name, [value.detach().reshape(-1)], num_examples, client_ids)
+
+    def _put(
+        self, name: str, values: list[Tensor], num_examples: Iterable[int], clients: Iterable[int]
+    ) -> None:
+        if name not in self._entries:
+            self._entries[name] = _Entries()
+        self._entries[name].add(values, num_examples, clients)
 
     @property
     def names(self) -> list[str]:
         """What has been added so far, in order of appearance."""
-        return list(self._values)
+        return list(self._entries)
 
     def values(self, name: str) -> Tensor:
         """Return one metric's values by client, shape (number of clients,), float64 on the CPU."""
-        return torch.from_numpy(self._by_client(name).values)
+        return torch.from_numpy(self._entries[name].by_client().values)
 
     def by_client(self, name: str) -> dict[int, float]:
         """Return one metric's value of each client; empty if there is no such metric."""
-        if name not in self._values:
+        if name not in self._entries:
             return {}
-        known = self._by_client(name)
+        known = self._entries[name].by_client()
         return dict(zip(known.clients.tolist(), known.values.tolist(), strict=True))
 
     def mean(self, name: str) -> float:
         """Return the mean weighted by examples."""
-        known = self._by_client(name)
+        known = self._entries[name].by_client()
         with np.errstate(all="ignore"):  # a value may be infinite
             return float((known.values * known.weights).sum() / known.weights.sum())
 
     def spread(self, name: str) -> float:
         """Return the standard deviation over clients, each counted once."""
         with np.errstate(all="ignore"):
-            return float(self._by_client(name).values.std())
-
-    def _by_client(self, name: str) -> _ByClient:
-        if name not in self._known:
-            clients = np.array(self._clients[name], np.int64)
-            order = np.argsort(clients, kind="stable")
-            values = _joined(self._values[name]).numpy()
-            weights = np.array(self._num_examples[name], np.float64)
-            self._known[name] = _ByClient(clients[order], values[order], weights[order])
-        return self._known[name]
+            return float(self._entries[name].by_client().values.std())
 
     def state_dict(self) -> dict[str, Any]:
         """Return tensors and integers only, for a checkpoint."""
         return {
             name: {
-                "values": _joined(self._values[name]),
-                "num_examples": list(self._num_examples[name]),
-                "clients": list(self._clients[name]),
+                "values": _joined(entries.values),
+                "num_examples": list(entries.num_examples),
+                "clients": list(entries.clients),
             }
-            for name in self._values
+            for name, entries in self._entries.items()
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up where `state_dict` left off."""
-        self._values = {name: [entry["values"]] for name, entry in state.items()}
-        self._num_examples = {name: list(e["num_examples"]) for name, e in state.items()}
-        self._clients = {name: list(entry["clients"]) for name, entry in state.items()}
-        self._known.clear()
+        self._entries.clear()
+        for name, entry in state.items():
+            self._put(name, [entry["values"]], entry["num_examples"], entry["clients"])
 
     def merge(self, other: ClientMeans) -> None:
         """Take in the clients of another, of which none is in this one."""
-        for name in other.names:
-            self._values.setdefault(name, []).extend(v.cpu() for v in other._values[name])
-            self._num_examples.setdefault(name, []).extend(other._num_examples[name])
-            self._clients.setdefault(name, []).extend(other._clients[name])
-            self._known.pop(name, None)
+        for name, entries in other._entries.items():
+            values = [value.cpu() for value in entries.values]
+            self._put(name, values, entries.num_examples, entries.clients)
 
 
 def _joined(values: Sequence[Tensor]) -> Tensor:

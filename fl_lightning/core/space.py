@@ -136,15 +136,19 @@ class Space:
         """Copy a vector of shape (k,) into the live tensors, in place."""
         if not self._tensors:
             return
-        if self._written[0] is not vector:  # the same one is written for every client of a round
-            self._written = (vector, self.views(vector))
-        views = self._written[1]
+        views = self._kept_views(vector)
         with torch.no_grad():
             if not self.active:
                 torch._foreach_copy_(self._tensors, views)
                 return
             for tensor, index, view in zip(self._tensors, self._indices, views, strict=True):
                 _put(tensor, index, view)
+
+    def _kept_views(self, vector: Tensor) -> list[Tensor]:
+        """Return `views`, the same ones as long as it is the same vector, as for a round's clients."""
+        if self._written[0] is not vector:
+            self._written = (vector, self.views(vector))
+        return self._written[1]
 
     def views(self, vector: Tensor) -> list[Tensor]:
         """Return the vector's parts, without a copy.
@@ -185,9 +189,8 @@ class Space:
     def full(self, vector: Tensor) -> dict[str, Tensor]:
         """Return whole tensors by name: the vector's entries, and the live ones that it lacks."""
         tensors = {}
-        views = self.views(vector)
         for name, view, live, index in zip(
-            self.names, views, self._tensors, self._indices, strict=True
+            self.names, self._kept_views(vector), self._tensors, self._indices, strict=True
         ):
             tensors[name] = view
             if index is not None:

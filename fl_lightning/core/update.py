@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
 
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -42,7 +43,7 @@ class LazyDeltas(Protocol):
     def of(self, rows: Rows) -> LazyDeltas:
         """Return those of some clients."""
 
-    def fold(self, mean: Tensor, shares: Sequence[float]) -> None:
+    def fold(self, mean: Tensor, shares: npt.ArrayLike) -> None:
         """Have a mean, shape (k,), take in one after the other: m ← m + share · (delta - m).
 
         It is as before if a number or a norm is not finite.

@@ -368,10 +368,12 @@ class GroupTraining:
         return group.rows(rows) if failures else group, failures
 
     def _work_of(self, clients: Iterable[int]) -> GroupWork:
-        now = self._trainer.current_epoch
-        began = {} if self._versions is None else self._versions.step(now).versions
-        chosen = list(clients)
-        return self._plan.of(chosen, [began.get(client, now) for client in chosen])
+        now, chosen = self._trainer.current_epoch, list(clients)
+        rounds = [now] * len(chosen)
+        if self._versions is not None:
+            began = self._versions.step(now).versions
+            rounds = [began.get(client, now) for client in chosen]
+        return self._plan.of(chosen, rounds)
 
     def _bytes_down(self, server: Server, active: Tensor | None = None) -> int:
         model = server.model

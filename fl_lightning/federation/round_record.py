@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -157,7 +156,7 @@ class RoundRecord:
         means, norms = ClientMeans(), ClientMeans()
         means.load_state_dict(state["means"])
         norms.load_state_dict(state["norms"])
-        copies = {name: copy.copy(value) for name, value in state.items()}
+        copies = {name: _state(value) for name, value in state.items()}
         vars(self).update(copies | {"means": means, "norms": norms})
 
     @classmethod
@@ -169,4 +168,6 @@ class RoundRecord:
 
 
 def _state(value: Any) -> Any:
-    return value.state_dict() if isinstance(value, ClientMeans) else copy.copy(value)
+    if isinstance(value, ClientMeans):
+        return value.state_dict()
+    return value.copy() if isinstance(value, (list, dict)) else value

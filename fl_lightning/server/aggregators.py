@@ -11,9 +11,9 @@ processes each fold the updates of their own clients; what they have then is add
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -73,7 +73,7 @@ class RunningMean:
     def add(self, vector: Tensor, weight: float) -> None:
         """Take in one vector; of weight 0 it must be finite, and counts for nothing."""
         self._weight += weight
-        self._mean.lerp_(vector, _share(weight, self._weight))
+        self._mean.lerp_(vector, weight / self._weight if weight else 0.0)
 
     def add_group(self, vectors: Tensor | LazyDeltas, weights: Sequence[float]) -> None:
         """Take in m vectors, shape (m, k), with the bits of one after the other."""
@@ -81,9 +81,11 @@ class RunningMean:
             for vector, weight in zip(vectors, weights, strict=True):
                 self.add(vector, weight)
         else:
-            totals = list(accumulate(weights, initial=self._weight))
-            vectors.fold(self._mean, list(map(_share, weights, totals[1:])))
-            self._weight = totals[-1]  # not if they are not finite
+            own = np.array(weights, np.float64)
+            totals = np.cumsum(np.concatenate([[self._weight], own]))
+            shares = np.divide(own, totals[1:], out=np.zeros_like(own), where=own != 0)
+            vectors.fold(self._mean, shares)
+            self._weight = float(totals[-1])  # not if they are not finite
 
     def value(self) -> Tensor:
         """Return the mean so far; zeros if nothing was added."""
@@ -109,11 +111,6 @@ class RunningMean:
         """Go on from there."""
         self._mean.copy_(state["mean"])
         self._weight = float(state["weight"])
-
-
-def _share(weight: float, total: float) -> float:
-    """Return which part of all weights one is."""
-    return weight / total if weight else 0.0
 
 
 def new_mean(like: Tensor, *, exact: bool) -> RunningMean | ExactMean:
