@@ -284,3 +284,18 @@ class TestCalledStraight:
             del args, result
         gc.collect()
         assert [reference() for reference in held] == [None] * 4
+
+
+def test_a_call_alike_finds_the_graph_recorded_before():
+    layer = Layer()
+    watch, packed = Watch(), _with_own_code(lambda given: layer.run(given))
+    compiled = torch.compile(packed, fullgraph=True, dynamic=False, backend=watch)
+    compiled(arguments(0))
+    _, first = watch.record(compiled, [arguments(0)])
+    _, second = watch.record(compiled, [arguments(1)])
+    assert second is first
+    layer.weight = torch.full((4,), 5.0)  # another tensor: the first graph would read the old one
+    _, third = watch.record(compiled, [arguments(1)])
+    assert third is not first
+    found, expected = third(arguments(2)), layer.run(arguments(2))
+    torch.testing.assert_close(found, expected)
