@@ -86,7 +86,7 @@ class Watch:
         if len(inside) == 1 and _is_all(inside[0], calls[0]):
             calls += inside
         given = _Given(args[0])
-        if self._last is None or not any(self._last.is_what(call, given) for call in inside):
+        if self._last is None or not any(self._last.is_what(call, given) for call in calls):
             graphs = [_Graph.of(call, given) for call in reversed(calls)]
             calls.clear()
             inside.clear()  # and with them what was made for this call

@@ -89,8 +89,7 @@ class StackedStep:
             else {}
         )
         self._pull = torch.zeros((), dtype=self._dtype, device=self._device)
-        # tensors, because a changed number would mean another graph
-        self._lrs = [torch.zeros_like(self._pull) for _ in optimizer.param_groups]
+        self._lrs: list[Tensor] = []
         self._starts: Tensors = {}
         stacked_buffers = {} if options.weighted else dict(module.named_buffers())
         self.buffers = {n: self._stacked(b) for n, b in stacked_buffers.items()}
@@ -114,6 +113,9 @@ class StackedStep:
         rules = [stacked_rule(self._optimizer, group) for group in groups]
         if any(rule is None for rule in rules):
             raise CannotStack(f"there is no stacked form of {type(self._optimizer).__name__}")
+        if len(self._lrs) != len(groups):
+            # tensors, because a changed number would mean another graph
+            self._lrs = [torch.zeros_like(self._pull) for _ in groups]
         for lr, group in zip(self._lrs, groups, strict=True):
             lr.fill_(float(group["lr"]))
         masks = self._optimizer.masks if isinstance(self._optimizer, MaskedOptimizer) else {}
