@@ -47,6 +47,8 @@ def operator(
     _LIBRARY.define(schema)
     _LIBRARY.impl(name, compute, "CPU")
     torch.library.register_fake(f"fl_lightning::{name}", fake, lib=_LIBRARY)
+    # autocast would have what an operator leaves to PyTorch's computed in another precision
+    torch.library.register_autocast(f"fl_lightning::{name}", "cpu", torch.float32, lib=_LIBRARY)
     function: Callable[..., Any] = getattr(torch.ops.fl_lightning, name)
     torch.library.register_vmap(f"fl_lightning::{name}", rule(function), lib=_LIBRARY)
 

@@ -154,7 +154,7 @@ class CompiledGradients:
             def forward(value: Tensor) -> Tensor:
                 weight = layer.weight
                 is_own = weight is trained[_weight_of(name)] and is_thin(layer, value)
-                out = F.linear(value, weight.detach() if is_own else weight, layer.bias)
+                out = self._linear(value, weight.detach() if is_own else weight, layer.bias)
                 outputs[name].append(out.detach() if is_own else None)
                 return out
 

@@ -1,4 +1,8 @@
-"""Layers of a model, computed by the operators that many small ones want."""
+"""Layers of a model, computed by the operators that many small ones want.
+
+Under autocast as well they compute and give float32: of few, small examples a processor without matrix
+units for shorter numbers makes nothing faster from those.
+"""
 
 from __future__ import annotations
 
@@ -148,9 +152,12 @@ def _pair(value: int | tuple[int, int]) -> tuple[int, int]:
 
 
 def is_usual(value: Tensor) -> bool:
-    """Return whether a tensor is one for these operators."""
-    is_full = value.dtype == torch.float32 and value.device.type == "cpu"
-    return is_full and not torch.is_autocast_enabled("cpu")
+    """Return whether a tensor is one for these operators, once it is one of float32."""
+    if value.device.type != "cpu":
+        return False
+    if value.dtype == torch.float32:
+        return True
+    return torch.is_autocast_enabled("cpu") and value.dtype == torch.get_autocast_dtype("cpu")
 
 
 def _convolution(layer: nn.Conv2d, *, contiguous: bool) -> Callable[[Tensor], Tensor]:
@@ -163,7 +170,7 @@ def _convolution(layer: nn.Conv2d, *, contiguous: bool) -> Callable[[Tensor], Te
         height, width = value.shape[-2] + 2 * high, value.shape[-1] + 2 * broad
         if height < tall or width < wide or value.shape[-3] != layer.in_channels:
             return nn.Conv2d.forward(layer, value)  # its error
-        images = value.movedim(1, -1)
+        images = value.float().movedim(1, -1)
         if high or broad:
             images = F.pad(images, (0, 0, broad, broad, high, high))
         images = images.contiguous()
@@ -187,7 +194,7 @@ def _pooling(layer: nn.MaxPool2d, *, contiguous: bool) -> Callable[[Tensor], Ten
             return F.max_pool2d(value, (tall, wide))
         # what fills no window takes no part
         height, width = (value.shape[-2] // tall) * tall, (value.shape[-1] // wide) * wide
-        images = value[:, :, :height, :width].movedim(1, -1)
+        images = value.float()[:, :, :height, :width].movedim(1, -1)
         result: Tensor = window_maximum(images, tall, wide)[0].movedim(-1, 1)
         return result.contiguous() if contiguous else result
 
@@ -259,5 +266,5 @@ def direct_linear(value: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     is_few = value.ndim == 2 and len(value) <= FEW
     if not is_few or not FEWEST_INPUTS <= weight.shape[1] == value.shape[1] or not is_usual(value):
         return F.linear(value, weight, bias)
-    result: Tensor = dense(value.unsqueeze(0), weight.unsqueeze(0)).squeeze(0)
+    result: Tensor = dense(value.float().unsqueeze(0), weight.unsqueeze(0)).squeeze(0)
     return result if bias is None else result + bias

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -30,6 +30,8 @@ from fl_lightning.client.thin_layers import ThinLayers
 Tensors = dict[str, Tensor]
 # Logged values by name, with their batch sizes if given.
 Logged = dict[str, tuple[Tensor, float | None]]
+# Makes what a training step runs in.
+StepContext = Callable[[], AbstractContextManager[Any]]
 # Among logged values the name of the loss itself, which no module can take
 OWN_LOSS = ""
 
@@ -87,20 +89,28 @@ class TrainingStep:
         module: the LightningModule.
         takes_index: whether ``training_step`` has a second parameter.
         direct: have its layers computed by `direct_layers`.
+        context: makes what it runs in, such as autocast.
 
     Attributes:
         stand_ins: for the module's metrics.
         thin_layers: that a call may ask to be thin; None if layers are not direct.
     """
 
-    def __init__(self, module: nn.Module, takes_index: bool, *, direct: bool = False) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        takes_index: bool,
+        *,
+        direct: bool = False,
+        context: StepContext = nullcontext,
+    ) -> None:
         self.stand_ins = StandIns(module)
         self.thin_layers = ThinLayers(module) if direct else None
         self._forwards = dict(direct_layers(module, viewable=True)) if direct else {}
         if self.thin_layers is not None:
             self._forwards.update(self.thin_layers.forwards)
         self._wrapper, self._log = _Wrapper(module), _Log()
-        self._takes_index = takes_index
+        self._takes_index, self._context = takes_index, context
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -200,10 +210,8 @@ class TrainingStep:
         arguments = (batch, count.long()) if self._takes_index else (batch,)
         calls = self.stand_ins.listen() if len(self.stand_ins) else []
         try:
-            if draws:
-                with ReplayedDraws(draws):
-                    output = functional_call(self._wrapper, inner, arguments)
-            else:
+            replayed = ReplayedDraws(draws) if draws else nullcontext()
+            with self._context(), replayed:
                 output = functional_call(self._wrapper, inner, arguments)
             logged, metrics = dict(self._log.values), dict(self._log.metrics)
         finally:

@@ -10,6 +10,7 @@ come out of it as factors, and `ThinSteps` follow.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
@@ -19,7 +20,13 @@ from torch.optim import Optimizer
 from fl_lightning.client.cannot_stack import CannotStack
 from fl_lightning.client.compiling import Compiled, HasChanged
 from fl_lightning.client.direct_linear import FEW
-from fl_lightning.client.functional_step import Tensors, TrainingStep, map_tensors, tensors_in
+from fl_lightning.client.functional_step import (
+    StepContext,
+    Tensors,
+    TrainingStep,
+    map_tensors,
+    tensors_in,
+)
 from fl_lightning.client.rehearsal import Rehearsal, rehearse
 from fl_lightning.client.stacked_functions import Slots, StackedFunctions, StackedTerm
 from fl_lightning.client.stacked_gradients import Inputs, StackedGradients
@@ -52,6 +59,7 @@ class StackedStep:
             round.
         takes_index: whether ``training_step`` has a second parameter.
         options: how to stack.
+        context: makes what ``training_step`` runs in, such as autocast.
 
     Raises:
         CannotStack: if the optimizer has no rule or leaves out a parameter that trains.
@@ -68,10 +76,15 @@ class StackedStep:
     """
 
     def __init__(
-        self, module: nn.Module, optimizer: Optimizer, takes_index: bool, options: StackedOptions
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        takes_index: bool,
+        options: StackedOptions,
+        context: StepContext = nullcontext,
     ) -> None:
         self.options = options
-        self._call = TrainingStep(module, takes_index, direct=options.direct)
+        self._call = TrainingStep(module, takes_index, direct=options.direct, context=context)
         self._module = module
         self.rehearsal: Rehearsal | None = None
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}

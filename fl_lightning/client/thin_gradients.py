@@ -188,7 +188,8 @@ def _forward(layer: nn.Linear, linear: Linear, factors: Factors) -> Callable[[Te
         if is_other or not torch.is_grad_enabled():
             return linear(value, weight, bias)
         device, dtype = value.device.type, None
-        if torch.is_autocast_enabled(device):
+        # direct layers stay in full precision
+        if linear is F.linear and torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
         result: Tensor = _ThinLinear.apply(value, weight, bias, linear, factors, dtype)
         return result
@@ -226,7 +227,7 @@ class _ThinLinear(torch.autograd.Function):
         flat = error.reshape(-1, weight.shape[0]).to(of_weight)
         ctx.factors.append((flat, value.reshape(-1, weight.shape[1]).to(of_weight)))
         needs = ctx.needs_input_grad
-        back = (error @ weight).to(of_value) if needs[0] else None
+        back = (error @ weight.to(error.dtype)).to(of_value) if needs[0] else None
         return back, None, flat.sum(0) if needs[2] else None, None, None, None
 
 

@@ -107,7 +107,7 @@ class ThinLayers:
             if not fits or (self._storages and not _is_apart(value, self._storages)):
                 calls.append(None)
                 return direct_linear(value, layer.weight, layer.bias)
-            calls.append(value.detach())
+            calls.append(value.float().detach())
             return direct_linear(value, weight.detach(), layer.bias) + zeros
 
         return forward

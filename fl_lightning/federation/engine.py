@@ -26,7 +26,7 @@ from fl_lightning.client.personalisation import Personalisation
 from fl_lightning.client.work import ClientWork
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.metric_states import MetricStates, metrics_of
-from fl_lightning.federation.engine_options import EngineOptions
+from fl_lightning.federation.engine_options import FULL_PRECISIONS, EngineOptions
 from fl_lightning.federation.lightning_step import LightningStep
 from fl_lightning.federation.slot_engine import (
     SlotEngine,
@@ -109,6 +109,7 @@ class EngineChooser:
         sequential = "sequential"
         try:
             sequential += self._choose_speedups(work, train_one)
+            sequential += self._remark("direct_layers" in self._step.speedups)
             raise_if_impossible(self._trainer, self._accumulate, self._one_at_a_time())
             if self._options.engine == "slots":
                 self.slots, why = self._trial.force(model, work, train_one), "as asked for"
@@ -127,10 +128,16 @@ class EngineChooser:
         else:
             if self._options.speedups is None:
                 self._step.use(())
+            why += self._remark(self.slots.stacking.direct)
             rank_zero_info(f"engine: {self.slots.stacking.num_slots} slots, {why}")
         finally:
             metrics.put_back()
         self._kept = self._step.speedups
+
+    def _remark(self, is_direct: bool) -> str:
+        """Say where layers are computed more precisely than asked for."""
+        is_more = is_direct and self._trainer.precision not in FULL_PRECISIONS
+        return ", direct layers in float32" if is_more else ""
 
     def _one_at_a_time(self) -> str | None:
         """Return what in the configuration is done for one client at a time; None if nothing."""

@@ -16,6 +16,7 @@ EngineName = Literal["auto", "sequential", "slots"]
 MOST_PARAMETERS = 2_000_000
 # Compiling takes 5 to 20 seconds: fewer steps than this do not take so long where slots are faster.
 SHORT_RUN_STEPS = 10_000
+FULL_PRECISIONS = ("32-true", "64-true")
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,14 @@ class EngineOptions:
                 f"federation: speedups must be some of {', '.join(SPEEDUPS)}, each once, or null "
                 f"to have them measured, got {list(given)}"
             )
+
+
+def tolerance(precision: str | int | None) -> float:
+    """Return by what share of itself an update may differ between two ways to train.
+
+    They differ in rounding only, which is coarse in half precision.
+    """
+    return 1e-3 if precision in FULL_PRECISIONS else 0.1
 
 
 def trains_in_large_groups(options: EngineOptions, module: nn.Module, num_steps: float) -> bool:

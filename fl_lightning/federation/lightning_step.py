@@ -12,6 +12,7 @@ Two ways with one result:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from fl_lightning.client.added_term import AddedTerm
 from fl_lightning.client.apfl import Mixing
 from fl_lightning.client.compiled_gradients import CompiledGradients
 from fl_lightning.client.direct_layers import direct_layers
+from fl_lightning.client.functional_step import StepContext
 from fl_lightning.client.local_training import SizedBatch, loss_of
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.other_forwards import Forwards
@@ -58,7 +60,7 @@ class LightningStep:
         self._collector = collector
         self._accumulate = accumulate
         self._precision = trainer.precision_plugin
-        self._has_context = _has_context(self._precision)
+        self._context = step_context(trainer)
         self._prepare = batch_preparation(trainer)
         self._starts = overrides(self._module, "on_train_batch_start")
         self._ends = overrides(self._module, "on_train_batch_end")
@@ -208,15 +210,13 @@ class LightningStep:
         loss = loss_of(output)
         if self.contrast is None or loss is None:
             return loss
-        with self._precision.train_step_context():
+        with self._context():
             return loss + self.contrast(batch)
 
     def _output(self, batch: Any, index: Any) -> Any:
         arguments = (batch, index) if self._takes_index else (batch,)
-        if self._has_context:
-            with self._precision.train_step_context():
-                return self._module.training_step(*arguments)
-        return self._module.training_step(*arguments)
+        with self._context():
+            return self._module.training_step(*arguments)
 
     def _full(self, batches: Sequence[SizedBatch], index: int) -> Tensor | None:
         losses: list[Tensor] = []
@@ -260,10 +260,11 @@ class LightningStep:
         self._module.optimizer_zero_grad(self._trainer.current_epoch, index, self._optimizer)
 
 
-def _has_context(precision: Precision) -> bool:
-    """Return whether the training step runs in a context; that of full precision does nothing."""
-    names = ("train_step_context", "forward_context")
-    return any(getattr(type(precision), name) is not getattr(Precision, name) for name in names)
+def step_context(trainer: Trainer) -> StepContext:
+    """Return what makes the context that training steps run in; that of full precision does nothing."""
+    precision, names = trainer.precision_plugin, ("train_step_context", "forward_context")
+    is_own = any(getattr(type(precision), name) is not getattr(Precision, name) for name in names)
+    return precision.train_step_context if is_own else nullcontext
 
 
 def extra_work(trainer: Trainer) -> str | None:

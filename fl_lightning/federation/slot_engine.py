@@ -36,7 +36,8 @@ from fl_lightning.core.update import ClientUpdate, GroupUpdate
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.batches import batch_preparation, has_batch_hooks, takes_index
 from fl_lightning.federation.client_masks import client_masks
-from fl_lightning.federation.lightning_step import extra_work
+from fl_lightning.federation.engine_options import FULL_PRECISIONS, tolerance
+from fl_lightning.federation.lightning_step import extra_work, step_context
 
 TrainOne = Callable[[ClientWork], ClientUpdate]
 
@@ -44,8 +45,6 @@ TrainOne = Callable[[ClientWork], ClientUpdate]
 # of slots for networks from 8 thousand to 215 thousand parameters lie near this line.
 _CACHE_BYTES = 8 * 2**20
 MOST_SLOTS = 32
-# Of the largest number in a client's update; slots and sequential engine differ by rounding only.
-_TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True)
@@ -100,6 +99,7 @@ class SlotEngine:
                 has_shift=stacking.has_shift,
                 **_clipping(trainer),
             ),
+            step_context(trainer),
         )
         self._own: SlotOwn | None = None
         if local.keeps_apart:
@@ -182,7 +182,7 @@ def raise_if_impossible(
         raise CannotStack(f"{type(optimizer).__name__} with these options has no stacked form")
     if accumulate > 1:
         raise CannotStack("a local step accumulates several batches")
-    if trainer.precision not in ("32-true", "64-true"):
+    if trainer.precision not in (*FULL_PRECISIONS, "bf16-mixed"):
         raise CannotStack(f"the precision is {trainer.precision}")
     if one_at_a_time is not None:
         raise CannotStack(one_at_a_time)
@@ -287,7 +287,7 @@ def _compare(
     for metric, numbers, others in zip(metrics, counted, recounted, strict=True):
         pairs.append((f"{type(metric).__name__} object", numbers, others))
     for name, value, other in pairs:
-        if not _is_close(value, other):
+        if not _is_close(value, other, tolerance(trainer.precision)):
             raise CannotStack(f"a trial client's {name} was not the sequential one")
 
 
@@ -303,10 +303,11 @@ def _as_list(state: Tensor | list[Tensor]) -> list[Tensor]:
     return state if isinstance(state, list) else [state]
 
 
-def _is_close(value: Tensor, other: Tensor) -> bool:
+def _is_close(value: Tensor, other: Tensor, share: float) -> bool:
+    """Return whether all numbers differ by a share of the largest at most."""
     if value.shape != other.shape:
         return False
-    bound = _TOLERANCE * float(value.abs().max()) if value.numel() else 0.0
+    bound = share * float(value.abs().max()) if value.numel() else 0.0
     return bool(((value - other).abs() <= bound + 1e-12).all())
 
 

@@ -20,6 +20,7 @@ from fl_lightning.client.speedups import SPEEDUPS, Speedup, reason_against
 from fl_lightning.client.work import ClientWork
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.update import ClientUpdate
+from fl_lightning.federation.engine_options import tolerance
 from fl_lightning.federation.lightning_step import LightningStep
 
 TrainOne = Callable[[ClientWork], ClientUpdate]
@@ -34,9 +35,6 @@ _LEAST_RATIO = 1.03
 _SECONDS_OF_A_TRY = 0.1
 _NUM_TRIES = 5
 _NUM_TRIES_OF_LONG_RUN = 15
-# Of the update's norm: a speedup changes rounding only, which is coarse in half precision.
-_TOLERANCE = 1e-3
-_HALF_TOLERANCE = 0.1
 
 
 class SpeedupTrial:
@@ -174,10 +172,9 @@ class SpeedupTrial:
         return min(median(ratios), min(without) / min(with_it))
 
     def _agree(self, expected: ClientUpdate, found: ClientUpdate) -> bool:
-        is_full = self._trainer.precision in ("32-true", "64-true")
-        tolerance = _TOLERANCE if is_full else _HALF_TOLERANCE
+        share = tolerance(self._trainer.precision)
         pairs = ((expected.delta, found.delta), (expected.buffers, found.buffers))
-        return all(float((a - b).norm()) <= tolerance * float(a.norm()) for a, b in pairs)
+        return all(float((a - b).norm()) <= share * float(a.norm()) for a, b in pairs)
 
 
 def additions(candidates: Sequence[Speedup]) -> list[tuple[Speedup, ...]]:

@@ -571,19 +571,63 @@ def test_inputs_of_another_kind_go_to_pytorchs_layers():
         for shape in ((20,), (2, 3, 20), (FEW + 1, 20)):
             value = draws(*shape)
             assert torch.equal(layer(value), F.linear(value, layer.weight, layer.bias))
-        with torch.autocast("cpu", torch.bfloat16):
-            assert layer(draws(2, 20)).dtype == torch.bfloat16
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
             layer(draws(2, 19))
     net = nn.Sequential(nn.Conv2d(3, 5, 3), nn.MaxPool2d(2))
     with other_forwards(direct_layers(net)):
         assert net(IMAGES[0, 0]).shape == (5, 3, 3)  # an image without a batch
-        with torch.autocast("cpu", torch.bfloat16):
-            assert net(IMAGES[0]).dtype == torch.bfloat16
         with pytest.raises(RuntimeError, match=r"expected input.* to have 3 channels"):
             net(torch.ones(1, 4, 8, 8))
         with pytest.raises(RuntimeError, match=r"(?i)kernel size can't be greater"):
             net(torch.ones(1, 3, 2, 2))
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.Linear(20, 5), (3, 20)),
+        (nn.Linear(20, FEW + 1), (FEW, 20)),
+        (nn.Conv2d(3, 5, 3, padding=1), (2, 3, 8, 8)),
+        (nn.Sequential(nn.Conv2d(3, 16, 3, bias=False), nn.ReLU(), nn.MaxPool2d(2)), (2, 3, 8, 8)),
+    ],
+)
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16])
+def test_autocast_changes_no_bit(layer, shape, given):
+    value = draws(*shape).to(given)
+
+    def results(value):
+        leaf = value.clone().requires_grad_()
+        layer.zero_grad()
+        result = layer(leaf)
+        result.square().sum().backward()
+        return [result, leaf.grad.float(), *(param.grad for param in layer.parameters())]
+
+    with other_forwards(direct_layers(layer)):
+        expected = results(value.float())
+        expected[1] = expected[1].to(given).float()  # a gradient is of its tensor's type
+        with torch.autocast("cpu", torch.bfloat16):
+            found = results(value)
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == torch.float32
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("shape", [(4, FEW + 1, 20), (4, 2, 20)])
+def test_autocast_changes_no_bit_of_many_clients(shape):
+    layer = nn.Linear(20, FEW + 1)
+    weights = {name: param.detach() for name, param in layer.named_parameters()}
+
+    def loss(weights, value):
+        return functional_call(layer, weights, (value,)).square().sum()
+
+    each = vmap(grad(loss), (None, 0))
+    with other_forwards(direct_layers(layer)):
+        expected = each(weights, draws(*shape))
+        with torch.autocast("cpu", torch.bfloat16):
+            found = each(weights, draws(*shape))
+    for name, gradient in found.items():
+        is_few = shape[1] <= FEW
+        assert torch.equal(gradient, expected[name]) == is_few  # more go to PyTorch's layer
 
 
 def test_several_threads_or_no_compiler(monkeypatch):

@@ -11,6 +11,8 @@ from torch.optim import SGD, Adam, RMSprop
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fl_lightning.client.compiled_gradients import CompiledGradients
+from fl_lightning.client.direct_layers import reason_against_direct_layers
+from fl_lightning.client.direct_linear import FEW
 from fl_lightning.client.other_forwards import other_forwards
 from fl_lightning.client.speedups import SPEEDUPS, FasterStep, reason_against
 from fl_lightning.client.thin_gradients import ThinGradients
@@ -201,6 +203,41 @@ def test_thin_gradients_under_autocast(compiled):
     moved = before - weight.detach()
     assert apart(moved, error.double().T @ value.double()) < 1e-6
     assert 1e-4 < apart(moved, plain[2]) < 1e-2  # whose product is rounded
+
+
+@pytest.mark.skipif(
+    reason_against_direct_layers(nn.Linear(16, 1)) is not None, reason="no compiler"
+)
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("num_rows", [8, FEW + 1])
+def test_direct_thin_gradients_under_autocast_are_those_without(compiled, num_rows):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(700, 600), nn.Tanh(), nn.Linear(600, 300))
+    batch, ends = torch.randn(num_rows, 700), []
+    for is_half in (False, True):
+
+        def run(batch, index, is_half=is_half):
+            with torch.autocast("cpu", torch.bfloat16, enabled=is_half):
+                return net(batch).square().sum()
+
+        own = copy.deepcopy(net.state_dict())
+        optimizer = SGD(net.parameters(), lr=0.001)
+        graph = CompiledGradients(net, run) if compiled else None
+        faster = FasterStep(net, optimizer, ("direct_layers", "thin_gradients"), graph)
+        with torch.compiler.set_stance("force_eager"):
+            if not compiled or faster.gradients(batch, 0) is None:
+                with faster.forwards():
+                    run(batch, 0).backward()
+        assert not any(layer.weight.grad is not None for layer in (net[0], net[2]))
+        faster.step()
+        ends.append([p.detach() - own[name] for name, p in net.named_parameters()])
+        net.load_state_dict(own)
+        net.zero_grad()
+    for one, other in zip(*ends, strict=True):
+        if num_rows <= FEW:
+            assert torch.equal(one, other)
+        else:  # more rows are for PyTorch's layers
+            assert 1e-4 < apart(one, other) < 2e-2
 
 
 def apart(one, other):

@@ -340,7 +340,7 @@ class Smooth(Dense):
 
 
 class Halved(Dense):
-    """One layer runs in another precision."""
+    """One layer runs under autocast."""
 
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -389,7 +389,6 @@ class Late(Decayed):
         (Token, ["second.weight"]),
         (Perturbed, ["second.weight"]),
         (Smooth, []),
-        (Halved, ["first.weight"]),
     ],
 )
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -399,6 +398,15 @@ def test_a_weight_with_another_part_in_the_loss_has_its_whole_gradient(kind, nam
     assert thin_names(step) == names
     assert is_compiled(step) is compiled
     assert_alike(found, train(kind(), make, (5, 17))[0])
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_layer_under_autocast_stays_in_full_precision(compiled):
+    make = OPTIMIZERS["sgd"]
+    found, step = train(Halved(), make, (5, 17), direct=True, compiled=compiled)
+    assert thin_names(step) == ["first.weight", "second.weight"]
+    assert is_compiled(step) is compiled
+    assert_alike(found, train(Dense(), make, (5, 17))[0])
 
 
 def test_nothing_is_left_behind_by_finding_out():

@@ -3,6 +3,7 @@
 import logging
 import re
 from functools import partial
+from itertools import product
 
 import pytest
 import timm
@@ -133,6 +134,45 @@ def test_slots_and_sequence_agree_after_five_rounds(kind, trainer):
     second = run(many, "slots", max_epochs=5, trainer=trainer)
     torch.testing.assert_close(weights(one), weights(many), rtol=1e-5, atol=1e-6)
     assert_same_logs(first, second)
+
+
+@pytest.mark.parametrize("kind", [ToyModule, Wide, Conv, Attention])
+def test_slots_and_sequence_agree_in_half_precision(kind):
+    moves = {}
+    start = weights(toy(kind)).clone()
+    for engine, precision in product(("sequential", "slots"), ("32-true", "bf16-mixed")):
+        module = toy(kind)
+        run(module, engine, trainer={"precision": precision})
+        moves[engine, precision] = weights(module) - start
+    rounded = moves["slots", "bf16-mixed"]
+    assert (rounded - moves["sequential", "bf16-mixed"]).norm() < 0.03 * rounded.norm()
+    # the trial's two clients are not all: every step of every round was rounded
+    assert not torch.equal(rounded, moves["slots", "32-true"])
+
+
+class Repeating(ToyModule):
+    """Has dense layers only, all of them with inputs enough to be direct."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        wider = nn.Unflatten(1, (1, 4)), nn.Upsample(scale_factor=4), nn.Flatten()
+        self.net = nn.Sequential(*wider, nn.Linear(16, 20), nn.ReLU(), nn.Linear(20, 3))
+
+
+@pytest.mark.skipif(
+    reason_against_direct_layers(nn.Linear(16, 1)) is not None, reason="no compiler"
+)
+def test_direct_layers_stay_in_full_precision_and_it_is_said(caplog):
+    ends = []
+    for precision in ("32-true", "bf16-mixed"):
+        caplog.clear()
+        with caplog.at_level(logging.INFO, logger="lightning.pytorch"):
+            module = toy(Repeating)
+            run(module, "slots", trainer={"precision": precision})
+        ends.append(weights(module))
+        said = "direct layers in float32" in caplog.text
+        assert said == (precision == "bf16-mixed")
+    assert torch.equal(*ends)
 
 
 class Viewing(Conv):
@@ -369,7 +409,7 @@ def test_what_slots_cannot_run_is_named_and_trained_in_sequence(module, reason):
 
 def test_precision_and_accumulation_are_reasons_too():
     for trainer, reason in [
-        ({"precision": "bf16-mixed"}, "bf16-mixed"),
+        ({"precision": "bf16-true"}, "the precision is bf16-true"),
         ({"accumulate_grad_batches": 2}, "accumulates"),
     ]:
         with pytest.warns(UserWarning, match=reason):
