@@ -40,6 +40,7 @@ from fl_lightning.federation.ranks import Ranks
 from fl_lightning.federation.round_options import RoundOptions
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run_memory import RunMemory
+from fl_lightning.federation.run_state import RunState
 from fl_lightning.federation.secure_rounds import SecureRounds
 from fl_lightning.server.aggregators import Aggregator
 from fl_lightning.server.protected import Protected
@@ -117,6 +118,19 @@ class RoundRunner:
             self._secure = SecureRounds(aggregator, trainer, num_buffers)
         self.record = RoundRecord()
         self._is_kept_by_lightning = self._can_be_kept_by_lightning()
+        self._state = RunState(
+            module=self._module,
+            options=options,
+            clients=self.clients,
+            server=self.server,
+            corrector=self.corrector,
+            memory=self.memory,
+            groups=groups,
+            ranks=self._ranks,
+            path=self._path,
+            private=private,
+            secure=self._secure,
+        )
 
     def _place(self, space: Space) -> None:
         """Tell what looks at tensors of which ones the vectors are made."""
@@ -333,42 +347,8 @@ class RoundRunner:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything but the model, which is among the checkpoint's weights.
-
-        That holds only for single precision (others are rounded on the way) and for buffers that
-        are saved; otherwise the server's own model is kept as well. Of several processes one writes
-        the checkpoint: it leaves out the open round, which is then trained again from its start.
-        So does a private run, because the sums of an open round have no noise.
-        """
-        is_open, versions = self.server.is_open, self._options.versions
-        restarts = self._private_sum is not None or (
-            self._secure is not None and self._secure.aggregator.restarts
-        )
-        open_here = is_open and self._ranks.size == 1 and not restarts
-        hides_record = is_open and self._private_sum is not None
-        state = {
-            "space": self.clients.local.space.fingerprint(),
-            "mask": self.clients.local.space.mask_fingerprint(),
-            "seed": self._options.seed,
-            "server": self.server.state_dict(with_round=open_here),
-            "record": (RoundRecord() if hides_record else self.record).state_dict(),
-            "scaler": self.clients.scaler.state_dict() if open_here else {},
-            "metrics": self.clients.collector.metric_states(self._module) if open_here else {},
-            "prog_bar": sorted(self.clients.collector.prog_bar),
-            "ranks": self._ranks.size,
-            "groups": len(self._groups),
-            "inside": self.server.is_open,
-            "engine": self.clients.engine.state_dict(),
-            "updates": [*self._path.names, "down:", *self.clients.broadcast.names],
-            "personal": self.clients.personal.state_dict(),
-            "memory": self.memory.state_dict(with_round=open_here),
-            "population": self._groups.population.state_dict(),
-            "versions": None if versions is None else versions.state_dict(),
-        }
-        if self.corrector.correction.remembers:
-            state["correction"] = self.corrector.state_dict(with_round=open_here)
-        if self.private is not None:
-            state["privacy"] = self.private.state_dict()
+        """Return everything but the model, which is among the checkpoint's weights, see `RunState`."""
+        state = self._state.state_dict(self.record)
         if not self._is_kept_by_lightning:
             state["model"] = vars(self.server.model)
         return state
@@ -379,41 +359,8 @@ class RoundRunner:
         Raises:
             ConfigurationError: if the checkpoint is of another model or of another seed.
         """
-        self.clients.personal.load_state_dict(state.get("personal"))
-        _check_same("model", state["space"], self.clients.local.space.fingerprint())
-        _check_same("mask", state["mask"], self.clients.local.space.mask_fingerprint())
-        _check_same("seed", state["seed"], self._options.seed)
-        kind = state.get("correction", {}).get("kind")
-        _check_same("correction", kind, self.corrector.kind)
-        on_the_way = [*self._path.names, "down:", *self.clients.broadcast.names]
-        _check_same("updates", state["updates"], on_the_way)
-        versions, choice = self._options.versions, "choice of federation.asynchronous"
-        _check_same(choice, state["versions"] is not None, versions is not None)
-        if state["inside"]:
-            _check_same("number of processes", state["ranks"], self._ranks.size)
-            _check_same("number of groups of clients", state["groups"], len(self._groups))
+        self._state.check(state)
         if "model" in state:
             self.server.replace_model(GlobalModel(**state["model"]))
             self.clients.local.restore(self.server.model)
-        self.server.load_state_dict(state["server"])
-        self.corrector.load_state_dict(state.get("correction", {}), self.server.model.params)
-        _check_same("privacy", "privacy" in state, self.private is not None)
-        if self.private is not None:
-            self.private.load_state_dict(state["privacy"])
-        self.record.load_state_dict(state["record"])
-        self.clients.scaler.load_state_dict(state["scaler"])
-        self.clients.collector.load_metric_states(self._module, state["metrics"])
-        self.clients.collector.prog_bar |= set(state["prog_bar"])
-        self.clients.engine.load_state_dict(state["engine"])
-        self.memory.load_state_dict(state.get("memory", {}))
-        self._groups.population.load_state_dict(state["population"])
-        if versions is not None:
-            versions.load_state_dict(state["versions"])
-
-
-def _check_same(what: str, saved: Any, present: Any) -> None:
-    if saved != present:
-        raise ConfigurationError(
-            f"the checkpoint belongs to a run with another {what} ({saved} instead of {present}): "
-            "resume with the configuration of the run that wrote it, or start without ckpt_path"
-        )
+        self._state.load_state_dict(state, self.record)
