@@ -80,7 +80,9 @@ class SlotResults:
         self._sum_rows = self._sum_rows.following([*self._step.sums.values()])
         self._sums.append(torch.stack(self._sum_rows.of(slots)))  # a copy: the slots go on
         if self._buffers:
-            ends = [buffer[slots].reshape(count, -1) for buffer in self._buffers]
+            # not buffer[slots]: a GPU would wait for that list
+            rows = [torch.stack([buffer[slot] for slot in slots]) for buffer in self._buffers]
+            ends = [row.reshape(count, -1) for row in rows]
             self._final_buffers.append(torch.cat(ends, 1))
         return deltas
 

@@ -26,6 +26,7 @@ from fl_lightning.client.slot_results import SlotResults
 from fl_lightning.client.slot_rows import SlotRows
 from fl_lightning.client.stacked_step import StackedStep
 from fl_lightning.client.work import ClientWork, GroupWork, Integers
+from fl_lightning.core.devices import sent
 from fl_lightning.core.space import Space
 from fl_lightning.core.update import GroupUpdate, rows_of
 
@@ -176,7 +177,7 @@ class SlotTrainer:
         indices, valid = np.full(shape, order[0]), np.zeros(shape, np.float32)
         indices[when, where] = order[begins + np.minimum(columns, sizes - 1)]
         valid[when, where] = columns < sizes
-        return torch.from_numpy(indices), torch.from_numpy(valid).to(self._step.count.device)
+        return torch.from_numpy(indices), sent(torch.from_numpy(valid), self._step.count.device)
 
     def _begin_alike(self, work: GroupWork) -> bool:
         """Return whether all slots begin together, from the same parameters, and may be padded."""

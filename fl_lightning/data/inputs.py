@@ -17,6 +17,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from fl_lightning.core.devices import sent
 from fl_lightning.core.errors import ConfigurationError
 
 Transform: TypeAlias = Callable[[Tensor], Tensor]
@@ -171,7 +172,7 @@ def _scaler(mean: Tensor, std: Tensor) -> Transform:
                 f"give one, or {inputs.shape[1]}"
             )
         shape = -1, *[1] * (inputs.ndim - 2)
-        shift, scale = mean.to(inputs.device).view(shape), std.to(inputs.device).view(shape)
+        shift, scale = (sent(each, inputs.device).view(shape) for each in (mean, std))
         return (inputs - shift) / scale
 
     return scaled

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
+from fl_lightning.core.devices import sent
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.flat_shards import FlatShards
 
@@ -48,7 +49,7 @@ def batch_reader(
     if type(dataset) is TensorDataset and collate is default_collate:
         tensors = dataset.tensors
         # several times as fast as tensor[indices]
-        return lambda indices: tuple([t.index_select(0, indices.to(t.device)) for t in tensors])
+        return lambda indices: tuple([t.index_select(0, sent(indices, t.device)) for t in tensors])
     if type(dataset) is Subset:
         inner, places = batch_reader(dataset.dataset, collate), torch.as_tensor(dataset.indices)
         return lambda indices: inner(places.index_select(0, indices))

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from fl_lightning.core.devices import sent
 from fl_lightning.core.errors import ConfigurationError
 
 # What is around an image before a crop: black, or the image mirrored at its edges, as torchvision
@@ -105,9 +106,8 @@ horizontal_flip=False, image_size=8)
 
     def normalize(self, images: Tensor) -> Tensor:
         """Return ``(images / 255 - mean) / std`` in float32."""
-        shape, device = (-1, 1, 1), images.device
-        mean = torch.tensor(self.mean, device=device).view(shape)
-        std = torch.tensor(self.std, device=device).view(shape)
+        there = (sent(torch.tensor(each), images.device) for each in (self.mean, self.std))
+        mean, std = (each.view(-1, 1, 1) for each in there)
         return images.to(torch.float32).div_(255).sub_(mean).div_(std)
 
     def resize(self, images: Tensor) -> Tensor:
@@ -165,7 +165,7 @@ def crop(
     batch, _, height, width = images.shape
     windows = pad(images, padding, mode).unfold(2, height, 1).unfold(3, width, 1)
     device = images.device
-    return windows[torch.arange(batch, device=device), :, tops.to(device), lefts.to(device)]
+    return windows[torch.arange(batch, device=device), :, sent(tops, device), sent(lefts, device)]
 
 
 def mirror(images: Tensor, chosen: Tensor) -> Tensor:
@@ -175,4 +175,4 @@ def mirror(images: Tensor, chosen: Tensor) -> Tensor:
         >>> mirror(torch.tensor([[[[1, 2]]], [[[3, 4]]]]), torch.tensor([True, False])).flatten()
         tensor([2, 1, 3, 4])
     """
-    return torch.where(chosen.to(images.device).view(-1, 1, 1, 1), images.flip(-1), images)
+    return torch.where(sent(chosen, images.device).view(-1, 1, 1, 1), images.flip(-1), images)
