@@ -27,7 +27,7 @@ from fl_lightning.client.direct_layers import reason_against_direct_layers
 from fl_lightning.client.thin_deltas import ThinDeltas
 from fl_lightning.core.metric_states import metrics_of
 from fl_lightning.data import Digits
-from fl_lightning.federation import slot_trial
+from fl_lightning.federation import slot_engine, slot_trial
 from fl_lightning.updates import TopK
 
 COHORT = UniformCohort(size=4)
@@ -148,6 +148,26 @@ def test_slots_and_sequence_agree_in_half_precision(kind):
     assert (rounded - moves["sequential", "bf16-mixed"]).norm() < 0.03 * rounded.norm()
     # the trial's two clients are not all: every step of every round was rounded
     assert not torch.equal(rounded, moves["slots", "32-true"])
+
+
+class Adamant(VisionTransformer):
+    """Steps by signs, at first: either way where a gradient is nothing but rounding."""
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=self.lr)
+
+
+def test_what_rounding_decides_is_no_reason_against_slots():
+    module = toy(Adamant)
+    trainer = run(module, max_epochs=1, trainer={"precision": "bf16-mixed"})
+    assert trainer.callbacks[0].state_dict()["engine"]["slots"] is not None
+    expected, found = torch.ones(1000), torch.ones(1000)
+    found[0] = -1
+    for precision, is_close in (("32-true", False), ("bf16-mixed", True)):
+        assert slot_engine._is_close(expected, found, precision) is is_close
+        assert slot_engine._is_close(expected, expected, precision)
+        assert not slot_engine._is_close(expected, 0.8 * expected, precision)
+        assert not slot_engine._is_close(expected, torch.full((1000,), torch.nan), precision)
 
 
 class Repeating(ToyModule):
