@@ -1,7 +1,7 @@
 """Layers of a model, computed by the operators that many small ones want.
 
-Under autocast as well they compute and give float32: of few, small examples a processor without matrix
-units for shorter numbers makes nothing faster from those.
+They compute and give float32 under autocast, too: with few, small examples a processor without matrix units
+gains nothing from shorter numbers. Whether it does elsewhere is for trials to find.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def _pair(value: int | tuple[int, int]) -> tuple[int, int]:
 
 
 def is_usual(value: Tensor) -> bool:
-    """Return whether a tensor is one for these operators, once it is one of float32."""
+    """Return whether these operators take a tensor: of float32, or what autocast makes of it."""
     if value.device.type != "cpu":
         return False
     if value.dtype == torch.float32:

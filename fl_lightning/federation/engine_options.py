@@ -16,6 +16,7 @@ EngineName = Literal["auto", "sequential", "slots"]
 MOST_PARAMETERS = 2_000_000
 # Compiling takes 5 to 20 seconds: fewer steps than this do not take so long where slots are faster.
 SHORT_RUN_STEPS = 10_000
+# In these nothing is rounded to half precision on the way.
 FULL_PRECISIONS = ("32-true", "64-true")
 
 

@@ -18,7 +18,7 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.cohort import CohortSampler
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.batches import has_batch_hooks
-from fl_lightning.federation.engine_options import EngineOptions
+from fl_lightning.federation.engine_options import FULL_PRECISIONS, EngineOptions
 from fl_lightning.federation.lightning_step import extra_work
 from fl_lightning.federation.privacy_checks import check_one_mask, shown_by
 from fl_lightning.server.agnostic_mean import AFL
@@ -97,7 +97,7 @@ def _step_problems(trainer: Trainer, accumulate: int) -> Iterator[str]:
             "accumulate_grad_batches to 1 and the batch size to their product (gradients are taken "
             "in chunks that fit the memory)"
         )
-    if trainer.precision not in ("32-true", "64-true"):
+    if trainer.precision not in FULL_PRECISIONS:
         yield (
             f"trainer.precision {trainer.precision} rounds gradients before they are clipped: set "
             "it to 32-true or 64-true"

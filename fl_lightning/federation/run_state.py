@@ -76,7 +76,7 @@ class RunState:
         return state
 
     def check(self, state: dict[str, Any]) -> None:
-        """Refuse what another run has kept, before anything is taken from it.
+        """Refuse what another run has kept, before anything is taken but which parameters are personal.
 
         Raises:
             ConfigurationError: saying what differs.

@@ -507,10 +507,11 @@ def poisoned(client, kind=Poisoned):
     return toy(kind, bad=data.train_dataset.tensors[0][data.clients[client], 0]), data
 
 
-def test_a_client_with_nan_is_named():
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_client_with_nan_is_named(precision):
     module, data = poisoned(2)
     with pytest.raises(ClientFailure, match="round 0, client 2: its training loss is nan"):
-        run(module, data=data, cohort=None)
+        run(module, data=data, cohort=None, trainer={"precision": precision})
     assert torch.equal(weights(module)[:-6], weights(toy(Poisoned, bad=module.bad))[:-6])
 
 
@@ -615,11 +616,12 @@ class SaveRound(Callback):
 
 
 @pytest.mark.parametrize("kind", [ToyModule, Wide, Conv, Viewing, partial(Measured, dropout=0.5)])
-def test_a_resumed_run_keeps_to_its_slots(kind, tmp_path):
-    whole = toy(kind)
-    first = run(whole, "slots", SaveRound(tmp_path / "round.ckpt"), max_epochs=4)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_resumed_run_keeps_to_its_slots(kind, precision, tmp_path):
+    whole, path, more = toy(kind), tmp_path / "round.ckpt", {"trainer": {"precision": precision}}
+    first = run(whole, "slots", SaveRound(path), max_epochs=4, **more)
     resumed = toy(kind)
-    second = run(resumed, "slots", slots=None, max_epochs=4, ckpt=tmp_path / "round.ckpt")
+    second = run(resumed, "slots", slots=None, max_epochs=4, ckpt=path, **more)
     assert torch.equal(weights(whole), weights(resumed))
     assert_same_logs(first, second)
 
