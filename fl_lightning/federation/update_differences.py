@@ -12,11 +12,12 @@ under SGD (rate 1e-5 to 0.5, with and without momentum), Adam and AdamW, 5, 50 a
                 1e-4 with a rate of 1e-5, whose steps the weights themselves round;
                 up to 1 and more where training is not (SGD with rate 0.5 and momentum 0.9)
     bf16-mixed  0.01 to 0.1; up to 1 likewise
-    float64     MEASURED64
+    float64     1e-16 to 1e-11, with Adam before batch norm 5e-10; up to 0.1 likewise. Logged losses 1e-7
 
-So no bound grows with the number of steps: `Rounding.share` is ten times what smooth training shows,
-and beyond it what rounding makes of this client is found by training it from a start that is off by one
-rounding (`nudged`), which showed the difference of both ways within a factor of ten in all these cases.
+So no bound that grows with the number of steps would be one. `Rounding.share` is about what smooth
+training never exceeds (1e-4, 0.1, and 1e-6 in float64, where a step may take its loss in float32), and
+beyond it what rounding makes of this client is found by training it from a start that is off by one
+rounding, `nudged`. In all cases above the share this made 0.9 to 40 times the difference of both ways.
 """
 
 from __future__ import annotations
