@@ -115,6 +115,13 @@ class LocalTrainer:
         self.start_round()
 
     @property
+    def integer_start(self) -> dict[str, Tensor]:
+        """The integer buffers that every client of the round begins with, by name."""
+        named = self._module.named_buffers()
+        names = [name for name, buffer in named if not buffer.is_floating_point()]
+        return dict(zip(names, self._integers, strict=True))
+
+    @property
     def own_start(self) -> Tensor:
         """The global model's own tensors where they are no part of what is shared, shape (o,)."""
         return torch.empty(0) if self._own_start is None else self._own_start

@@ -117,9 +117,9 @@ class GlobalGenerators:
 
 
 @contextlib.contextmanager
-def preserve_global_generators() -> Iterator[None]:
-    """Put the global generators of torch, NumPy and Python back when the block ends."""
-    before = GlobalGenerators()
+def preserve_global_generators(*, only_torch: bool = False) -> Iterator[None]:
+    """Put the global generators of torch, and of NumPy and Python, back when the block ends."""
+    before = GlobalGenerators(only_torch=only_torch)
     try:
         yield
     finally:

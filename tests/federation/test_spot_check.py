@@ -149,7 +149,9 @@ class TestWhatDiffersStopsTheRun:
             return group
 
         spoil(monkeypatch, change)
-        with pytest.raises(EnginesDiffer, match=r"round 3, .* it fails in slots, and not one after"):
+        with pytest.raises(
+            EnginesDiffer, match=r"round 3, .* it fails in slots, and not one after"
+        ):
             run(toy(), on_client_failure="skip")
 
     def test_not_if_nobody_is_checked(self, monkeypatch):
