@@ -76,6 +76,17 @@ class ToyData(LightningDataModule):
         return DataLoader(self.val, batch_size=32)
 
 
+class LoaderData(LightningDataModule):
+    """A data module whose training loader is given."""
+
+    def __init__(self, loader):
+        super().__init__()
+        self.loader = loader
+
+    def train_dataloader(self):
+        return self.loader
+
+
 def toy_data(num_clients=6, *, partition=None, seed=0, client_val_fraction=0.0, **options):
     partition = partition or DirichletSizes(alpha=2.0, min_examples=2)
     return FederatedDataModule(
