@@ -182,7 +182,9 @@ def test_bulyan_takes_the_values_nearest_to_the_median(rows, count):
 
 
 @few
-@given(rows=st.lists(st.lists(st.integers(-2, 2), min_size=40, max_size=40), min_size=7, max_size=9))
+@given(
+    rows=st.lists(st.lists(st.integers(-2, 2), min_size=40, max_size=40), min_size=7, max_size=9)
+)
 def test_bulyan_of_whole_numbers_in_single_precision(rows):
     found = aggregate(Bulyan(1), rows, dtype=torch.float32)
     distances = ((np.array(rows)[:, None] - np.array(rows)) ** 2).sum(-1).astype(float)
