@@ -103,7 +103,7 @@ def _mean_of_first(block: Floats, medians: Floats, reach: Floats, count: int) ->
     """Return means of the values nearer than the reach and of the first ones just as far."""
     distances = np.abs(block - medians)
     is_nearer, is_at_reach = distances < reach, distances == reach
-    room = count - is_nearer.sum(0)
-    is_kept = is_nearer | (is_at_reach & (is_at_reach.cumsum(0) <= room))
+    room = count - is_nearer.sum(0, dtype=np.int32)
+    is_kept = is_nearer | (is_at_reach & (is_at_reach.cumsum(0, dtype=np.int32) <= room))
     means: Floats = np.where(is_kept, block, 0).sum(0) / block.dtype.type(count)
     return means
