@@ -11,7 +11,8 @@ examples.
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -190,7 +191,8 @@ def evaluate_clients(
     """Return the metrics that the module logs on each client's examples, on the CPU.
 
     Of several processes each evaluates its own share of the clients. Torchmetrics objects begin anew
-    with every client and have in the end the states that they had before.
+    with every client and have in the end the states that they had before. A client with so few
+    examples that step or metric fails on a batch of one is left out, with a warning.
 
     Args:
         trainer: whose precision and device are used.
@@ -219,12 +221,8 @@ def evaluate_clients(
                 for metric in metrics:  # of the global set, of the client before, logged or not
                     metric.reset()
                 with nullcontext() if having is None else having(client):
-                    for index, (batch, size) in enumerate(examples.batches(client)):
-                        collector.start_step(size)
-                        batch = prepare(batch)
-                        step(*((batch, index) if takes_index(step) else (batch,)))
-                logged = {name: value.cpu() for name, value in collector.collect().items()}
-                logged |= {k: torch.tensor(v) for k, v in collector.collect_metrics().items()}
+                    batches = ((prepare(batch), size) for batch, size in examples.batches(client))
+                    logged = _logged(step, batches, collector, client)
                 if logged:
                     values[client] = logged
     finally:
@@ -232,6 +230,33 @@ def evaluate_clients(
         for submodule, training in was_training.items():
             submodule.training = training
     return values
+
+
+def _logged(
+    step: Callable[..., Any],
+    batches: Iterator[tuple[Any, int]],
+    collector: LogCollector,
+    client: int,
+) -> dict[str, Tensor]:
+    """Return what a step logs on a client's batches; empty if it fails on a batch of one example."""
+    size = 0
+    try:
+        for index, (batch, size) in enumerate(batches):
+            collector.start_step(size)
+            step(*((batch, index) if takes_index(step) else (batch,)))
+        logged = {name: value.cpu() for name, value in collector.collect().items()}
+        return logged | {k: torch.tensor(v) for k, v in collector.collect_metrics().items()}
+    except (ValueError, RuntimeError, IndexError) as error:
+        if size != 1:
+            raise
+        collector.forget()
+        warnings.warn(
+            f"per-client evaluation: client {client} is left out, whose last batch has one example: "
+            f"{type(error).__name__}: {error} Have clients hold out more examples, by larger "
+            "fractions, fewer clients or a partition with min_examples",
+            stacklevel=2,
+        )
+        return {}
 
 
 def worst_decile(values: Tensor, *, higher_is_better: bool) -> Tensor:

@@ -2,11 +2,12 @@
 
 import csv
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 from torch.nn import functional
-from torchmetrics import MetricCollection
+from torchmetrics import MetricCollection, R2Score
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 from toys import ToyModule, toy_data, toy_trainer
 
@@ -46,6 +47,18 @@ class Scored(ToyModule):
 
     def test_step(self, batch, batch_idx):
         self.score("test", batch)
+
+
+class QuantitySizes:
+    """Shards of given sizes, one after the other."""
+
+    uses_labels = False
+
+    def __init__(self, sizes):
+        self.sizes = sizes
+
+    def assign(self, labels, num_clients, seed):
+        return np.split(np.arange(len(labels)), np.cumsum(self.sizes)[:-1])
 
 
 def table(trainer, stage):
@@ -175,6 +188,30 @@ def test_examples_that_a_checkpoint_may_have_trained_on_are_not_held_out(tmp_pat
     assert not [*tmp_path.rglob("clients_*.csv")]
     trainer.test(module, toy_data(client_test_fraction=0.3), verbose=False)
     assert len(table(trainer, "test")) == 6
+
+
+class Explained(ToyModule):
+    """Logs R², which one example does not have."""
+
+    def __init__(self):
+        super().__init__()
+        self.r2 = R2Score()
+
+    def validation_step(self, batch, batch_idx):
+        super().validation_step(batch, batch_idx)
+        self.r2.update(self.net(batch[0])[:, 0], batch[1].float())
+        self.log("val/r2", self.r2)
+
+
+def test_a_client_with_one_example_too_few_for_a_metric_is_left_out(tmp_path):
+    sizes = QuantitySizes([2, 20, 38])
+    data = toy_data(num_clients=3, partition=sizes, client_val_fraction=0.5, batch_size=40)
+    trainer = toy_trainer(ClientEvaluation(), logger=CSVLogger(tmp_path))
+    with pytest.warns(UserWarning, match="client 0 is left out, whose last batch has one example"):
+        trainer.validate(Explained(), datamodule=data, verbose=False)
+    rows = table(trainer, "validation")
+    assert rows.keys() == {1, 2}
+    assert all(row["val/r2"] and row["val/loss"] for row in rows.values())
 
 
 class TestCommonTestSet:
