@@ -87,13 +87,22 @@ class LoaderData(LightningDataModule):
         return self.loader
 
 
-def toy_data(num_clients=6, *, partition=None, seed=0, client_val_fraction=0.0, **options):
+def toy_data(
+    num_clients=6,
+    *,
+    partition=None,
+    seed=0,
+    client_val_fraction=0.0,
+    client_test_fraction=0.0,
+    **options,
+):
     partition = partition or DirichletSizes(alpha=2.0, min_examples=2)
     return FederatedDataModule(
         ToyData(**options),
         num_clients=num_clients,
         partition=partition,
         client_val_fraction=client_val_fraction,
+        client_test_fraction=client_test_fraction,
         seed=seed,
     )
 

@@ -65,7 +65,9 @@ class FederatedDataModule(ForwardingDataModule):
         partition: the rule that divides the examples, `IID` if None.
         batch_size: examples per local batch; the source's own if None.
         client_val_fraction: share of every client's examples, in [0, 1), that it never trains on
-            and that per-client evaluation uses.
+            and that per-client validation uses.
+        client_test_fraction: the same for per-client tests: further examples, in neither of the other
+            two parts.
         transforms: what is done to the inputs of every batch, in training and in evaluation, e.g.
             `FederatedNormalize`; in a central run as well.
         labels: one label per example: the name of an attribute of the data set, of a column (as in
@@ -99,6 +101,7 @@ class FederatedDataModule(ForwardingDataModule):
         partition: Partition | None = None,
         batch_size: int | None = None,
         client_val_fraction: float = 0.0,
+        client_test_fraction: float = 0.0,
         transforms: list[InputTransform] | None = None,
         labels: Column | None = None,
         bins: int | None = None,
@@ -106,16 +109,19 @@ class FederatedDataModule(ForwardingDataModule):
         seed: int | None = None,
     ) -> None:
         super().__init__(source)
-        _check(num_clients, batch_size, client_val_fraction, bins)
+        _check(num_clients, batch_size, bins)
+        _check_fractions(client_val_fraction, client_test_fraction)
         self.num_clients = num_clients
         self.partition = partition if partition is not None else IID()
         self.client_val_fraction = client_val_fraction
+        self.client_test_fraction = client_test_fraction
         self.transforms = list(transforms or [])
         self.label_column, self.bins, self.ignore_sampler = labels, bins, ignore_sampler
         self.seed = run_seed(seed)
         self._batch_size = batch_size
         self._rounds: Any = None
         self._poison: tuple[list[int], Poison, int] | None = None
+        self._trained_partition: str | None = None  # of a checkpoint that is evaluated
         self._is_set_up = False
         for name in _HANDED_THROUGH:
             if is_overridden(name, source, LightningDataModule):
@@ -153,6 +159,7 @@ class FederatedDataModule(ForwardingDataModule):
     def train_in_rounds(self, rounds: Any) -> None:
         """Have `train_dataloader` return these groups of clients; None for central training."""
         self._rounds = rounds
+        self._trained_partition = None
 
     @property
     def trains_in_rounds(self) -> bool:
@@ -216,12 +223,17 @@ class FederatedDataModule(ForwardingDataModule):
         return self.labels if self.bins is None else quantile_bins(self.labels, self.bins)
 
     @cached_property
-    def _split(self) -> tuple[ClientShards, ClientShards]:
-        shards = divide(
-            self._examples, self.partition, self.num_clients, lambda: self._classes, self.seed
+    def _split(self) -> tuple[ClientShards, ClientShards, ClientShards]:
+        shards = ClientShards(
+            divide(
+                self._examples, self.partition, self.num_clients, lambda: self._classes, self.seed
+            )
         )
         generator = numpy_generator(self.seed, "client validation")
-        return ClientShards(shards).hold_out(self.client_val_fraction, generator)
+        rest, validation = shards.hold_out(self.client_val_fraction, generator)
+        generator = numpy_generator(self.seed, "client test")
+        share_of_rest = self.client_test_fraction / (1 - self.client_val_fraction)
+        return *rest.hold_out(share_of_rest, generator), validation
 
     @property
     def clients(self) -> ClientShards:
@@ -230,8 +242,17 @@ class FederatedDataModule(ForwardingDataModule):
 
     @property
     def held_out(self) -> ClientShards:
-        """What each client is evaluated on; empty shards if ``client_val_fraction`` is 0."""
-        return self._split[1]
+        """What each client is validated on; empty shards if ``client_val_fraction`` is 0."""
+        return self._split[2]
+
+    def held_out_for(self, stage: str) -> ClientShards:
+        """Return what each client is evaluated on in ``validation`` or ``test``."""
+        return self._split[1] if stage == "test" else self.held_out
+
+    @property
+    def is_foreign_checkpoint(self) -> bool:
+        """Whether what is evaluated was trained on another partition, held-out examples perhaps."""
+        return self._trained_partition not in (None, self.fingerprint)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -297,9 +318,9 @@ class FederatedDataModule(ForwardingDataModule):
         """Whether batches are made of examples by a function of the source's own."""
         return self._examples.has_own_collate
 
-    def held_out_batches(self, client: int) -> Iterator[tuple[Any, int]]:
+    def held_out_batches(self, client: int, stage: str = "validation") -> Iterator[tuple[Any, int]]:
         """Yield (batch, size) over a client's held-out examples, without augmentation if known."""
-        for indices in self.held_out[client].split(self.batch_size):
+        for indices in self.held_out_for(stage)[client].split(self.batch_size):
             if len(indices):
                 yield self.evaluation_batch(indices), len(indices)
 
@@ -319,23 +340,32 @@ class FederatedDataModule(ForwardingDataModule):
             raise ConfigurationError(
                 "the checkpoint was trained on another partition "
                 f"({state_dict['partition'][:12]}… instead of {self.fingerprint[:12]}…): resume "
-                "with the data set, num_clients, partition, client_val_fraction and seed of the "
-                "run that wrote it, or start anew without ckpt_path"
+                "with the data set, num_clients, partition, client_val_fraction, "
+                "client_test_fraction and seed of the run that wrote it, or start anew without "
+                "ckpt_path"
             )
+        self._trained_partition = None if fitting else state_dict["partition"]
         self.source.load_state_dict(state_dict["source"])
 
 
-def _check(
-    num_clients: int | None, batch_size: int | None, fraction: float, bins: int | None
-) -> None:
+def _check(num_clients: int | None, batch_size: int | None, bins: int | None) -> None:
     if bins is not None and bins < 2:
         raise ConfigurationError(f"bins must be at least 2, got {bins}: null divides by the labels")
     if num_clients is not None and num_clients < 1:
         raise ConfigurationError(f"num_clients must be at least 1, got {num_clients}")
     if batch_size is not None and batch_size < 1:
         raise ConfigurationError(f"batch_size must be at least 1 example, got {batch_size}")
-    if not 0 <= fraction < 1:
+
+
+def _check_fractions(validation: float, test: float) -> None:
+    for name, fraction in (("client_val_fraction", validation), ("client_test_fraction", test)):
+        if not 0 <= fraction < 1:
+            raise ConfigurationError(
+                f"{name} must be in [0, 1), got {fraction}: "
+                "it is the share of its examples that a client never trains on"
+            )
+    if validation + test >= 1:
         raise ConfigurationError(
-            f"client_val_fraction must be in [0, 1), got {fraction}: "
-            "it is the share of its examples that a client never trains on"
+            f"client_val_fraction and client_test_fraction must be below 1 together, got "
+            f"{validation} and {test}: clients train on the rest"
         )
