@@ -439,8 +439,8 @@ def test_only_a_change_is_looked_for_again():
     """Graphs tell that there is none; a kind of step without a graph cannot tell."""
     module, make, reads = Dense(), OPTIMIZERS["sgd"], []
     _, step = train(module, make, (8,) * 3, reads=reads, direct=True, compiled=True)
-    assert len(reads) == 7  # to rehearse, to look, to prove, to train
-    found_out = 6
+    assert len(reads) == 8  # to rehearse, to look, to prove, to train
+    found_out = 7
     for sizes, num_reads in (((8,) * 3, 1), ((16,) * 3, found_out + 3), ((16,) * 3, 2)):
         reads.clear()
         found, _ = train(module, make, sizes, step=step, reads=reads)

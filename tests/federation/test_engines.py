@@ -517,9 +517,8 @@ def test_a_client_with_nan_is_named(precision):
 
 def test_a_client_whose_gradient_alone_is_nan_is_named():
     module, data = poisoned(2, Steep)
-    with pytest.raises(ClientFailure, match="round 0, client 2: its update holds NaN") as failure:
+    with pytest.raises(ClientFailure, match="round 0, client 2: its update holds NaN"):
         run(module, data=data, cohort=None, local_epochs=None, local_steps=1)
-    assert failure.value.__context__ is None
 
 
 @pytest.mark.parametrize("local_steps", [1, None])
