@@ -25,6 +25,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
 from fl_lightning.callbacks.client_evaluation import ClientEvaluation
+from fl_lightning.callbacks.evaluated_model import EvaluatedModel, saved_after, shown_path
 from fl_lightning.callbacks.partition_report import PartitionReport
 from fl_lightning.callbacks.progress import RoundProgressBar
 from fl_lightning.cli_catalogue import asked_for, catalogue
@@ -83,11 +84,12 @@ class FederatedCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Add the federation, and what a federated run needs, to the Trainer's callbacks."""
         federation = self._get(self.config_init, "federation")
+        options = self._get(self.config_init, "trainer")
+        given = options.get("callbacks") or []
+        given = given if isinstance(given, list) else [given]
+        options["callbacks"] = [*given, EvaluatedModel()]
         if federation is not None:
-            options = self._get(self.config_init, "trainer")
-            given = options.get("callbacks") or []
-            given = given if isinstance(given, list) else [given]
-            options["callbacks"] = [*given, federation, *companions(given, options)]
+            options["callbacks"] += [federation, *companions(given, options)]
             if self.subcommand == "fit":
                 self._choose_processes(options, federation)
             if options["strategy"] == "auto" and asks_for_several(options):
@@ -190,29 +192,37 @@ def resume_newest_run(config: Any) -> None:
             return
 
 
+def saved_models(trainer: Trainer) -> dict[str, str]:
+    """Return which model every checkpoint that is to be told of holds, by path; the last one first."""
+    last: dict[str, str] = {}
+    best: dict[str, str] = {}
+    for callback in trainer.checkpoint_callbacks:
+        if not isinstance(callback, ModelCheckpoint):
+            continue
+        path, score = callback.best_model_path, callback.best_model_score
+        if path and callback.monitor and score is not None:
+            words = [f"best {callback.monitor}, {float(score):.4f}", saved_after(path)]
+            best[path] = ", ".join(filter(None, words))
+        for path in (callback.best_model_path, callback.last_model_path):
+            if path and path not in best:
+                last[path] = saved_after(path)
+    return last | best
+
+
 def report_whereabouts(trainer: Trainer) -> None:
     """Print where checkpoints and logs are, and how to look at them."""
     log_dir = trainer.log_dir  # which processes agree on: all must ask
     if trainer.fast_dev_run or not trainer.is_global_zero:  # type: ignore[attr-defined]
         return
     lines = []
-    for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, ModelCheckpoint):
-            paths = (callback.best_model_path, callback.last_model_path)
-            lines += [f"checkpoint: {_short(path)}" for path in dict.fromkeys(paths) if path]
+    for path, words in saved_models(trainer).items():
+        lines.append(f"checkpoint: {shown_path(path)}{f' ({words})' if words else ''}")
     if trainer.logger is not None and log_dir:
-        lines.append(f"logs:       {_short(log_dir)}")
+        lines.append(f"logs:       {shown_path(log_dir)}")
         lines.append(
-            f"look:       tensorboard --logdir {_short(trainer.loggers[0].save_dir or '')}"
+            f"look:       tensorboard --logdir {shown_path(trainer.loggers[0].save_dir or '')}"
         )
     print("\n".join(["", *lines]))
-
-
-def _short(path: str) -> str:
-    absolute = Path(path).resolve()
-    return str(
-        absolute.relative_to(Path.cwd()) if absolute.is_relative_to(Path.cwd()) else absolute
-    )
 
 
 class Commands(Parser):

@@ -127,6 +127,8 @@ def weights(module):
 class SaveEverywhere(Callback):
     """Saves after every group, after validation and at the end of every round."""
 
+    sees_groups = True
+
     def __init__(self, folder):
         self.folder = folder
 

@@ -32,6 +32,7 @@ from fl_lightning.callbacks.client_examples import (
     common_test_examples,
     held_out_examples,
 )
+from fl_lightning.callbacks.evaluated_model import ModelOrigin
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.metric_states import MetricStates, kept_apart, metrics_of
@@ -81,7 +82,14 @@ class ClientEvaluation(Callback):
         self.unprotected = "the metrics of clients on their held-out examples"
         self.max_clients = max_clients
         self.common_test_set = common_test_set
+        self._origin = ModelOrigin()
         self._lower_is_better = (*_LOWER_IS_BETTER, *lower_is_better)
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Remember which model is evaluated."""
+        self._origin.note(trainer, pl_module, checkpoint)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Evaluate after every n-th round."""
@@ -113,6 +121,7 @@ class ClientEvaluation(Callback):
         if why_not := _why_not(trainer, data, stage, examples):
             rank_zero_info(f"No per-client evaluation: {why_not}.")
             return
+        rank_zero_info(f"per-client evaluation ({stage}): {self._origin.words(trainer)}")
         self._write(trainer, stage, examples, self._evaluate(trainer, module, stage, examples))
 
     def _evaluate(

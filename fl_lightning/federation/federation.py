@@ -71,6 +71,7 @@ from fl_lightning.federation.privacy_run import (
     protects_clients,
 )
 from fl_lightning.federation.private_rounds import PrivateRounds
+from fl_lightning.federation.round_hooks import have_rounds_for_batches
 from fl_lightning.federation.round_log import log_round
 from fl_lightning.federation.round_options import RoundOptions
 from fl_lightning.federation.rounds import RoundRunner
@@ -151,7 +152,9 @@ class Federation(Callback):
             in 200, or fewer where that would take more than 1 % of the time; 0 is none, 1 all.
             Where clients train one after the other there is nothing to check.
         clients_per_group: how many clients Lightning's loop takes for a batch: so often the
-            progress bar moves and callbacks' batch hooks are called. Results do not depend on it.
+            progress bar moves and a checkpoint inside a round can be saved. Results do not depend on
+            it: for other callbacks a round is one batch, unless they have an attribute
+            ``sees_groups`` that is true.
             If None, one after the other as many as take about 0.2 s, in slots the whole cohort.
         client_memory_gb: of what clients remember between rounds (see ``correction``), so many
             gigabytes (1e9 bytes) are kept in RAM, the rest in files of which pages are read as
@@ -380,6 +383,7 @@ class Federation(Callback):
         self._cleanup.enter_context(preserve_global_generators())
         for owner in (pl_module, data):
             self._cleanup.callback(GroupsPassBy(owner).remove)
+        self._cleanup.callback(have_rounds_for_batches(trainer, self._groups))
 
     @property
     def _fewest_clients(self) -> int:

@@ -140,6 +140,7 @@ class RoundGroups:
             self._num_groups = min(self._num_groups, MAX_GROUPS_OF_SEVERAL_PROCESSES)
         self._round = 0
         self._position = 0
+        self._present: list[ClientGroup] = []
 
     def __len__(self) -> int:
         return self._num_groups
@@ -176,10 +177,16 @@ class RoundGroups:
 
     def __iter__(self) -> Iterator[ClientGroup]:
         groups, position = self.groups(self._round), self._position
+        self._present = list(groups)
         if self._restarts and 0 < position < len(groups):
             so_far = (client for group in groups[: position + 1] for client in group)
             groups[position] = ClientGroup(so_far)
         yield from groups[position:]
+
+    @property
+    def whole(self) -> ClientGroup:
+        """All clients of this process in the round that it is in."""
+        return ClientGroup(client for group in self._present for client in group)
 
     def advance(self) -> None:
         """Say that a group is done; one that was interrupted is yielded again after resuming."""

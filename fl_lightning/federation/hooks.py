@@ -2,7 +2,7 @@
 
 The module's own batch hooks see local batches, as they do in central training. Lightning's loop
 would also hand them the client groups that it takes for batches: while a federation trains, the
-hooks are shadowed by ones that let a group pass untouched.
+hooks are shadowed by ones that let a group pass untouched. How callbacks see groups says `round_hooks`.
 """
 
 from __future__ import annotations

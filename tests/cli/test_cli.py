@@ -114,7 +114,12 @@ def test_fit_says_where_everything_is(capfd):
     main(["fit", *QUICK, *ONE_ROUND])
     said = capfd.readouterr().out
     folder = "runs/quickstart/version_0"
-    assert f"checkpoint: {folder}/checkpoints/last.ckpt" in said
+    last, best = (line for line in said.splitlines() if line.startswith("checkpoint: "))
+    assert last == f"checkpoint: {folder}/checkpoints/last.ckpt (after round 1)"
+    assert re.fullmatch(
+        rf"checkpoint: {folder}/checkpoints/best.ckpt \(best val/accuracy, 0\.\d{{4}}, after round 1\)",
+        best,
+    )
     assert f"logs:       {folder}" in said
     assert "tensorboard --logdir runs" in said
     assert "test/accuracy" in said
@@ -162,6 +167,7 @@ def test_validate_and_test_report_global_and_per_client_metrics(capsys, caplog):
         main([command, *QUICK, *TESTED, "--trainer.enable_progress_bar", "false", *checkpoint])
         assert metric in capsys.readouterr().out
         assert re.search(rf"clients: {metric} mean .* over 20 clients", caplog.text)
+        assert f"{command}: the model after round 1, {checkpoint[1]}" in caplog.text
 
 
 def test_predict_gives_probabilities():

@@ -22,6 +22,8 @@ KINDS = [CentralDP, BandedMatrixDP, LocalDP, DistributedDP, ExampleDP]
 class BreakOff(Callback):
     """Stops the run inside its second round, and saves when that is over."""
 
+    sees_groups = True
+
     def __init__(self, path):
         self.path = path
 

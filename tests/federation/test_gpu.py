@@ -15,6 +15,8 @@ pytestmark = [
 
 
 class SaveInside(Callback):
+    sees_groups = True
+
     def __init__(self, path):
         self.path = path
 

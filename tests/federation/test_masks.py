@@ -213,6 +213,8 @@ def test_masks_that_change_in_an_asynchronous_run_are_refused():
 class Values(Callback):
     """Notes the server's model before a round, and in it."""
 
+    sees_groups = True
+
     def __init__(self, block):
         self.block, self.before, self.inside = block, [], []
 

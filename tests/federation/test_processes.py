@@ -439,6 +439,8 @@ class TestResuming:
         """What is saved after the round's clients have trained, before the server's step."""
 
         class SavesThen(Callback):
+            sees_groups = True
+
             def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
                 trainer.save_checkpoint(tmp_path / "inside.ckpt")
 

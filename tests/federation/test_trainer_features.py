@@ -41,6 +41,8 @@ def fit(*callbacks, module=None, cohort_size=3, data=None, clients_per_group=Non
 class Moments(Callback):
     """Notes the order of events with the global step at each."""
 
+    sees_groups = True
+
     def __init__(self):
         self.seen = []
 
