@@ -4,10 +4,11 @@ import copy
 
 import numpy as np
 import torch
-from strange.rows import FIRST_HAS_ONE, SEQUENTIAL, SENTENCES, WORDS, X, Y, Small, row
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
+
+from strange.rows import FIRST_HAS_ONE, SENTENCES, WORDS, Small, X, Y, row
 
 
 @row(shards=FIRST_HAS_ONE)
@@ -237,7 +238,7 @@ class AttentionOverTime(AttentionOverTheBatch):
 class MixUp(Small):
     def training_step(self, batch, batch_idx):
         x, y = batch
-        share, other = np.random.beta(0.4, 0.4), torch.randperm(len(x))  # noqa: NPY002
+        share, other = np.random.beta(0.4, 0.4), torch.randperm(len(x))
         out = self.net(share * x + (1 - share) * x[other])
         return share * F.cross_entropy(out, y) + (1 - share) * F.cross_entropy(out, y[other])
 
@@ -442,7 +443,7 @@ class DistinctWords(Small):
         return loss + 0.1 * self.words(used).square().mean()
 
 
-@row(engines=SEQUENTIAL)
+@row()
 class InnerLoop(Small):
     """Meta-learning: a step on one half of the batch, the loss of the other."""
 

@@ -1,6 +1,10 @@
 """Losses: means over examples, and what looks like one."""
 
 import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
 from strange.rows import (
     FIRST_HAS_ONE,
     FIRST_HAS_ONE_CLASS,
@@ -9,15 +13,12 @@ from strange.rows import (
     TOKENS,
     UNEVEN,
     WORDS,
+    Small,
     X,
     Y,
-    Small,
     drawn,
     row,
 )
-from torch import nn
-from torch.nn import functional as F
-from torch.utils.data import TensorDataset
 
 WEIGHTS = torch.tensor([1.0, 5.0, 20.0])
 

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.apply_func import apply_to_collection
 from lightning.pytorch import LightningModule
-from strange.rows import Row
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from fl_lightning.client.work import ClientWork
 from fl_lightning.core.seeds import seed_global_generators
+from strange.rows import Row
 
 Plan = Callable[[int], list[ClientWork]]
 Tensors = dict[str, Tensor]
@@ -95,12 +95,11 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 def read(row: Row, examples: Tensor, dtype: torch.dtype) -> Any:
     """Return the batch of some examples; in double precision its real numbers are double as well."""
     collate = row.collate or default_collate
-    batch = collate([row.data[index] for index in examples.tolist()])
+    with default_dtype(torch.float32):
+        batch = collate([row.data[index] for index in examples.tolist()])
     if dtype != torch.float64:
         return batch
-    return apply_to_collection(
-        batch, Tensor, lambda t: t.double() if t.is_floating_point() else t
-    )
+    return apply_to_collection(batch, Tensor, lambda t: t.double() if t.is_floating_point() else t)
 
 
 def local_step(row: Row, module: Any, batch: Any, index: int) -> None:

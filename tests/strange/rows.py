@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -113,7 +114,7 @@ class Given:
 def cut(*sizes: int) -> list[range]:
     """Return neighbouring ranges of these sizes."""
     ends = [sum(sizes[:k]) for k in range(len(sizes) + 1)]
-    return [range(a, b) for a, b in zip(ends, ends[1:], strict=False)]
+    return [range(a, b) for a, b in pairwise(ends)]
 
 
 def first_has(chosen: torch.Tensor, num_first: int) -> list[list[int]]:

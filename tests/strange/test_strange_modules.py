@@ -8,18 +8,18 @@ why. No client's result depends on who trained before it.
 import re
 import warnings
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import pytest
 import torch
-from strange import TABLE
-from strange.plain_loop import new_module, plain_loop, tensors_of
-from strange.rows import Given, Source
 from toys import toy_trainer
 
 from fl_lightning import ClientFailure, ConfigurationError, FederatedDataModule, Federation
 from fl_lightning.federation import slot_trial
 from fl_lightning.federation.client_work import LocalWork, WorkPlan
+from strange import TABLE
+from strange.plain_loop import new_module, plain_loop, tensors_of
+from strange.rows import Given, Source
 
 ROUNDS = 3
 FALLS_BACK = re.compile(r"engine: sequential.* and not slots as asked for: (.*)", re.DOTALL)
@@ -86,7 +86,7 @@ def plan_of(row):
     return lambda round_index: list(plan.of(everybody, [round_index] * len(everybody)))
 
 
-@lru_cache(maxsize=None)
+@cache
 def expected(name, dtype=torch.float32):
     """Return the model at the start and after the plain loop."""
     row = TRAINED[name]
