@@ -37,7 +37,11 @@ class ParameterHookAfterwards(Regresses):
     def __init__(self):
         super().__init__()
         for param in self.parameters():
-            param.register_post_accumulate_grad_hook(lambda p: p.grad.clamp_(-5, 5))
+            param.register_post_accumulate_grad_hook(self.clamp)
+
+    @staticmethod
+    def clamp(param):
+        param.grad.clamp_(-5, 5)
 
 
 @row(data=REALS)
@@ -119,17 +123,19 @@ class OptimizerPostHook(Classifies):
         return optimizer
 
 
-@row(data=REALS)
-class OptimizerPreHook(Regresses):
+def decay_rate(optimizer, *_):
+    """Lower the rate from step to step."""
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.8
+
+
+@row()
+class OptimizerPreHook(Classifies):
+    """The rate falls within a client's round, for every client alike."""
+
     def configure_optimizers(self):
         optimizer = super().configure_optimizers()
-
-        def clamp(optimizer, *_):
-            for group in optimizer.param_groups:
-                for param in group["params"]:
-                    param.grad.clamp_(-5, 5)
-
-        optimizer.register_step_pre_hook(clamp)
+        optimizer.register_step_pre_hook(decay_rate)
         return optimizer
 
 

@@ -74,7 +74,7 @@ class LineSearch(Classifies):
     """LBFGS evaluates its closure several times."""
 
     def configure_optimizers(self):
-        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=2)
 
 
 class _SharpnessAware(torch.optim.Optimizer):

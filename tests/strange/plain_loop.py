@@ -72,10 +72,11 @@ def trained(row: Row, work: ClientWork, start: Tensors, dtype: torch.dtype) -> T
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             tensor.copy_(start[name])
     seed_global_generators(work.seed)
-    with default_dtype(dtype), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of schedules that step before their optimizers
         module.build_optimizers()
-        module.on_train_epoch_start()
+    module.on_train_epoch_start()
+    with default_dtype(dtype):
         for index, examples in enumerate(work.batches):
             local_step(row, module, read(row, examples, dtype), index)
     return tensors_of(module)
@@ -105,6 +106,7 @@ def read(row: Row, examples: Tensor, dtype: torch.dtype) -> Any:
 def local_step(row: Row, module: Any, batch: Any, index: int) -> None:
     """Call ``training_step`` once and, unless the module steps by hand, the optimizer's step."""
     outputs: list[Any] = []
+    batch = module.on_after_batch_transfer(module.on_before_batch_transfer(batch, 0), 0)
     takes_index = len(inspect.signature(module.training_step).parameters) > 1
     arguments = (batch, index) if takes_index else (batch,)
     optimizer = module.all_optimizers[0]
@@ -118,7 +120,8 @@ def local_step(row: Row, module: Any, batch: Any, index: int) -> None:
             loss.backward()
             module.on_after_backward()
             module.on_before_optimizer_step(optimizer)
-            clip(row, module)
+            bound = row.trainer.get("gradient_clip_val")
+            module.configure_gradient_clipping(optimizer, bound, "norm")
         return loss
 
     module.on_train_batch_start(batch, index)
@@ -128,13 +131,6 @@ def local_step(row: Row, module: Any, batch: Any, index: int) -> None:
         outputs.append(module.training_step(*arguments))
     output = outputs[-1] if isinstance(outputs[-1], dict) else {"loss": outputs[-1]}
     module.on_train_batch_end(output, batch, index)
-
-
-def clip(row: Row, module: Any) -> None:
-    """Clip gradients to the norm that the Trainer is asked for."""
-    if "gradient_clip_val" in row.trainer:
-        params = [p for group in module.all_optimizers[0].param_groups for p in group["params"]]
-        nn.utils.clip_grad_norm_(params, row.trainer["gradient_clip_val"])
 
 
 class OutsideLightning:
@@ -185,11 +181,12 @@ class OutsideLightning:
             param.requires_grad_(needs)
 
     def clip_gradients(
-        self, optimizer: Any, gradient_clip_val: float, gradient_clip_algorithm: str
+        self, optimizer: Any, gradient_clip_val: float | None, gradient_clip_algorithm: str
     ) -> None:
         params = [p for group in optimizer.param_groups for p in group["params"]]
         assert gradient_clip_algorithm == "norm"
-        nn.utils.clip_grad_norm_(params, gradient_clip_val)
+        if gradient_clip_val is not None:
+            nn.utils.clip_grad_norm_(params, gradient_clip_val)
 
 
 def outside_lightning(module: LightningModule, round_index: int) -> Any:
