@@ -45,14 +45,30 @@ def new_module(row: Row) -> LightningModule:
         return row.make()
 
 
-def plain_loop(row: Row, plan: Plan, rounds: int, dtype: torch.dtype) -> Tensors:
-    """Return all parameters and buffers of the global model after some rounds."""
+def plain_loop(
+    row: Row,
+    plan: Plan,
+    rounds: int,
+    dtype: torch.dtype,
+    at_end: Callable[[Any], object] = lambda module: None,
+) -> Tensors:
+    """Return all parameters and buffers of the global model after some rounds.
+
+    Args:
+        row: what is trained.
+        plan: every client's work in a round.
+        rounds: how many.
+        dtype: of all real numbers.
+        at_end: is shown the module of every client that is done.
+    """
     model = tensors_of(new_module(row).to(dtype))
     for round_index in range(rounds):
         start, total = model, 0
         sums = {name: torch.zeros_like(t, dtype=torch.float64) for name, t in start.items()}
         for work in plan(round_index):
-            end = trained(row, work, start, dtype)
+            module = trained(row, work, start, dtype)
+            at_end(module)
+            end = tensors_of(module)
             total += work.num_examples
             for name, sum_ in sums.items():
                 sum_ += work.num_examples * (end[name].double() - start[name].double())
@@ -65,8 +81,8 @@ def plain_loop(row: Row, plan: Plan, rounds: int, dtype: torch.dtype) -> Tensors
     return model
 
 
-def trained(row: Row, work: ClientWork, start: Tensors, dtype: torch.dtype) -> Tensors:
-    """Return the tensors of one client at the end of its round."""
+def trained(row: Row, work: ClientWork, start: Tensors, dtype: torch.dtype) -> Any:
+    """Return the module of one client at the end of its round."""
     module = outside_lightning(new_module(row).to(dtype), work.round_index)
     with torch.no_grad():
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
@@ -79,7 +95,7 @@ def trained(row: Row, work: ClientWork, start: Tensors, dtype: torch.dtype) -> T
     with default_dtype(dtype):
         for index, examples in enumerate(work.batches):
             local_step(row, module, read(row, examples, dtype), index)
-    return tensors_of(module)
+    return module
 
 
 @contextlib.contextmanager

@@ -48,7 +48,7 @@ class Row:
     data: Dataset[Any]
     shards: Shards
     batch_size: int = 8
-    local_epochs: int = 2
+    local_epochs: int = 1
     collate: Callable[[list[Any]], Any] | None = None
     loader: Mapping[str, Any] = field(default_factory=dict)
     trainer: Mapping[str, Any] = field(default_factory=dict)
