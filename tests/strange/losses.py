@@ -308,11 +308,10 @@ class BalancedByTheBatch(Small):
     """The positives' weight is the batch's own."""
 
     def training_step(self, batch, batch_idx):
-        is_first = (batch[1] == 0).float()
+        out = self.net(batch[0])[:, 0]
+        is_first = (batch[1] == 0).to(out.dtype)
         weight = (1 - is_first).sum() / is_first.sum().clamp(min=1)
-        return F.binary_cross_entropy_with_logits(
-            self.net(batch[0])[:, 0], is_first, pos_weight=weight
-        )
+        return F.binary_cross_entropy_with_logits(out, is_first, pos_weight=weight)
 
 
 @row(data=TensorDataset(X, Y, torch.where(torch.arange(64) < 19, 1.0, X[:, 1].abs() + 0.1)))

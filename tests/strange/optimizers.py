@@ -48,7 +48,7 @@ class Maximises(Classifies):
 @row()
 class RateAsTensor(Classifies):
     def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters(), lr=torch.tensor(0.01))
+        return torch.optim.Adam(self.parameters(), lr=torch.tensor(0.01, dtype=torch.float64))
 
 
 @row()
