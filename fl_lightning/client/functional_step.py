@@ -223,6 +223,21 @@ class TrainingStep:
         return loss.reshape(()), logged, calls, metrics
 
 
+def copies_of(module: nn.Module, without: tuple[str, ...] = ()) -> Tensors:
+    """Return copies of a module's parameters and buffers, by name.
+
+    Args:
+        module: the module; its parameters that train do so in the copy.
+        without: beginnings of names that are left out.
+    """
+    params = {
+        name: param.detach().clone().requires_grad_(param.requires_grad)
+        for name, param in module.named_parameters()
+    }
+    buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+    return {name: t for name, t in (params | buffers).items() if not name.startswith(without)}
+
+
 class _Log:
     """Stands in for a module's ``log`` and keeps what the present call of its step logs.
 

@@ -64,6 +64,22 @@ class LogCollector:
             if before is not None:
                 object.__setattr__(module, "log", before)
 
+    @contextlib.contextmanager
+    def forgetting(self) -> Iterator[None]:
+        """Know after this block what was known before it."""
+        # the same objects afterwards: others read them
+        known: list[dict[str, Any]] = [self.epoch_names, self._reductions, self._metrics]
+        before, in_bar = [dict(names) for names in known], set(self.prog_bar)
+        try:
+            yield
+        finally:
+            self.discard()
+            for names, values in zip(known, before, strict=True):
+                names.clear()
+                names.update(values)
+            self.prog_bar.clear()
+            self.prog_bar |= in_bar
+
     def start_step(self, batch_size: int) -> None:
         """Say how many examples the values of the next step stand for."""
         self._batch_size = batch_size

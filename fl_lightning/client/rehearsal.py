@@ -6,11 +6,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torchmetrics import Metric
 
 from fl_lightning.client.drawn_rows import DrawnRows
-from fl_lightning.client.functional_step import Observed, TrainingStep, map_tensors, tensors_in
+from fl_lightning.client.functional_step import (
+    Observed,
+    TrainingStep,
+    copies_of,
+    map_tensors,
+    tensors_in,
+)
 from fl_lightning.client.metric_feed import MetricFeed
 
 
@@ -39,7 +45,7 @@ def rehearse(
 
     Args:
         step: of the module.
-        module: its parameters are what they are, its buffers are left alone.
+        module: it is left alone.
         batch: a full one.
         num_slots: G.
         by_example: whether the stacked step evaluates example by example.
@@ -51,8 +57,7 @@ def rehearse(
     count = torch.zeros((), dtype=torch.float64, device=next(module.parameters()).device)
 
     def observed(part: Any) -> Observed:
-        buffers: dict[str, Tensor] = {n: b.clone() for n, b in module.named_buffers()}
-        return step.observe(buffers, part, count)
+        return step.observe(copies_of(module, step.stand_ins.prefixes), part, count)
 
     with step.in_place():
         full = observed(batch)

@@ -63,9 +63,9 @@ class SlotInputs:
         """Return whether what a step works on depends on who is in which slot."""
         return draws is not None or self._reads_at_random
 
-    def batch_like(self, work: ClientWork) -> Any:
-        """Return a full batch of one client's examples, of which some may come twice."""
-        places = torch.arange(self._batch_size) % len(work.order)
+    def batch_like(self, work: ClientWork, size: int) -> Any:
+        """Return a batch of some of one client's examples, of which some may come twice."""
+        places = torch.arange(size) % len(work.order)
         return self._read(work.order[places])
 
     def next(

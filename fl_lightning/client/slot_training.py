@@ -9,12 +9,15 @@ reset and refilled on its own (see `pack`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fl_lightning.client.cannot_stack import CannotStack
+from fl_lightning.client.compiling import HasChanged
 from fl_lightning.client.correction import GradientTerm
 from fl_lightning.client.functional_step import Tensors
 from fl_lightning.client.local_training import GlobalModel
@@ -46,6 +49,9 @@ class SlotTrainer:
         names: under which names logged values appear in updates, where those differ.
         reads_at_random: whether ``read`` draws random numbers (augmentation).
         own: what clients have for themselves; None for nothing.
+
+    Attributes:
+        change: of what Python reads in the step, the last that was seen, in words; "" if none was.
     """
 
     def __init__(
@@ -60,7 +66,7 @@ class SlotTrainer:
         reads_at_random: bool = False,
         own: SlotOwn | None = None,
     ) -> None:
-        self._own = own
+        self._own, self.change = own, ""
         self._left_out: set[int] = set()
         self._results = SlotResults(step, space, buffers, names or {})
         self._step = step
@@ -99,9 +105,27 @@ class SlotTrainer:
             term: what clients add to their gradients, all with the same pull; None for nothing.
             own: what they have for themselves; None for what the global model has.
         """
-        work = GroupWork.of(clients)
+        work, has_yielded = GroupWork.of(clients), False
+        try:
+            for group in self._train(start, work, term, own):
+                has_yielded = True
+                yield group
+        except HasChanged as change:
+            if has_yielded:
+                raise CannotStack(str(change)) from change
+            self.change, has_changed = str(change), True
+        else:
+            has_changed = False
+        if has_changed:  # it was the first step that saw it: nothing has happened
+            self._step.forget()
+            yield from self._train(start, work, term, own)
+
+    def _train(
+        self, start: GlobalModel, work: GroupWork, term: TermOf | None, own: OwnOf | None
+    ) -> Iterator[GroupUpdate]:
         self._step.read_options()
-        rehearsal = self._step.rehearse(lambda: self._inputs.batch_like(work[0]))
+        sizes = {self._batch_size, *work.sizes.tolist()}
+        rehearsal = self._step.rehearse(partial(self._inputs.batch_like, work[0]), sizes)
         draws = rehearsal.draws if rehearsal.draws.numbers else None
         pull = 0.0 if term is None else term(int(work.client_ids[0])).pull
         named_start = self._open(start, work, pull, own)
@@ -182,7 +206,8 @@ class SlotTrainer:
     def _begin_alike(self, work: GroupWork) -> bool:
         """Return whether all slots begin together, from the same parameters, and may be padded."""
         alike = bool((work.num_steps == work.num_steps[0]).all())
-        return alike and self._step.options.weighted and self._own is None
+        is_simple = self._step.options.weighted and self._own is None
+        return alike and is_simple and not self._step.is_unused_any
 
     def _enter(self, guests: Sequence[Guest]) -> None:
         """Have what clients that begin have for themselves in their slots."""

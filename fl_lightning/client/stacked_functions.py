@@ -60,6 +60,8 @@ class StackedFunctions:
         group_of: the optimizer's parameter group that each name is in.
         rules: how the parameters of each group move.
         masks: ``True`` where an entry may move, of parameters with frozen entries, by name.
+        unused: names of parameters that the loss does not depend on: they have no gradient, which is
+            not one of 0, and no step of the optimizer.
     """
 
     gradients: StackedGradients
@@ -67,6 +69,7 @@ class StackedFunctions:
     group_of: Mapping[str, int]
     rules: list[StackedRule] = field(default_factory=list)
     masks: Tensors = field(default_factory=dict)
+    unused: frozenset[str] = frozenset()
 
     def step(
         self, inputs: Inputs, slots: Slots, buffers: Tensors
@@ -109,7 +112,8 @@ class StackedFunctions:
         grads, outputs = self.gradients(params, buffers, inputs, shared=shared)
         factors = {n: Factors(error, outputs.inputs[n]) for n, error in grads.errors.items()}
         # not _replace, which older compilers do not follow
-        return grads.whole, Outputs(outputs.sums, outputs.given, outputs.buffers, {}), factors
+        whole = {name: grad for name, grad in grads.whole.items() if name not in self.unused}
+        return whole, Outputs(outputs.sums, outputs.given, outputs.buffers, {}), factors
 
     def _moved_from(
         self, start: Tensors, slots: Slots, inputs: Inputs

@@ -9,8 +9,8 @@ come out of it as factors, and `ThinSteps` follow.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fl_lightning.client.cannot_stack import CannotStack
-from fl_lightning.client.compiling import Compiled, HasChanged
+from fl_lightning.client.compiling import Compiled
 from fl_lightning.client.direct_linear import FEW
 from fl_lightning.client.functional_step import (
     StepContext,
@@ -27,18 +27,23 @@ from fl_lightning.client.functional_step import (
     map_tensors,
     tensors_in,
 )
+from fl_lightning.client.python_state import PythonState
 from fl_lightning.client.rehearsal import Rehearsal, rehearse
 from fl_lightning.client.stacked_functions import Slots, StackedFunctions, StackedTerm
 from fl_lightning.client.stacked_gradients import Inputs, StackedGradients
 from fl_lightning.client.stacked_optimizers import stacked_rule
 from fl_lightning.client.stacked_options import StackedOptions
+from fl_lightning.client.step_records import BatchOf, StepRecords
 from fl_lightning.client.thin_steps import ThinSteps, can_be_thin
+from fl_lightning.client.user_hooks import hooks_against_slots
 from fl_lightning.core.seeds import preserve_global_generators
 from fl_lightning.core.update import LazyDeltas
 from fl_lightning.sparsity.masked_optimizer import MaskedOptimizer
 
 # Compiled anew for changed momentum, weight decay, …; beyond, the step runs as it is.
 MOST_GRAPHS = 3
+# Of batches, by types and shapes, that a run may have.
+MOST_KINDS = 4
 
 _T = TypeVar("_T")
 _Kind = Literal["step", "first", "only"]
@@ -60,6 +65,7 @@ class StackedStep:
         takes_index: whether ``training_step`` has a second parameter.
         options: how to stack.
         context: makes what ``training_step`` runs in, such as autocast.
+        ignore: names of the module's attributes that are none of the user's, see `PythonState`.
 
     Raises:
         CannotStack: if the optimizer has no rule or leaves out a parameter that trains.
@@ -82,10 +88,13 @@ class StackedStep:
         takes_index: bool,
         options: StackedOptions,
         context: StepContext = nullcontext,
+        ignore: Collection[str] = (),
     ) -> None:
         self.options = options
         self._call = TrainingStep(module, takes_index, direct=options.direct, context=context)
-        self._module = module
+        self._plain_call = TrainingStep(module, takes_index, context=context)
+        self._module, self._ignore = module, ignore
+        self._records: StepRecords | None = None
         self.rehearsal: Rehearsal | None = None
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._optimizer = optimizer
@@ -113,6 +122,8 @@ class StackedStep:
         # by what needs one of its own: the optimizer's rules and thin layers' names
         self._graphs: dict[Any, _Graphs] = {}
         self._looked_for: Any = None  # in no round so far
+        self._kinds: set[Any] = set()
+        self._sizes: Collection[int] = ()
         self.read_options()
 
     @property
@@ -140,7 +151,7 @@ class StackedStep:
                 for name, rule in self._by_name(self._functions.rules).items()
             }
 
-    def _read_step(self, batch: Callable[[], Any]) -> None:
+    def _read_step(self, batch: BatchOf, sizes: Collection[int]) -> None:
         """Prepare for a step that may have changed.
 
         Graphs tell whether what Python reads in the step has. They do not read rules and masks of
@@ -150,29 +161,45 @@ class StackedStep:
         is_known = self._looked_for == (functions.rules, set(functions.masks))
         can_tell = is_known and self.is_compiled
         if not can_tell:
-            self._look(batch)
+            self._look(batch, max(sizes))
+            with preserve_global_generators():
+                self._kinds = {_kind(batch(max(sizes)), 1)}
+        self._prove(sizes)
         self._recheck(refuse=can_tell)
         rules, lrs = self._by_name(functions.rules), self._by_name(self._lrs)
         self._thin = ThinSteps(self.params, self.states, rules, lrs)
 
-    def _look(self, batch: Callable[[], Any]) -> None:
-        """Find out which layers can be thin now, and take the graphs for that."""
+    def _look(self, batch: BatchOf, full: int) -> None:
+        """Find out what the step does now, which layers can be thin, and take the graphs for that."""
         functions = self._functions
+        self._records = StepRecords(self._plain_call, self._module, batch, full)
+        self._records.look()
+        functions.unused = self._records.unused
+        if functions.unused and (self.options.has_pull or self.options.has_shift):
+            name = min(functions.unused)
+            raise CannotStack(f"a correction moves the parameter {name}, which its loss does not use")
         with preserve_global_generators():
-            functions.gradients.thin = self._thin_names(batch)
-        key = (*functions.rules, *functions.gradients.thin)
+            functions.gradients.thin = self._thin_names(batch, full)
+        key = (*functions.rules, *functions.gradients.thin, functions.unused)
         if key not in self._graphs:
             step, first = self._graph(functions.step), self._graph(functions.first)
             self._graphs[key] = _Graphs(step, first, self._graph(functions.only))
         self._run = self._graphs[key]
         self._looked_for = functions.rules, set(functions.masks)
 
+    def _prove(self, sizes: Collection[int]) -> None:
+        """Have it proved that batches of these sizes can be evaluated example by example."""
+        if not self.options.weighted or self._records is None:
+            return
+        if reason := self._records.reason_against(sizes):
+            raise CannotStack(reason)
+
     def _recheck(self, *, refuse: bool) -> None:
         for run in self._run:
             if isinstance(run, Compiled):
                 run.recheck(refuse=refuse)
 
-    def _thin_names(self, batch: Callable[[], Any]) -> list[str]:
+    def _thin_names(self, batch: BatchOf, full: int) -> list[str]:
         """Return the names of the weights whose layers can be thin."""
         layers = self._call.thin_layers
         if layers is None or self.options.changes_gradients:
@@ -181,9 +208,9 @@ class StackedStep:
         names = can_be_thin(names, self._by_name(self._functions.rules))
         if not names:
             return []
-        sample = batch()
-        if len(tensors_in(sample)[0]) > FEW:
+        if full > FEW:
             return []
+        sample = batch(full)
         if self.options.weighted:
             sample = map_tensors(lambda tensor: tensor[:1], sample)
         with self._call.in_place():
@@ -202,28 +229,58 @@ class StackedStep:
         is_compiled = self.options.compiled and len(self._graphs) < MOST_GRAPHS
         return Compiled(function, is_alone=True) if is_compiled else function
 
-    def rehearse(self, batch: Callable[[], Any]) -> Rehearsal:
+    def rehearse(self, batch: BatchOf, sizes: Collection[int]) -> Rehearsal:
         """Find out what the step draws and gives to metrics, if that is not known for good.
 
         It may change from round to round, e.g. with a dropout that grows, and so may all else that
         Python reads in a step: some changes need another graph.
 
         Args:
-            batch: makes a full one.
+            batch: makes one of so many examples.
+            sizes: that batches have; the largest is a full one's.
+
+        Raises:
+            CannotStack: if slots cannot do what the step does now.
         """
-        if self.rehearsal is None or not self.rehearsal.is_final:
-            options = self.options
-            with preserve_global_generators():  # reading a batch may draw
-                self.rehearsal = rehearse(
-                    self._call,
-                    self._module,
-                    batch(),
-                    num_slots=options.num_slots,
-                    by_example=options.weighted,
-                )
-            self._functions.gradients.draw_axes = self.rehearsal.draws.axes
-        self._read_step(batch)
+        if reason := hooks_against_slots(self._module, self._optimizer):
+            raise CannotStack(reason)
+        with self._leaving_nothing():
+            if self.rehearsal is None or not self.rehearsal.is_final:
+                options = self.options
+                with preserve_global_generators():  # reading a batch may draw
+                    self.rehearsal = rehearse(
+                        self._call,
+                        self._module,
+                        batch(max(sizes)),
+                        num_slots=options.num_slots,
+                        by_example=options.weighted,
+                    )
+                self._functions.gradients.draw_axes = self.rehearsal.draws.axes
+            self._sizes = sizes
+            self._read_step(batch, sizes)
         return self.rehearsal
+
+    def forget(self) -> None:
+        """Have the next rehearsal find out everything anew."""
+        self.rehearsal = self._looked_for = None
+
+    @contextmanager
+    def _leaving_nothing(self) -> Iterator[None]:
+        """Undo what the step does to Python's objects; refuse a step that does anything to them."""
+        state = PythonState(self._module, ignore=self._ignore)
+        try:
+            yield
+        finally:
+            changes = state.changes()
+            if changes:
+                state.put_back()
+        if changes:
+            raise CannotStack(f"training_step changes {changes[0]}")
+
+    @property
+    def is_unused_any(self) -> bool:
+        """Whether a parameter that trains is not among what the loss depends on."""
+        return bool(self._functions.unused)
 
     def __call__(self, batch: Any, valid: Tensor) -> None:
         """Take one step in every slot.
@@ -288,16 +345,26 @@ class StackedStep:
 
     def _done(self, kind: _Kind, inputs: Inputs, *arguments: Any) -> Any:
         """Run a kind of step, or a graph of it, and keep what it gives to metrics."""
-        try:
-            result = self._run_in_place(kind, inputs, *arguments)
-        except HasChanged:
-            result = None
-        if result is None:
-            self._look(lambda: map_tensors(lambda tensor: tensor[0], inputs.batch))
-            self._recheck(refuse=False)
-            result = self._run_in_place(kind, inputs, *arguments)
+        self._meet(inputs)
+        result = self._run_in_place(kind, inputs, *arguments)
         self.given = result[0].given
         return result
+
+    def _meet(self, inputs: Inputs) -> None:
+        """See to it that the step is known for batches of this kind: types, and shapes of examples."""
+        kind = _kind(inputs.batch, 2)
+        if kind in self._kinds:
+            return
+        if len(self._kinds) == MOST_KINDS or inputs.draws:
+            raise CannotStack("its batches have examples of different shapes or types")
+        with self._leaving_nothing():
+            self._look(
+                lambda size: map_tensors(lambda tensor: tensor[0][:size], inputs.batch),
+                inputs.valid.shape[1],
+            )
+            self._prove(self._sizes)
+        self._kinds.add(kind)
+        self._recheck(refuse=False)
 
     def _run_in_place(self, kind: _Kind, *arguments: Any) -> Any:
         run = getattr(self._run, kind)
@@ -315,6 +382,11 @@ class StackedStep:
 
     def _stacked(self, tensor: Tensor) -> Tensor:
         return tensor.unsqueeze(0).repeat(self.options.num_slots, *[1] * tensor.ndim)
+
+
+def _kind(batch: Any, num_axes: int) -> Any:
+    """Return what tells batches apart in which a step may do other things."""
+    return tuple((tensor.dtype, tensor.shape[num_axes:]) for tensor in tensors_in(batch))
 
 
 def _groups(optimizer: Optimizer, trained: Mapping[str, Tensor]) -> dict[str, int]:

@@ -30,6 +30,20 @@ class ClientFailure(RuntimeError):  # noqa: N818 - "failure" is the field's word
         return type(self), (self.client_id, self.reason), {"args": self.args}
 
 
+class EnginesDiffer(ConfigurationError):  # noqa: N818 - says what is wrong
+    """A client to whom two ways to train gave more than rounding apart; `client_id` says whose.
+
+    It asks for another setting, so that no failure of a client that is skipped is one.
+    """
+
+    def __init__(self, client_id: int, message: str) -> None:
+        super().__init__(message)
+        self.client_id = client_id
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.client_id, *self.args)
+
+
 class NotFinite(ArithmeticError):  # noqa: N818 - it may be nobody's error
     """A number or a norm of updates that were not multiplied out so far is NaN or infinite."""
 

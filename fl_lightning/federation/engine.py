@@ -36,6 +36,7 @@ from fl_lightning.federation.slot_engine import (
 )
 from fl_lightning.federation.slot_trial import SlotTrial
 from fl_lightning.federation.speedup_trial import SpeedupTrial
+from fl_lightning.federation.spot_rate import SpotRate
 
 
 class EngineChooser:
@@ -56,6 +57,7 @@ class EngineChooser:
     Attributes:
         slots: the engine for many at once; None while, and if, clients train one after the other.
         is_settled: whether the choice has been made.
+        spot_rate: how many clients of slots are trained both ways.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class EngineChooser:
         self._options, self._accumulate = options, accumulate
         self.is_settled = options.engine == "sequential"
         self.slots: SlotEngine | None = None
+        self.spot_rate = SpotRate(options.spot_check)
 
     def choose(self, model: GlobalModel, work: Sequence[ClientWork], train_one: TrainOne) -> None:
         """Choose, if that has not been done and there is any work to choose by; never fails.
@@ -128,7 +131,8 @@ class EngineChooser:
         else:
             if self._options.speedups is None:
                 self._step.use(())
-            why += self._remark(self.slots.stacking.direct)
+            self.spot_rate.times_faster = self._trial.times_faster
+            why += self._remark(self.slots.stacking.direct) + self.spot_rate.remark
             rank_zero_info(f"engine: {self.slots.stacking.num_slots} slots, {why}")
         finally:
             metrics.put_back()
@@ -163,6 +167,7 @@ class EngineChooser:
             "is_settled": self.is_settled,
             "slots": None if self.slots is None else asdict(self.slots.stacking),
             "speedups": list(self._kept),
+            "times_faster": self.spot_rate.times_faster,
             "names": dict(self._local.collector.epoch_names),
         }
 
@@ -175,5 +180,6 @@ class EngineChooser:
             self._step.use(state.get("speedups", ()))
             self._kept = self._step.speedups
         self._local.collector.epoch_names.update(state["names"])
+        self.spot_rate.times_faster = state.get("times_faster")
         if state["slots"] is not None:
             self.slots = SlotEngine(self._trainer, self._local, Stacking(**state["slots"]))

@@ -29,11 +29,14 @@ class EngineOptions:
         num_slots: clients at once; chosen by size if None.
         speedups: of the steps of clients that train one after the other; if None, ``auto``
             measures and the other engines use none.
+        spot_check: fraction of clients in slots that are trained one after the other as well; as
+            many as take little time if None.
     """
 
     engine: EngineName = "auto"
     num_slots: int | None = None
     speedups: tuple[Speedup, ...] | None = None
+    spot_check: float | None = None
 
     def __post_init__(self) -> None:
         if self.engine not in ("auto", "sequential", "slots"):
@@ -43,6 +46,12 @@ class EngineOptions:
         if self.num_slots is not None and self.num_slots < 1:
             raise ConfigurationError(
                 f"federation: slots must be at least 1 client at once, got {self.num_slots}"
+            )
+        if self.spot_check is not None and not 0 <= self.spot_check <= 1:
+            raise ConfigurationError(
+                "federation: spot_check is the fraction of clients that are trained both ways, "
+                f"between 0 (none) and 1 (all), or null for as many as take 1 % of the time, got "
+                f"{self.spot_check}"
             )
         given = self.speedups or ()
         if not set(given) <= set(SPEEDUPS) or len(set(given)) < len(given):

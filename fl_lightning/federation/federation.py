@@ -144,6 +144,11 @@ class Federation(Callback):
             ``direct_layers``, ``channels_last``, ``fused_optimizer``, ``thin_gradients``,
             ``math_attention`` and ``compiled``, see `fl_lightning.client.speedups`; updates are the same but for rounding. If None,
             ``engine: auto`` measures which pay, if the run is long, and other engines use none.
+        spot_check: fraction of the clients in slots that are trained one after the other as well, to
+            see that both ways give the same: drawn by seed, in any round, without a trace in the
+            result. A difference beyond rounding stops the run before the server steps. If None, one
+            in 200, or fewer where that would take more than 1 % of the time; 0 is none, 1 all.
+            Where clients train one after the other there is nothing to check.
         clients_per_group: how many clients Lightning's loop takes for a batch: so often the
             progress bar moves and callbacks' batch hooks are called. Results do not depend on it.
             If None, one after the other as many as take about 0.2 s, in slots the whole cohort.
@@ -189,6 +194,7 @@ class Federation(Callback):
         engine: EngineName = "auto",
         slots: int | None = None,
         speedups: list[Speedup] | None = None,
+        spot_check: float | None = None,
         clients_per_group: int | None = None,
         client_memory_gb: float = 2.0,
         seed: int | None = None,
@@ -206,7 +212,9 @@ class Federation(Callback):
             check_asynchronous(cohort, devices, correction, download)
             cohort = UniformCohort(size=asynchronous.buffer_size)  # who calibrates a mask, e.g.
         self.cohort = cohort if cohort is not None else AllClients()
-        self.engine = EngineOptions(engine, slots, None if speedups is None else tuple(speedups))
+        self.engine = EngineOptions(
+            engine, slots, None if speedups is None else tuple(speedups), spot_check
+        )
         check_privacy(
             privacy,
             cohort=self.cohort,

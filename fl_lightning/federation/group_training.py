@@ -40,6 +40,8 @@ from fl_lightning.federation.round_options import RoundOptions
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.shard_gradient import ShardGradient
 from fl_lightning.federation.slot_engine import SlotEngine
+from fl_lightning.federation.spot_check import SpotCheck
+from fl_lightning.federation.update_differences import Trained
 from fl_lightning.federation.versions import Start
 from fl_lightning.server.server import Server
 from fl_lightning.updates.broadcast import Broadcast
@@ -120,6 +122,14 @@ class GroupTraining:
             options.accumulate,
             options.correction,
             None if self.personal.kind is None else options.personal,
+        )
+        self._spot_check = SpotCheck(
+            self.engine.spot_rate,
+            self._module,
+            self.collector,
+            self._train_again,
+            self.restore,
+            trainer.precision,
         )
         self.broadcast = Broadcast(options.download, options.seed)
         if self._client_masks is not None and any(map(needs_shapes, options.updates)):
@@ -272,8 +282,10 @@ class GroupTraining:
         stackable, others = slots.split(work)
         remembers = self._corrector.correction.remembers
         by_id = {client.client_id: client for client in stackable} if remembers else {}
+        check = self._spot_check.begin(stackable)
 
         def receive(usable: GroupUpdate, failures: list[ClientFailure]) -> None:
+            check.note_failures(failures)
             if remembers:
                 usable, more = self._accept_group(usable, by_id, start)
                 failures += more
@@ -285,11 +297,13 @@ class GroupTraining:
             self._intake.receive_group(usable, start, now, server, record)
             for client_id in usable.client_ids if slots.kept else ():
                 self.personal.keep(client_id, slots.kept[client_id])
+            check.note(usable, slots.kept)
 
         with self._intake.all_or_nothing(server, record):
             own = self.personal.recalled
             for group in slots.train(start.model, stackable, self._corrector.term, own):
                 receive_usable(group, receive)
+            check.compare(start.model, start.present)
         record.finish(stackable.client_ids.tolist(), num_bytes=self._bytes_down(server))
         return others
 
@@ -305,6 +319,16 @@ class GroupTraining:
         seed_global_generators(work.seed)
         with self._calibrated(work):
             return self._local_update(model, work)
+
+    def _train_again(self, work: ClientWork, model: GlobalModel) -> Trained:
+        """Train a client of slots as if one after the other did; only the module remembers it."""
+        recalled = self.personal.recalled(work.client_id)
+        own_start = self.local.own_start if recalled is None else recalled
+        with self.personal.hosted(work.client_id), self._calibrated(work):
+            seed_global_generators(work.seed)
+            self._set_terms(work, model)
+            update = self._local_update(model, work)
+            return Trained(update, self.local.kept, own_start)
 
     def _local_update(
         self, model: GlobalModel, work: ClientWork, masks: Mapping[str, Tensor] | None = None

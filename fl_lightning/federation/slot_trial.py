@@ -49,12 +49,16 @@ class SlotTrial:
         local: the sequential engine.
         stacking: how clients would be stacked; the number of slots and the rest are found.
         num_slots: how many are wanted; chosen if None.
+
+    Attributes:
+        times_faster: than one after the other clients train in slots; None if not measured.
     """
 
     trainer: Trainer
     local: LocalTrainer
     stacking: Stacking
     num_slots: int | None = None
+    times_faster: float | None = None
     _engines: dict[int, SlotEngine] = field(default_factory=dict)
 
     def force(
@@ -96,6 +100,7 @@ class SlotTrial:
         engine = self._engine(number, model, trial)
         self._engines = {}  # frees the others
         ratio = _times_faster(engine, model, trial, train_one)
+        self.times_faster = ratio
         spent = time.perf_counter() - began
         if ratio < _LEAST_RATIO:
             raise CannotStack(f"{number} slots were measured at {ratio:.2f} times its speed")
