@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_sequence, pad_sequence
 from torch.utils.data import (
     Dataset,
+    Sampler,
     Subset,
     SubsetRandomSampler,
     TensorDataset,
@@ -373,14 +374,40 @@ class InputsInTheHook(Small):
         return F.cross_entropy(self.net(batch[0]), batch[1])
 
 
-WEIGHTED = WeightedRandomSampler([1.0] * 32 + [9.0] * 32, 64)
+# the numbers of the others are NaN, so that whoever trains on one of them is found out
+IS_DRAWN = torch.arange(64) % 3 < 2
+HOLED = TensorDataset(X.masked_fill(~IS_DRAWN[:, None], torch.nan), Y)
 
 
-@row(loader={"sampler": WEIGHTED, "shuffle": False}, refused="sampler|Sampler")
+@row(
+    data=HOLED,
+    loader={"sampler": WeightedRandomSampler(IS_DRAWN * (1.0 + Y), 64), "shuffle": False},
+)
 class WeightedSampler(Classifies):
-    pass
+    """Clients draw by its weights, of which a third is 0."""
 
 
-@row(loader={"sampler": SubsetRandomSampler(range(40)), "shuffle": False}, refused="ampler")
+@row(
+    data=HOLED,
+    loader={
+        "sampler": SubsetRandomSampler(IS_DRAWN.nonzero().flatten().tolist()),
+        "shuffle": False,
+    },
+)
 class SubsetSampler(Classifies):
     """Only some of the examples are to train."""
+
+
+class EvenFirst(Sampler):
+    """An order of its own."""
+
+    def __iter__(self):
+        return iter([*range(0, 64, 2), *range(1, 64, 2)])
+
+    def __len__(self):
+        return 64
+
+
+@row(loader={"sampler": EvenFirst(), "shuffle": False}, refused="EvenFirst")
+class OwnSampler(Classifies):
+    pass
