@@ -374,26 +374,20 @@ class InputsInTheHook(Small):
         return F.cross_entropy(self.net(batch[0]), batch[1])
 
 
-# the numbers of the others are NaN, so that whoever trains on one of them is found out
+# two thirds are drawn; the others are NaN, so that whoever trains on one of them is found out
 IS_DRAWN = torch.arange(64) % 3 < 2
 HOLED = TensorDataset(X.masked_fill(~IS_DRAWN[:, None], torch.nan), Y)
+BY_WEIGHT = WeightedRandomSampler(IS_DRAWN * (1.0 + Y), 64)
+SOME = SubsetRandomSampler(IS_DRAWN.nonzero().flatten().tolist())
+DRAWN = {"data": TensorDataset(X[IS_DRAWN], Y[IS_DRAWN]), "shards": cut(12, 8, 13, 10)}
 
 
-@row(
-    data=HOLED,
-    loader={"sampler": WeightedRandomSampler(IS_DRAWN * (1.0 + Y), 64), "shuffle": False},
-)
+@row(**DRAWN, loader={"dataset": HOLED, "sampler": BY_WEIGHT, "shuffle": False})
 class WeightedSampler(Classifies):
     """Clients draw by its weights, of which a third is 0."""
 
 
-@row(
-    data=HOLED,
-    loader={
-        "sampler": SubsetRandomSampler(IS_DRAWN.nonzero().flatten().tolist()),
-        "shuffle": False,
-    },
-)
+@row(**DRAWN, loader={"dataset": HOLED, "sampler": SOME, "shuffle": False})
 class SubsetSampler(Classifies):
     """Only some of the examples are to train."""
 

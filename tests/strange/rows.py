@@ -35,7 +35,8 @@ class Row:
         batch_size: examples per local batch.
         local_epochs: of a client in a round.
         collate: makes a batch of examples; None for the default one.
-        loader: further options of the training loader.
+        loader: further options of the training loader, also its data set where that has more than what
+            trains.
         trainer: further options of the Trainer.
         engines: which may train it where slots are asked for.
         refused: what is said where it does not train at all; None where it does.
@@ -97,7 +98,7 @@ class Source(LightningDataModule):
     def train_dataloader(self) -> DataLoader[Any]:
         row = self._row
         options = {"batch_size": row.batch_size, "collate_fn": row.collate, "shuffle": True}
-        return DataLoader(row.data, **(options | row.loader))
+        return DataLoader(**({"dataset": row.data} | options | row.loader))
 
 
 @dataclass(frozen=True)
