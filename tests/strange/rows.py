@@ -35,8 +35,7 @@ class Row:
         batch_size: examples per local batch.
         local_epochs: of a client in a round.
         collate: makes a batch of examples; None for the default one.
-        loader: further options of the training loader, also its data set where that has more than what
-            trains.
+        loader: further options of the training loader.
         trainer: further options of the Trainer.
         engines: which may train it where slots are asked for.
         refused: what is said where it does not train at all; None where it does.
@@ -98,7 +97,7 @@ class Source(LightningDataModule):
     def train_dataloader(self) -> DataLoader[Any]:
         row = self._row
         options = {"batch_size": row.batch_size, "collate_fn": row.collate, "shuffle": True}
-        return DataLoader(**({"dataset": row.data} | options | row.loader))
+        return DataLoader(row.data, **(options | row.loader))
 
 
 @dataclass(frozen=True)
