@@ -76,13 +76,33 @@ class ToyData(LightningDataModule):
         return DataLoader(self.val, batch_size=32)
 
 
-def toy_data(num_clients=6, *, partition=None, seed=0, client_val_fraction=0.0, **options):
+class LoaderData(LightningDataModule):
+    """A data module whose training loader is given."""
+
+    def __init__(self, loader):
+        super().__init__()
+        self.loader = loader
+
+    def train_dataloader(self):
+        return self.loader
+
+
+def toy_data(
+    num_clients=6,
+    *,
+    partition=None,
+    seed=0,
+    client_val_fraction=0.0,
+    client_test_fraction=0.0,
+    **options,
+):
     partition = partition or DirichletSizes(alpha=2.0, min_examples=2)
     return FederatedDataModule(
         ToyData(**options),
         num_clients=num_clients,
         partition=partition,
         client_val_fraction=client_val_fraction,
+        client_test_fraction=client_test_fraction,
         seed=seed,
     )
 

@@ -1,9 +1,9 @@
 """How the global model does for each client, and its own one: on the examples that it held out.
 
 A mean over all examples hides who pays for it. Every client's metrics are those that the module
-itself logs in its validation or test step, averaged over the client's held-out examples; over
-clients they are reported as mean, spread, worst decile and, of values that are not negative, Jain's
-index, each client counted once.
+itself logs in its validation or test step, over the examples that the client held out for validation or
+for tests; over clients they are reported as mean, spread, worst decile and, of values that are not
+negative, Jain's index, each client counted once.
 Where clients have personal models (`Federation`'s ``personal``), these are evaluated on the same
 examples.
 """
@@ -11,7 +11,8 @@ examples.
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,15 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
+from fl_lightning.callbacks.client_examples import (
+    ClientExamples,
+    chosen_clients,
+    common_test_examples,
+    held_out_examples,
+)
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.metric_states import MetricStates, kept_apart, metrics_of
-from fl_lightning.core.seeds import numpy_generator
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.batches import batch_preparation, takes_index
 from fl_lightning.federation.personal_models import personal_models
@@ -42,9 +48,9 @@ _LOWER_IS_BETTER = ("loss", "error", "inertia", "perplexity", "mse", "mae", "nll
 class ClientEvaluation(Callback):
     """Evaluates the global model, and personal ones, on every client's held-out examples.
 
-    At the end of a fit, and in ``validate`` and ``test``. Needs
-    ``FederatedDataModule(client_val_fraction=…)``; without it there is nothing to evaluate on and
-    one line says so. Writes ``clients/…`` metrics of the global model and ``personal/…`` ones of each
+    At the end of a fit and in ``validate`` on the clients' validation examples, in ``test`` on their test
+    examples. Needs ``FederatedDataModule(client_val_fraction=…, client_test_fraction=…)``; without
+    them there is nothing to evaluate on and one line says so. Writes ``clients/…`` metrics of the global model and ``personal/…`` ones of each
     client's own (a client that never took part has the global one), a histogram over clients to
     TensorBoard and ``clients_<stage>.csv``, one row per client, beside the logs.
 
@@ -54,6 +60,9 @@ class ClientEvaluation(Callback):
             same ones, drawn by the data module's seed. Each costs about a millisecond.
         lower_is_better: parts of the names of metrics whose worst decile is the highest one,
             besides loss, error, inertia, perplexity, mse, mae and nll.
+        common_test_set: in ``test``, evaluate clients' personal models on the data module's whole test
+            set instead of on each client's own test examples. (The global model's figures there are
+            those of ``test`` itself.)
     """
 
     def __init__(
@@ -61,6 +70,7 @@ class ClientEvaluation(Callback):
         every_n_rounds: int = 0,
         max_clients: int = 10_000,
         lower_is_better: Sequence[str] = (),
+        common_test_set: bool = False,
     ) -> None:
         super().__init__()
         if every_n_rounds < 0:
@@ -70,6 +80,7 @@ class ClientEvaluation(Callback):
         self.every_n_rounds = every_n_rounds
         self.unprotected = "the metrics of clients on their held-out examples"
         self.max_clients = max_clients
+        self.common_test_set = common_test_set
         self._lower_is_better = (*_LOWER_IS_BETTER, *lower_is_better)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -97,19 +108,40 @@ class ClientEvaluation(Callback):
             f"{stage}_step", module, LightningModule
         ):
             return
-        clients = chosen_clients(data, self.max_clients)
-        if not len(clients):
-            rank_zero_info(
-                "No per-client evaluation: the clients hold out no examples "
-                "(data.client_val_fraction is 0)."
-            )
+        common = self.common_test_set and stage == "test"
+        examples = common_test_examples(trainer, data) if common else held_out_examples(data, stage)
+        if why_not := _why_not(trainer, data, stage, examples):
+            rank_zero_info(f"No per-client evaluation: {why_not}.")
             return
-        found = evaluate_clients(trainer, module, data, stage, clients)
+        self._write(trainer, stage, examples, self._evaluate(trainer, module, stage, examples))
+
+    def _evaluate(
+        self, trainer: Trainer, module: LightningModule, stage: str, examples: ClientExamples
+    ) -> dict[int, dict[str, Tensor]]:
+        """Return this process's clients' metrics, of the global model and of their own ones."""
+        data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
+        clients = chosen_clients(data, self.max_clients, examples)
+        found: dict[int, dict[str, Tensor]] = {}
+        if not examples.are_common:
+            found = evaluate_clients(trainer, module, data, stage, clients, examples=examples)
         models = personal_models(trainer)
         if models is not None:
-            own = evaluate_clients(trainer, module, data, stage, clients, having=models.of)
+            own = evaluate_clients(
+                trainer, module, data, stage, clients, having=models.of, examples=examples
+            )
             for client, metrics in own.items():
-                found[client] |= {f"{_PERSONAL}{name}": value for name, value in metrics.items()}
+                named = {f"{_PERSONAL}{name}": value for name, value in metrics.items()}
+                found[client] = found.get(client, {}) | named
+        return found
+
+    def _write(
+        self,
+        trainer: Trainer,
+        stage: str,
+        examples: ClientExamples,
+        found: dict[int, dict[str, Tensor]],
+    ) -> None:
+        """Print and log the figures of all processes' clients."""
         shares = Ranks(trainer).gather(found)
         values = dict(sorted(pair for share in shares for pair in share.items()))
         folder = trainer.log_dir  # which processes agree on: all must ask
@@ -120,22 +152,30 @@ class ClientEvaluation(Callback):
             is_lower_better = any(part in name.lower() for part in self._lower_is_better)
             _log(trainer, name, per_client, higher_is_better=not is_lower_better)
         if trainer.logger is not None and folder and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            _save(Path(folder) / f"clients_{stage}.csv", values, data)
+            _save(Path(folder) / f"clients_{stage}.csv", values, examples)
 
 
-def chosen_clients(data: FederatedDataModule, most: int) -> npt.NDArray[np.int64]:
-    """Return the clients that hold out examples, increasing; if there are more, ``most`` of them.
-
-    Example:
-        >>> from fl_lightning.data import Digits
-        >>> data = FederatedDataModule(Digits(), num_clients=9, client_val_fraction=0.2, seed=0)
-        >>> len(chosen_clients(data, 10)), len(chosen_clients(data, 4))
-        (9, 4)
-    """
-    clients = np.flatnonzero(data.held_out.num_examples)
-    if len(clients) <= most:
-        return clients
-    return np.sort(numpy_generator(data.seed, "evaluated").choice(clients, most, replace=False))
+def _why_not(
+    trainer: Trainer, data: FederatedDataModule, stage: str, examples: ClientExamples
+) -> str | None:
+    """Return why clients cannot be evaluated; None if they can."""
+    if examples.are_common:
+        if personal_models(trainer) is not None:
+            return None
+        return (
+            "on the common test set all clients have the figures of the global model, which test "
+            "reports (there are no personal models)"
+        )
+    if not len(examples.clients):
+        option = "client_test_fraction" if stage == "test" else "client_val_fraction"
+        return f"the clients hold out no {stage} examples (data.{option} is 0)"
+    if data.is_foreign_checkpoint:
+        return (
+            "the checkpoint was trained on another partition, perhaps on the examples that clients "
+            "hold out here (use the num_clients, partition, client_val_fraction, "
+            "client_test_fraction and seed of the run that wrote it)"
+        )
+    return None
 
 
 @torch.no_grad()
@@ -146,20 +186,25 @@ def evaluate_clients(
     stage: str,
     clients: npt.NDArray[np.int64] | None = None,
     having: Callable[[int], AbstractContextManager[None]] | None = None,
+    examples: ClientExamples | None = None,
 ) -> dict[int, dict[str, Tensor]]:
-    """Return the metrics that the module logs on each client's held-out examples, on the CPU.
+    """Return the metrics that the module logs on each client's examples, on the CPU.
 
-    Of several processes each evaluates its own share of the clients.
+    Of several processes each evaluates its own share of the clients. Torchmetrics objects begin anew
+    with every client and have in the end the states that they had before. A client with so few
+    examples that step or metric fails on a batch of one is left out, with a warning.
 
     Args:
         trainer: whose precision and device are used.
         module: evaluated as it is, in eval mode.
         data: whose clients.
         stage: ``validation`` or ``test``: whose step and whose metrics.
-        clients: which of them, all if None; those without held-out examples are left out.
+        clients: which of them, all if None; those without examples are left out.
         having: has the module hold what is evaluated for a client; if None, that is what it holds.
+        examples: on which they are evaluated; if None, those that they hold out for this stage.
     """
-    ids = range(len(data.held_out)) if clients is None else clients.tolist()
+    examples = examples or held_out_examples(data, stage)
+    ids = (examples.clients if clients is None else clients).tolist()
     step = getattr(module, f"{stage}_step")
     prepare = batch_preparation(trainer) or (lambda batch: batch)
     short = "val" if stage == "validation" else stage
@@ -173,13 +218,11 @@ def evaluate_clients(
     try:
         with collector.listening_to(module), kept_apart(metrics), context():
             for client in ids[trainer.global_rank :: trainer.world_size]:
+                for metric in metrics:  # of the global set, of the client before, logged or not
+                    metric.reset()
                 with nullcontext() if having is None else having(client):
-                    for index, (batch, size) in enumerate(data.held_out_batches(client)):
-                        collector.start_step(size)
-                        batch = prepare(batch)
-                        step(*((batch, index) if takes_index(step) else (batch,)))
-                logged = {name: value.cpu() for name, value in collector.collect().items()}
-                logged |= {k: torch.tensor(v) for k, v in collector.collect_metrics().items()}
+                    batches = ((prepare(batch), size) for batch, size in examples.batches(client))
+                    logged = _logged(step, batches, collector, client)
                 if logged:
                     values[client] = logged
     finally:
@@ -187,6 +230,33 @@ def evaluate_clients(
         for submodule, training in was_training.items():
             submodule.training = training
     return values
+
+
+def _logged(
+    step: Callable[..., Any],
+    batches: Iterator[tuple[Any, int]],
+    collector: LogCollector,
+    client: int,
+) -> dict[str, Tensor]:
+    """Return what a step logs on a client's batches; empty if it fails on a batch of one example."""
+    size = 0
+    try:
+        for index, (batch, size) in enumerate(batches):
+            collector.start_step(size)
+            step(*((batch, index) if takes_index(step) else (batch,)))
+        logged = {name: value.cpu() for name, value in collector.collect().items()}
+        return logged | {k: torch.tensor(v) for k, v in collector.collect_metrics().items()}
+    except (ValueError, RuntimeError, IndexError) as error:
+        if size != 1:
+            raise
+        collector.forget()
+        warnings.warn(
+            f"per-client evaluation: client {client} is left out, whose last batch has one example: "
+            f"{type(error).__name__}: {error} Have clients hold out more examples, by larger "
+            "fractions, fewer clients or a partition with min_examples",
+            stacklevel=2,
+        )
+        return {}
 
 
 def worst_decile(values: Tensor, *, higher_is_better: bool) -> Tensor:
@@ -232,14 +302,12 @@ def _log(trainer: Trainer, name: str, values: Tensor, *, higher_is_better: bool)
             logger.experiment.add_histogram(key, values, trainer.global_step)
 
 
-def _save(
-    path: Path, values: Mapping[int, Mapping[str, Tensor]], data: FederatedDataModule
-) -> None:
+def _save(path: Path, values: Mapping[int, Mapping[str, Tensor]], examples: ClientExamples) -> None:
     names = sorted({name for metrics in values.values() for name in metrics})
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["client", "num_examples", *names])
         for client, metrics in values.items():
-            row: list[Any] = [client, int(data.held_out.num_examples[client])]
+            row: list[Any] = [client, int(examples.num_examples[client])]
             writer.writerow([*row, *(float(metrics[n]) if n in metrics else "" for n in names)])

@@ -72,12 +72,11 @@ def example_owners(trainer: Trainer) -> ExampleOwners:
             data.batch_size,
         )
     if isinstance(data, FederatedDataModule):
-        size, read, dataset = data.batch_size, data.evaluation_batch, data.train_dataset
+        size, read, everything = data.batch_size, data.evaluation_batch, data.train_indices
     else:
         loader = _checked(training_loader(trainer))
         size, read = int(loader_option(loader, "batch_size") or 32), evaluation_reader(loader)
-        dataset = loader.dataset
-    everything = torch.arange(len(dataset))  # type: ignore[arg-type]
+        everything = torch.arange(len(loader.dataset))  # type: ignore[arg-type]
     return ExampleOwners(
         np.array([len(everything)]),
         lambda _: everything,

@@ -3,3 +3,7 @@
 
 class CannotStack(Exception):  # noqa: N818 - a finding, not a fault
     """Why a module, an optimizer or its data cannot be trained in slots."""
+
+
+class NotByExample(CannotStack):
+    """Why batches cannot be split into examples; whole ones may do."""

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.optimizer_steps import OptimizerSteps
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
+from fl_lightning.core.lonely_example import help_with_one_example
 from fl_lightning.core.metrics import weighted_mean
 from fl_lightning.core.space import Space
 from fl_lightning.core.update import ClientUpdate
@@ -95,6 +96,7 @@ class LocalTrainer:
         self._step = step
         self._options: list[dict[str, Any]] = []
         self._holds: GlobalModel | None = None
+        self._in_hand: Sequence[SizedBatch] = ()  # the batches of a step that is being taken
         self.keep_own(())
 
     def keep_own(self, names: Sequence[str], *, beside: bool = False) -> None:
@@ -113,6 +115,13 @@ class LocalTrainer:
         self.buffers = Space.of_buffers(self._module, without=self._apart)
         self.renew_space()
         self.start_round()
+
+    @property
+    def integer_start(self) -> dict[str, Tensor]:
+        """The integer buffers that every client of the round begins with, by name."""
+        named = self._module.named_buffers()
+        names = [name for name, buffer in named if not buffer.is_floating_point()]
+        return dict(zip(names, self._integers, strict=True))
 
     @property
     def own_start(self) -> Tensor:
@@ -237,7 +246,9 @@ class LocalTrainer:
             raise
         except Exception as error:
             self.collector.discard()
-            raise ClientFailure(client_id, f"{type(error).__name__}: {error}") from error
+            sizes = [size for _, size in self._in_hand]
+            help_ = help_with_one_example(error, sizes, num_examples)
+            raise ClientFailure(client_id, f"{type(error).__name__}: {error}{help_}") from error
         if num_steps == 0:
             raise ClientFailure(client_id, "it took no local step: its shard is empty")
         logged = self.collector.collect()
@@ -252,7 +263,12 @@ class LocalTrainer:
             metrics={"train/loss": weighted_mean(losses, sizes)} if losses else {},
             active=active,
         )
-        check_finite(update)
+        try:
+            check_finite(update)
+        except ClientFailure as failure:
+            bad = [n for n, loss in zip(sizes, losses, strict=True) if not bool(loss.isfinite())]
+            help_ = help_with_one_example(None, bad[:1], num_examples)
+            raise ClientFailure(client_id, failure.reason + help_) from None
         if self.kept.numel() and not bool(self.kept.isfinite().all()):
             raise ClientFailure(client_id, "its personal parameters hold NaN or infinite values")
         update.metrics.update(logged)  # a module may log a train/loss of its own
@@ -265,7 +281,9 @@ class LocalTrainer:
         step = self._step
         with self._optimizer_steps as taken:
             for step_batches in steps:
+                self._in_hand = step_batches
                 loss = step(step_batches, num_steps)
+                self._in_hand = ()
                 num_steps += 1
                 taken.end_step(loss)
                 if loss is not None:

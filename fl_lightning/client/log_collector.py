@@ -149,6 +149,11 @@ class LogCollector:
         self._values.clear()
         self._weights.clear()
 
+    def forget(self) -> None:
+        """Forget everything that was logged, torchmetrics objects as well; these keep their states."""
+        self.discard()
+        self._metrics.clear()
+
     @property
     def metrics(self) -> dict[str, Metric]:
         """The torchmetrics objects logged since the last `collect_metrics`, by name."""

@@ -113,6 +113,8 @@ class SlotInputs:
         leaves = [tensors_in(batches.get(slot, anyone)) for slot in range(self._num_slots)]
         if len({len(of_slot) for of_slot in leaves}) > 1:
             raise CannotStack("its batches differ in their parts")
+        if len({_shapes(of_slot) for of_slot in leaves}) > 1:
+            raise CannotStack("batches of clients that train together have different shapes")
         parts = iter(zip(*leaves, strict=True))
         return map_tensors(lambda _: torch.stack([*map(self._padded, next(parts))]), anyone)
 
@@ -121,3 +123,8 @@ class SlotInputs:
         if not missing:
             return tensor
         return torch.cat([tensor, tensor[-1:].expand(missing, *tensor.shape[1:])])
+
+
+def _shapes(leaves: Sequence[Tensor]) -> tuple[Any, ...]:
+    """Return the shapes of examples in a batch's parts."""
+    return tuple(leaf.shape[1:] for leaf in leaves)

@@ -49,6 +49,7 @@ class SlotTrainer:
         names: under which names logged values appear in updates, where those differ.
         reads_at_random: whether ``read`` draws random numbers (augmentation).
         own: what clients have for themselves; None for nothing.
+        integers: gives the integer buffers that clients begin with, by name; None for those of now.
 
     Attributes:
         change: of what Python reads in the step, the last that was seen, in words; "" if none was.
@@ -65,6 +66,7 @@ class SlotTrainer:
         *,
         reads_at_random: bool = False,
         own: SlotOwn | None = None,
+        integers: Callable[[], Tensors] | None = None,
     ) -> None:
         self._own, self.change = own, ""
         self._left_out: set[int] = set()
@@ -81,9 +83,11 @@ class SlotTrainer:
         self._space, self._buffers = space, buffers
         params = [step.params[name] for name in space.names]
         stacked_buffers = [step.buffers[name] for name in buffers.names if step.buffers]
-        integers = [b for b in step.buffers.values() if not b.is_floating_point()]
-        self._integer_starts = [b[0].clone() for b in integers]
-        self._stacked = [*params, *stacked_buffers, *integers]
+        present = {n: b for n, b in step.buffers.items() if not b.is_floating_point()}
+        self._integer_names = list(present)
+        self._integer_starts = [buffer[0].clone() for buffer in present.values()]
+        self._integers = integers
+        self._stacked = [*params, *stacked_buffers, *present.values()]
         self._rows = SlotRows(self._stacked)
         self._fresh = SlotRows()
 
@@ -167,6 +171,9 @@ class SlotTrainer:
         named_start = self._space.full(start.params)
         self._step.pull_to(named_start, pull)
         self._start = list(named_start.values())
+        if self._integers is not None:
+            start_of = self._integers()
+            self._integer_starts = [start_of[name] for name in self._integer_names]
         self._results.open(start, work)
         self._start_buffers = self._buffers.views(start.buffers) if self._step.buffers else []
         self._state_rows = [t for states in self._step.states.values() for t in states]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fl_lightning.client.cannot_stack import CannotStack
+from fl_lightning.client.cannot_stack import CannotStack, NotByExample
 from fl_lightning.client.compiling import Compiled
 from fl_lightning.client.direct_linear import FEW
 from fl_lightning.client.functional_step import (
@@ -177,7 +177,9 @@ class StackedStep:
         functions.unused = self._records.unused
         if functions.unused and (self.options.has_pull or self.options.has_shift):
             name = min(functions.unused)
-            raise CannotStack(f"a correction moves the parameter {name}, which its loss does not use")
+            raise CannotStack(
+                f"a correction moves the parameter {name}, which its loss does not use"
+            )
         with preserve_global_generators():
             functions.gradients.thin = self._thin_names(batch, full)
         key = (*functions.rules, *functions.gradients.thin, functions.unused)
@@ -192,7 +194,7 @@ class StackedStep:
         if not self.options.weighted or self._records is None:
             return
         if reason := self._records.reason_against(sizes):
-            raise CannotStack(reason)
+            raise NotByExample(reason)
 
     def _recheck(self, *, refuse: bool) -> None:
         for run in self._run:
@@ -247,11 +249,13 @@ class StackedStep:
         with self._leaving_nothing():
             if self.rehearsal is None or not self.rehearsal.is_final:
                 options = self.options
-                with preserve_global_generators():  # reading a batch may draw
+                with preserve_global_generators():  # reading it may draw
+                    full = batch(max(sizes))
+                with preserve_global_generators(only_torch=True):  # others are Python's state
                     self.rehearsal = rehearse(
                         self._call,
                         self._module,
-                        batch(max(sizes)),
+                        full,
                         num_slots=options.num_slots,
                         by_example=options.weighted,
                     )
@@ -267,15 +271,19 @@ class StackedStep:
     @contextmanager
     def _leaving_nothing(self) -> Iterator[None]:
         """Undo what the step does to Python's objects; refuse a step that does anything to them."""
-        state = PythonState(self._module, ignore=self._ignore)
+        state, reason = PythonState(self._module, ignore=self._ignore), None
         try:
             yield
+        except CannotStack as found:
+            reason = found
         finally:
             changes = state.changes()
             if changes:
                 state.put_back()
-        if changes:
+        if changes:  # which is why it does other things the next time
             raise CannotStack(f"training_step changes {changes[0]}")
+        if reason is not None:
+            raise reason
 
     @property
     def is_unused_any(self) -> bool:

@@ -23,7 +23,6 @@ from fl_lightning.client.functional_step import (
     copies_of,
     tensors_in,
 )
-from fl_lightning.client.same_values import same_numbers
 from fl_lightning.core.seeds import preserve_global_generators
 
 # Makes a batch of so many of a client's examples.
@@ -89,31 +88,34 @@ class StepRecords:
         return record
 
     def _recorded(self, size: int) -> Record:
-        with preserve_global_generators():
+        with preserve_global_generators():  # reading it may draw
             batch = self.batch(size)
-            tensors = copies_of(self.module, self.step.stand_ins.prefixes)
-            trained = [n for n, p in self.module.named_parameters() if p.requires_grad]
-            before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-            count = torch.zeros((), dtype=torch.float64, device=tensors[trained[0]].device)
-            with self.step.in_place(), torch.enable_grad():
-                with Recorder(size, tensors_in(batch)) as recorder:
-                    result = self.step(tensors, batch, count)
-                    values = _outputs(result, size) | _gradients(result, tensors, trained)
-                for name, tensor in values.items():
-                    source = None if tensor is None else recorder.source(tensor)
-                    recorder.record.outputs[name] = source
-        self._note_written(tensors, before, trained)
-        return recorder.record
+        tensors = copies_of(self.module, self.step.stand_ins.prefixes)
+        trained = [n for n, p in self.module.named_parameters() if p.requires_grad]
+        count = torch.zeros((), dtype=torch.float64, device=tensors[trained[0]].device)
+        with (
+            preserve_global_generators(only_torch=True),
+            self.step.in_place(),
+            torch.enable_grad(),
+            Recorder(size, tensors_in(batch)) as recorder,
+        ):
+            result = self.step(tensors, batch, count)
+            values = _outputs(result, size) | _gradients(result, tensors, trained)
+        for name, tensor in values.items():
+            source = None if tensor is None else recorder.source(tensor)
+            recorder.record.outputs[name] = source
+        self._note_written(recorder, tensors, trained)
+        record: Record = recorder.record
+        return record
 
-    def _note_written(self, tensors: Tensors, before: Tensors, trained: Collection[str]) -> None:
-        with torch.no_grad():
-            changed = [n for n, old in before.items() if not same_numbers(old, tensors[n])]
+    def _note_written(self, recorder: Recorder, tensors: Tensors, trained: Collection[str]) -> None:
+        written = recorder.written(tensors)
         buffers = {name for name, _ in self.module.named_buffers()}
-        for name in changed:
+        for name in written:
             if name not in buffers:
                 kind = "parameter" if name in trained else "frozen parameter"
                 raise CannotStack(f"training_step writes to the {kind} {name}")
-        self.written |= frozenset(changed)
+        self.written |= frozenset(written)
 
 
 def _outputs(result: Result, size: int) -> dict[str, Tensor | None]:

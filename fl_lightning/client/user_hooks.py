@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -32,6 +31,7 @@ def hooks_against_slots(module: nn.Module, optimizer: Optimizer) -> str | None:
     Forward hooks are no such: a stacked step calls them.
 
     Example:
+        >>> import torch
         >>> layer = nn.Linear(1, 1)
         >>> optimizer = torch.optim.SGD(layer.parameters())
         >>> hooks_against_slots(layer, optimizer)

@@ -72,9 +72,9 @@ def uniform_numbers(
         >>> bool(one[0] == numbers[3]), int((numbers < 0.1).sum())
         (True, 107)
     """
-    different, which = np.unique(rounds, return_inverse=True)
-    seeds = np.array([derive_seed(root, purpose, int(r)) for r in different], np.uint64)
-    mixed = seeds[which] + (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    seeds = {number: derive_seed(root, purpose, number) for number in set(rounds.tolist())}
+    of_each = np.array([seeds[number] for number in rounds.tolist()], np.uint64)
+    mixed = of_each + (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed ^= mixed >> np.uint64(31)
@@ -117,9 +117,9 @@ class GlobalGenerators:
 
 
 @contextlib.contextmanager
-def preserve_global_generators() -> Iterator[None]:
-    """Put the global generators of torch, NumPy and Python back when the block ends."""
-    before = GlobalGenerators()
+def preserve_global_generators(*, only_torch: bool = False) -> Iterator[None]:
+    """Put the global generators of torch, and of NumPy and Python, back when the block ends."""
+    before = GlobalGenerators(only_torch=only_torch)
     try:
         yield
     finally:

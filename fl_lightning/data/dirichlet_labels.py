@@ -17,6 +17,7 @@ import numpy as np
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import numpy_generator
+from fl_lightning.data.classes import classes_of
 from fl_lightning.data.flat_shards import FlatShards
 from fl_lightning.data.partition import (
     check_at_least,
@@ -59,7 +60,7 @@ class DirichletPerClass:
     def assign(self, labels: np.ndarray, num_clients: int, seed: int) -> FlatShards:
         """Return the shards, as `Partition.assign` says."""
         check_sizes(labels, num_clients)
-        _, classes, class_sizes = np.unique(labels, return_inverse=True, return_counts=True)
+        classes, class_sizes = classes_of(labels, type(self).__name__)
         rng = numpy_generator(seed, "partition", num_clients)
         tries = max(20, min(MAX_REDRAWS, MAX_DRAWN_SHARES // (num_clients * len(class_sizes))))
         if self.min_examples * num_clients > len(labels):
@@ -109,7 +110,7 @@ class DirichletPerClient:
     def assign(self, labels: np.ndarray, num_clients: int, seed: int) -> FlatShards:
         """Return the shards, as `Partition.assign` says."""
         check_sizes(labels, num_clients)
-        _, classes, class_sizes = np.unique(labels, return_inverse=True, return_counts=True)
+        classes, class_sizes = classes_of(labels, type(self).__name__)
         rng = numpy_generator(seed, "partition", num_clients)
         concentration = self.alpha * (class_sizes / len(labels))
         left = class_sizes.copy()

@@ -6,7 +6,6 @@ loaders are the source's own; only its training set is divided among clients.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
@@ -16,25 +15,28 @@ import numpy.typing as npt
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import Dataset
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import numpy_generator, run_seed
-from fl_lightning.data.inputs import InputTransform, Transform, on_inputs
+from fl_lightning.data.classes import are_classes, as_labels, quantile_bins
+from fl_lightning.data.columns import Column, read_column
+from fl_lightning.data.division import divide
+from fl_lightning.data.forwarding import ForwardingDataModule
+from fl_lightning.data.inputs import (
+    InputTransform,
+    Transform,
+    fit_transforms,
+    on_inputs,
+    with_transforms,
+)
 from fl_lightning.data.partition import IID, Partition
 from fl_lightning.data.poisoning import Poison, poisoned_examples, poisoned_reader
-from fl_lightning.data.reading import evaluation_reader, loader_option
-from fl_lightning.data.shards import (
-    BatchedDataset,
-    ClientShards,
-    batch_reader,
-    read_column,
-    reads_by_index,
-)
+from fl_lightning.data.shards import ClientShards
 from fl_lightning.data.summary import PartitionSummary, partition_fingerprint
+from fl_lightning.data.training_set import TrainingSet
 
 MAX_CLIENTS_COUNTED = 10_000  # by `FederatedDataModule.summary`, class by class
-MAX_EXAMPLES_READ = 1024  # at a time, for statistics
 
 # What a source may define and Lightning looks for on the data module: handed through if it does.
 _HANDED_THROUGH = (
@@ -48,24 +50,35 @@ _HANDED_THROUGH = (
 )
 
 
-class FederatedDataModule(LightningDataModule):
+class FederatedDataModule(ForwardingDataModule):
     """A data module whose training set is divided among clients.
 
-    Without a `Federation` it trains centrally on its source's own training loader.
+    Without a `Federation` it trains centrally on its source's own training loader. What it does not
+    have itself, e.g. ``num_classes`` or hyperparameters, is the source's.
 
     Args:
         source: any data module whose ``train_dataloader`` is one `DataLoader` over a map-style
             data set. Its batch size, ``drop_last``, collate function and evaluation loaders are
-            used; its sampler is not, because every client shuffles its own shard.
+            used. Every client shuffles its own shard. A sampler of some examples leaves the others
+            to nobody; a `WeightedRandomSampler` weighs inside each client; others are refused.
         num_clients: how many clients; may be left out where the partition knows (natural ids).
         partition: the rule that divides the examples, `IID` if None.
         batch_size: examples per local batch; the source's own if None.
         client_val_fraction: share of every client's examples, in [0, 1), that it never trains on
-            and that per-client evaluation uses.
+            and that per-client validation uses.
+        client_test_fraction: the same for per-client tests: further examples, in neither of the other
+            two parts.
         transforms: what is done to the inputs of every batch, in training and in evaluation, e.g.
             `FederatedNormalize`; in a central run as well.
-        labels: the data set's attribute that holds one label per example; found by itself for
-            torchvision's and tensor data sets.
+        labels: one label per example: the name of an attribute of the data set, of a column (as in
+            data sets of Hugging Face), or of a key of its items; or a function of the data set (from
+            the command line its import path); or a list of them. Strings and one-hot rows are fine.
+            If None, what is called targets, labels, y, target or label, a tensor data set's last
+            tensor, or every item's second part.
+        bins: divide by so many quantiles of the labels, ≥ 2, instead of the labels themselves: for
+            partitions by class where targets are real numbers or many whole ones.
+        ignore_sampler: have every client shuffle all of its examples, whatever the source's sampler
+            or batch sampler draws in a central run.
         seed: of partition and hold-out; the run's seed if None.
 
     Raises:
@@ -88,23 +101,27 @@ class FederatedDataModule(LightningDataModule):
         partition: Partition | None = None,
         batch_size: int | None = None,
         client_val_fraction: float = 0.0,
+        client_test_fraction: float = 0.0,
         transforms: list[InputTransform] | None = None,
-        labels: str | None = None,
+        labels: Column | None = None,
+        bins: int | None = None,
+        ignore_sampler: bool = False,
         seed: int | None = None,
     ) -> None:
-        super().__init__()
-        _check(num_clients, batch_size, client_val_fraction)
-        self.source = source
+        super().__init__(source)
+        _check(num_clients, batch_size, bins)
+        _check_fractions(client_val_fraction, client_test_fraction)
         self.num_clients = num_clients
         self.partition = partition if partition is not None else IID()
         self.client_val_fraction = client_val_fraction
+        self.client_test_fraction = client_test_fraction
         self.transforms = list(transforms or [])
-        self.label_attribute = labels
+        self.label_column, self.bins, self.ignore_sampler = labels, bins, ignore_sampler
         self.seed = run_seed(seed)
-        self.prepare_data_per_node = source.prepare_data_per_node
         self._batch_size = batch_size
         self._rounds: Any = None
         self._poison: tuple[list[int], Poison, int] | None = None
+        self._trained_partition: str | None = None  # of a checkpoint that is evaluated
         self._is_set_up = False
         for name in _HANDED_THROUGH:
             if is_overridden(name, source, LightningDataModule):
@@ -115,56 +132,23 @@ class FederatedDataModule(LightningDataModule):
         method = getattr(self.source, name)
         if not self.transforms or not name.endswith("_dataloader"):
             return method
-
-        def transformed() -> Any:
-            return self._transformed(method())
-
-        return transformed
+        return lambda: self._transformed(method())
 
     def _transformed(self, loaders: Any) -> Any:
         """Return loaders whose batches went through the transforms."""
-        if not self.transforms:
-            return loaders
-        if isinstance(loaders, (list, tuple)):
-            return [self._transformed(loader) for loader in loaders]
-        if not isinstance(loaders, DataLoader):
-            raise ConfigurationError(
-                f"data.transforms need loaders of the type DataLoader, got {type(loaders).__name__}"
-            )
-        loader, collate = copy.copy(loaders), loaders.collate_fn
-        loader.collate_fn = lambda examples: on_inputs(self.fitted_transforms, collate(examples))
-        return loader
+        return (
+            with_transforms(loaders, lambda: self.fitted_transforms) if self.transforms else loaders
+        )
 
     @cached_property
     def fitted_transforms(self) -> list[Transform]:
         """The transforms as functions of inputs; what they learn, they learn from all clients."""
-        fitted: list[Transform] = []
-        read = evaluation_reader(self._loader)
-
-        def inputs_of(client: Tensor) -> Iterator[Tensor]:
-            for indices in client.split(MAX_EXAMPLES_READ):
-                if len(indices):
-                    batch = on_inputs(fitted, read(indices))
-                    yield batch if isinstance(batch, Tensor) else batch[0]
-
-        for transform in self.transforms:
-            done = transform.fit(lambda: map(inputs_of, self.clients))
-            fitted = [*fitted, done]
-        return fitted
-
-    def prepare_data(self) -> None:
-        """Let the source download or check its files."""
-        self.source.prepare_data()
+        return fit_transforms(self.transforms, self.clients, self._examples.read_for_evaluation)
 
     def setup(self, stage: str) -> None:
         """Let the source load; the partition itself is drawn when it is first asked for."""
-        self.source.trainer = self.trainer
-        self.source.setup(stage)
+        super().setup(stage)
         self._is_set_up = self._is_set_up or stage == "fit"
-
-    def teardown(self, stage: str) -> None:
-        """Let the source clean up."""
-        self.source.teardown(stage)
 
     def train_dataloader(self) -> Any:
         """Return the rounds' client groups in a federation, else the source's own loader."""
@@ -175,6 +159,7 @@ class FederatedDataModule(LightningDataModule):
     def train_in_rounds(self, rounds: Any) -> None:
         """Have `train_dataloader` return these groups of clients; None for central training."""
         self._rounds = rounds
+        self._trained_partition = None
 
     @property
     def trains_in_rounds(self) -> bool:
@@ -182,72 +167,73 @@ class FederatedDataModule(LightningDataModule):
         return self._rounds is not None
 
     @cached_property
-    def _loader(self) -> DataLoader[Any]:
+    def _examples(self) -> TrainingSet:
         if not self._is_set_up:  # once only: a source may split at random
             self.setup("fit")
-        loader = self.source.train_dataloader()
-        if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-            raise ConfigurationError(
-                f"{type(self.source).__name__}.train_dataloader() must return one DataLoader over "
-                f"a map-style data set (with __len__ and __getitem__), got {type(loader).__name__}"
-                ": its examples are divided among the clients by index"
-            )
-        return loader
+        loader, name = self.source.train_dataloader(), type(self.source).__name__
+        return TrainingSet(loader, name, ignore_sampler=self.ignore_sampler)
 
     @property
     def train_dataset(self) -> Dataset[Any]:
         """The data set whose examples the clients own."""
-        return self._loader.dataset
+        return self._examples.dataset
+
+    @property
+    def train_indices(self) -> Tensor:
+        """The examples that are divided among the clients, shape (M,)."""
+        return self._examples.indices
 
     @property
     def batch_size(self) -> int:
         """Examples per local batch."""
-        size = self._batch_size or loader_option(self._loader, "batch_size")
+        size = self._batch_size or self._examples.batch_size
         if size is None:
             raise ConfigurationError(
                 "the source's loader does not tell its batch size: "
                 "give FederatedDataModule a batch_size"
             )
-        return int(size)
+        return size
 
     @property
     def drop_last(self) -> bool:
-        """Whether the source's loader leaves out a smaller last batch; then clients do as well."""
-        return bool(loader_option(self._loader, "drop_last"))
+        """Whether the source's loader leaves out a smaller last batch; then clients do as well.
+
+        A client with less than a batch keeps it: it would not train at all otherwise.
+        """
+        return self._examples.drop_last
+
+    @property
+    def draws_by_weight(self) -> bool:
+        """Whether clients draw with replacement, by the weights of the source's sampler."""
+        return self._examples.drawn.weights is not None
+
+    def weights_of(self, examples: Tensor) -> Tensor | None:
+        """Return how likely examples are to be drawn, shape (n,); None if each is, once a pass."""
+        weights = self._examples.drawn.weights
+        return None if weights is None else weights.index_select(0, examples)
 
     @cached_property
     def labels(self) -> npt.NDArray[Any]:
-        """One label per training example, shape (N,)."""
-        return read_column(self.train_dataset, self.label_attribute)
+        """One label per example of the data set, shape (N,); of one-hot rows the place of the 1."""
+        return as_labels(read_column(self.train_dataset, self.label_column))
 
     @cached_property
-    def _split(self) -> tuple[ClientShards, ClientShards]:
-        attribute = getattr(self.partition, "attribute", None)
-        num_clients = self.num_clients
-        if attribute is not None:
-            column = read_column(self.train_dataset, attribute)
-            num_clients = num_clients or len(np.unique(column))
-        elif getattr(self.partition, "uses_labels", True):
-            column = self.labels
-        else:
-            column = np.zeros(len(self.train_dataset), np.int8)  # type: ignore[arg-type]
-        if num_clients is None:
-            raise ConfigurationError(
-                f"FederatedDataModule needs num_clients with {type(self.partition).__name__}"
-            )
-        shards = ClientShards(self.partition.assign(column, num_clients, self.seed))
-        self._check_range(shards)
-        generator = numpy_generator(self.seed, "client validation")
-        return shards.hold_out(self.client_val_fraction, generator)
+    def _classes(self) -> npt.NDArray[Any]:
+        """What partitions divide by: the labels, or their bins."""
+        return self.labels if self.bins is None else quantile_bins(self.labels, self.bins)
 
-    def _check_range(self, shards: ClientShards) -> None:
-        total: int = len(self.train_dataset)  # type: ignore[arg-type]
-        last = int(shards.flat.indices.max(initial=-1))
-        if last >= total:
-            raise ConfigurationError(
-                f"{type(self.partition).__name__}.assign must return indices below the number of "
-                f"training examples, {total}, got {last}"
+    @cached_property
+    def _split(self) -> tuple[ClientShards, ClientShards, ClientShards]:
+        shards = ClientShards(
+            divide(
+                self._examples, self.partition, self.num_clients, lambda: self._classes, self.seed
             )
+        )
+        generator = numpy_generator(self.seed, "client validation")
+        rest, validation = shards.hold_out(self.client_val_fraction, generator)
+        generator = numpy_generator(self.seed, "client test")
+        share_of_rest = self.client_test_fraction / (1 - self.client_val_fraction)
+        return *rest.hold_out(share_of_rest, generator), validation
 
     @property
     def clients(self) -> ClientShards:
@@ -256,8 +242,17 @@ class FederatedDataModule(LightningDataModule):
 
     @property
     def held_out(self) -> ClientShards:
-        """What each client is evaluated on; empty shards if ``client_val_fraction`` is 0."""
-        return self._split[1]
+        """What each client is validated on; empty shards if ``client_val_fraction`` is 0."""
+        return self._split[2]
+
+    def held_out_for(self, stage: str) -> ClientShards:
+        """Return what each client is evaluated on in ``validation`` or ``test``."""
+        return self._split[1] if stage == "test" else self.held_out
+
+    @property
+    def is_foreign_checkpoint(self) -> bool:
+        """Whether what is evaluated was trained on another partition, held-out examples perhaps."""
+        return self._trained_partition not in (None, self.fingerprint)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -267,25 +262,23 @@ class FederatedDataModule(LightningDataModule):
     def summary(self) -> PartitionSummary:
         """Return sizes and classes of every client's training examples.
 
-        Of more than 10,000 clients the classes of 10,000, evenly spaced, are counted. Examples whose
-        labels are no classes (none, vectors, real numbers) count as of one class.
+        Of more than 10,000 clients the classes of 10,000, evenly spaced, are counted. Where labels are
+        no classes (none, vectors, real numbers without ``bins``), none are.
         """
         try:
-            labels = self.labels
-        except ConfigurationError:
-            labels = np.empty(0)
-        if labels.ndim != 1 or labels.dtype.kind not in "iubUS":
-            labels = np.zeros(len(self.train_dataset), np.int64)  # type: ignore[arg-type]
+            labels = self._classes if are_classes(self._classes) else None
+        except ConfigurationError:  # which a partition that looks at labels has raised before
+            labels = None
         return PartitionSummary.of(self.clients.flat, labels, max_clients=MAX_CLIENTS_COUNTED)
 
     @cached_property
     def train_batch(self) -> Callable[[Tensor], Any]:
         """The function from indices, shape (B,), to a training batch."""
-        read = self._reader(batch_reader(self.train_dataset, self._loader.collate_fn))
+        read = self._reader(self._examples.read)
         if self._poison is None:
             return read
         clients, poison, seed = self._poison
-        total: int = len(self.train_dataset)  # type: ignore[arg-type]
+        total = len(self._examples)
         chosen = poisoned_examples(self.clients, clients, poison.share, total, seed)
         return poisoned_reader(read, chosen, poison)
 
@@ -318,24 +311,23 @@ class FederatedDataModule(LightningDataModule):
     @property
     def reads_by_index(self) -> bool:
         """Whether a batch is a plain selection of rows in memory, the same at every reading."""
-        return reads_by_index(self.train_dataset, self._loader.collate_fn)
+        return self._examples.reads_by_index
 
     @property
     def has_own_collate(self) -> bool:
         """Whether batches are made of examples by a function of the source's own."""
-        custom = self._loader.collate_fn is not default_collate
-        return custom and not isinstance(self.train_dataset, BatchedDataset)
+        return self._examples.has_own_collate
 
-    def held_out_batches(self, client: int) -> Iterator[tuple[Any, int]]:
+    def held_out_batches(self, client: int, stage: str = "validation") -> Iterator[tuple[Any, int]]:
         """Yield (batch, size) over a client's held-out examples, without augmentation if known."""
-        for indices in self.held_out[client].split(self.batch_size):
+        for indices in self.held_out_for(stage)[client].split(self.batch_size):
             if len(indices):
                 yield self.evaluation_batch(indices), len(indices)
 
     @cached_property
     def evaluation_batch(self) -> Callable[[Tensor], Any]:
         """The function from indices, shape (B,), to a batch without augmentation, if known."""
-        return self._reader(evaluation_reader(self._loader))
+        return self._reader(self._examples.read_for_evaluation)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run must find unchanged."""
@@ -348,19 +340,32 @@ class FederatedDataModule(LightningDataModule):
             raise ConfigurationError(
                 "the checkpoint was trained on another partition "
                 f"({state_dict['partition'][:12]}… instead of {self.fingerprint[:12]}…): resume "
-                "with the data set, num_clients, partition, client_val_fraction and seed of the "
-                "run that wrote it, or start anew without ckpt_path"
+                "with the data set, num_clients, partition, client_val_fraction, "
+                "client_test_fraction and seed of the run that wrote it, or start anew without "
+                "ckpt_path"
             )
+        self._trained_partition = None if fitting else state_dict["partition"]
         self.source.load_state_dict(state_dict["source"])
 
 
-def _check(num_clients: int | None, batch_size: int | None, fraction: float) -> None:
+def _check(num_clients: int | None, batch_size: int | None, bins: int | None) -> None:
+    if bins is not None and bins < 2:
+        raise ConfigurationError(f"bins must be at least 2, got {bins}: null divides by the labels")
     if num_clients is not None and num_clients < 1:
         raise ConfigurationError(f"num_clients must be at least 1, got {num_clients}")
     if batch_size is not None and batch_size < 1:
         raise ConfigurationError(f"batch_size must be at least 1 example, got {batch_size}")
-    if not 0 <= fraction < 1:
+
+
+def _check_fractions(validation: float, test: float) -> None:
+    for name, fraction in (("client_val_fraction", validation), ("client_test_fraction", test)):
+        if not 0 <= fraction < 1:
+            raise ConfigurationError(
+                f"{name} must be in [0, 1), got {fraction}: "
+                "it is the share of its examples that a client never trains on"
+            )
+    if validation + test >= 1:
         raise ConfigurationError(
-            f"client_val_fraction must be in [0, 1), got {fraction}: "
-            "it is the share of its examples that a client never trains on"
+            f"client_val_fraction and client_test_fraction must be below 1 together, got "
+            f"{validation} and {test}: clients train on the rest"
         )

@@ -9,16 +9,20 @@ those of the pooled training examples. Inputs are a batch's first part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from fl_lightning.core.devices import sent
 from fl_lightning.core.errors import ConfigurationError
+
+MAX_EXAMPLES_READ = 1024  # at a time, for statistics
 
 Transform: TypeAlias = Callable[[Tensor], Tensor]
 # For every client its batches' inputs, each of shape (B, …)
@@ -200,3 +204,44 @@ def on_inputs(transforms: Sequence[Transform], batch: Any) -> Any:
     for transform in transforms:
         inputs = transform(inputs)
     return inputs if isinstance(batch, Tensor) else type(batch)([inputs, *batch[1:]])
+
+
+def fit_transforms(
+    transforms: Sequence[InputTransform], clients: Iterable[Tensor], read: Callable[[Tensor], Any]
+) -> list[Transform]:
+    """Return transforms as functions of inputs, each fitted to what those before it leave.
+
+    Args:
+        transforms: in order.
+        clients: every client's examples by index; gone through once per transform that learns.
+        read: from indices to a batch.
+    """
+    fitted: list[Transform] = []
+
+    def inputs_of(client: Tensor) -> Iterator[Tensor]:
+        for indices in client.split(MAX_EXAMPLES_READ):
+            if len(indices):
+                batch = on_inputs(fitted, read(indices))
+                yield batch if isinstance(batch, Tensor) else batch[0]
+
+    for transform in transforms:
+        done = transform.fit(lambda: map(inputs_of, clients))
+        fitted = [*fitted, done]
+    return fitted
+
+
+def with_transforms(loaders: Any, transforms: Callable[[], Sequence[Transform]]) -> Any:
+    """Return a loader, or a list of them, whose batches' inputs go through transforms.
+
+    Raises:
+        ConfigurationError: for anything but loaders of PyTorch.
+    """
+    if isinstance(loaders, (list, tuple)):
+        return [with_transforms(loader, transforms) for loader in loaders]
+    if not isinstance(loaders, DataLoader):
+        raise ConfigurationError(
+            f"data.transforms need loaders of the type DataLoader, got {type(loaders).__name__}"
+        )
+    loader, collate = copy.copy(loaders), loaders.collate_fn
+    loader.collate_fn = lambda examples: on_inputs(transforms(), collate(examples))
+    return loader

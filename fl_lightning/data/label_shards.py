@@ -15,6 +15,7 @@ import numpy as np
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import numpy_generator
 from fl_lightning.data.class_graph import class_slots, draw_holders, even_counts, size_excess
+from fl_lightning.data.classes import classes_of
 from fl_lightning.data.flat_shards import FlatShards
 from fl_lightning.data.partition import check_at_least, check_sizes, deal
 
@@ -48,7 +49,7 @@ class LabelShards:
     def assign(self, labels: np.ndarray, num_clients: int, seed: int) -> FlatShards:
         """Return the shards, as `Partition.assign` says."""
         check_sizes(labels, num_clients)
-        _, classes, class_sizes = np.unique(labels, return_inverse=True, return_counts=True)
+        classes, class_sizes = classes_of(labels, type(self).__name__)
         self._check(class_sizes, num_clients)
         rng = numpy_generator(seed, "partition", num_clients)
         slots = class_slots(class_sizes, num_clients, self.classes_per_client, rng)

@@ -19,6 +19,7 @@ import numpy as np
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import numpy_generator
+from fl_lightning.data.columns import Column, name_of
 from fl_lightning.data.flat_shards import FlatShards
 
 MIN_ALPHA, MAX_ALPHA = 1e-100, 1e100  # floating point holds; far beyond any visible effect
@@ -74,8 +75,9 @@ class NaturalPartition:
     Clients are numbered in the sorted order of the values; nothing is drawn.
 
     Args:
-        attribute: which attribute of the data tells the owner. The caller looks it up and passes
-            its values, one per example, in the place of the labels.
+        attribute: what tells the owner of an example: the name of an attribute of the data set, of a
+            column, or of a key of its items; or a function of the data set; or a list of owners. The
+            caller looks it up and passes its values, one per example, in the place of the labels.
 
     Example:
         >>> writers = np.array(["bo", "al", "bo", "cy"])
@@ -83,10 +85,10 @@ class NaturalPartition:
         [array([1]), array([0, 2]), array([3])]
     """
 
-    attribute: str
+    attribute: Column
 
     def __post_init__(self) -> None:
-        if not self.attribute:
+        if isinstance(self.attribute, str) and not self.attribute:
             raise ConfigurationError("attribute must name a column of the data, got an empty name")
 
     def assign(self, labels: np.ndarray, num_clients: int, seed: int) -> FlatShards:
@@ -95,7 +97,7 @@ class NaturalPartition:
         values, owner = np.unique(labels, return_inverse=True)
         if len(values) != num_clients:
             raise ConfigurationError(
-                f"num_clients must equal the number of distinct values of {self.attribute!r}, "
+                f"num_clients must equal the number of distinct values of {name_of(self.attribute)}, "
                 f"got {num_clients}: set num_clients to {len(values)}"
             )
         return shards_of(owner, num_clients)

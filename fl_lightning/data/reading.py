@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
 from fl_lightning.data.shards import batch_reader
 
@@ -23,6 +23,17 @@ def loader_option(loader: DataLoader[Any], name: str) -> Any:
     return next((value for place in places if (value := getattr(place, name, None))), None)
 
 
+def training_reader(loader: DataLoader[Any]) -> Callable[[Tensor], Any]:
+    """Return the function from indices, shape (B,), to the batch that a loader makes of them.
+
+    Example:
+        >>> import torch
+        >>> training_reader(DataLoader(["a", "b", "c"], collate_fn="".join))(torch.tensor([2, 0]))
+        'ca'
+    """
+    return _reader(loader, loader.dataset)
+
+
 def evaluation_reader(loader: DataLoader[Any]) -> Callable[[Tensor], Any]:
     """Return the function from indices, shape (B,), to a batch without augmentation, if known.
 
@@ -33,11 +44,18 @@ def evaluation_reader(loader: DataLoader[Any]) -> Callable[[Tensor], Any]:
         >>> evaluation_reader(DataLoader([4.0, 5.0, 6.0]))(torch.tensor([2, 0]))
         tensor([6., 4.], dtype=torch.float64)
     """
-    return batch_reader(_without_augmentation(loader.dataset), loader.collate_fn)
+    return _reader(loader, _without_augmentation(loader.dataset))
+
+
+def _reader(loader: DataLoader[Any], dataset: Dataset[Any]) -> Callable[[Tensor], Any]:
+    # a loader without a batch sampler asks for what its sampler draws, here whole lists of indices
+    return batch_reader(dataset, loader.collate_fn, at_once=loader.batch_sampler is None)
 
 
 def _without_augmentation(dataset: Dataset[Any]) -> Dataset[Any]:
     if type(dataset) is Subset:
         return Subset(_without_augmentation(dataset.dataset), dataset.indices)
+    if type(dataset) is ConcatDataset:
+        return ConcatDataset([_without_augmentation(part) for part in dataset.datasets])
     evaluation = getattr(dataset, "evaluation", None)
     return evaluation() if callable(evaluation) else dataset

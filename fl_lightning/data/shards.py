@@ -13,10 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
+from torch.utils.data import Dataset, Subset, TensorDataset, default_collate, default_convert
 
 from fl_lightning.core.devices import sent
-from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.flat_shards import FlatShards
 
 Collate = Callable[[list[Any]], Any]
@@ -31,29 +30,45 @@ class BatchedDataset(Protocol):
 
 
 def batch_reader(
-    dataset: Dataset[Any], collate: Collate = default_collate
+    dataset: Dataset[Any], collate: Collate = default_collate, *, at_once: bool = False
 ) -> Callable[[Tensor], Any]:
     """Return the fastest function from indices, shape (B,), to a batch of a map-style data set.
 
-    Tensor data sets, whose tensors may lie on an accelerator, and those with a ``gather`` method are
-    indexed once a batch; of others each example is fetched and then collated, as a DataLoader without
-    workers does.
+    The batch is what a DataLoader without workers makes of these examples in this order. Tensor data
+    sets, whose tensors may lie on an accelerator, and those with a ``gather`` method are indexed once a
+    batch if no collate function of the user's own asks for examples.
+
+    Args:
+        dataset: map-style.
+        collate: makes a batch of a list of examples.
+        at_once: ask the data set for a list of indices, and have ``collate`` convert what it returns,
+            as a DataLoader with ``batch_size=None`` and a sampler of batches does.
 
     Example:
         >>> data = TensorDataset(torch.arange(4.0), torch.tensor([0, 1, 0, 1]))
         >>> batch_reader(data)(torch.tensor([2, 3]))
-        (tensor([2., 3.]), tensor([0, 1]))
+        [tensor([2., 3.]), tensor([0, 1])]
     """
-    if isinstance(dataset, BatchedDataset):
-        return dataset.gather
-    if type(dataset) is TensorDataset and collate is default_collate:
+    if gathers(dataset, collate):
+        return dataset.gather  # type: ignore[attr-defined, no-any-return]
+    if type(dataset) is TensorDataset and collate is default_collate and not at_once:
         tensors = dataset.tensors
         # several times as fast as tensor[indices]
-        return lambda indices: tuple([t.index_select(0, sent(indices, t.device)) for t in tensors])
+        return lambda indices: [t.index_select(0, sent(indices, t.device)) for t in tensors]
     if type(dataset) is Subset:
-        inner, places = batch_reader(dataset.dataset, collate), torch.as_tensor(dataset.indices)
+        inner = batch_reader(dataset.dataset, collate, at_once=at_once)
+        places = torch.as_tensor(dataset.indices)
         return lambda indices: inner(places.index_select(0, indices))
+    if at_once:
+        return lambda indices: collate(dataset[indices.tolist()])
+    if fetch := getattr(dataset, "__getitems__", None):
+        return lambda indices: collate(fetch(indices.tolist()))
     return lambda indices: collate([dataset[index] for index in indices.tolist()])
+
+
+def gathers(dataset: Dataset[Any], collate: Collate) -> bool:
+    """Return whether a data set builds whole batches, and nothing is done to them afterwards."""
+    return isinstance(dataset, BatchedDataset) and collate in (default_collate, default_convert)
 
 
 def reads_by_index(dataset: Dataset[Any], collate: Collate = default_collate) -> bool:
@@ -63,7 +78,7 @@ def reads_by_index(dataset: Dataset[Any], collate: Collate = default_collate) ->
     """
     if type(dataset) is Subset:
         return reads_by_index(dataset.dataset, collate)
-    if isinstance(dataset, BatchedDataset):
+    if gathers(dataset, collate):
         return bool(getattr(dataset, "is_deterministic", False))
     return type(dataset) is TensorDataset and collate is default_collate
 
@@ -145,12 +160,13 @@ def local_order(
     num_epochs: int | None = None,
     num_batches: int | None = None,
     drop_last: bool = False,
+    weights: Tensor | None = None,
 ) -> tuple[Tensor, list[int]]:
     """Return in which order one client's local training sees its examples, and its batches' sizes.
 
-    Every epoch is a fresh permutation of the shard; its last batch may be smaller. ``num_batches``
-    goes through as many epochs as it takes. A shard that fits in one batch stays as it is: a batch
-    has no order.
+    Every epoch is a fresh permutation of the shard, or with ``weights`` as many independent draws from
+    it; its last batch may be smaller. ``num_batches`` goes through as many epochs as it takes. A shard
+    that fits in one batch stays as it is: a batch has no order.
 
     Args:
         shard: the client's indices, shape (n,), n ≥ 1.
@@ -159,6 +175,7 @@ def local_order(
         num_epochs: passes over the shard; or else
         num_batches: how many batches.
         drop_last: leave out an epoch's smaller last batch, unless it is the only one.
+        weights: how likely each of the client's examples is to be drawn, shape (n,), > 0, of any sum.
 
     Example:
         >>> generator = torch.Generator().manual_seed(0)
@@ -167,7 +184,7 @@ def local_order(
     """
     assert (num_epochs is None) != (num_batches is None)
     num_examples = shard.shape[0]
-    if num_examples <= batch_size:
+    if num_examples <= batch_size and weights is None:
         count = num_batches if num_epochs is None else num_epochs
         assert count is not None
         return shard if count == 1 else shard.repeat(count), [num_examples] * count
@@ -177,55 +194,15 @@ def local_order(
     if num_epochs is None:
         num_epochs = -(-num_batches // len(epoch))  # type: ignore[operator]
     sizes = (epoch * num_epochs)[:num_batches]
-    permutations = [torch.randperm(num_examples, generator=draws) for _ in range(num_epochs)]
+    passes = [_one_pass(num_examples, draws, weights) for _ in range(num_epochs)]
     if sum(epoch) < num_examples:
-        permutations = [places[: sum(epoch)] for places in permutations]
-    order = permutations[0] if num_epochs == 1 else torch.cat([shard[:0], *permutations])
+        passes = [places[: sum(epoch)] for places in passes]
+    order = passes[0] if num_epochs == 1 else torch.cat([shard[:0], *passes])
     count = sum(sizes)
     return shard.index_select(0, order if len(order) == count else order[:count]), sizes
 
 
-def read_column(dataset: Dataset[Any], attribute: str | None) -> npt.NDArray[Any]:
-    """Return one value per example, e.g. its label, without loading the examples if possible.
-
-    Looks, through any `Subset`, for the named attribute, or if there is no name for ``targets``,
-    ``labels``, ``y`` or a tensor data set's last tensor; at last takes every example's second part.
-
-    Raises:
-        ConfigurationError: if there is no such attribute, or examples do not have two parts.
-    """
-    if isinstance(dataset, Subset):
-        inner: npt.NDArray[Any] = read_column(dataset.dataset, attribute)
-        return inner[np.asarray(dataset.indices)]  # type: ignore[no-any-return]
-    for name in [attribute] if attribute else ["targets", "labels", "y"]:
-        values = getattr(dataset, name, None)
-        if values is not None:
-            return _on_the_host(values)
-    if attribute is not None:
-        raise ConfigurationError(
-            f"{type(dataset).__name__} has no attribute {attribute!r}: give the name of one that "
-            "holds one value per example"
-        )
-    if isinstance(dataset, TensorDataset):
-        return _on_the_host(dataset.tensors[-1])
-    return _second_parts(dataset)
-
-
-def _on_the_host(values: Any) -> npt.NDArray[Any]:
-    return np.asarray(values.cpu() if isinstance(values, Tensor) else values)
-
-
-def _second_parts(dataset: Dataset[Any]) -> npt.NDArray[Any]:
-    count = len(dataset)  # type: ignore[arg-type]
-    try:
-        values: npt.NDArray[Any] = np.asarray(
-            [np.asarray(dataset[i][1]).item() for i in range(count)]
-        )
-        if values.dtype.kind not in "biufU":
-            raise TypeError(f"{values.dtype} is no label")
-    except (TypeError, ValueError, KeyError, IndexError) as error:
-        raise ConfigurationError(
-            f"cannot tell the labels of {type(dataset).__name__} for the partition: name the "
-            "attribute that holds one label per example, as FederatedDataModule(labels='…')"
-        ) from error
-    return values
+def _one_pass(num_examples: int, generator: torch.Generator, weights: Tensor | None) -> Tensor:
+    if weights is None:
+        return torch.randperm(num_examples, generator=generator)
+    return torch.multinomial(weights, num_examples, replacement=True, generator=generator)

@@ -48,7 +48,8 @@ class PartitionSummary:
     """What each client holds; build it with `PartitionSummary.of`.
 
     Attributes:
-        counts: examples of each class that each counted client has, (num_counted, num_classes).
+        counts: examples of each class that each counted client has, (num_counted, num_classes). Of
+            examples without classes there are none.
         classes: the label that each column stands for, shape (num_classes,).
         fingerprint: `partition_fingerprint` of the shards.
         clients: whose classes were counted, shape (num_counted,): all clients if they are few.
@@ -71,7 +72,7 @@ class PartitionSummary:
     def of(
         cls,
         shards: Sequence[np.ndarray],
-        labels: np.ndarray,
+        labels: np.ndarray | None,
         num_classes: int | None = None,
         *,
         max_clients: int | None = None,
@@ -80,7 +81,7 @@ class PartitionSummary:
 
         Args:
             shards: positions in ``labels`` per client.
-            labels: one per example, shape (N,).
+            labels: one per example, shape (N,); None if examples have no classes.
             num_classes: how many there are if labels are 0 … num_classes - 1 and some may be
                 missing from ``labels``; None counts the distinct labels.
             max_clients: count the classes of at most so many clients, evenly spaced by number;
@@ -92,12 +93,15 @@ class PartitionSummary:
         """
         if len(shards) == 0:
             raise ConfigurationError("shards must hold at least one client, got none")
+        flat = FlatShards.of(shards)
+        clients = _evenly_spaced(len(flat), max_clients or len(flat))
+        if labels is None:
+            counts = np.zeros((len(clients), 0), np.int64)
+            return cls(counts, np.empty(0), partition_fingerprint(flat), clients, flat.sizes)
         classes, column = np.unique(labels, return_inverse=True)
         if num_classes is not None:
             _check_labels(classes, num_classes)
             classes, column = np.arange(num_classes), np.asarray(labels).astype(np.int64)
-        flat = FlatShards.of(shards)
-        clients = _evenly_spaced(len(flat), max_clients or len(flat))
         counted = flat if len(clients) == len(flat) else FlatShards.of([flat[i] for i in clients])
         row = np.repeat(np.arange(len(clients)), counted.sizes)
         cell = row * len(classes) + column[counted.indices]
@@ -124,10 +128,11 @@ class PartitionSummary:
             "classes per client": (self.classes_per_client, ".0f"),
             "label entropy (bits)": (self.label_entropy, ".2f"),
         }
-        lines = [
-            f"{len(self.sizes)} clients, {self.sizes.sum()} examples, {len(self.classes)} classes"
-        ]
-        if len(self.clients) < len(self.sizes):
+        classes = f"{len(self.classes)} classes" if len(self.classes) else "no classes"
+        lines = [f"{len(self.sizes)} clients, {self.sizes.sum()} examples, {classes}"]
+        if not len(self.classes):
+            rows = {"examples per client": rows["examples per client"]}
+        elif len(self.clients) < len(self.sizes):
             lines[0] += f" (classes and entropy of {len(self.clients)} clients, evenly spaced)"
         for name, (values, form) in rows.items():
             least, middle, most = (format(f(values), form) for f in (np.min, np.median, np.max))
@@ -168,9 +173,11 @@ class PartitionSummary:
         figure = Figure(figsize=(9.0, 6.0), layout=ConstrainedLayoutEngine(wspace=0.06))
         grid, bars = figure.subplots(1, 2, sharey=True, width_ratios=[3, 1])
         # the square root keeps one example apart from none where another cell has a hundred
-        norm = PowerNorm(0.5, vmin=0, vmax=max(1, int(self.counts.max())))
+        # without classes one column of all examples
+        counts = self.counts if len(self.classes) else self.sizes[self.clients, None]
+        norm = PowerNorm(0.5, vmin=0, vmax=max(1, int(counts.max())))
         image = grid.imshow(
-            self.counts[rows], aspect="auto", interpolation="nearest", cmap="Blues", norm=norm
+            counts[rows], aspect="auto", interpolation="nearest", cmap="Blues", norm=norm
         )
         height = 0.8 if num_shown <= 40 else 1.0  # gaps thinner than a pixel make stripes
         bars.barh(np.arange(num_shown), self.sizes[shown], height=height, color="#4878a8")

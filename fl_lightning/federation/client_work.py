@@ -82,7 +82,8 @@ class WorkPlan:
         amount = self._local_work
         num_passes = amount.local_epochs or (amount.local_steps or 0) * amount.accumulate
         fits = sizes.max(initial=0) <= self._batch_size
-        return bool(fits) and num_passes == 1 and amount.examples is None
+        as_it_is = amount.examples is None and not self._data.draws_by_weight
+        return bool(fits) and num_passes == 1 and as_it_is
 
     def _order(self, shard: Tensor, client: int, round_index: int) -> tuple[Tensor, list[int]]:
         """Return in which order a client sees its examples, and its batches' sizes."""
@@ -99,6 +100,7 @@ class WorkPlan:
             num_epochs=amount.local_epochs,
             num_batches=amount.local_steps and amount.local_steps * amount.accumulate,
             drop_last=self._drop_last,
+            weights=self._data.weights_of(shard),
         )
 
     def _num_steps(self, num_examples: int) -> int:
@@ -124,12 +126,14 @@ class WorkPlan:
         if not work.sizes:
             return work
         seeds = self._local_work.seed, purpose, work.round_index, work.client_id
+        shard = self._clients[work.client_id]
         order, sizes = local_order(
-            self._clients[work.client_id],
+            shard,
             self._batch_size,
             partial(torch_generator, *seeds),
             num_epochs=num_epochs,
             drop_last=self._drop_last,
+            weights=self._data.weights_of(shard),
         )
         return work._replace(order=order, sizes=sizes)
 
@@ -137,9 +141,10 @@ class WorkPlan:
         """Return one pass over a client's shard, in its order.
 
         Where the loader leaves out a smaller last batch, this pass does as well, in a random order of
-        its own: in no two rounds need it be the same examples that do not count.
+        its own: in no two rounds need it be the same examples that do not count. Where it draws by
+        weight, this pass is such a draw of its own.
         """
-        if self._drop_last:
+        if self._drop_last or self._data.draws_by_weight:
             return self.more_epochs(work, 1, "shard gradient")
         indices = self._clients[work.client_id]
         sizes = [len(part) for part in indices.split(self._batch_size)]

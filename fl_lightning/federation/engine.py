@@ -17,7 +17,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from fl_lightning.client.apfl import APFL
-from fl_lightning.client.cannot_stack import CannotStack
+from fl_lightning.client.cannot_stack import CannotStack, NotByExample
 from fl_lightning.client.correction import Correction
 from fl_lightning.client.fedlc import FedLC
 from fl_lightning.client.local_training import GlobalModel, LocalTrainer
@@ -132,7 +132,8 @@ class EngineChooser:
             if self._options.speedups is None:
                 self._step.use(())
             self.spot_rate.times_faster = self._trial.times_faster
-            why += self._remark(self.slots.stacking.direct) + self.spot_rate.remark
+            why += self._remark(self.slots.stacking.direct) + _whole(self.slots.stacking)
+            why += self.spot_rate.remark
             rank_zero_info(f"engine: {self.slots.stacking.num_slots} slots, {why}")
         finally:
             metrics.put_back()
@@ -155,6 +156,23 @@ class EngineChooser:
         if options.engine != "auto" or options.speedups is not None or self._needs_plain_steps:
             return f" with {', '.join(options.speedups)}" if options.speedups else ""
         return self._speedups.choose(work, train_one, self._trial.num_steps(work))
+
+    def fall_back(self, reason: CannotStack) -> None:
+        """Go on in another way, after slots have met what they cannot do; say so.
+
+        Args:
+            reason: what it was.
+        """
+        assert self.slots is not None
+        weighted = self.slots.stacking.weighted
+        whole = self.slots.whole(reason) if isinstance(reason, NotByExample) and weighted else None
+        is_whole, self.slots = whole is not None, whole
+        how = "slots of whole batches" if is_whole else "sequential"
+        text = f"engine: {how} from round {self._trainer.current_epoch} on, because {reason}"
+        if self._options.engine == "slots" and not is_whole:
+            rank_zero_warn(text)
+        else:
+            rank_zero_info(text)
 
     def renew(self) -> None:
         """Keep the choice where other parameters move than when it was made."""
@@ -183,3 +201,7 @@ class EngineChooser:
         self.spot_rate.times_faster = state.get("times_faster")
         if state["slots"] is not None:
             self.slots = SlotEngine(self._trainer, self._local, Stacking(**state["slots"]))
+
+
+def _whole(stacking: Stacking) -> str:
+    return f", of whole batches because {stacking.whole_because}" if stacking.whole_because else ""

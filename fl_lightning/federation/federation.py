@@ -77,6 +77,7 @@ from fl_lightning.federation.rounds import RoundRunner
 from fl_lightning.federation.secure_rounds import check_secure
 from fl_lightning.federation.shares import local_work
 from fl_lightning.federation.virtual_time import VirtualTime
+from fl_lightning.federation.zero_rate import zero_rate_line
 from fl_lightning.server.aggregators import Aggregator
 from fl_lightning.server.collected import RobustRule
 from fl_lightning.server.privacy.example import ExampleDP
@@ -398,6 +399,14 @@ class Federation(Callback):
                 f"{type(self.aggregator).__name__}, which hides updates among those of "
                 f"{self._fewest_clients} clients or more: nobody trains, the model stays as it is"
             )
+        line = zero_rate_line(
+            trainer.current_epoch,
+            trainer.optimizers[0],
+            self.rounds.server.optimizer,
+            is_private=self.privacy is not None,
+        )
+        if line is not None:
+            rank_zero_info(line)
         refresh_losses(
             trainer, self.cohort, self._groups.population, self.seed, self._own_layers(trainer)
         )

@@ -56,6 +56,7 @@ class FineTuning:
             lambda: torch_generator(self._seed, f"{_PURPOSE} order", client),
             num_batches=self._num_steps,
             drop_last=self._data.drop_last,
+            weights=self._data.weights_of(shard),
         )
         module, metrics = self._module, MetricStates(metrics_of(self._module))
         modes = [(child, child.training) for child in module.modules()]

@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
+import numpy as np
 from lightning.pytorch import Trainer
 from torch import Tensor
 
 from fl_lightning.client.added_term import AddedTerm
+from fl_lightning.client.cannot_stack import CannotStack
 from fl_lightning.client.example_gradients import ExampleGradients
 from fl_lightning.client.fedlc import FedLC, ShiftedLogits
 from fl_lightning.client.local_training import GlobalModel, LocalTrainer
@@ -193,9 +195,7 @@ class GroupTraining:
         """
         work = self._who_will_send(self._work_of(clients), server, record)
         for start, together in self._by_start(work, server.model):
-            alone = together
-            if self.engine.slots is not None:
-                alone = self._train_in_slots(self.engine.slots, together, start, server, record)
+            alone = self._train_in_slots(together, start, server, record)
             with self.collector.listening_to(self._module):
                 for client in alone:
                     with self.personal.hosted(client.client_id):
@@ -271,6 +271,17 @@ class GroupTraining:
         return self._client_masks(client)
 
     def _train_in_slots(
+        self, work: GroupWork, start: Start, server: Server, record: RoundRecord
+    ) -> GroupWork:
+        """Train those clients that slots can train and return the others."""
+        while (slots := self.engine.slots) is not None:
+            try:
+                return self._train_stacked(slots, work, start, server, record)
+            except CannotStack as reason:  # nothing of the group has counted
+                self.engine.fall_back(reason)
+        return work
+
+    def _train_stacked(
         self,
         slots: SlotEngine,
         work: GroupWork,
@@ -278,20 +289,22 @@ class GroupTraining:
         server: Server,
         record: RoundRecord,
     ) -> GroupWork:
-        """Train those clients that slots can train and return the others."""
         stackable, others = slots.split(work)
         remembers = self._corrector.correction.remembers
         by_id = {client.client_id: client for client in stackable} if remembers else {}
         check = self._spot_check.begin(stackable)
+        again: list[int] = []
 
         def receive(usable: GroupUpdate, failures: list[ClientFailure]) -> None:
-            check.note_failures(failures)
+            # one after the other they may not fail: example by example there may be a 0 / 0
+            again.extend(failure.client_id for failure in failures)
+            refused: list[ClientFailure] = []
             if remembers:
-                usable, more = self._accept_group(usable, by_id, start)
-                failures += more
+                usable, refused = self._accept_group(usable, by_id, start)
                 usable = usable.multiplied_out()  # which has been looked at: nobody learns twice
-            for failure in failures:
+            for failure in (*failures, *refused):
                 slots.leave_out(failure.client_id)
+            for failure in refused:
                 self._skip_or_raise(failure, record)
             now = self._trainer.current_epoch
             self._intake.receive_group(usable, start, now, server, record)
@@ -304,8 +317,10 @@ class GroupTraining:
             for group in slots.train(start.model, stackable, self._corrector.term, own):
                 receive_usable(group, receive)
             check.compare(start.model, start.present)
-        record.finish(stackable.client_ids.tolist(), num_bytes=self._bytes_down(server))
-        return others
+        is_again = np.isin(stackable.client_ids, again)
+        done = stackable.where(~is_again)
+        record.finish(done.client_ids.tolist(), num_bytes=self._bytes_down(server))
+        return GroupWork.of([*others, *stackable.where(is_again)]) if again else others
 
     def _skip_or_raise(self, failure: ClientFailure, record: RoundRecord) -> None:
         located = f"round {self._trainer.current_epoch}, {failure}"

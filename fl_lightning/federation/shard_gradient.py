@@ -15,6 +15,7 @@ from torch import Tensor
 from fl_lightning.client.local_training import GlobalModel, LocalTrainer
 from fl_lightning.client.work import ClientWork
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
+from fl_lightning.core.lonely_example import help_with_one_example
 from fl_lightning.core.metric_states import MetricStates, metrics_of
 from fl_lightning.core.seeds import derive_seed, seed_global_generators
 from fl_lightning.federation.client_work import WorkPlan
@@ -38,6 +39,7 @@ class ShardGradient:
         self, module: torch.nn.Module, local: LocalTrainer, step: LightningStep, plan: WorkPlan
     ) -> None:
         self._module, self._local, self._step, self._plan = module, local, step, plan
+        self._size = 0  # of the batch at work
 
     def __call__(self, model: GlobalModel, work: ClientWork) -> Tensor:
         """Return it, shape (k,); afterwards the module holds the global model.
@@ -64,6 +66,7 @@ class ShardGradient:
             raise
         except Exception as error:
             located = f"in the gradient of its whole shard: {type(error).__name__}: {error}"
+            located += help_with_one_example(error, [self._size], work.num_examples)
             raise ClientFailure(work.client_id, located) from error
         finally:
             local.collector.discard()
@@ -76,6 +79,7 @@ class ShardGradient:
         shard = self._plan.shard(work)
         num_examples = sum(shard.sizes)
         for index, (batch, size) in enumerate(self._plan.batches(shard)):
+            self._size = size
             self._step.backward(batch, size, index, factor=scale * size / num_examples)
         space = self._local.space
         zeros = torch.zeros(space.size, dtype=space.dtype, device=space.device)

@@ -12,7 +12,6 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from fl_lightning.client.cannot_stack import CannotStack
+from fl_lightning.client.cannot_stack import CannotStack, NotByExample
 from fl_lightning.client.direct_layers import reason_against_direct_layers
 from fl_lightning.client.local_training import GlobalModel, LocalTrainer
 from fl_lightning.client.slot_own import OwnOf, SlotOwn
@@ -45,6 +44,8 @@ TrainOne = Callable[[ClientWork], ClientUpdate]
 # of slots for networks from 8 thousand to 215 thousand parameters lie near this line.
 _CACHE_BYTES = 8 * 2**20
 MOST_SLOTS = 32
+# Attributes of a LightningModule that Lightning writes.
+NOT_THE_USERS = frozenset({"_trainer", "_fabric", "_current_fx_name", "_metric_attributes", "log"})
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class Stacking:
         direct: whether layers are computed by `direct_layers`.
         has_pull: whether a correction pulls.
         has_shift: whether a correction shifts gradients.
+        whole_because: why batches are not padded; "" where they are.
     """
 
     num_slots: int
@@ -67,6 +69,7 @@ class Stacking:
     direct: bool = False
     has_pull: bool = False
     has_shift: bool = False
+    whole_because: str = ""
 
 
 class SlotEngine:
@@ -83,6 +86,7 @@ class SlotEngine:
 
     def __init__(self, trainer: Trainer, local: LocalTrainer, stacking: Stacking) -> None:
         self.stacking = stacking
+        self._trainer, self._local = trainer, local
         data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
         self._batch_size = data.batch_size
         prepare, read = batch_preparation(trainer), data.train_batch
@@ -100,6 +104,7 @@ class SlotEngine:
                 **_clipping(trainer),
             ),
             step_context(trainer),
+            NOT_THE_USERS,
         )
         self._own: SlotOwn | None = None
         if local.keeps_apart:
@@ -113,6 +118,7 @@ class SlotEngine:
             local.collector.epoch_names,
             reads_at_random=not data.reads_by_index,
             own=self._own,
+            integers=lambda: local.integer_start,
         )
         self._step, self._collector = step, local.collector
         self._module = trainer.lightning_module
@@ -157,11 +163,28 @@ class SlotEngine:
         if not work:
             return
         with self._collector.not_listening_to(self._module):  # a graph is for one `log`
-            yield from self._slots.train(model, work, term, own)
+            yield from self._as_far_as_possible(self._slots.train(model, work, term, own))
         rehearsal = self._step.rehearsal
         names = self._collector.epoch_names
         for name, metric in rehearsal.metrics.items() if rehearsal is not None else ():
             self._collector.add_metric(name, names.get(name, name), metric)
+
+    def _as_far_as_possible(self, groups: Iterator[GroupUpdate]) -> Iterator[GroupUpdate]:
+        """Have whatever stops slots be a reason for doing without them.
+
+        What is the user's own mistake will be met again, one client after the other, and told there.
+        """
+        try:
+            yield from groups
+        except (CannotStack, ClientFailure, ConfigurationError):
+            raise
+        except Exception as error:
+            raise CannotStack(f"vmap cannot run training_step: {_first_line(error)}") from error
+
+    def whole(self, reason: NotByExample) -> SlotEngine:
+        """Return an engine for whole batches instead."""
+        stacking = replace(self.stacking, weighted=False, whole_because=str(reason))
+        return SlotEngine(self._trainer, self._local, stacking)
 
 
 def raise_if_impossible(
@@ -229,28 +252,33 @@ def agreeing(
     Raises:
         CannotStack: with the operation that slots cannot run, or how the updates differ.
     """
+    has_direct = reason_against_direct_layers(trainer.lightning_module) is None
     batch_size = trainer.datamodule.batch_size  # type: ignore[attr-defined]
     full = next((client for client in work if client.sizes[0] == batch_size), None)
-    has_direct = reason_against_direct_layers(trainer.lightning_module) is None
-    reason: CannotStack | None = None
-    for weighted, direct in product((True, False), (True, False)):
-        if (direct and not has_direct) or (not weighted and full is None):
-            continue
-        client = work[0] if weighted or full is None else full
-        sample = client.head(1)
-        if weighted:  # with padding
-            size, half = sample.sizes[0], (sample.sizes[0] + 1) // 2
-            order = torch.cat([sample.order, sample.order[:half]])
-            sample = sample._replace(order=order, sizes=[size, half])
-        try:
-            tried = Stacking(2, weighted, direct=direct)
-            _compare(trainer, local, model, sample, train_one, tried)
-        except CannotStack as error:
-            reason = reason or (None if direct else error)
-        else:
-            return replace(stacking, weighted=weighted, direct=direct)
-    assert reason is not None
+    samples = [(True, _padded(work[0]))] + ([] if full is None else [(False, full.head(1))])
+    reason, whole_because = CannotStack("no client has a full batch"), ""
+    for weighted, sample in samples:
+        for direct in (True, False) if has_direct else (False,):
+            tried = replace(stacking, num_slots=2, weighted=weighted, direct=direct, compiled=False)
+            try:
+                _compare(trainer, local, model, sample, train_one, tried)
+            except NotByExample as found:
+                reason, whole_because = found, str(found)
+                break
+            except CannotStack as found:
+                reason = found
+            else:
+                found_out = replace(tried, whole_because="" if weighted else whole_because)
+                return replace(found_out, num_slots=stacking.num_slots, compiled=stacking.compiled)
     raise reason
+
+
+def _padded(client: ClientWork) -> ClientWork:
+    """Return two steps of a client, of which the second one has a smaller batch."""
+    sample = client.head(1)
+    size, half = sample.sizes[0], (sample.sizes[0] + 1) // 2
+    order = torch.cat([sample.order, sample.order[:half]])
+    return sample._replace(order=order, sizes=[size, half])
 
 
 def _compare(

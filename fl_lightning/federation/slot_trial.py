@@ -18,7 +18,7 @@ from lightning.pytorch import Trainer
 from fl_lightning.client.cannot_stack import CannotStack
 from fl_lightning.client.local_training import GlobalModel, LocalTrainer
 from fl_lightning.client.slot_results import receive_usable
-from fl_lightning.client.work import ClientWork
+from fl_lightning.client.work import ClientWork, GroupWork
 from fl_lightning.federation.engine_options import MOST_PARAMETERS, SHORT_RUN_STEPS
 from fl_lightning.federation.slot_engine import (
     SlotEngine,
@@ -94,18 +94,30 @@ class SlotTrial:
         if total < SHORT_RUN_SECONDS:
             raise CannotStack(f"{total:.0f} s of training do not repay a compiler")
         self.stacking = agreeing(self.trainer, self.local, self.stacking, model, work, train_one)
+        work, share = self._stackable(work)
         trial = _shortened(work, max_steps=math.ceil(_TRIAL_SECONDS / seconds_per_step))
         began = time.perf_counter()
         number = self._number(model, work, trial, is_long=total > LONG_RUN_SECONDS)
         engine = self._engine(number, model, trial)
         self._engines = {}  # frees the others
-        ratio = _times_faster(engine, model, trial, train_one)
-        self.times_faster = ratio
+        self.times_faster = _times_faster(engine, model, trial, train_one)
+        ratio = 1 / (share / self.times_faster + 1 - share)
         spent = time.perf_counter() - began
         if ratio < _LEAST_RATIO:
             raise CannotStack(f"{number} slots were measured at {ratio:.2f} times its speed")
         how = "compiled in" if engine.is_compiled else "not compiled, tried for"
         return engine, f"measured at {ratio:.1f} times the sequential speed, {how} {spent:.0f} s"
+
+    def _stackable(self, work: Sequence[ClientWork]) -> tuple[Sequence[ClientWork], float]:
+        """Return whom slots can train, and their share of all steps."""
+        engine = SlotEngine(self.trainer, self.local, self.stacking)
+        fitting = list(engine.split(GroupWork.of(work))[0])
+        if not fitting:
+            raise CannotStack(
+                f"only full batches can be stacked, because {engine.stacking.whole_because}"
+            )
+        steps = [sum(len(client.sizes) for client in some) for some in (fitting, work)]
+        return fitting, steps[0] / steps[1]
 
     def num_steps(self, work: Sequence[ClientWork]) -> float:
         """Return about how many local steps the whole run has; it is not shorter when resumed."""

@@ -4,11 +4,12 @@ With w = warmup_rounds, T = num_rounds and t = round - w, counted from the end o
 
     warm-up    (round + 1) / (w + 1)                                       round < w
     constant   1
-    cosine     f + (1 - f) * (1 + cos(pi * t / (T - 1 - w))) / 2           f = final_factor
+    cosine     f + (1 - f) * (1 + cos(pi * t / (T - w))) / 2               f = final_factor
     step       step_factor ** floor(t / step_every)
 
 Source: the cosine is Loshchilov and Hutter 2017, ICLR, equation 5, without restarts.
-Differs: it reaches `final_factor` in the last round, not one round after it, and stays there.
+It reaches `final_factor` after the last round and stays there: a last round at rate 0 would train
+nothing (and with privacy add noise alone). For the same reason the warm-up does not begin at 0.
 A round is one of Lightning's epochs, so the same schedule serves a run that is not federated.
 """
 
@@ -32,7 +33,8 @@ class Schedule:
         warmup_rounds: rounds of linear rise before the full learning rate, at least 0.
         step_every: rounds between two steps, at least 1; for ``kind="step"``.
         step_factor: what each step multiplies by, in (0, 1]; for ``kind="step"``.
-        final_factor: the factor of the last round, in [0, 1]; for ``kind="cosine"``.
+        final_factor: what the factor falls to and would be in the round after the last one, in [0, 1];
+            for ``kind="cosine"``.
 
     Raises:
         ConfigurationError: if a value is out of its range.
@@ -40,7 +42,7 @@ class Schedule:
     Example:
         >>> schedule = Schedule("cosine", warmup_rounds=1)
         >>> [round(schedule.factor(t, 4), 2) for t in range(4)]
-        [0.5, 1.0, 0.5, 0.0]
+        [0.5, 1.0, 0.75, 0.25]
     """
 
     kind: Kind = "constant"
@@ -87,12 +89,12 @@ class Schedule:
             return (round + 1) / (self.warmup_rounds + 1)
         elapsed = round - self.warmup_rounds
         if self.kind == "cosine":
-            return self._cosine(elapsed, num_rounds - 1 - self.warmup_rounds)
+            return self._cosine(elapsed, num_rounds - self.warmup_rounds)
         if self.kind == "step":
             return float(self.step_factor ** (elapsed // self.step_every))
         return 1.0
 
     def _cosine(self, elapsed: int, length: int) -> float:
-        # A run that ends with its warm-up has no length left to descend: one round at full rate.
+        # a run that ends with its warm-up has no length left to descend
         progress = min(elapsed / max(length, 1), 1.0)
         return self.final_factor + (1 - self.final_factor) * (1 + math.cos(math.pi * progress)) / 2

@@ -103,15 +103,16 @@ def sorted_sum(rows: Rows, weights: Floats) -> Floats:
     first, end = int(used[0]), int(used[-1]) + 1
     kept = weights[first:end].astype(rows.dtype)
     result = np.empty(rows.num_columns, rows.dtype)
-    for columns, ordered in sorted_blocks(rows, first, end):
+    for columns, ordered, _ in sorted_blocks(rows, first, end):
         np.matmul(kept, ordered, out=result[columns])
     return result
 
 
-def sorted_blocks(rows: Rows, first: int, end: int) -> Iterator[tuple[slice, Floats]]:
-    """Yield (columns, some places of each column's increasing order, shape (end - first, width)).
+def sorted_blocks(rows: Rows, first: int, end: int) -> Iterator[tuple[slice, Floats, Floats]]:
+    """Yield (columns, some places of each column's increasing order, the columns as they are).
 
-    A block's memory is used again for the next one.
+    The orders have shape (end - first, width), the columns (n, width). A block's memory is used again
+    for the next one.
     """
     scratch = np.empty(0, rows.dtype)
     for columns, block in rows.blocks():
@@ -120,7 +121,7 @@ def sorted_blocks(rows: Rows, first: int, end: int) -> Iterator[tuple[slice, Flo
             scratch = np.empty(size, rows.dtype)
         ordered = scratch[:size].reshape(end - first, -1)
         sorted_columns(np.ascontiguousarray(block), first, end, ordered)
-        yield columns, ordered
+        yield columns, ordered, block
 
 
 def median_weights(count: int) -> Floats:

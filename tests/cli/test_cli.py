@@ -15,6 +15,7 @@ from fl_lightning.federation.cores import num_usable_cores
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 QUICK = ["--config", str(CONFIGS / "quickstart.yaml")]
+TESTED = ["--data.init_args.client_test_fraction", "0.1"]  # clients hold out test examples as well
 QUIET = ["--trainer.enable_progress_bar", "false"]
 ONE_ROUND = ["--trainer.max_epochs", "1", "--trainer.devices", "1", *QUIET]
 
@@ -137,7 +138,7 @@ def test_every_core_takes_part_unless_told_otherwise(caplog):
 
 
 def test_two_processes_are_one_run(capsys, caplog):
-    two = [*QUICK, "--trainer.devices", "2", "--trainer.enable_progress_bar", "false"]
+    two = [*QUICK, *TESTED, "--trainer.devices", "2", "--trainer.enable_progress_bar", "false"]
     main(["fit", *two, "--trainer.max_epochs", "1"])
     assert "trainer.strategy: federated, because there are several devices" in caplog.text
     assert "checkpoint: runs/quickstart/version_0/checkpoints/last.ckpt" in capsys.readouterr().out
@@ -153,12 +154,12 @@ def test_two_processes_are_one_run(capsys, caplog):
 
 
 def test_validate_and_test_report_global_and_per_client_metrics(capsys, caplog):
-    main(["fit", *QUICK, *ONE_ROUND])
+    main(["fit", *QUICK, *TESTED, *ONE_ROUND])
     checkpoint = ["--ckpt_path", "runs/quickstart/version_0/checkpoints/last.ckpt"]
     for command, metric in (("validate", "val/accuracy"), ("test", "test/accuracy")):
         caplog.clear()
         capsys.readouterr()
-        main([command, *QUICK, "--trainer.enable_progress_bar", "false", *checkpoint])
+        main([command, *QUICK, *TESTED, "--trainer.enable_progress_bar", "false", *checkpoint])
         assert metric in capsys.readouterr().out
         assert re.search(rf"clients: {metric} mean .* over 20 clients", caplog.text)
 

@@ -57,10 +57,13 @@ MEANS = {
     "squared error": lambda z, x, y, p: F.mse_loss(z, x[:, :3]),
     "absolute error": lambda z, x, y, p: (z - x[:, :3]).abs().mean(),
     "Huber": lambda z, x, y, p: F.smooth_l1_loss(z, x[:, :3]),
-    "pinball": lambda z, x, y, p: torch.maximum(0.3 * (x[:, 0] - z[:, 0]), 0.7 * (z[:, 0] - x[:, 0])).mean(),
+    "pinball": lambda z, x, y, p: torch.maximum(
+        0.3 * (x[:, 0] - z[:, 0]), 0.7 * (z[:, 0] - x[:, 0])
+    ).mean(),
     "binary": lambda z, x, y, p: F.binary_cross_entropy_with_logits(z[:, 0], (y > 0).float()),
     "focal": lambda z, x, y, p: (
-        (1 - z.softmax(1).gather(1, y[:, None])[:, 0]) ** 2 * F.cross_entropy(z, y, reduction="none")
+        (1 - z.softmax(1).gather(1, y[:, None])[:, 0]) ** 2
+        * F.cross_entropy(z, y, reduction="none")
     ).mean(),
     "sum over the length": lambda z, x, y, p: F.cross_entropy(z, y, reduction="sum") / len(y),
     "by position": lambda z, x, y, p: -z.log_softmax(1)[torch.arange(len(y)), y].mean(),
@@ -73,14 +76,18 @@ MEANS = {
     "detached weights of each": lambda z, x, y, p: (
         z.detach().sigmoid()[:, 0] * F.cross_entropy(z, y, reduction="none")
     ).mean(),
-    "clamped gradient of each, scaled": lambda z, x, y, p: F.cross_entropy(hooked(z, lambda g: 2 * g), y),
+    "clamped gradient of each, scaled": lambda z, x, y, p: F.cross_entropy(
+        hooked(z, lambda g: 2 * g), y
+    ),
     "learnt weight": lambda z, x, y, p: F.cross_entropy(z, y) * p["0.bias"].exp().sum(),
     "two losses": lambda z, x, y, p: 0.3 * F.cross_entropy(z, y) + F.l1_loss(z, x[:, :3]),
 }
 
 NOT_MEANS = {
     "sum": lambda z, x, y, p: F.cross_entropy(z, y, reduction="sum"),
-    "class weights": lambda z, x, y, p: F.cross_entropy(z, y, weight=torch.tensor([1.0, 5.0, 20.0])),
+    "class weights": lambda z, x, y, p: F.cross_entropy(
+        z, y, weight=torch.tensor([1.0, 5.0, 20.0])
+    ),
     "class weights by hand": lambda z, x, y, p: (
         (torch.tensor([1.0, 5.0, 20.0])[y] * F.cross_entropy(z, y, reduction="none")).sum()
         / torch.tensor([1.0, 5.0, 20.0])[y].sum()
@@ -95,20 +102,30 @@ NOT_MEANS = {
     "variance": lambda z, x, y, p: F.cross_entropy(z, y) + z.var(0, correction=0).mean(),
     "centred": lambda z, x, y, p: (z - z.mean(0)).square().mean(),
     "largest": lambda z, x, y, p: F.cross_entropy(z, y, reduction="none").max(),
-    "hardest half": lambda z, x, y, p: F.cross_entropy(z, y, reduction="none").topk(2 if len(z) > 1 else 1)[0].mean(),
+    "hardest half": lambda z, x, y, p: (
+        F.cross_entropy(z, y, reduction="none").topk(2 if len(z) > 1 else 1)[0].mean()
+    ),
     "every second": lambda z, x, y, p: F.cross_entropy(z[::2], y[::2]),
     "mixup": lambda z, x, y, p: F.mse_loss(0.7 * z + 0.3 * z.flip(0), x[:, :3]),
     "rolled": lambda z, x, y, p: (z * z.roll(1, 0)).mean(),
-    "batch norm": lambda z, x, y, p: F.batch_norm(z, None, None, training=True).square().sum(1).mean()
-    if len(z) > 1
-    else z.square().sum(1).mean(),
+    "batch norm": lambda z, x, y, p: (
+        F.batch_norm(z, None, None, training=True).square().sum(1).mean()
+        if len(z) > 1
+        else z.square().sum(1).mean()
+    ),
     "softmax over the batch": lambda z, x, y, p: (z.softmax(0) * x[:, :3]).mean(),
-    "gradients meet in a backward pass": lambda z, x, y, p: F.cross_entropy(MixingBackward.apply(z), y),
-    "gradients meet in a hook": lambda z, x, y, p: F.cross_entropy(hooked(z, lambda g: g / g.norm()), y),
+    "gradients meet in a backward pass": lambda z, x, y, p: F.cross_entropy(
+        MixingBackward.apply(z), y
+    ),
+    "gradients meet in a hook": lambda z, x, y, p: F.cross_entropy(
+        hooked(z, lambda g: g / g.norm()), y
+    ),
     "gradients of each are clamped": lambda z, x, y, p: F.cross_entropy(
         hooked(z, lambda g: g.clamp(-0.01, 0.01)), y
     ),
-    "other for one": lambda z, x, y, p: F.cross_entropy(z, y) if len(z) == 1 else F.cross_entropy(2 * z, y),
+    "other for one": lambda z, x, y, p: (
+        F.cross_entropy(z, y) if len(z) == 1 else F.cross_entropy(2 * z, y)
+    ),
     "grows with the length": lambda z, x, y, p: F.cross_entropy(z, y) * len(z),
     "exponent of the length": lambda z, x, y, p: F.cross_entropy(z, y) * 0.9 ** len(z),
     "by numbers of the length": lambda z, x, y, p: (

@@ -3,26 +3,16 @@
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
-from toys import ToyData, toy_data
+from toys import LoaderData, ToyData, toy_data
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.digits import Digits
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.data.label_shards import LabelShards
 from fl_lightning.data.partition import IID, NaturalPartition
-
-
-class Source(LightningDataModule):
-    """A data module whose training loader is given."""
-
-    def __init__(self, loader):
-        super().__init__()
-        self.loader = loader
-
-    def train_dataloader(self):
-        return self.loader
 
 
 class Letters(TensorDataset):
@@ -38,7 +28,7 @@ def owned(data):
 
 
 def federated(loader, **options):
-    return FederatedDataModule(Source(loader), **{"num_clients": 3, "seed": 0, **options})
+    return FederatedDataModule(LoaderData(loader), **{"num_clients": 3, "seed": 0, **options})
 
 
 class TestShards:
@@ -240,6 +230,11 @@ class Stream(IterableDataset):
         return iter(range(4))
 
 
+class Endless:
+    def __getitem__(self, index):
+        return index
+
+
 class TestRefuses:
     @pytest.mark.parametrize(
         ("options", "message"),
@@ -259,20 +254,48 @@ class TestRefuses:
             _ = FederatedDataModule(ToyData()).clients
 
     @pytest.mark.parametrize(
-        "loader",
-        [[DataLoader(Letters())], {"a": DataLoader(Letters())}, Letters()],
-        ids=["list", "dict", "no loader"],
+        "loaders",
+        [
+            [DataLoader(Letters())],
+            {"a": DataLoader(Letters()), "b": DataLoader(Letters())},
+            CombinedLoader([DataLoader(Letters()), DataLoader(Letters())]),
+        ],
+        ids=["list", "dict", "combined"],
     )
-    def test_what_cannot_be_divided_by_index(self, loader):
-        with pytest.raises(ConfigurationError, match="must return one DataLoader over a map-style"):
+    def test_several_loaders(self, loaders):
+        with pytest.raises(
+            ConfigurationError, match=r"got several \(.*Put their data sets into one"
+        ):
+            _ = federated(loaders).clients
+
+    @pytest.mark.parametrize(
+        ("loader", "got"),
+        [
+            (Letters(), "Letters"),
+            (DataLoader(Stream()), "Stream"),
+            (DataLoader(Endless()), "Endless"),
+        ],
+        ids=["no loader", "a stream", "no length"],
+    )
+    def test_what_cannot_be_divided_by_index(self, loader, got):
+        message = rf"must return one DataLoader over a map-style data set .* got {got}"
+        with pytest.raises(ConfigurationError, match=message):
             _ = federated(loader).clients
 
-    def test_a_stream(self):
-        with pytest.raises(ConfigurationError):
-            _ = federated(DataLoader(Stream())).clients
+    def test_a_loader_that_goes_its_own_way(self):
+        class Doubling(DataLoader):
+            def __iter__(self):
+                return (2 * x for x, _ in super().__iter__())
+
+        with pytest.raises(ConfigurationError, match="Doubling, whose own __iter__ clients do not"):
+            _ = federated(Doubling(Letters())).clients
+
+    def test_items_that_are_batches(self):
+        with pytest.raises(ConfigurationError, match="batch_size=None, so that each item of its"):
+            _ = federated(DataLoader(Letters(), batch_size=None)).clients
 
     def test_batches_without_a_size(self):
         loader = DataLoader(Letters(), batch_sampler=[[0, 1], [2]])
         with pytest.raises(ConfigurationError, match="give FederatedDataModule a batch_size"):
-            _ = federated(loader).batch_size
-        assert federated(loader, batch_size=2).batch_size == 2
+            _ = federated(loader, ignore_sampler=True).batch_size
+        assert federated(loader, ignore_sampler=True, batch_size=2).batch_size == 2

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
-from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.data.shards import ClientShards, batch_reader, local_order, read_column
+from fl_lightning.data.shards import ClientShards, batch_reader, local_order
 
 X, Y = torch.arange(24.0).view(12, 2), torch.arange(12) % 5
 
@@ -175,45 +174,3 @@ class TestGather:
 
         x, _ = batch_reader(Negated(X, Y))(torch.tensor([1]))
         assert torch.equal(x, -X[[1]])
-
-
-class TestReadColumn:
-    @pytest.mark.parametrize("name", ["targets", "labels", "y"])
-    @pytest.mark.parametrize("of", [list, np.array, torch.tensor])
-    def test_finds_the_usual_names(self, name, of):
-        dataset = Pairs()
-        setattr(dataset, name, of([3, 1, 2]))
-        assert read_column(dataset, None).tolist() == [3, 1, 2]
-
-    def test_finds_the_last_tensor(self):
-        assert read_column(TensorDataset(X, X, Y), None).tolist() == Y.tolist()
-
-    def test_falls_back_on_the_second_part_of_every_example(self):
-        assert read_column(Pairs(), None).tolist() == Y.tolist()
-
-    def test_a_name_goes_first(self):
-        dataset = Pairs()
-        dataset.targets, dataset.writer = [0, 0], ["bo", "al"]
-        assert read_column(dataset, "writer").tolist() == ["bo", "al"]
-
-    def test_follows_subsets(self):
-        dataset = Pairs()
-        dataset.writer = np.arange(12) * 10
-        nested = Subset(Subset(dataset, [5, 6, 7]), torch.tensor([2, 0]))
-        assert read_column(nested, "writer").tolist() == [70, 50]
-        assert read_column(nested, None).tolist() == Y[[7, 5]].tolist()
-
-    def test_refuses_a_name_that_is_not_there(self):
-        with pytest.raises(ConfigurationError, match="Pairs has no attribute 'writer'"):
-            read_column(Pairs(), "writer")
-
-    @pytest.mark.parametrize(
-        "example", [torch.tensor(1.0), {"x": 1, "y": 2}, (1,), (1, None)], ids=str
-    )
-    def test_refuses_examples_without_a_label(self, example):
-        class Odd(Pairs):
-            def __getitem__(self, index):
-                return example
-
-        with pytest.raises(ConfigurationError, match=r"labels of Odd .*labels='…'"):
-            read_column(Odd(), None)

@@ -15,6 +15,7 @@ from fl_lightning import (
     Federation,
     PoissonCohort,
 )
+from fl_lightning.models import Schedule
 
 
 class Interrupted(ToyModule):
@@ -168,6 +169,40 @@ def test_the_frequency_of_a_schedule_counts_rounds(num_clients):
 
     trainer = fit(EveryOther(), data=toy_data(num_clients=num_clients), max_epochs=4)
     assert trainer.optimizers[0].param_groups[0]["lr"] == 0.25
+
+
+class Scheduled(ToyModule):
+    """With a schedule's factors."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, self.factor)]
+
+
+@pytest.mark.parametrize("kind", ["constant", "cosine", "step"])
+@pytest.mark.parametrize("warmup", [0, 2])
+def test_every_round_of_a_schedule_trains(kind, warmup, caplog):
+    schedule = Schedule(kind, warmup_rounds=warmup, step_every=1)
+    norms = []
+
+    class Norms(Callback):
+        def on_train_epoch_end(self, trainer, module):
+            norms.append(float(trainer.callback_metrics["round/update_norm"]))
+
+    fit(Scheduled(lambda round: schedule.factor(round, 4)), Norms(), max_epochs=4)
+    assert len(norms) == 4
+    assert min(norms) > 1e-4
+    assert "learning rate is 0" not in caplog.text
+
+
+def test_rounds_at_rate_zero_are_told(caplog):
+    fit(Scheduled(lambda round: float(round < 2)), max_epochs=3)
+    assert "round 2: a learning rate is 0, so nothing moves (the clients' one)." in caplog.text
+    assert "round 1: a learning rate" not in caplog.text
 
 
 class Counting(ToyModule):

@@ -12,6 +12,7 @@ from fl_lightning import (
     Federation,
     PoissonCohort,
     RoundFailure,
+    Scaffold,
     UniformCohort,
 )
 
@@ -164,3 +165,52 @@ def test_more_replies_than_a_round_has_clients(cohort, most):
 def test_a_cohort_larger_than_the_population():
     with pytest.raises(ConfigurationError, match="9 clients but there are only 6"):
         fit(ToyModule(), toy_data(), cohort=UniformCohort(size=9))
+
+
+class Sizes:
+    """Shards of given sizes, one after the other."""
+
+    uses_labels = False
+
+    def __init__(self, *sizes):
+        self.sizes = sizes
+
+    def assign(self, labels, num_clients, seed):
+        return np.split(np.arange(len(labels)), np.cumsum(self.sizes)[:-1])
+
+
+class Spread(ToyModule):
+    """With a term that is NaN on one example."""
+
+    def training_step(self, batch, batch_idx):
+        values = self.net(batch[0])
+        squares = (values - values.mean(0)).square().sum()
+        return super().training_step(batch, batch_idx) + squares / (len(values) - 1)
+
+
+class TestOneExample:
+    """What a batch of one example is too few for fails with what helps."""
+
+    @staticmethod
+    def run(module, *sizes, drop_last=False, **options):
+        data = toy_data(num_clients=len(sizes), partition=Sizes(*sizes), drop_last=drop_last)
+        fit(module, data, max_epochs=1, engine="sequential", **options)
+
+    @pytest.mark.parametrize("module", [ToyModule(batch_norm=True), Spread()], ids=["norm", "nan"])
+    def test_as_the_last_batch(self, module):
+        with pytest.raises(ClientFailure, match=r"client 1: .*one example.*drop_last.*batch_size"):
+            self.run(module, 16, 17, 27)
+        self.run(module, 16, 17, 27, drop_last=True)  # as the message says
+
+    def test_as_all_that_a_client_has(self):
+        with pytest.raises(ClientFailure, match=r"client 2: .*more than 1 value.*min_examples"):
+            self.run(ToyModule(batch_norm=True), 16, 43, 1, drop_last=True)
+
+    def test_in_the_gradient_of_a_whole_shard(self):
+        with pytest.raises(ClientFailure, match=r"whole shard: .*one example.*drop_last"):
+            self.run(ToyModule(batch_norm=True), 17, 43, local_steps=1, correction=Scaffold("I"))
+
+    def test_other_failures_are_not_put_down_to_it(self):
+        with pytest.raises(ClientFailure) as caught:
+            fit(*sabotage("raise"))
+        assert "one example" not in str(caught.value)

@@ -27,13 +27,16 @@ from fl_lightning import (
 )
 from fl_lightning.client import Devices, LogNormalSpeeds
 from fl_lightning.client.local_training import GlobalModel
+from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.thin_deltas import ThinDeltas
 from fl_lightning.client.work import ClientWork, GroupWork
 from fl_lightning.core.errors import EnginesDiffer
 from fl_lightning.core.seeds import uniform_numbers
+from fl_lightning.core.space import Space
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.data import Digits
 from fl_lightning.federation.engine_options import EngineOptions
+from fl_lightning.federation.group_training import GroupTraining
 from fl_lightning.federation.slot_engine import SlotEngine
 from fl_lightning.federation.spot_check import SpotCheck
 from fl_lightning.federation.spot_rate import SpotRate, drawn
@@ -56,15 +59,29 @@ def toy(kind=ToyModule, **options):
         return kind(**options)
 
 
+class Looked(list):
+    def __init__(self):
+        super().__init__()
+        self.again = []
+
+
 @pytest.fixture
 def checked(monkeypatch):
-    """Return which clients were looked at, as (round, client), when the run is over."""
-    looked, look = [], SpotCheck.look
+    """Return which clients were looked at, as (round, client), when the run is over.
+
+    ``again`` has an entry for everyone who was trained again, at a look or at a closer one.
+    """
+    looked, look, train = Looked(), SpotCheck.look, GroupTraining._train_again
+
+    def train_again(self, work, model):
+        looked.again.append(work.client_id)
+        return train(self, work, model)
 
     def note(self, work, found, start):
         looked.append((work.round_index, work.client_id))
         look(self, work, found, start)
 
+    monkeypatch.setattr(GroupTraining, "_train_again", train_again)
     monkeypatch.setattr(SpotCheck, "look", note)
     return looked
 
@@ -149,7 +166,9 @@ class TestWhatDiffersStopsTheRun:
             return group
 
         spoil(monkeypatch, change)
-        with pytest.raises(EnginesDiffer, match=r"round 3, .* it fails in slots, and not one after"):
+        with pytest.raises(
+            EnginesDiffer, match=r"round 3, .* it fails in slots, and not one after"
+        ):
             run(toy(), on_client_failure="skip")
 
     def test_not_if_nobody_is_checked(self, monkeypatch):
@@ -187,12 +206,15 @@ class Measured(ToyModule):
     def __init__(self, **options):
         super().__init__(dropout=0.3, **options)
         self.metric = torchmetrics.Accuracy(task="multiclass", num_classes=3)
+        self.total = torchmetrics.SumMetric()
 
     def training_step(self, batch, batch_idx):
         logits = self.net(batch[0])
         loss = F.cross_entropy(logits, batch[1])
         self.metric(logits, batch[1])
         self.log("train/object", self.metric, prog_bar=True)
+        self.total.update(loss.detach())
+        self.log("train/total", self.total)
         self.log("train/double", 2 * loss, on_step=True, on_epoch=True)
         return loss
 
@@ -278,6 +300,7 @@ def test_a_run_has_the_same_bits_with_checks(case, checked):
         logs.append((values, federation.rounds.clients.collector.prog_bar))
         if fraction:
             expected = checked.copy()
+            assert len(checked.again) == len(checked)  # nobody needed a closer look
     # all clients, or those whose batches are full
     assert len(expected) == 5 * 4 if options.get("data") is not full_batches else len(expected) > 10
     assert checked == expected
@@ -328,12 +351,67 @@ class Unstable(ToyModule):
     """Trains at a rate at which rounding decides where it ends."""
 
     def __init__(self):
-        super().__init__(lr=3.0, scheduler=False)
+        super().__init__(lr=0.5, scheduler=False)
+        self.net = nn.Sequential(
+            nn.Flatten(),
+            nn.Linear(64, 64),
+            nn.ReLU(),
+            nn.Linear(64, 64),
+            nn.ReLU(),
+            nn.Linear(64, 10),
+        )
 
 
 def test_rounding_alone_is_no_reason_to_stop(checked):
-    run(toy(Unstable), local_epochs=None, local_steps=60)
-    assert len(checked) == 5 * 6
+    data = FederatedDataModule(Digits(seed=0), num_clients=4, seed=0)
+    run(toy(Unstable), data=data, local_epochs=None, local_steps=60, max_epochs=2)
+    assert len(checked) == 2 * 4
+    assert len(checked.again) > len(checked)  # some were looked at more closely
+
+
+class Held(nn.Module):
+    """Has everything that training could leave something in."""
+
+    def __init__(self):
+        super().__init__()
+        self.moves, self.frozen = nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False)
+        self.metric = torchmetrics.SumMetric()
+
+    def log(self, *_, **__):
+        raise AssertionError
+
+
+def disturb(module):
+    """Do what training may do, and be interrupted."""
+    module.log("new", 3.0, prog_bar=True)
+    module.log("object", module.metric)
+    module.metric.update(5.0)
+    torch.rand(3)
+    for param in module.parameters():
+        param.data.fill_(7.0)
+    raise KeyboardInterrupt
+
+
+def test_nothing_is_left_behind():
+    module, logs = Held(), LogCollector()
+    space = Space.of_parameters(module)
+    start = GlobalModel(space.read(), torch.empty(0))
+    restore = lambda model: space.write(model.params)
+    check = SpotCheck(SpotRate(1.0), module, logs, None, restore, "32-true")
+    logs.log("known", 1.0, prog_bar=True)
+    logs.collect()
+    module.metric.update(2.0)
+    before, names = weights(module), logs.epoch_names
+    expected = torch.get_rng_state()
+    with pytest.raises(KeyboardInterrupt), check.without_trace(start):
+        disturb(module)
+    assert torch.equal(weights(module), before)
+    assert torch.equal(torch.get_rng_state(), expected)
+    assert module.metric.compute() == 2.0
+    assert "log" not in vars(module)
+    assert logs.epoch_names == {"known": "known"}
+    assert logs.epoch_names is names
+    assert (logs.prog_bar, logs.metrics, logs.collect()) == ({"known"}, {}, {})
 
 
 class Fails(ToyModule):

@@ -29,7 +29,6 @@ from collections.abc import Callable
 from itertools import zip_longest
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fl_lightning.client.by_example import shape_rules
@@ -37,7 +36,7 @@ from fl_lightning.client.by_example.kinds import ALIKE, Kind, mixed, rows
 from fl_lightning.client.by_example.record import Call, Record, Recorder, Source
 from fl_lightning.client.by_example.rules import RULES, short_name
 from fl_lightning.client.by_example.seen import Differs, Seen, degree_of
-from fl_lightning.client.same_values import same_numbers
+from fl_lightning.client.same_values import same_numbers, same_value
 
 __all__ = ["Recorder", "reason_against"]
 
@@ -154,7 +153,7 @@ def _differ(value: Any, other: Any) -> bool:
         return False
     if isinstance(value, list) and isinstance(other, list):
         return len(value) != len(other) or any(map(_differ, value, other))
-    return bool(value != other and not (value != value and other != other))
+    return not same_value(value, other)
 
 
 def _sources(value: Any) -> list[Any]:
@@ -239,7 +238,9 @@ class _Pairs:
     def _check_given(self, number: int, twin: int) -> None:
         """Check that a tensor that no operator has made is the same in both runs."""
         one, two = self._record.given[number][1], self._other.given[twin][1]
-        if one is two or (one.shape == two.shape and one.dtype == two.dtype and same_numbers(one, two)):
+        if one is two or (
+            one.shape == two.shape and one.dtype == two.dtype and same_numbers(one, two)
+        ):
             return
         if self._record.size == self._other.size or not one.numel() == two.numel() == 1:
             raise self._differs(None, None)
@@ -249,7 +250,9 @@ class _Pairs:
     def _differs(self, call: Call | None, twin: Call | None) -> Differs:
         size, other = self._record.size, self._other.size
         if call is twin:
-            return Differs(f"training_step does other things with {other} examples than with {size}")
+            return Differs(
+                f"training_step does other things with {other} examples than with {size}"
+            )
         names = [short_name(c.name) if c is not None else "nothing" for c in (twin, call)]
         return Differs(
             f"training_step does other things with {other} examples than with {size} "

@@ -10,7 +10,7 @@ backward pass anew. Nothing that was made is freed before the record is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # Where a tensor lies: its storage, and which part of it as what.
-Place = tuple[int, int, tuple[int, ...], tuple[int, ...], torch.dtype]
+Place = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -138,6 +138,12 @@ class Recorder(TorchDispatchMode):
             number = self._new(tensor)
             self.record.given[number] = "other", tensor
         return Source(number, tuple(tensor.shape), tensor.dtype)
+
+    def written(self, tensors: Mapping[str, Tensor]) -> list[str]:
+        """Return which of some tensors, by name, an operator has written to, or to parts of them."""
+        numbers = [source.number for call in self.record.calls for source in call.written]
+        storages = {self.record.aliases[number] for number in numbers}
+        return [name for name, tensor in tensors.items() if _place(tensor)[0] in storages]
 
     def _result(self, value: Any, written: Sequence[Tensor]) -> Source | None:
         if not isinstance(value, Tensor):

@@ -53,9 +53,13 @@ def _first_not_plain(seen: Seen, names: list[str], what: str) -> Kind | None:
     "softplus softshrink sqrt square tan tanh threshold trunc xlogy"
 )
 def _entry_by_entry(seen: Seen) -> list[Kind]:
+    return [_plain(seen)] * len(seen.call.results)
+
+
+def _plain(seen: Seen) -> Kind:
+    """Return the kind of what takes plain numbers entry by entry."""
     found = _first_not_plain(seen, list(seen.call.arguments), f"{_short(seen)} is taken")
-    kind = found or seen.broadcast(seen.tensors())
-    return [kind] * len(seen.call.results)
+    return found or seen.broadcast(seen.tensors())
 
 
 @rule("neg alias detach clone contiguous lift_fresh positive view_as_real view_as_complex real")
@@ -135,7 +139,7 @@ def _product(seen: Seen, first: str, second: str) -> Kind:
 @rule("div true_divide")
 def _div(seen: Seen) -> Kind:
     if seen["rounding_mode"] is not None:
-        return _entry_by_entry(seen)[0]
+        return _plain(seen)
     one, two = seen.kind("self"), seen.kind("other")
     if two.name == "mixed" or one.is_count:
         return two if two.name == "mixed" else mixed("a count of examples is divided")
@@ -171,7 +175,11 @@ def _sum_of(seen: Seen, one: Kind, two: Kind, names: list[str]) -> Kind:
         if all(k.is_mean for k in (one, two)):
             return total(-1)
         is_sum = len(degrees) <= 1 and all(k.name == "total" for k in both)
-        return total(both[0].degree if both else None) if is_sum else mixed("sums and other numbers are added")
+        return (
+            total(both[0].degree if both else None)
+            if is_sum
+            else mixed("sums and other numbers are added")
+        )
     if len(degrees) > 1:
         return mixed("numbers are added that depend on the size of the batch in different ways")
     return Kind(kind.name, both[0].degree if both else None, kind.axis, kind.inner)
@@ -189,19 +197,21 @@ def _where(seen: Seen) -> Kind:
     if kind.name == "mixed":
         return kind
     place = seen.broadcast(["condition", "self", "other"])
-    return place if place.name == "mixed" else Kind(place.name, kind.degree, place.axis, place.inner)
+    return (
+        place if place.name == "mixed" else Kind(place.name, kind.degree, place.axis, place.inner)
+    )
 
 
 @rule("masked_fill")
 def _masked_fill(seen: Seen) -> Kind:
     if seen["value"] == 0:
         return _linear_in(seen, "self")
-    return _entry_by_entry(seen)[0]
+    return _plain(seen)
 
 
 @rule("addcmul addcdiv")
 def _addcmul(seen: Seen) -> Kind:
-    return _entry_by_entry(seen)[0]
+    return _plain(seen)
 
 
 @rule("sum mean")
@@ -442,8 +452,11 @@ def _loss(seen: Seen) -> Kind:
 
 
 def _rows_of_equal(seen: Seen, names: list[str], ndim: int) -> Kind:
-    found = {(seen.kind(n).axis + ndim - len(seen.shape(n)), seen.kind(n).inner) for n in names
-             if seen.kind(n).name == "rows"}
+    found = {
+        (seen.kind(n).axis + ndim - len(seen.shape(n)), seen.kind(n).inner)
+        for n in names
+        if seen.kind(n).name == "rows"
+    }
     if not found:
         return ALIKE
     if len(found) > 1:
@@ -462,11 +475,15 @@ def _loss_backward(seen: Seen) -> Kind:
     found = _first_not_plain(seen, names, f"{_short(seen)} is taken")
     kind, grad = found or seen.broadcast(names), seen.kind("grad_output")
     if kind.name == "mixed" or grad.name in ("mixed", "total"):
-        return kind if kind.name == "mixed" else mixed("the gradient of a loss depends on the batch")
+        return (
+            kind if kind.name == "mixed" else mixed("the gradient of a loss depends on the batch")
+        )
     if grad.name == "rows" and (kind.name != "rows" or grad.axis != kind.axis):
         return mixed("examples of a batch meet")
     lower = 1 if seen["reduction"] in (1, None) and kind.name == "rows" else 0
-    return Kind(kind.name, None if grad.degree is None else grad.degree - lower, kind.axis, kind.inner)
+    return Kind(
+        kind.name, None if grad.degree is None else grad.degree - lower, kind.axis, kind.inner
+    )
 
 
 def _short(seen: Seen) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from fl_lightning.client.by_example.kinds import ALIKE, Kind, mixed, rows
 from fl_lightning.client.by_example.record import Call, Source
+from fl_lightning.client.same_values import same_value
 
 
 @dataclass(frozen=True)
@@ -132,14 +133,16 @@ def degree_of(value: Any, other: Any, size: int, other_size: int) -> int:
         >>> degree_of(0.25, 0.5, 4, 2), degree_of(12, 6, 4, 2), degree_of("mean", "mean", 4, 2)
         (-1, 1, 0)
     """
-    if type(value) is type(other) and (value == other or (value != value and other != other)):
+    if same_value(value, other):
         return 0
     if isinstance(value, (int, float)) and isinstance(other, (int, float)):
         if _is_close(value * other_size, other * size):
             return 1
         if _is_close(value * size, other * other_size):
             return -1
-    raise Differs(f"training_step computes with {other} for {other_size} examples, {value} for {size}")
+    raise Differs(
+        f"training_step computes with {other} for {other_size} examples, {value} for {size}"
+    )
 
 
 def _is_close(one: float, two: float) -> bool:

@@ -11,11 +11,39 @@ from fl_lightning.client.by_example.seen import Seen
 
 # Whose numbers say how tensors are to lie, which their results' shapes show.
 SHAPES = frozenset(
-    "view _unsafe_view reshape expand zeros ones full empty new_zeros new_ones new_full new_empty "
-    "empty_strided new_empty_strided empty_permuted rand randn randint repeat slice_backward "
-    "select_backward slice split split_with_sizes arange native_layer_norm "
-    "native_layer_norm_backward native_group_norm native_group_norm_backward constant_pad_nd "
-    "embedding_dense_backward".split()
+    [
+        "view",
+        "_unsafe_view",
+        "reshape",
+        "expand",
+        "zeros",
+        "ones",
+        "full",
+        "empty",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "new_empty",
+        "empty_strided",
+        "new_empty_strided",
+        "empty_permuted",
+        "rand",
+        "randn",
+        "randint",
+        "repeat",
+        "slice_backward",
+        "select_backward",
+        "slice",
+        "split",
+        "split_with_sizes",
+        "arange",
+        "native_layer_norm",
+        "native_layer_norm_backward",
+        "native_group_norm",
+        "native_group_norm_backward",
+        "constant_pad_nd",
+        "embedding_dense_backward",
+    ]
 )
 
 
@@ -55,9 +83,7 @@ def _repeat(seen: Seen) -> Kind:
     if kind.name in ("mixed", "total") or kind.is_position:
         return kind if kind.name == "mixed" else mixed("a mean over the batch is repeated")
     if kind.name == "alike":
-        spread = seen.created(kind.degree)
-        # repeated from its first to its last entry: what one example has is the whole
-        return spread
+        return seen.created(kind.degree)
     axis = kind.axis + len(out) - len(shape)
     if out[axis] != shape[kind.axis]:
         return mixed("examples are repeated")
@@ -184,7 +210,9 @@ def _gather(seen: Seen) -> Kind:
     if kind.name == index.name == "rows":
         same = kind.axis == index.axis != dim and kind.inner == index.inner
         return rows(kind.axis, kind.inner, kind.degree) if same else mixed("examples meet")
-    return kind if kind.name == index.name == "alike" else mixed("entries are looked up by the batch")
+    return (
+        kind if kind.name == index.name == "alike" else mixed("entries are looked up by the batch")
+    )
 
 
 @rule("scatter scatter_add")
@@ -193,7 +221,11 @@ def _scatter(seen: Seen) -> Kind:
     names = [n for n in ("self", "index", "src") if isinstance(seen[n], Source)]
     kinds = [seen.kind(name) for name in names]
     if not all(k.name == "rows" and not k.is_position for k in kinds):
-        return ALIKE if all(k.name == "alike" and k.is_plain for k in kinds) else mixed("examples meet")
+        return (
+            ALIKE
+            if all(k.name == "alike" and k.is_plain for k in kinds)
+            else mixed("examples meet")
+        )
     same = len({(k.axis, k.inner) for k in kinds}) == 1 and kinds[0].axis != dim
     degrees = {k.degree for k, name in zip(kinds, names, strict=True) if name != "index"} - {None}
     if "src" not in names and seen["value"] != 0:
@@ -243,7 +275,11 @@ def _index_put(seen: Seen) -> Kind:
     is_table = fits and seen["accumulate"] and kind.name == "alike" and len(sources) == 1
     if is_table and isinstance(seen["indices"][0], Source):
         index = seen.kinds[sources[0].number]
-        if index.name == "rows" and index.is_plain and (index.axis, index.inner) == (0, values.inner):
+        if (
+            index.name == "rows"
+            and index.is_plain
+            and (index.axis, index.inner) == (0, values.inner)
+        ):
             return total(values.degree)
     return mixed("entries are written by the batch")
 
@@ -291,7 +327,9 @@ def _images_backward(seen: Seen) -> Kind:
     grad = seen.kind("grad_output")
     if grad.name != "rows" or grad.axis != 0 or grad.is_position:
         return grad if grad.name == "mixed" else mixed("images of a batch meet")
-    same = all(k.name == "rows" and k.axis == 0 and k.inner == grad.inner and k.is_plain for k in kinds)
+    same = all(
+        k.name == "rows" and k.axis == 0 and k.inner == grad.inner and k.is_plain for k in kinds
+    )
     return grad if same else mixed("images of a batch meet")
 
 
@@ -327,7 +365,9 @@ def _layer_norm(seen: Seen) -> list[Kind]:
 
 @rule("native_layer_norm_backward")
 def _layer_norm_backward(seen: Seen) -> list[Kind]:
-    return _norm_backward(seen, len(seen.shape("input")) - len(seen["normalized_shape"]), "grad_out")
+    return _norm_backward(
+        seen, len(seen.shape("input")) - len(seen["normalized_shape"]), "grad_out"
+    )
 
 
 @rule("native_group_norm")
@@ -355,8 +395,10 @@ def _norm_backward(seen: Seen, ndim: int, name: str) -> list[Kind]:
 @rule("native_batch_norm cudnn_batch_norm _native_batch_norm_legit _batch_norm_with_update")
 def _batch_norm(seen: Seen) -> list[Kind]:
     count, kind = len(seen.call.results), seen.kind("input")
-    names = [n for n in seen.tensors("input", "self")]
-    fits = kind.is_plain and all(seen.kind(n).name == "alike" and seen.kind(n).is_plain for n in names)
+    names = seen.tensors("input", "self")
+    fits = kind.is_plain and all(
+        seen.kind(n).name == "alike" and seen.kind(n).is_plain for n in names
+    )
     if seen["training"] or not fits or (kind.name == "rows" and kind.axis == 1):
         return [mixed("batch norm takes the mean over examples")] * count
     return [kind, *[ALIKE] * (count - 1)]

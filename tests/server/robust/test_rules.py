@@ -15,7 +15,7 @@ from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.core.errors import ConfigurationError, RoundFailure
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.server.aggregators import Mean
-from fl_lightning.server.robust.bulyan import Bulyan, mean_around_median
+from fl_lightning.server.robust.bulyan import Bulyan, krum_choices, mean_around_median
 from fl_lightning.server.robust.centred_clipping import CentredClipping
 from fl_lightning.server.robust.fltrust import FLTrust
 from fl_lightning.server.robust.geometric_median import GeometricMedian
@@ -157,19 +157,46 @@ def test_without_attackers_rules_are_the_mean(rows):
         np.testing.assert_allclose(aggregate(rule, rows), mean, rtol=1e-9, atol=1e-9)
 
 
+def nearest_to_the_median(column, count):
+    """By a sort of the distances; of equal ones the first rows'."""
+    order = np.argsort(np.abs(column - np.median(column)), kind="stable")
+    return column[order[:count]].mean()
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    rows=st.integers(3, 14).flatmap(
+        lambda n: st.lists(
+            st.lists(st.integers(-3, 3) | numbers, min_size=n, max_size=n), min_size=1, max_size=9
+        )
+    ),
+    count=st.integers(1, 14),
+)
+def test_bulyan_takes_the_values_nearest_to_the_median(rows, count):
+    """Whole numbers, as quantised updates have, are often equally far from the median."""
+    block = np.array(rows, float).T
+    count = min(count, len(block))
+    found = mean_around_median(block, np.sort(block, axis=0), count)
+    expected = [nearest_to_the_median(column, count) for column in block.T]
+    np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-9)
+
+
 @few
-@given(rows=rounds)
-def test_bulyan_takes_the_values_nearest_to_the_median(rows):
-    """Against a sort of every coordinate's distances, where no two are equally far."""
-    chosen = np.array(rows)
-    theta, beta = len(chosen), len(chosen) - 4
-    found = mean_around_median(np.sort(chosen, axis=0), beta)
-    for column, value in zip(chosen.T, found, strict=True):
-        reach = np.abs(column - np.median(column))
-        order = np.argsort(reach, kind="stable")
-        if reach[order[beta - 1]] < reach[order[beta]]:
-            assert value == pytest.approx(column[order[:beta]].mean(), rel=1e-9, abs=1e-9)
-    assert theta > beta
+@given(
+    rows=st.lists(st.lists(st.integers(-2, 2), min_size=40, max_size=40), min_size=7, max_size=9)
+)
+def test_bulyan_of_whole_numbers_in_single_precision(rows):
+    found = aggregate(Bulyan(1), rows, dtype=torch.float32)
+    distances = ((np.array(rows)[:, None] - np.array(rows)) ** 2).sum(-1).astype(float)
+    chosen = np.array(rows, float)[krum_choices(distances, len(rows) - 2, 1)]
+    expected = [nearest_to_the_median(column, len(rows) - 4) for column in chosen.T]
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_bulyan_pulls_no_tie_to_one_side():
+    """Symmetric whole numbers: the mean over coordinates is 0 but for chance."""
+    rows = np.random.default_rng(0).integers(-2, 3, (11, 20_000))
+    assert abs(aggregate(Bulyan(2), rows).mean()) < 0.02
 
 
 class TestCentredClipping:

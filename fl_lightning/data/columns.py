@@ -1,0 +1,171 @@
+"""One value per example, e.g. its label or its owner, wherever the data set has it.
+
+    a name         an attribute of the data set, one of its columns, or a key of its items
+    a function     of the data set
+    values         a list, array or tensor
+
+A name is looked up through any `Subset` and `ConcatDataset`. Only where it is a key of the items, or no
+name is given and nothing has a usual one, is every example loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import is_dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
+
+from fl_lightning.core.errors import ConfigurationError
+
+# Any stands for arrays and tensors; the command line tries an import path, then a name, then a list
+Column: TypeAlias = Callable[[Any], Any] | str | list[Any] | Any
+
+LABEL_NAMES = ("targets", "labels", "y", "target", "label")  # in this order, if none is given
+_LABEL_POSITION = 1  # of an item that is a tuple
+
+
+def read_column(
+    dataset: Dataset[Any], column: Column | None, option: str = "data.labels"
+) -> npt.NDArray[Any]:
+    """Return one value per example, without loading the examples if possible.
+
+    Args:
+        dataset: map-style.
+        column: where the values are, or they themselves. If None, labels: what is called ``targets``,
+            ``labels``, ``y``, ``target`` or ``label``, a tensor data set's last tensor, or at last
+            every item's second part.
+        option: what errors call it.
+
+    Returns:
+        Shape (N,), or (N, C) where an example has several numbers.
+
+    Raises:
+        ConfigurationError: if there is no such column, or not one value for each example.
+
+    Example:
+        >>> read_column([{"x": 0.5, "writer": "bo"}, {"x": 0.7, "writer": "al"}], "writer")
+        array(['bo', 'al'], dtype='<U2')
+    """
+    count = len(dataset)  # type: ignore[arg-type]
+    if column is not None and not isinstance(column, str):
+        values = _on_the_host(column(dataset) if callable(column) else column, option)
+        if len(values) != count:
+            raise ConfigurationError(
+                f"{option}: {type(dataset).__name__} has {count} examples, got {len(values)} values: "
+                "give one for each"
+            )
+        return values
+    stored = _stored(dataset, column, option)
+    return _of_items(dataset, column, option) if stored is None else stored
+
+
+def name_of(column: Column) -> str:
+    """Return what a sentence calls a column."""
+    if isinstance(column, str):
+        return repr(column)
+    return getattr(column, "__name__", "a function") if callable(column) else "the values given"
+
+
+def _stored(dataset: Any, name: str | None, option: str) -> npt.NDArray[Any] | None:
+    """Return a column that a data set keeps; None if it has none."""
+    for each in LABEL_NAMES if name is None else (name,):
+        if (values := _own(dataset, each)) is not None:
+            return _on_the_host(values, option)
+    if isinstance(dataset, Subset):
+        inner = _stored(dataset.dataset, name, option)
+        return None if inner is None else inner[np.asarray(dataset.indices, np.int64)]
+    if isinstance(dataset, ConcatDataset):
+        return _joined([_stored(part, name, option) for part in dataset.datasets], option)
+    if isinstance(dataset, TensorDataset) and name is None:
+        return _on_the_host(dataset.tensors[-1], option)
+    return None
+
+
+def _own(dataset: Any, name: str) -> Any:
+    """Return a column or attribute if it has one value per example."""
+    if name in (getattr(dataset, "column_names", None) or ()):
+        # a format may change whole rows on the way, and need more than one column for it
+        plain = dataset.with_format(None) if hasattr(dataset, "with_format") else dataset
+        return plain[name]
+    values: Any = getattr(dataset, name, None)
+    # another length: e.g. the names of the classes, or a subset that hands on the whole set's
+    is_column = hasattr(values, "__len__") and not isinstance(values, (str, Mapping))
+    return values if is_column and np.ndim(values) and len(values) == len(dataset) else None
+
+
+def _joined(parts: Sequence[npt.NDArray[Any] | None], option: str) -> npt.NDArray[Any] | None:
+    found = [part for part in parts if part is not None]
+    if len(found) < len(parts):
+        return None
+    if len({(part.shape[1:], part.dtype.kind) for part in found}) > 1:
+        kinds = ", ".join(f"{part.dtype} of shape {part.shape}" for part in found)
+        raise ConfigurationError(
+            f"{option}: the parts of the ConcatDataset hold different kinds of values, {kinds}: give "
+            "a function of the data set that makes them alike"
+        )
+    return np.concatenate(found)
+
+
+def _of_items(dataset: Any, name: str | None, option: str) -> npt.NDArray[Any]:
+    """Return a part of every item."""
+    values: list[Any] = []
+    try:
+        for index in range(len(dataset)):
+            value = np.asarray(_part(dataset[index], name))
+            if value.ndim > 1:
+                raise TypeError(f"an array of shape {value.shape}")
+            values.append(value)
+        return _on_the_host(np.stack(values), option)
+    except (TypeError, ValueError, LookupError, StopIteration) as error:
+        raise ConfigurationError(_refusal(dataset, name, option)) from error
+
+
+def _part(item: Any, name: str | None) -> Any:
+    names = LABEL_NAMES if name is None else (name,)
+    if isinstance(item, Mapping):
+        return item[next(each for each in names if each in item)]
+    if name is None and not is_dataclass(item):
+        return item[_LABEL_POSITION]
+    return getattr(item, next(each for each in names if hasattr(item, each)))
+
+
+def _refusal(dataset: Any, name: str | None, option: str) -> str:
+    what = type(dataset).__name__
+    there = list(getattr(dataset, "column_names", None) or ())
+    first = dataset[0] if len(dataset) else None
+    if not there and isinstance(first, Mapping):
+        there = list(first)
+    has = f" (there are {', '.join(map(repr, there))})" if there else ""
+    if name is not None:
+        return (
+            f"{option}: {what} has no attribute {name!r} with one value per example, nor such a column "
+            f"or key of its items{has}: give another name, a function of the data set, or the values"
+        )
+    return (
+        f"cannot tell the labels of {what}{has}: name the attribute, column or key of its items that "
+        "holds one label per example, as FederatedDataModule(labels='…'), or give a function of the "
+        "data set, or the values"
+    )
+
+
+def _on_the_host(values: Any, option: str) -> npt.NDArray[Any]:
+    if isinstance(values, Tensor):
+        values = values.detach().cpu()
+    elif not hasattr(values, "__array__") and not isinstance(values, (str, bytes)):
+        values = list(values)
+    try:
+        array = np.asarray(values)
+        if array.dtype == object:  # e.g. strings in a table
+            array = np.asarray(array.tolist())
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(f"{option}: values must be of one shape each: {error}") from error
+    if not array.ndim or array.dtype.kind not in "biufSUMm":
+        kinds = sorted({type(value).__name__ for value in np.atleast_1d(array).ravel()[:1000]})
+        raise ConfigurationError(
+            f"{option}: values must be numbers or strings, one per example, got {', '.join(kinds)}"
+        )
+    return array

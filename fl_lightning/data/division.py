@@ -1,0 +1,72 @@
+"""A partition at work: what it looks at, and whose examples are whose by it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.data.columns import read_column
+from fl_lightning.data.flat_shards import FlatShards
+from fl_lightning.data.partition import Partition
+from fl_lightning.data.training_set import TrainingSet
+
+
+def divide(
+    examples: TrainingSet,
+    partition: Partition,
+    num_clients: int | None,
+    classes: Callable[[], npt.NDArray[Any]],
+    seed: int,
+) -> FlatShards:
+    """Return the examples of every client, of those that the training loader draws.
+
+    Args:
+        examples: what is divided.
+        partition: by which rule.
+        num_clients: among how many; None if the partition knows.
+        classes: finds one label per example of the data set, for partitions that look at them.
+        seed: of the partition's draws.
+
+    Raises:
+        ConfigurationError: if there is no number of clients, or the partition cannot do it.
+    """
+    rule, drawn = type(partition).__name__, examples.drawn.indices
+    column = _column(examples, partition, classes)
+    if drawn is not None:
+        column = column[drawn.numpy()]
+    if num_clients is None and getattr(partition, "attribute", None) is not None:
+        num_clients = len(np.unique(column))
+    if num_clients is None:
+        raise ConfigurationError(f"FederatedDataModule needs num_clients with {rule}")
+    shards = FlatShards.of(partition.assign(column, num_clients, seed))
+    last = int(shards.indices.max(initial=-1))
+    if last >= len(column):
+        raise ConfigurationError(
+            f"{rule}.assign must return indices below the number of training examples, {len(column)}, "
+            f"got {last}"
+        )
+    # a partition counts the examples that are drawn
+    return shards if drawn is None else FlatShards(drawn.numpy()[shards.indices], shards.sizes)
+
+
+def _column(
+    examples: TrainingSet, partition: Partition, classes: Callable[[], npt.NDArray[Any]]
+) -> npt.NDArray[Any]:
+    """Return what a partition looks at, one value per example of the data set."""
+    attribute = getattr(partition, "attribute", None)
+    if attribute is not None:
+        return read_column(examples.dataset, attribute, "partition.attribute")
+    if not getattr(partition, "uses_labels", True):
+        return np.zeros(len(examples), np.int8)
+    labels = classes()
+    if labels.ndim > 1:
+        raise ConfigurationError(
+            f"{type(partition).__name__} needs one label per example, got rows of {labels.shape[1]} "
+            "numbers that are not one-hot: set data.labels to what names one class, e.g. a function of "
+            "the data set"
+        )
+    return labels

@@ -1,0 +1,238 @@
+"""Per-client figures: of whose examples, of which part of them, against counts by hand."""
+
+import csv
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from torch.nn import functional
+from torchmetrics import MetricCollection, R2Score
+from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
+from toys import ToyModule, toy_data, toy_trainer
+
+from fl_lightning import ClientEvaluation, ConfigurationError, Federation, Personal
+from fl_lightning.callbacks.client_evaluation import evaluate_clients
+
+SHORT = {"validation": "val", "test": "test"}
+# the test set is the training set moved by 0.1: figures of clients' examples differ from its own
+OPTIONS = {"num_examples": 90, "client_val_fraction": 0.25, "client_test_fraction": 0.35}
+
+
+class Scored(ToyModule):
+    """Logs torchmetrics objects: one, a collection that shares states, and the values of a third."""
+
+    def __init__(self):
+        super().__init__()
+        kinds = {"macro": MulticlassF1Score(3), "plain": MulticlassF1Score(3, average="micro")}
+        for stage in SHORT.values():
+            setattr(self, f"{stage}_right", MulticlassAccuracy(3, average="micro"))
+            setattr(self, f"{stage}_f1", MetricCollection(kinds, prefix=f"{stage}/").clone())
+            setattr(self, f"{stage}_so_far", MulticlassAccuracy(3, average="micro"))
+
+    def score(self, stage, batch):
+        x, y = batch
+        logits = self.net(x)
+        right, f1 = getattr(self, f"{stage}_right"), getattr(self, f"{stage}_f1")
+        so_far = getattr(self, f"{stage}_so_far")
+        right(logits, y)
+        self.log(f"{stage}/right", right, batch_size=len(y))
+        f1.update(logits, y)
+        self.log_dict(f1, batch_size=len(y))
+        so_far.update(logits, y)
+        self.log(f"{stage}/seen", float(so_far.compute()), reduce_fx="max", batch_size=len(y))
+
+    def validation_step(self, batch, batch_idx):
+        self.score("val", batch)
+
+    def test_step(self, batch, batch_idx):
+        self.score("test", batch)
+
+
+class QuantitySizes:
+    """Shards of given sizes, one after the other."""
+
+    uses_labels = False
+
+    def __init__(self, sizes):
+        self.sizes = sizes
+
+    def assign(self, labels, num_clients, seed):
+        return np.split(np.arange(len(labels)), np.cumsum(self.sizes)[:-1])
+
+
+def table(trainer, stage):
+    with open(f"{trainer.log_dir}/clients_{stage}.csv") as file:
+        return {int(row.pop("client")): row for row in csv.DictReader(file)}
+
+
+def counted(module, data, stage):
+    """Return (right, of how many) of every client's held-out examples, by a plain loop."""
+    module.eval()
+    found = {}
+    for client, shard in enumerate(data.held_out_for(stage)):
+        x, y = (tensor[shard] for tensor in data.train_dataset.tensors)
+        if len(shard):
+            with torch.no_grad():
+                found[client] = int((module.net(x).argmax(1) == y).sum()), len(shard)
+    return found
+
+
+def check(module, data, trainer, stage):
+    found, expected = table(trainer, stage), counted(module, data, stage)
+    assert found.keys() == expected.keys()
+    assert len({right / number for right, number in expected.values()}) > 2
+    for client, (right, number) in expected.items():
+        row, short = found[client], SHORT[stage]
+        assert int(row["num_examples"]) == number
+        assert float(row[f"{short}/right"]) == pytest.approx(right / number, abs=1e-6)
+        assert float(row[f"{short}/plain"]) == pytest.approx(right / number, abs=1e-6)
+        if number <= data.batch_size:
+            assert float(row[f"{short}/seen"]) == pytest.approx(right / number, abs=1e-6)
+
+
+class TestMetricObjects:
+    """Each client's figure is that of its own examples alone, in all four stages."""
+
+    @pytest.fixture
+    def run(self, tmp_path):
+        module, data = Scored(), toy_data(**OPTIONS)
+        evaluation = ClientEvaluation(every_n_rounds=1)
+        trainer = toy_trainer(
+            Federation(seed=0), evaluation, max_epochs=2, logger=CSVLogger(tmp_path)
+        )
+        trainer.fit(module, datamodule=data)
+        return module, data, trainer
+
+    def test_in_a_fit(self, run):
+        check(*run, "validation")
+
+    @pytest.mark.parametrize("stage", ["validation", "test"])
+    def test_in_validate_and_test(self, run, stage, tmp_path):
+        module, data, _ = run
+        trainer = toy_trainer(ClientEvaluation(), logger=CSVLogger(tmp_path / "after"))
+        evaluate = {"validation": trainer.validate, "test": trainer.test}[stage]
+        [reported] = evaluate(module, datamodule=data, verbose=False)
+        check(module, data, trainer, stage)
+        x, y = data.source.val.tensors
+        right = float((module.net(x).argmax(1) == y).float().mean())
+        assert reported[f"{SHORT[stage]}/right"] == pytest.approx(right, abs=1e-6)
+
+    def test_in_the_test_after_a_fit(self, run):
+        module, data, trainer = run
+        trainer.test(module, datamodule=data, verbose=False)
+        check(module, data, trainer, "test")
+
+    def test_the_modules_own_validation_goes_on_where_it_was(self, run):
+        module, data, trainer = run
+        module.val_right.update(torch.eye(3), torch.tensor([0, 1, 0]))
+        evaluate_clients(trainer, module, data, "validation")
+        assert float(module.val_right.compute()) == pytest.approx(2 / 3)
+
+
+class TestParts:
+    def test_validation_and_test_examples_and_those_that_train_are_a_disjoint_cover(self):
+        data = toy_data(**OPTIONS)
+        parts = [data.clients, data.held_out, data.held_out_for("test")]
+        assert sorted(torch.cat([shard for part in parts for shard in part]).tolist()) == list(
+            range(90)
+        )
+        for client in range(6):
+            sizes = [len(part[client]) for part in parts]
+            assert sizes[0] >= 1
+            assert sizes[1] == pytest.approx(0.25 * sum(sizes), abs=0.51)
+            assert sizes[2] == pytest.approx(0.35 * sum(sizes), abs=1.01)
+
+    def test_without_test_examples_the_other_two_are_as_ever(self):
+        options = {"client_val_fraction": 0.3}
+        data, same = toy_data(**options), toy_data(client_test_fraction=0.0, **options)
+        assert data.fingerprint == same.fingerprint
+        assert not data.held_out_for("test").num_examples.any()
+
+    @pytest.mark.parametrize(
+        ("stage", "option"),
+        [("validation", "client_val_fraction"), ("test", "client_test_fraction")],
+    )
+    def test_nothing_stands_under_a_wrong_name(self, stage, option, tmp_path, caplog):
+        """Examples for validation say nothing in a test, nor the other way round."""
+        other = {"client_val_fraction", "client_test_fraction"} - {option}
+        module, data = ToyModule(), toy_data(**dict.fromkeys(other, 0.3))
+        trainer = toy_trainer(ClientEvaluation(), logger=CSVLogger(tmp_path))
+        evaluate = {"validation": trainer.validate, "test": trainer.test}[stage]
+        evaluate(module, datamodule=data, verbose=False)
+        assert not [*tmp_path.rglob("clients_*.csv")]
+        assert f"hold out no {stage} examples (data.{option} is 0)" in caplog.text
+
+    @pytest.mark.parametrize(
+        ("fractions", "message"),
+        [
+            ({"client_test_fraction": 1.0}, r"client_test_fraction must be in \[0, 1\), got 1"),
+            ({"client_val_fraction": 0.5, "client_test_fraction": 0.5}, "below 1 together, got 0"),
+        ],
+    )
+    def test_fractions_out_of_range_are_refused(self, fractions, message):
+        with pytest.raises(ConfigurationError, match=message):
+            toy_data(**fractions)
+
+
+def test_examples_that_a_checkpoint_may_have_trained_on_are_not_held_out(tmp_path, caplog):
+    module, path = ToyModule(), tmp_path / "round.ckpt"
+    fitted = toy_trainer(Federation(seed=0), max_epochs=1)
+    fitted.fit(module, datamodule=toy_data())  # which holds nothing out
+    fitted.save_checkpoint(path)
+    logger = CSVLogger(tmp_path)
+    trainer = toy_trainer(ClientEvaluation(), Federation(seed=0), logger=logger)
+    [reported] = trainer.test(module, toy_data(**OPTIONS), ckpt_path=path, verbose=False)
+    assert reported["test/loss"] > 0
+    assert "the checkpoint was trained on another partition" in caplog.text
+    assert not [*tmp_path.rglob("clients_*.csv")]
+    trainer.test(module, toy_data(client_test_fraction=0.3), verbose=False)
+    assert len(table(trainer, "test")) == 6
+
+
+class Explained(ToyModule):
+    """Logs R², which one example does not have."""
+
+    def __init__(self):
+        super().__init__()
+        self.r2 = R2Score()
+
+    def validation_step(self, batch, batch_idx):
+        super().validation_step(batch, batch_idx)
+        self.r2.update(self.net(batch[0])[:, 0], batch[1].float())
+        self.log("val/r2", self.r2)
+
+
+def test_a_client_with_one_example_too_few_for_a_metric_is_left_out(tmp_path):
+    sizes = QuantitySizes([2, 20, 38])
+    data = toy_data(num_clients=3, partition=sizes, client_val_fraction=0.5, batch_size=40)
+    trainer = toy_trainer(ClientEvaluation(), logger=CSVLogger(tmp_path))
+    with pytest.warns(UserWarning, match="client 0 is left out, whose last batch has one example"):
+        trainer.validate(Explained(), datamodule=data, verbose=False)
+    rows = table(trainer, "validation")
+    assert rows.keys() == {1, 2}
+    assert all(row["val/r2"] and row["val/loss"] for row in rows.values())
+
+
+class TestCommonTestSet:
+    def test_every_personal_model_is_tested_on_it(self, tmp_path):
+        module, data = ToyModule(), toy_data(client_test_fraction=0.2)
+        federation = Federation(personal=Personal(["net.4.*"]), seed=0)
+        evaluation = ClientEvaluation(common_test_set=True)
+        trainer = toy_trainer(federation, evaluation, max_epochs=2, logger=CSVLogger(tmp_path))
+        trainer.fit(module, datamodule=data)
+        trainer.test(module, datamodule=data, verbose=False)
+        rows, models = table(trainer, "test"), federation.personal_models(trainer)
+        x, y = data.source.val.tensors
+        assert set(rows[0]) == {"num_examples", "personal/test/loss"}
+        for client, row in rows.items():
+            with models.of(client):
+                loss = functional.cross_entropy(module.net(x), y)
+            assert float(row["personal/test/loss"]) == pytest.approx(float(loss.detach()), rel=1e-5)
+            assert row["num_examples"] == "60"
+
+    def test_without_personal_models_there_is_nothing_to_tell_clients_apart(self, caplog, tmp_path):
+        evaluation = ClientEvaluation(common_test_set=True)
+        trainer = toy_trainer(evaluation, logger=CSVLogger(tmp_path))
+        trainer.test(ToyModule(), datamodule=toy_data(client_test_fraction=0.2), verbose=False)
+        assert "all clients have the figures of the global model" in caplog.text

@@ -1,0 +1,196 @@
+"""What labels mean: one-hot rows, strings, binary targets, real numbers and their bins."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, TensorDataset
+from toys import LoaderData
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.data.classes import are_classes, as_labels, classes_of, quantile_bins
+from fl_lightning.data.dirichlet_labels import DirichletPerClass, DirichletPerClient
+from fl_lightning.data.federated import FederatedDataModule
+from fl_lightning.data.label_shards import LabelShards
+from fl_lightning.data.mcmahan_shards import McMahanShards
+from fl_lightning.data.partition import IID
+
+CLASSES = np.arange(24) % 3
+BY_CLASS = [
+    LabelShards(classes_per_client=1),
+    DirichletPerClass(alpha=0.5),
+    DirichletPerClient(alpha=0.5),
+]
+AGES = torch.linspace(25, 60, 24)[torch.randperm(24, generator=torch.Generator().manual_seed(1))]
+
+
+def federated(labels, partition=None, **options):
+    dataset = TensorDataset(torch.zeros(24, 1), torch.arange(24))
+    options = {"num_clients": 3, "seed": 0, "labels": labels} | options
+    return FederatedDataModule(LoaderData(DataLoader(dataset)), partition=partition, **options)
+
+
+def owned(data):
+    return [shard.tolist() for shard in data.clients]
+
+
+class TestAsLabels:
+    @pytest.mark.parametrize("dtype", [np.float32, np.int64, bool, np.uint8])
+    def test_one_hot_rows(self, dtype):
+        assert as_labels(np.eye(3, dtype=dtype)[CLASSES]).tolist() == CLASSES.tolist()
+
+    def test_binary_targets_of_a_loss(self):
+        found = as_labels(np.array([[0.0], [1.0], [1.0]], np.float32))
+        assert (found.tolist(), found.dtype.kind) == ([0, 1, 1], "i")
+
+    @pytest.mark.parametrize(
+        "values",
+        [
+            np.array([3, 1]),
+            np.array(["b", "a"]),
+            np.array([True, False]),
+            np.array([25.0, 31.0]),
+            np.array([[1, 1, 0], [0, 0, 1]]),  # several classes at once
+            np.array([[0, 0], [1, 0]]),  # or none
+            np.array([[0.5, 0.5], [0.1, 0.9]]),
+        ],
+        ids=str,
+    )
+    def test_others_stay_as_they_are(self, values):
+        assert as_labels(values) is values
+
+    @pytest.mark.parametrize(
+        ("values", "wanted"),
+        [
+            ([2, 0], True),
+            (["b", "a"], True),
+            ([0.0, 1.0], True),
+            ([25.0, 31.0], False),
+            ([0.0, np.nan], False),
+            ([[1, 1], [0, 1]], False),
+        ],
+    )
+    def test_what_classes_are(self, values, wanted):
+        assert are_classes(np.array(values)) is wanted
+
+
+@pytest.mark.parametrize("rule", BY_CLASS, ids=lambda rule: type(rule).__name__)
+class TestPartitionsByClass:
+    @pytest.mark.parametrize(
+        "of",
+        [
+            lambda classes: np.array(["ant", "bee", "cat"])[classes],
+            lambda classes: np.eye(3)[classes],
+            lambda classes: torch.eye(3, dtype=torch.int64)[classes],
+            lambda classes: classes.astype(np.uint8),
+            lambda classes: np.array([-7, 0, 100])[classes],
+        ],
+        ids=["strings", "one-hot", "one-hot tensor", "uint8", "gaps"],
+    )
+    def test_divide_by_what_the_labels_mean(self, rule, of):
+        assert owned(federated(of(CLASSES), rule)) == owned(federated(CLASSES, rule))
+
+    def test_binary_targets(self, rule):
+        two = CLASSES % 2
+        targets = two[:, None].astype(np.float32)
+        assert owned(federated(targets, rule, num_clients=2)) == owned(
+            federated(two, rule, num_clients=2)
+        )
+
+    @pytest.mark.parametrize(
+        "numbers", [AGES, AGES.round(), AGES[:, None]], ids=["", "whole", "(N, 1)"]
+    )
+    def test_refuse_real_numbers_and_offer_bins(self, rule, numbers):
+        name = type(rule).__name__
+        message = rf"{name} divides by class, and the labels are \d+ different real numbers from 25 to 60: set data.bins"
+        with pytest.raises(ConfigurationError, match=message):
+            owned(federated(numbers, rule))
+
+    def test_refuse_them_without_a_data_module_too(self, rule):
+        with pytest.raises(ConfigurationError, match="real numbers from 25 to 60"):
+            rule.assign(AGES.double().numpy(), 3, 0)
+
+    def test_refuse_several_classes_at_once(self, rule):
+        rows = np.ones((24, 4))
+        with pytest.raises(ConfigurationError, match=r"got rows of 4 numbers .*set data\.labels"):
+            owned(federated(rows, rule))
+
+    def test_divide_real_numbers_by_bins(self, rule):
+        thirds = torch.bucketize(
+            AGES, AGES.sort().values[[8, 16]], right=True
+        )  # by hand: eight each
+        assert thirds.bincount().tolist() == [8, 8, 8]
+        assert owned(federated(AGES, rule, bins=3)) == owned(federated(thirds, rule))
+
+
+class TestBins:
+    def test_change_the_shards_and_the_report(self):
+        rule = LabelShards(classes_per_client=1)
+        two, three = (federated(AGES, rule, bins=bins) for bins in (2, 3))
+        assert two.fingerprint != three.fingerprint
+        assert [len(data.summary().classes) for data in (two, three)] == [2, 3]
+        assert three.summary().classes_per_client.tolist() == [1, 1, 1]
+
+    def test_sort_by_them_where_a_rule_asks_for_no_classes(self):
+        shards = McMahanShards(shards_per_client=1).assign(AGES.numpy(), 3, 0)
+        ranges = sorted((AGES[shard].min().item(), AGES[shard].max().item()) for shard in shards)
+        assert all(below[1] < above[0] for below, above in itertools.pairwise(ranges))
+
+    @given(
+        numbers=st.lists(st.integers(-50, 50), min_size=1, max_size=60),
+        bins=st.integers(2, 12),
+    )
+    def test_follow_the_order_and_are_equally_full_but_for_ties(self, numbers, bins):
+        values = np.array(numbers)
+        found = quantile_bins(values, bins)
+        assert found.min() >= 0
+        assert found.max() < bins
+        order = np.argsort(values, kind="stable")
+        assert (np.diff(found[order]) >= 0).all()
+        distinct = len(np.unique(values)) == len(values)
+        sizes = np.bincount(found, minlength=bins)
+        if distinct:
+            assert sizes.max() - sizes.min() <= 2
+        for value in np.unique(values):
+            assert len(set(found[values == value])) == 1
+
+    @pytest.mark.parametrize(
+        "labels",
+        [["a"] * 24, np.eye(3)[CLASSES] * 2, [np.nan, *range(23)]],
+        ids=["strings", "rows", "nan"],
+    )
+    def test_refuse_what_is_not_one_number_each(self, labels):
+        with pytest.raises(ConfigurationError, match=r"data\.bins divides one finite number per"):
+            owned(federated(labels, LabelShards(classes_per_client=1), bins=3))
+
+    def test_refuse_a_single_one(self):
+        with pytest.raises(ConfigurationError, match="bins must be at least 2, got 1"):
+            federated(AGES, bins=1)
+
+
+class TestReport:
+    def test_of_real_numbers_counts_no_classes(self, tmp_path):
+        summary = federated(AGES, IID()).summary()
+        lines = [" ".join(line.split()) for line in summary.as_text().splitlines()]
+        assert lines[0] == "3 clients, 24 examples, no classes"
+        assert lines[1] == "examples per client min 8, median 8, max 8"
+        assert lines[2].startswith("fingerprint")
+        summary.save(tmp_path / "partition.csv")
+        rows = (tmp_path / "partition.csv").read_text().splitlines()
+        assert rows[:2] == ["client,num_examples,num_classes,label_entropy_bits", "0,8,0,0.000000"]
+        grid = summary.figure().axes[0]
+        assert grid.images[0].get_array().tolist() == [[8], [8], [8]]
+
+    def test_of_strings_counts_them(self):
+        names = np.array(["ant", "bee", "cat"])[CLASSES]
+        summary = federated(names, LabelShards(classes_per_client=1)).summary()
+        assert summary.classes.tolist() == ["ant", "bee", "cat"]
+        assert sorted(summary.counts.tolist()) == [[0, 0, 8], [0, 8, 0], [8, 0, 0]]
+
+
+def test_classes_are_numbered_in_sorted_order():
+    classes, sizes = classes_of(np.array(["cat", "ant", "cat", "bee"]), "any")
+    assert (classes.tolist(), sizes.tolist()) == ([2, 0, 2, 1], [1, 1, 2])

@@ -1,0 +1,321 @@
+"""What the source's sampler draws is what clients draw: counted by hand, or refused by name."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch.nn import functional as F
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+from toys import LoaderData, toy_trainer
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.data.cohort import AllClients
+from fl_lightning.data.federated import FederatedDataModule
+from fl_lightning.data.label_shards import LabelShards
+from fl_lightning.data.shards import local_order
+from fl_lightning.federation.client_work import LocalWork, WorkPlan
+from fl_lightning.federation.federation import Federation
+
+X, Y = torch.arange(40.0)[:, None], (torch.arange(40) % 10 == 0).long()
+SET = TensorDataset(X, Y)
+WEIGHTS = torch.where(Y == 1, 9.0, 1.0)
+
+
+class Backwards(SequentialSampler):
+    """A sampler of somebody's own, though of a known kind."""
+
+    def __iter__(self):
+        return iter(range(len(self.data_source) - 1, -1, -1))
+
+
+class Own(Sampler):
+    """A sampler of somebody's own."""
+
+    def __iter__(self):
+        return iter(range(5))
+
+    def __len__(self):
+        return 5
+
+
+class Pairwise(BatchSampler):
+    """A batch sampler of somebody's own."""
+
+    def __iter__(self):
+        return iter([[0, 1], [2, 3]])
+
+
+def federated(loader, **options):
+    return FederatedDataModule(LoaderData(loader), **({"num_clients": 4, "seed": 0} | options))
+
+
+def sampled(sampler, **options):
+    return federated(DataLoader(SET, batch_size=5, sampler=sampler), **options)
+
+
+def examples(data):
+    return sorted(torch.cat(list(data.clients)).tolist())
+
+
+class TestAll:
+    @pytest.mark.parametrize(
+        "loader",
+        [
+            DataLoader(SET, batch_size=5),
+            DataLoader(SET, batch_size=5, shuffle=True),
+            DataLoader(SET, batch_sampler=BatchSampler(RandomSampler(SET), 5, False)),
+            DataLoader(
+                SET, batch_size=None, sampler=BatchSampler(SequentialSampler(SET), 5, False)
+            ),
+            DataLoader(SET, batch_size=5, sampler=torch.randperm(40).tolist()),
+            DataLoader(SET, batch_size=5, sampler=SubsetRandomSampler(range(40))),
+            DataLoader(SET, batch_size=5, sampler=RandomSampler(range(40))),
+        ],
+        ids=["plain", "shuffled", "batches", "lists", "order", "subset of all", "of a range"],
+    )
+    def test_examples_are_divided_alike(self, loader):
+        data, plain = federated(loader), federated(DataLoader(SET, batch_size=5))
+        assert data.fingerprint == plain.fingerprint
+        assert data.batch_size == 5
+        assert not data.draws_by_weight
+
+
+class TestSome:
+    """Only what the sampler draws has an owner, whatever the rule that divides it."""
+
+    CHOSEN = (0, 3, 10, 11, 20, 27, 30, 39)
+
+    @pytest.mark.parametrize("partition", [None, LabelShards(classes_per_client=1)])
+    @pytest.mark.parametrize(
+        "of",
+        [
+            SubsetRandomSampler,
+            lambda chosen: SubsetRandomSampler(torch.tensor(chosen)),
+            lambda chosen: SubsetRandomSampler(np.array(chosen)),
+            list,
+            torch.tensor,
+            np.array,
+        ],
+        ids=["subset", "of a tensor", "of an array", "list", "tensor", "array"],
+    )
+    def test_examples_are_divided(self, of, partition):
+        data = sampled(of(list(self.CHOSEN)), partition=partition)
+        assert examples(data) == list(self.CHOSEN)
+        assert [len(shard) for shard in data.clients] == [2, 2, 2, 2]
+        assert data.train_indices.tolist() == list(self.CHOSEN)
+        if partition is not None:
+            assert all(len(set(Y[shard].tolist())) == 1 for shard in data.clients)
+        assert data.summary().sizes.tolist() == [2, 2, 2, 2]
+
+    def test_through_a_batch_sampler(self):
+        batches = BatchSampler(SubsetRandomSampler(self.CHOSEN), 3, drop_last=True)
+        data = federated(DataLoader(SET, batch_sampler=batches))
+        assert examples(data) == list(self.CHOSEN)
+        assert (data.batch_size, data.drop_last) == (3, True)
+
+    def test_the_first_ones(self):
+        assert examples(sampled(RandomSampler(range(8)))) == list(range(8))
+        assert examples(sampled(SequentialSampler(range(8)))) == list(range(8))
+
+    def test_repeated_ones_have_several_places(self):
+        assert examples(sampled(SubsetRandomSampler([5, 5, 7, 9]))) == [5, 5, 7, 9]
+
+    def test_held_out_ones_are_among_them(self):
+        data = sampled(SubsetRandomSampler(self.CHOSEN), num_clients=2, client_val_fraction=0.25)
+        held = torch.cat(list(data.held_out)).tolist()
+        assert len(held) == 2
+        assert sorted([*held, *examples(data)]) == list(self.CHOSEN)
+
+    def test_all_of_them_if_the_sampler_is_ignored(self):
+        data = sampled(SubsetRandomSampler(self.CHOSEN), ignore_sampler=True)
+        assert examples(data) == list(range(40))
+
+    def test_refuses_more_clients_than_it_draws(self):
+        with pytest.raises(ConfigurationError, match="at most the number of examples, 8, got 9"):
+            examples(sampled(SubsetRandomSampler(self.CHOSEN), num_clients=9))
+
+    @pytest.mark.parametrize("index", [-1, 40])
+    def test_refuses_what_is_not_there(self, index):
+        with pytest.raises(ConfigurationError, match=f"draws example {index}, and the data set"):
+            examples(sampled([3, index]))
+
+
+class TestByWeight:
+    """Inside a client, an example comes with its share of the client's weights."""
+
+    def order(self, data, rounds, local_work=None, clients=(0, 1, 2, 3)):
+        plan = WorkPlan(data, local_work or LocalWork(None, 1, 1, seed=3))
+        for round_index in rounds:
+            group = plan.of(clients, [round_index] * len(clients))
+            yield group
+
+    def test_frequencies_are_the_normalised_weights(self):
+        data = sampled(WeightedRandomSampler(WEIGHTS, 40))
+        assert data.draws_by_weight
+        assert examples(data) == list(range(40))
+        rounds = 600
+        drawn = torch.cat([g.order for g in self.order(data, range(rounds))])
+        counts = drawn.bincount(minlength=40).double()
+        for shard in data.clients:
+            share = WEIGHTS[shard].double() / WEIGHTS[shard].sum()
+            draws = rounds * len(shard)
+            assert counts[shard].sum() == draws
+            spread = (draws * share * (1 - share)).sqrt()
+            assert ((counts[shard] - draws * share).abs() < 5 * spread).all()
+
+    def test_a_pass_has_as_many_draws_as_the_client_has_examples(self):
+        data = sampled(WeightedRandomSampler(WEIGHTS, 40), num_clients=3)
+        (group,) = self.order(data, [0], clients=(0, 1, 2))
+        assert group.num_examples.tolist() == [14, 13, 13]
+        assert group.sizes.tolist() == [5, 5, 4, 5, 5, 3, 5, 5, 3]
+
+    def test_draws_depend_on_seed_round_and_client_alone(self):
+        data = sampled(WeightedRandomSampler(WEIGHTS, 40))
+        (one,), (again,) = self.order(data, [2]), self.order(data, [2])
+        (alone,) = self.order(data, [2], clients=(1,))
+        assert one.order.tolist() == again.order.tolist()
+        assert one.order.split(one.num_examples.tolist())[1].tolist() == alone.order.tolist()
+        (other,) = self.order(data, [3])
+        assert one.order.tolist() != other.order.tolist()
+
+    def test_one_batch_is_drawn_as_well(self):
+        data = federated(
+            DataLoader(SET, batch_size=40, sampler=WeightedRandomSampler(WEIGHTS, 40)),
+            num_clients=1,
+        )
+        (group,) = self.order(data, [0], clients=(0,))
+        assert group.sizes.tolist() == [40]
+        assert Y[group.order].float().mean() > 0.25  # expected: 0.5, of all examples: 0.1
+
+    @pytest.mark.parametrize("sizes", [(7, 5), (3, 5)])
+    def test_against_torch(self, sizes):
+        num_examples, batch_size = sizes
+        shard, weights = torch.arange(100, 100 + num_examples), torch.arange(1.0, num_examples + 1)
+        order, found = local_order(
+            shard,
+            batch_size,
+            lambda: torch.Generator().manual_seed(4),
+            num_epochs=2,
+            weights=weights.double(),
+        )
+        generator = torch.Generator().manual_seed(4)
+        sampler = WeightedRandomSampler(weights.tolist(), num_examples, generator=generator)
+        assert order.tolist() == [100 + place for _ in range(2) for place in sampler]
+        assert len(found) == 2 * math.ceil(num_examples / batch_size)
+
+    def test_examples_of_weight_zero_belong_to_nobody(self):
+        weights = [float(i % 2) for i in range(40)]
+        data = sampled(WeightedRandomSampler(weights, 40))
+        assert examples(data) == list(range(1, 40, 2))
+
+    def test_with_replacement_all_weights_are_one(self):
+        data = sampled(RandomSampler(SET, replacement=True))
+        assert data.weights_of(torch.tensor([3, 5])).tolist() == [1.0, 1.0]
+        (group,) = self.order(data, [0])
+        assert len(group.order) == 40
+        assert len(group.order.unique()) < 40
+
+    def test_the_gradient_of_a_shard_is_of_such_a_draw(self):
+        data = sampled(WeightedRandomSampler(WEIGHTS, 40))
+        plan = WorkPlan(data, LocalWork(None, 1, 1, seed=3))
+        work = plan.of((0,), (0,))[0]
+        shard = plan.shard(work)
+        assert shard.order.tolist() != data.clients[0].tolist()
+        assert set(shard.order.tolist()) <= set(data.clients[0].tolist())
+
+    @pytest.mark.parametrize("engine", ["sequential", "slots"])
+    def test_in_a_run_half_of_what_trains_is_rare(self, engine):
+        class Noting(LightningModule):
+            def __init__(self):
+                super().__init__()
+                self.net = torch.nn.Linear(1, 2)
+
+            def training_step(self, batch, batch_idx):
+                self.log("share", batch[1].float().mean())
+                return F.cross_entropy(self.net(batch[0] / 40), batch[1])
+
+            def configure_optimizers(self):
+                return torch.optim.SGD(self.parameters(), lr=0.01)
+
+        data = sampled(WeightedRandomSampler(WEIGHTS, 40))
+        federation = Federation(cohort=AllClients(), local_epochs=50, engine=engine, seed=0)
+        trainer = toy_trainer(federation, max_epochs=1)
+        trainer.fit(Noting(), datamodule=data)
+        expected = np.mean([(WEIGHTS * Y)[s].sum() / WEIGHTS[s].sum() for s in data.clients])
+        assert abs(float(trainer.callback_metrics["share"]) - expected) < 0.05
+
+
+class TestRefuses:
+    @pytest.mark.parametrize(
+        ("sampler", "name"),
+        [
+            (Backwards(SET), "Backwards"),
+            (Own(), "Own"),
+            (DistributedSampler(SET, 2, 0), "DistributedSampler"),
+            (WeightedRandomSampler(WEIGHTS, 40, replacement=False), "replacement=False"),
+            ((i for i in range(3)), "generator"),
+            (["a", "b"], "a sampler of str"),
+        ],
+        ids=["subclass", "own", "distributed", "without replacement", "generator", "keys"],
+    )
+    def test_samplers_by_name(self, sampler, name):
+        message = rf"LoaderData.train_dataloader\(\) draws its examples by .*{name}.*ignore_sampler"
+        with pytest.raises(ConfigurationError, match=message):
+            examples(sampled(sampler))
+        assert examples(sampled(sampler, ignore_sampler=True)) == list(range(40))
+
+    @pytest.mark.parametrize(
+        "batches",
+        [[[0, 1], [2]], Pairwise(SequentialSampler(SET), 2, False), BatchSampler(Own(), 2, False)],
+        ids=["list", "subclass", "of an own sampler"],
+    )
+    def test_batch_samplers_by_name(self, batches):
+        loader = DataLoader(SET, batch_sampler=batches)
+        with pytest.raises(ConfigurationError, match=r"draws its examples by (list|Pairwise|Own)"):
+            examples(federated(loader, batch_size=2))
+        data = federated(loader, batch_size=2, ignore_sampler=True)
+        assert examples(data) == list(range(40))
+        assert data.train_batch(torch.tensor([4, 2]))[0].tolist() == [[4.0], [2.0]]
+
+    @pytest.mark.parametrize(
+        "sampler",
+        [WeightedRandomSampler(WEIGHTS, 1000), RandomSampler(SET, num_samples=10)],
+        ids=["weighted", "random"],
+    )
+    def test_passes_of_another_length(self, sampler):
+        message = r"draws (1000|10) of 40 examples a pass, .*federation.local_steps"
+        with pytest.raises(ConfigurationError, match=message):
+            examples(sampled(sampler))
+
+    def test_more_weights_than_examples(self):
+        with pytest.raises(ConfigurationError, match="has 41 weights for 40 examples"):
+            examples(sampled(WeightedRandomSampler([1.0] * 41, 41)))
+
+
+class Keyed(Dataset):
+    """Items by a list of indices at once."""
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        return X[index]
+
+
+def test_batches_of_lists_are_asked_for_at_once():
+    batches = BatchSampler(RandomSampler(Keyed()), 4, drop_last=False)
+    data = federated(DataLoader(Keyed(), batch_size=None, sampler=batches))
+    assert data.train_batch(torch.tensor([7, 3])).tolist() == [[7.0], [3.0]]
