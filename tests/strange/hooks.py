@@ -5,7 +5,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from strange.rows import REALS, UNEVEN, Small, X, Y, row
+from strange.rows import REALS, UNEVEN, Classifies, Small, X, Y, row
 
 
 class Regresses(Small):
@@ -15,11 +15,6 @@ class Regresses(Small):
 
     def training_step(self, batch, batch_idx):
         return F.mse_loss(self.net(batch[0])[:, 0], batch[1])
-
-
-class Classifies(Small):
-    def training_step(self, batch, batch_idx):
-        return F.cross_entropy(self.net(batch[0]), batch[1])
 
 
 @row(data=REALS)

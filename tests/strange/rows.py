@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 BOTH = frozenset({"slots", "sequential"})
@@ -87,6 +88,20 @@ class Small(LightningModule):
         )
 
 
+class Classifies(Small):
+    """Cross-entropy of what the network makes of the inputs."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+
+class WithLoss(Small):
+    """Gives its steps the cross-entropy."""
+
+    def loss(self, batch):
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+
 class Source(LightningDataModule):
     """The training examples of a row."""
 
@@ -109,6 +124,20 @@ class Given:
 
     def assign(self, labels: Any, num_clients: int, seed: int) -> list[list[int]]:
         return [list(shard) for shard in self.shards]
+
+
+class Examples(Dataset):
+    """Examples made by a function of their index."""
+
+    def __init__(self, make, number=64):
+        self.make, self.number = make, number
+        self.targets = Y[:number].tolist()
+
+    def __len__(self):
+        return self.number
+
+    def __getitem__(self, index):
+        return self.make(index)
 
 
 def cut(*sizes: int) -> list[range]:
