@@ -71,7 +71,7 @@ def plain_loop(
             end = tensors_of(module)
             total += work.num_examples
             for name, sum_ in sums.items():
-                sum_ += work.num_examples * (end[name].double() - start[name].double())
+                sum_ += work.num_examples * moved(end[name], start[name])
         model = {
             name: (tensor.double() + sums[name] / total).to(tensor.dtype)
             if tensor.is_floating_point()
@@ -79,6 +79,11 @@ def plain_loop(
             for name, tensor in start.items()
         }
     return model
+
+
+def moved(end: Tensor, start: Tensor) -> Tensor:
+    """Return the difference in double precision; infinite numbers that stay so have not moved."""
+    return torch.where(end == start, 0.0, end.double() - start.double())
 
 
 def trained(row: Row, work: ClientWork, start: Tensors, dtype: torch.dtype) -> Any:

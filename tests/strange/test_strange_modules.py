@@ -18,11 +18,14 @@ from fl_lightning import ClientFailure, ConfigurationError, FederatedDataModule,
 from fl_lightning.federation import slot_trial
 from fl_lightning.federation.client_work import LocalWork, WorkPlan
 from strange import TABLE
-from strange.plain_loop import new_module, plain_loop, tensors_of
+from strange.plain_loop import moved, new_module, plain_loop, tensors_of
 from strange.rows import Given, Source
 
 ROUNDS = 3
-FALLS_BACK = re.compile(r"engine: sequential.* and not slots as asked for: (.*)", re.DOTALL)
+FALLS_BACK = re.compile(
+    r"engine: sequential.*?(?: and not slots as asked for: | from round \d+ on, because )(.*)",
+    re.DOTALL,
+)
 PRECISIONS = {torch.float32: "32-true", torch.float64: "64-true"}
 
 TRAINED = {row.name: row for row in TABLE if row.refused is None}
@@ -107,10 +110,10 @@ def norm(tensors):
 
 def far(found, start, end):
     """Return how far a model is from the expected one, as a share of how far that one moved."""
-    moved = [n for n, t in end.items() if t.is_floating_point()]
-    length = norm(end[n] - start[n] for n in moved)
+    real = [n for n, t in end.items() if t.is_floating_point()]
+    length = norm(moved(end[n], start[n]) for n in real)
     assert length > 0, "nothing was trained"
-    return norm(found[n] - end[n] for n in moved) / length
+    return norm(moved(found[n], end[n]) for n in real) / length
 
 
 def far_by_tensor(found, start, end):
@@ -118,9 +121,10 @@ def far_by_tensor(found, start, end):
     shares = {}
     for name, tensor in end.items():
         if tensor.is_floating_point():
-            rounding = 1e2 * torch.finfo(tensor.dtype).eps * norm([tensor])
-            excess = norm([found[name] - tensor]) - rounding
-            shares[name] = max(0.0, excess) / max(norm([tensor - start[name]]), 1e-30)
+            finite = tensor[tensor.isfinite()]
+            rounding = 1e2 * torch.finfo(tensor.dtype).eps * norm([finite])
+            excess = norm([moved(found[name], tensor)]) - rounding
+            shares[name] = max(0.0, excess) / max(norm([moved(tensor, start[name])]), 1e-30)
     return max(shares.values())
 
 
