@@ -12,7 +12,8 @@ nothing leaves the device before the client is done.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,14 @@ from torch.optim import Optimizer
 
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.optimizer_steps import OptimizerSteps
+from fl_lightning.client.python_state import Growth, PythonState
+from fl_lightning.client.state_tensors import (
+    Constants,
+    Homes,
+    candidates,
+    state_space,
+    whole_numbers,
+)
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.lonely_example import help_with_one_example
 from fl_lightning.core.metrics import weighted_mean
@@ -42,7 +51,8 @@ class GlobalModel:
 
     Attributes:
         params: trainable parameters as one vector, shape (k,).
-        buffers: floating-point buffers as one vector, shape (b,).
+        buffers: clients' state as one vector, shape (b,): floating-point buffers, and frozen
+            parameters that clients change.
     """
 
     params: Tensor
@@ -56,10 +66,14 @@ class LocalTrainer:
         module: the model; between clients it holds whatever the last one left, see `restore`.
         optimizer: over the module's parameters; its state starts empty for every client.
         step: what one local step does.
+        ignore: names of attributes of the module that are no client's, see `PythonState`.
 
     Attributes:
         space: layout of the parameters that train and are shared.
-        buffers: layout of the floating-point buffers that are shared.
+        buffers: layout of the state that is shared, see `GlobalModel`.
+        state_names: of what is in it; None, which stands for all floating-point buffers, until
+            `settle_state`.
+        growth: what the last client appended to lists, see `show_growth`.
         own: layout of the tensors that every client has for itself, see `keep_own`.
         kept: what they were when the last client was done, shape (o,).
 
@@ -87,10 +101,17 @@ class LocalTrainer:
         optimizer: Optimizer,
         step: LocalStep,
         collector: LogCollector | None = None,
+        *,
+        ignore: Collection[str] = (),
     ) -> None:
         self.collector = collector if collector is not None else LogCollector()
         self._module = module
-        self._integer_buffers = [b for b in module.buffers() if not b.is_floating_point()]
+        self._integer_buffers = whole_numbers(module)
+        self._homes, self._params = Homes(module), list(module.parameters())
+        self._ignore, self._python, self._in_round = ignore, PythonState(module), False
+        self.state_names: list[str] | None = None
+        self.growth: Growth = []
+        self._grown: Growth = []
         self._optimizer = optimizer
         self._optimizer_steps = OptimizerSteps(optimizer)
         self._step = step
@@ -112,16 +133,27 @@ class LocalTrainer:
         self._apart = frozenset(() if beside else names)
         self._guest: Tensor | None = None
         self.kept = torch.empty(0)
-        self.buffers = Space.of_buffers(self._module, without=self._apart)
+        self.buffers = self._state_space()
         self.renew_space()
         self.start_round()
+
+    def settle_state(self, names: Sequence[str]) -> None:
+        """Take these buffers and frozen parameters for clients' state, and no others."""
+        self.state_names, self._holds = list(names), None
+        self.buffers = self._state_space()
+        self.start_round()
+
+    def _state_space(self) -> Space:
+        if self.state_names is None:
+            return Space.of_buffers(self._module, without=self._apart)
+        return state_space(self._module, self.state_names, without=self._apart)
 
     @property
     def integer_start(self) -> dict[str, Tensor]:
         """The integer buffers that every client of the round begins with, by name."""
         named = self._module.named_buffers()
         names = [name for name, buffer in named if not buffer.is_floating_point()]
-        return dict(zip(names, self._integers, strict=True))
+        return dict(zip(names, self._integers, strict=False))  # frozen parameters follow
 
     @property
     def own_start(self) -> Tensor:
@@ -175,12 +207,17 @@ class LocalTrainer:
         """Return the module's present values as a global model."""
         return GlobalModel(self.space.read(), self.buffers.read())
 
-    def start_round(self) -> None:
+    def start_round(self, number: int = 0) -> None:
         """Note what every client of the round starts from besides the weights.
 
         These are the optimizer's options, as the learning-rate schedule left them (some optimizers
-        write to them while they step), and integer buffers such as batch norm's counter.
+        write to them while they step), integer buffers such as batch norm's counter, and what Python
+        holds.
+
+        Args:
+            number: the round's.
         """
+        self._homes.bring_home()
         params = self._module.named_parameters()
         present = [name for name, p in params if p.requires_grad and name not in self._apart]
         if present != self.space.names:
@@ -193,9 +230,61 @@ class LocalTrainer:
         self._holds = None
         self._integers = [buffer.clone() for buffer in self._integer_buffers]
         self._own_start = self.own.read() if self._apart else None
+        elsewhere = {*self.buffers.names, *self._apart}
+        constant = {n: t for n, t in candidates(self._module).items() if n not in elsewhere}
+        self._constants, self._round = Constants(constant), number
+        if not (self._in_round and self._python.is_same()):
+            self._python = PythonState(
+                self._module, ignore=self._ignore, global_generators=False, requires_grad=False
+            )
+        self._in_round, self._grown = True, []
+
+    def bring_home(self) -> None:
+        """Give tensors that others replaced in the module their places again, see `Homes`."""
+        self._homes.bring_home()
+
+    def keep_growth(self, growth: Growth) -> None:
+        """Have `show_growth` show what a client appended to lists, whose update is used."""
+        self._grown += growth
+
+    def show_growth(self) -> None:
+        """Have lists hold what clients of the round appended, one client after the other.
+
+        Until the next client trains or `restore`: each begins with the lists of the round's start.
+        """
+        self._python.grow(self._grown)
+
+    def end_round(self, model: GlobalModel) -> None:
+        """Put the global model back, and leave Python's state to hooks until the next round.
+
+        Raises:
+            ConfigurationError: if a client changed what was taken for a constant.
+        """
+        self.restore(model)
+        self.show_growth()
+        self._in_round = False
+
+    def check_constants(self) -> None:
+        """Look at all numbers that no client should have changed.
+
+        Raises:
+            ConfigurationError: if one did.
+        """
+        self._refuse(self._constants.changed(), "a client's")
+
+    def _refuse(self, changed: list[str], whose: str) -> None:
+        if changed:
+            raise ConfigurationError(
+                f"round {self._round}: {whose} training changes {changed[0]}, which the first local "
+                "steps of the run left alone, so that it was taken for a constant: name it in "
+                f"federation.client_state, e.g. client_state: [{changed[0]}]"
+            )
 
     def restore(self, model: GlobalModel) -> None:
-        """Put the global model back, with what a client has for itself, and a fresh optimizer."""
+        """Put the global model back, with what a client has for itself, and a fresh optimizer.
+
+        Inside a round also what Python held at its start.
+        """
         self.space.write(model.params)
         self.buffers.write(model.buffers)
         for buffer, value in zip(self._integer_buffers, self._integers, strict=True):
@@ -209,6 +298,8 @@ class LocalTrainer:
                 del group[added]
             group.update(_copied(options))
         self._holds = model
+        if self._in_round:
+            self._python.put_back()
 
     def train(
         self,
@@ -235,13 +326,16 @@ class LocalTrainer:
         """
         if self._holds is not start:
             self.restore(start)
+        else:
+            self._python.put_back()
         self._holds = None
         active = None
         if masks is not None:  # until the next `restore`
             active = self.space.coordinates(masks)
             self._masked_optimizer.set_masks(self._by_parameter(masks))
         try:
-            num_steps, losses, sizes = self._take_steps(batches)
+            with self._same_flags():
+                num_steps, losses, sizes = self._take_steps(batches)
         except ConfigurationError:
             raise
         except Exception as error:
@@ -251,6 +345,9 @@ class LocalTrainer:
             raise ClientFailure(client_id, f"{type(error).__name__}: {error}{help_}") from error
         if num_steps == 0:
             raise ClientFailure(client_id, "it took no local step: its shard is empty")
+        self._homes.bring_home()
+        self._refuse(self._constants.touched(), f"client {client_id}'s")
+        self.growth = self._python.growth()
         logged = self.collector.collect()
         self.kept = self.own.read()
         update = ClientUpdate(
@@ -273,6 +370,17 @@ class LocalTrainer:
             raise ClientFailure(client_id, "its personal parameters hold NaN or infinite values")
         update.metrics.update(logged)  # a module may log a train/loss of its own
         return update
+
+    @contextmanager
+    def _same_flags(self) -> Iterator[None]:
+        """Have the same parameters train after the block as before."""
+        before = [param.requires_grad for param in self._params]
+        try:
+            yield
+        finally:
+            if [param.requires_grad for param in self._params] != before:
+                for param, flag in zip(self._params, before, strict=True):
+                    param.requires_grad_(flag)
 
     def _take_steps(
         self, steps: Iterable[Sequence[SizedBatch]]

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from fl_lightning.client.python_places import Entries, GeneratorState, Items, Place
+from fl_lightning.client.python_places import Entries, GeneratorState, Items, Place, trained_flags
 from fl_lightning.client.python_walk import Walk
 
 # What lists got, by the number of their place.
@@ -33,6 +33,7 @@ class PythonState:
         ignore: names of attributes of the module, and of parts of its kind, that are no concern of
             the user's, e.g. Lightning's ``_trainer``.
         global_generators: whether those of Python and NumPy are part of it.
+        requires_grad: whether this flag of the module's parameters is.
 
     Example:
         >>> module = nn.Linear(1, 1)
@@ -53,12 +54,21 @@ class PythonState:
         *,
         ignore: Collection[str] = (),
         global_generators: bool = True,
+        requires_grad: bool = True,
     ) -> None:
         self._places: list[Place] = Walk(module, ignore).places
+        if requires_grad:
+            params = dict(module.named_parameters())
+            paths = [f"self.{name}" for name in params]
+            self._places.append(trained_flags(paths, [*params.values()]))
         if global_generators:
             self._places += _global_generators()
         lists = [(i, p) for i, p in enumerate(self._places) if isinstance(p, (Items, Entries))]
         self._growing = {index: place for index, place in lists if place.may_grow}
+
+    def is_same(self) -> bool:
+        """Return whether everything is the very same, not only equal."""
+        return all(place.is_same() for place in self._places)
 
     def changes(self) -> list[str]:
         """Return where something differs now, in words; [] if nothing does."""

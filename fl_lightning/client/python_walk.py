@@ -33,7 +33,6 @@ from fl_lightning.client.python_places import (
     closure_cells,
     global_names,
     slot_values,
-    trained_flags,
 )
 from fl_lightning.client.same_values import MISSING
 
@@ -62,8 +61,7 @@ class Walk:
         self.places: list[Place] = []
         self._root, self._ignore = module, frozenset(ignore)
         self._kinds = tuple(c for c in type(module).__mro__ if _is_lightning(c))
-        named = dict(module.named_parameters())
-        values = {id(t) for t in (*named.values(), *module.buffers())}
+        values = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
         self._seen: dict[int, Any] = {}  # keeps alive what it tells by its number
         self._elsewhere = values  # whose numbers are looked after elsewhere
         self._names: set[tuple[int, str]] = set()
@@ -71,8 +69,6 @@ class Walk:
         self._waiting: deque[tuple[str, Any, Any]] = deque([("self", module, None)])
         while self._waiting:
             self._look_at(*self._waiting.popleft())
-        paths = [f"self.{name}" for name in named]
-        self.places.append(trained_flags(paths, [*named.values()]))
 
     def _later(self, path: str, value: Any, holder: Any = None) -> None:
         if type(value) not in _PLAIN and value is not MISSING:

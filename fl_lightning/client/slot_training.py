@@ -130,6 +130,7 @@ class SlotTrainer:
         self._step.read_options()
         sizes = {self._batch_size, *work.sizes.tolist()}
         rehearsal = self._step.rehearse(partial(self._inputs.batch_like, work[0]), sizes)
+        self._refuse_constants()
         draws = rehearsal.draws if rehearsal.draws.numbers else None
         pull = 0.0 if term is None else term(int(work.client_ids[0])).pull
         named_start = self._open(start, work, pull, own)
@@ -165,6 +166,12 @@ class SlotTrainer:
             self._count_out(stays, work, valid)
             steps = zip(given, valid.bool().unbind(), strict=True)
             rehearsal.feed.feed([GivenStep(tensors, counts) for tensors, counts in steps])
+
+    def _refuse_constants(self) -> None:
+        """Leave it to one client after the other to refuse what was taken for a constant."""
+        known = {*self._buffers.names, *self._integer_names}
+        if self._own is None and (unknown := self._step.written - known):
+            raise CannotStack(f"training_step changes the buffer {min(unknown)}")
 
     def _open(self, start: GlobalModel, work: GroupWork, pull: float, own: OwnOf | None) -> Tensors:
         """Have clients begin from a global model; return its parameters by name."""

@@ -286,6 +286,11 @@ class StackedStep:
             raise reason
 
     @property
+    def written(self) -> frozenset[str]:
+        """Names of buffers that the step was seen to write to."""
+        return frozenset() if self._records is None else self._records.written
+
+    @property
     def is_unused_any(self) -> bool:
         """Whether a parameter that trains is not among what the loss depends on."""
         return bool(self._functions.unused)

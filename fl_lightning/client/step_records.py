@@ -7,14 +7,17 @@ is seen, and lost.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from fl_lightning.client.by_example.functions import FunctionRecorder, Functions
 from fl_lightning.client.by_example.proof import GIVEN, reason_against
 from fl_lightning.client.by_example.record import Record, Recorder
+from fl_lightning.client.by_example.seen import Differs
 from fl_lightning.client.cannot_stack import CannotStack
 from fl_lightning.client.functional_step import (
     Result,
@@ -27,6 +30,18 @@ from fl_lightning.core.seeds import preserve_global_generators
 
 # Makes a batch of so many of a client's examples.
 BatchOf = Callable[[int], Any]
+
+
+class Seen(NamedTuple):
+    """A run of the step.
+
+    Attributes:
+        record: its operators.
+        functions: that it called.
+    """
+
+    record: Record
+    functions: Functions
 
 
 @dataclass
@@ -50,7 +65,8 @@ class StepRecords:
     full: int
     unused: frozenset[str] = frozenset()
     written: frozenset[str] = frozenset()
-    _records: dict[int, Record] = field(default_factory=dict)
+    _full: Seen | None = None
+    _degrees: list[int] = field(default_factory=list)
     _proved: set[int] = field(default_factory=set)
 
     def look(self) -> None:
@@ -59,54 +75,68 @@ class StepRecords:
         Raises:
             CannotStack: if it does other things the second time, or writes to what does not train.
         """
-        first, record = self._recorded(self.full), self._recorded(self.full)
-        if reason_against(first, record, same_size=True):
+        first, second = self._seen(self.full), self._seen(self.full)
+        if reason_against(first.record, second.record, same_size=True):
             raise CannotStack("training_step does other things each time that it is called")
-        self._records[self.full] = record
-        names = [name for name, source in record.outputs.items() if source is None]
+        self._full = first
+        names = [name for name, source in first.record.outputs.items() if source is None]
         self.unused = frozenset(name for name in names if name != "loss")
 
     def reason_against(self, sizes: Iterable[int]) -> str | None:
         """Return why batches of these sizes are not proved to be means over examples."""
         if self.written:
             return f"training_step changes the buffer {min(self.written)}"
+        if self._full is None or self.full == 1:
+            return None
+        if not self._proved:  # by two sizes that are no special case
+            other = self._seen(2 if self.full > 2 else 3)
+            if reason := reason_against(self._full.record, other.record):
+                return reason
+            try:
+                self._degrees = self._full.functions.check(other.functions)
+            except Differs as difference:
+                return str(difference)
+            self._proved.add(self.full)
         for size in {1, *sizes} - self._proved:
-            if size == self.full:
-                continue
-            reason = reason_against(self._record(self.full), self._record(size))
-            if reason is not None:
+            if reason := self._difference(self._full, size):
                 return reason
             self._proved.add(size)
         return None
 
-    def _record(self, size: int) -> Record:
-        if size not in self._records:
-            self._records[size] = self._recorded(size)
-        record = self._records[size]
-        if size != self.full:
-            del self._records[size]  # nobody asks again
-        return record
+    def _difference(self, full: Seen, size: int) -> str | None:
+        """Return what the step does with batches of another size that it does not with full ones."""
+        try:
+            degrees = full.functions.check(self._seen(size, record=False).functions)
+        except Differs as difference:
+            return str(difference)
+        if degrees != self._degrees:
+            return f"training_step computes with other numbers for {size} examples"
+        return None
 
-    def _recorded(self, size: int) -> Record:
+    def _seen(self, size: int, *, record: bool = True) -> Seen:
+        """Run the step on a batch; without the record of operators that takes half of the time."""
         with preserve_global_generators():  # reading it may draw
             batch = self.batch(size)
         tensors = copies_of(self.module, self.step.stand_ins.prefixes)
         trained = [n for n, p in self.module.named_parameters() if p.requires_grad]
         count = torch.zeros((), dtype=torch.float64, device=tensors[trained[0]].device)
+        recorder = Recorder(size, tensors_in(batch)) if record else None
         with (
             preserve_global_generators(only_torch=True),
             self.step.in_place(),
             torch.enable_grad(),
-            Recorder(size, tensors_in(batch)) as recorder,
+            recorder or nullcontext(),
+            FunctionRecorder(size) as functions,
         ):
             result = self.step(tensors, batch, count)
             values = _outputs(result, size) | _gradients(result, tensors, trained)
+        if recorder is None:
+            return Seen(Record(size), functions.functions)
         for name, tensor in values.items():
             source = None if tensor is None else recorder.source(tensor)
             recorder.record.outputs[name] = source
         self._note_written(recorder, tensors, trained)
-        record: Record = recorder.record
-        return record
+        return Seen(recorder.record, functions.functions)
 
     def _note_written(self, recorder: Recorder, tensors: Tensors, trained: Collection[str]) -> None:
         written = recorder.written(tensors)

@@ -148,7 +148,11 @@ class EngineChooser:
         """Return what in the configuration is done for one client at a time; None if nothing."""
         if self._changes_loss:
             return "its correction changes the loss of one model at a time"
-        return "clients take steps of their own (federation.personal)" if self._apart else None
+        if self._apart:
+            return "clients take steps of their own (federation.personal)"
+        buffers = dict(self._trainer.lightning_module.named_buffers())
+        frozen = [name for name in self._local.buffers.names if name not in buffers]
+        return f"its clients change the frozen parameter {frozen[0]}" if frozen else None
 
     def _choose_speedups(self, work: Sequence[ClientWork], train_one: TrainOne) -> str:
         """Settle the speedups of clients that train one after the other; return it in words."""

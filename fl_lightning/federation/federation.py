@@ -156,6 +156,10 @@ class Federation(Callback):
         client_memory_gb: of what clients remember between rounds (see ``correction``), so many
             gigabytes (1e9 bytes) are kept in RAM, the rest in files of which pages are read as
             needed. Checkpoints hold up to 64 MB of it, more lies in ``client_memory`` beside them.
+        client_state: patterns (``*``, ``?``) of names of buffers and frozen parameters that clients
+            change while they train, which are then averaged as buffers are. What changes in the first
+            local steps of the run is found without it, and so are statistics of batch and instance
+            norm; name what changes later only. Other buffers are constants and do not travel.
         seed: root of every draw (cohorts, shuffling, dropout, augmentation); the run's seed,
             as given to `lightning.seed_everything`, if None.
 
@@ -198,6 +202,7 @@ class Federation(Callback):
         spot_check: float | None = None,
         clients_per_group: int | None = None,
         client_memory_gb: float = 2.0,
+        client_state: list[str] | None = None,
         seed: int | None = None,
     ) -> None:
         super().__init__()
@@ -255,6 +260,7 @@ class Federation(Callback):
         self.min_replies = min_replies
         self.clients_per_group = clients_per_group
         self.client_memory_gb = client_memory_gb
+        self.client_state = list(client_state or [])
         self.seed = run_seed(seed)
         self.rounds: RoundRunner | None = None
         self._saved: dict[str, Any] = {}
@@ -348,6 +354,7 @@ class Federation(Callback):
             fleet=self._time.fleet,
             versions=self._time.versions(),
             examples=private if isinstance(private, ExampleRounds) else None,
+            client_state=self.client_state,
         )
         earlier = self.rounds
         self.rounds = RoundRunner(

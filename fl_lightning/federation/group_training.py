@@ -22,6 +22,7 @@ from fl_lightning.client.local_training import GlobalModel, LocalTrainer
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.memory import ClientMemory
 from fl_lightning.client.slot_results import receive_usable
+from fl_lightning.client.state_tensors import state_space
 from fl_lightning.client.work import ClientWork, GroupWork
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.metric_states import MetricStates, kept_apart, metrics_of
@@ -43,6 +44,7 @@ from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.shard_gradient import ShardGradient
 from fl_lightning.federation.slot_engine import SlotEngine
 from fl_lightning.federation.spot_check import SpotCheck
+from fl_lightning.federation.state_rehearsal import NOT_THE_USERS, StateRehearsal
 from fl_lightning.federation.update_differences import Trained
 from fl_lightning.federation.versions import Start
 from fl_lightning.server.server import Server
@@ -96,7 +98,13 @@ class GroupTraining:
         )
         self.collector = LogCollector()
         self.step = LightningStep(trainer, self.collector, options.accumulate)
-        self.local = LocalTrainer(self._module, trainer.optimizers[0], self.step, self.collector)
+        self.local = LocalTrainer(
+            self._module,
+            trainer.optimizers[0],
+            self.step,
+            self.collector,
+            ignore=NOT_THE_USERS,
+        )
         if options.examples is not None:
             self.step.examples = self._private_gradients(options.examples)
         self.scaler = ClientScaler(getattr(trainer.precision_plugin, "scaler", None))
@@ -108,6 +116,9 @@ class GroupTraining:
             self.step,
             self._plan,
             self.scaler,
+        )
+        self._rehearsal = StateRehearsal(
+            self._module, self.local, self.step, self._plan, self.scaler, options.client_state
         )
         self._client_masks = client_masks(trainer)
         self._versions = options.versions
@@ -167,8 +178,32 @@ class GroupTraining:
 
     def start_round(self) -> None:
         """Note what every client of the round starts from, besides the weights."""
-        self.local.start_round()
+        self.local.start_round(self._trainer.current_epoch)
         self.scaler.start_round()
+
+    @property
+    def num_known_state(self) -> int:
+        """Numbers in buffers that travel, as far as that is known without training."""
+        return state_space(self._module, self._rehearsal.known).size
+
+    def settle_state(self, group: Iterable[int], ranks: Ranks) -> bool:
+        """Find out what else than weights clients change; several processes take one answer.
+
+        Returns:
+            Whether that has become known now.
+        """
+        if self.local.state_names is not None:
+            return False
+        names = self._rehearsal.known
+        if self._rehearsal.is_needed:
+            with self.collector.listening_to(self._module), self.metrics_kept_apart():
+                found = self._rehearsal.changed_by(self._work_of(group))
+            answers = [answer for answer in ranks.gather(found) if answer is not None]
+            if not answers:
+                return False
+            names = self._rehearsal.together(answers)
+        self.local.settle_state(names)
+        return True
 
     def metrics_kept_apart(self) -> AbstractContextManager[None]:
         """Keep the module's torchmetrics objects from exchanging anything between processes."""
@@ -234,6 +269,7 @@ class GroupTraining:
     def restore(self, model: GlobalModel) -> None:
         """Put the global model, a fresh optimizer and the round's fp16 scale into their places."""
         self.local.restore(model)
+        self.local.show_growth()
         self.scaler.wind_back()
 
     def _train_client(
@@ -249,6 +285,7 @@ class GroupTraining:
                 if self.step.examples is not None:
                     self.step.examples.begin(work.client_id, work.round_index)
                 update = self._local_update(start.model, work, masks)
+                growth = self.local.growth
                 self.personal.train_beside(start.model, work, masks, update.delta)
             self._accept(update, work, start)  # of an update that is used, if nothing has failed
         except BaseException as error:  # also an interruption, after which a checkpoint may follow
@@ -260,6 +297,7 @@ class GroupTraining:
         else:
             self.scaler.end_client()
             self.personal.keep(work.client_id, self.personal.trained)
+            self.local.keep_growth(growth)
             self._intake.receive(update, start, self._trainer.current_epoch, server, record)
         active = None if masks is None else self.local.space.coordinates(masks)
         record.finish([work.client_id], num_bytes=self._bytes_down(server, active))

@@ -109,6 +109,7 @@ class LightningStep:
 
     def __call__(self, batches: Sequence[SizedBatch], index: int) -> Tensor | None:
         """Take one optimizer step and return the mean loss, detached."""
+        self._ended.clear()  # of a step that raised
         if self.examples is not None:
             return self._private(self.examples, batches[0], index)
         loss = self._lean(batches[0], index) if self.is_lean else self._full(batches, index)

@@ -47,3 +47,4 @@ class RoundOptions:
     fleet: Fleet | None = None
     versions: Versions | None = None
     examples: ExampleRounds | None = None
+    client_state: Sequence[str] = ()

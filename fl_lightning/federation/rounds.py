@@ -114,8 +114,7 @@ class RoundRunner:
         )
         self._secure = None
         if isinstance(aggregator, Protected):
-            num_buffers = self.server.model.buffers.numel()
-            self._secure = SecureRounds(aggregator, trainer, num_buffers)
+            self._secure = SecureRounds(aggregator, trainer, self.clients.num_known_state)
         self.record = RoundRecord()
         self._is_kept_by_lightning = self._can_be_kept_by_lightning()
         self._state = RunState(
@@ -155,6 +154,8 @@ class RoundRunner:
                 several processes all raise it, when they meet.
         """
         began = time.perf_counter()
+        if not self._has_begun and self.clients.settle_state(group, self._ranks):
+            self._follow_state()
         self._open_round()
         try:
             with self.clients.metrics_kept_apart():
@@ -182,6 +183,7 @@ class RoundRunner:
             RoundFailure: if fewer clients than ``min_replies`` sent a valid update.
         """
         self._open_round()  # there may have been no client
+        self._check_constants()
         reports = self._ranks.gather(self._report()) if self._ranks.size > 1 else []
         began = time.perf_counter()  # waiting for other processes is no work
         if reports:
@@ -207,11 +209,27 @@ class RoundRunner:
             self.record.pooled = self.clients.collector.collect_metrics()
         self.clients.scaler.end_round()
         self._is_noted = False
-        self.clients.local.restore(self.server.model)
+        self.clients.local.end_round(self.server.model)
         self._groups.advance()  # only now: a round that failed is no finished one
         self.record.seconds += time.perf_counter() - began
         if self.private is not None:
             self.private.note(self.record)
+
+    def _check_constants(self) -> None:
+        try:
+            self.clients.local.check_constants()
+        except ConfigurationError as failure:
+            if self._ranks.size == 1:
+                raise
+            self._failure = self._failure or failure
+
+    def _follow_state(self) -> None:
+        """Have the server hold what is known to be clients' state now."""
+        buffers = self.clients.local.buffers.read()
+        if self._secure is not None:
+            self._secure.refuse_buffers(buffers.numel())
+        self.server.replace_buffers(buffers)
+        self._is_kept_by_lightning = self._can_be_kept_by_lightning()
 
     def _note_clients(self) -> None:
         """Let the clock go on, and keep what the round has shown of its clients."""
@@ -360,6 +378,7 @@ class RoundRunner:
             ConfigurationError: if the checkpoint is of another model or of another seed.
         """
         self._state.check(state)
+        self._follow_state()
         if "model" in state:
             self.server.replace_model(GlobalModel(**state["model"]))
             self.clients.local.restore(self.server.model)

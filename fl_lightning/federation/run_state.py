@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 
+from fl_lightning.client.state_tensors import buffer_names
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.federation.corrector import Corrector
 from fl_lightning.federation.example_rounds import ExampleRounds
@@ -63,6 +64,7 @@ class RunState:
             "groups": len(self.groups),
             "inside": is_open,
             "engine": clients.engine.state_dict(),
+            "client_state": clients.local.state_names,
             "updates": self._on_the_way,
             "personal": clients.personal.state_dict(),
             "memory": self.memory.state_dict(with_round=open_here),
@@ -85,6 +87,9 @@ class RunState:
         self.clients.personal.load_state_dict(state.get("personal"))  # says itself what differs
         _check_same("model", state["space"], space.fingerprint())
         _check_same("mask", state["mask"], space.mask_fingerprint())
+        names = state.get("client_state", buffer_names(self.module))  # older runs sent all of them
+        if names is not None:
+            self.clients.local.settle_state(names)
         _check_same("seed", state["seed"], self.options.seed)
         kind = state.get("correction", {}).get("kind")
         _check_same("correction", kind, self.corrector.kind)

@@ -79,7 +79,7 @@ class SecureRounds:
     Args:
         aggregator: which has begun.
         trainer: whose callbacks, and transforms of inputs, may show something of clients.
-        num_buffers: floating-point buffers of the model.
+        num_buffers: numbers in buffers that are known to travel.
 
     Raises:
         ConfigurationError: for buffers, and for masks of the clients' own.
@@ -88,12 +88,7 @@ class SecureRounds:
     def __init__(self, aggregator: Protected, trainer: Trainer, num_buffers: int) -> None:
         self.aggregator = aggregator
         name = type(aggregator).__name__
-        if num_buffers:
-            raise ConfigurationError(
-                f"federation.aggregator {name} hides deltas, and the model has {num_buffers} numbers "
-                "in buffers (statistics of batch norm), which would travel in clear: use group or "
-                "layer norm, or track_running_stats: false"
-            )
+        self.refuse_buffers(num_buffers)
         if client_masks(trainer) is not None:
             raise ConfigurationError(
                 f"federation.aggregator {name} adds up whole updates, and masks of the clients' own "
@@ -101,6 +96,20 @@ class SecureRounds:
             )
         data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
         self._shown = shown_by([*trainer.callbacks, *data.transforms])  # type: ignore[attr-defined]
+
+    def refuse_buffers(self, num_buffers: int) -> None:
+        """Refuse a model of which more than the update would travel.
+
+        Raises:
+            ConfigurationError: if there is such.
+        """
+        if num_buffers:
+            raise ConfigurationError(
+                f"federation.aggregator {type(self.aggregator).__name__} hides deltas, and the model "
+                f"has {num_buffers} numbers in buffers (statistics of batch norm), or in frozen "
+                "parameters that clients change, which would travel in clear: use group or layer "
+                "norm, or track_running_stats: false"
+            )
 
     def announcement(self) -> str:
         """Return one line on what the server sees and what it does not."""

@@ -37,6 +37,7 @@ from fl_lightning.federation.batches import batch_preparation, has_batch_hooks, 
 from fl_lightning.federation.client_masks import client_masks
 from fl_lightning.federation.engine_options import FULL_PRECISIONS, tolerance
 from fl_lightning.federation.lightning_step import extra_work, step_context
+from fl_lightning.federation.state_rehearsal import NOT_THE_USERS
 
 TrainOne = Callable[[ClientWork], ClientUpdate]
 
@@ -44,8 +45,6 @@ TrainOne = Callable[[ClientWork], ClientUpdate]
 # of slots for networks from 8 thousand to 215 thousand parameters lie near this line.
 _CACHE_BYTES = 8 * 2**20
 MOST_SLOTS = 32
-# Attributes of a LightningModule that Lightning writes.
-NOT_THE_USERS = frozenset({"_trainer", "_fabric", "_current_fx_name", "_metric_attributes", "log"})
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -157,14 +157,9 @@ class GroupCheck:
     def __init__(self, check: SpotCheck, work: GroupWork, num_steps: int) -> None:
         self._check, self._num_steps = check, num_steps
         self._work = {client.client_id: client for client in work}
-        self._found: dict[int, Result] = {}
+        self._found: dict[int, Trained] = {}
         self._metrics = check.metrics if self._work else None
         self._began = time.perf_counter()
-
-    def note_failures(self, failures: Sequence[ClientFailure]) -> None:
-        """Keep that the updates of clients cannot be used."""
-        if self._work:
-            self._found |= {f.client_id: f for f in failures if f.client_id in self._work}
 
     def note(self, usable: GroupUpdate, kept: Mapping[int, Tensor]) -> None:
         """Keep what slots have made of the clients that were drawn.

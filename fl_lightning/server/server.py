@@ -131,6 +131,11 @@ class Server:
         self._params.data.copy_(model.params)
         self._buffers.copy_(model.buffers)
 
+    def replace_buffers(self, buffers: Tensor) -> None:
+        """Go on with other buffers, between two rounds."""
+        self._buffers = buffers.clone()
+        self.model = GlobalModel(self._params.detach(), self._buffers)
+
     def relocate(self, model: GlobalModel, positions: Tensor) -> None:
         """Go on from a model with other coordinates; those that it had keep the optimizer's state.
 

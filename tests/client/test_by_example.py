@@ -5,7 +5,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from fl_lightning.client.by_example.functions import FunctionRecorder
 from fl_lightning.client.by_example.proof import Recorder, reason_against
+from fl_lightning.client.by_example.seen import Differs
 
 NETWORK = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
 
@@ -15,20 +17,26 @@ def recorded(loss, size, network=NETWORK, inputs=None):
     x = torch.randn(size, 4, generator=generator) if inputs is None else inputs(size, generator)
     y = torch.randint(3, (size,), generator=generator)
     params = {name: p.detach().clone().requires_grad_() for name, p in network.named_parameters()}
-    with Recorder(size, [x, y]) as recorder:
+    with Recorder(size, [x, y]) as recorder, FunctionRecorder(size) as functions:
         z = torch.func.functional_call(network, params, (x,))
         value = loss(z, x, y, params)
         grads = torch.autograd.grad(value, list(params.values()), allow_unused=True)
         outputs = {"loss": value} | dict(zip(params, grads, strict=True))
         for name, tensor in outputs.items():
             recorder.record.outputs[name] = None if tensor is None else recorder.source(tensor)
-    return recorder.record
+    return recorder.record, functions.functions
 
 
-def reason(loss, size=8, others=(1, 3), **options):
-    full = recorded(loss, size, **options)
-    found = [reason_against(full, recorded(loss, other, **options)) for other in others]
-    return next((why for why in found if why), None)
+def reason(loss, size=8, others=(3, 1, 5), **options):
+    (record, functions), *seen = [recorded(loss, s, **options) for s in (size, *others)]
+    if why := reason_against(record, seen[0][0]):
+        return why
+    try:
+        for _, of_other in seen:
+            functions.check(of_other)
+    except Differs as difference:
+        return str(difference)
+    return None
 
 
 class MixingBackward(torch.autograd.Function):
@@ -80,6 +88,14 @@ MEANS = {
         hooked(z, lambda g: 2 * g), y
     ),
     "learnt weight": lambda z, x, y, p: F.cross_entropy(z, y) * p["0.bias"].exp().sum(),
+    "time first": lambda z, x, y, p: (
+        F.linear(z.view(-1, 3, 1).transpose(0, 1), p["2.bias"][:, None])
+        .mean(0)
+        .square()
+        .sum(1)
+        .mean()
+    ),
+    "products of tensors": lambda z, x, y, p: torch.einsum("bi,bi->b", z, x[:, :3]).mean(),
     "two losses": lambda z, x, y, p: 0.3 * F.cross_entropy(z, y) + F.l1_loss(z, x[:, :3]),
 }
 
@@ -130,6 +146,9 @@ NOT_MEANS = {
     "exponent of the length": lambda z, x, y, p: F.cross_entropy(z, y) * 0.9 ** len(z),
     "by numbers of the length": lambda z, x, y, p: (
         F.cross_entropy(z, y, reduction="none") * torch.linspace(1, 2, len(z))
+    ).mean(),
+    "examples and time are taken for each other": lambda z, x, y, p: (
+        z.t().reshape(-1) * z.reshape(-1)
     ).mean(),
     "cumulative": lambda z, x, y, p: z.cumsum(0).mean(),
     "squared mean": lambda z, x, y, p: z.mean().square(),

@@ -165,11 +165,12 @@ class TestWhatDiffersStopsTheRun:
             group.deltas[0] = torch.nan
             return group
 
-        spoil(monkeypatch, change)
-        with pytest.raises(
-            EnginesDiffer, match=r"round 3, .* it fails in slots, and not one after"
-        ):
-            run(toy(), on_client_failure="skip")
+        expected, module = toy(), toy()
+        run(expected)
+        spoil(monkeypatch, change)  # trains one after the other: its failure may be the slots' own
+        trainer = run(module)
+        assert trainer.current_epoch == 5
+        torch.testing.assert_close(weights(module), weights(expected))
 
     def test_not_if_nobody_is_checked(self, monkeypatch):
         spoil(monkeypatch, longer)
@@ -418,8 +419,8 @@ class Fails(ToyModule):
     """Its client of the third class has no loss, however it trains."""
 
     def training_step(self, batch, batch_idx):
-        factor = torch.where((batch[1] == 2).any(), torch.nan, 1.0)
-        return super().training_step(batch, batch_idx) * factor
+        added = torch.where(batch[1] == 2, torch.nan, 0.0).mean()
+        return super().training_step(batch, batch_idx) + added
 
 
 @pytest.mark.filterwarnings("ignore:skipped:UserWarning")
@@ -431,7 +432,7 @@ def test_clients_that_fail_both_ways_are_skipped(checked):
     data = toy_data(num_clients=3, partition=ByClass())
     trainer = run(toy(Fails), data=data, on_client_failure="skip")
     assert trainer.callback_metrics["round/skipped"] == 1
-    assert len(checked) == 5 * 3
+    assert len(checked) == 5 * 2
 
 
 class Centred(ToyModule):

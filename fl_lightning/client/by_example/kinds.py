@@ -14,6 +14,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+# (o, n), see `Kind.layout`
+Layout = tuple[int, int]
+ONE_EACH = (1, 1)
+
 
 @dataclass(frozen=True)
 class Kind:
@@ -24,7 +28,8 @@ class Kind:
         degree: d, the power of the number of examples that it is proportional to; None for zeros,
             which are proportional to every one.
         axis: of ``rows``, where the examples are.
-        inner: of ``rows``, how many entries of that axis one example has, side by side.
+        layout: of ``rows``, (o, n) where the axis has o times all examples, each with n entries side by
+            side: example i has the entries (p · B + i) · n + j.
         is_position: of ``rows``, whether they are the examples' numbers 0, 1, 2, …
         is_count: of ``alike``, whether it counts examples of which each should count, and is no
             number if one does not.
@@ -34,7 +39,7 @@ class Kind:
     name: Literal["alike", "rows", "total", "mixed"]
     degree: int | None = 0
     axis: int = 0
-    inner: int = 1
+    layout: Layout = ONE_EACH
     is_position: bool = False
     is_count: bool = False
     why: str = ""
@@ -51,9 +56,9 @@ class Kind:
             return self.degree in (-1, None)
         return self.name == "alike" and self.degree in (0, None)
 
-    def at(self, axis: int, inner: int | None = None) -> Kind:
+    def at(self, axis: int, layout: Layout | None = None) -> Kind:
         """Return rows along another axis."""
-        return replace(self, axis=axis, inner=self.inner if inner is None else inner)
+        return replace(self, axis=axis, layout=self.layout if layout is None else layout)
 
     def times(self, degree: int | None) -> Kind:
         """Return what it is multiplied by a number of a degree."""
@@ -66,9 +71,9 @@ ALIKE = Kind("alike")
 ZERO = Kind("alike", degree=None)
 
 
-def rows(axis: int, inner: int = 1, degree: int | None = 0) -> Kind:
+def rows(axis: int, layout: Layout = ONE_EACH, degree: int | None = 0) -> Kind:
     """Return the kind of a tensor with examples along an axis."""
-    return Kind("rows", degree, axis, inner)
+    return Kind("rows", degree, axis, layout)
 
 
 def total(degree: int | None) -> Kind:

@@ -27,12 +27,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import zip_longest
+from math import prod
 from typing import Any
 
 from torch import Tensor
 
 from fl_lightning.client.by_example import shape_rules
-from fl_lightning.client.by_example.kinds import ALIKE, Kind, mixed, rows
+from fl_lightning.client.by_example.kinds import ALIKE, ONE_EACH, Kind, mixed, rows
 from fl_lightning.client.by_example.record import Call, Record, Recorder, Source
 from fl_lightning.client.by_example.rules import RULES, short_name
 from fl_lightning.client.by_example.seen import Differs, Seen, degree_of
@@ -43,6 +44,8 @@ __all__ = ["Recorder", "reason_against"]
 # Outputs whose names begin so are rows an example, or means
 GIVEN = "given"
 # Ask a tensor for a number
+# Take nothing of a tensor but its shape and type
+_ONLY_SHAPES = "zeros", "ones", "empty", "full", "new_", "rand"
 _ASKING = {"_local_scalar_dense", "is_nonzero", "equal", "item", "nonzero", "_assert_async"}
 
 
@@ -73,7 +76,7 @@ def _reason(name: str, source: Source, kinds: dict[int, Kind]) -> str | None:
     kind = kinds[source.number]
     if kind.is_mean:
         return None
-    is_row = kind.is_plain and kind.name == "rows" and (kind.axis, kind.inner) == (0, 1)
+    is_row = kind.is_plain and kind.name == "rows" and (kind.axis, kind.layout) == (0, ONE_EACH)
     if name.startswith(GIVEN) and is_row:
         return None
     if kind.name == "mixed":
@@ -126,12 +129,14 @@ def _kinds_of(seen: Seen, short: str) -> list[Kind]:
     rule, count = RULES.get(short), len(seen.call.results)
     arguments = [s for s in _sources(list(seen.call.arguments.values())) if isinstance(s, Source)]
     kinds = [seen.kinds[s.number] for s in arguments]
+    bad = next((kind for kind in kinds if kind.name == "mixed"), None)
+    if bad is not None and not short.startswith(_ONLY_SHAPES):
+        return [bad] * count
     has_batch = any(kind.name != "alike" or kind.degree not in (0, None) for kind in kinds)
     if rule is None or (has_batch and _has_other_numbers(seen, short)):
-        bad = next((kind for kind in kinds if kind.name == "mixed"), None)
         if rule is None and not has_batch and not _has_other_numbers(seen, short):
             return [ALIKE] * count  # of nothing but what all examples have
-        return [bad or mixed(f"what {short} does with a batch is not known")] * count
+        return [mixed(f"what {short} does with a batch is not known")] * count
     found = rule(seen)
     return found if isinstance(found, list) else [found] * count
 
@@ -168,9 +173,9 @@ def _fitting(kind: Kind, source: Source, twin: Source, seen: Seen) -> Kind:
         return kind
     expected = list(source.shape)
     if kind.name == "rows":
-        if not expected or expected[kind.axis] != seen.size * kind.inner:
+        if not expected or expected[kind.axis] != seen.size * prod(kind.layout):
             return mixed("examples of a batch meet")  # a rule that was lost
-        expected[kind.axis] = seen.other_size * kind.inner
+        expected[kind.axis] = seen.other_size * prod(kind.layout)
     if tuple(expected) != twin.shape:
         return mixed("a tensor's shape depends on the size of the batch in an unknown way")
     return kind

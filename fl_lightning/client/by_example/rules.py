@@ -11,7 +11,8 @@ from math import prod
 
 import torch
 
-from fl_lightning.client.by_example.kinds import ALIKE, Kind, mixed, rows, total
+from fl_lightning.client.by_example.kinds import ALIKE, ONE_EACH, Kind, mixed, rows, total
+from fl_lightning.client.by_example.record import Source
 from fl_lightning.client.by_example.seen import Seen
 
 Rule = Callable[[Seen], Kind | list[Kind]]
@@ -109,7 +110,7 @@ def _linear_in(seen: Seen, name: str) -> Kind:
         return kind
     if linear.name == "total":
         return linear if kind.name == "alike" else mixed("a mean over the batch goes to examples")
-    return Kind(kind.name, linear.degree, kind.axis, kind.inner)
+    return Kind(kind.name, linear.degree, kind.axis, kind.layout)
 
 
 @rule("mul")
@@ -133,7 +134,7 @@ def _product(seen: Seen, first: str, second: str) -> Kind:
         if len(totals) > 1 or kind.name == "rows":
             return mixed("a sum or mean over the batch is multiplied by what examples have")
         return total(degree)
-    return Kind(kind.name, degree, kind.axis, kind.inner)
+    return Kind(kind.name, degree, kind.axis, kind.layout)
 
 
 @rule("div true_divide")
@@ -151,7 +152,7 @@ def _div(seen: Seen) -> Kind:
     degree = None if one.degree is None else one.degree - two.degree
     if one.name == "total":
         return total(degree) if kind.name == "alike" else mixed("a mean over the batch is divided")
-    return Kind(kind.name, degree, kind.axis, kind.inner)
+    return Kind(kind.name, degree, kind.axis, kind.layout)
 
 
 @rule("add sub rsub")
@@ -182,7 +183,7 @@ def _sum_of(seen: Seen, one: Kind, two: Kind, names: list[str]) -> Kind:
         )
     if len(degrees) > 1:
         return mixed("numbers are added that depend on the size of the batch in different ways")
-    return Kind(kind.name, both[0].degree if both else None, kind.axis, kind.inner)
+    return Kind(kind.name, both[0].degree if both else None, kind.axis, kind.layout)
 
 
 @rule("where")
@@ -198,7 +199,7 @@ def _where(seen: Seen) -> Kind:
         return kind
     place = seen.broadcast(["condition", "self", "other"])
     return (
-        place if place.name == "mixed" else Kind(place.name, kind.degree, place.axis, place.inner)
+        place if place.name == "mixed" else Kind(place.name, kind.degree, place.axis, place.layout)
     )
 
 
@@ -238,7 +239,7 @@ def _without(kind: Kind, dims: list[int], *, keep: bool) -> Kind:
 @rule(
     "all amax amin any argmax argmin argsort cummax cummin cumprod kthvalue linalg_vector_norm "
     "log_softmax logcumsumexp logsumexp max median min mode norm prod sort softmax std topk var "
-    "var_mean std_mean _softmax _log_softmax"
+    "var_mean std_mean _softmax _safe_softmax _log_softmax"
 )
 def _reduced(seen: Seen) -> list[Kind]:
     kind, what = seen.kind("self"), f"{_short(seen).strip('_')} is taken"
@@ -284,17 +285,33 @@ def _created(seen: Seen) -> Kind:
     if name in ("bernoulli", "normal") and not _first_is_shape(seen):
         return mixed(f"{name} draws with parameters that are tensors")
     is_zero = "zero" in name or any(value is not None and value == 0 for value in values)
-    return seen.created(None if is_zero else 0)
+    kind, like = seen.created(None if is_zero else 0), seen["self"]
+    if kind.name == "rows" and isinstance(like, Source) and like.shape == seen.out:
+        of_like = seen.kind("self")
+        kind = kind.at(of_like.axis, of_like.layout) if of_like.name == "rows" else kind
+    if name in _DRAWS and kind.layout[0] > 1:  # each client draws for its examples in their order
+        return mixed("random numbers are drawn in another order than that of the examples")
+    return kind
 
 
 def _first_is_shape(seen: Seen) -> bool:
     return seen.call.name.split(".")[1].endswith("_")
 
 
+_DRAWS = frozenset(
+    [
+        *("rand", "randn", "randint", "rand_like", "randn_like", "randint_like"),
+        *("bernoulli", "normal", "uniform", "exponential", "random"),
+    ]
+)
+
+
 @rule("native_dropout")
 def _native_dropout(seen: Seen) -> list[Kind]:
     kind = seen.kind("input")
     kind = kind if kind.is_plain else _not_plain(kind, "dropout is taken")
+    if kind.layout[0] > 1:
+        kind = mixed("random numbers are drawn in another order than that of the examples")
     return [kind] * len(seen.call.results)
 
 
@@ -304,7 +321,7 @@ def _arange(seen: Seen) -> Kind:
     start, step = seen["start"] or 0, 1 if seen["step"] is None else seen["step"]
     if kind.name != "rows":
         return kind
-    if kind.inner != 1 or start != 0 or step != 1:
+    if kind.layout != ONE_EACH or start != 0 or step != 1:
         return mixed("arange goes over examples")
     return Kind("rows", is_position=True)
 
@@ -336,7 +353,7 @@ def _addmm(seen: Seen) -> Kind:
     if product.name != "rows" or not added.is_plain or product.degree != 0:
         return product if product.name == "mixed" else mixed("a product of matrices is added to")
     axis = product.axis - len(seen.out) + len(seen.shape("self"))
-    is_row = added.name == "rows" and (added.axis, added.inner) == (axis, product.inner)
+    is_row = added.name == "rows" and (added.axis, added.layout) == (axis, product.layout)
     is_alike = added.name == "alike" and (axis < 0 or seen.shape("self")[axis] == 1)
     return product if is_row or is_alike else mixed("a fixed tensor has a row for each example")
 
@@ -366,12 +383,12 @@ def _summed_axes(seen: Seen, first: str, second: str) -> tuple[int, int]:
 
 def _product_of_rows(seen: Seen, first: str, second: str, degree: int | None) -> Kind:
     one, two = seen.kind(first), seen.kind(second)
-    if one.inner != two.inner:
+    if one.layout != two.layout:
         return mixed("examples of a batch meet")
     if (one.axis, two.axis) == _summed_axes(seen, first, second):
         return total(degree)
     is_stack = len(seen.shape(first)) == len(seen.shape(second)) == 3 and one.axis == two.axis == 0
-    return rows(0, one.inner, degree) if is_stack else mixed("examples of a batch meet")
+    return rows(0, one.layout, degree) if is_stack else mixed("examples of a batch meet")
 
 
 def _rows_times_fixed(seen: Seen, first: str, second: str, degree: int | None) -> Kind:
@@ -382,7 +399,7 @@ def _rows_times_fixed(seen: Seen, first: str, second: str, degree: int | None) -
     if len(seen.shape(first)) == 3 and kind.axis == 0:
         return mixed("a fixed matrix is given for each example")
     axis = kind.axis if is_first else kind.axis - (len(seen.shape(second)) - len(seen.out))
-    return rows(axis, kind.inner, degree)
+    return rows(axis, kind.layout, degree)
 
 
 @rule("embedding")
@@ -399,7 +416,7 @@ def _embedding_backward(seen: Seen) -> Kind:
     is_row = grad.name == index.name == "rows"
     if seen["scale_grad_by_freq"] or not is_row or not index.is_plain:
         return mixed("gradients of an embedding are scaled by how often the batch has a word")
-    same = (grad.axis, grad.inner) == (index.axis, index.inner)
+    same = (grad.axis, grad.layout) == (index.axis, index.layout)
     return total(grad.degree) if same else mixed("examples of a batch meet")
 
 
@@ -409,16 +426,16 @@ def _nll(seen: Seen) -> list[Kind]:
     weight, reduction = seen.kind("weight"), seen["reduction"]
     kinds = (logits, target)
     if not all(k.is_plain and k.name == "rows" and k.axis == 0 for k in kinds) or (
-        weight.name != "alike" or logits.inner != target.inner
+        weight.name != "alike" or logits.layout != target.layout
     ):
         return [mixed("a cross-entropy is taken of what is no row an example")] * 2
     if reduction == 0:
-        return [rows(0, logits.inner), ALIKE]
+        return [rows(0, logits.layout), ALIKE]
     if reduction == 2:
-        return [total(0), mixed("the weight of a sum is used")]
+        return [total(0), Kind("alike", degree=1, is_count=True)]
     if seen["weight"] is not None:
         return [mixed("the loss is divided by the sum of class weights in the batch")] * 2
-    if logits.inner > 1:
+    if logits.layout != ONE_EACH:
         return [mixed("the loss is divided by the number of targets that are not ignored")] * 2
     return [total(-1), Kind("alike", degree=1, is_count=True)]
 
@@ -429,15 +446,15 @@ def _nll_backward(seen: Seen) -> Kind:
     if grad.name == "mixed" or logits.name != "rows" or seen.kind("target").name != "rows":
         return grad if grad.name == "mixed" else mixed("examples of a batch meet")
     if seen["reduction"] == 0:
-        same = grad.name == "rows" and grad.axis == 0 and grad.inner == logits.inner
-        return rows(0, logits.inner, grad.degree) if same else mixed("examples of a batch meet")
+        same = grad.name == "rows" and grad.axis == 0 and grad.layout == logits.layout
+        return rows(0, logits.layout, grad.degree) if same else mixed("examples of a batch meet")
     if grad.name != "alike":
         return mixed("the gradient of a loss depends on the batch")
     if seen["reduction"] == 2:
-        return rows(0, logits.inner, grad.degree)
-    if seen["weight"] is not None or logits.inner > 1:
+        return rows(0, logits.layout, grad.degree)
+    if seen["weight"] is not None or logits.layout != ONE_EACH:
         return mixed("the loss is divided by a sum of weights in the batch")
-    return rows(0, 1, None if grad.degree is None else grad.degree - 1)
+    return rows(0, ONE_EACH, None if grad.degree is None else grad.degree - 1)
 
 
 @rule("mse_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits")
@@ -453,7 +470,7 @@ def _loss(seen: Seen) -> Kind:
 
 def _rows_of_equal(seen: Seen, names: list[str], ndim: int) -> Kind:
     found = {
-        (seen.kind(n).axis + ndim - len(seen.shape(n)), seen.kind(n).inner)
+        (seen.kind(n).axis + ndim - len(seen.shape(n)), seen.kind(n).layout)
         for n in names
         if seen.kind(n).name == "rows"
     }
@@ -461,12 +478,12 @@ def _rows_of_equal(seen: Seen, names: list[str], ndim: int) -> Kind:
         return ALIKE
     if len(found) > 1:
         return mixed("examples of a batch meet")
-    axis, inner = found.pop()
+    axis, layout = found.pop()
     for name in names:
         place = axis - ndim + len(seen.shape(name))
         if seen.kind(name).name == "alike" and place >= 0 and seen.shape(name)[place] != 1:
             return mixed("a fixed tensor has a row for each example")
-    return rows(axis, inner)
+    return rows(axis, layout)
 
 
 @rule("mse_loss_backward smooth_l1_loss_backward huber_loss_backward binary_cross_entropy_backward")
@@ -482,7 +499,7 @@ def _loss_backward(seen: Seen) -> Kind:
         return mixed("examples of a batch meet")
     lower = 1 if seen["reduction"] in (1, None) and kind.name == "rows" else 0
     return Kind(
-        kind.name, None if grad.degree is None else grad.degree - lower, kind.axis, kind.inner
+        kind.name, None if grad.degree is None else grad.degree - lower, kind.axis, kind.layout
     )
 
 

@@ -92,7 +92,7 @@ class Seen:
             return Kind("alike", degree)
         if len(grown) > 1 or source.shape[grown[0]] % self.size:
             return mixed("a tensor's shape depends on the batch in more than one way")
-        return rows(grown[0], source.shape[grown[0]] // self.size, degree)
+        return rows(grown[0], (1, source.shape[grown[0]] // self.size), degree)
 
     def broadcast(self, names: Sequence[str]) -> Kind:
         """Return where examples are when tensors are taken entry by entry; its degree means nothing.
@@ -106,7 +106,7 @@ class Seen:
                 return kind
             if kind.name == "rows":
                 moved = kind.at(kind.axis + ndim - len(self.shape(name)))
-                if found is not None and (moved.axis, moved.inner) != (found.axis, found.inner):
+                if found is not None and (moved.axis, moved.layout) != (found.axis, found.layout):
                     return mixed("examples of a batch meet")
                 found = moved
         if found is None:
@@ -116,7 +116,7 @@ class Seen:
             axis = found.axis - ndim + len(shape)
             if kind.name != "rows" and axis >= 0 and shape[axis] != 1:
                 return mixed("a fixed tensor has a row for each example")
-        return rows(found.axis, found.inner)
+        return rows(found.axis, found.layout)
 
 
 class Differs(Exception):  # noqa: N818 - a finding

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import prod
 
-from fl_lightning.client.by_example.kinds import ALIKE, Kind, mixed, rows, total
+from fl_lightning.client.by_example.kinds import ALIKE, ONE_EACH, Kind, mixed, rows, total
 from fl_lightning.client.by_example.record import Source
 from fl_lightning.client.by_example.rules import rule, short_name
 from fl_lightning.client.by_example.seen import Seen
@@ -52,16 +52,17 @@ def _view(seen: Seen) -> Kind:
     kind, shape, out = seen.kind("self"), seen.shape("self"), seen.out
     if kind.name != "rows":
         return kind
-    before = prod(shape[: kind.axis])
+    before, after = prod(shape[: kind.axis]), prod(shape[kind.axis + 1 :])
+    outer, inner = kind.layout
     for axis, length in enumerate(out):
-        if prod(out[:axis]) == before and length > 1 and length % seen.size == 0:
-            inner = length // seen.size
-            after = prod(out[axis + 1 :])
-            if inner * after == kind.inner * prod(shape[kind.axis + 1 :]):
-                is_position = kind.is_position and inner == 1 and len(out) == 1
-                if kind.is_position and not is_position:
-                    return mixed("examples' positions in the batch are computed with")
-                return kind.at(axis, inner)
+        ahead, behind = prod(out[:axis]), prod(out[axis + 1 :])
+        if not ahead or not behind or (before * outer) % ahead or (after * inner) % behind:
+            continue
+        layout = before * outer // ahead, after * inner // behind
+        if length == prod(layout) * seen.size:
+            if kind.is_position and (layout != ONE_EACH or len(out) > 1):
+                return mixed("examples' positions in the batch are computed with")
+            return kind.at(axis, layout)
     return mixed("a view puts examples of a batch together")
 
 
@@ -175,13 +176,13 @@ def _cat(seen: Seen) -> Kind:
     degree = degrees.pop() if degrees else None
     if first.name != "rows":
         return Kind(first.name, degree)
-    if len({(k.axis, k.inner) for k in kinds}) > 1:
+    if len({(k.axis, k.layout) for k in kinds}) > 1:
         return mixed("examples of a batch meet")
     if short_name(seen.call.name) == "stack":
-        return rows(first.axis + (dim <= first.axis), first.inner, degree)
+        return rows(first.axis + (dim <= first.axis), first.layout, degree)
     if dim == first.axis:
         return mixed("examples are put behind each other")
-    return rows(first.axis, first.inner, degree)
+    return rows(first.axis, first.layout, degree)
 
 
 @rule("constant_pad_nd")
@@ -208,8 +209,8 @@ def _gather(seen: Seen) -> Kind:
     if kind.name == "mixed" or not index.is_plain:
         return kind if kind.name == "mixed" else mixed("entries are looked up by the batch")
     if kind.name == index.name == "rows":
-        same = kind.axis == index.axis != dim and kind.inner == index.inner
-        return rows(kind.axis, kind.inner, kind.degree) if same else mixed("examples meet")
+        same = kind.axis == index.axis != dim and kind.layout == index.layout
+        return rows(kind.axis, kind.layout, kind.degree) if same else mixed("examples meet")
     return (
         kind if kind.name == index.name == "alike" else mixed("entries are looked up by the batch")
     )
@@ -226,13 +227,13 @@ def _scatter(seen: Seen) -> Kind:
             if all(k.name == "alike" and k.is_plain for k in kinds)
             else mixed("examples meet")
         )
-    same = len({(k.axis, k.inner) for k in kinds}) == 1 and kinds[0].axis != dim
+    same = len({(k.axis, k.layout) for k in kinds}) == 1 and kinds[0].axis != dim
     degrees = {k.degree for k, name in zip(kinds, names, strict=True) if name != "index"} - {None}
     if "src" not in names and seen["value"] != 0:
         degrees.add(0)
     if not same or len(degrees) > 1 or not seen.kind("index").is_plain:
         return mixed("examples of a batch meet")
-    return rows(kinds[0].axis, kinds[0].inner, degrees.pop() if degrees else None)
+    return rows(kinds[0].axis, kinds[0].layout, degrees.pop() if degrees else None)
 
 
 @rule("index _unsafe_index")
@@ -243,7 +244,7 @@ def _index(seen: Seen) -> Kind:
     if bad := next((k for k in (kind, *kinds) if k.name == "mixed"), None):
         return bad
     if _is_by_position(seen, kind):
-        return rows(0, 1, kind.degree)
+        return rows(0, ONE_EACH, kind.degree)
     alike = all(k.name == "alike" and k.is_plain for k in kinds)
     if kind.name == "rows" and alike and kind.axis not in [place for place, _ in given]:
         before_only = all(place > kind.axis for place, _ in given)
@@ -262,7 +263,9 @@ def _is_by_position(seen: Seen, kind: Kind) -> bool:
     shapes = [s.shape for s in sources]
     is_pair = first.is_position and second.name == "rows" and second.is_plain
     is_flat = shapes[0] == shapes[1] == (seen.size,)
-    return is_pair and is_flat and kind.name == "rows" and kind.axis == 0 and kind.inner == 1
+    return (
+        is_pair and is_flat and kind.name == "rows" and kind.axis == 0 and kind.layout == ONE_EACH
+    )
 
 
 @rule("index_put")
@@ -270,7 +273,7 @@ def _index_put(seen: Seen) -> Kind:
     kind, values = seen.kind("self"), seen.kind("values")
     fits = kind.degree is None and values.name == "rows" and values.axis == 0
     if fits and _is_by_position(seen, kind):
-        return rows(0, 1, values.degree)
+        return rows(0, ONE_EACH, values.degree)
     sources = [s for s in seen["indices"] if isinstance(s, Source)]
     is_table = fits and seen["accumulate"] and kind.name == "alike" and len(sources) == 1
     if is_table and isinstance(seen["indices"][0], Source):
@@ -278,7 +281,7 @@ def _index_put(seen: Seen) -> Kind:
         if (
             index.name == "rows"
             and index.is_plain
-            and (index.axis, index.inner) == (0, values.inner)
+            and (index.axis, index.layout) == (0, values.layout)
         ):
             return total(values.degree)
     return mixed("entries are written by the batch")
@@ -290,7 +293,7 @@ def _index_select(seen: Seen) -> Kind:
     if index.name == "alike" and index.is_plain and not (kind.name == "rows" and kind.axis == dim):
         return kind
     if kind.name == "alike" and index.is_plain and index.name == "rows":
-        return rows(dim, index.inner, kind.degree)
+        return rows(dim, index.layout, kind.degree)
     return mixed("entries are looked up by the batch")
 
 
@@ -328,7 +331,7 @@ def _images_backward(seen: Seen) -> Kind:
     if grad.name != "rows" or grad.axis != 0 or grad.is_position:
         return grad if grad.name == "mixed" else mixed("images of a batch meet")
     same = all(
-        k.name == "rows" and k.axis == 0 and k.inner == grad.inner and k.is_plain for k in kinds
+        k.name == "rows" and k.axis == 0 and k.layout == grad.layout and k.is_plain for k in kinds
     )
     return grad if same else mixed("images of a batch meet")
 
@@ -346,7 +349,7 @@ def _convolution(seen: Seen) -> Kind:
 def _convolution_backward(seen: Seen) -> list[Kind]:
     grad, given, weight = (seen.kind(n) for n in ("grad_output", "input", "weight"))
     is_row = grad.name == given.name == "rows" and grad.axis == given.axis == 0
-    fits = is_row and given.is_plain and grad.inner == given.inner
+    fits = is_row and given.is_plain and grad.layout == given.layout
     if not fits or weight.name != "alike" or not weight.is_plain:
         bad = grad if grad.name == "mixed" else mixed("a convolution takes more than one example")
         return [bad] * 3
@@ -387,7 +390,7 @@ def _group_norm_backward(seen: Seen) -> list[Kind]:
 def _norm_backward(seen: Seen, ndim: int, name: str) -> list[Kind]:
     grad, given, weight = seen.kind(name), seen.kind("input"), seen.kind("weight")
     fits = grad.name == given.name == "rows" and given.is_plain and weight.name == "alike"
-    if not fits or (grad.axis, grad.inner) != (given.axis, given.inner) or grad.axis >= ndim:
+    if not fits or (grad.axis, grad.layout) != (given.axis, given.layout) or grad.axis >= ndim:
         return [grad if grad.name == "mixed" else mixed("a norm goes over examples")] * 3
     return [grad, total(grad.degree), total(grad.degree)]
 
