@@ -25,7 +25,7 @@ torch.set_num_threads(1)
 
 
 # They take minutes: no worker should be left with them at the end.
-FIRST = ("test_readme_session", "test_kill", "test_processes")
+FIRST = ("test_readme_session", "test_kill", "test_processes", "test_strange_processes")
 
 
 def pytest_collection_modifyitems(items):
