@@ -21,6 +21,7 @@ from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.memory import ClientMemory
 from fl_lightning.client.slot_results import receive_usable
 from fl_lightning.client.work import ClientWork, GroupWork
+from fl_lightning.client.wrapped_optimizers import needs_closure
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.metric_states import MetricStates, kept_apart, metrics_of
 from fl_lightning.core.seeds import seed_global_generators
@@ -92,7 +93,14 @@ class GroupTraining:
         )
         self.collector = LogCollector()
         self.step = LightningStep(trainer, self.collector, options.accumulate)
-        self.local = LocalTrainer(self._module, trainer.optimizers[0], self.step, self.collector)
+        self.local = LocalTrainer(
+            self._module,
+            trainer.optimizers,
+            self.step,
+            self.collector,
+            [config.scheduler for config in trainer.lr_scheduler_configs],
+            by_hand=not self._module.automatic_optimization,
+        )
         if options.examples is not None:
             self.step.examples = self._private_gradients(options.examples)
         self.scaler = ClientScaler(getattr(trainer.precision_plugin, "scaler", None))
@@ -137,6 +145,11 @@ class GroupTraining:
         self._gradient = ShardGradient(self._module, self.local, self.step, self._plan)
 
     def _private_gradients(self, rounds: ExampleRounds) -> PrivateGradients:
+        if needs_closure(optimizer := self._trainer.optimizers[0]):
+            raise ConfigurationError(
+                "federation.privacy ExampleDP pays for one gradient per step, and the step of "
+                f"{type(optimizer).__name__} asks for a closure, to take several: use SGD or Adam"
+            )
         collector = self.collector if rounds.privacy.log_unprotected else None
         gradients = ExampleGradients(
             self._module,
