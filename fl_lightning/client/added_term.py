@@ -8,6 +8,9 @@ the loss would be.
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Collection
+
 import torch
 from torch import Tensor
 
@@ -55,6 +58,21 @@ class AddedTerm:
             self._starts.append(before)
             self._shifts.append(own)
 
+    def of(self, params: Collection[Tensor]) -> AddedTerm:
+        """Return the term on some of the parameters alone."""
+        chosen, part = set(params), copy.copy(self)
+        kept = [n for n, param in enumerate(self._whole) if param in chosen]
+        part._whole = [self._whole[n] for n in kept]
+        part._starts = [self._starts[n] for n in kept]
+        part._shifts = [self._shifts[n] for n in kept]
+        part._parts = [each for each in self._parts if each[0] in chosen]
+        return part
+
+    @property
+    def params(self) -> list[Tensor]:
+        """The parameters that it is added to."""
+        return [*self._whole, *(param for param, *_ in self._parts)]
+
     @torch.no_grad()
     def add(self, scale: float = 1.0) -> None:
         """Add the term to the gradients; a parameter without one gets the term as its gradient.
@@ -85,6 +103,8 @@ class AddedTerm:
         for param, index, before, shift in self._parts:
             moved = param.reshape(-1).index_select(0, index) - before
             triples.append((moved, torch.zeros_like(moved) if shift is None else shift))
+        if not triples:
+            return torch.zeros(())
         values = [
             0.5 * self._pull * moved.square().sum() + (moved * shift).sum()
             for moved, shift in triples

@@ -99,7 +99,11 @@ class Mixing:
         Args:
             scale: of the gradients that are there.
         """
-        assert self._own is not None
+        if self._own is None:
+            raise ConfigurationError(
+                "APFL takes one gradient per step, and the module's optimizer evaluates its closure "
+                "several times: use SGD or Adam"
+            )
         away = self._own - self._share
         slope = away.new_zeros(())
         for param, active, part in self._space.entries(away):

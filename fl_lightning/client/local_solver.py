@@ -13,7 +13,7 @@ Optimization", section 4.1 and appendix.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -25,12 +25,15 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.space import Space
 from fl_lightning.sparsity.sparse_sgdm import SparseSGDM
 
+# How many steps every optimizer takes, or each of them.
+Steps = int | Sequence[int]
+
 
 class LocalSolver:
-    """The clients' optimizer, as far as it adds up gradients.
+    """The clients' optimizers, as far as they add up gradients.
 
     Args:
-        optimizer: its options are read at every call.
+        optimizers: one or several; their options are read at every call.
         pull: of the correction, ≥ 0.
 
     Example:
@@ -39,11 +42,11 @@ class LocalSolver:
         2.5
     """
 
-    def __init__(self, optimizer: Optimizer, pull: float = 0.0) -> None:
-        self._optimizer, self._pull = optimizer, pull
+    def __init__(self, *optimizers: Optimizer, pull: float = 0.0) -> None:
+        self._optimizers, self._pull = optimizers, pull
 
-    def effective_steps(self, num_steps: int) -> float:
-        """Return ‖a‖₁ of so many local steps.
+    def effective_steps(self, num_steps: Steps) -> float:
+        """Return ‖a‖₁ of so many local steps, of each optimizer or of all.
 
         Raises:
             ConfigurationError: if the optimizer is not SGD, or its parameter groups differ in it.
@@ -57,7 +60,7 @@ class LocalSolver:
             )
         return sizes.pop()
 
-    def travels(self, num_steps: int) -> list[float]:
+    def travels(self, num_steps: Steps) -> list[float]:
         """Return η ‖a‖₁ of every parameter group.
 
         Raises:
@@ -65,19 +68,18 @@ class LocalSolver:
         """
         return [lr * steps for lr, steps in self._by_group(num_steps)]
 
-    def travel(self, num_steps: int, space: Space) -> Tensor | float:
+    def travel(self, num_steps: Steps, space: Space) -> Tensor | float:
         """Return η ‖a‖₁ of every coordinate, shape (k,), or a number that all have.
 
         Raises:
             ConfigurationError: if the optimizer is not SGD.
         """
         travels = self.travels(num_steps)
-        groups = self._optimizer.param_groups
-        of_param = {
-            id(p): travel
-            for travel, group in zip(travels, groups, strict=True)
-            for p in group["params"]
-        }
+        groups = [group for each in self._optimizers for group in each.param_groups]
+        of_param: dict[int, float] = {}
+        for travel, group in zip(travels, groups, strict=True):
+            for p in group["params"]:  # what two optimizers move goes both ways
+                of_param[id(p)] = of_param.get(id(p), 0.0) + travel
         parts = [
             (view.numel(), of_param.get(id(tensor), 0.0))
             for tensor, _, view in space.entries(torch.empty(space.size))
@@ -90,14 +92,20 @@ class LocalSolver:
         ]
         return torch.cat(filled)
 
-    def _by_group(self, num_steps: int) -> list[tuple[float, float]]:
+    def _by_group(self, num_steps: Steps) -> list[tuple[float, float]]:
         """Return learning rate and ‖a‖₁ of every parameter group."""
-        optimizer = self._optimizer
-        if type(optimizer) not in (SGD, SparseSGDM):
-            raise ConfigurationError(
-                f"the steps of {type(optimizer).__name__} are no sum of gradients: use torch.optim.SGD"
-            )
-        return [self._of_group(group, num_steps) for group in optimizer.param_groups]
+        for optimizer in self._optimizers:
+            if type(optimizer) not in (SGD, SparseSGDM):
+                raise ConfigurationError(
+                    f"the steps of {type(optimizer).__name__} are no sum of gradients: use "
+                    "torch.optim.SGD"
+                )
+        counts = [num_steps] * len(self._optimizers) if isinstance(num_steps, int) else num_steps
+        return [
+            self._of_group(group, count)
+            for optimizer, count in zip(self._optimizers, counts, strict=True)
+            for group in optimizer.param_groups
+        ]
 
     def _of_group(self, group: Mapping[str, Any], num_steps: int) -> tuple[float, float]:
         lr = float(group["lr"])

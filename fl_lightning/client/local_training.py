@@ -12,8 +12,7 @@ nothing leaves the device before the client is done.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +23,7 @@ from torch.optim import Optimizer
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.optimizer_steps import OptimizerSteps
 from fl_lightning.client.python_state import Growth, PythonState
+from fl_lightning.client.round_start import RoundStart, Schedule
 from fl_lightning.client.state_tensors import (
     Constants,
     Homes,
@@ -31,6 +31,7 @@ from fl_lightning.client.state_tensors import (
     state_space,
     whole_numbers,
 )
+from fl_lightning.client.wrapped_optimizers import stepped_with_closure, takes_closure
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.lonely_example import help_with_one_example
 from fl_lightning.core.metrics import weighted_mean
@@ -64,8 +65,13 @@ class LocalTrainer:
 
     Args:
         module: the model; between clients it holds whatever the last one left, see `restore`.
-        optimizer: over the module's parameters; its state starts empty for every client.
+        optimizers: over the module's parameters, one or several; their state starts empty for
+            every client.
         step: what one local step does.
+        collector: learns what it logs.
+        schedules: of learning rates; they start for every client as the round left them.
+        by_hand: whether the local step steps the optimizers itself, as often as it likes, and may
+            freeze parameters for a while.
         ignore: names of attributes of the module that are no client's, see `PythonState`.
 
     Attributes:
@@ -98,24 +104,27 @@ class LocalTrainer:
     def __init__(
         self,
         module: nn.Module,
-        optimizer: Optimizer,
+        optimizers: Optimizer | Sequence[Optimizer],
         step: LocalStep,
         collector: LogCollector | None = None,
+        schedules: Sequence[Schedule] = (),
         *,
+        by_hand: bool = False,
         ignore: Collection[str] = (),
     ) -> None:
         self.collector = collector if collector is not None else LogCollector()
         self._module = module
         self._integer_buffers = whole_numbers(module)
-        self._homes, self._params = Homes(module), list(module.parameters())
+        self._homes = Homes(module)
         self._ignore, self._python, self._in_round = ignore, PythonState(module), False
         self.state_names: list[str] | None = None
         self.growth: Growth = []
         self._grown: Growth = []
-        self._optimizer = optimizer
-        self._optimizer_steps = OptimizerSteps(optimizer)
+        one = isinstance(optimizers, Optimizer)
+        self._optimizers: list[Optimizer] = [optimizers] if one else list(optimizers)  # type: ignore[list-item, arg-type]
+        self._optimizer_steps = OptimizerSteps(self._optimizers, by_hand=by_hand)
+        self._round_start = RoundStart(self._optimizers, schedules)
         self._step = step
-        self._options: list[dict[str, Any]] = []
         self._holds: GlobalModel | None = None
         self._in_hand: Sequence[SizedBatch] = ()  # the batches of a step that is being taken
         self.keep_own(())
@@ -174,9 +183,7 @@ class LocalTrainer:
 
     def renew_space(self) -> None:
         """Have vectors hold what may move now: parameters that train, as the masks allow."""
-        masked = isinstance(self._optimizer, MaskedOptimizer)
-        active = self._masked_optimizer.active if masked else None
-        self.space = Space.of_parameters(self._module, active, without=self._apart)
+        self.space = Space.of_parameters(self._module, self._active(), without=self._apart)
         self._masks = self._present_masks()
         self._holds = None
 
@@ -188,20 +195,44 @@ class LocalTrainer:
         return any(known is not present for known, present in pairs)
 
     @property
-    def _masked_optimizer(self) -> MaskedOptimizer:
-        if not isinstance(self._optimizer, MaskedOptimizer):
+    def _masked(self) -> list[MaskedOptimizer]:
+        return [each for each in self._optimizers if isinstance(each, MaskedOptimizer)]
+
+    def _set_masks(self, masks: Mapping[str, Tensor]) -> None:
+        """Have every optimizer keep to a client's masks of its own parameters."""
+        if not self._masked:
             raise ConfigurationError(
                 f"masks need an optimizer that keeps to them, like SparseSGDM, the module has "
-                f"{type(self._optimizer).__name__}"
+                f"{', '.join(type(each).__name__ for each in self._optimizers)}"
             )
-        return self._optimizer
-
-    def _by_parameter(self, masks: Mapping[str, Tensor]) -> dict[Tensor, Tensor]:
         params = dict(self._module.named_parameters())
-        return {params[name]: mask.to(params[name].device) for name, mask in masks.items()}
+        given = {params[name]: mask.to(params[name].device) for name, mask in masks.items()}
+        owned = [_parameters(each) for each in self._masked]
+        owned[0] |= given.keys() - set().union(*owned)  # it refuses what belongs to none
+        for optimizer, own in zip(self._masked, owned, strict=True):
+            optimizer.set_masks({p: mask for p, mask in given.items() if p in own})
+
+    def _active(self) -> dict[Tensor, Tensor]:
+        """Return which entries may move of parameters with frozen ones, as indices.
+
+        Raises:
+            ConfigurationError: if one optimizer would move what another one's mask freezes.
+        """
+        active = {p: indices for each in self._masked for p, indices in each.active.items()}
+        for optimizer in self._optimizers if len(self._optimizers) > 1 else ():
+            own = optimizer.active if isinstance(optimizer, MaskedOptimizer) else {}
+            for param in _parameters(optimizer) & active.keys():
+                if param not in own or not torch.equal(own[param], active[param]):
+                    raise ConfigurationError(
+                        "a mask freezes entries of a parameter that another optimizer of the module, "
+                        f"{type(optimizer).__name__}, would move: give a masked parameter to one "
+                        "optimizer alone"
+                    )
+        return active
 
     def _present_masks(self) -> list[Any]:
-        return [group.get("active") for group in self._optimizer.param_groups]
+        groups = (group for each in self._optimizers for group in each.param_groups)
+        return [group.get("active") for group in groups]
 
     def read(self) -> GlobalModel:
         """Return the module's present values as a global model."""
@@ -210,9 +241,8 @@ class LocalTrainer:
     def start_round(self, number: int = 0) -> None:
         """Note what every client of the round starts from besides the weights.
 
-        These are the optimizer's options, as the learning-rate schedule left them (some optimizers
-        write to them while they step), integer buffers such as batch norm's counter, and what Python
-        holds.
+        These are the optimizers' options, as the learning-rate schedules left them, the schedules,
+        see `RoundStart`, integer buffers such as batch norm's counter, and what Python holds.
 
         Args:
             number: the round's.
@@ -226,7 +256,7 @@ class LocalTrainer:
                 f"{changed[0]} was frozen or unfrozen during the run: what travels between clients "
                 "and server is settled when it starts. Freeze before, or start another run."
             )
-        self._options = [_copied(group) for group in self._optimizer.param_groups]
+        self._round_start.note()
         self._holds = None
         self._integers = [buffer.clone() for buffer in self._integer_buffers]
         self._own_start = self.own.read() if self._apart else None
@@ -292,11 +322,7 @@ class LocalTrainer:
         own = self._own_start if self._guest is None else self._guest
         if own is not None:
             self.own.write(own)
-        self._optimizer.state.clear()
-        for group, options in zip(self._optimizer.param_groups, self._options, strict=True):
-            for added in group.keys() - options.keys() - {"params"}:
-                del group[added]
-            group.update(_copied(options))
+        self._round_start.put_back()
         self._holds = model
         if self._in_round:
             self._python.put_back()
@@ -332,9 +358,9 @@ class LocalTrainer:
         active = None
         if masks is not None:  # until the next `restore`
             active = self.space.coordinates(masks)
-            self._masked_optimizer.set_masks(self._by_parameter(masks))
+            self._set_masks(masks)
         try:
-            with self._same_flags():
+            with toggled_back(self._module):
                 num_steps, losses, sizes = self._take_steps(batches)
         except ConfigurationError:
             raise
@@ -350,13 +376,14 @@ class LocalTrainer:
         self.growth = self._python.growth()
         logged = self.collector.collect()
         self.kept = self.own.read()
+        totals = self._optimizer_steps.totals()
         update = ClientUpdate(
             client_id=client_id,
             delta=self._delta(start),
             buffers=self.buffers.read(),
             num_examples=num_examples,
             num_steps=num_steps,
-            optimizer_steps=self._optimizer_steps.total(),
+            optimizer_steps=totals[0] if len(totals) == 1 else tuple(totals),
             metrics={"train/loss": weighted_mean(losses, sizes)} if losses else {},
             active=active,
         )
@@ -370,17 +397,6 @@ class LocalTrainer:
             raise ClientFailure(client_id, "its personal parameters hold NaN or infinite values")
         update.metrics.update(logged)  # a module may log a train/loss of its own
         return update
-
-    @contextmanager
-    def _same_flags(self) -> Iterator[None]:
-        """Have the same parameters train after the block as before."""
-        before = [param.requires_grad for param in self._params]
-        try:
-            yield
-        finally:
-            if [param.requires_grad for param in self._params] != before:
-                for param, flag in zip(self._params, before, strict=True):
-                    param.requires_grad_(flag)
 
     def _take_steps(
         self, steps: Iterable[Sequence[SizedBatch]]
@@ -425,7 +441,7 @@ def plain_step(
         accumulate: the number of batches that a full step accumulates, by which losses are divided.
     """
 
-    def step(batches: Sequence[SizedBatch], index: int) -> Tensor | None:
+    def gradients(batches: Sequence[SizedBatch], index: int) -> Tensor | None:
         optimizer.zero_grad()
         losses = []
         for batch, size in batches:
@@ -436,8 +452,15 @@ def plain_step(
                 losses.append(loss.detach())
         if not losses:
             return None
-        optimizer.step()
         return losses[0] if len(losses) == 1 else torch.stack(losses).mean()
+
+    def step(batches: Sequence[SizedBatch], index: int) -> Tensor | None:
+        if takes_closure(optimizer):
+            return stepped_with_closure(optimizer, lambda: gradients(batches, index))
+        loss = gradients(batches, index)
+        if loss is not None:
+            optimizer.step()
+        return loss
 
     return step
 
@@ -462,10 +485,8 @@ def loss_of(output: Any) -> Tensor | None:
     return loss if loss.ndim == 0 else loss.reshape(())
 
 
-def _copied(options: dict[str, Any]) -> dict[str, Any]:
-    # a learning rate may be a tensor, which an optimizer or a schedule changes in place
-    values = ((k, v.clone() if isinstance(v, Tensor) else v) for k, v in options.items())
-    return {key: value for key, value in values if key != "params"}
+def _parameters(optimizer: Optimizer) -> set[Tensor]:
+    return {param for group in optimizer.param_groups for param in group["params"]}
 
 
 def check_finite(update: ClientUpdate) -> None:

@@ -74,7 +74,7 @@ class Scaffold:
         if self.option == "I":
             return
         try:
-            LocalSolver(optimizer, self.pull).travels(1)
+            LocalSolver(optimizer, pull=self.pull).travels(1)
         except ConfigurationError as error:
             raise ConfigurationError(
                 f"Scaffold with option II takes the mean gradient from a client's steps: {error}, "

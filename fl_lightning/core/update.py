@@ -67,7 +67,8 @@ class ClientUpdate:
         effective_steps: ‖a‖₁, how many gradients the delta adds up to, see
             `fl_lightning.client.local_solver`; None where nobody asks for it.
         optimizer_steps: how many of the local steps the optimizer took: not those whose training
-            step skipped its batch, nor those that a gradient scaler left out. None for all.
+            step skipped its batch, nor those that a gradient scaler left out. None for all. Where
+            the module has several optimizers, the steps of each.
     """
 
     client_id: int
@@ -78,7 +79,7 @@ class ClientUpdate:
     metrics: dict[str, Tensor] = field(default_factory=dict)
     active: Tensor | None = None
     effective_steps: float | None = None
-    optimizer_steps: int | None = None
+    optimizer_steps: int | tuple[int, ...] | None = None
 
     @cached_property
     def norm(self) -> Tensor:

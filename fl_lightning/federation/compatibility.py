@@ -54,11 +54,6 @@ def _data_problems(trainer: Trainer) -> Iterator[str]:
 
 def _module_problems(module: LightningModule) -> Iterator[str]:
     name = type(module).__name__
-    if not module.automatic_optimization:
-        yield (
-            f"{name} uses manual optimization, where a local step is not defined: "
-            "set automatic_optimization = True and return the loss from training_step"
-        )
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:
         yield f"{name}.training_step takes a dataloader_iter: take (batch, batch_idx) instead"
 
@@ -158,19 +153,13 @@ def check_validation_interval(trainer: Trainer, num_groups: int) -> None:
 
 
 def check_set_up(trainer: Trainer) -> None:
-    """Refuse what is known only once Lightning has set up module and optimizers.
+    """Refuse what is known only once Lightning has set up the module.
 
     Raises:
-        ConfigurationError: for several optimizers, and for layers that exchange statistics.
+        ConfigurationError: for layers that exchange statistics.
     """
     if any(isinstance(child, nn.SyncBatchNorm) for child in trainer.lightning_module.modules()):
         raise ConfigurationError(
             "SyncBatchNorm averages over processes, where clients train apart: set "
             "trainer.sync_batchnorm to false"
-        )
-    if len(trainer.optimizers) != 1:
-        raise ConfigurationError(
-            f"a federation trains modules with one optimizer, "
-            f"{type(trainer.lightning_module).__name__} has {len(trainer.optimizers)}: "
-            "use parameter groups of one optimizer"
         )

@@ -7,7 +7,7 @@ A client's new memory counts from the round's end on, as its update does.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -37,7 +37,7 @@ class Corrector:
         memory: where clients' memories are.
         num_clients: all of them, N.
         module: that trains.
-        optimizer: the clients'.
+        optimizers: the clients'.
         aggregator: says whether sums must have the same bits over any number of processes, and
             whether updates must say how many gradients they add up to.
 
@@ -55,16 +55,17 @@ class Corrector:
         memory: ClientMemory,
         num_clients: int,
         module: nn.Module,
-        optimizer: Optimizer,
+        optimizers: Sequence[Optimizer],
         aggregator: Aggregator,
     ) -> None:
         self.correction: Correction = correction or FedProx(mu=0.0)
-        self.correction.check(module, optimizer)
+        for optimizer in optimizers:
+            self.correction.check(module, optimizer)
         self._memory, self._num_clients = memory, num_clients
         # rules that see all updates give the same bits over any number of processes as well
         self._exact = aggregator.exact or isinstance(aggregator, KeepsUpdates)
         self._module = module
-        self._solver = LocalSolver(optimizer, self.correction.pull)
+        self._solver = LocalSolver(*optimizers, pull=self.correction.pull)
         self._counts_steps = getattr(aggregator, "needs_effective_steps", False)
         if self._counts_steps:
             # refuses what has no such number; after one step all momenta are alike
@@ -118,7 +119,7 @@ class Corrector:
             gradient: gives the gradient of its whole shard at ``start``.
         """
         num_steps = _optimizer_steps(update)
-        if not (self.correction.remembers and num_steps):
+        if not (self.correction.remembers and _any(num_steps)):
             return
         outcome = Outcome(
             start, update.delta, lambda: self._solver.travel(num_steps, space), gradient
@@ -223,8 +224,12 @@ class Corrector:
         self._num_changes = state["num_changes"]
 
 
-def _optimizer_steps(update: ClientUpdate) -> int:
+def _optimizer_steps(update: ClientUpdate) -> int | tuple[int, ...]:
     return update.num_steps if update.optimizer_steps is None else update.optimizer_steps
+
+
+def _any(num_steps: int | tuple[int, ...]) -> bool:
+    return num_steps > 0 if isinstance(num_steps, int) else any(num_steps)
 
 
 def _num_bytes(like: Tensor | LazyDeltas) -> int:

@@ -34,6 +34,7 @@ from fl_lightning.data.population import Population
 from fl_lightning.federation.aggregation import run_aggregator
 from fl_lightning.federation.atomic_checkpoint import AtomicCheckpointIO
 from fl_lightning.federation.attackers import Attackers
+from fl_lightning.federation.by_hand_checks import check_by_hand, check_several
 from fl_lightning.federation.compatibility import (
     check_asynchronous,
     check_compatible,
@@ -107,7 +108,8 @@ class Federation(Callback):
     The module's optimizer is the clients' (its state starts empty whenever a client trains), its
     learning-rate schedule advances once per round, ``global_step`` counts rounds. What a client sends
     is where it began minus where it ended, however it got there: a ``training_step`` may also set the
-    parameters itself and return None.
+    parameters itself and return None, or step one or several optimizers by hand
+    (``automatic_optimization = False``), in which case clients train one after the other.
 
     Args:
         cohort: who takes part in a round; everybody if None.
@@ -277,6 +279,13 @@ class Federation(Callback):
         if stage != "fit":
             return
         check_compatible(trainer, pl_module)
+        check_by_hand(
+            pl_module,
+            cohort=self.cohort,
+            correction=self.correction,
+            personal=self.personal,
+            privacy=self.privacy,
+        )
         check_trainer(self.privacy, trainer)
         if trainer.strategy.root_device.type == "cpu":
             keep_freed_memory()
@@ -321,6 +330,7 @@ class Federation(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Build the round runner on the weights and the optimizer that are now in place."""
         check_set_up(trainer)
+        check_several(trainer, self.aggregator)
         for config in trainer.lr_scheduler_configs:
             config.interval = "epoch"  # a step is a round, however many groups of clients it has
         check_correction(trainer, self.correction, self.personal)
@@ -492,7 +502,10 @@ class Federation(Callback):
         rounds: float | None = trainer.max_epochs
         rounds = math.inf if rounds is None or rounds < 0 else rounds
         cohort = self.cohort.expected_size(len(data.clients))
-        if trains_in_large_groups(self.engine, module, rounds * cohort * per_client):
+        by_hand = not module.automatic_optimization  # never in slots
+        if not by_hand and trains_in_large_groups(
+            self.engine, module, rounds * cohort * per_client
+        ):
             return cohort
         interval = trainer.val_check_interval  # counts groups; 1.0, unlike 1, is the whole round
         if isinstance(interval, int) or interval != 1.0:

@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
 from torch.optim import Optimizer
 
 from fl_lightning.client.local_training import loss_of
 from fl_lightning.client.log_collector import LogCollector
+from fl_lightning.client.wrapped_optimizers import stepped_with_closure, takes_closure
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.metric_states import MetricStates, metrics_of
 from fl_lightning.core.seeds import (
@@ -79,13 +81,20 @@ class FineTuning:
                     child.training = mode
 
     def _step(self, optimizer: Optimizer, batch: Any, index: int) -> None:
+        if takes_closure(optimizer):
+            stepped_with_closure(optimizer, lambda: self._gradients(optimizer, batch, index))
+        elif self._gradients(optimizer, batch, index) is not None:
+            optimizer.step()
+
+    def _gradients(self, optimizer: Optimizer, batch: Any, index: int) -> Tensor | None:
         optimizer.zero_grad()
         with self._context():
             arguments = (batch, index) if self._takes_index else (batch,)
             loss = loss_of(self._module.training_step(*arguments))
-        if loss is not None:
-            loss.backward()
-            optimizer.step()
+        if loss is None:
+            return None
+        loss.backward()
+        return loss.detach()
 
 
 def made_optimizer(module: LightningModule) -> Optimizer:

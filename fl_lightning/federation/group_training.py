@@ -24,6 +24,7 @@ from fl_lightning.client.memory import ClientMemory
 from fl_lightning.client.slot_results import receive_usable
 from fl_lightning.client.state_tensors import state_space
 from fl_lightning.client.work import ClientWork, GroupWork
+from fl_lightning.client.wrapped_optimizers import needs_closure
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.metric_states import MetricStates, kept_apart, metrics_of
 from fl_lightning.core.seeds import seed_global_generators
@@ -100,9 +101,11 @@ class GroupTraining:
         self.step = LightningStep(trainer, self.collector, options.accumulate)
         self.local = LocalTrainer(
             self._module,
-            trainer.optimizers[0],
+            trainer.optimizers,
             self.step,
             self.collector,
+            [config.scheduler for config in trainer.lr_scheduler_configs],
+            by_hand=not self._module.automatic_optimization,
             ignore=NOT_THE_USERS,
         )
         if options.examples is not None:
@@ -160,6 +163,11 @@ class GroupTraining:
         self._gradient = ShardGradient(self._module, self.local, self.step, self._plan)
 
     def _private_gradients(self, rounds: ExampleRounds) -> PrivateGradients:
+        if needs_closure(optimizer := self._trainer.optimizers[0]):
+            raise ConfigurationError(
+                "federation.privacy ExampleDP pays for one gradient per step, and the step of "
+                f"{type(optimizer).__name__} asks for a closure, to take several: use SGD or Adam"
+            )
         collector = self.collector if rounds.privacy.log_unprotected else None
         gradients = ExampleGradients(
             self._module,

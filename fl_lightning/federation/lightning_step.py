@@ -1,18 +1,19 @@
 """One local step under the Trainer's precision, device, clipping and the user's hooks.
 
-Two ways with one result:
+Two ways with one result, and a third for modules that step their optimizers by hand:
 
 - *lean*: zero_grad, ``training_step`` under the precision plugin's context, backward, step. Taken
   where nothing else was asked for; it costs a few microseconds over bare PyTorch.
   Some of it can be done faster, see `LightningStep.use`.
 - *full*: Lightning's own chain through ``LightningModule.optimizer_step`` and the strategy, with
   gradient scaler, clipping, accumulation and every hook. It costs about 0.2 ms.
+- *by hand*: ``training_step`` does it all, by ``self.manual_backward`` and ``self.optimizers()``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -31,10 +32,12 @@ from fl_lightning.client.local_training import SizedBatch, loss_of
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.other_forwards import Forwards
 from fl_lightning.client.speedups import FasterStep, Speedup
+from fl_lightning.client.wrapped_optimizers import stepped_with_closure, takes_closure
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.federation.batches import batch_preparation, takes_index
 from fl_lightning.federation.example_rounds import PrivateGradients
 from fl_lightning.federation.hooks import STEP_HOOKS, overrides
+from fl_lightning.federation.steps_by_hand import TermByHand, loss_by_hand, outputs_by_hand
 
 
 class LightningStep:
@@ -56,7 +59,12 @@ class LightningStep:
         self._trainer = trainer
         self._module: LightningModule = trainer.lightning_module
         self._optimizer: Optimizer = trainer.optimizers[0]
-        self._params = [p for group in self._optimizer.param_groups for p in group["params"]]
+        self._params = [
+            p for each in trainer.optimizers for group in each.param_groups for p in group["params"]
+        ]
+        self._is_by_hand = not self._module.automatic_optimization
+        self._takes_closure = takes_closure(self._optimizer)
+        self._term_by_hand: TermByHand | None = None
         self._collector = collector
         self._accumulate = accumulate
         self._precision = trainer.precision_plugin
@@ -112,7 +120,10 @@ class LightningStep:
         self._ended.clear()  # of a step that raised
         if self.examples is not None:
             return self._private(self.examples, batches[0], index)
-        loss = self._lean(batches[0], index) if self.is_lean else self._full(batches, index)
+        if self._is_by_hand:
+            loss = self._by_hand(batches[0], index)
+        else:
+            loss = self._lean(batches[0], index) if self.is_lean else self._full(batches, index)
         if self._ended:
             for outputs, batch in self._ended:
                 self._module.on_train_batch_end(outputs, batch, index)
@@ -120,29 +131,59 @@ class LightningStep:
         return loss
 
     def _lean(self, sized_batch: SizedBatch, index: int) -> Tensor | None:
+        if self._takes_closure:
+            return stepped_with_closure(
+                self._optimizer, lambda: self._lean_gradients(sized_batch, index)
+            )
+        loss = self._lean_gradients(sized_batch, index)
+        if loss is not None:
+            if self._faster is None:
+                self._optimizer.step()
+            else:
+                self._faster.step()
+        return loss
+
+    def _lean_gradients(self, sized_batch: SizedBatch, index: int) -> Tensor | None:
+        """Compute a step's gradients and return its loss, detached; None if it is skipped."""
         self.forget_gradients()
+        self._ended.clear()  # an optimizer may evaluate the loss several times
         batch, faster = self._prepared(*sized_batch, index), self._faster
         if faster is None:
             loss = self._loss(batch, index)
-            if loss is not None:
-                loss.backward()
-                if self.term is not None:
-                    self.term.add()
-                self._optimizer.step()
-                loss = loss.detach()
-            return loss
-        is_full = sized_batch[1] == self._batch_size  # the others would want graphs of their own
-        loss = faster.gradients(batch, index) if is_full else None
-        if loss is None:
-            with faster.forwards():
-                loss = self._loss(batch, index)
             if loss is None:
                 return None
             loss.backward()
+        else:
+            is_full = sized_batch[1] == self._batch_size  # others would want graphs of their own
+            loss = faster.gradients(batch, index) if is_full else None
+            if loss is None:
+                with faster.forwards():
+                    loss = self._loss(batch, index)
+                if loss is None:
+                    return None
+                loss.backward()
         if self.term is not None:
             self.term.add()
-        faster.step()
         return loss.detach()
+
+    def _by_hand(self, sized_batch: SizedBatch, index: int) -> Tensor | None:
+        """Have ``training_step`` take as many steps of its optimizers as it likes."""
+        if index == 0:  # later on gradients are its own affair; these are of the client before
+            for param in self._module.parameters():
+                param.grad = None
+        batch = self._prepared(*sized_batch, index)
+        with self._adding_by_hand():
+            outputs = outputs_by_hand(self._output(batch, index))
+        if self._ends:
+            self._ended.append((outputs, batch))
+        return loss_by_hand(outputs)
+
+    def _adding_by_hand(self) -> AbstractContextManager[None]:
+        if not isinstance(self.term, AddedTerm):
+            return nullcontext()
+        if self._term_by_hand is None or self._term_by_hand.term is not self.term:
+            self._term_by_hand = TermByHand(self._trainer, self.term, lambda: self.scale)
+        return self._term_by_hand.at_work()
 
     def _private(
         self, examples: PrivateGradients, sized_batch: SizedBatch, index: int
@@ -225,7 +266,9 @@ class LightningStep:
         values: list[Tensor] = []  # of the function whose gradient is taken
         term = self.term
 
+        @torch.enable_grad()
         def closure() -> Tensor | None:
+            self._ended.clear()
             losses.clear()  # an optimizer may evaluate the closure several times
             sizes.clear()
             values.clear()
@@ -270,6 +313,8 @@ def step_context(trainer: Trainer) -> StepContext:
 
 def extra_work(trainer: Trainer) -> str | None:
     """Return what a step does besides forward, backward, clipping and step; None if nothing."""
+    if not trainer.lightning_module.automatic_optimization:
+        return f"{type(trainer.lightning_module).__name__} steps its optimizers by hand"
     optimizer = trainer.optimizers[0]
     if isinstance(optimizer, LBFGS):
         return "LBFGS evaluates its closure several times"

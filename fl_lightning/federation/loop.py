@@ -1,12 +1,14 @@
 """What one pass of Lightning's training loop does in a federated run.
 
 `FederatedLoop` takes the place of one sub-loop, the one that would run ``training_step`` and step
-the optimizer on a batch. Here a batch is a group of clients; on the last one of the round the
+the optimizer on a batch; `FederatedManualLoop` that of its twin, for modules that step their optimizers
+by hand. Here a batch is a group of clients; on the last one of the round the
 server steps, ahead of validation and checkpoints, and ``global_step`` advances by one.
 
 This is the only file that touches protected names of Lightning:
-`_AutomaticOptimization` with its ``run`` and ``optim_progress``, and
-``trainer.fit_loop.epoch_loop.automatic_optimization``. They are unchanged in Lightning 2.5 and 2.6
+`_AutomaticOptimization` with its ``run`` and ``optim_progress``, `_ManualOptimization` with its ``run``
+and ``optim_step_progress``, and ``automatic_optimization`` and ``manual_optimization`` of
+``trainer.fit_loop.epoch_loop``. They are unchanged in Lightning 2.5 and 2.6
 and are checked when this file is imported and when the loop is installed. Where one process that ends
 ends all, ``_broadcast_sigterm_tensor`` of Lightning 2.6 has nothing to do: before every group it would
 have all wait for the first one to say whether it goes on. The counters of rounds and groups,
@@ -17,12 +19,14 @@ have all wait for the first one to say whether it goes on. The counters of round
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections import OrderedDict
 from typing import Any, Protocol
 
 import lightning
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
+from lightning.pytorch.loops.optimization.manual import _ManualOptimization
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -37,7 +41,7 @@ if list(inspect.signature(_AutomaticOptimization.run).parameters) != [
     "optimizer",
     "batch_idx",
     "kwargs",
-]:
+] or list(inspect.signature(_ManualOptimization.run).parameters) != ["self", "kwargs"]:
     raise ImportError(_ADVICE)
 
 
@@ -63,23 +67,58 @@ class FederatedLoop(_AutomaticOptimization):
         self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]
     ) -> dict[str, Any]:
         """Train one group and, if it is the round's last, step the server."""
-        self._rounds.train_group(next(iter(kwargs.values())))
-        if self.trainer.is_last_batch:
-            self._rounds.close_round()
+        if _trained(self.trainer, self._rounds, kwargs):
             self.optim_progress.optimizer.step.increment_ready()
             self.optim_progress.optimizer.step.increment_completed()
         return {}
+
+
+class FederatedManualLoop(_ManualOptimization):
+    """Trains a group of clients where Lightning would let a module step its optimizers by hand.
+
+    ``global_step`` counts what is counted here, once per round: the optimizers that clients step tell
+    the loop nothing.
+    """
+
+    def __init__(self, trainer: Trainer, rounds: Rounds) -> None:
+        super().__init__(trainer)
+        self._rounds = rounds
+
+    @override
+    def run(self, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
+        """Train one group and, if it is the round's last, step the server."""
+        if _trained(self.trainer, self._rounds, kwargs):
+            self.optim_step_progress.increment_ready()
+            self.optim_step_progress.increment_completed()
+        return {}
+
+
+def _trained(trainer: Trainer, rounds: Rounds, kwargs: OrderedDict[str, Any]) -> bool:
+    """Train a group and return whether it was the round's last, and so the server has stepped."""
+    rounds.train_group(next(iter(kwargs.values())))
+    if not trainer.is_last_batch:
+        return False
+    rounds.close_round()
+    return True
 
 
 def install(trainer: Trainer, rounds: Rounds) -> None:
     """Have the trainer's fit loop run rounds, from the progress it has made so far."""
     epoch_loop = trainer.fit_loop.epoch_loop
     stock = getattr(epoch_loop, "automatic_optimization", None)
-    if not isinstance(stock, _AutomaticOptimization):
+    by_hand = getattr(epoch_loop, "manual_optimization", None)
+    if not (isinstance(stock, _AutomaticOptimization) and isinstance(by_hand, _ManualOptimization)):
         raise ImportError(_ADVICE)  # noqa: TRY004 - it is the installed version that is wrong
-    loop = FederatedLoop(trainer, rounds)
-    loop.optim_progress = stock.optim_progress
-    epoch_loop.automatic_optimization = loop
+    if trainer.lightning_module.automatic_optimization:
+        loop = FederatedLoop(trainer, rounds)
+        loop.optim_progress = stock.optim_progress
+        epoch_loop.automatic_optimization = loop
+    else:
+        manual_loop = FederatedManualLoop(trainer, rounds)
+        manual_loop.optim_step_progress = by_hand.optim_step_progress
+        epoch_loop.manual_optimization = manual_loop
+        # which is about single steps: a checkpoint of a federation holds the round's global model
+        warnings.filterwarnings("ignore", message="Using ModelCheckpoint with manual optimization")
     if getattr(trainer.strategy.launcher, "ends_all", False):
         epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
 
@@ -92,16 +131,22 @@ def training_loader(trainer: Trainer) -> Any:
 
 def progress(trainer: Trainer) -> dict[str, Any]:
     """Return how many rounds were done."""
-    loop = trainer.fit_loop
-    steps = loop.epoch_loop.automatic_optimization.optim_progress
-    return {"epochs": loop.epoch_progress.state_dict(), "steps": steps.state_dict()}
+    steps = _steps(trainer).state_dict()
+    return {"epochs": trainer.fit_loop.epoch_progress.state_dict(), "steps": steps}
 
 
 def load_progress(trainer: Trainer, state: dict[str, Any]) -> None:
     """Have ``current_epoch`` and ``global_step`` say that so many rounds were done."""
-    loop = trainer.fit_loop
-    loop.epoch_progress.load_state_dict(state["epochs"])
-    loop.epoch_loop.automatic_optimization.optim_progress.load_state_dict(state["steps"])
+    trainer.fit_loop.epoch_progress.load_state_dict(state["epochs"])
+    _steps(trainer).load_state_dict(state["steps"])
+
+
+def _steps(trainer: Trainer) -> Any:
+    """Return what ``global_step`` counts by, which differs where optimizers are stepped by hand."""
+    loop = trainer.fit_loop.epoch_loop
+    if trainer.lightning_module.automatic_optimization:
+        return loop.automatic_optimization.optim_progress
+    return loop.manual_optimization.optim_step_progress
 
 
 def renumber_groups(trainer: Trainer, saved: int, present: int) -> None:

@@ -123,7 +123,7 @@ def check_correction(
     """
     pull = personal.pull if personal else 0.0
     tunes = personal is not None and personal.tuning_steps > 0
-    if tunes and isinstance(trainer.optimizers[0], MaskedOptimizer):
+    if tunes and any(isinstance(each, MaskedOptimizer) for each in trainer.optimizers):
         raise ConfigurationError(
             "federation.personal: FineTuned takes its steps with a new optimizer, which knows "
             "no masks: use Personal or Ditto with SparseSGDM and SparseAdamW"
@@ -136,7 +136,8 @@ def check_correction(
             "coordinate, and with masks of their own clients do not move the same ones: use one "
             "mask for all, or FedProx"
         )
-    if any(group.get("maximize") for group in trainer.optimizers[0].param_groups):
+    groups = (group for each in trainer.optimizers for group in each.param_groups)
+    if any(group.get("maximize") for group in groups):
         raise ConfigurationError(
             f"federation.{'personal.pull' if correction is None else 'correction'} is added to "
             "the gradient of what is minimised, and the clients' optimizer has maximize: leave that "

@@ -94,7 +94,7 @@ class RoundRunner:
             self.memory.clients,
             options.num_clients,
             self._module,
-            trainer.optimizers[0],
+            trainer.optimizers,
             aggregator,
         )
         self._path = UpdatePath(options.updates, options.seed)

@@ -199,6 +199,7 @@ def raise_if_impossible(
     Raises:
         CannotStack: saying what it is.
     """
+    raise_if_by_hand(trainer)
     optimizer = trainer.optimizers[0]
     if any(stacked_rule(optimizer, group) is None for group in optimizer.param_groups):
         raise CannotStack(f"{type(optimizer).__name__} with these options has no stacked form")
@@ -214,6 +215,13 @@ def raise_if_impossible(
         raise CannotStack(extra)
     if has_batch_hooks(trainer):
         raise CannotStack("module or data module have hooks around batches")
+
+
+def raise_if_by_hand(trainer: Trainer) -> None:
+    """Raise `CannotStack` for a module that steps its optimizers itself."""
+    if not trainer.lightning_module.automatic_optimization:
+        name = type(trainer.lightning_module).__name__
+        raise CannotStack(f"{name} steps its optimizers by hand")
 
 
 def fitting_slots(trainer: Trainer, num_parameters: int) -> int:

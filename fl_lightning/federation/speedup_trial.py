@@ -21,7 +21,7 @@ from fl_lightning.client.work import ClientWork
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.federation.engine_options import tolerance
-from fl_lightning.federation.lightning_step import LightningStep
+from fl_lightning.federation.lightning_step import LightningStep, extra_work
 
 TrainOne = Callable[[ClientWork], ClientUpdate]
 
@@ -110,6 +110,8 @@ class SpeedupTrial:
         return f" with {', '.join(self._step.speedups)} ({speed}{remarks})"
 
     def _reason_against(self, speedup: Speedup) -> str | None:
+        if not self._trainer.lightning_module.automatic_optimization:
+            return extra_work(self._trainer)
         if not self._step.is_lean:
             return "accumulation, clipping, gradient scaling or hooks take part in its steps"
         if speedup == "compiled" and self._step.has_batch_hooks:

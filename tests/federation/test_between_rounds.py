@@ -1,5 +1,7 @@
 """What happens around the clients' training: interruptions, hooks between rounds, evaluation."""
 
+from queue import SimpleQueue
+
 import pytest
 import torch
 import torchmetrics

@@ -1,0 +1,92 @@
+"""What every client of a round starts from besides the weights: fresh optimizers and schedules.
+
+The state of an optimizer (momentum, second moments) is empty whenever a client begins. Its options
+are those of the round, as the learning-rate schedule left them: some optimizers write to them while
+they step. A schedule that a client steps by itself goes on for it alone. Of optimizers that are not
+torch's own, the same holds for the one that they hold and for numbers kept beside options and state.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fl_lightning.client.wrapped_optimizers import and_inner, is_torchs
+
+
+class Schedule(Protocol):
+    """A learning-rate schedule."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all but the optimizer."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from there."""
+
+
+class RoundStart:
+    """Notes it once per round and puts it back before every client.
+
+    Args:
+        optimizers: the clients'.
+        schedules: of their learning rates, which a training step may step.
+
+    Example:
+        >>> import torch
+        >>> weight = torch.nn.Parameter(torch.ones(1))
+        >>> optimizer = torch.optim.SGD([weight], lr=0.1)
+        >>> start = RoundStart([optimizer])
+        >>> start.note()
+        >>> optimizer.param_groups[0]["lr"] = 5.0
+        >>> start.put_back()
+        >>> optimizer.param_groups[0]["lr"]
+        0.1
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], schedules: Sequence[Schedule] = ()) -> None:
+        self._optimizers = [each for optimizer in optimizers for each in and_inner(optimizer)]
+        self._foreign = [each for each in self._optimizers if not is_torchs(each)]
+        self._schedules = list(schedules)
+
+    def note(self) -> None:
+        """Note how things are."""
+        self._options = [[_copied(g) for g in each.param_groups] for each in self._optimizers]
+        self._numbers = [_numbers(each) for each in self._foreign]
+        self._positions = [_position(each) for each in self._schedules]
+        self._states = [copy.deepcopy(each.state_dict()) for each in self._schedules]
+
+    def put_back(self) -> None:
+        """Have optimizers be fresh, and schedules be where the round began."""
+        for optimizer, noted in zip(self._optimizers, self._options, strict=True):
+            optimizer.state.clear()
+            for group, options in zip(optimizer.param_groups, noted, strict=True):
+                for added in group.keys() - options.keys() - {"params"}:
+                    del group[added]
+                group.update(_copied(options))
+        for optimizer, numbers in zip(self._foreign, self._numbers, strict=True):
+            vars(optimizer).update(numbers)
+        triples = zip(self._schedules, self._positions, self._states, strict=True)
+        for schedule, position, state in triples:
+            if position is None or position != _position(schedule):
+                schedule.load_state_dict(copy.deepcopy(state))
+
+
+def _copied(options: dict[str, Any]) -> dict[str, Any]:
+    # a learning rate may be a tensor, which an optimizer or a schedule changes in place
+    values = ((k, v.clone() if isinstance(v, Tensor) else v) for k, v in options.items())
+    return {key: value for key, value in values if key != "params"}
+
+
+def _numbers(optimizer: Optimizer) -> dict[str, Any]:
+    """Return what a foreign optimizer counts by itself."""
+    return {k: v for k, v in vars(optimizer).items() if type(v) in (int, float, bool)}
+
+
+def _position(schedule: Schedule) -> int | None:
+    """Return the number of a schedule's last step, which every step changes; None if unknown."""
+    position = getattr(schedule, "last_epoch", None)
+    return position if isinstance(position, int) else None
