@@ -31,6 +31,7 @@ from fl_lightning.client.state_tensors import (
     state_space,
     whole_numbers,
 )
+from fl_lightning.client.toggling import toggled_back
 from fl_lightning.client.wrapped_optimizers import stepped_with_closure, takes_closure
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.lonely_example import help_with_one_example
