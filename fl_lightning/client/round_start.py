@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fl_lightning.client.wrapped_optimizers import and_inner, is_torchs
+from fl_lightning.core.errors import ConfigurationError
 
 
 class Schedule(Protocol):
@@ -56,11 +57,24 @@ class RoundStart:
         """Note how things are."""
         self._options = [[_copied(g) for g in each.param_groups] for each in self._optimizers]
         self._numbers = [_numbers(each) for each in self._foreign]
+        self._tensors = [_tensors(each) for each in self._foreign]
         self._positions = [_position(each) for each in self._schedules]
         self._states = [copy.deepcopy(each.state_dict()) for each in self._schedules]
 
     def put_back(self) -> None:
-        """Have optimizers be fresh, and schedules be where the round began."""
+        """Have optimizers be fresh, and schedules be where the round began.
+
+        Raises:
+            ConfigurationError: if an optimizer has changed a tensor that is not in its state.
+        """
+        for optimizer, tensors in zip(self._foreign, self._tensors, strict=True):
+            for name, tensor, version in tensors:
+                if tensor._version != version:
+                    raise ConfigurationError(
+                        f"the optimizer {type(optimizer).__name__} changes a tensor in its attribute "
+                        f"{name}, which would go from client to client: keep it in optimizer.state, "
+                        "which is empty when a client begins"
+                    )
         for optimizer, noted in zip(self._optimizers, self._options, strict=True):
             optimizer.state.clear()
             for group, options in zip(optimizer.param_groups, noted, strict=True):
@@ -84,6 +98,18 @@ def _copied(options: dict[str, Any]) -> dict[str, Any]:
 def _numbers(optimizer: Optimizer) -> dict[str, Any]:
     """Return what a foreign optimizer counts by itself."""
     return {k: v for k, v in vars(optimizer).items() if type(v) in (int, float, bool)}
+
+
+def _tensors(optimizer: Optimizer) -> list[tuple[str, Tensor, int]]:
+    """Return the tensors that a foreign optimizer keeps beside state and parameters, by attribute."""
+    params = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    found = []
+    for name, value in vars(optimizer).items():
+        parts = list(value.values()) if isinstance(value, dict) else value
+        parts = parts if isinstance(parts, (list, tuple)) else [parts]
+        kept = (p for p in parts if isinstance(p, Tensor) and id(p) not in params)
+        found += [(name, tensor, tensor._version) for tensor in kept]
+    return found
 
 
 def _position(schedule: Schedule) -> int | None:

@@ -21,8 +21,8 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from fl_lightning.core.errors import ConfigurationError
 
-# Any stands for arrays and tensors; the command line tries an import path, then a name, then a list
-Column: TypeAlias = Callable[[Any], Any] | str | list[Any] | Any
+# what the command line tries in turn; in Python also an array or tensor
+Column: TypeAlias = Callable[[Any], Any] | str | list[Any]
 
 LABEL_NAMES = ("targets", "labels", "y", "target", "label")  # in this order, if none is given
 _LABEL_POSITION = 1  # of an item that is a tuple

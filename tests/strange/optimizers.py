@@ -102,7 +102,7 @@ class SharpnessAware(Classifies):
         return _SharpnessAware(self.parameters())
 
 
-@row()
+@row(refused="Lookahead|Ahead changes a tensor in its attribute slow")
 class Lookahead(Classifies):
     """An optimizer with weights of its own, in attributes."""
 

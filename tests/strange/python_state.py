@@ -198,6 +198,9 @@ class HistoryThatCounts(WithLoss):
         self.history.append(float(loss))
         return loss * (1 + 0.1 * len(self.history))
 
+    def on_train_epoch_end(self):
+        self.history.clear()  # which holds all clients' then
+
 
 @row()
 class EverySecondStep(WithLoss):
@@ -234,10 +237,13 @@ class StateInAClosure(WithLoss):
             calls.append(None)
             return 0.1 * len(calls)
 
-        self.schedule = schedule
+        self.schedule, self.calls = schedule, calls
 
     def training_step(self, batch, batch_idx):
         return self.loss(batch) * self.schedule()
+
+    def on_train_epoch_end(self):
+        self.calls.clear()
 
 
 @row()
