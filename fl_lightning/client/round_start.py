@@ -68,13 +68,7 @@ class RoundStart:
             ConfigurationError: if an optimizer has changed a tensor that is not in its state.
         """
         for optimizer, tensors in zip(self._foreign, self._tensors, strict=True):
-            for name, tensor, version in tensors:
-                if tensor._version != version:
-                    raise ConfigurationError(
-                        f"the optimizer {type(optimizer).__name__} changes a tensor in its attribute "
-                        f"{name}, which would go from client to client: keep it in optimizer.state, "
-                        "which is empty when a client begins"
-                    )
+            _refuse_changed(optimizer, tensors)
         for optimizer, noted in zip(self._optimizers, self._options, strict=True):
             optimizer.state.clear()
             for group, options in zip(optimizer.param_groups, noted, strict=True):
@@ -110,6 +104,16 @@ def _tensors(optimizer: Optimizer) -> list[tuple[str, Tensor, int]]:
         kept = (p for p in parts if isinstance(p, Tensor) and id(p) not in params)
         found += [(name, tensor, tensor._version) for tensor in kept]
     return found
+
+
+def _refuse_changed(optimizer: Optimizer, tensors: list[tuple[str, Tensor, int]]) -> None:
+    for name, tensor, version in tensors:
+        if tensor._version != version:
+            raise ConfigurationError(
+                f"the optimizer {type(optimizer).__name__} changes a tensor in its attribute {name}, "
+                "which would go from client to client: keep it in optimizer.state, which is empty "
+                "when a client begins"
+            )
 
 
 def _position(schedule: Schedule) -> int | None:
