@@ -117,7 +117,8 @@ class LocalTrainer:
         self._module = module
         self._integer_buffers = whole_numbers(module)
         self._homes = Homes(module)
-        self._ignore, self._python, self._in_round = ignore, PythonState(module), False
+        self._ignore = {*ignore, "log"}  # which the collector puts there
+        self._python, self._in_round = PythonState(module, ignore=self._ignore), False
         self.state_names: list[str] | None = None
         self.growth: Growth = []
         self._grown: Growth = []
