@@ -87,6 +87,11 @@ class LoaderData(LightningDataModule):
         return self.loader
 
 
+def reversed_labels(dataset):
+    """Return one value per example, the last number first."""
+    return list(range(len(dataset) - 1, -1, -1))
+
+
 def toy_data(num_clients=6, *, partition=None, seed=0, client_val_fraction=0.0, **options):
     partition = partition or DirichletSizes(alpha=2.0, min_examples=2)
     return FederatedDataModule(
