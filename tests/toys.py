@@ -87,6 +87,11 @@ class LoaderData(LightningDataModule):
         return self.loader
 
 
+def reversed_labels(dataset):
+    """Return one value per example, the last number first."""
+    return list(range(len(dataset) - 1, -1, -1))
+
+
 def toy_data(
     num_clients=6,
     *,

@@ -36,7 +36,8 @@ def as_labels(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
     if values.dtype.kind not in "biuf" or not np.isin(values, (0, 1)).all():
         return values
     if values.ndim == 2 and (values.sum(axis=1) == 1).all():
-        return np.asarray(np.argmax(values, axis=1))
+        places: npt.NDArray[Any] = np.argmax(values, axis=1)
+        return places
     return values.astype(np.int64) if values.ndim == 1 and values.dtype.kind == "f" else values
 
 

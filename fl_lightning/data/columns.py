@@ -1,7 +1,7 @@
 """One value per example, e.g. its label or its owner, wherever the data set has it.
 
     a name         an attribute of the data set, one of its columns, or a key of its items
-    a function     of the data set
+    a function     of the data set, or as a name its import path
     values         a list, array or tensor
 
 A name is looked up through any `Subset` and `ConcatDataset`. Only where it is a key of the items, or no
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
+from importlib import import_module
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -22,7 +23,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 from fl_lightning.core.errors import ConfigurationError
 
 # what the command line tries in turn; in Python also an array or tensor
-Column: TypeAlias = Callable[[Any], Any] | str | list[Any]
+Column: TypeAlias = str | list[Any] | Callable[[Any], Any]
 
 LABEL_NAMES = ("targets", "labels", "y", "target", "label")  # in this order, if none is given
 _LABEL_POSITION = 1  # of an item that is a tuple
@@ -50,17 +51,22 @@ def read_column(
         >>> read_column([{"x": 0.5, "writer": "bo"}, {"x": 0.7, "writer": "al"}], "writer")
         array(['bo', 'al'], dtype='<U2')
     """
+    if isinstance(column, str) or column is None:
+        stored = _stored(dataset, column, option)
+        if stored is not None:
+            return stored
+        function = _imported(column)
+        if function is None:
+            return _of_items(dataset, column, option)
+        column = function
     count = len(dataset)  # type: ignore[arg-type]
-    if column is not None and not isinstance(column, str):
-        values = _on_the_host(column(dataset) if callable(column) else column, option)
-        if len(values) != count:
-            raise ConfigurationError(
-                f"{option}: {type(dataset).__name__} has {count} examples, got {len(values)} values: "
-                "give one for each"
-            )
-        return values
-    stored = _stored(dataset, column, option)
-    return _of_items(dataset, column, option) if stored is None else stored
+    values = _on_the_host(column(dataset) if callable(column) else column, option)
+    if len(values) != count:
+        raise ConfigurationError(
+            f"{option}: {type(dataset).__name__} has {count} examples, got {len(values)} values: "
+            "give one for each"
+        )
+    return values
 
 
 def name_of(column: Column) -> str:
@@ -68,6 +74,16 @@ def name_of(column: Column) -> str:
     if isinstance(column, str):
         return repr(column)
     return getattr(column, "__name__", "a function") if callable(column) else "the values given"
+
+
+def _imported(name: str | None) -> Callable[[Any], Any] | None:
+    """Return the function that an import path names; None for another name."""
+    module, _, function = (name or "").rpartition(".")
+    try:
+        found = getattr(import_module(module), function, None) if module else None
+    except (ImportError, TypeError):  # TypeError: a name that begins with a dot
+        return None
+    return found if callable(found) else None
 
 
 def _stored(dataset: Any, name: str | None, option: str) -> npt.NDArray[Any] | None:

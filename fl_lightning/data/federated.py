@@ -71,8 +71,8 @@ class FederatedDataModule(ForwardingDataModule):
         transforms: what is done to the inputs of every batch, in training and in evaluation, e.g.
             `FederatedNormalize`; in a central run as well.
         labels: one label per example: the name of an attribute of the data set, of a column (as in
-            data sets of Hugging Face), or of a key of its items; or a function of the data set (from
-            the command line its import path); or a list of them. Strings and one-hot rows are fine.
+            data sets of Hugging Face), or of a key of its items; or a function of the data set, or its
+            import path; or a list of them, in Python also an array or tensor. Strings and one-hot rows are fine.
             If None, what is called targets, labels, y, target or label, a tensor data set's last
             tensor, or every item's second part.
         bins: divide by so many quantiles of the labels, ≥ 2, instead of the labels themselves: for

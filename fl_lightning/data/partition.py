@@ -76,7 +76,7 @@ class NaturalPartition:
 
     Args:
         attribute: what tells the owner of an example: the name of an attribute of the data set, of a
-            column, or of a key of its items; or a function of the data set; or a list of owners. The
+            column, or of a key of its items; or a function of the data set, or its import path; or a list of owners. The
             caller looks it up and passes its values, one per example, in the place of the labels.
 
     Example:

@@ -1,12 +1,15 @@
 """Labels and owners, wherever a data set has them: against the values that were put there."""
 
+import json
 from collections import namedtuple
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 from toys import LoaderData
 
@@ -202,6 +205,16 @@ class TestGiven:
         dataset = Subset(Pairs(), [1, 2])
         assert read_column(dataset, lambda d: [len(d), 7]).tolist() == [2, 7]
 
+    def test_a_function_by_its_import_path(self):
+        assert read_column(Pairs(), "toys.reversed_labels").tolist() == [*range(11, -1, -1)]
+
+    @pytest.mark.parametrize(
+        "name", ["toys.nothing", "no_such_module.labels", "..labels", "labels."]
+    )
+    def test_refuses_an_import_path_of_nothing(self, name):
+        with pytest.raises(ConfigurationError, match="Pairs has no attribute"):
+            read_column(Pairs(), name)
+
     @pytest.mark.parametrize("column", [[1, 2], lambda d: [1, 2]])
     def test_refuses_another_number_of_values(self, column):
         with pytest.raises(ConfigurationError, match=r"data.labels: Pairs has 12 examples, got 2"):
@@ -277,3 +290,21 @@ class TestInAFederation:
         both = ConcatDataset([Table({"writer": ["bo", "al"]}), Table({"writer": ["al", "cy"]})])
         natural = NaturalPartition(attribute="writer")
         assert self.owned(Subset(both, [3, 1, 2]), natural, num_clients=None) == [[0], [1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [("writer", "writer"), ("toys.reversed_labels", "toys.reversed_labels"), ("[1, 0]", [1, 0])],
+)
+def test_the_command_line_takes_and_keeps_them(given, wanted, capsys):
+    from fl_lightning.cli import main
+
+    owner = {"class_path": "fl_lightning.data.NaturalPartition", "init_args": {"attribute": wanted}}
+    data = ["fit", "--config", str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")]
+    data += ["--data.init_args.labels", given, "--data.init_args.partition", json.dumps(owner)]
+    data += ["--data.init_args.bins", "4", "--data.init_args.ignore_sampler", "true"]
+    with pytest.raises(SystemExit):
+        main([*data, "--print_config"])
+    options = yaml.safe_load(capsys.readouterr().out)["data"]["init_args"]
+    assert (options["labels"], options["bins"], options["ignore_sampler"]) == (wanted, 4, True)
+    assert options["partition"] == owner
