@@ -70,6 +70,11 @@ def _problems(
             "federation.personal APFL, which takes gradients at a mixture of two models: use Ditto "
             "or Personal"
         )
+    if personal is not None and personal.own_epochs is not None:
+        yield (
+            "federation.personal with own_epochs, which freezes one part after the other: a step of one "
+            "optimizer may then have nothing to train. Leave own_epochs out"
+        )
     if personal is not None and personal.tuning_steps > 0:
         yield (
             "federation.personal FineTuned, which takes steps of its own on the loss: use Ditto or "

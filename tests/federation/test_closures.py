@@ -1,0 +1,302 @@
+"""Optimizers that ask for a closure, or hold another optimizer: the same in all settings."""
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import seed_everything
+from torch.nn import functional as F
+from toys import ToyModule, toy_data, toy_trainer, weights
+
+from fl_lightning import (
+    APFL,
+    ClientFailure,
+    ConfigurationError,
+    Federation,
+    FedProx,
+    Mean,
+)
+from fl_lightning.client.fine_tuned import FineTuned
+from fl_lightning.client.local_training import LocalTrainer, plain_step
+from fl_lightning.client.log_collector import LogCollector
+from fl_lightning.client.wrapped_optimizers import takes_closure
+from fl_lightning.core.seeds import derive_seed
+from fl_lightning.server.privacy.example import ExampleDP
+from fl_lightning.sparsity import SparseSGDM
+
+SEED, RHO = 5, 0.05
+
+
+class SAM(torch.optim.Optimizer):
+    """Foret et al. 2021: the gradient of a base optimizer is that at a perturbed point."""
+
+    def __init__(self, params, lr, rho=RHO, momentum=0.9):
+        super().__init__(params, {"lr": lr, "rho": rho})
+        self.base = torch.optim.SGD(self.param_groups, lr=lr, momentum=momentum)
+        self.param_groups = self.base.param_groups
+        self.num_steps = 0
+
+    @torch.no_grad()
+    def step(self, closure):
+        self.num_steps += 1
+        loss = closure()
+        params = [p for group in self.param_groups for p in group["params"]]
+        norm = torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in params]))
+        moved = [p.grad * (RHO / (norm + 1e-12)) for p in params]
+        for p, by in zip(params, moved, strict=True):
+            p.add_(by)
+        closure()
+        for p, by in zip(params, moved, strict=True):
+            p.sub_(by)
+        self.base.step()
+        return loss
+
+
+class Asserting(SAM):
+    """Says only when it is called that it needs one, as well-known implementations do."""
+
+    def step(self, closure=None):
+        assert closure is not None, "needs a closure"
+        return super().step(closure)
+
+
+class Sharp(ToyModule):
+    def __init__(self, kind=SAM, **options):
+        super().__init__(**options)
+        self.kind = kind
+
+    def configure_optimizers(self):
+        optimizer = self.kind(self.parameters(), lr=self.lr, momentum=self.momentum)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)]
+
+
+def sharp_client(module, batches, round_index, pull):
+    """Sharpness-aware steps with nothing but torch."""
+    params = list(module.parameters())
+    start = [p.detach().clone() for p in params]
+    velocity = [torch.zeros_like(p) for p in params]
+
+    def gradients(x, y):
+        found = torch.autograd.grad(F.cross_entropy(module.net(x), y), params)
+        return [g + pull * (p - before) for g, p, before in zip(found, params, start, strict=True)]
+
+    for x, y in batches:
+        first = gradients(x, y)
+        norm = torch.linalg.vector_norm(torch.cat([g.flatten() for g in first])) + 1e-12
+        with torch.no_grad():
+            for p, g in zip(params, first, strict=True):
+                p.add_(g * (RHO / norm))
+        second = gradients(x, y)
+        with torch.no_grad():
+            for p, g, h, v in zip(params, first, second, velocity, strict=True):
+                p.sub_(g * (RHO / norm))
+                v.mul_(0.9).add_(h)
+                p.sub_(0.1 * 0.9**round_index * v)
+
+
+def plain_rounds(module, data, pull, rounds=3):
+    data.setup("fit")
+    x, y = data.train_dataset.tensors
+    model = {n: p.detach().clone() for n, p in module.named_parameters()}
+    for r in range(rounds):
+        total, delta = 0, {n: torch.zeros_like(p) for n, p in model.items()}
+        for k, shard in enumerate(data.clients):
+            module.load_state_dict(model)
+            order = torch.Generator().manual_seed(derive_seed(SEED, "shuffle", r, k))
+            passes = [
+                shard[torch.randperm(len(shard), generator=order)] if len(shard) > 8 else shard
+                for _ in range(2)
+            ]
+            parts = [part for each in passes for part in each.split(8)]
+            sharp_client(module, [(x[part], y[part]) for part in parts], r, pull)
+            total += len(shard)
+            for n, p in module.named_parameters():
+                delta[n].lerp_(model[n] - p.detach(), len(shard) / total)
+        model = {n: p - delta[n] for n, p in model.items()}
+    return torch.cat([p.double().flatten() for p in model.values()])
+
+
+def new(kind, *args, **options):
+    """Return a module whose first weights are always the same."""
+    seed_everything(0, verbose=False)
+    return kind(*args, **options)
+
+
+def fit(module, data=None, settings=None, **options):
+    federation = Federation(**{"local_epochs": 2, "seed": SEED} | options)
+    trainer = toy_trainer(federation, **settings or {})
+    trainer.fit(module, datamodule=data or toy_data())
+    return module, trainer, federation
+
+
+def far(found, expected):
+    return float((found - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("kind", [SAM, Asserting])
+@pytest.mark.parametrize("pull", [0.0, 0.5])
+@pytest.mark.parametrize("clip", [None, 1e9])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])
+def test_sam_equals_a_plain_loop(dtype, bound, clip, pull, kind):
+    expected = plain_rounds(new(ToyModule).to(dtype), toy_data(dtype=dtype), pull)
+    precision = "64-true" if dtype == torch.float64 else "32-true"
+    module, _, federation = fit(
+        new(Sharp, kind).to(dtype),
+        toy_data(dtype=dtype),
+        {"precision": precision, "gradient_clip_val": clip},
+        correction=FedProx(mu=pull) if pull else None,
+    )
+    assert federation.rounds.clients.step.is_lean == (clip is None)
+    assert far(weights(module), expected) < bound
+
+
+def test_all_settings_give_the_same_bits():
+    settings = ({}, {"gradient_clip_val": 1e9}, {"precision": "32-true"})
+    ends = [fit(new(Sharp, dropout=0.3, batch_norm=True), some(), s) for s in settings]
+    for module, trainer, _ in ends[1:]:
+        assert torch.equal(weights(module), weights(ends[0][0]))
+        assert trainer.callback_metrics["train/loss"] == ends[0][1].callback_metrics["train/loss"]
+
+
+def some():
+    return toy_data(batch_size=4, drop_last=True)
+
+
+def test_speedups_go_with_closures():
+    """The small layers of the toy are computed in another way, with the same result."""
+    ends = [
+        weights(fit(new(Sharp), engine="sequential", speedups=speedups)[0])
+        for speedups in ([], ["direct_layers"])
+    ]
+    assert far(*ends) < 1e-5
+
+
+class Ordered:
+    """All clients, in an order of its own."""
+
+    def __init__(self, order):
+        self.order = order
+
+    def expected_size(self, num_clients):
+        return num_clients
+
+    def sample(self, round_index, population, seed):
+        return np.arange(population.num_clients)[:: self.order]
+
+
+class Counting(SAM):
+    """Its steps become smaller with their number, which is no part of its state."""
+
+    def step(self, closure):
+        for group in self.param_groups:
+            group["lr"] = 0.1 / (1 + self.num_steps)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("kind", [SAM, Counting])
+def test_what_an_optimizer_holds_starts_fresh_for_every_client(kind):
+    ends = [
+        weights(fit(new(Sharp, kind), cohort=Ordered(order), aggregator=Mean(exact=True))[0])
+        for order in (1, -1)
+    ]
+    assert torch.equal(*ends)
+
+
+def test_batch_hooks_hear_of_a_step_once():
+    calls = []
+
+    class Hooked(Sharp):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            calls.append(batch_idx)
+
+    for settings in ({}, {"gradient_clip_val": 1e9}):
+        calls.clear()
+        data = toy_data(num_clients=1)
+        fit(new(Hooked), data, {"max_epochs": 1} | settings, local_epochs=None, local_steps=3)
+        assert calls == [0, 1, 2]
+
+
+class NoClosure(torch.optim.Optimizer):
+    """Takes none at all."""
+
+    def __init__(self, params, lr, momentum):
+        super().__init__(params, {"lr": lr, "momentum": momentum})
+        self.base = torch.optim.SGD(self.param_groups, lr=lr, momentum=momentum)
+        self.param_groups = self.base.param_groups
+
+    def step(self):
+        self.base.step()
+
+
+class Lone(torch.optim.SGD):
+    """Its own class, and torch's step."""
+
+
+class Own(torch.optim.SGD):
+    """Takes a closure and does what torch's does."""
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(("kind", "takes"), [(NoClosure, False), (Lone, False), (Own, True)])
+def test_other_peoples_optimizers_are_torchs_if_they_do_the_same(kind, takes):
+    module = new(Sharp, kind)
+    assert takes_closure(module.configure_optimizers()[0][0]) == takes
+    expected = weights(fit(new(ToyModule), engine="sequential")[0])
+    assert torch.equal(weights(fit(module, engine="sequential")[0]), expected)
+
+
+def test_masked_optimizers_need_none():
+    assert not takes_closure(SparseSGDM(ToyModule().named_parameters(), lr=0.1))
+
+
+def test_a_skipped_batch_is_skipped():
+    class Skips(Sharp):
+        def training_step(self, batch, batch_idx):
+            return None if batch_idx == 0 else super().training_step(batch, batch_idx)
+
+    class Gentle(Own):
+        pass
+
+    ends = [fit(new(Skips, Gentle), settings=s) for s in ({}, {"gradient_clip_val": 1e9})]
+    assert torch.equal(*(weights(module) for module, *_ in ends))
+
+
+def test_without_a_trainer():
+    """`plain_step` gives a closure as well."""
+    ends = []
+    for kind in (torch.optim.SGD, Own):
+        module, collector = new(Sharp, kind), LogCollector()
+        optimizer = kind(module.parameters(), lr=0.1, momentum=0.9)
+        trainer = LocalTrainer(
+            module, optimizer, plain_step(module, optimizer, collector), collector
+        )
+        x, y = torch.ones(3, 4), torch.tensor([0, 1, 2])
+        batches = [[((x, y), 3)], [((2 * x, y), 3)]]
+        with collector.listening_to(module):
+            update = trainer.train(trainer.read(), client_id=0, num_examples=3, batches=batches)
+        ends.append(update.delta)
+    assert torch.equal(*ends)
+
+
+def test_fine_tuning_gives_a_closure():
+    data = toy_data(client_val_fraction=0.3)
+    for kind in (SAM, Asserting):
+        fit(new(Sharp, kind), data, personal=FineTuned(local_steps=2))
+
+
+def test_what_takes_one_gradient_per_step_says_so():
+    private = ExampleDP(noise_multiplier=1.0, clip_norm=1.0)
+    with pytest.raises(ConfigurationError, match="the step of SAM asks for a closure"):
+        fit(new(Sharp), privacy=private)
+    with pytest.raises(ConfigurationError, match="evaluates its closure several times"):
+        fit(new(Sharp), personal=APFL())
+
+
+def test_a_failing_closure_names_the_client():
+    class Broken(Sharp):
+        def training_step(self, batch, batch_idx):
+            raise ValueError("no")
+
+    with pytest.raises(ClientFailure, match="client 0: ValueError: no"):
+        fit(new(Broken))
