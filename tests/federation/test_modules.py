@@ -278,12 +278,6 @@ def test_fp16_scaler_starts_every_client_from_the_same_scale():
     torch.testing.assert_close(*ends, rtol=1e-4, atol=1e-5)
 
 
-class Manual(ToyModule):
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
-
-
 class TwoOptimizers(ToyModule):
     def configure_optimizers(self):
         return [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (self.net[0], self.net[4])]
@@ -297,7 +291,6 @@ class BadLoss(ToyModule):
 @pytest.mark.parametrize(
     ("module", "callback", "message"),
     [
-        (Manual(), None, "manual optimization"),
         (BadLoss(), None, "must return a loss tensor"),
         (ToyModule(), GradientAccumulationScheduler({0: 2}), "GradientAccumulationScheduler"),
         (ToyModule(), StochasticWeightAveraging(1e-2), "StochasticWeightAveraging"),
