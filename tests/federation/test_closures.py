@@ -11,6 +11,7 @@ from fl_lightning import (
     APFL,
     ClientFailure,
     ConfigurationError,
+    FedDyn,
     Federation,
     FedProx,
     Mean,
@@ -280,9 +281,47 @@ def test_without_a_trainer():
 
 
 def test_fine_tuning_gives_a_closure():
-    data = toy_data(client_val_fraction=0.3)
-    for kind in (SAM, Asserting):
-        fit(new(Sharp, kind), data, personal=FineTuned(local_steps=2))
+    ends = []
+    for kind in (torch.optim.SGD, Own, Asserting):
+        tuned = FineTuned(local_steps=2)
+        module, _, federation = fit(new(Sharp, kind), settings={"max_epochs": 0}, personal=tuned)
+        before = weights(module)
+        with federation.personal_models(module.trainer).of(0):
+            ends.append(weights(module))
+        assert torch.equal(weights(module), before)
+        assert not torch.equal(ends[-1], before)
+    assert torch.equal(ends[0], ends[1])
+    assert 0 < far(ends[2], ends[0]) < 0.1
+
+
+class Inside(ToyModule):
+    """Steps by hand, and not the optimizer but the one that it holds."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.automatic_optimization = False
+        self.kind = kind
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        getattr(optimizer, "base", optimizer).step()
+        return loss
+
+    def configure_optimizers(self):
+        return self.kind(self.parameters(), lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize("correction", [None, FedDyn(alpha=0.1)])
+def test_a_step_of_an_inner_optimizer_is_one_of_the_outer(correction):
+    ends = [
+        weights(fit(new(Inside, kind), correction=correction)[0])
+        for kind in (torch.optim.SGD, NoClosure, SAM)
+    ]
+    assert torch.equal(ends[0], ends[1])
+    assert torch.equal(ends[0], ends[2])
 
 
 def test_what_takes_one_gradient_per_step_says_so():
