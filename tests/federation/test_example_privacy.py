@@ -8,7 +8,8 @@ import pytest
 import torch
 from lightning.pytorch import seed_everything
 from test_masks import Masked
-from toys import SaveEverywhere, ToyModule, toy_data, toy_trainer, weights
+from torch.utils.data import DataLoader, WeightedRandomSampler
+from toys import SaveEverywhere, ToyData, ToyModule, toy_data, toy_trainer, weights
 
 from fl_lightning import (
     ConfigurationError,
@@ -25,6 +26,7 @@ from fl_lightning import (
 from fl_lightning.client.devices import Devices
 from fl_lightning.client.speeds import LogNormalSpeeds
 from fl_lightning.data.cohort import AllClients
+from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.data.weighted_cohorts import BySizeCohort
 from fl_lightning.federation.example_rounds import ExampleRounds
 from fl_lightning.server import AFL, FedBuff, QFedAvg, TiltedMean
@@ -278,6 +280,17 @@ def test_examples_that_would_count_twice_are_refused(shards):
     with pytest.raises(ConfigurationError, match="shards repeat or share 1 of their examples"):
         run(1, data=data, privacy=private())
     run(1, data=toy_data(num_clients=2, partition=Given([[0, 1], [2, 3]])), privacy=private())
+
+
+def test_draws_by_weight_are_refused():
+    class Weighted(ToyData):
+        def train_dataloader(self):
+            sampler = WeightedRandomSampler([1.0] * 60, 60)
+            return DataLoader(self.train, batch_size=8, sampler=sampler)
+
+    data = FederatedDataModule(Weighted(), num_clients=3, seed=0)
+    with pytest.raises(ConfigurationError, match="draws examples by weight or with replacement"):
+        run(1, data=data, privacy=private())
 
 
 def test_with_a_mask_only_what_may_move_is_clipped_and_noisy():
