@@ -146,6 +146,7 @@ def loss_by_hand(outputs: Mapping[str, Any]) -> Tensor | None:
     """Return the loss that is reported, if there is one and it is one number.
 
     Example:
+        >>> import torch
         >>> loss_by_hand(outputs_by_hand(torch.tensor([2.0])))
         tensor(2.)
     """
