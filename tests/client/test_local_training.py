@@ -285,6 +285,10 @@ class TestPlainStep:
         trainer = trainer_of(module)
         for _ in range(2):
             train(trainer, trainer.read(), batches(1))
+            assert seen == [0, 1, 2]  # every client sees the list of the round's start
+            trainer.keep_growth(trainer.growth)
+        trainer.restore(trainer.read())
+        trainer.show_growth()
         assert seen == [0, 1, 2, 0, 1, 2]
 
 

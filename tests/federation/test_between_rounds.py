@@ -1,5 +1,7 @@
 """What happens around the clients' training: interruptions, hooks between rounds, evaluation."""
 
+from queue import SimpleQueue
+
 import pytest
 import torch
 import torchmetrics
@@ -22,11 +24,12 @@ class Interrupted(ToyModule):
 
     def __init__(self, error=None, at=None):
         super().__init__(dropout=0.3)
-        self.error, self.at, self.steps = error, at, 0
+        self.error, self.at = error, at
+        self.steps = SimpleQueue()  # which no client's state is
 
     def training_step(self, batch, batch_idx):
-        self.steps += 1
-        if self.steps == self.at:
+        self.steps.put(batch_idx)
+        if self.steps.qsize() == self.at:
             raise self.error
         return super().training_step(batch, batch_idx)
 
