@@ -18,7 +18,9 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from fl_lightning.client.python_places import Entries, GeneratorState, Items, Place, trained_flags
+from fl_lightning.client.python_names import trained_flags
+from fl_lightning.client.python_places import Entries, Items, Place
+from fl_lightning.client.python_values import GeneratorState
 from fl_lightning.client.python_walk import Walk
 
 # What lists got, by the number of their place.

@@ -22,18 +22,9 @@ from torchmetrics import Metric, MetricCollection
 
 from fl_lightning.client.python_code import is_library, is_users, names_in
 from fl_lightning.client.python_iterators import IteratorValue, is_iterator
-from fl_lightning.client.python_places import (
-    ArrayValue,
-    Entries,
-    GeneratorState,
-    Items,
-    Members,
-    Place,
-    TensorValue,
-    closure_cells,
-    global_names,
-    slot_values,
-)
+from fl_lightning.client.python_names import closure_cells, global_names, slot_values
+from fl_lightning.client.python_places import Entries, Items, Members, Place
+from fl_lightning.client.python_values import ArrayValue, GeneratorState, TensorValue
 from fl_lightning.client.same_values import MISSING
 
 # What torch keeps of a module. Hooks are not what a step computes; tensors and parts are looked at

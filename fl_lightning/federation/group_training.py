@@ -194,6 +194,31 @@ class GroupTraining:
         """Numbers in buffers that travel, as far as that is known without training."""
         return state_space(self._module, self._rehearsal.known).size
 
+    def add_named_state(self, *, inside: bool) -> bool:
+        """Add what ``federation.client_state`` names now to what a resumed run found out.
+
+        Args:
+            inside: whether the run goes on inside a round, in which that cannot change.
+
+        Returns:
+            Whether there is more.
+
+        Raises:
+            ConfigurationError: if there is, inside a round.
+        """
+        names = self.local.state_names
+        more = [] if names is None else self._rehearsal.together([names])
+        if names is None or more == names:
+            return False
+        if inside:
+            added = next(name for name in more if name not in names)
+            raise ConfigurationError(
+                f"federation.client_state names {added}, which the checkpoint's run did not average, "
+                "and the checkpoint was written inside a round: resume from one between two rounds"
+            )
+        self.local.settle_state(more)
+        return True
+
     def settle_state(self, group: Iterable[int], ranks: Ranks) -> bool:
         """Find out what else than weights clients change; several processes take one answer.
 

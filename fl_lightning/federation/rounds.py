@@ -382,4 +382,6 @@ class RoundRunner:
         if "model" in state:
             self.server.replace_model(GlobalModel(**state["model"]))
             self.clients.local.restore(self.server.model)
+        if self.clients.add_named_state(inside=state["inside"]):
+            self._follow_state()
         self._state.load_state_dict(state, self.record)

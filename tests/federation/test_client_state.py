@@ -1,0 +1,519 @@
+"""What is a client's state: whoever trained before, and whatever the step writes, it is the plain loop."""
+
+import copy
+import itertools
+import random
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, seed_everything
+from torch import nn
+from torch.nn import functional as F
+from toys import Notes, SaveEverywhere, ToyModule, toy_data, toy_trainer, weights
+
+from fl_lightning import ConfigurationError, FederatedDataModule, Federation
+
+SHARDS = [range(20), range(20, 32), range(32, 44), range(44, 60)]
+
+
+class Told:
+    """A partition that is told."""
+
+    uses_labels = False
+
+    def __init__(self, shards):
+        self.shards = shards
+
+    def assign(self, labels, num_clients, seed):
+        return [list(shard) for shard in self.shards]
+
+
+class Base(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+
+    def loss(self, batch):
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch)
+
+    def validation_step(self, batch, batch_idx):
+        pass
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.net.parameters(), lr=0.5, momentum=0.5)
+
+
+class Teacher(Base):
+    """A mean teacher in frozen parameters, moved in the step."""
+
+    def __init__(self):
+        super().__init__()
+        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+
+    @torch.no_grad()
+    def follow(self):
+        for mean, param in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+            mean.mul_(0.9).add_(param, alpha=0.1)
+
+    def training_step(self, batch, batch_idx):
+        self.follow()
+        return self.loss(batch) + F.mse_loss(self.net(batch[0]), self.teacher(batch[0]))
+
+
+class TeacherInHook(Teacher):
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch) + F.mse_loss(self.net(batch[0]), self.teacher(batch[0]))
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.follow()
+
+
+class TeacherByData(Teacher):
+    def follow(self):
+        for mean, param in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+            mean.data = 0.9 * mean.data + 0.1 * param.data
+
+
+class HiddenTeacher(Base):
+    """One that neither the optimizer nor a checkpoint finds."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden = [copy.deepcopy(self.net).requires_grad_(False)]
+
+    def _apply(self, fn):
+        self.hidden[0]._apply(fn)
+        return super()._apply(fn)
+
+    def training_step(self, batch, batch_idx):
+        for mean, param in zip(self.hidden[0].parameters(), self.net.parameters(), strict=True):
+            mean.data.mul_(0.9).add_(param.data, alpha=0.1)
+        return self.loss(batch) + F.mse_loss(self.net(batch[0]), self.hidden[0](batch[0]))
+
+
+class Counts(Base):
+    def __init__(self):
+        super().__init__()
+        self.n = 0
+
+    def training_step(self, batch, batch_idx):
+        self.n += 1
+        return self.loss(batch) * (1 + 0.3 * self.n)
+
+
+class CountsInBuffer(Base):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("n", torch.tensor(0))
+
+    def training_step(self, batch, batch_idx):
+        self.n += 1
+        return self.loss(batch) * (1 + 0.5 * self.n)  # exact in any precision
+
+
+class CountsByIterator(Base):
+    def __init__(self):
+        super().__init__()
+        self.numbers, self.rng = itertools.count(1), random.Random(3)
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch) * (1 + 0.3 * next(self.numbers) * self.rng.random())
+
+
+class Appends(Base):
+    def __init__(self):
+        super().__init__()
+        self.outputs = []
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.outputs.append(loss.detach())
+        return loss * (1 + 0.3 * len(self.outputs))
+
+
+class RunningMean(Base):
+    def __init__(self):
+        super().__init__()
+        self.mean = torch.tensor(0.0)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.mean = 0.9 * self.mean + 0.1 * loss.detach()
+        return loss * (1 + self.mean)
+
+
+class Caches(Base):
+    def training_step(self, batch, batch_idx):
+        logits = self.net(batch[0])
+        loss = F.cross_entropy(logits, batch[1])
+        if hasattr(self, "last"):
+            loss = loss + F.mse_loss(logits.mean(0), self.last)
+        self.last = logits.mean(0).detach()
+        return loss
+
+
+class Shadow:
+    def __init__(self, params):
+        self.values = [param.detach().clone() for param in params]
+
+    def update(self, params):
+        for value, param in zip(self.values, params, strict=True):
+            value.lerp_(param.detach().to(value.dtype), 0.1)
+
+
+class KeepsObject(Base):
+    def __init__(self):
+        super().__init__()
+        self.shadow = Shadow(self.net.parameters())
+
+    def training_step(self, batch, batch_idx):
+        self.shadow.update(self.net.parameters())
+        pairs = zip(self.net.parameters(), self.shadow.values, strict=True)
+        pull = sum((param - value).square().sum() for param, value in pairs)
+        return self.loss(batch) + 0.1 * pull
+
+
+class Centre(Base):
+    """A buffer that is replaced by another tensor, as DINO's centre."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(3))
+
+    def training_step(self, batch, batch_idx):
+        logits = self.net(batch[0])
+        self.centre = 0.9 * self.centre + 0.1 * logits.detach().mean(0)
+        return F.cross_entropy(logits - self.centre, batch[1])
+
+
+class Toggles(Base):
+    """Freezes a layer and leaves it in another mode from its second step on."""
+
+    def training_step(self, batch, batch_idx):
+        self.net[0].requires_grad_(self.net.training)
+        loss = self.loss(batch)
+        self.net.eval()
+        return loss
+
+
+class Masked(Base):
+    """Constant buffers, among them one with -inf."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mask", torch.tensor([0.0, 0.0, -torch.inf]))
+        self.register_buffer("table", torch.randn(4, 4), persistent=False)
+
+    def training_step(self, batch, batch_idx):
+        attended = (self.net(batch[0] @ self.table) + self.mask).softmax(1)
+        return F.mse_loss(attended[:, :2], F.one_hot(batch[1] % 2, 2).to(attended.dtype))
+
+
+STATEFUL = [
+    Teacher,
+    TeacherInHook,
+    TeacherByData,
+    HiddenTeacher,
+    Counts,
+    CountsInBuffer,
+    CountsByIterator,
+    Appends,
+    RunningMean,
+    Caches,
+    KeepsObject,
+    Centre,
+    Toggles,
+    Masked,
+]
+
+
+def made(kind, dtype=torch.float64):
+    seed_everything(0, verbose=False)
+    return kind().to(dtype)
+
+
+def fit(module, *callbacks, shards=SHARDS, max_epochs=2, ckpt_path=None, trainer=None, **options):
+    dtype = next(module.parameters()).dtype
+    source = toy_data(dtype=dtype, batch_size=20).source
+    data = FederatedDataModule(source, num_clients=len(shards), partition=Told(shards), seed=0)
+    options = {"local_epochs": 3, "seed": 0, "engine": "sequential", **options}
+    precision = "64-true" if dtype == torch.float64 else "32-true"
+    federation = Federation(**options)
+    runs = toy_trainer(
+        federation, *callbacks, max_epochs=max_epochs, precision=precision, **(trainer or {})
+    )
+    runs.fit(module, datamodule=data, ckpt_path=ckpt_path)
+    return federation
+
+
+def plain(module, rounds=2):
+    """FedAvg where each client is a copy of the global model, and full batches."""
+    source = toy_data(dtype=torch.float64).source
+    source.setup("fit")
+    x, y = source.train.tensors
+    for _ in range(rounds):
+        ends = []
+        for shard in SHARDS:
+            client = copy.deepcopy(module)
+            optimizer = client.configure_optimizers()
+            for index in range(3):
+                batch = x[list(shard)], y[list(shard)]
+                optimizer.zero_grad()
+                client.training_step(batch, index).backward()
+                optimizer.step()
+                client.on_train_batch_end(None, batch, index)
+            ends.append((len(shard), client.state_dict()))
+        with torch.no_grad():
+            for name, tensor in module.state_dict().items():
+                if tensor.is_floating_point() and name != "mask":
+                    tensor.copy_(sum(n * end[name] for n, end in ends) / sum(n for n, _ in ends))
+    return module
+
+
+@pytest.mark.parametrize("kind", STATEFUL, ids=lambda kind: kind.__name__)
+def test_it_is_the_plain_loop_where_every_client_begins_as_the_global_model(kind):
+    module, expected = made(kind), made(kind)
+    fit(module, max_epochs=1)
+    plain(expected, rounds=1)
+    for name, value in module.state_dict().items():
+        close = torch.testing.assert_close
+        close(value, expected.state_dict()[name], rtol=1e-12, atol=1e-12, msg=f"{kind} {name}")
+    more = made(kind)
+    fit(more, max_epochs=2)
+    assert not torch.equal(weights(more.net), weights(module.net))
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
+@pytest.mark.parametrize("together", [1, 4])
+@pytest.mark.parametrize("kind", STATEFUL, ids=lambda kind: kind.__name__)
+def test_the_order_of_clients_does_not_matter(kind, together, dtype, bound):
+    rounds = 1 if kind is Appends else 2  # its list goes on from round to round, in order
+    module, other = made(kind, dtype), made(kind, dtype)
+    fit(module, clients_per_group=together, max_epochs=rounds)
+    fit(other, shards=SHARDS[::-1], clients_per_group=4, max_epochs=rounds)
+    for name, value in module.state_dict().items():
+        torch.testing.assert_close(value, other.state_dict()[name], rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize("together", [1, 3])
+def test_lists_hold_what_all_clients_appended_in_their_order(together):
+    class Tells(Appends):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            self.outputs[-1] = (len(batch[0]), batch_idx)
+            return loss
+
+        def on_train_epoch_end(self):
+            found.add(list(self.outputs))
+            self.outputs.clear()
+
+    found = Notes()
+    fit(made(Tells), clients_per_group=together)
+    expected = [(len(shard), index) for shard in SHARDS for index in range(3)]
+    assert found.read() == [expected, expected]
+
+
+def test_what_a_skipped_client_appended_is_not_there():
+    class Fails(Appends):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            return loss * torch.nan if len(batch[0]) == 20 else loss
+
+    module = made(Fails)
+    with pytest.warns(UserWarning, match="skipped: round 0, client 0"):
+        fit(module, max_epochs=1, on_client_failure="skip")
+    assert len(module.outputs) == 3 * 3
+
+
+@pytest.mark.parametrize("kind", [Counts, RunningMean, KeepsObject, CountsByIterator])
+def test_python_state_is_after_a_round_as_before(kind):
+    module, untouched = made(kind), made(kind)
+    fit(module, max_epochs=1)
+    for name in ("n", "mean"):
+        assert getattr(module, name, 0) == getattr(untouched, name, 0)
+    if kind is CountsByIterator:
+        assert next(module.numbers) == 1
+        assert module.rng.random() == untouched.rng.random()
+
+
+def test_hooks_between_rounds_set_what_the_next_clients_begin_with():
+    class Anneals(Base):
+        scale = 1.0
+
+        def __init__(self):
+            super().__init__()
+            self.outputs = ["left over"]
+
+        def training_step(self, batch, batch_idx):
+            seen.add((self.scale, len(self.outputs)))
+            self.outputs.append(1)
+            return self.scale * self.loss(batch)
+
+        def on_train_epoch_start(self):
+            self.outputs = []
+
+        def on_train_epoch_end(self):
+            sizes.add(len(self.outputs))
+            self.scale = self.scale / 2
+
+    seen, sizes = Notes(), Notes()
+    fit(made(Anneals), max_epochs=3)
+    assert [scale for scale, _ in seen.read()] == [1.0] * 12 + [0.5] * 12 + [0.25] * 12
+    assert sizes.read() == [12, 12, 12]
+
+
+def test_frozen_parameters_that_change_are_averaged_and_constants_do_not_travel():
+    federation = fit(made(Teacher), max_epochs=1)
+    names = federation.rounds.clients.local.buffers.names
+    assert names == [f"teacher.{n}" for n in ("0.weight", "0.bias", "2.weight", "2.bias")]
+    federation = fit(made(Masked), max_epochs=1)
+    assert federation.rounds.server.model.buffers.numel() == 0
+    lean, masked = (fit(made(kind), max_epochs=1) for kind in (Base, Masked))
+    sent = [f.rounds.record.total_bytes_up for f in (lean, masked)]
+    assert sent[0] == sent[1]
+
+
+class Norm(ToyModule):
+    """Batch norm in evaluation mode, and a buffer of which that is not known."""
+
+    def __init__(self, *, constant=True, dropout=0.0):
+        super().__init__(batch_norm=True, dropout=dropout)
+        if constant:
+            self.register_buffer("weight", torch.ones(3))
+
+    def on_train_start(self):
+        self.net[1].eval()
+
+
+def test_statistics_of_norms_travel_whatever_their_mode():
+    federation = fit(made(Norm), max_epochs=1)
+    names = federation.rounds.clients.local.buffers.names
+    assert names == ["net.1.running_mean", "net.1.running_var"]
+
+
+def test_the_rehearsal_leaves_nothing_behind():
+    class Watched(Norm):
+        def __init__(self, *, constant):
+            super().__init__(constant=constant, dropout=0.4)
+            self.n, self.draws = 0, random.Random(0)
+
+        def training_step(self, batch, batch_idx):
+            self.n += 1
+            return super().training_step(batch, batch_idx) * self.n * self.draws.random()
+
+    ends, drawn = [], []
+    for constant in (False, True):  # without one there is nothing to find out
+        seed_everything(0, verbose=False)
+        module = Watched(constant=constant)
+        fit(module)
+        ends.append(weights(module.net))
+        drawn.append((float(torch.rand(())), random.random(), module.n, module.draws.random()))
+    assert torch.equal(*ends)
+    assert drawn[0] == drawn[1]
+
+
+class ChangesLate(Base):
+    """A buffer that changes from the second round on."""
+
+    by_data = False
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3))
+
+    def training_step(self, batch, batch_idx):
+        logits = self.net(batch[0])
+        if self.current_epoch > 0:
+            mean = self.mean.data if self.by_data else self.mean
+            mean.mul_(0.9).add_(0.1 * logits.detach().mean(0))
+        return F.cross_entropy(logits - self.mean, batch[1])
+
+
+class ChangesLateByData(ChangesLate):
+    by_data = True
+
+
+def test_a_buffer_that_changes_later_stops_the_run_and_may_be_named():
+    with pytest.raises(ConfigurationError, match=r"round 1: client 0's training changes mean, .*"):
+        fit(made(ChangesLate))
+    with pytest.raises(ConfigurationError, match=r"round 1: .* client_state: \[mean\]"):
+        fit(made(ChangesLateByData))
+    for kind in (ChangesLate, ChangesLateByData):
+        module, other = made(kind), made(kind)
+        federation = fit(module, client_state=["mea?"])
+        assert federation.rounds.clients.local.buffers.names == ["mean"]
+        assert module.mean.abs().sum() > 0
+        fit(other, client_state=["mean"], shards=SHARDS[::-1])
+        torch.testing.assert_close(weights(module), weights(other), rtol=1e-12, atol=1e-12)
+    with pytest.raises(ConfigurationError, match=r"matches 'means'; there are mean"):
+        fit(made(ChangesLate), client_state=["means"])
+
+
+def test_a_buffer_that_grows_is_refused():
+    class Grows(Centre):
+        def training_step(self, batch, batch_idx):
+            self.centre = torch.cat([self.centre, self.centre])
+            return self.loss(batch)
+
+    with pytest.raises(ConfigurationError, match=r"centre was replaced by shape \(24,\)"):
+        fit(made(Grows))
+
+
+def test_a_checkpoint_from_before_averages_all_buffers(tmp_path):
+    fit(made(Norm), SaveEverywhere(tmp_path), max_epochs=1)
+    path = tmp_path / "0-end.ckpt"
+    checkpoint = torch.load(path, weights_only=False)
+    (state,) = [s for s in checkpoint["callbacks"].values() if "client_state" in str(s)]
+    holder = state if "client_state" in state else state["rounds"]
+    assert holder.pop("client_state") == ["net.1.running_mean", "net.1.running_var"]
+    torch.save(checkpoint, path)
+    federation = fit(made(Norm), ckpt_path=path)
+    names = federation.rounds.clients.local.state_names
+    assert names == ["weight", "net.1.running_mean", "net.1.running_var"]
+
+
+def test_a_stopped_run_goes_on_once_the_buffer_is_named(tmp_path):
+    whole, module = made(ChangesLate), made(ChangesLate)
+    fit(whole, client_state=["mean"])
+    with pytest.raises(ConfigurationError, match="client_state"):
+        fit(made(ChangesLate), SaveEverywhere(tmp_path))
+    fit(module, ckpt_path=tmp_path / "0-end.ckpt", client_state=["mean"])
+    assert torch.equal(weights(module), weights(whole))
+    with pytest.raises(ConfigurationError, match="names mean, .* resume from one between"):
+        options = {"ckpt_path": tmp_path / "0-group0.ckpt", "clients_per_group": 1}
+        fit(made(ChangesLate), SaveEverywhere(tmp_path), clients_per_group=1, max_epochs=1)
+        fit(made(ChangesLate), client_state=["mean"], **options)
+
+
+@pytest.mark.parametrize("kind", [Teacher, Masked, Centre])
+@pytest.mark.parametrize("moment", ["0-group1", "0-group3", "1-group0", "1-group2"])
+def test_a_resumed_run_averages_the_same(kind, moment, tmp_path):
+    options = {"clients_per_group": 1}
+    whole = made(kind)
+    fit(whole, SaveEverywhere(tmp_path), **options)
+    module = made(kind)
+    federation = fit(module, ckpt_path=tmp_path / f"{moment}.ckpt", **options)
+    assert torch.equal(weights(module), weights(whole))
+    names = federation.rounds.clients.local.state_names
+    assert set(names) <= {name for name, _ in module.named_parameters()} | {"centre"}
+
+
+@pytest.mark.parametrize("kind", [Teacher, Centre, Masked])
+def test_several_processes_agree(kind):
+    module, expected = made(kind), made(kind)
+    fit(module, trainer={"strategy": "federated", "devices": 2})
+    fit(expected)
+    torch.testing.assert_close(weights(module), weights(expected), rtol=1e-12, atol=1e-12)
+
+
+def test_slots_leave_a_mean_teacher_to_the_sequential_engine():
+    module, expected = made(Teacher, torch.float32), made(Teacher, torch.float32)
+    with pytest.warns(
+        UserWarning, match="its clients change the frozen parameter teacher.0.weight"
+    ):
+        fit(module, engine="slots")
+    fit(expected)
+    assert torch.equal(weights(module), weights(expected))
