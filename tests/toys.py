@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from queue import SimpleQueue
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
@@ -12,6 +13,23 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.data.quantity_skew import DirichletSizes
+
+
+class Notes:
+    """What a test notes during training: no client's state, which would be reset for every client."""
+
+    def __init__(self):
+        self._queue = SimpleQueue()
+
+    def add(self, value):
+        self._queue.put(value)
+
+    def __len__(self):
+        return self._queue.qsize()
+
+    def read(self):
+        """Return all that was noted, once."""
+        return [self._queue.get() for _ in range(len(self))]
 
 
 class ToyModule(LightningModule):
