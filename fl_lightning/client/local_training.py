@@ -118,7 +118,7 @@ class LocalTrainer:
         self._integer_buffers = whole_numbers(module)
         self._homes = Homes(module)
         self._ignore = {*ignore, "log"}  # which the collector puts there
-        self._python, self._in_round = PythonState(module, ignore=self._ignore), False
+        self._python, self._in_round = self._python_now(), False
         self.state_names: list[str] | None = None
         self.growth: Growth = []
         self._grown: Growth = []
@@ -265,11 +265,14 @@ class LocalTrainer:
         elsewhere = {*self.buffers.names, *self._apart}
         constant = {n: t for n, t in candidates(self._module).items() if n not in elsewhere}
         self._constants, self._round = Constants(constant), number
-        if not (self._in_round and self._python.is_same()):
-            self._python = PythonState(
-                self._module, ignore=self._ignore, global_generators=False, requires_grad=False
-            )
+        if not self._python.is_same():  # where it is, all places are those of the last walk
+            self._python = self._python_now()
         self._in_round, self._grown = True, []
+
+    def _python_now(self) -> PythonState:
+        return PythonState(
+            self._module, ignore=self._ignore, global_generators=False, requires_grad=False
+        )
 
     def bring_home(self) -> None:
         """Give tensors that others replaced in the module their places again, see `Homes`."""

@@ -151,15 +151,31 @@ class StackedStep:
                 for name, rule in self._by_name(self._functions.rules).items()
             }
 
+    def _is_known(self, sizes: Collection[int]) -> bool:
+        """Whether the step is not run to rehearse it: nothing about it is open."""
+        is_settled = self.rehearsal is not None and self.rehearsal.is_final
+        return is_settled and self._graphs_can_tell and not self._are_new(sizes)
+
+    @property
+    def _graphs_can_tell(self) -> bool:
+        """Whether graphs of the present rules and masks tell if what Python reads has changed."""
+        functions = self._functions
+        is_known = self._looked_for == (functions.rules, set(functions.masks))
+        return is_known and self.is_compiled
+
+    def _are_new(self, sizes: Collection[int]) -> bool:
+        """Whether nothing is proved yet of batches of one of these sizes."""
+        if not self.options.weighted or self._records is None:
+            return False
+        return not self._records.has_proved(sizes)
+
     def _read_step(self, batch: BatchOf, sizes: Collection[int]) -> None:
         """Prepare for a step that may have changed.
 
         Graphs tell whether what Python reads in the step has. They do not read rules and masks of
         weights that are thin.
         """
-        functions = self._functions
-        is_known = self._looked_for == (functions.rules, set(functions.masks))
-        can_tell = is_known and self.is_compiled
+        functions, can_tell = self._functions, self._graphs_can_tell
         if not can_tell:
             self._look(batch, max(sizes))
             with preserve_global_generators():
@@ -246,7 +262,7 @@ class StackedStep:
         """
         if reason := hooks_against_slots(self._module, self._optimizer):
             raise CannotStack(reason)
-        with self._leaving_nothing():
+        with nullcontext() if self._is_known(sizes) else self._leaving_nothing():
             if self.rehearsal is None or not self.rehearsal.is_final:
                 options = self.options
                 with preserve_global_generators():  # reading it may draw

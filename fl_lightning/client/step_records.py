@@ -82,6 +82,10 @@ class StepRecords:
         names = [name for name, source in first.record.outputs.items() if source is None]
         self.unused = frozenset(name for name in names if name != "loss")
 
+    def has_proved(self, sizes: Iterable[int]) -> bool:
+        """Return whether batches of these sizes are proved to be means over examples."""
+        return not self.written and (self.full == 1 or {1, *sizes} <= self._proved)
+
     def reason_against(self, sizes: Iterable[int]) -> str | None:
         """Return why batches of these sizes are not proved to be means over examples."""
         if self.written:
