@@ -29,6 +29,7 @@ from fl_lightning.callbacks.evaluated_model import EvaluatedModel, saved_after, 
 from fl_lightning.callbacks.partition_report import PartitionReport
 from fl_lightning.callbacks.progress import RoundProgressBar
 from fl_lightning.cli_catalogue import asked_for, catalogue
+from fl_lightning.cli_constructors import watch_configuration, watched
 from fl_lightning.cli_devices import asks_for_several, automatic_processes
 from fl_lightning.cli_errors import Parser, explain
 from fl_lightning.core.errors import ConfigurationError
@@ -76,6 +77,7 @@ class FederatedCLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """Set the threads; let ``--ckpt_path last`` mean the newest run of this configuration."""
         config = self.config[self.subcommand]
+        watch_configuration(config)
         if config.get("num_threads") is not None:
             torch.set_num_threads(config.num_threads)
         if config.get("ckpt_path") == "last":
@@ -276,7 +278,10 @@ def run_lightning(args: ArgsType) -> None:
         subclass_mode_data=True,
         args=args,
         parser_class=Commands,
-        parser_kwargs={"description": "Federated learning for PyTorch Lightning."},
+        parser_kwargs={
+            "description": "Federated learning for PyTorch Lightning.",
+            "allow_abbrev": False,
+        },
     )
 
 
@@ -286,18 +291,19 @@ def main(args: ArgsType = None) -> None:
         warnings.filterwarnings("ignore", message=expected)
     logging.getLogger("lightning.pytorch").setLevel(logging.INFO)
     words = sys.argv[1:] if args is None else args
-    try:
-        if isinstance(words, list) and words[:1] == ["compare"]:
-            compare(words[1:], parser=compare_parser(), resolve=resolve)
-        elif isinstance(words, list) and (option := asked_for(words)):
-            print(catalogue(option))
-        else:
-            run_lightning(args)
-    except Exception as error:
-        sentence = explain(error)
-        if sentence is None:
-            raise
-        sys.exit(f"fl-lightning: {sentence}")
+    with watched() as watch:
+        try:
+            if isinstance(words, list) and words[:1] == ["compare"]:
+                compare(words[1:], parser=compare_parser(), resolve=resolve)
+            elif isinstance(words, list) and (option := asked_for(words)):
+                print(catalogue(option))
+            else:
+                run_lightning(args)
+        except Exception as error:
+            sentence = explain(error, watch)
+            if sentence is None:
+                raise
+            sys.exit(f"fl-lightning: {sentence}")
 
 
 if __name__ == "__main__":

@@ -7,34 +7,34 @@ one sentence on standard error and a code other than 0, without a traceback.
 
 from __future__ import annotations
 
-import difflib
-import inspect
 import re
 import sys
-from importlib import import_module
+from collections.abc import Sequence
 from pickle import UnpicklingError
-from typing import NoReturn
+from typing import Any, NoReturn
 
+from jsonargparse import add_instantiator
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser
 from typing_extensions import override
 
+from fl_lightning.cli_constructors import Noting, NotingWithLinks, Refusal, Watch, causes, told_at
+from fl_lightning.cli_words import sentence, shortened
 from fl_lightning.core.errors import ConfigurationError, ProcessFailure, RoundFailure
 
-# What the parser says besides the reason: the types it tried and the values it was given.
-_NOISE = re.compile(
-    r"^[\s-]*(Does not validate against any of|Subtypes: |Errors:$|Given value|Expected a <class 'N)"
-)
-_REFUSED_OPTION = re.compile(r"'(?P<option>\w+)' is not accepted")
 _TOLD_IN_A_SENTENCE = (
     ConfigurationError,
     MisconfigurationException,
     RoundFailure,
     ProcessFailure,
 )
+# what constructors raise over an option; anything else is a bug, which needs its traceback
+_OF_CONSTRUCTORS = (ValueError, TypeError, ImportError, MisconfigurationException, AssertionError)
 # "Invalid learning rate: -0.1", as every optimizer of PyTorch says it
 _REFUSED_BY_OPTIMIZER = re.compile(r"Invalid [\w ]+: ")
-_CLASS_PATH = re.compile(r"class_path '([\w.]+)'")
+
+# what Lightning builds itself has a builder of its own, see Parser.add_instantiator
+add_instantiator(Noting(), object)
 
 
 class Parser(LightningArgumentParser):
@@ -45,36 +45,26 @@ class Parser(LightningArgumentParser):
         """Print what is wrong and end with code 2."""
         if not self.exit_on_error:  # a parser inside the parser, trying one of several types
             super().error(message, ex)
-        print(f"fl-lightning: {shorten(message)}", file=sys.stderr)
+        print(f"fl-lightning: {sentence(message, self._options())}", file=sys.stderr)
         sys.exit(2)
 
+    def add_instantiator(self, instantiator: Any, *args: Any, **kwargs: Any) -> None:
+        """Have Lightning's way to build models and data modules note refusals."""
+        super().add_instantiator(NotingWithLinks(instantiator), *args, **kwargs)
 
-def shorten(message: str) -> str:
-    """Return a parser's message in one line, with a suggestion where a name is misspelt.
-
-    Example:
-        >>> lines = ["Errors:", "  - Option 'x' is not accepted", "  - Expected a <class 'NoneType'>"]
-        >>> shorten(chr(10).join(lines))
-        "Option 'x' is not accepted. See --help for what there is."
-    """
-    lines = [line.strip(" -") for line in message.splitlines() if not _NOISE.match(line)]
-    sentence = re.sub(r"\s+", " ", " ".join(lines)).strip(" .")
-    return f"{sentence}. {_suggestion(message)}".strip()
+    def _options(self) -> Sequence[str]:
+        """Return the names of all options, of subcommands as well."""
+        parsers = [self, *(self._subcommands_action.choices.values() if self._subcommands_action else ())]
+        found = (name for parser in parsers for name in parser._option_string_actions)
+        return sorted({name.lstrip("-") for name in found})
 
 
-def _suggestion(message: str) -> str:
-    found = _REFUSED_OPTION.search(message)
-    owners = _CLASS_PATH.findall(message[: found.start()]) if found else []
-    if found is None or not owners:
-        return "See --help for what there is."
-    module, _, name = owners[-1].rpartition(".")
-    options = list(inspect.signature(getattr(import_module(module), name)).parameters)
-    close = difflib.get_close_matches(found["option"], options, n=1)
-    return f"Did you mean {close[0]!r}?" if close else f"It accepts {', '.join(options)}."
-
-
-def explain(error: BaseException) -> str | None:
+def explain(error: BaseException, watch: Watch | None = None) -> str | None:
     """Return a sentence for a mistake in the settings, None for any other error.
+
+    Args:
+        error: what ended the command.
+        watch: knows which constructors refused their options, and where they stand.
 
     Example:
         >>> explain(ConfigurationError("fraction must be in (0, 1], got 1.5"))
@@ -82,14 +72,15 @@ def explain(error: BaseException) -> str | None:
         >>> explain(KeyError("a bug")) is None
         True
     """
-    cause: BaseException | None = error
-    while cause is not None:  # the parser wraps what a class raises while it is built
+    refusal = watch.of(error) if watch is not None else None
+    if watch is not None and refusal is not None:
+        return _of_constructor(refusal, watch)
+    for cause in causes(error):  # the parser wraps what a class raises while it is built
         if isinstance(cause, _TOLD_IN_A_SENTENCE):
             return str(cause)
-        cause = cause.__cause__
     text = str(error)
     if isinstance(error, ValueError) and _REFUSED_BY_OPTIMIZER.match(text):
-        return f"the optimizer refuses one of its options: {text}"
+        return _of_optimizer(text)
     if isinstance(error, ValueError) and "`val_check_interval`" in text:
         return f"trainer.val_check_interval: {' '.join(text.split())}"
     if isinstance(error, FileNotFoundError) and "heckpoint" in text:
@@ -99,6 +90,28 @@ def explain(error: BaseException) -> str | None:
     if text.startswith("Early stopping conditioned on metric"):
         return text
     return _foreign_checkpoint(error)
+
+
+def _of_constructor(refusal: Refusal, watch: Watch) -> str | None:
+    """Return what a class says against its options, and where they stand in the YAML."""
+    text = None
+    for cause in causes(refusal.error):
+        if isinstance(cause, _TOLD_IN_A_SENTENCE):
+            text = str(cause)
+            break
+    if text is None:
+        if not isinstance(refusal.error, _OF_CONSTRUCTORS):
+            return None
+        text = str(refusal.error)
+        if _REFUSED_BY_OPTIMIZER.match(text):
+            text = _of_optimizer(text)
+        elif not isinstance(refusal.error, ImportError):
+            text = f"{refusal.kind.__name__} refuses its options: {text}"
+    return shortened(told_at(watch.place(refusal), refusal, text))
+
+
+def _of_optimizer(text: str) -> str:
+    return f"the optimizer refuses one of its options: {text}"
 
 
 def _foreign_checkpoint(error: BaseException) -> str | None:
