@@ -19,6 +19,9 @@ from torch import Tensor
 
 from fl_lightning.updates.discrete_noise import Integers, Words
 
+# What the check of a norm in double precision may let through beyond the bound.
+CHECKED_TO = 1 + 1e-12
+
 
 def norm_bound(clip_norm: float, step: float, size: int) -> float:
     """Return B, the largest L2 norm of a rounded vector, in steps.
@@ -40,7 +43,7 @@ def norm_bound(clip_norm: float, step: float, size: int) -> float:
 
 
 def to_integers(delta: Tensor, clip_norm: float, step: float, draws: Iterator[Words]) -> Integers:
-    """Return a vector of norm ≤ S as whole steps, of norm ≤ `norm_bound`.
+    """Return a vector of norm ≤ S as whole steps, of norm ≤ `norm_bound` · 1.000000000002.
 
     Args:
         delta: clipped, shape (k,).
@@ -59,7 +62,7 @@ def to_integers(delta: Tensor, clip_norm: float, step: float, draws: Iterator[Wo
     for words in draws:
         uniform = (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
         rounded = np.floor(scaled + uniform)
-        if float(np.linalg.norm(rounded)) <= bound * (1 + 1e-9):
+        if float(np.linalg.norm(rounded)) <= bound * CHECKED_TO:
             whole: Integers = rounded.astype(np.int64)
             return whole
     raise ValueError("the draws ended before a rounding was short enough: is the vector clipped?")

@@ -17,14 +17,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.cohort import CohortSampler, PoissonCohort
+from fl_lightning.server.privacy.grid import Grid, wide
 from fl_lightning.server.privacy.mechanism import Mechanism, check_options
 from fl_lightning.server.privacy.noise_for_budget import noise_for_budget
 from fl_lightning.server.privacy.noise_source import NoiseSource
 from fl_lightning.server.privacy.private_mean import Release
+from fl_lightning.server.privacy.rounded_gaussian import Draw
 from fl_lightning.server.privacy.run import Participation, Run, check_fixed_in_advance
 from fl_lightning.server.privacy.skellam import skellam_epsilon
 from fl_lightning.updates.discrete_noise import (
@@ -33,7 +36,7 @@ from fl_lightning.updates.discrete_noise import (
     discrete_noise,
     largest_noise,
 )
-from fl_lightning.updates.integer_vector import from_integers, norm_bound, to_integers
+from fl_lightning.updates.integer_vector import CHECKED_TO, from_integers, norm_bound, to_integers
 
 # A share's noise has this standard deviation in steps at least, and the ball this radius in √k.
 _FINENESS, _RADIUS = 64.0, 16.0
@@ -195,7 +198,7 @@ class DistributedSkellam:
         code = self.code
         return skellam_epsilon(
             code.share_variance * self.fewest_replies,
-            2 * norm_bound(code.radius, 1.0, self.size),
+            2 * code.radius * self.rounding,
             self.size,
             int(self.turns.most[rounds]),
             self.delta,
@@ -228,9 +231,22 @@ class DistributedSkellam:
         """Return the sum that whole numbers stand for."""
         return self.code.decode(numbers, clip_norm, like)
 
-    def server_noise(self, normals: Tensor, round_index: int) -> None:
-        """Return None: the server adds nothing."""
-        return
+    @property
+    def rounding(self) -> float:
+        """By how much rounding raises what a client does to the sum."""
+        return norm_bound(self.code.radius, 1.0, self.size) * CHECKED_TO**2 / self.code.radius
+
+    def step(self, clip_norm: float) -> float:
+        """Return the width of the grid."""
+        return clip_norm / self.code.radius
+
+    def server_noise(self, grid: Grid, size: int, draw: Draw) -> Integers:
+        """Return nothing: clients have added it."""
+        return np.zeros(size, np.int64)
+
+    def released(self, total: Tensor, noise: Tensor) -> Tensor:
+        """Return the sum, which has the clients' noise."""
+        return wide(total)
 
     def state_dict(self) -> dict[str, Any]:
         """Return nothing."""
