@@ -25,9 +25,8 @@ from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.server.privacy.example import ExampleDP, ExampleGaussian
 from fl_lightning.server.privacy.grid import Grid
 from fl_lightning.server.privacy.noise_source import coins, noise_source
-from fl_lightning.server.privacy.rounded_gaussian import Draw
 from fl_lightning.server.privacy.run import Run
-from fl_lightning.updates.discrete_noise import Integers
+from fl_lightning.updates.discrete_noise import Draw, Integers
 
 # What tells the words for a step's noise from those for its batch.
 _NOISE = 1

@@ -13,7 +13,6 @@ Steinke 2021 (2102.06387), Section 4.1. Differs: no rotation, since the grid is 
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import dataclass
 
@@ -24,10 +23,9 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.server.privacy.rounded_gaussian import (
     LARGEST_STDDEV,
     LEAST_STDDEV,
-    Draw,
     rounded_gaussian,
 )
-from fl_lightning.updates.discrete_noise import Integers
+from fl_lightning.updates.discrete_noise import Draw, Integers
 from fl_lightning.updates.integer_vector import CHECKED_TO, norm_bound, to_integers
 
 _LEAST_RADIUS, _RADIUS_PER_ROOT = 2.0**26, 2.0**14
@@ -87,8 +85,7 @@ class Grid:
         norm = float(exact.norm())
         if norm > self.clip_norm:
             exact = exact * (self.clip_norm / norm)
-        tries = (draw(len(exact)) for _ in itertools.count())
-        return to_integers(exact, self.clip_norm, self.step, tries)
+        return to_integers(exact, self.clip_norm, self.step, draw)
 
     def noise(self, stddev: float, size: int, draw: Draw) -> Integers:
         """Return noise in whole steps, shape (size,); see `noise_of`.

@@ -23,9 +23,8 @@ from fl_lightning.server.privacy.mechanism import Mechanism, check_options
 from fl_lightning.server.privacy.noise_for_budget import noise_for_budget
 from fl_lightning.server.privacy.noise_source import NoiseSource
 from fl_lightning.server.privacy.private_mean import Release
-from fl_lightning.server.privacy.rounded_gaussian import Draw
 from fl_lightning.server.privacy.run import Participation, Run, check_fixed_in_advance
-from fl_lightning.updates.discrete_noise import Integers
+from fl_lightning.updates.discrete_noise import Draw, Integers
 
 
 @dataclass(frozen=True, kw_only=True)

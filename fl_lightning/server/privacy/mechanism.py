@@ -12,10 +12,9 @@ from fl_lightning.server.privacy.adaptive_clip import AdaptiveClip
 from fl_lightning.server.privacy.grid import Grid
 from fl_lightning.server.privacy.noise_source import NoiseSource
 from fl_lightning.server.privacy.private_mean import Release
-from fl_lightning.server.privacy.rounded_gaussian import Draw
 from fl_lightning.server.privacy.run import Run
 from fl_lightning.updates.clip import check_clip_norm
-from fl_lightning.updates.discrete_noise import Integers
+from fl_lightning.updates.discrete_noise import Draw, Integers
 
 
 class Accounted(Protocol):

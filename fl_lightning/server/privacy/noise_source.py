@@ -15,8 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from fl_lightning.core.seeds import numpy_generator
-from fl_lightning.server.privacy.rounded_gaussian import Draw
-from fl_lightning.updates.discrete_noise import Words
+from fl_lightning.updates.discrete_noise import Draw, Words
 
 
 class NoiseSource(Protocol):

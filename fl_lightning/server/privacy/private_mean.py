@@ -20,8 +20,8 @@ from torch import Tensor
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.server.aggregators import Aggregator, new_mean
 from fl_lightning.server.privacy.grid import Grid
-from fl_lightning.server.privacy.rounded_gaussian import Draw
 from fl_lightning.updates.clip import clipped
+from fl_lightning.updates.discrete_noise import Draw
 
 # (clipped delta, client) -> what the client sends of it
 Release = Callable[[Tensor, int], Tensor]

@@ -20,7 +20,6 @@ lazy comparisons: of that only the Rényi divergence is bounded in many dimensio
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal, localcontext
 from fractions import Fraction
@@ -31,10 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fl_lightning.core.c_library import c_function, c_library
-from fl_lightning.updates.discrete_noise import Integers, Words
-
-# count -> so many new random words, uniform on 64 bits
-Draw = Callable[[int], Words]
+from fl_lightning.updates.discrete_noise import Draw, Integers, Words
 
 # A strip has between a 64th and a 128th of a standard deviation.
 _STRIPS_PER_STDDEV = 64
