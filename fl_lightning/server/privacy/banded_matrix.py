@@ -192,7 +192,7 @@ class CorrelatedSums:
         whole = noise.clone()
         for back, earlier in enumerate(sums):
             whole += earlier * int(self._whole[self._index - back, back])
-        row = wide(whole) / self.scale
+        row: Tensor = wide(whole) / self.scale
         for back, before in enumerate(self._released, start=1):
             row -= before * self._entry(back)
         row /= self._entry(0)

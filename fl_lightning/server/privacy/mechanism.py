@@ -22,11 +22,13 @@ class Accounted(Protocol):
 
     Attributes:
         noise_multiplier: z, in clip norms.
-        rounding: by how much rounding to a grid raises what one unit does to the sum; in ε.
     """
 
     noise_multiplier: float
-    rounding: float
+
+    @property
+    def rounding(self) -> float:
+        """By how much rounding to a grid raises what one unit does to the sum; it is in ε."""
 
     def step(self, clip_norm: float) -> float:
         """Return the width of the grid that released numbers are on."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -74,11 +75,16 @@ class SecureNoise:
         encryptor = _encryptor()
         if encryptor is None:
             return lambda count: np.frombuffer(os.urandom(8 * count), dtype=np.uint64)
-        return lambda count: np.frombuffer(encryptor.update(bytes(8 * count)), dtype=np.uint64)
+        return lambda count: np.frombuffer(encryptor.update(_zeros(8 * count)), dtype=np.uint64)
 
     def words(self, size: int, *ids: int) -> Words:
         """Return new words, whatever the ids."""
         return self.stream(*ids)(size)
+
+
+@lru_cache(maxsize=2)
+def _zeros(count: int) -> bytes:
+    return bytes(count)
 
 
 def _encryptor() -> Any:

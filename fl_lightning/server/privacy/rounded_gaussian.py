@@ -41,8 +41,8 @@ _TABLE_END = 9.3
 _PLACE_BITS, _COIN_BITS = 48, 16
 # By how much a chance in double precision may be off, amply.
 _DOUBT = 2.0**-36
-# Numbers at a time: their words take 16 MB.
-_CHUNK = 1 << 20
+# Numbers at a time: their words take 1 MB, which stays in a processor's cache.
+_CHUNK = 1 << 16
 _SOURCE = Path(__file__).with_suffix(".c")
 
 
@@ -74,31 +74,31 @@ def rounded_gaussian(stddev: float, size: int, draw: Draw) -> Integers:
 
 
 def _fill(numbers: Integers, strips: _Strips, draw: Draw) -> None:
-    numbers[:], rejected = _tried(strips, len(numbers), draw)
+    rejected = _try(numbers, strips, draw)
     while len(rejected):
-        again, still = _tried(strips, len(rejected), draw)
+        again = np.empty(len(rejected), np.int64)
+        still = _try(again, strips, draw)
         numbers[rejected] = again
         rejected = rejected[still]
 
 
-def _tried(strips: _Strips, count: int, draw: Draw) -> tuple[Integers, Integers]:
-    """Return as many numbers, and the indices of those that are rejected."""
+def _try(numbers: Integers, strips: _Strips, draw: Draw) -> Integers:
+    """Fill numbers, and return the indices of those that are rejected."""
+    count = len(numbers)
     words = draw(2 * count)
     choices, places = words[:count], words[count:]
-    numbers, which, has_open_strip = _first_pass(strips, choices, places)
-    accepted = _accepted(strips, numbers, choices, places, which, has_open_strip, draw)
-    return numbers, which[~accepted]
+    which, has_open_strip = _first_pass(numbers, strips, choices, places)
+    return which[~_accepted(strips, numbers, choices, places, which, has_open_strip, draw)]
 
 
 def _first_pass(
-    strips: _Strips, choices: Words, places: Words
-) -> tuple[Integers, Integers, npt.NDArray[np.bool_]]:
-    """Return numbers, the indices of those that their words do not settle, whose strip is open."""
+    numbers: Integers, strips: _Strips, choices: Words, places: Words
+) -> tuple[Integers, npt.NDArray[np.bool_]]:
+    """Fill numbers; return the indices of those that words do not settle, and whose strip is open."""
     if c_library(_SOURCE) is None:
-        return first_pass(strips, choices, places)
+        return first_pass(numbers, strips, choices, places)
     count = len(choices)
-    numbers, which = np.empty(count, np.int64), np.empty(count, np.int64)
-    is_open = np.empty(count, np.uint8)
+    which, is_open = np.empty(count, np.int64), np.empty(count, np.uint8)
     num, pointer = ctypes.c_int64, ctypes.c_void_p
     types = [num, *[pointer] * 3, num, pointer, num, ctypes.c_double, *[pointer] * 3]
     function = c_function(_SOURCE, (), "first_pass", *types)
@@ -114,24 +114,24 @@ def _first_pass(
         strips.curve,
         *(array.ctypes.data for array in (numbers, which, is_open)),
     )
-    return numbers, which[:num_open].copy(), is_open[:num_open].astype(bool)
+    return which[:num_open].copy(), is_open[:num_open].astype(bool)
 
 
 def first_pass(
-    strips: _Strips, choices: Words, places: Words
-) -> tuple[Integers, Integers, npt.NDArray[np.bool_]]:
+    numbers: Integers, strips: _Strips, choices: Words, places: Words
+) -> tuple[Integers, npt.NDArray[np.bool_]]:
     """Do what the file of C does, with the same bits, where it cannot be compiled."""
     choice, ends = choices >> np.uint64(1), strips.ends
     strip = np.searchsorted(ends, choice, side="right")
     open_strip = strip == len(ends)
     open_strip |= (strip > 0) & (ends[np.maximum(strip, 1) - 1] == choice)
     place, coin = _place(places), places & np.uint64(2**_COIN_BITS - 1)
-    numbers = _numbers(strips, strip, place, choices)
+    numbers[:] = _numbers(strips, strip, place, choices)
     share = (place.astype(np.float64) + 1.0) * 2.0**-_PLACE_BITS
     fall = strips.curve * share * (2.0 * strip + share)
     accepted = (coin.astype(np.float64) + 1.0) * 2.0**-_COIN_BITS < 1.0 - fall
     which = np.flatnonzero(open_strip | ~accepted)
-    return numbers, which, open_strip[which]
+    return which, open_strip[which]
 
 
 def _place(places: Words) -> Words:

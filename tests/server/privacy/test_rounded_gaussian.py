@@ -56,12 +56,14 @@ def test_the_file_of_c_does_the_same_to_the_bit(stddev):
     ]  # the first and the last strip, and an open one
     words[3] = (int(strips.ends[7]) << 1) - 1
     choices, places = words[:200_000], words[200_000:]
-    for one, other in zip(
-        module._first_pass(strips, choices, places),
-        first_pass(strips, choices, places),
-        strict=True,
-    ):
-        assert np.array_equal(one, other)
+    here, there = np.empty(200_000, np.int64), np.empty(200_000, np.int64)
+    which, is_open = module._first_pass(here, strips, choices, places)
+    also, also_open = first_pass(there, strips, choices, places)
+    assert np.array_equal(which, also)
+    assert np.array_equal(is_open, also_open)
+    assert is_open.sum() >= 2
+    settled = np.setdiff1d(np.arange(200_000), which)
+    assert np.array_equal(here[settled], there[settled])
 
 
 def test_strips_have_their_chances():
