@@ -79,7 +79,7 @@ def largest_noise(variance: float) -> int:
 
     Example:
         >>> largest_noise(0.0), largest_noise(9.0)
-        (0, 50)
+        (0, 52)
     """
     return 0 if variance == 0 else len(_tail_table(variance)[0]) - 1
 
