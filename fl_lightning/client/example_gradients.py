@@ -29,6 +29,9 @@ from fl_lightning.sparsity.examples import chunks, map_batch
 # (batch, its number) -> the loss of a plain training step, None if it was skipped
 Loss = Callable[[Any, int], Tensor | None]
 
+# one clipped gradient, shape (k,) -> the same as whole numbers
+ToSteps = Callable[[Tensor], Tensor]
+
 
 class ExampleGradients:
     """Takes the gradients of one module's examples.
@@ -76,7 +79,12 @@ class ExampleGradients:
         self.num_clipped = 0
 
     def __call__(
-        self, space: Space, batch: Any, index: int, clip_norm: float
+        self,
+        space: Space,
+        batch: Any,
+        index: int,
+        clip_norm: float,
+        to_steps: ToSteps | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the sum, shape (k,), and the examples' losses, shape (B,).
 
@@ -85,14 +93,15 @@ class ExampleGradients:
             batch: tensors in tuples, lists and dicts, with an entry per example.
             index: number of the local step.
             clip_norm: S > 0, finite.
+            to_steps: makes whole numbers of each clipped gradient, whose sum is then int64.
 
         Raises:
             ConfigurationError: if the training step sets parameters itself; it is undone.
         """
-        total, losses = torch.zeros(space.size, dtype=space.dtype, device=space.device), []
+        total, losses = nothing(space, in_steps=to_steps is not None), []
         before = _Parameters(self._module)
         for chunk in chunks(batch, self._chunk_size(space)):
-            summed, lost = self._of_chunk(space, chunk, index, clip_norm)
+            summed, lost = self._of_chunk(space, chunk, index, clip_norm, to_steps)
             total += summed
             losses.append(lost)
         before.check_untouched()
@@ -105,7 +114,7 @@ class ExampleGradients:
         return max(1, limit // (8 * space.num_entries))
 
     def _of_chunk(
-        self, space: Space, chunk: Any, index: int, clip_norm: float
+        self, space: Space, chunk: Any, index: int, clip_norm: float, to_steps: ToSteps | None
     ) -> tuple[Tensor, Tensor]:
         if self._vectorize:
             generators = GlobalGenerators(only_torch=True)
@@ -118,12 +127,12 @@ class ExampleGradients:
                 self._go_slowly(f"{type(error).__name__}: {error}".splitlines()[0])
             else:
                 self._log(logged)
-                return self._clipped_sum(rows, clip_norm), losses
-        total = torch.zeros(space.size, dtype=space.dtype, device=space.device)
+                return self._clipped_sum(rows, clip_norm, to_steps), losses
+        total = nothing(space, in_steps=to_steps is not None)
         alone = []
         for example in chunks(chunk, 1):
             row, loss = self._alone(space, example, index)
-            total += self._clipped_sum(row.unsqueeze(0), clip_norm)
+            total += self._clipped_sum(row.unsqueeze(0), clip_norm, to_steps)
             alone.append(loss)
         return total, torch.stack(alone)
 
@@ -167,8 +176,7 @@ class ExampleGradients:
         for buffer, before in buffers:  # statistics of examples, which no noise covers
             buffer.copy_(before)
         if loss is None:
-            nothing = torch.zeros(space.size, dtype=space.dtype, device=space.device)
-            return nothing, torch.zeros((), device=space.device)
+            return nothing(space, in_steps=False), torch.zeros((), device=space.device)
         grads = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
         rows = [
             grad.reshape(-1) if picked is None else grad.reshape(-1)[picked]
@@ -176,7 +184,7 @@ class ExampleGradients:
         ]
         return torch.cat(rows).to(space.dtype), loss.detach().reshape(())
 
-    def _clipped_sum(self, rows: Tensor, clip_norm: float) -> Tensor:
+    def _clipped_sum(self, rows: Tensor, clip_norm: float, to_steps: ToSteps | None) -> Tensor:
         """Return the sum of rows that are no longer than the clip norm, shape (k,)."""
         wide = torch.float32 if rows.device.type == "mps" else torch.float64
         norms = torch.linalg.vector_norm(rows, dim=1, dtype=wide)
@@ -185,7 +193,10 @@ class ExampleGradients:
             rows = torch.where(is_finite.unsqueeze(1), rows, 0)
         self.num_clipped += int((norms > clip_norm).sum())
         scales = torch.where(is_finite, (clip_norm / norms).clamp(max=1.0), 0).to(rows.dtype)
-        return scales @ rows
+        if to_steps is None:
+            return scales @ rows
+        clipped = (scale * row for scale, row in zip(scales, rows, strict=True))
+        return torch.stack([to_steps(row) for row in clipped]).sum(0)
 
     def _log(self, logged: Tensors) -> None:
         if self._collector is None:
@@ -193,6 +204,12 @@ class ExampleGradients:
         for name, values in logged.items():
             self._collector.start_step(len(values))
             self._collector.log(name, values.mean())
+
+
+def nothing(space: Space, *, in_steps: bool) -> Tensor:
+    """Return an empty sum, shape (k,), in whole steps or in the space's dtype."""
+    dtype = torch.int64 if in_steps else space.dtype
+    return torch.zeros(space.size, dtype=dtype, device=space.device)
 
 
 class _Parameters:

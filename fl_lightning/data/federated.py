@@ -195,6 +195,11 @@ class FederatedDataModule(ForwardingDataModule):
         return size
 
     @property
+    def full_batch(self) -> int:
+        """Examples of a full local batch: no more than the largest client has."""
+        return max(1, min(self.batch_size, int(self.clients.num_examples.max(initial=1))))
+
+    @property
     def drop_last(self) -> bool:
         """Whether the source's loader leaves out a smaller last batch; then clients do as well.
 

@@ -9,12 +9,13 @@ by everybody in its cohort the moment it opens, whether or not their updates arr
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fl_lightning.client.example_gradients import ExampleGradients
+from fl_lightning.client.example_gradients import ExampleGradients, nothing
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.poisson_batches import poisson_batches
 from fl_lightning.core.errors import ConfigurationError
@@ -22,8 +23,13 @@ from fl_lightning.core.space import Space
 from fl_lightning.federation.privacy_ledger import PrivacyLedger
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.server.privacy.example import ExampleDP, ExampleGaussian
-from fl_lightning.server.privacy.noise_source import noise_source
+from fl_lightning.server.privacy.grid import Grid
+from fl_lightning.server.privacy.noise_source import coins, noise_source
 from fl_lightning.server.privacy.run import Run
+from fl_lightning.updates.discrete_noise import Draw, Integers
+
+# What tells the words for a step's noise from those for its batch.
+_NOISE = 1
 
 
 class ExampleRounds:
@@ -46,6 +52,7 @@ class ExampleRounds:
             privacy, run, lambda noise: privacy.mechanism(run, noise)
         )
         self._source = noise_source(run.seed, secure=privacy.secure_noise)
+        self._coins = coins(run.seed)
 
     def announce(self) -> None:
         """Say, before training, what the run will have cost."""
@@ -98,13 +105,20 @@ class ExampleRounds:
             lambda step: self._source.words(len(shard), round_index, client, step),
         )
 
-    def noise(self, size: int, client: int, round_index: int, step: int) -> Tensor | None:
-        """Return the noise on a step's sum, float64 of shape (size,); None if there is none."""
-        multiplier = self.ledger.mechanism.noise_multiplier
-        if not multiplier:
-            return None
-        normals = self._source.normal(size, round_index, client, step)
-        return normals * (multiplier * self.privacy.clip_norm)
+    def grid(self, size: int) -> Grid | None:
+        """Return the grid of gradients of so many numbers; None without noise."""
+        has_noise = self.ledger.mechanism.noise_multiplier > 0
+        return Grid.of(self.privacy.clip_norm, size) if has_noise else None
+
+    def coins(self, client: int, round_index: int, step: int) -> Draw:
+        """Return coins with which the gradients of a step's examples are rounded."""
+        return self._coins.stream(round_index, client, step)
+
+    def noise(self, grid: Grid, size: int, client: int, round_index: int, step: int) -> Integers:
+        """Return the noise on a step's sum, in whole steps of the grid, shape (size,)."""
+        stddev = self.ledger.mechanism.noise_multiplier * self.privacy.clip_norm
+        # the words of (round, client, step) have drawn the batch
+        return grid.noise(stddev, size, self._source.stream(round_index, client, step, _NOISE))
 
     def expected(self, client: int) -> int:
         """Return how many examples a client's step is expected to have."""
@@ -150,14 +164,18 @@ class PrivateGradients:
         if self._rounds.privacy.is_off:
             return self._plain(batch, size, index, size / expected)
         space, clip_norm = self._space(), self._rounds.privacy.clip_norm
-        total, losses = torch.zeros(space.size, dtype=space.dtype, device=space.device), None
+        whose = self._client, self._round_index, index
+        grid, to_steps = self._rounds.grid(space.size), None
+        if grid is not None:
+            to_steps = partial(_to_steps, grid, self._rounds.coins(*whose))
+        total, losses = nothing(space, in_steps=grid is not None), None
         if size:
             before = self._gradients.num_clipped
-            total, losses = self._gradients(space, batch, index, clip_norm)
+            total, losses = self._gradients(space, batch, index, clip_norm, to_steps)
             self._note_clipped(self._gradients.num_clipped - before, size)
-        noise = self._rounds.noise(space.size, self._client, self._round_index, index)
-        if noise is not None:
-            total += noise.to(total)
+        if grid is not None:
+            noise = torch.from_numpy(self._rounds.noise(grid, space.size, *whose))
+            total = grid.value(total + noise.to(total.device)).to(space.device, space.dtype)
         _set_gradients(space, total / expected)
         return None if losses is None or self._collector is None else losses.mean()
 
@@ -173,6 +191,10 @@ class PrivateGradients:
         if self._collector is not None:
             self._collector.start_step(size)
             self._collector.log("privacy/clip_fraction", count / size)
+
+
+def _to_steps(grid: Grid, draw: Draw, gradient: Tensor) -> Tensor:
+    return torch.from_numpy(grid.to_steps(gradient, draw)).to(gradient.device)
 
 
 @torch.no_grad()

@@ -87,8 +87,18 @@ class PrivacyLedger(Generic[M]):
                 cost += f" (of {self._num_rounds} planned: the next would exceed it)"
         rank_zero_info(
             f"privacy: {cost}; {mechanism}; noise multiplier {mechanism.noise_multiplier:.6g}, "
-            f"clip norm {clip_norm}"
+            f"clip norm {clip_norm}{self._rounding()}"
         )
+
+    def _rounding(self) -> str:
+        """Return what numbers are rounded to, and by how much that raises ε."""
+        noise, factor = self.mechanism.noise_multiplier, self.mechanism.rounding
+        if not noise or self._end is None:
+            return ""
+        rounds, step = self._end[0], self.mechanism.step(self._privacy.clip_norm)
+        with_it = self.mechanism.epsilon(rounds, quick=True)
+        without = self._make(noise * factor).epsilon(rounds, quick=True)
+        return f", in steps of {step:.2g}, which adds {max(0.0, with_it - without):.1g} to ε"
 
     def check_open(self, round_index: int) -> None:
         """Refuse a round that would exceed the budget.

@@ -1,6 +1,8 @@
 """Differential privacy of clients at work in a run: clip norm, noise, and what it costs.
 
-    round r:  clip norm S_r → Σ clip(Δ) / qN → + noise → the server's step → ε after r + 1 rounds
+    round r:  clip norm S_r → (Σ clip(Δ) + noise) / qN → the server's step → ε after r + 1 rounds
+
+Sum and noise are whole steps of a grid, see `Grid`; what is done with them afterwards costs nothing.
 
 A round counts as released the moment its noise is drawn: where clients draw it, when the round opens,
 because they send one after the other. Of several processes the first draws.
@@ -8,19 +10,27 @@ because they send one after the other. Of several processes the first draws.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fl_lightning.core.errors import RoundFailure
 from fl_lightning.federation.privacy_ledger import PrivacyLedger
 from fl_lightning.federation.ranks import Ranks
 from fl_lightning.federation.round_record import RoundRecord
+from fl_lightning.server.privacy.grid import Grid, noise_of
 from fl_lightning.server.privacy.mechanism import Mechanism, NoiseShares, Privacy
-from fl_lightning.server.privacy.noise_source import noise_source
+from fl_lightning.server.privacy.noise_source import coins, noise_source
 from fl_lightning.server.privacy.private_mean import PrivateAggregator, PrivateMean
 from fl_lightning.server.privacy.run import Run
 from fl_lightning.server.protected import TakesNoiseShares
+from fl_lightning.updates.discrete_noise import Integers
+
+# What tells the words for the count's noise from those for the sum's; halves of a client are whole steps.
+_COUNT, _COUNT_STEP = 1, 2.0**-20
 
 
 class PrivateRounds:
@@ -52,6 +62,7 @@ class PrivateRounds:
     ) -> None:
         self._privacy, self._ranks = privacy, ranks
         source = self._source = noise_source(run.seed, secure=privacy.secure_noise)
+        self._coins = coins(run.seed)
         self.ledger: PrivacyLedger[Mechanism] = PrivacyLedger(
             privacy, run, lambda noise: privacy.mechanism(run, source, noise)
         )
@@ -91,6 +102,9 @@ class PrivateRounds:
         self.aggregator.clip_norm = self._clip_norm
         if isinstance(self.aggregator, PrivateMean):
             self.aggregator.release = self._mechanism.client_release(round_index, self._clip_norm)
+            self.aggregator.coins = None
+            if self._has_server_noise:
+                self.aggregator.coins = partial(self._coins.stream, round_index)
 
     def pseudo_gradient(self, aggregate: Tensor) -> Tensor | None:
         """Return the aggregate with the round's noise, shape (k,): what is released.
@@ -101,17 +115,19 @@ class PrivateRounds:
         if not mechanism.server_draws and not self.aggregator.num_replies:
             return None
         self._check_shares()
-        for broken_off in range(self.ledger.released, self._round_index):
-            self._noise(aggregate, broken_off)  # that of later rounds may depend on it
-        noise, normal = self._noise(aggregate, self._round_index)
-        if noise is not None:
-            aggregate = aggregate + noise * (clip_norm / mechanism.expected)
+        if isinstance(self.aggregator, PrivateMean) and self.aggregator.grid is not None:
+            for broken_off in range(self.ledger.released, self._round_index):
+                # what later rounds release may depend on it
+                self._released(torch.zeros_like(self.aggregator.total), broken_off)
+            steps = self._released(self.aggregator.total, self._round_index)
+            total = self.aggregator.grid.value(steps)
+            aggregate = (total / mechanism.expected).to(aggregate)
         self.ledger.release(self._round_index)
         self._facts = {
             "privacy/clip_norm": clip_norm,
             "privacy/noise_stddev": self._noise_stddev(),
         }
-        self._count_unclipped(normal)
+        self._count_unclipped(aggregate)
         return aggregate
 
     def _check_shares(self) -> None:
@@ -122,26 +138,41 @@ class PrivateRounds:
                 f"too little together: federation.privacy.min_shares is {wanted}"
             )
 
-    def _noise(self, like: Tensor, round_index: int) -> tuple[Tensor | None, Tensor]:
-        """Return a round's noise in clip norms, shape (k,), and a normal number for the count.
+    @property
+    def _has_server_noise(self) -> bool:
+        return self._mechanism.server_draws and self._mechanism.noise_multiplier > 0
 
-        Everywhere the same; None and 0 if the server adds none.
-        """
-        mechanism = self._mechanism
-        if mechanism.noise_multiplier == 0 or not mechanism.server_draws:
-            return None, like.new_zeros(())
+    def _released(self, total: Tensor, round_index: int) -> Tensor:
+        """Return a sum with a round's noise, in steps, shape (k,): everywhere the same."""
+        grid, size = Grid.of(self._clip_norm, len(total)), len(total)
+
+        def noise() -> Integers:
+            return self._mechanism.server_noise(grid, size, self._source.stream(round_index))
+
+        return self._mechanism.released(total, self._of_first(noise, total))
+
+    def _of_first(self, numbers: Callable[[], Integers], like: Tensor) -> Tensor:
+        """Return whole numbers that the first process draws."""
+        found = torch.zeros_like(like)
         if self._ranks.rank == 0:
-            normals = self._source.normal(len(like) + 1, round_index).to(like)
-        else:
-            normals = like.new_zeros(len(like) + 1)
-        self._ranks.all_reduce(normals)
-        return mechanism.server_noise(normals[:-1], round_index), normals[-1]
+            found = torch.from_numpy(numbers()).to(like.device)
+        self._ranks.all_reduce(found)
+        return found
+
+    def _count_noise(self, stddev: float, like: Tensor) -> float:
+        """Return the noise on the count of unclipped updates, whole numbers of `_COUNT_STEP`."""
+        if not (self._has_server_noise and stddev):
+            return 0.0
+        draw = self._source.stream(self._round_index, _COUNT)
+        nothing = torch.zeros(1, dtype=torch.int64, device=like.device)
+        drawn = self._of_first(lambda: noise_of(stddev / _COUNT_STEP, 1, draw), nothing)
+        return float(drawn) * _COUNT_STEP
 
     def _noise_stddev(self) -> float:
         stddev = self._mechanism.noise_per_round
         return stddev * self._clip_norm / self._mechanism.expected if stddev else 0.0
 
-    def _count_unclipped(self, normal: Tensor) -> None:
+    def _count_unclipped(self, like: Tensor) -> None:
         """Note the share of clipped updates, and have the clip norm follow it."""
         unclipped, replies = self.aggregator.num_unclipped, self.aggregator.num_replies
         if self._privacy.log_unprotected:
@@ -149,7 +180,7 @@ class PrivateRounds:
         stddev, adaptive = self._mechanism.bits_stddev, self._privacy.adaptive_clip
         if adaptive is None or stddev is None:
             return
-        noise = float(normal) * stddev if self._mechanism.noise_multiplier else 0.0
+        noise = self._count_noise(stddev, like)
         share = 0.5 + (unclipped - 0.5 * replies + noise) / self._mechanism.expected
         self._facts["privacy/noisy_clip_fraction"] = 1 - share
         self._clip_norm = adaptive.next_norm(self._clip_norm, share)

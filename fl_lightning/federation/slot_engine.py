@@ -87,7 +87,7 @@ class SlotEngine:
         self.stacking = stacking
         self._trainer, self._local = trainer, local
         data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
-        self._batch_size = data.batch_size
+        self._batch_size = data.full_batch
         prepare, read = batch_preparation(trainer), data.train_batch
         step = StackedStep(
             trainer.lightning_module,
@@ -260,8 +260,8 @@ def agreeing(
         CannotStack: with the operation that slots cannot run, or how the updates differ.
     """
     has_direct = reason_against_direct_layers(trainer.lightning_module) is None
-    batch_size = trainer.datamodule.batch_size  # type: ignore[attr-defined]
-    full = next((client for client in work if client.sizes[0] == batch_size), None)
+    size = trainer.datamodule.full_batch  # type: ignore[attr-defined]
+    full = next((client for client in work if client.sizes[0] == size), None)
     samples = [(True, _padded(work[0]))] + ([] if full is None else [(False, full.head(1))])
     reason, whole_because = CannotStack("no client has a full batch"), ""
     for weighted, sample in samples:

@@ -181,7 +181,7 @@ class SlotTrial:
         trainer = self.trainer
         parts = (
             self.local.space.fingerprint(),
-            trainer.datamodule.batch_size,  # type: ignore[attr-defined]
+            trainer.datamodule.full_batch,  # type: ignore[attr-defined]
             type(trainer.optimizers[0]).__name__,
             copies_per_slot(trainer.optimizers[0]),
             trainer.precision,

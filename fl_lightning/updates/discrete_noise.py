@@ -1,46 +1,48 @@
 """Whole-number noise, for sums of whole numbers that a server sees only as a sum.
 
-    Skellam:            Poisson(μ/2) - Poisson(μ/2), variance μ; a sum of such is one of variance Σμ
-    discrete Gaussian:  P(i) ∝ exp(-i²/2σ²)
+    Skellam:  Poisson(μ/2) - Poisson(μ/2), variance μ; a sum of such is one of variance Σμ
 
-Both are drawn by inverting their distribution function with 63 uniform bits per number and a sign,
-so that they may come from a cryptographically secure generator. Sources: Agarwal, Kairouz and Liu
-2021 (2110.04995); Canonne, Kamath and Steinke 2020 (2004.00010). Differs: tables instead of
-rejection; a probability is off by 2⁻⁵³ of itself and tails end where they weigh less than 2⁻⁶³.
+It is drawn by inverting its distribution function with as many uniform bits as that takes, so that they may
+come from a cryptographically secure generator. Source: Agarwal, Kairouz and Liu 2021 (2110.04995).
+Differs: a table instead of rejection, whose chances are exact to 2⁻¹²⁷; tails end where they weigh less.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
-from scipy.special import ive
 
 Integers = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
-Distribution = Literal["skellam", "discrete gaussian"]
+# count -> so many new random words, uniform on 64 bits
+Draw = Callable[[int], Words]
 
 # beyond, a table would have many millions of entries
 MOST_VARIANCE = 1e10
+# A chance has 63 bits of a first word and 64 of a second one; a table is computed with many more.
+_FIRST, _BITS = 63, 127
+_GUARD = 256
 
 
-def discrete_noise(distribution: Distribution, variance: float, words: Words) -> Integers:
-    """Return noise, one whole number for each random word.
+def skellam_noise(variance: float, size: int, draw: Draw) -> Integers:
+    """Return Skellam noise, shape (size,).
 
     Args:
-        distribution: ``skellam``, or ``discrete gaussian`` whose σ² is then the variance's bound.
-        variance: μ or σ², in [0, 1e10].
-        words: uniform on 64 bits, shape (k,).
+        variance: μ, in [0, 1e10].
+        size: how many numbers.
+        draw: gives random words; numbers are a pure function of them.
 
     Raises:
         ValueError: for a variance that is out of range.
 
     Example:
-        >>> words = np.random.default_rng(0).integers(0, 2**64, 100_000, dtype=np.uint64)
-        >>> noise = discrete_noise("skellam", 9.0, words)
+        >>> generator = np.random.default_rng(0)
+        >>> draw = lambda count: generator.integers(0, 2**64, count, dtype=np.uint64)
+        >>> noise = skellam_noise(9.0, 100_000, draw)
         >>> noise.dtype, round(float(noise.var()), 1)
         (dtype('int64'), 9.0)
     """
@@ -49,39 +51,66 @@ def discrete_noise(distribution: Distribution, variance: float, words: Words) ->
             f"the noise's variance must be in [0, {MOST_VARIANCE:g}] steps², got {variance}: take "
             "coarser steps"
         )
+    words = draw(size)
     if variance == 0:
-        return np.zeros(words.shape, np.int64)
-    table = _tail_table(distribution, variance)
+        return np.zeros(size, np.int64)
+    first, second = _tail_table(variance)
     uniform = words >> np.uint64(1)
-    # the table falls from 2⁶³, which stands for P(|N| ≥ 0) = 1
-    magnitude = len(table) - np.searchsorted(table[::-1], uniform, side="right") - 1
-    sign = 1 - 2 * (words & np.uint64(1)).astype(np.int64)
-    noise: Integers = magnitude.astype(np.int64) * sign
+    rising = first[::-1]
+    not_above = np.searchsorted(rising, uniform, side="right")
+    magnitude = (len(first) - 1 - not_above).astype(np.int64)
+    for at in np.flatnonzero(np.searchsorted(rising, uniform, side="left") != not_above):
+        magnitude[at] = _decided(first, second, int(magnitude[at]), uniform[at], draw)
+    noise: Integers = magnitude * (1 - 2 * (words & np.uint64(1)).astype(np.int64))
     return noise
 
 
-def largest_noise(distribution: Distribution, variance: float) -> int:
-    """Return the largest magnitude that `discrete_noise` can give: there the table ends.
+def _decided(first: Words, second: Words, magnitude: int, uniform: np.uint64, draw: Draw) -> int:
+    """Return the magnitude where the first word equals a chance's first bits: by one word more."""
+    more = draw(1)[0]
+    beyond = magnitude + 1
+    while beyond < len(first) and first[beyond] == uniform and more < second[beyond]:
+        beyond += 1
+    return beyond - 1
+
+
+def largest_noise(variance: float) -> int:
+    """Return the largest magnitude that `skellam_noise` can give: there the table ends.
 
     Example:
-        >>> largest_noise("skellam", 0.0), largest_noise("skellam", 9.0)
-        (0, 33)
+        >>> largest_noise(0.0), largest_noise(9.0)
+        (0, 52)
     """
-    return 0 if variance == 0 else len(_tail_table(distribution, variance)) - 1
+    return 0 if variance == 0 else len(_tail_table(variance)[0]) - 1
 
 
 @lru_cache(maxsize=8)
-def _tail_table(distribution: Distribution, variance: float) -> Words:
-    """Return P(|N| ≥ i) in units of 2⁻⁶³ for i = 0, 1, …, where 0 is drawn with either sign."""
-    sigma = math.sqrt(variance)
-    size = int(12 * sigma) + 60
-    at = np.arange(size, dtype=np.float64)
-    if distribution == "skellam":
-        mass = np.asarray(ive(at, variance))  # e^-μ I_i(μ)
-    else:
-        mass = np.exp(-(at**2) / (2 * variance))
-    mass[1:] *= 2
-    tails = np.cumsum(mass[::-1])[::-1]
-    scaled = np.floor(tails / tails[0] * 2.0**63)
-    table: Words = scaled[: np.count_nonzero(scaled)].astype(np.uint64)
-    return table
+def _tail_table(variance: float) -> tuple[Words, Words]:
+    """Return P(|N| ≥ i) for i = 0, 1, …, 0 drawn with either sign: first 63 bits, and the next 64."""
+    masses = _bessel(variance)
+    tails, tail = [], 0
+    for mass in reversed(masses):
+        tail += mass
+        tails.append(tail)
+    total = tails[-1]
+    scaled = [(tail << _BITS) // total for tail in reversed(tails)]
+    scaled = scaled[: next((i for i, tail in enumerate(scaled) if tail == 0), len(scaled))]
+    shift = _BITS - _FIRST
+    first = np.array([tail >> shift for tail in scaled], np.uint64)
+    second = np.array([tail & (1 << shift) - 1 for tail in scaled], np.uint64)
+    return first, second
+
+
+def _bessel(variance: float) -> list[int]:
+    """Return I_0(μ), 2 I_1(μ), 2 I_2(μ), … times a common factor, by Miller's recurrence downwards.
+
+    I_{i-1} = I_{i+1} + (2i/μ) I_i, from so far out that nothing is left of how it began.
+    """
+    numerator, denominator = variance.as_integer_ratio()
+    size = int(14 * math.sqrt(variance)) + 120
+    above, mass, masses = 0, 1 << _GUARD, []
+    for i in range(size, 0, -1):
+        masses.append(2 * mass)
+        above, mass = mass, above + 2 * i * denominator * mass // numerator
+    masses.append(mass)
+    return masses[::-1]

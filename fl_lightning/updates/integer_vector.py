@@ -11,13 +11,17 @@ Differs: no rotation beforehand, since sums here have 63 bits.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning.updates.discrete_noise import Integers, Words
+from fl_lightning.updates.discrete_noise import Draw, Integers
+
+# What the check of a norm in double precision may let through beyond the bound.
+CHECKED_TO = 1 + 1e-12
+# The chance that so many are all too long is below e^-500 for a clipped vector.
+_MOST_TRIES = 1000
 
 
 def norm_bound(clip_norm: float, step: float, size: int) -> float:
@@ -39,30 +43,30 @@ def norm_bound(clip_norm: float, step: float, size: int) -> float:
     return min(radius + root, math.sqrt(likely))
 
 
-def to_integers(delta: Tensor, clip_norm: float, step: float, draws: Iterator[Words]) -> Integers:
-    """Return a vector of norm ≤ S as whole steps, of norm ≤ `norm_bound`.
+def to_integers(delta: Tensor, clip_norm: float, step: float, draw: Draw) -> Integers:
+    """Return a vector of norm ≤ S as whole steps, of norm ≤ `norm_bound` · 1.000000000002.
 
     Args:
         delta: clipped, shape (k,).
         clip_norm: S.
         step: of the grid, > 0.
-        draws: random words of shape (k,) for each try.
+        draw: gives random words, k for each try.
 
     Example:
         >>> generator = np.random.default_rng(0)
-        >>> draws = (generator.integers(0, 2**64, 2, dtype=np.uint64) for _ in range(9))
-        >>> to_integers(torch.tensor([1.0, -2.0]), clip_norm=3.0, step=0.5, draws=draws)
+        >>> draw = lambda count: generator.integers(0, 2**64, count, dtype=np.uint64)
+        >>> to_integers(torch.tensor([1.0, -2.0]), clip_norm=3.0, step=0.5, draw=draw)
         array([ 2, -4])
     """
     scaled = delta.detach().cpu().double().numpy() / step
     bound = norm_bound(clip_norm, step, len(scaled))
-    for words in draws:
-        uniform = (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    for _ in range(_MOST_TRIES):
+        uniform = (draw(len(scaled)) >> np.uint64(11)).astype(np.float64) * 2.0**-53
         rounded = np.floor(scaled + uniform)
-        if float(np.linalg.norm(rounded)) <= bound * (1 + 1e-9):
+        if float(np.linalg.norm(rounded)) <= bound * CHECKED_TO:
             whole: Integers = rounded.astype(np.int64)
             return whole
-    raise ValueError("the draws ended before a rounding was short enough: is the vector clipped?")
+    raise ValueError(f"no rounding of {_MOST_TRIES} was short enough: is the vector clipped?")
 
 
 def from_integers(numbers: Integers, step: float, like: Tensor) -> Tensor:

@@ -317,6 +317,15 @@ def test_in_double_precision_they_agree_to_the_last_digits():
     torch.testing.assert_close(weights(one), weights(many), rtol=1e-12, atol=1e-12)
 
 
+def test_a_full_batch_has_no_more_examples_than_the_largest_client():
+    """Slots are as wide as a full batch: a million places for ten examples would take minutes."""
+    together, alone = toy(), toy()
+    trainer = run(together, data=toy_data(batch_size=10**6))
+    assert trainer.datamodule.full_batch == trainer.datamodule.clients.num_examples.max()
+    run(alone, "sequential", data=toy_data(batch_size=10**6))
+    torch.testing.assert_close(weights(together), weights(alone), rtol=1e-4, atol=1e-6)
+
+
 def test_batch_norm_trains_full_batches_in_slots_and_others_in_sequence():
     one, many = toy(batch_norm=True), toy(batch_norm=True)
     run(one, "sequential", data=toy_data(batch_size=4, drop_last=True))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from fl_lightning.core.seeds import derive_seed, torch_generator
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.data.population import Population
 from fl_lightning.server.privacy.mechanism import Privacy
-from fl_lightning.server.privacy.noise_source import SeededNoise
+from fl_lightning.server.privacy.noise_source import SeededNoise, coins
 from fl_lightning.server.privacy.private_mean import PrivateMean
 from fl_lightning.server.privacy.run import Run
 
@@ -116,15 +117,18 @@ def canary_scores(
         mean.clip_norm = privacy.clip_norm
         for index in range(run.planned_rounds):
             mean.release = mechanism.client_release(index, privacy.clip_norm)
+            if mechanism.server_draws and mechanism.noise_multiplier:
+                mean.coins = partial(coins(root).stream, index)
             mean.open(canary)
             for client in run.cohort.sample(index, everybody, root).tolist():
                 is_canary = client == run.num_clients - 1
                 delta = canary * long * has_canary if is_canary else others[client]
                 mean.add(ClientUpdate(client, delta, canary[:0], 1, 1))
-            noise = mechanism.server_noise(source.normal(size, index).float(), index)
             released = mean.close()
-            if noise is not None:
-                released = released + noise * (privacy.clip_norm / mechanism.expected)
+            if mean.grid is not None:
+                drawn = mechanism.server_noise(mean.grid, size, source.stream(index))
+                steps = mechanism.released(mean.total, torch.from_numpy(drawn))
+                released = (mean.grid.value(steps) / mechanism.expected).float()
             score += float(released @ canary)
         scores.append(score)
     return scores

@@ -20,17 +20,19 @@ from torch import Tensor
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.cohort import CohortSampler
 from fl_lightning.server.privacy.banded_matrix import (
-    CorrelatedNoise,
+    CorrelatedSums,
     Matrix,
     banded_factor,
     noise_of_rounds,
 )
 from fl_lightning.server.privacy.gaussian import gaussian_epsilon
+from fl_lightning.server.privacy.grid import GRID_COST, Grid, noise_of
 from fl_lightning.server.privacy.mechanism import Mechanism, check_options
 from fl_lightning.server.privacy.noise_for_budget import noise_for_budget
 from fl_lightning.server.privacy.noise_source import NoiseSource
 from fl_lightning.server.privacy.private_mean import Release
 from fl_lightning.server.privacy.run import Participation, Run, check_fixed_in_advance
+from fl_lightning.updates.discrete_noise import Draw, Integers
 
 # Each band costs a vector of the model's size.
 _MOST_BANDS = 32
@@ -41,8 +43,8 @@ class BandedMatrixDP:
     """Protects each client as `CentralDP` does, without amplification by sampling.
 
     Compared are data sets with and without one client, whose rounds are known to everybody. It must
-    know the number of rounds, ``trainer.max_epochs``. The last rows of noise are in the checkpoint,
-    because later noise takes them back: keep checkpoints as secret as the noise.
+    know the number of rounds, ``trainer.max_epochs``. The last rounds' sums without noise are in the
+    checkpoint, because later rounds use them again: keep checkpoints as secret as updates.
 
     Args:
         clip_norm: as of `CentralDP`.
@@ -109,14 +111,15 @@ class BandedMatrixDP:
         noise = self.noise_multiplier if noise_multiplier is None else noise_multiplier
         if noise is None:
             assert self.epsilon is not None
-            share = 1 / math.sqrt(turns.most[-1])
+            share = 1 / (GRID_COST * math.sqrt(turns.most[-1]))
 
             def epsilon_of(noise_multiplier: float, *, quick: bool) -> float:
                 return gaussian_epsilon(noise_multiplier * share, self.delta)
 
             noise = noise_for_budget(epsilon_of, self.epsilon)
         columns = banded_factor(run.planned_rounds, bands)
-        return BandedGaussian(columns, turns, self.delta, noise, run.expected_cohort)
+        grid = Grid.of(self.clip_norm, run.num_coordinates) if noise else None
+        return BandedGaussian(columns, turns, self.delta, noise, run.expected_cohort, grid)
 
 
 @dataclass
@@ -128,13 +131,18 @@ class BandedGaussian:
     delta: float
     noise_multiplier: float
     expected: float
+    grid: Grid | None = None
     noise_per_round: float = field(init=False)
     bits_stddev: None = None
     fewest_replies: int = 0
     server_draws: bool = True
+    rounding: float = GRID_COST
 
     def __post_init__(self) -> None:
-        self._noise = CorrelatedNoise(self.columns)
+        # of the longest updates that there may be: a mask makes them shorter, and the radius no larger
+        radius = 1.0 if self.grid is None else self.grid.radius
+        stddev = self.noise_multiplier * radius
+        self._sums = CorrelatedSums(self.columns, stddev, self.expected * radius)
         self.noise_per_round = self.noise_multiplier * noise_of_rounds(self.columns)
 
     def __str__(self) -> str:
@@ -147,22 +155,29 @@ class BandedGaussian:
     def epsilon(self, rounds: int, *, quick: bool = False) -> float:
         """Return ε after so many of the run's rounds."""
         turns = int(self.turns.most[rounds])
-        return (
-            gaussian_epsilon(self.noise_multiplier / math.sqrt(turns), self.delta) if turns else 0.0
-        )
+        ratio = self.noise_multiplier / GRID_COST
+        return gaussian_epsilon(ratio / math.sqrt(turns), self.delta) if turns else 0.0
 
     def client_release(self, round_index: int, clip_norm: float) -> Release | None:
         """Return None: clients add nothing."""
         return None
 
-    def server_noise(self, normals: Tensor, round_index: int) -> Tensor:
-        """Return the next row of the correlated noise."""
-        return self._noise.next(normals) * self.noise_multiplier
+    def step(self, clip_norm: float) -> float:
+        """Return the width of the grid."""
+        return 0.0 if self.grid is None else self.grid.step
+
+    def server_noise(self, grid: Grid, size: int, draw: Draw) -> Integers:
+        """Return a row of Z, in whole numbers of the finer grid that C G is on."""
+        return noise_of(self.noise_multiplier * grid.radius * self._sums.scale, size, draw)
+
+    def released(self, total: Tensor, noise: Tensor) -> Tensor:
+        """Return the round's sum with the next row of the correlated noise."""
+        return self._sums.next(total, noise)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the last rows of noise."""
-        return self._noise.state_dict()
+        """Return the last rows of sums and of what was released."""
+        return self._sums.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""
-        self._noise.load_state_dict(state)
+        self._sums.load_state_dict(state)

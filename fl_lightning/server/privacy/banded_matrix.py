@@ -13,6 +13,8 @@ its columns scaled to norm 1, which is close to the best one.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -20,9 +22,14 @@ from scipy.optimize import minimize
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.server.privacy.grid import wide
 
 Matrix = npt.NDArray[np.float64]
 MOST_OPTIMISED = 512
+# Bits of C's entries after the point, as many as 64 bits leave room for.
+_FINEST_BITS, _COARSEST_BITS = 20, 8
+# Bits of the noise's standard deviation, see `rounded_gaussian`.
+_MOST_BITS = 51
 
 
 def banded_factor(num_rounds: int, bands: int) -> Matrix:
@@ -124,50 +131,87 @@ def _optimised(start: Matrix) -> Matrix:
     return unit(torch.from_numpy(found.x)).numpy()
 
 
-class CorrelatedNoise:
-    """Rows of C⁻¹ Z, one after the other, from the last b - 1 of them.
+class CorrelatedSums:
+    """Rows of G + C⁻¹ Z = C⁻¹ (C G + Z), one after the other, from the last b - 1 rows of both.
+
+    C G + Z is computed in whole numbers, without an error: the entries of C are whole multiples of
+    1 / `scale`, rounded towards 0, so that no column is longer than 1. What is done with C⁻¹ follows
+    from these whole numbers alone, in whatever precision.
 
     Args:
         columns: of C, shape (n, b).
+        stddev: of an entry of Z, in the steps of G.
+        largest: entry that a row of G may have, in steps.
+
+    Raises:
+        ConfigurationError: if whole numbers of 64 bits do not hold all that.
+
+    Attributes:
+        scale: a power of two.
 
     Example:
-        >>> noise = CorrelatedNoise(banded_factor(3, bands=2))
-        >>> rows = torch.stack([noise.next(row) for row in torch.eye(3, dtype=torch.float64)])
-        >>> bool(np.allclose(dense(banded_factor(3, bands=2)) @ rows.numpy(), np.eye(3)))
-        True
+        >>> sums = CorrelatedSums(banded_factor(3, bands=2), stddev=1e6, largest=1e3)
+        >>> rows = torch.tensor([[5], [7], [-2]])
+        >>> nothing = torch.zeros(1, dtype=torch.int64)
+        >>> torch.cat([sums.next(row, nothing) for row in rows]).round().tolist()
+        [5.0, 7.0, -2.0]
     """
 
-    def __init__(self, columns: Matrix) -> None:
-        self._columns = columns
+    def __init__(self, columns: Matrix, stddev: float, largest: float) -> None:
+        bands = columns.shape[1]
+        room = min(_MOST_BITS - math.log2(max(1.0, stddev)), 60 - math.log2(bands * largest + 1))
+        bits = min(_FINEST_BITS, math.floor(room))
+        if bits < _COARSEST_BITS:
+            raise ConfigurationError(
+                "federation.privacy: BandedMatrixDP adds up whole numbers of 64 bits, and the noise "
+                "or the cohort is too large for them: lower noise_multiplier, or the cohort's size"
+            )
+        self.scale = 2**bits
+        self._whole = np.trunc(columns * self.scale).astype(np.int64)
+        self._whole[(self._whole**2).sum(1) > self.scale**2, 0] -= 1
         self._index = 0
-        self._past: list[Tensor] = []  # the newest first
+        self._sums: list[Tensor] = []  # of G, the newest first
+        self._released: list[Tensor] = []
 
-    def next(self, normals: Tensor) -> Tensor:
-        """Return the next round's noise, shape (k,), given independent normal numbers.
+    def next(self, total: Tensor, noise: Tensor) -> Tensor:
+        """Return the next row, float64 of shape (k,), in the steps of G.
+
+        Args:
+            total: the row of G, int64, shape (k,).
+            noise: the row of Z in units of 1 / `scale`, int64, shape (k,).
 
         Raises:
             ConfigurationError: if earlier rounds had another number of coordinates.
         """
-        if self._past and self._past[0].shape != normals.shape:
+        if self._sums and self._sums[0].shape != total.shape:
             raise ConfigurationError(
                 "federation.privacy: BandedMatrixDP takes back noise of earlier rounds, and the "
                 "mask has changed since: set every_n_rounds of MaskCalibration to null"
             )
-        noise = normals.clone()
-        for back, earlier in enumerate(self._past, start=1):
-            noise -= earlier * float(self._columns[self._index - back, back])
-        noise /= float(self._columns[self._index, 0])
+        sums = [total, *self._sums]
+        whole = noise.clone()
+        for back, earlier in enumerate(sums):
+            whole += earlier * int(self._whole[self._index - back, back])
+        row: Tensor = wide(whole) / self.scale
+        for back, before in enumerate(self._released, start=1):
+            row -= before * self._entry(back)
+        row /= self._entry(0)
         self._index += 1
-        self._past = [noise, *self._past][: self._columns.shape[1] - 1]
-        return noise
+        kept = self._whole.shape[1] - 1
+        self._sums, self._released = sums[:kept], [row, *self._released][:kept]
+        return row
+
+    def _entry(self, back: int) -> float:
+        return float(self._whole[self._index - back, back] / self.scale)
 
     def state_dict(self) -> dict[str, object]:
         """Return the round and the last rows."""
-        return {"index": self._index, "past": self._past}
+        return {"index": self._index, "sums": self._sums, "released": self._released}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
         """Go on from there."""
-        index, past = state["index"], state["past"]
+        index, sums, released = state["index"], state["sums"], state["released"]
         assert isinstance(index, int)
-        assert isinstance(past, list)
-        self._index, self._past = index, list(past)
+        assert isinstance(sums, list)
+        assert isinstance(released, list)
+        self._index, self._sums, self._released = index, list(sums), list(released)

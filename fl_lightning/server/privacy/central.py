@@ -2,6 +2,7 @@
 
     x ← server_optimizer(x, (Σ_k clip_S(Δ_k) + N(0, (z S)² I)) / qN)
 
+Updates are rounded to a grid and summed in whole numbers, and noise is whole numbers too, see `Grid`.
 Source: McMahan et al. 2018 (1710.06963), Algorithm 1, with accounting by privacy-loss distributions.
 """
 
@@ -19,12 +20,14 @@ from fl_lightning.server.privacy.adaptive_clip import (
     quantile_noise,
     update_noise_multiplier,
 )
+from fl_lightning.server.privacy.grid import GRID_COST, Grid, wide
 from fl_lightning.server.privacy.mechanism import Mechanism, check_options
 from fl_lightning.server.privacy.noise_for_budget import noise_for_budget
 from fl_lightning.server.privacy.noise_source import NoiseSource
 from fl_lightning.server.privacy.private_mean import Release
 from fl_lightning.server.privacy.run import Run
 from fl_lightning.server.privacy.sampling import Sampling, check_sampler, sampling_of
+from fl_lightning.updates.discrete_noise import Draw, Integers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,10 +100,12 @@ class CentralDP:
         bits_stddev = None
         if self.adaptive_clip is not None:
             bits_stddev = quantile_noise(self.adaptive_clip.bits_stddev, sampling.expected)
-        return CentralGaussian(self._accountant(sampling, noise), self.delta, noise, bits_stddev)
+        accountant = self._accountant(sampling, noise)
+        return CentralGaussian(accountant, self.delta, noise, run.num_coordinates, bits_stddev)
 
     def _accountant(self, sampling: Sampling, noise_multiplier: float) -> Accountant:
-        return Accountant(sampling, noise_multiplier / sampling.sensitivity, self.accountant)
+        sensitivity = sampling.sensitivity * GRID_COST
+        return Accountant(sampling, noise_multiplier / sensitivity, self.accountant)
 
 
 @dataclass
@@ -110,11 +115,13 @@ class CentralGaussian:
     accountant: Accountant
     delta: float
     noise_multiplier: float
+    num_coordinates: int = 1
     bits_stddev: float | None = None
     noise_per_round: float = field(init=False)
     expected: float = field(init=False)
     fewest_replies: int = 0
     server_draws: bool = True
+    rounding: float = GRID_COST
 
     def __post_init__(self) -> None:
         self.expected = self.accountant.sampling.expected
@@ -135,9 +142,17 @@ class CentralGaussian:
         """Return None: clients add nothing."""
         return None
 
-    def server_noise(self, normals: Tensor, round_index: int) -> Tensor | None:
+    def step(self, clip_norm: float) -> float:
+        """Return the width of the grid."""
+        return Grid.of(clip_norm, self.num_coordinates).step
+
+    def server_noise(self, grid: Grid, size: int, draw: Draw) -> Integers:
         """Return independent noise."""
-        return normals * self.noise_per_round
+        return grid.noise(self.noise_per_round * grid.clip_norm, size, draw)
+
+    def released(self, total: Tensor, noise: Tensor) -> Tensor:
+        """Return the sum of both."""
+        return wide(total + noise)
 
     def state_dict(self) -> dict[str, Any]:
         """Return nothing."""

@@ -11,29 +11,24 @@ Source: Agarwal, Kairouz and Liu 2021 (2110.04995), Algorithm 1.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.cohort import CohortSampler, PoissonCohort
+from fl_lightning.server.privacy.grid import Grid, wide
 from fl_lightning.server.privacy.mechanism import Mechanism, check_options
 from fl_lightning.server.privacy.noise_for_budget import noise_for_budget
 from fl_lightning.server.privacy.noise_source import NoiseSource
 from fl_lightning.server.privacy.private_mean import Release
 from fl_lightning.server.privacy.run import Participation, Run, check_fixed_in_advance
 from fl_lightning.server.privacy.skellam import skellam_epsilon
-from fl_lightning.updates.discrete_noise import (
-    Integers,
-    Words,
-    discrete_noise,
-    largest_noise,
-)
-from fl_lightning.updates.integer_vector import from_integers, norm_bound, to_integers
+from fl_lightning.updates.discrete_noise import Draw, Integers, largest_noise, skellam_noise
+from fl_lightning.updates.integer_vector import CHECKED_TO, from_integers, norm_bound, to_integers
 
 # A share's noise has this standard deviation in steps at least, and the ball this radius in √k.
 _FINENESS, _RADIUS = 64.0, 16.0
@@ -51,16 +46,16 @@ class IntegerCode:
     radius: float
     share_variance: float
 
-    def encode(self, delta: Tensor, clip_norm: float, draws: Iterator[Words]) -> Integers:
+    def encode(self, delta: Tensor, clip_norm: float, draw: Draw) -> Integers:
         """Return what a client puts into the sum, shape (k,).
 
         Args:
             delta: of norm ≤ ``clip_norm``, shape (k,).
             clip_norm: S.
-            draws: random words of shape (k,), as often as they are asked for.
+            draw: gives random words.
         """
-        noise = discrete_noise("skellam", self.share_variance, next(draws))
-        return to_integers(delta, clip_norm, clip_norm / self.radius, draws) + noise
+        noise = skellam_noise(self.share_variance, len(delta), draw)
+        return to_integers(delta, clip_norm, clip_norm / self.radius, draw) + noise
 
     def decode(self, numbers: Integers, clip_norm: float, like: Tensor) -> Tensor:
         """Return the sum that the whole numbers stand for, with the dtype of ``like``."""
@@ -71,7 +66,7 @@ class IntegerCode:
 
         Every coordinate and every share of the noise is bounded, so that it holds without exception.
         """
-        one = math.ceil(self.radius) + 1 + largest_noise("skellam", self.share_variance)
+        one = math.ceil(self.radius) + 1 + largest_noise(self.share_variance)
         return (2 * num_clients * one).bit_length()
 
 
@@ -195,7 +190,7 @@ class DistributedSkellam:
         code = self.code
         return skellam_epsilon(
             code.share_variance * self.fewest_replies,
-            2 * norm_bound(code.radius, 1.0, self.size),
+            2 * code.radius * self.rounding,
             self.size,
             int(self.turns.most[rounds]),
             self.delta,
@@ -220,17 +215,28 @@ class DistributedSkellam:
         self, delta: Tensor, clip_norm: float, round_index: int, client: int
     ) -> Integers:
         """Return what a client sends of its clipped update."""
-        tries = itertools.count()
-        draws = (self.source.words(len(delta), round_index, client, n) for n in tries)
-        return self.code.encode(delta, clip_norm, draws)
+        return self.code.encode(delta, clip_norm, self.source.stream(round_index, client))
 
     def decoded(self, numbers: Integers, clip_norm: float, like: Tensor) -> Tensor:
         """Return the sum that whole numbers stand for."""
         return self.code.decode(numbers, clip_norm, like)
 
-    def server_noise(self, normals: Tensor, round_index: int) -> None:
-        """Return None: the server adds nothing."""
-        return
+    @property
+    def rounding(self) -> float:
+        """By how much rounding raises what a client does to the sum."""
+        return norm_bound(self.code.radius, 1.0, self.size) * CHECKED_TO**2 / self.code.radius
+
+    def step(self, clip_norm: float) -> float:
+        """Return the width of the grid."""
+        return clip_norm / self.code.radius
+
+    def server_noise(self, grid: Grid, size: int, draw: Draw) -> Integers:
+        """Return nothing: clients have added it."""
+        return np.zeros(size, np.int64)
+
+    def released(self, total: Tensor, noise: Tensor) -> Tensor:
+        """Return the sum, which has the clients' noise."""
+        return wide(total)
 
     def state_dict(self) -> dict[str, Any]:
         """Return nothing."""

@@ -2,6 +2,7 @@
 
     local step:  g = (Σ_{i in batch} clip_S(∇ℓ_i) + N(0, (z S)² I)) / min(B, n)
 
+Gradients of examples are rounded to a grid, summed in whole numbers and given whole noise, see `Grid`.
 Each example is in the batch by a coin of its own, of chance q = min(1, B / n), so that a step is one
 release of the Poisson-sampled Gaussian mechanism; a client's n examples pay for all local steps of
 all rounds in which it took part. What a client sends follows from its noisy steps, so that it is
@@ -22,6 +23,7 @@ import numpy.typing as npt
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.cohort import CohortSampler
 from fl_lightning.server.privacy.accountant import Accountant, Method
+from fl_lightning.server.privacy.grid import GRID_COST, Grid
 from fl_lightning.server.privacy.mechanism import check_options
 from fl_lightning.server.privacy.noise_for_budget import noise_for_budget
 from fl_lightning.server.privacy.run import LocalSampling, Run, check_fixed_in_advance
@@ -121,6 +123,7 @@ class ExampleGaussian:
     delta: float
     noise_multiplier: float
     method: Method = "pld"
+    rounding: float = GRID_COST
     local: LocalSampling = field(init=False)
 
     def __post_init__(self) -> None:
@@ -129,6 +132,10 @@ class ExampleGaussian:
                 "ExampleDP accounts for local steps, and the run tells of none"
             )
         self.local = self.run.local
+
+    def step(self, clip_norm: float) -> float:
+        """Return the width of the grid."""
+        return Grid.of(clip_norm, self.run.num_coordinates).step
 
     @cached_property
     def _cohorts(self) -> list[npt.NDArray[np.int64]]:
@@ -210,7 +217,7 @@ def _epsilon(
     kind = "all" if expected == num_examples else "poisson"
     accountant = Accountant(
         Sampling(kind, num_examples, float(expected)),  # type: ignore[arg-type]
-        noise_multiplier,
+        noise_multiplier / GRID_COST,
         method,
     )
     return accountant.epsilon(steps, delta, quick=quick)

@@ -2,6 +2,7 @@
 
     client: clip_S(Δ_k) + N(0, (z S)² I)        server: their sum over qN
 
+What a client sends is a multiple of a step, see `Grid`.
 An update of a client's data and one of any other data differ by 2 S at most. The server sees who
 takes part, so that sampling amplifies nothing: a client pays for each of its turns.
 """
@@ -12,15 +13,18 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from fl_lightning.data.cohort import CohortSampler
 from fl_lightning.server.privacy.gaussian import gaussian_epsilon
+from fl_lightning.server.privacy.grid import GRID_COST, Grid, noisy, wide
 from fl_lightning.server.privacy.mechanism import Mechanism, check_options
 from fl_lightning.server.privacy.noise_for_budget import noise_for_budget
 from fl_lightning.server.privacy.noise_source import NoiseSource
 from fl_lightning.server.privacy.private_mean import Release
 from fl_lightning.server.privacy.run import Participation, Run, check_fixed_in_advance
+from fl_lightning.updates.discrete_noise import Draw, Integers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,13 +81,14 @@ class LocalDP:
         noise = self.noise_multiplier if noise_multiplier is None else noise_multiplier
         if noise is None:
             assert self.epsilon is not None
-            share = 0.5 / math.sqrt(turns.most[-1])
+            share = 0.5 / (GRID_COST * math.sqrt(turns.most[-1]))
 
             def epsilon_of(noise_multiplier: float, *, quick: bool) -> float:
                 return gaussian_epsilon(noise_multiplier * share, self.delta)
 
             noise = noise_for_budget(epsilon_of, self.epsilon)
-        return LocalGaussian(source, turns, self.delta, noise, run.expected_cohort)
+        expected, size = run.expected_cohort, run.num_coordinates
+        return LocalGaussian(source, turns, self.delta, noise, expected, size)
 
 
 @dataclass
@@ -95,9 +100,11 @@ class LocalGaussian:
     delta: float
     noise_multiplier: float
     expected: float
+    num_coordinates: int = 1
     bits_stddev: None = None
     fewest_replies: int = 0
     server_draws: bool = False
+    rounding: float = GRID_COST
 
     @property
     def noise_per_round(self) -> float:
@@ -113,7 +120,7 @@ class LocalGaussian:
     def epsilon(self, rounds: int, *, quick: bool = False) -> float:
         """Return the largest ε of a client after so many of the run's rounds."""
         turns = int(self.turns.most[rounds])
-        ratio = self.noise_multiplier / 2
+        ratio = self.noise_multiplier / (2 * GRID_COST)
         return gaussian_epsilon(ratio / math.sqrt(turns), self.delta) if turns else 0.0
 
     def client_release(self, round_index: int, clip_norm: float) -> Release | None:
@@ -122,14 +129,25 @@ class LocalGaussian:
             return None
 
         def release(delta: Tensor, client: int) -> Tensor:
-            normals = self.source.normal(len(delta), round_index, client)
-            return delta + normals.to(delta) * (self.noise_multiplier * clip_norm)
+            draw, stddev = (
+                self.source.stream(round_index, client),
+                self.noise_multiplier * clip_norm,
+            )
+            return noisy(delta, clip_norm, stddev, draw)
 
         return release
 
-    def server_noise(self, normals: Tensor, round_index: int) -> None:
-        """Return None: the server adds nothing."""
-        return
+    def step(self, clip_norm: float) -> float:
+        """Return the width of the grid."""
+        return Grid.of(clip_norm, self.num_coordinates).step
+
+    def server_noise(self, grid: Grid, size: int, draw: Draw) -> Integers:
+        """Return nothing: clients have added it."""
+        return np.zeros(size, np.int64)
+
+    def released(self, total: Tensor, noise: Tensor) -> Tensor:
+        """Return the sum, which has the clients' noise."""
+        return wide(total)
 
     def state_dict(self) -> dict[str, Any]:
         """Return nothing."""

@@ -9,11 +9,12 @@ from torch import Tensor
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.cohort import CohortSampler
 from fl_lightning.server.privacy.adaptive_clip import AdaptiveClip
+from fl_lightning.server.privacy.grid import Grid
 from fl_lightning.server.privacy.noise_source import NoiseSource
 from fl_lightning.server.privacy.private_mean import Release
 from fl_lightning.server.privacy.run import Run
 from fl_lightning.updates.clip import check_clip_norm
-from fl_lightning.updates.discrete_noise import Integers
+from fl_lightning.updates.discrete_noise import Draw, Integers
 
 
 class Accounted(Protocol):
@@ -24,6 +25,13 @@ class Accounted(Protocol):
     """
 
     noise_multiplier: float
+
+    @property
+    def rounding(self) -> float:
+        """By how much rounding to a grid raises what one unit does to the sum; it is in ε."""
+
+    def step(self, clip_norm: float) -> float:
+        """Return the width of the grid that released numbers are on."""
 
     def __str__(self) -> str:
         """Return what is compared, and how it is drawn, for people."""
@@ -62,12 +70,15 @@ class Mechanism(Accounted, Protocol):
     def client_release(self, round_index: int, clip_norm: float) -> Release | None:
         """Return what clients do to clipped updates; None if nothing."""
 
-    def server_noise(self, normals: Tensor, round_index: int) -> Tensor | None:
-        """Return what the server adds to the sum, in clip norms.
+    def server_noise(self, grid: Grid, size: int, draw: Draw) -> Integers:
+        """Return the noise of one round, for the server to add, in whole numbers, shape (size,)."""
+
+    def released(self, total: Tensor, noise: Tensor) -> Tensor:
+        """Return the sum with noise, in steps, shape (k,); it follows from whole numbers alone.
 
         Args:
-            normals: independent, of variance 1, shape (k,).
-            round_index: the round; each is asked for once, in order, also if it was broken off.
+            total: clipped updates' sum in steps, int64, shape (k,); 0 in a round that was broken off.
+            noise: of the round, see `server_noise`; each is asked for once, in order.
         """
 
 

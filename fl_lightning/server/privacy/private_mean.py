@@ -19,7 +19,9 @@ from torch import Tensor
 
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.server.aggregators import Aggregator, new_mean
+from fl_lightning.server.privacy.grid import Grid
 from fl_lightning.updates.clip import clipped
+from fl_lightning.updates.discrete_noise import Draw
 
 # (clipped delta, client) -> what the client sends of it
 Release = Callable[[Tensor, int], Tensor]
@@ -33,6 +35,10 @@ class PrivateAggregator(Aggregator, Protocol):
     """
 
     clip_norm: float
+
+    @property
+    def grid(self) -> Grid | None:
+        """The grid that updates are rounded to; None where they are not, or not in the clear."""
 
     @property
     def num_unclipped(self) -> int:
@@ -57,6 +63,10 @@ class PrivateMean:
             any other.
         clip_norm: of the present round, set by whoever opens it.
         release: likewise.
+        coins: likewise: client -> coins with which its update is rounded to a grid, for sums in whole
+            numbers; None for sums in floating point.
+        grid: of the open round, with coins.
+        total: the sum in the grid's steps, int64 of shape (k,), with coins.
 
     Example:
         >>> mean = PrivateMean(expected=4)
@@ -76,32 +86,45 @@ class PrivateMean:
         self.exact = exact
         self.clip_norm = float("inf")
         self.release = release
+        self.coins: Callable[[int], Draw] | None = None
+        self.grid: Grid | None = None
         self._expected = expected
 
     def open(self, like: Tensor) -> None:
         """Start from zero."""
+        self._like = like
         self._mean = new_mean(like, exact=self.exact)
         self._counts = torch.zeros(2, dtype=torch.int64, device=like.device)
+        self.grid = None if self.coins is None else Grid.of(self.clip_norm, len(like))
+        self.total = torch.zeros(
+            0 if self.grid is None else len(like), dtype=torch.int64, device=like.device
+        )
 
     def add(self, update: ClientUpdate) -> None:
         """Clip and add one update."""
         delta, is_within = clipped(update.delta, self.clip_norm)
         if self.release is not None:
             delta = self.release(delta, update.client_id)
-        self._mean.add(delta, 1)
+        if self.grid is None or self.coins is None:
+            self._mean.add(delta, 1)
+        else:
+            steps = self.grid.to_steps(delta, self.coins(update.client_id))
+            self.total += torch.from_numpy(steps).to(self.total.device)
         self._counts += torch.stack([is_within, torch.ones_like(is_within)])
 
     def sums(self) -> list[Tensor]:
         """Return what adds up over processes."""
-        return [*self._mean.sums(), self._counts]
+        return [*self._mean.sums(), self.total, self._counts]
 
     def load_sums(self, sums: list[Tensor]) -> None:
         """Go on with the updates of all processes."""
-        *mean, self._counts = sums
+        *mean, self.total, self._counts = sums
         self._mean.load_sums(mean)
 
     def close(self) -> Tensor:
-        """Return the sum over the expected cohort."""
+        """Return the sum over the expected cohort, without noise that a server adds."""
+        if self.grid is not None:
+            return self.grid.value(self.total).to(self._like) / self._expected
         return self._mean.value() * (self.num_replies / self._expected)
 
     @property
@@ -116,9 +139,10 @@ class PrivateMean:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sums so far."""
-        return {"mean": self._mean.state_dict(), "counts": self._counts}
+        return {"mean": self._mean.state_dict(), "total": self.total, "counts": self._counts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with an open round."""
         self._mean.load_state_dict(state["mean"])
+        self.total.copy_(state["total"])
         self._counts.copy_(state["counts"])

@@ -165,5 +165,6 @@ def test_adaptive_clipping_costs_no_more_and_its_count_is_accounted():
     both = privacy(1.0, AllClients(), 100, 1, adaptive_clip=AdaptiveClip())
     assert both.noise_per_round == pytest.approx(1.005037815259, abs=1e-12)
     ratios = both.noise_per_round**-2 + (2 * both.bits_stddev) ** -2
-    assert both.epsilon(1) == pytest.approx(gaussian_epsilon(ratios**-0.5, 1e-5), abs=1e-9)
+    plain = gaussian_epsilon(ratios**-0.5, 1e-5)
+    assert plain < both.epsilon(1) < plain * (1 + 1e-6)
     assert both.epsilon(1) == privacy(1.0, AllClients(), 100, 1).epsilon(1)

@@ -1,8 +1,8 @@
 """Whole-number noise and what it costs: distributions, bounds, exact divergences."""
 
-import itertools
 import math
 
+import mpmath
 import numpy as np
 import pytest
 import torch
@@ -22,24 +22,16 @@ from fl_lightning.server.privacy.gaussian import gaussian_epsilon
 from fl_lightning.server.privacy.noise_source import SecureNoise, SeededNoise
 from fl_lightning.server.privacy.run import Run
 from fl_lightning.server.privacy.skellam import skellam_rdp
-from fl_lightning.updates.discrete_noise import discrete_noise
+from fl_lightning.updates.discrete_noise import _tail_table, skellam_noise
 from fl_lightning.updates.integer_vector import norm_bound, to_integers
 
 
-def mass(distribution, at, variance):
-    if distribution == "skellam":
-        return ive(np.abs(at), variance)
-    weights = np.exp(-(at.astype(float) ** 2) / (2 * variance))
-    return weights / weights.sum()
-
-
-@pytest.mark.parametrize("distribution", ["skellam", "discrete gaussian"])
 @pytest.mark.parametrize("variance", [0.3, 7.0, 900.0])
-def test_noise_has_the_distribution(distribution, variance):
-    drawn = discrete_noise(distribution, variance, SeededNoise(0).words(100_000, 1))
+def test_noise_has_the_distribution(variance):
+    drawn = skellam_noise(variance, 100_000, SeededNoise(0).stream(1))
     reach = math.ceil(8 * math.sqrt(variance)) + 8
     at = np.arange(-reach, reach + 1)
-    expected = 100_000 * mass(distribution, at, variance)
+    expected = 100_000 * ive(np.abs(at), variance)
     seen = np.bincount(drawn + reach, minlength=len(at))
     often = expected > 20
     rest = [np.array([x[~often].sum()]) for x in (seen, expected)]
@@ -47,12 +39,40 @@ def test_noise_has_the_distribution(distribution, variance):
     assert chisquare(seen, expected * seen.sum() / expected.sum()).pvalue > 1e-4
 
 
+@pytest.mark.parametrize("variance", [0.01, 1.0, 9.7, 1234.5])
+def test_chances_are_exact_to_127_bits(variance):
+    first, second = _tail_table(variance)
+    found = [(int(a) << 64) + int(b) for a, b in zip(first, second, strict=True)]
+    with mpmath.workdps(60):
+        masses = [mpmath.besseli(i, variance) for i in range(len(found) + 150)]
+        tails, scale = [mpmath.mpf(0)], 2 * mpmath.exp(-mpmath.mpf(variance))
+        for mass in reversed(masses):
+            tails.append(tails[-1] + scale * mass)
+        exact = [mpmath.mpf(1), *tails[-2::-1]][: len(found) + 1]
+        worst = max(abs(f - e * mpmath.mpf(2) ** 127) for f, e in zip(found, exact, strict=False))
+        assert worst <= 1
+        assert exact[len(found)] < mpmath.mpf(2) ** -126
+
+
+def test_what_a_first_word_leaves_open_the_second_one_decides():
+    first, second = _tail_table(9.0)
+    for i in (1, 5, 20):
+        words = [int(first[i]) << 1, int(second[i]) - 1]
+        assert skellam_noise(9.0, 1, fixed(*words)) == i
+        assert skellam_noise(9.0, 1, fixed(words[0], int(second[i]))) == i - 1
+
+
+def fixed(*words):
+    left = [np.uint64(word) for word in words]
+    return lambda count: np.array([left.pop(0) for _ in range(count)], np.uint64)
+
+
 def test_shares_add_up_to_the_noise_of_the_sum():
-    shares = [discrete_noise("skellam", 5.0, SeededNoise(0).words(50_000, i)) for i in range(10)]
+    shares = [skellam_noise(5.0, 50_000, SeededNoise(0).stream(i)) for i in range(10)]
     assert np.sum(shares, axis=0).var() == pytest.approx(50.0, rel=0.03)
-    assert discrete_noise("skellam", 0.0, SeededNoise(0).words(3)).tolist() == [0, 0, 0]
+    assert skellam_noise(0.0, 3, SeededNoise(0).stream()).tolist() == [0, 0, 0]
     with pytest.raises(ValueError, match="coarser steps"):
-        discrete_noise("skellam", 1e11, SeededNoise(0).words(3))
+        skellam_noise(1e11, 3, SeededNoise(0).stream())
 
 
 @given(
@@ -62,17 +82,16 @@ def test_shares_add_up_to_the_noise_of_the_sum():
 )
 @settings(max_examples=50, deadline=None)
 def test_rounding_is_within_a_step_and_of_bounded_norm(delta, step, seed):
-    draws = (SeededNoise(seed).words(len(delta), n) for n in itertools.count())
     norm = float(delta.double().norm()) + 1e-9
-    whole = to_integers(delta, norm, step, draws)
+    whole = to_integers(delta, norm, step, SeededNoise(seed).stream())
     assert np.abs(whole * step - delta.double().numpy()).max() <= step * (1 + 1e-9)
     assert np.linalg.norm(whole) <= norm_bound(norm, step, len(delta)) * (1 + 1e-8)
 
 
 def test_rounding_is_right_on_average():
     delta = torch.tensor([0.3, -0.7, 0.1])
-    draws = (SeededNoise(0).words(3, n) for n in itertools.count())
-    mean = np.mean([to_integers(delta, 10.0, 1.0, draws) for _ in range(3000)], axis=0)
+    draw = SeededNoise(0).stream()
+    mean = np.mean([to_integers(delta, 10.0, 1.0, draw) for _ in range(3000)], axis=0)
     assert mean == pytest.approx([0.3, -0.7, 0.1], abs=4 * 0.5 / 3000**0.5)
 
 
@@ -111,10 +130,7 @@ def test_the_sum_of_whole_numbers_is_the_noisy_sum(source):
     shares = mechanism(num_clients=20, source=source)
     code, deltas = shares.code, [torch.full((1000,), 0.01 * i / 20) for i in range(20)]
 
-    def draws(client):
-        return (source.words(1000, client, n) for n in itertools.count())
-
-    whole = sum(code.encode(delta, 0.5, draws(i)) for i, delta in enumerate(deltas))
+    whole = sum(code.encode(delta, 0.5, source.stream(i)) for i, delta in enumerate(deltas))
     assert np.abs(whole).max() < 2 ** (code.num_bits(20) - 1)
     noise = code.decode(whole, 0.5, deltas[0]) - sum(deltas)
     assert float(noise.std()) == pytest.approx(6.0 * 0.5, rel=0.1)

@@ -1,7 +1,5 @@
 """Whole numbers with noise in a secure sum: exactly their sum, and never one that wraps round."""
 
-import itertools
-
 import numpy as np
 import pytest
 import torch
@@ -17,7 +15,7 @@ from fl_lightning.server.privacy.skellam import skellam_epsilon
 from fl_lightning.server.protected import Terms
 from fl_lightning.server.secure import SecureMean
 from fl_lightning.server.secure.private_sum import SecurePrivateSum, from_ring, to_ring
-from fl_lightning.updates.discrete_noise import discrete_noise, largest_noise
+from fl_lightning.updates.discrete_noise import largest_noise, skellam_noise
 from fl_lightning.updates.secure.graph import SparseGraph
 from fl_lightning.updates.secure.ring import Ring
 
@@ -102,11 +100,17 @@ def test_below_the_noise_that_is_accounted_there_is_no_sum(protocol):
 def test_no_sum_can_wrap_round(clients, noise):
     code = IntegerCode(100.0, (noise * 100) ** 2 / clients)
     bits = code.num_bits(clients)
-    limit = largest_noise("skellam", code.share_variance)
-    extremes = np.array([0, 1, 2**64 - 1, 2**64 - 2], np.uint64)  # of the words
-    assert np.abs(discrete_noise("skellam", code.share_variance, extremes)).max() == limit
-    draws = itertools.repeat(np.full(1, 1, np.uint64))
-    largest = int(np.abs(code.encode(torch.tensor([-1.0]), 1.0, draws)).max())
+    limit = largest_noise(code.share_variance)
+
+    def lowest(count):
+        return np.full(count, 1, np.uint64)
+
+    extremes = [
+        skellam_noise(code.share_variance, 1, lambda count, word=word: np.full(count, word))[0]
+        for word in np.array([0, 1, 2**64 - 1, 2**64 - 2], np.uint64)
+    ]
+    assert np.abs(extremes).max() == limit
+    largest = int(np.abs(code.encode(torch.tensor([-1.0]), 1.0, lowest)).max())
     assert largest > limit
     assert clients * largest < 2 ** (bits - 1) <= 2 * clients * (largest + 2)
 
