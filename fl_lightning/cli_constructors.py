@@ -49,9 +49,9 @@ class Watch:
 
     def of(self, error: BaseException) -> Refusal | None:
         """Return the refusal behind an error."""
-        causes = list(causes(error))
+        behind = list(causes(error))
         for refusal in reversed(self.refusals):
-            if any(refusal.error is cause for cause in causes):
+            if any(refusal.error is cause for cause in behind):
                 return refusal
         if self.refusals and "Does not validate against any of the Union" in str(error):
             return self.refusals[-1]  # of which the parser has kept the words only
@@ -60,7 +60,7 @@ class Watch:
     def place(self, refusal: Refusal) -> str:
         """Return the path of the option that the class was given for; empty if it is not found."""
         for path, spec in specs(self.configuration):
-            if _is_of(spec, refusal):
+            if not path.endswith(".init_args") and _is_of(spec, refusal):
                 return path
         return ""
 
@@ -116,9 +116,9 @@ class NotingWithLinks(Noting):
         self, kind: Any, *args: Any, applied_instantiation_links: Any, **options: Any
     ) -> Any:
         """Return the object."""
-        return Noting(partial(self._builds, applied_instantiation_links=applied_instantiation_links))(
-            kind, *args, **options
-        )
+        return Noting(
+            partial(self._builds, applied_instantiation_links=applied_instantiation_links)
+        )(kind, *args, **options)
 
 
 def specs(node: Any, path: str = "") -> Iterator[tuple[str, Namespace]]:
@@ -128,7 +128,7 @@ def specs(node: Any, path: str = "") -> Iterator[tuple[str, Namespace]]:
             yield from specs(entry, f"{path}[{number}]")
     if not isinstance(node, Namespace):
         return
-    for name, value in node.items(nested=False):
+    for name, value in vars(node).items():
         yield from specs(value, f"{path}.{name}".lstrip("."))
     yield path, node
 
@@ -142,10 +142,12 @@ def _is_of(spec: Namespace, refusal: Refusal) -> bool:
         options = spec.get("init_args") or Namespace()
     else:
         return False
-    given = dict(options.items(nested=False))
-    return given.keys() <= refusal.options.keys() and all(
-        _same(value, refusal.options[key]) for key, value in given.items()
-    ) and (name is not None or given.keys() == refusal.options.keys())
+    given = dict(vars(options).items())
+    return (
+        given.keys() <= refusal.options.keys()
+        and all(_same(value, refusal.options[key]) for key, value in given.items())
+        and (name is not None or given.keys() == refusal.options.keys())
+    )
 
 
 def _named(class_path: str) -> Any:
@@ -160,8 +162,10 @@ def _same(described: Any, given: Any) -> bool:
     """Return whether a value may be the one that is described; what was built from it, always."""
     if isinstance(described, (Namespace, list, Mapping)):
         return True
-    return described is given or repr(described) == repr(given) or not isinstance(
-        given, (int, float, str, bool, type(None))
+    return (
+        described is given
+        or repr(described) == repr(given)
+        or not isinstance(given, (int, float, str, bool, type(None)))
     )
 
 

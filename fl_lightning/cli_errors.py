@@ -54,7 +54,10 @@ class Parser(LightningArgumentParser):
 
     def _options(self) -> Sequence[str]:
         """Return the names of all options, of subcommands as well."""
-        parsers = [self, *(self._subcommands_action.choices.values() if self._subcommands_action else ())]
+        parsers = [
+            self,
+            *(self._subcommands_action.choices.values() if self._subcommands_action else ()),
+        ]
         found = (name for parser in parsers for name in parser._option_string_actions)
         return sorted({name.lstrip("-") for name in found})
 

@@ -19,7 +19,9 @@ _UNRECOGNISED = re.compile(
     r"does not accept option '(?P<option>[^']+)'"
 )
 _UNKNOWN = re.compile(r"(?:Option '(?P<option>[^']+)' is not accepted|.*does not have.*)$")
-_REQUIRED = re.compile(r"the following arguments are required: (?P<names>.*)|Key \"(?P<key>[\w.]+)\" is required")
+_REQUIRED = re.compile(
+    r"the following arguments are required: (?P<names>.*)|Key \"(?P<key>[\w.]+)\" is required"
+)
 _NO_NAME = re.compile(r".*module '(?P<module>[\w.]+)' has no attribute '(?P<name>\w+)'")
 _NO_MODULE = re.compile(r".*No module named '(?P<module>[\w.]+)'")
 _NO_CLASS = re.compile(
@@ -28,7 +30,9 @@ _NO_CLASS = re.compile(
     r"a dict without |.*expects a function or a callable class|Expected an instantiatable"
 )
 _CHOICES = re.compile(r"Expected a (?:typing\.)?Literal\[(?P<choices>.*)\]")
-_RESTRICTED = re.compile(r"Not of type \w*?(?P<kind>Int|Float)\w*: does not conform to restriction v(?P<rule>.*)")
+_RESTRICTED = re.compile(
+    r"Not of type \w*?(?P<kind>Int|Float)\w*: does not conform to restriction v(?P<rule>.*)"
+)
 _TYPE = re.compile(r"Expected an? (?:<class ')?(?P<type>[\w.]+)")
 _TYPES = {
     "int": "a whole number",
@@ -115,8 +119,10 @@ def _unknown_option(found: Complaint) -> str | None:
     option = match["option"]
     owner = found.class_path.rpartition(".")[2]
     by = f" by {owner}" if owner else ""
-    path = f"{found.path}.{option}" if not owner or owner in ("Federation", "Attackers") else (
-        f"{found.path}.init_args.{option}"
+    path = (
+        f"{found.path}.{option}"
+        if not owner or owner in ("Federation", "Attackers")
+        else (f"{found.path}.init_args.{option}")
     )
     known = options_of(found.class_path) if owner else []
     advice = close_to(option, known) if owner else "See --help for what there is."
@@ -210,6 +216,7 @@ def _given(value: str | None) -> str:
     """Return the end of a sentence that shows a value."""
     if value is None:
         return ""
+    value = value.partition(". Got value: ")[0]  # of the factory around it
     shown = value if len(value) <= 80 else f"{value[:79]}…"
     return f", got {shown or 'an empty text'}"
 

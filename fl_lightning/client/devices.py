@@ -67,10 +67,10 @@ class Devices:
     late: Literal["partial", "drop"] = "partial"
 
     def __post_init__(self) -> None:
-        waits_long_enough = self.deadline is None or self.deadline > self.latency
+        waits_long_enough = self.deadline is None or self.latency < self.deadline < math.inf
         rules = {
-            f"latency must not be negative, got {self.latency}": self.latency >= 0,
-            f"jitter must not be negative, got {self.jitter}": self.jitter >= 0,
+            f"latency must be at least 0 and finite, got {self.latency}": 0 <= self.latency < math.inf,
+            f"jitter must be at least 0 and finite, got {self.jitter}": 0 <= self.jitter < math.inf,
             f"drop_rate must be in [0, 1), got {self.drop_rate}": 0 <= self.drop_rate < 1,
             f"deadline must be longer than the latency of {self.latency} s, got {self.deadline}: "
             "null waits for everybody": waits_long_enough,

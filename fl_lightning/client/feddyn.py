@@ -51,9 +51,9 @@ class FedDyn:
     shows_change = True
 
     def __post_init__(self) -> None:
-        if not self.alpha > 0:
+        if not 0 < self.alpha < float("inf"):
             raise ConfigurationError(
-                f"FedDyn: alpha must be above 0, got {self.alpha}: the server divides by it"
+                f"FedDyn: alpha must be above 0 and finite, got {self.alpha}: the server divides by it"
             )
 
     @property

@@ -56,8 +56,8 @@ class FedLC:
     shows_change = True
 
     def __post_init__(self) -> None:
-        if not self.tau >= 0:
-            raise ConfigurationError(f"FedLC: tau must be at least 0, got {self.tau}")
+        if not 0 <= self.tau < float("inf"):
+            raise ConfigurationError(f"FedLC: tau must be at least 0 and finite, got {self.tau}")
 
     def check(self, module: nn.Module, optimizer: Optimizer) -> None:
         """Take any optimizer."""

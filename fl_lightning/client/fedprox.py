@@ -47,8 +47,8 @@ class FedProx:
     shows_change = True
 
     def __post_init__(self) -> None:
-        if not self.mu >= 0:
-            raise ConfigurationError(f"FedProx: mu must be at least 0, got {self.mu}")
+        if not 0 <= self.mu < float("inf"):
+            raise ConfigurationError(f"FedProx: mu must be at least 0 and finite, got {self.mu}")
 
     @property
     def pull(self) -> float:

@@ -28,7 +28,7 @@ class FineTuned:
         local_steps: how many, n ≥ 0.
 
     Raises:
-        ConfigurationError: for a negative number.
+        ConfigurationError: for a number below 1.
 
     Example:
         >>> FineTuned(local_steps=10).names(nn.Linear(2, 1))
@@ -42,9 +42,10 @@ class FineTuned:
     own_epochs = None
 
     def __post_init__(self) -> None:
-        if self.local_steps < 0:
+        if self.local_steps < 1:
             raise ConfigurationError(
-                f"FineTuned: local_steps must be at least 0, got {self.local_steps}"
+                f"FineTuned: local_steps must be at least 1, got {self.local_steps}: leave "
+                "personal out to evaluate the global model"
             )
 
     @property

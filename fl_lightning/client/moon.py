@@ -68,10 +68,12 @@ class Moon:
     shows_change = True
 
     def __post_init__(self) -> None:
-        if not self.mu >= 0:
-            raise ConfigurationError(f"Moon: mu must be at least 0, got {self.mu}")
-        if not self.temperature > 0:
-            raise ConfigurationError(f"Moon: temperature must be above 0, got {self.temperature}")
+        if not 0 <= self.mu < float("inf"):
+            raise ConfigurationError(f"Moon: mu must be at least 0 and finite, got {self.mu}")
+        if not 0 < self.temperature < float("inf"):
+            raise ConfigurationError(
+                f"Moon: temperature must be above 0 and finite, got {self.temperature}"
+            )
 
     def check(self, module: nn.Module, optimizer: Optimizer) -> None:
         """Refuse a module without features."""

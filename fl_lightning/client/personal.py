@@ -65,17 +65,15 @@ class Personal:
                 f"Personal: parameters is a list of patterns, got {self.parameters!r}: write "
                 f"[{self.parameters}]"
             )
-        if self.own_epochs is None:
-            return
-        if self.own_epochs < 0:
+        if not (self.parameters or self.head or self.norms):
+            raise ConfigurationError(
+                f"Personal: parameters must name what stays with a client, got {list(self.parameters)}: "
+                "name some, or set head or norms to true"
+            )
+        if self.own_epochs is not None and self.own_epochs < 0:
             raise ConfigurationError(
                 f"Personal: own_epochs must be at least 0, or null to train everything together, "
                 f"got {self.own_epochs}"
-            )
-        if not (self.parameters or self.head or self.norms):
-            raise ConfigurationError(
-                "Personal: own_epochs trains the client's own parameters, and none are named: "
-                "set parameters, head or norms"
             )
 
     def names(self, module: nn.Module) -> list[str]:
@@ -115,7 +113,7 @@ def _matching(module: nn.Module, pattern: str) -> list[nn.Parameter]:
         names = [name for name, _ in (*params, *buffers)]
         shown = ", ".join(names[:20]) + (f", … ({len(names)} in all)" if len(names) > 20 else "")
         raise ConfigurationError(
-            f"Personal: no parameter or buffer matches {pattern!r}; there are {shown}"
+            f"Personal: parameters: no parameter or buffer matches {pattern!r}; there are {shown}"
         )
     return found  # type: ignore[return-value]
 

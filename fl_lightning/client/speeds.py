@@ -44,10 +44,13 @@ class LogNormalSpeeds:
     sigma: float = 0.5
 
     def __post_init__(self) -> None:
-        if not self.median > 0 or not self.sigma >= 0:
+        if not 0 < self.median < np.inf:
             raise ConfigurationError(
-                "LogNormalSpeeds: median must be greater than 0 seconds and sigma not negative, "
-                f"got median={self.median} and sigma={self.sigma}"
+                f"LogNormalSpeeds: median must be greater than 0 seconds and finite, got {self.median}"
+            )
+        if not 0 <= self.sigma < np.inf:
+            raise ConfigurationError(
+                f"LogNormalSpeeds: sigma must be at least 0 and finite, got {self.sigma}"
             )
 
     def seconds_per_step(self, num_clients: int, seed: int) -> Seconds:
@@ -75,9 +78,8 @@ class SpeedTiers:
 
     def __post_init__(self) -> None:
         shares = self.shares if self.shares is not None else [1.0] * len(self.seconds)
-        if not self.seconds or not all(s > 0 for s in self.seconds):
-            raise ConfigurationError(f"SpeedTiers: seconds must be > 0, got {self.seconds}")
-        if len(shares) != len(self.seconds) or min(shares) < 0 or sum(shares) <= 0:
+        _check_seconds("SpeedTiers", self.seconds)
+        if len(shares) != len(self.seconds) or min(shares) < 0 or not 0 < sum(shares) < np.inf:
             raise ConfigurationError(
                 "SpeedTiers: shares needs one number >= 0 for each of the "
                 f"{len(self.seconds)} kinds, not all 0, got {self.shares}"
@@ -97,19 +99,31 @@ class GivenSpeeds:
     """Devices that were measured.
 
     Args:
-        seconds: for a step, of each client in turn, each > 0; repeated where there are more clients.
+        seconds: for a step, of each client in turn, each > 0; repeated where there are
+            several times as many clients.
 
     Example:
-        >>> GivenSpeeds([1.0, 3.0]).seconds_per_step(3, seed=0)
-        array([1., 3., 1.])
+        >>> GivenSpeeds([1.0, 3.0]).seconds_per_step(4, seed=0)
+        array([1., 3., 1., 3.])
     """
 
     seconds: list[float]
 
     def __post_init__(self) -> None:
-        if not self.seconds or not all(s > 0 for s in self.seconds):
-            raise ConfigurationError(f"GivenSpeeds: seconds must be > 0, got {self.seconds}")
+        _check_seconds("GivenSpeeds", self.seconds)
 
     def seconds_per_step(self, num_clients: int, seed: int) -> Seconds:
         """Return seconds for a local step, shape (num_clients,)."""
+        if num_clients % len(self.seconds):
+            raise ConfigurationError(
+                f"federation.devices: GivenSpeeds has seconds of {len(self.seconds)} devices, and there are "
+                f"{num_clients} clients: give one number each, or a number that divides theirs"
+            )
         return np.resize(np.array(self.seconds, dtype=np.float64), num_clients)
+
+
+def _check_seconds(owner: str, seconds: list[float]) -> None:
+    if not seconds or not all(0 < s < np.inf for s in seconds):
+        raise ConfigurationError(
+            f"{owner}: seconds must be greater than 0 and finite, at least one number, got {seconds}"
+        )

@@ -19,6 +19,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from fl_lightning.core.errors import ConfigurationError
+
 
 def derive_seed(root: int, purpose: str, *ids: int) -> int:
     """Return the seed of one named stream, an integer in [0, 2**63).
@@ -80,6 +82,20 @@ def uniform_numbers(
     mixed ^= mixed >> np.uint64(31)
     numbers: npt.NDArray[np.float64] = (mixed >> np.uint64(11)) * 2.0**-53
     return numbers
+
+
+def check_seed(owner: str, seed: int | None) -> None:
+    """Refuse a seed that is no whole number of 64 bits without a sign.
+
+    Args:
+        owner: whose it is, e.g. ``"Bucketing"``.
+        seed: the option's value; None is fine.
+
+    Raises:
+        ConfigurationError: saying so.
+    """
+    if seed is not None and not 0 <= seed < 2**64:
+        raise ConfigurationError(f"{owner}: seed must be from 0 to 2^64 - 1, got {seed}")
 
 
 def run_seed(seed: int | None) -> int:

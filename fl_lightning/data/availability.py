@@ -97,7 +97,9 @@ class Diurnal:
             f"mean must be in (0, 1], got {self.mean}": 0 < self.mean <= 1,
             f"amplitude must be in [0, {room:g}] so that probabilities stay in [0, 1], "
             f"got {self.amplitude}": 0 <= self.amplitude <= room + 1e-12,
-            f"period must be greater than 0 rounds, got {self.period}": self.period > 0,
+            f"period must be greater than 0 rounds and finite, got {self.period}": 0
+            < self.period
+            < math.inf,
             f"spread must be in [0, 1], got {self.spread}": 0 <= self.spread <= 1,
         }
         if broken := [rule for rule, holds in rules.items() if not holds]:

@@ -31,7 +31,7 @@ from fl_lightning.data.inputs import (
     with_transforms,
 )
 from fl_lightning.data.partition import IID, Partition
-from fl_lightning.data.poisoning import Poison, poisoned_examples, poisoned_reader
+from fl_lightning.data.poisoning import Poison, check_poison, poisoned_examples, poisoned_reader
 from fl_lightning.data.shards import ClientShards
 from fl_lightning.data.summary import PartitionSummary, partition_fingerprint
 from fl_lightning.data.training_set import TrainingSet
@@ -310,6 +310,9 @@ class FederatedDataModule(ForwardingDataModule):
                 f"attackers: example {shared[0]} is in shards of attackers and of others, who would "
                 "train on what the former make of it: use a partition whose shards do not overlap"
             )
+        if poison is not None and len(clients) and are_classes(self._classes):
+            batch = self._reader(self._examples.read)(self.clients[clients[0]])
+            check_poison(batch, self._classes, poison)
         self._poison = None if poison is None else (list(clients), poison, seed)
         self.__dict__.pop("train_batch", None)
 

@@ -77,8 +77,8 @@ class OortCohort:
             for name in ("exploration_decay", "duration_quantile", "cut_off", "clip_quantile")
             if not 0 < getattr(self, name) <= 1
         ]
-        if not self.slowness >= 0:
-            problems.append(f"slowness must not be negative, got {self.slowness}")
+        if not 0 <= self.slowness < float("inf"):
+            problems.append(f"slowness must be at least 0 and finite, got {self.slowness}")
         if problems:
             raise ConfigurationError("OortCohort: " + "; ".join(problems))
 

@@ -11,11 +11,14 @@ evaluation stays as it is.
 
 from __future__ import annotations
 
+import math
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -67,6 +70,11 @@ class LabelFlip:
 
     def change(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return the inputs, and the labels flipped."""
+        if labels.numel() and int(labels.max()) >= self.num_classes:
+            raise ConfigurationError(
+                f"attackers.poison: num_classes must be above every label, and there is a label "
+                f"{int(labels.max())}, got {self.num_classes}"
+            )
         return inputs, self.num_classes - 1 - labels
 
 
@@ -97,14 +105,20 @@ class Trigger:
 
     def __post_init__(self) -> None:
         _check_share(self, self.share)
-        if self.size < 1 or self.target < 0:
-            raise ConfigurationError(
-                "Trigger: size must be at least 1 pixel and target a class, "
-                f"got {self.size} and {self.target}"
-            )
+        if self.size < 1:
+            raise ConfigurationError(f"Trigger: size must be at least 1 pixel, got {self.size}")
+        if self.target < 0:
+            raise ConfigurationError(f"Trigger: target must be a class, got {self.target}")
+        if not math.isfinite(self.value):
+            raise ConfigurationError(f"Trigger: value must be a finite number, got {self.value}")
 
     def change(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return the images with the patch, and the target as their labels."""
+        smallest = min(inputs.shape[-2:])
+        if self.size > smallest:
+            raise ConfigurationError(
+                f"attackers.poison: size must be at most {smallest}, as the images are, got {self.size}"
+            )
         changed = inputs.clone()
         changed[..., -self.size :, -self.size :] = self.value
         return changed, torch.full_like(labels, self.target)
@@ -157,6 +171,29 @@ def poisoned_reader(
         return type(batch)((inputs, labels))
 
     return read_poisoned
+
+
+def check_poison(batch: Any, labels: npt.NDArray[Any], poison: Poison) -> None:
+    """Refuse what no example can be changed to.
+
+    Args:
+        batch: of the first attacker's examples, unchanged.
+        labels: classes of all training examples.
+        poison: how they are changed.
+
+    Raises:
+        ConfigurationError: if a label comes out that no example has.
+    """
+    if not is_pair(batch) or not len(labels):
+        return
+    changed = poison.change(batch[0].clone(), batch[1].clone())[1]
+    largest = int(labels.max())
+    if not 0 <= int(changed.min()) <= int(changed.max()) <= largest:
+        wrong = next(int(label) for label in changed if not 0 <= int(label) <= largest)
+        raise ConfigurationError(
+            f"attackers.poison: target must be a class from 0 to {largest}, as the examples have, "
+            f"got {wrong}"
+        )
 
 
 def is_pair(batch: Any) -> bool:

@@ -89,8 +89,11 @@ class ByLossCohort:
     def __post_init__(self) -> None:
         check_cohort_size("ByLossCohort", self.fraction, self.size, self.min_size)
         _check_losses(self.losses, self.loss_batches)
-        if not self.temperature > 0:
-            raise ConfigurationError(f"temperature must be greater than 0, got {self.temperature}")
+        if not 0 < self.temperature < np.inf:
+            raise ConfigurationError(
+                f"temperature must be greater than 0 and finite, got {self.temperature}: UniformCohort "
+                "has all clients count alike"
+            )
 
     def expected_size(self, num_clients: int) -> int:
         """Return the number of clients in every round."""
@@ -148,6 +151,11 @@ class PowerOfChoiceCohort:
     def __post_init__(self) -> None:
         check_cohort_size("PowerOfChoiceCohort", self.fraction, self.size, self.min_size)
         _check_losses(self.losses, self.loss_batches)
+        if self.num_candidates < 1:
+            raise ConfigurationError(
+                f"num_candidates must be at least 1, got {self.num_candidates}: from the cohort's size to "
+                "the number of clients"
+            )
 
     def expected_size(self, num_clients: int) -> int:
         """Return the number of clients in every round."""

@@ -118,10 +118,12 @@ class ClusterFedAvg(KeptUpdates):
         num_starts: int = 10,
         seed: int = 0,
     ) -> None:
-        if num_clusters < 1 or num_starts < 1:
+        for name, count in (("num_clusters", num_clusters), ("num_starts", num_starts)):
+            if count < 1:
+                raise ConfigurationError(f"ClusterFedAvg: {name} must be at least 1, got {count}")
+        if not 0 <= seed < 2**32:
             raise ConfigurationError(
-                "ClusterFedAvg: num_clusters and num_starts must be at least 1, "
-                f"got {num_clusters} and {num_starts}"
+                f"ClusterFedAvg: seed must be from 0 to 2^32 - 1, as scikit-learn takes it, got {seed}"
             )
         self.num_clusters, self.weight_by_size = num_clusters, weight_by_size
         self.num_starts, self.seed = num_starts, seed

@@ -87,8 +87,10 @@ class Collected(KeptUpdates):
     buffers: Tensor | None = None
 
     def __init__(self, rule: RobustRule, memory_gb: float = 1.0, folder: str | None = None) -> None:
-        if memory_gb < 0:
-            raise ConfigurationError(f"memory_gb must not be negative, got {memory_gb}")
+        if not 0 <= memory_gb < float("inf"):
+            raise ConfigurationError(
+                f"Collected: memory_gb must be at least 0 and finite, got {memory_gb}"
+            )
         self.rule, self.folder = rule, folder
         self._limit = int(memory_gb * 2**30)
         self._context = RuleContext()

@@ -63,9 +63,12 @@ class QFedAvg:
     def __init__(
         self, q: float = 1.0, local_lr: float | None = None, weight_by_examples: bool = False
     ) -> None:
-        if q < 0 or not (local_lr is None or local_lr > 0):
+        if not 0 <= q < math.inf:
+            raise ConfigurationError(f"QFedAvg: q must be at least 0 and finite, got {q}")
+        if local_lr is not None and not 0 < local_lr < math.inf:
             raise ConfigurationError(
-                f"QFedAvg: q must be at least 0 and local_lr greater than 0, got {q} and {local_lr}"
+                f"QFedAvg: local_lr must be greater than 0 and finite, got {local_lr}: leave it out for "
+                "that of the clients' optimizer"
             )
         self.q, self.local_lr, self.weight_by_examples = q, local_lr, weight_by_examples
 

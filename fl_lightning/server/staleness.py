@@ -47,8 +47,8 @@ class PolynomialStaleness:
     exponent: float = 0.5
 
     def __post_init__(self) -> None:
-        if not self.exponent >= 0:
-            raise ConfigurationError(f"exponent must not be negative, got {self.exponent}")
+        if not 0 <= self.exponent < float("inf"):
+            raise ConfigurationError(f"exponent must be at least 0 and finite, got {self.exponent}")
 
     def weight(self, staleness: int) -> float:
         """Return s(τ)."""
@@ -72,10 +72,10 @@ class HingeStaleness:
     grace: int = 4
 
     def __post_init__(self) -> None:
-        if not self.slope >= 0 or self.grace < 0:
-            raise ConfigurationError(
-                f"slope and grace must not be negative, got {self.slope} and {self.grace}"
-            )
+        if not 0 <= self.slope < float("inf"):
+            raise ConfigurationError(f"slope must be at least 0 and finite, got {self.slope}")
+        if self.grace < 0:
+            raise ConfigurationError(f"grace must be at least 0 rounds, got {self.grace}")
 
     def weight(self, staleness: int) -> float:
         """Return s(τ)."""
@@ -174,8 +174,6 @@ def _weight(staleness: Staleness | None, tau: int) -> float:
 
 
 def _check_counts(concurrency: int, buffer_size: int) -> None:
-    if concurrency < 1 or buffer_size < 1:
-        raise ConfigurationError(
-            "concurrency and buffer_size must be at least 1 client, "
-            f"got {concurrency} and {buffer_size}"
-        )
+    for name, count in (("concurrency", concurrency), ("buffer_size", buffer_size)):
+        if count < 1:
+            raise ConfigurationError(f"{name} must be at least 1 client, got {count}")

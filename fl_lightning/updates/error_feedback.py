@@ -50,6 +50,10 @@ class ErrorFeedback:
     under_privacy: bool = False
 
     def __post_init__(self) -> None:
+        if not self.transforms:
+            raise ConfigurationError(
+                "ErrorFeedback: transforms must hold at least one, got []: without any nothing is left out"
+            )
         _refuse_scaling(self._chain)
 
     @property

@@ -32,6 +32,10 @@ class Scaling:
 
     factor: float = 10.0
 
+    def __post_init__(self) -> None:
+        if not np.isfinite(self.factor):
+            raise ConfigurationError(f"Scaling: factor must be a finite number, got {self.factor}")
+
     def forge(
         self, rows: Rows, attackers: Sequence[int], generators: Generators
     ) -> Iterator[Floats]:
@@ -55,8 +59,8 @@ class SignFlip:
     scale: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.scale < 0:
-            raise ConfigurationError(f"SignFlip: scale must be at least 0, got {self.scale}")
+        if not 0 <= self.scale < np.inf:
+            raise ConfigurationError(f"SignFlip: scale must be at least 0 and finite, got {self.scale}")
 
     def forge(
         self, rows: Rows, attackers: Sequence[int], generators: Generators
@@ -80,8 +84,8 @@ class GaussianNoise:
     std: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.std < 0:
-            raise ConfigurationError(f"GaussianNoise: std must be at least 0, got {self.std}")
+        if not 0 <= self.std < np.inf:
+            raise ConfigurationError(f"GaussianNoise: std must be at least 0 and finite, got {self.std}")
 
     def forge(
         self, rows: Rows, attackers: Sequence[int], generators: Generators

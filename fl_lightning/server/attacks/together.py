@@ -21,6 +21,7 @@ from typing import Literal, final
 
 import numpy as np
 
+from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.server.attacks.forged import Generators
 from fl_lightning.server.row_passes import mean_and_spread, squared_distances
 from fl_lightning.server.row_views import ChosenRows, RowsAndOne
@@ -37,6 +38,10 @@ class ALIE:
     """
 
     z: float | None = None
+
+    def __post_init__(self) -> None:
+        if not np.isfinite(0.0 if self.z is None else self.z):
+            raise ConfigurationError(f"ALIE: z must be a finite number, got {self.z}")
 
     def forge(
         self, rows: Rows, attackers: Sequence[int], generators: Generators
@@ -57,6 +62,10 @@ class InnerProductManipulation:
     """
 
     epsilon: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not np.isfinite(self.epsilon):
+            raise ConfigurationError(f"InnerProductManipulation: epsilon must be a finite number, got {self.epsilon}")
 
     def forge(
         self, rows: Rows, attackers: Sequence[int], generators: Generators

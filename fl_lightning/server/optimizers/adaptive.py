@@ -14,6 +14,8 @@ FedAdam corrects the bias, and from torch's Adam in the same two things.
 
 from __future__ import annotations
 
+import math
+
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any, final
@@ -176,11 +178,11 @@ def check_ranges(name: str, options: dict[str, Any]) -> None:
         ConfigurationError: naming them.
     """
     rules: dict[str, tuple[str, Callable[[float], bool]]] = {
-        "lr": ("at least 0", lambda value: value >= 0),
+        "lr": ("at least 0 and finite", lambda value: 0 <= value < math.inf),
         "beta1": ("in [0, 1)", lambda value: 0 <= value < 1),
         "beta2": ("in [0, 1)", lambda value: 0 <= value < 1),
-        "tau": ("greater than 0", lambda value: value > 0),
-        "weight_decay": ("at least 0", lambda value: value >= 0),
+        "tau": ("greater than 0 and finite", lambda value: 0 < value < math.inf),
+        "weight_decay": ("at least 0 and finite", lambda value: 0 <= value < math.inf),
     }
     broken = [
         f"{option} must be {rules[option][0]}, got {value}"

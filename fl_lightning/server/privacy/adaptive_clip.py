@@ -79,14 +79,14 @@ class AdaptiveClip:
                 f"federation.privacy: quantile must be in (0, 1), got {self.quantile}: it is the "
                 "share of updates that remain unclipped"
             )
-        if self.learning_rate <= 0:
+        if not 0 < self.learning_rate < math.inf:
             raise ConfigurationError(
-                "federation.privacy: the clip norm's learning_rate must be above 0, got "
+                "federation.privacy: the clip norm's learning_rate must be above 0 and finite, got "
                 f"{self.learning_rate}: leave adaptive_clip out for a fixed norm"
             )
-        if self.bits_stddev is not None and self.bits_stddev < 0:
+        if self.bits_stddev is not None and not 0 <= self.bits_stddev < math.inf:
             raise ConfigurationError(
-                f"federation.privacy: bits_stddev must not be negative, got {self.bits_stddev}"
+                f"federation.privacy: bits_stddev must be at least 0 and finite, got {self.bits_stddev}"
             )
 
     def next_norm(self, clip_norm: float, unclipped: float) -> float:

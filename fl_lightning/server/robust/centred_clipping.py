@@ -40,10 +40,13 @@ class CentredClipping:
     num_iterations: int = 1
 
     def __post_init__(self) -> None:
-        if not self.radius > 0 or self.num_iterations < 1:
+        if not self.radius > 0:
             raise ConfigurationError(
-                "CentredClipping: radius must be greater than 0 and num_iterations at least 1, "
-                f"got {self.radius} and {self.num_iterations}"
+                f"CentredClipping: radius must be greater than 0, got {self.radius}"
+            )
+        if self.num_iterations < 1:
+            raise ConfigurationError(
+                f"CentredClipping: num_iterations must be at least 1, got {self.num_iterations}"
             )
 
     @property

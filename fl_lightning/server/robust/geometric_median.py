@@ -44,9 +44,9 @@ class GeometricMedian:
     weight_by_examples: bool = False
 
     def __post_init__(self) -> None:
-        if not self.smoothing > 0:
+        if not 0 < self.smoothing < float("inf"):
             raise ConfigurationError(
-                f"GeometricMedian: smoothing must be greater than 0, got {self.smoothing}"
+                f"GeometricMedian: smoothing must be greater than 0 and finite, got {self.smoothing}"
             )
 
     @property

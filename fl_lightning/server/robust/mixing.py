@@ -16,7 +16,7 @@ from typing import final
 import numpy as np
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.core.seeds import numpy_generator, run_seed
+from fl_lightning.core.seeds import check_seed, numpy_generator, run_seed
 from fl_lightning.server.collected import RobustRule, RuleContext
 from fl_lightning.server.robust.checks import check_num_attackers
 from fl_lightning.server.robust.fltrust import FLTrust
@@ -84,6 +84,7 @@ class Bucketing:
             raise ConfigurationError(
                 f"Bucketing: bucket_size must be at least 1 update, got {self.bucket_size}"
             )
+        check_seed("Bucketing", self.seed)
         check_mixable(self.rule)
 
     @property

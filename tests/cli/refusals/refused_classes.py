@@ -13,6 +13,7 @@ from refused_rows import (
     COUNT_OR_NONE,
     FRACTION,
     INF,
+    LENGTH,
     NAN,
     PART,
     SWITCH,
@@ -33,22 +34,22 @@ def aggregators() -> Iterator[Row]:
     yield from refused(at, f"{FL}.Mean", weight_by_examples=SWITCH, exact=SWITCH)
     yield from refused(at, f"{FL}.NormalisedMean", weight_by_examples=SWITCH, exact=SWITCH)
     yield from refused(at, f"{FL}.OverlapMean", weight_by_examples=SWITCH)
-    yield from refused(at, f"{SERVER}.AFL", step=ABOVE_ZERO)
+    yield from refused(at, f"{SERVER}.AFL", step=AT_LEAST_ZERO)
     yield from refused(at, f"{SERVER}.QFedAvg", q=AT_LEAST_ZERO, local_lr=ABOVE_ZERO)
     yield from refused(at, f"{SERVER}.TiltedMean", tilt=("much", NAN, INF))
     yield from refused(
         at, f"{SERVER}.ClusterFedAvg", {"num_clusters": 2}, num_clusters=COUNT, num_starts=COUNT,
         seed=SEED,
     )  # fmt: skip
-    yield from refused(at, f"{SERVER}.Collected", {"rule": krum}, memory_gb=ABOVE_ZERO)
+    yield from refused(at, f"{SERVER}.Collected", {"rule": krum}, memory_gb=AT_LEAST_ZERO)
     for rule in ("Bulyan", "Krum", "MultiKrum", "TrimmedMean"):
         yield from refused(at, f"{SERVER}.{rule}", {"num_attackers": 1}, num_attackers=no)
     yield from refused(at, f"{SERVER}.MultiKrum", {"num_attackers": 0}, num_kept=COUNT)
     yield from refused(at, f"{SERVER}.Median")
-    yield from refused(at, f"{SERVER}.CentredClipping", radius=ABOVE_ZERO, num_iterations=COUNT)
+    yield from refused(at, f"{SERVER}.CentredClipping", radius=LENGTH, num_iterations=COUNT)
     yield from refused(at, f"{SERVER}.FLTrust", trusted_client=no)
     yield from refused(at, f"{SERVER}.GeometricMedian", smoothing=ABOVE_ZERO)
-    yield from refused(at, f"{SERVER}.NormBounding", bound=ABOVE_ZERO)
+    yield from refused(at, f"{SERVER}.NormBounding", bound=LENGTH)
     yield from refused(at, f"{SERVER}.Bucketing", {"rule": krum}, bucket_size=COUNT, seed=SEED)
     yield from refused(
         at, f"{SERVER}.NearestNeighbourMixing", {"rule": krum, "num_attackers": 0}, num_attackers=no
@@ -57,7 +58,7 @@ def aggregators() -> Iterator[Row]:
         f"{at}.init_args.rule",
         f"{SERVER}.CentredClipping",
         around={"federation": {"aggregator": {"class_path": f"{SERVER}.Bucketing"}}},
-        radius=ABOVE_ZERO,
+        radius=LENGTH,
         num_iterations=COUNT,
     )
     yield from refused(
@@ -168,9 +169,7 @@ def corrections() -> Iterator[Row]:
     yield from refused(
         at, f"{FL}.Personal", {"head": True}, own_epochs=COUNT_OR_NONE, head=SWITCH, norms=SWITCH
     )
-    yield from refused(
-        at, f"{FL}.Personal", at_start=["parameters"], parameters=(["no_such.*"],)
-    )
+    yield from refused(at, f"{FL}.Personal", at_start=["parameters"], parameters=(["no_such.*"],))
 
 
 def updates() -> Iterator[Row]:
@@ -235,9 +234,7 @@ def devices() -> Iterator[Row]:
 def attackers() -> Iterator[Row]:
     """Clients that attack."""
     at, around = "federation.attackers", {"federation": {"attackers": {"fraction": 0.5}}}
-    yield from refused(
-        f"{at}.forge", f"{SERVER}.ALIE", around=around, z=("much", NAN, INF)
-    )
+    yield from refused(f"{at}.forge", f"{SERVER}.ALIE", around=around, z=("much", NAN, INF))
     yield from refused(f"{at}.forge", f"{SERVER}.GaussianNoise", around=around, std=AT_LEAST_ZERO)
     yield from refused(
         f"{at}.forge", f"{SERVER}.InnerProductManipulation", around=around, epsilon=("x", NAN, INF)
@@ -317,7 +314,10 @@ def partitions() -> Iterator[Row]:
         at, f"{DATA}.LabelShards", {"classes_per_client": 2}, classes_per_client=COUNT
     )
     yield from refused(at, f"{DATA}.McMahanShards", shards_per_client=COUNT)
-    for name, option in (("LabelShards", "classes_per_client"), ("McMahanShards", "shards_per_client")):
+    for name, option in (
+        ("LabelShards", "classes_per_client"),
+        ("McMahanShards", "shards_per_client"),
+    ):
         yield from refused(at, f"{DATA}.{name}", at_start=[option], **{option: (1000,)})
     at = "data.init_args.transforms[]"
     yield from refused(at, f"{DATA}.FederatedNormalize", eps=ABOVE_ZERO)
@@ -354,9 +354,7 @@ def sources() -> Iterator[Row]:
         padding_mode=CHOICE, std=([0.0, 1.0, 1.0], [NAN, 1.0, 1.0], [1.0]),
         mean=([NAN, 0.0, 0.0], [1.0]),
     )  # fmt: skip
-    yield from refused(
-        at, f"{DATA}.ImageFolder", images, at_start=["root"], root=("nowhere", "")
-    )
+    yield from refused(at, f"{DATA}.ImageFolder", images, at_start=["root"], root=("nowhere", ""))
     at, digits = "data", {"source": {"class_path": f"{DATA}.Digits"}, "num_clients": 5}
     yield from refused(
         at, f"{FL}.FederatedDataModule", digits, num_clients=COUNT, batch_size=COUNT,

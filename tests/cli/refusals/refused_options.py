@@ -7,12 +7,9 @@ from itertools import chain
 from typing import Any
 
 from refused_rows import (
-    ABOVE_ZERO,
     AT_LEAST_ZERO,
     CHOICE,
     COUNT,
-    COUNT_OR_NONE,
-    FRACTION,
     INF,
     NAN,
     PART,
@@ -47,7 +44,9 @@ def block() -> Iterator[Row]:
     )  # fmt: skip
     yield from each(at, {"federation": {"local_epochs": None}}, local_steps=COUNT)
     yield Row("federation.min_replies", 6, nested("federation.min_replies", 6))
-    yield Row("federation.client_state", "no_such*", nested("federation.client_state", ["no_such*"]))
+    yield Row(
+        "federation.client_state", "no_such*", nested("federation.client_state", ["no_such*"])
+    )
     families = (
         "cohort", "correction", "personal", "aggregator", "privacy", "server_optimizer", "devices",
         "asynchronous", "server_schedule", "attackers",
@@ -112,7 +111,9 @@ def combinations() -> Iterator[Row]:
     yield row("updates", "PowerSGD", "", updates=[spec("updates.QSGD"), spec("updates.PowerSGD")])
     yield row("updates", "TopK", "", updates=[spec("updates.QSGD"), TOP_K])
     yield row("download", "TopK", "", download=[TOP_K])
-    yield row("correction", "FedDyn", "", correction=spec("FedDyn"), server_optimizer="torch.optim.Adam")
+    yield row(
+        "correction", "FedDyn", "", correction=spec("FedDyn"), server_optimizer="torch.optim.Adam"
+    )
     yield row("server_optimizer", "LBFGS", "", server_optimizer="torch.optim.LBFGS")
     fine = spec("FineTuned", local_steps=2)
     sparse = {"class_path": f"{FL}.SparseSGDM", "init_args": {"lr": 0.1}}
@@ -220,7 +221,9 @@ def top() -> Iterator[Row]:
             yield Row(option, value, {option: value})
         for value in ("no_such.Module", f"{FL}.FedProx", f"{FL}.NoSuchClass", "torch.nn.Linear", 5):
             yield Row(option, value, {option: {"class_path": value}})
-    yield Row("data", "Digits", {"data": {"class_path": f"{FL}.data.Digits"}}, "FederatedDataModule")
+    yield Row(
+        "data", "Digits", {"data": {"class_path": f"{FL}.data.Digits"}}, "FederatedDataModule"
+    )
 
 
 def data_and_model() -> Iterator[Row]:

@@ -16,6 +16,7 @@ NAN, INF = math.nan, math.inf
 COUNT = ("many", 1.5, 0, -1)  # of something that there must be
 COUNT_OR_NONE = ("many", 1.5, -1)  # 0 is one of them
 ABOVE_ZERO = ("much", 0, -1, NAN, INF)
+LENGTH = ("much", 0, -1, NAN)  # infinite ones bound nothing
 AT_LEAST_ZERO = ("much", -1, NAN, INF)
 FRACTION = ("half", 0, -0.5, 1.5, NAN, INF)  # in (0, 1]
 PART = ("half", -0.5, 1.5, NAN, INF)  # in [0, 1]
