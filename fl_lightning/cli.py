@@ -32,6 +32,8 @@ from fl_lightning.cli_catalogue import asked_for, catalogue
 from fl_lightning.cli_constructors import watch_configuration, watched
 from fl_lightning.cli_devices import asks_for_several, automatic_processes
 from fl_lightning.cli_errors import Parser, explain
+from fl_lightning.cli_ranges import check_ranges
+from fl_lightning.cli_trainer import check_trainer
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.experiments.compare import DESCRIPTION, add_arguments, compare
 from fl_lightning.federation.compatibility import check_strategy
@@ -73,6 +75,13 @@ class FederatedCLI(LightningCLI):
             help="Threads of a CPU computation, PyTorch's own choice if null. Small models gain "
             "nothing from several, and lose much where other programs run as well.",
         )
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        """Parse, and refuse what Lightning would stumble over, or take without a look."""
+        super().parse_arguments(parser, args)
+        config = self.config[self.subcommand] if self.subcommand else self.config
+        check_trainer(config)
+        check_ranges(config)
 
     def before_instantiate_classes(self) -> None:
         """Set the threads; let ``--ckpt_path last`` mean the newest run of this configuration."""

@@ -27,6 +27,8 @@ BARE = ("Federation", "Attackers")
 _KEY = re.compile(r'Parser key "(?P<name>[^"]+)":\s*(?P<rest>.*)')
 _CLASS = re.compile(r"Problem with given class_path '(?P<name>[^']+)':\s*(?P<rest>.*)")
 _CALLABLE = re.compile(r"Type .* expects a function or a callable class: (?P<rest>.*)")
+# what is said of an option of the callable, and not of the callable itself
+_INSIDE = re.compile(r"Parser key |Option '|Key \"|the following arguments")
 _GIVEN = re.compile(r"Given value: (?P<given>.*)")
 _GOT = re.compile(r"^(?P<text>.*?)\. Got value: (?P<given>.*)$")
 # Frames of the tree, and the type that every value of the command line might be: a path to a file.
@@ -104,6 +106,8 @@ def _lines(message: str) -> Iterator[tuple[tuple[Level, ...], str]]:
     stack: list[Level] = []
     for line in message.splitlines():
         text = re.sub(r"^\s*(- )?", "", line)
+        if not text:
+            continue
         indent = len(line) - len(text)
         while stack and stack[-1].indent >= indent:
             stack.pop()
@@ -112,7 +116,7 @@ def _lines(message: str) -> Iterator[tuple[tuple[Level, ...], str]]:
                 stack.append(Level(indent, key=found["name"]))
             elif found := _CLASS.match(text):
                 stack.append(Level(indent, class_path=found["name"]))
-            elif (found := _CALLABLE.match(text)) and _KEY.match(found["rest"]):
+            elif (found := _CALLABLE.match(text)) and _INSIDE.match(found["rest"]):
                 stack.append(Level(indent, class_path=""))
             else:
                 break

@@ -96,7 +96,7 @@ class Noting:
     def __init__(self, builds: Any = None) -> None:
         self._builds = builds
 
-    def __call__(self, kind: Any, *args: Any, **options: Any) -> Any:
+    def __call__(self, kind: Any, /, *args: Any, **options: Any) -> Any:
         """Return the object."""
         try:
             if self._builds is None:
@@ -113,7 +113,7 @@ class NotingWithLinks(Noting):
     """The same for a function that is told which links were applied."""
 
     def __call__(
-        self, kind: Any, *args: Any, applied_instantiation_links: Any, **options: Any
+        self, kind: Any, /, *args: Any, applied_instantiation_links: Any, **options: Any
     ) -> Any:
         """Return the object."""
         return Noting(
@@ -138,7 +138,7 @@ def _is_of(spec: Namespace, refusal: Refusal) -> bool:
     name = spec.get("class_path")
     if name is None:  # a class whose options stand below the option's name
         options = spec
-    elif _named(name) is refusal.kind:
+    elif named(name) is refusal.kind:
         options = spec.get("init_args") or Namespace()
     else:
         return False
@@ -150,11 +150,12 @@ def _is_of(spec: Namespace, refusal: Refusal) -> bool:
     )
 
 
-def _named(class_path: str) -> Any:
+def named(class_path: str) -> Any:
+    """Return what an import path names; None if there is no such thing."""
     module, _, name = class_path.rpartition(".")
     try:
         return getattr(import_module(module), name)
-    except (ImportError, AttributeError):
+    except (ImportError, AttributeError, ValueError):
         return None
 
 
@@ -196,10 +197,14 @@ def told_at(place: str, refusal: Refusal, text: str) -> str:
     inside = place if name in ("Federation", "Attackers") else f"{place}.init_args"
     for prefix in (f"{name}: ", f"{re.sub(r'.*[.]', '', place)}: "):
         text = text.removeprefix(prefix)
-    named = re.findall(r"\w+", text)
-    option = next((word for word in named if word in refusal.options), None)
+    if text.startswith(f"{inside}."):
+        return text
+    words = re.findall(r"\w+", text)
+    option = next((word for word in words if word in refusal.options), None)
     if option is None:
-        return f"{place}: {text}"
+        return f"{place}: {text.removeprefix(f'{place}: ')}"
     if text.startswith(f"{option} "):
         return f"{inside}.{text}"
+    for prefix in (f"{inside}.{option}: ", f"{option}: "):
+        text = text.removeprefix(prefix)
     return f"{inside}.{option}: {text}"

@@ -69,7 +69,9 @@ class Devices:
     def __post_init__(self) -> None:
         waits_long_enough = self.deadline is None or self.latency < self.deadline < math.inf
         rules = {
-            f"latency must be at least 0 and finite, got {self.latency}": 0 <= self.latency < math.inf,
+            f"latency must be at least 0 and finite, got {self.latency}": 0
+            <= self.latency
+            < math.inf,
             f"jitter must be at least 0 and finite, got {self.jitter}": 0 <= self.jitter < math.inf,
             f"drop_rate must be in [0, 1), got {self.drop_rate}": 0 <= self.drop_rate < 1,
             f"deadline must be longer than the latency of {self.latency} s, got {self.deadline}: "

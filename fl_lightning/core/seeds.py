@@ -95,11 +95,14 @@ def check_seed(owner: str, seed: int | None) -> None:
         ConfigurationError: saying so.
     """
     if seed is not None and not 0 <= seed < 2**64:
-        raise ConfigurationError(f"{owner}: seed must be from 0 to 2^64 - 1, got {seed}")
+        raise ConfigurationError(
+            f"{owner}: seed must be a whole number from 0 to 2^64 - 1, got {seed}"
+        )
 
 
 def run_seed(seed: int | None) -> int:
     """Return ``seed``, or where it is None the one given to `lightning.seed_everything`, or 0."""
+    check_seed("a run", seed)
     return int(os.environ.get("PL_GLOBAL_SEED", "0")) if seed is None else seed
 
 

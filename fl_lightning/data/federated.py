@@ -49,6 +49,9 @@ _HANDED_THROUGH = (
     "on_exception",
 )
 
+# of a client's examples: what is left to train on is a tenth at least
+_MOST_HELD_OUT = 0.9
+
 
 class FederatedDataModule(ForwardingDataModule):
     """A data module whose training set is divided among clients.
@@ -372,8 +375,8 @@ def _check_fractions(validation: float, test: float) -> None:
                 f"{name} must be in [0, 1), got {fraction}: "
                 "it is the share of its examples that a client never trains on"
             )
-    if validation + test >= 1:
+    if validation + test > _MOST_HELD_OUT:
         raise ConfigurationError(
-            f"client_val_fraction and client_test_fraction must be below 1 together, got "
+            f"client_val_fraction and client_test_fraction must be at most {_MOST_HELD_OUT} together, got "
             f"{validation} and {test}: clients train on the rest"
         )

@@ -10,6 +10,7 @@ those of the pooled training examples. Inputs are a batch's first part.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -93,10 +94,13 @@ class Normalize:
     std: list[float]
 
     def __post_init__(self) -> None:
-        if not self.mean or len(self.mean) != len(self.std) or not all(s > 0 for s in self.std):
+        if not self.mean or not all(math.isfinite(value) for value in self.mean):
             raise ConfigurationError(
-                "Normalize: mean and std need as many numbers, those of std > 0, "
-                f"got {self.mean} and {self.std}"
+                f"Normalize: mean must hold finite numbers, one a feature, got {self.mean}"
+            )
+        if len(self.mean) != len(self.std) or not all(0 < s < math.inf for s in self.std):
+            raise ConfigurationError(
+                f"Normalize: std must hold {len(self.mean)} finite numbers > 0, as mean does, got {self.std}"
             )
 
     def fit(self, clients: Callable[[], InputsOfClients]) -> Transform:
@@ -123,9 +127,9 @@ class FederatedNormalize:
     eps: float = 1e-8
 
     def __post_init__(self) -> None:
-        if not self.eps >= 0:
+        if not 0 <= self.eps < math.inf:
             raise ConfigurationError(
-                f"FederatedNormalize: eps must not be negative, got {self.eps}"
+                f"FederatedNormalize: eps must be at least 0 and finite, got {self.eps}"
             )
 
     def fit(self, clients: Callable[[], InputsOfClients]) -> Transform:

@@ -50,11 +50,11 @@ class Iris(LightningDataModule):
         seed: int | None = None,
     ) -> None:
         super().__init__()
-        if batch_size < 1 or not 0 < test_fraction < 1 or not 0 < val_fraction < 1:
-            raise ConfigurationError(
-                "Iris: batch_size must be at least 1, test_fraction and val_fraction in (0, 1), "
-                f"got {batch_size}, {test_fraction} and {val_fraction}"
-            )
+        if batch_size < 1:
+            raise ConfigurationError(f"Iris: batch_size must be at least 1, got {batch_size}")
+        for name, share in (("test_fraction", test_fraction), ("val_fraction", val_fraction)):
+            if not 0 < share < 1:
+                raise ConfigurationError(f"Iris: {name} must be in (0, 1), got {share}")
         self.batch_size = batch_size
         self._fractions = test_fraction, val_fraction
         self._seed = seed

@@ -16,6 +16,7 @@ Shapes: B images, C channels, H and W pixels.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -67,8 +68,12 @@ class PixelPipeline:
         issues = []
         if not self.mean or len(self.mean) != len(self.std):
             issues.append(f"mean and std need one number a channel, got {self.mean}, {self.std}")
-        if any(value <= 0 for value in self.std):
-            issues.append(f"std must be > 0, got {self.std}: use 1.0 to leave a channel's scale")
+        if not all(math.isfinite(value) for value in self.mean):
+            issues.append(f"mean must hold finite numbers, got {self.mean}")
+        if not all(0 < value < math.inf for value in self.std):
+            issues.append(
+                f"std must be > 0 and finite, got {self.std}: use 1.0 to leave a channel's scale"
+            )
         if self.crop_padding < 0:
             issues.append(f"crop_padding must be >= 0 pixels, got {self.crop_padding}: 0 is off")
         if self.padding_mode not in get_args(PaddingMode):

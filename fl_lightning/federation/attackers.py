@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.core.seeds import numpy_generator, run_seed
+from fl_lightning.core.seeds import check_seed, numpy_generator, run_seed
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.data.poisoning import Poison
 from fl_lightning.server.aggregators import Aggregator
@@ -47,6 +47,7 @@ class Attackers:
                 f"attackers: fraction must be in [0, 1], got {self.fraction}: it is the part of "
                 "the clients that attack"
             )
+        check_seed("attackers", self.seed)
 
     def choose(self, num_clients: int) -> list[int]:
         """Return the attackers, increasing.
@@ -54,6 +55,11 @@ class Attackers:
         Raises:
             ConfigurationError: if too few clients are left to choose from.
         """
+        unknown = [client for client in self.spared if not 0 <= client < num_clients]
+        if unknown:
+            raise ConfigurationError(
+                f"attackers.spared must be clients from 0 to {num_clients - 1}, got {unknown[0]}"
+            )
         others = np.setdiff1d(np.arange(num_clients), self.spared)
         count = round(self.fraction * num_clients)
         if count > len(others):
@@ -67,6 +73,10 @@ class Attackers:
 
     def enter(self, data: FederatedDataModule) -> None:
         """Have the attackers read what they train on; until `FederatedDataModule.poison` ends it."""
+        if self.poison is None and self.forge is None:
+            raise ConfigurationError(
+                "federation.attackers: give poison, forge or both, else nobody attacks"
+            )
         if self.poison is not None:
             data.poison(self.choose(len(data.clients)), self.poison, run_seed(self.seed))
 

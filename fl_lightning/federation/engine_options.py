@@ -49,9 +49,8 @@ class EngineOptions:
             )
         if self.spot_check is not None and not 0 <= self.spot_check <= 1:
             raise ConfigurationError(
-                "federation: spot_check is the fraction of clients that are trained both ways, "
-                f"between 0 (none) and 1 (all), or null for as many as take 1 % of the time, got "
-                f"{self.spot_check}"
+                f"federation: spot_check must be in [0, 1], or null for as many as take 1 % of the time, "
+                f"got {self.spot_check}: it is the fraction of clients that are trained both ways"
             )
         given = self.speedups or ()
         if not set(given) <= set(SPEEDUPS) or len(set(given)) < len(given):

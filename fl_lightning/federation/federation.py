@@ -23,6 +23,7 @@ from fl_lightning.client.personalisation import Personalisation
 from fl_lightning.client.speedups import Speedup
 from fl_lightning.core.freed_memory import keep_freed_memory
 from fl_lightning.core.seeds import (
+    check_seed,
     derive_seed,
     preserve_global_generators,
     run_seed,
@@ -222,6 +223,7 @@ class Federation(Callback):
         if asynchronous is not None:
             check_asynchronous(cohort, devices, correction, download)
             cohort = UniformCohort(size=asynchronous.buffer_size)  # who calibrates a mask, e.g.
+        check_seed("federation", seed)
         self.cohort = cohort if cohort is not None else AllClients()
         self.engine = EngineOptions(
             engine, slots, None if speedups is None else tuple(speedups), spot_check

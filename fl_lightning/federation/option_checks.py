@@ -48,8 +48,8 @@ def check_values(
         problems.append(f"on_client_failure must be raise or skip, got {on_client_failure!r}")
     if min_replies < 1:
         problems.append(f"min_replies must be at least 1 client, got {min_replies}")
-    if not client_memory_gb >= 0:
-        problems.append(f"client_memory_gb must be at least 0, got {client_memory_gb}")
+    if not 0 <= client_memory_gb < float("inf"):
+        problems.append(f"client_memory_gb must be at least 0 and finite, got {client_memory_gb}")
     if problems:
         raise ConfigurationError("federation: " + "; ".join(problems))
 

@@ -30,6 +30,10 @@ from fl_lightning.models.schedule import Schedule
 Batch = tuple[Tensor, Tensor]
 
 
+# A patch embedding of larger images takes more memory than there is.
+MOST_PIXELS = 16_384
+
+
 class ImageClassifier(LightningModule):
     """Classify images: a batch is images (B, in_chans, H, W) and labels (B,).
 
@@ -81,6 +85,7 @@ class ImageClassifier(LightningModule):
     ) -> None:
         super().__init__()
         _check(num_classes, drop_rate, label_smoothing, pretrained and checkpoint_path is not None)
+        _check_sizes(in_chans, image_size, freeze_blocks)
         named = {"num_classes": num_classes, "in_chans": in_chans, "drop_rate": drop_rate}
         arguments = _merge(named, network_kwargs or {})
         self.network = build_network(network, pretrained, image_size, arguments)
@@ -160,6 +165,17 @@ def _check(num_classes: int, drop_rate: float, label_smoothing: float, two_sourc
         f"drop_rate must be in [0, 1), got {drop_rate}": 0 <= drop_rate < 1,
         f"label_smoothing must be in [0, 1), got {label_smoothing}": 0 <= label_smoothing < 1,
         "pretrained and checkpoint_path name two sources of weights, give one": not two_sources,
+    }
+    if broken := [rule for rule, holds in rules.items() if not holds]:
+        raise ConfigurationError("; ".join(broken))
+
+
+def _check_sizes(in_chans: int, image_size: int | None, freeze_blocks: int) -> None:
+    fits = image_size is None or 1 <= image_size <= MOST_PIXELS
+    rules = {
+        f"in_chans must be at least 1 channel, got {in_chans}": in_chans >= 1,
+        f"image_size must be from 1 to {MOST_PIXELS} pixels, got {image_size}": fits,
+        f"freeze_blocks must be at least 0, got {freeze_blocks}": freeze_blocks >= 0,
     }
     if broken := [rule for rule, holds in rules.items() if not holds]:
         raise ConfigurationError("; ".join(broken))

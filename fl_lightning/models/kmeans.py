@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.core.seeds import run_seed, torch_generator
+from fl_lightning.core.seeds import check_seed, run_seed, torch_generator
 from fl_lightning.models.clustering_scores import SCORES, ClusteringScore
 
 
@@ -72,11 +72,15 @@ class KMeans(LightningModule):
         seed: int | None = None,
     ) -> None:
         super().__init__()
-        if num_clusters < 1 or num_features < 1:
-            raise ConfigurationError(
-                "KMeans: num_clusters and num_features must be at least 1, "
-                f"got {num_clusters} and {num_features}"
-            )
+        counts = {
+            "num_clusters": num_clusters,
+            "num_features": num_features,
+            "num_labels": num_labels,
+        }
+        for name, count in counts.items():
+            if count is not None and count < 1:
+                raise ConfigurationError(f"KMeans: {name} must be at least 1, got {count}")
+        check_seed("KMeans", seed)
         if start not in ("clients", "common"):
             raise ConfigurationError(f"KMeans: start must be clients or common, got {start!r}")
         generator = torch_generator(run_seed(seed), "k-means start")

@@ -108,9 +108,9 @@ def head_features(module: nn.Module, head: nn.Linear, batch: Any, logits: Logits
 
 def check_regularisation(value: float) -> None:
     """Refuse a regularisation that leaves the solution open."""
-    if not value > 0:
+    if not 0 < value < float("inf"):
         raise ConfigurationError(
-            f"regularisation must be above 0, got {value}: without it the head of separable or "
+            f"regularisation must be above 0 and finite, got {value}: without it the head of separable or "
             "collinear features has no unique solution. 1e-6 is next to none."
         )
 

@@ -62,8 +62,8 @@ class LinearHead:
         check_regularisation(self.regularisation)
         if self.max_iterations < 1:
             raise ConfigurationError(f"max_iterations must be ≥ 1, got {self.max_iterations}")
-        if not self.tolerance > 0:
-            raise ConfigurationError(f"tolerance must be above 0, got {self.tolerance}")
+        if not 0 < self.tolerance < float("inf"):
+            raise ConfigurationError(f"tolerance must be above 0 and finite, got {self.tolerance}")
 
     def fit(
         self,

@@ -59,8 +59,10 @@ class RidgeHead:
 
     def __post_init__(self) -> None:
         check_regularisation(self.regularisation)
-        if not self.temperature > 0:
-            raise ConfigurationError(f"temperature must be above 0, got {self.temperature}")
+        if not 0 < self.temperature < float("inf"):
+            raise ConfigurationError(
+                f"temperature must be above 0 and finite, got {self.temperature}"
+            )
 
     def fit(
         self,

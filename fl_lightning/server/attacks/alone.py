@@ -60,7 +60,9 @@ class SignFlip:
 
     def __post_init__(self) -> None:
         if not 0 <= self.scale < np.inf:
-            raise ConfigurationError(f"SignFlip: scale must be at least 0 and finite, got {self.scale}")
+            raise ConfigurationError(
+                f"SignFlip: scale must be at least 0 and finite, got {self.scale}"
+            )
 
     def forge(
         self, rows: Rows, attackers: Sequence[int], generators: Generators
@@ -85,7 +87,9 @@ class GaussianNoise:
 
     def __post_init__(self) -> None:
         if not 0 <= self.std < np.inf:
-            raise ConfigurationError(f"GaussianNoise: std must be at least 0 and finite, got {self.std}")
+            raise ConfigurationError(
+                f"GaussianNoise: std must be at least 0 and finite, got {self.std}"
+            )
 
     def forge(
         self, rows: Rows, attackers: Sequence[int], generators: Generators

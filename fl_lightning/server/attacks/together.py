@@ -65,7 +65,9 @@ class InnerProductManipulation:
 
     def __post_init__(self) -> None:
         if not np.isfinite(self.epsilon):
-            raise ConfigurationError(f"InnerProductManipulation: epsilon must be a finite number, got {self.epsilon}")
+            raise ConfigurationError(
+                f"InnerProductManipulation: epsilon must be a finite number, got {self.epsilon}"
+            )
 
     def forge(
         self, rows: Rows, attackers: Sequence[int], generators: Generators

@@ -15,7 +15,6 @@ FedAdam corrects the bias, and from torch's Adam in the same two things.
 from __future__ import annotations
 
 import math
-
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any, final

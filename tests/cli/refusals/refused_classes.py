@@ -320,7 +320,7 @@ def partitions() -> Iterator[Row]:
     ):
         yield from refused(at, f"{DATA}.{name}", at_start=[option], **{option: (1000,)})
     at = "data.init_args.transforms[]"
-    yield from refused(at, f"{DATA}.FederatedNormalize", eps=ABOVE_ZERO)
+    yield from refused(at, f"{DATA}.FederatedNormalize", eps=AT_LEAST_ZERO)
     normal = {"mean": [0.0], "std": [1.0]}
     yield from refused(
         at, f"{DATA}.Normalize", normal, mean=([], "x", [NAN], [0.0, 0.0]),
@@ -369,7 +369,8 @@ def sources() -> Iterator[Row]:
 def models() -> Iterator[Row]:
     """LightningModules."""
     at = "model"
-    small = {"network": "lenet", "num_classes": 10, "in_chans": 1, "image_size": 32}
+    sizes = {"num_classes": 10, "in_chans": 1, "image_size": 32}
+    small = {"network": "lenet", "network_kwargs": None, **sizes}
     yield from refused(
         at, f"{FL}.ImageClassifier", small, num_classes=COUNT, in_chans=COUNT,
         image_size=(*COUNT, 100_000), drop_rate=("half", -0.1, 1, 2, NAN),

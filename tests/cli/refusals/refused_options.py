@@ -63,7 +63,7 @@ def block() -> Iterator[Row]:
             spec = [{"class_path": wrong}]
             yield Row(f"{at}.{option}", wrong, nested(f"{at}.{option}", spec))
     for misspelt in ("local_epoch", "cohorts", "agregator", "corection", "clients", "rounds"):
-        yield Row(f"{at}.{misspelt}", 1, nested(f"{at}.{misspelt}", 1), "not accepted")
+        yield Row(f"{at}.{misspelt}", "", nested(f"{at}.{misspelt}", 1), "not accepted")
     for value in (5, "yes", [], True):
         yield Row(at, value, {at: value})
 
@@ -82,7 +82,7 @@ def combinations() -> Iterator[Row]:
     """What makes no sense together."""
 
     def row(name: str, value: Any, says: str = "", **block: Any) -> Row:
-        return Row(f"federation.{name}", value, {"federation": block}, says)
+        return Row(f"federation.{name}", value, {"federation": block}, says, name=name)
 
     def spec(path: str, **options: Any) -> dict[str, Any]:
         return {"class_path": f"{FL}.{path}", "init_args": options}
@@ -92,17 +92,17 @@ def combinations() -> Iterator[Row]:
     devices = spec("client.Devices", speeds=spec("client.LogNormalSpeeds"))
     fed_buff = spec("server.FedBuff", concurrency=4, buffer_size=2)
     noises = {"clip_norm": 1.0, "noise_multiplier": 1.0, "epsilon": 2.0}
-    yield row("local_steps", 3, "local_epochs", local_steps=3, local_epochs=3)
+    yield row("local_steps", "", "local_epochs", local_steps=3, local_epochs=3)
     yield row("cohort", "", "fraction", cohort=spec("UniformCohort"))
     yield row("cohort", 3, "fraction", cohort=spec("UniformCohort", fraction=0.5, size=3))
     yield row("cohort", 50, "5", cohort=spec("UniformCohort", size=50))
-    yield row("aggregator", "SecureMean", "", aggregator=secure, updates=[TOP_K])
-    yield row("aggregator", "SecureMean", "", aggregator=secure, privacy=central)
-    yield row("aggregator", "SecureMean", "", aggregator=secure, correction=spec("Scaffold"))
+    yield row("SecureMean", "SecureMean", "", aggregator=secure, updates=[TOP_K])
+    yield row("SecureMean", "SecureMean", "", aggregator=secure, privacy=central)
+    yield row("SecureMean", "SecureMean", "", aggregator=secure, correction=spec("Scaffold"))
     yield row("aggregator", 3, "at least", aggregator=spec("server.Krum", num_attackers=3))
     yield row("aggregator", 3, "at least", aggregator=spec("server.Bulyan", num_attackers=3))
     yield row("privacy", "Krum", "", aggregator=krum, privacy=central)
-    yield row("privacy", 2.0, "", privacy=spec("CentralDP", **noises))
+    yield row("privacy", 2, "", privacy=spec("CentralDP", **noises))
     yield row("privacy", "", "", privacy=spec("CentralDP", clip_norm=1.0))
     yield row("asynchronous", "", "devices", asynchronous=fed_buff, cohort=None)
     yield row("asynchronous", "", "cohort", asynchronous=fed_buff, devices=devices)
@@ -154,7 +154,7 @@ def trainer() -> Iterator[Row]:
         limit_val_batches=share,
         limit_test_batches=share,
         limit_predict_batches=share,
-        overfit_batches=(0.5, 1, "half", -1),
+        overfit_batches=("half", -1),
         val_check_interval=(0, -1, 0.0, -0.5, 1.5, NAN, "often", 100),
         check_val_every_n_epoch=(0, -1, "often", 1.5),
         num_sanity_val_steps=("some", 1.5, -2),
@@ -178,10 +178,13 @@ def trainer() -> Iterator[Row]:
     for path in ("/proc/no_such", "/dev/null/runs", "/dev/null"):
         config = {"trainer": {"default_root_dir": path, "enable_checkpointing": True}}
         yield Row("trainer.default_root_dir", path, config)
+    for value in (0.5, 1):
+        config = {"trainer": {"overfit_batches": value}}
+        yield Row("trainer.overfit_batches", "", config, "limit_train_batches")
     for value in (5, "yes", [], True):
         yield Row(at, value, {at: value})
     for misspelt in ("max_epoch", "epochs", "acelerator", "device", "num_node", "gpus"):
-        yield Row(f"{at}.{misspelt}", 1, nested(f"{at}.{misspelt}", 1), "not accepted")
+        yield Row(f"{at}.{misspelt}", "", nested(f"{at}.{misspelt}", 1), "not accepted")
     early = "lightning.pytorch.callbacks.EarlyStopping"
     saved = "lightning.pytorch.callbacks.ModelCheckpoint"
     for name, options in (
@@ -203,7 +206,11 @@ def trainer() -> Iterator[Row]:
         option = next(reversed(options))
         spec = {"class_path": name, "init_args": options}
         config = {"trainer": {"callbacks": [spec], "enable_checkpointing": True}}
-        yield Row(f"trainer.callbacks[0].init_args.{option}", options[option], config)
+        is_misspelt = option in ("monitr", "dirname")
+        name = "monitor" if option == "patience" and len(options) == 1 else ""
+        value = "" if is_misspelt or name else options[option]
+        name = name or ("no/such" if value == "no/such" else "")
+        yield Row(f"trainer.callbacks[0].init_args.{option}", value, config, name=name)
 
 
 def top() -> Iterator[Row]:
