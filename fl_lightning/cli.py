@@ -79,7 +79,7 @@ class FederatedCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Parse, and refuse what Lightning would stumble over, or take without a look."""
         super().parse_arguments(parser, args)
-        config = self.config[self.subcommand] if self.subcommand else self.config
+        config = self.config[self.config.subcommand]
         check_trainer(config)
         check_ranges(config)
 

@@ -9,6 +9,7 @@ that has not yet taken part has the global model's.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import nn
@@ -48,3 +49,17 @@ class Personalisation(Protocol):
         Raises:
             ConfigurationError: for a module with which it makes no sense.
         """
+
+
+@dataclass(frozen=True)
+class AllShared:
+    """Clients have nothing for themselves."""
+
+    beside = False
+    pull = 0.0
+    own_epochs = None
+    tuning_steps = 0
+
+    def names(self, module: nn.Module) -> list[str]:
+        """Return none."""
+        return []

@@ -58,7 +58,7 @@ class Attackers:
         unknown = [client for client in self.spared if not 0 <= client < num_clients]
         if unknown:
             raise ConfigurationError(
-                f"attackers.spared must be clients from 0 to {num_clients - 1}, got {unknown[0]}"
+                f"federation.attackers.spared must be clients from 0 to {num_clients - 1}, got {unknown[0]}"
             )
         others = np.setdiff1d(np.arange(num_clients), self.spared)
         count = round(self.fraction * num_clients)

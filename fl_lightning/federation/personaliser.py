@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from fl_lightning.client.added_term import AddedTerm
 from fl_lightning.client.apfl import APFL, Mixing
 from fl_lightning.client.correction import GradientTerm
-from fl_lightning.client.fine_tuned import FineTuned
 from fl_lightning.client.local_training import GlobalModel, LocalTrainer
 from fl_lightning.client.memory import ClientMemory
-from fl_lightning.client.personalisation import Personalisation
+from fl_lightning.client.personalisation import AllShared, Personalisation
 from fl_lightning.client.work import ClientWork
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.metric_states import MetricStates, metrics_of
@@ -62,7 +61,7 @@ class Personaliser:
         plan: WorkPlan,
         scaler: ClientScaler,
     ) -> None:
-        self._rule: Personalisation = rule or FineTuned(local_steps=0)
+        self._rule: Personalisation = rule or AllShared()
         self._memory, self._local, self._step, self._plan = memory, local, step, plan
         self._module, self._scaler = module, scaler
         self._metrics = metrics_of(module)

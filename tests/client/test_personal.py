@@ -58,7 +58,7 @@ def frozen():
         (lambda: Ditto(pull=float("inf")), "pull must be at least 0 and finite, got inf"),
         (lambda: APFL(mixture=1.5), r"mixture must be in \[0, 1\], got 1.5"),
         (lambda: APFL(mixture_rate=-1), "mixture_rate must be at least 0"),
-        (lambda: FineTuned(local_steps=-1), "local_steps must be at least 0, got -1"),
+        (lambda: FineTuned(local_steps=-1), "local_steps must be at least 1, got -1"),
     ],
 )  # fmt: skip
 def test_what_makes_no_sense_is_refused(make, message):

@@ -88,7 +88,7 @@ DIGITS = {
 
 
 class TestReductions:
-    @pytest.mark.parametrize("personal", [Personal(), FineTuned(3), Ditto(0.5), APFL()])
+    @pytest.mark.parametrize("personal", [FineTuned(3), Ditto(0.5), APFL()])
     def test_the_global_model_is_that_of_fedavg_bit_for_bit(self, personal):
         assert torch.equal(weights(run(personal)[0]), weights(run(None)[0]))
 

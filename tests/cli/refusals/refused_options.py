@@ -108,9 +108,9 @@ def combinations() -> Iterator[Row]:
     yield row("asynchronous", "", "cohort", asynchronous=fed_buff, devices=devices)
     both = {"asynchronous": fed_buff, "devices": devices, "cohort": None}
     yield row("asynchronous", "Scaffold", "", **both, correction=spec("Scaffold"))
-    yield row("updates", "PowerSGD", "", updates=[spec("updates.QSGD"), spec("updates.PowerSGD")])
-    yield row("updates", "TopK", "", updates=[spec("updates.QSGD"), TOP_K])
-    yield row("download", "TopK", "", download=[TOP_K])
+    yield row("updates", "", "low rank", updates=[spec("updates.QSGD"), spec("updates.PowerSGD")])
+    yield row("updates", "", "top-k", updates=[spec("updates.QSGD"), TOP_K])
+    yield row("download", "", "top-k", download=[TOP_K])
     yield row(
         "correction", "FedDyn", "", correction=spec("FedDyn"), server_optimizer="torch.optim.Adam"
     )

@@ -113,7 +113,8 @@ def refused(
     typed = next(v for v in (*bad.get(first, ()), 1))
     wrong = f"{first}x" if first else "anything"
     yield row(wrong, "", {**needed, wrong: typed}, says="not accepted")
-    for option in required(class_path):
+    given_below = ("fl_lightning.ImageClassifier", "fl_lightning.FederatedDataModule")
+    for option in () if class_path in given_below else required(class_path):
         if option in needed:
             rest = {name: value for name, value in needed.items() if name != option}
             yield row(option, "", rest, says="required")
