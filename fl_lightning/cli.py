@@ -7,20 +7,32 @@ Without the block the same files train centrally. ``fl-lightning compare`` runs 
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from jsonargparse.typing import PositiveInt
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
-from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.pytorch.cli import (
+    ArgsType,
+    LightningArgumentParser,
+    LightningCLI,
+    SaveConfigCallback,
+)
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
@@ -31,10 +43,22 @@ from fl_lightning.callbacks.progress import RoundProgressBar
 from fl_lightning.cli_catalogue import asked_for, catalogue
 from fl_lightning.cli_devices import asks_for_several, automatic_processes
 from fl_lightning.cli_errors import Parser, explain
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import ConfigurationError, Interrupted
 from fl_lightning.experiments.compare import DESCRIPTION, add_arguments, compare
+from fl_lightning.federation.atomic_checkpoint import AtomicCheckpointIO
+from fl_lightning.federation.checkpoint_file import check_checkpoint
 from fl_lightning.federation.compatibility import check_strategy
+from fl_lightning.federation.csv_rows import keep_rows
+from fl_lightning.federation.earlier_runs import CONFIG, EarlierRun, newest_checkpoint
 from fl_lightning.federation.federation import Federation
+from fl_lightning.federation.interruption import Interruption, interruptible
+from fl_lightning.federation.resumption import (
+    clean_up_after,
+    find_run,
+    settle_folder,
+    settle_loggers,
+)
+from fl_lightning.federation.run_folder import checkpoint_folders, own_run_folder, run_folder
 
 _EXPECTED_WARNINGS = (
     # the data sets here build whole batches in the main process: workers would only slow them
@@ -73,13 +97,25 @@ class FederatedCLI(LightningCLI):
             "nothing from several, and lose much where other programs run as well.",
         )
 
+        parser.add_argument(
+            "--resume_changed",
+            type=bool,
+            default=False,
+            help="With ckpt_path: go on although the configuration is not that of the run.",
+        )
+
     def before_instantiate_classes(self) -> None:
-        """Set the threads; let ``--ckpt_path last`` mean the newest run of this configuration."""
+        """Set the threads; find the run that ``--ckpt_path`` means."""
         config = self.config[self.subcommand]
         if config.get("num_threads") is not None:
             torch.set_num_threads(config.num_threads)
-        if config.get("ckpt_path") == "last":
-            resume_newest_run(config)
+        self._run: EarlierRun | None = None
+        if config.get("ckpt_path") is not None:
+            plain = yaml.safe_load(self.parser.dump(self.config, skip_none=False))
+            is_fit = self.subcommand == "fit"
+            run = find_run(config, plain[self.subcommand], is_fit=is_fit)
+            self._run = run if is_fit else None
+        settle_loggers(config, self._run)
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Add the federation, and what a federated run needs, to the Trainer's callbacks."""
@@ -88,6 +124,11 @@ class FederatedCLI(LightningCLI):
         given = options.get("callbacks") or []
         given = given if isinstance(given, list) else [given]
         options["callbacks"] = [*given, EvaluatedModel()]
+        if self.subcommand == "fit":
+            self._interruption = Interruption()
+            options["callbacks"].insert(0, self._interruption)  # before others begin a round
+            if not options["fast_dev_run"]:
+                settle_folder(options, self._run)
         if federation is not None:
             options["callbacks"] += [federation, *companions(given, options)]
             if self.subcommand == "fit":
@@ -96,6 +137,10 @@ class FederatedCLI(LightningCLI):
                 options["strategy"] = "federated"
                 rank_zero_info("trainer.strategy: federated, because there are several devices")
         trainer = super().instantiate_trainer(**kwargs)
+        write_atomically(trainer)
+        if self._run is not None and trainer.is_global_zero:
+            clean_up_after(self._run)
+            keep_rows(trainer, check_checkpoint(self._run.checkpoint))
         if federation is not None and self.subcommand == "fit":
             check_strategy(trainer)
         return trainer
@@ -110,6 +155,16 @@ class FederatedCLI(LightningCLI):
                 f"trainer.devices: {count} processes of one thread each, as there are cores for; "
                 "1 trains in this process alone"
             )
+
+    def fit(self, *args: Any, **kwargs: Any) -> None:
+        """Fit as the Trainer does; when interrupted, say how to go on."""
+        folders = checkpoint_folders(self.trainer)
+        try:
+            self.trainer.fit(*args, **kwargs)
+        except Interrupted as stop:
+            raise Interrupted(stop.signum, way_on(folders)) from stop
+        if self._interruption.is_asked:  # during the last round
+            raise Interrupted(signal.SIGINT, way_on(folders))
 
     def after_fit(self) -> None:
         """Test the last model and say where everything is."""
@@ -161,37 +216,6 @@ def _has_test(model: LightningModule, data: LightningDataModule | None) -> bool:
     )
 
 
-def resume_newest_run(config: Any) -> None:
-    """Point the loggers, and with them Lightning's ``last``, to the newest run with a checkpoint.
-
-    A logger without a version starts a new ``version_N`` folder in every process; the checkpoints
-    of the run to resume lie in an older one.
-
-    Args:
-        config: the subcommand's configuration, changed in place.
-    """
-    loggers = config.trainer.get("logger")
-    for logger in loggers if isinstance(loggers, list) else [loggers]:
-        # without a logger of its own Lightning writes to lightning_logs
-        options = getattr(
-            logger, "init_args", {} if logger is False else {"name": "lightning_logs"}
-        )
-        if options.get("version") is not None:
-            continue  # Lightning finds it
-        save_dir = options.get("save_dir") or config.trainer.get("default_root_dir") or "."
-        newest = max(
-            Path(save_dir, options.get("name") or "").glob("version_*/checkpoints/last*.ckpt"),
-            key=lambda path: path.stat().st_mtime,
-            default=None,
-        )
-        if newest is not None:
-            config["ckpt_path"] = str(newest)
-            if "TensorBoard" in getattr(logger, "class_path", ""):
-                # goes on in the same folder; other loggers would delete what they wrote there
-                options["version"] = newest.parent.parent.name
-            return
-
-
 def saved_models(trainer: Trainer) -> dict[str, str]:
     """Return which model every checkpoint that is to be told of holds, by path; the last one first."""
     last: dict[str, str] = {}
@@ -209,18 +233,57 @@ def saved_models(trainer: Trainer) -> dict[str, str]:
     return last | best
 
 
+def way_on(folders: Iterable[Path]) -> str:
+    """Return in words which checkpoint a fit that was interrupted has left, and how to go on.
+
+    Args:
+        folders: of its checkpoints.
+    """
+    newest = next(filter(None, map(newest_checkpoint, folders)), None)
+    if newest is None:
+        return "without a checkpoint: start again without ckpt_path"
+    path = shown_path(str(newest))
+    return (
+        f"{saved_after(path)}, which is saved: go on with the same command and --ckpt_path {path}"
+    )
+
+
+def write_atomically(trainer: Trainer) -> None:
+    """Have central fits as well write checkpoints that no kill can split."""
+    strategy = trainer.strategy
+    if not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)):
+        return  # writes them in its own way
+    if type(strategy.checkpoint_io) is TorchCheckpointIO:
+        strategy.checkpoint_io = AtomicCheckpointIO()
+
+
+class RunConfig(SaveConfigCallback):
+    """Saves the configuration in the run's folder, whatever the logger, where it says which run it is."""
+
+    @override
+    def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        path = Path(own_run_folder(trainer), CONFIG)
+        if stage != "fit" and path.exists():
+            return  # of the run whose model is evaluated
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_name(f".{path.name}.unfinished")
+        unfinished.write_text(self.parser.dump(self.config, skip_none=False))
+        os.replace(unfinished, path)
+
+
 def report_whereabouts(trainer: Trainer) -> None:
     """Print where checkpoints and logs are, and how to look at them."""
-    log_dir = trainer.log_dir  # which processes agree on: all must ask
+    folder = run_folder(trainer)  # which processes agree on: all must ask
     if trainer.fast_dev_run or not trainer.is_global_zero:  # type: ignore[attr-defined]
         return
     lines = []
     for path, words in saved_models(trainer).items():
         lines.append(f"checkpoint: {shown_path(path)}{f' ({words})' if words else ''}")
-    if trainer.logger is not None and log_dir:
-        lines.append(f"logs:       {shown_path(log_dir)}")
+    if trainer.logger is not None:
+        lines.append(f"logs:       {shown_path(folder)}")
+    if isinstance(trainer.logger, TensorBoardLogger):
         lines.append(
-            f"look:       tensorboard --logdir {shown_path(trainer.loggers[0].save_dir or '')}"
+            f"look:       tensorboard --logdir {shown_path(trainer.logger.save_dir or '')}"
         )
     print("\n".join(["", *lines]))
 
@@ -269,7 +332,8 @@ def resolve(words: Sequence[str]) -> str:
 def run_lightning(args: ArgsType) -> None:
     """Run one of Lightning's subcommands."""
     FederatedCLI(
-        save_config_kwargs={"overwrite": True},
+        save_config_callback=RunConfig,
+        save_config_kwargs={"save_to_log_dir": False},
         seed_everything_default=0,
         auto_configure_optimizers=False,
         subclass_mode_model=True,
@@ -285,19 +349,30 @@ def main(args: ArgsType = None) -> None:
     for expected in _EXPECTED_WARNINGS:
         warnings.filterwarnings("ignore", message=expected)
     logging.getLogger("lightning.pytorch").setLevel(logging.INFO)
-    words = sys.argv[1:] if args is None else args
     try:
-        if isinstance(words, list) and words[:1] == ["compare"]:
-            compare(words[1:], parser=compare_parser(), resolve=resolve)
-        elif isinstance(words, list) and (option := asked_for(words)):
-            print(catalogue(option))
-        else:
-            run_lightning(args)
+        with interruptible():
+            run_command(args)
+    except Interrupted as stop:
+        print(f"fl-lightning: {stop}", file=sys.stderr)
+        sys.exit(stop.exit_code)
+    except SIGTERMException:
+        sys.exit(Interrupted(signal.SIGTERM).exit_code)
     except Exception as error:
         sentence = explain(error)
         if sentence is None:
             raise
         sys.exit(f"fl-lightning: {sentence}")
+
+
+def run_command(args: ArgsType) -> None:
+    """Run one of Lightning's subcommands or ours."""
+    words = sys.argv[1:] if args is None else args
+    if isinstance(words, list) and words[:1] == ["compare"]:
+        compare(words[1:], parser=compare_parser(), resolve=resolve)
+    elif isinstance(words, list) and (option := asked_for(words)):
+        print(catalogue(option))
+    else:
+        run_lightning(args)
 
 
 if __name__ == "__main__":
