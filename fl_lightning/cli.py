@@ -7,58 +7,54 @@ Without the block the same files train centrally. ``fl-lightning compare`` runs 
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import sys
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
-from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
 from jsonargparse.typing import PositiveInt
-from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
-from lightning.pytorch.cli import (
-    ArgsType,
-    LightningArgumentParser,
-    LightningCLI,
-    SaveConfigCallback,
-)
-from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities import rank_zero_info
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
 from fl_lightning.callbacks.client_evaluation import ClientEvaluation
-from fl_lightning.callbacks.evaluated_model import EvaluatedModel, saved_after, shown_path
+from fl_lightning.callbacks.evaluated_model import EvaluatedModel
 from fl_lightning.callbacks.partition_report import PartitionReport
 from fl_lightning.callbacks.progress import RoundProgressBar
 from fl_lightning.cli_catalogue import asked_for, catalogue
 from fl_lightning.cli_devices import asks_for_several, automatic_processes
 from fl_lightning.cli_errors import Parser, explain
+from fl_lightning.cli_runs import (
+    RunConfig,
+    ended_by_signals,
+    report_whereabouts,
+    way_on,
+    write_atomically,
+)
+from fl_lightning.cli_started import take_what_was_started
 from fl_lightning.core.errors import ConfigurationError, Interrupted
 from fl_lightning.experiments.compare import DESCRIPTION, add_arguments, compare
-from fl_lightning.federation.atomic_checkpoint import AtomicCheckpointIO
 from fl_lightning.federation.checkpoint_file import check_checkpoint
 from fl_lightning.federation.compatibility import check_strategy
 from fl_lightning.federation.csv_rows import keep_rows
-from fl_lightning.federation.earlier_runs import CONFIG, EarlierRun, newest_checkpoint
+from fl_lightning.federation.earlier_runs import EarlierRun
 from fl_lightning.federation.federation import Federation
-from fl_lightning.federation.interruption import Interruption, interruptible
+from fl_lightning.federation.interruption import Interruption
 from fl_lightning.federation.resumption import (
     clean_up_after,
     find_run,
     settle_folder,
     settle_loggers,
 )
-from fl_lightning.federation.run_folder import checkpoint_folders, own_run_folder, run_folder
+from fl_lightning.federation.run_folder import checkpoint_folders
 
 _EXPECTED_WARNINGS = (
     # the data sets here build whole batches in the main process: workers would only slow them
@@ -129,6 +125,7 @@ class FederatedCLI(LightningCLI):
             options["callbacks"].insert(0, self._interruption)  # before others begin a round
             if not options["fast_dev_run"]:
                 settle_folder(options, self._run)
+        take_what_was_started(options)
         if federation is not None:
             options["callbacks"] += [federation, *companions(given, options)]
             if self.subcommand == "fit":
@@ -216,78 +213,6 @@ def _has_test(model: LightningModule, data: LightningDataModule | None) -> bool:
     )
 
 
-def saved_models(trainer: Trainer) -> dict[str, str]:
-    """Return which model every checkpoint that is to be told of holds, by path; the last one first."""
-    last: dict[str, str] = {}
-    best: dict[str, str] = {}
-    for callback in trainer.checkpoint_callbacks:
-        if not isinstance(callback, ModelCheckpoint):
-            continue
-        path, score = callback.best_model_path, callback.best_model_score
-        if path and callback.monitor and score is not None:
-            words = [f"best {callback.monitor}, {float(score):.4f}", saved_after(path)]
-            best[path] = ", ".join(filter(None, words))
-        for path in (callback.best_model_path, callback.last_model_path):
-            if path and path not in best:
-                last[path] = saved_after(path)
-    return last | best
-
-
-def way_on(folders: Iterable[Path]) -> str:
-    """Return in words which checkpoint a fit that was interrupted has left, and how to go on.
-
-    Args:
-        folders: of its checkpoints.
-    """
-    newest = next(filter(None, map(newest_checkpoint, folders)), None)
-    if newest is None:
-        return "without a checkpoint: start again without ckpt_path"
-    path = shown_path(str(newest))
-    return (
-        f"{saved_after(path)}, which is saved: go on with the same command and --ckpt_path {path}"
-    )
-
-
-def write_atomically(trainer: Trainer) -> None:
-    """Have central fits as well write checkpoints that no kill can split."""
-    strategy = trainer.strategy
-    if not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)):
-        return  # writes them in its own way
-    if type(strategy.checkpoint_io) is TorchCheckpointIO:
-        strategy.checkpoint_io = AtomicCheckpointIO()
-
-
-class RunConfig(SaveConfigCallback):
-    """Saves the configuration in the run's folder, whatever the logger, where it says which run it is."""
-
-    @override
-    def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        path = Path(own_run_folder(trainer), CONFIG)
-        if stage != "fit" and path.exists():
-            return  # of the run whose model is evaluated
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(f".{path.name}.unfinished")
-        unfinished.write_text(self.parser.dump(self.config, skip_none=False))
-        os.replace(unfinished, path)
-
-
-def report_whereabouts(trainer: Trainer) -> None:
-    """Print where checkpoints and logs are, and how to look at them."""
-    folder = run_folder(trainer)  # which processes agree on: all must ask
-    if trainer.fast_dev_run or not trainer.is_global_zero:  # type: ignore[attr-defined]
-        return
-    lines = []
-    for path, words in saved_models(trainer).items():
-        lines.append(f"checkpoint: {shown_path(path)}{f' ({words})' if words else ''}")
-    if trainer.logger is not None:
-        lines.append(f"logs:       {shown_path(folder)}")
-    if isinstance(trainer.logger, TensorBoardLogger):
-        lines.append(
-            f"look:       tensorboard --logdir {shown_path(trainer.logger.save_dir or '')}"
-        )
-    print("\n".join(["", *lines]))
-
-
 class Commands(Parser):
     """The parser of the whole command line: Lightning's subcommands and ours."""
 
@@ -344,35 +269,25 @@ def run_lightning(args: ArgsType) -> None:
     )
 
 
+@ended_by_signals
 def main(args: ArgsType = None) -> None:
     """Run the command line; a setting that cannot work ends it with one sentence."""
     for expected in _EXPECTED_WARNINGS:
         warnings.filterwarnings("ignore", message=expected)
     logging.getLogger("lightning.pytorch").setLevel(logging.INFO)
+    words = sys.argv[1:] if args is None else args
     try:
-        with interruptible():
-            run_command(args)
-    except Interrupted as stop:
-        print(f"fl-lightning: {stop}", file=sys.stderr)
-        sys.exit(stop.exit_code)
-    except SIGTERMException:
-        sys.exit(Interrupted(signal.SIGTERM).exit_code)
+        if isinstance(words, list) and words[:1] == ["compare"]:
+            compare(words[1:], parser=compare_parser(), resolve=resolve)
+        elif isinstance(words, list) and (option := asked_for(words)):
+            print(catalogue(option))
+        else:
+            run_lightning(args)
     except Exception as error:
         sentence = explain(error)
         if sentence is None:
             raise
         sys.exit(f"fl-lightning: {sentence}")
-
-
-def run_command(args: ArgsType) -> None:
-    """Run one of Lightning's subcommands or ours."""
-    words = sys.argv[1:] if args is None else args
-    if isinstance(words, list) and words[:1] == ["compare"]:
-        compare(words[1:], parser=compare_parser(), resolve=resolve)
-    elif isinstance(words, list) and (option := asked_for(words)):
-        print(catalogue(option))
-    else:
-        run_lightning(args)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -159,8 +160,9 @@ def remove_empty(folder: Path, seconds: float = 5.0) -> None:
     for other in folder.parent.glob("version_*"):
         is_new = time.time() - other.stat().st_mtime < seconds  # its run may be about to write
         if other.is_dir() and not is_new and not any(p.is_file() for p in other.rglob("*")):
-            for path in sorted([other, *other.rglob("*")], reverse=True):
-                path.rmdir()
+            with suppress(OSError):  # its run lives, and has just written
+                for path in sorted([other, *other.rglob("*")], reverse=True):
+                    path.rmdir()
 
 
 def _own_folders(config: Mapping[str, Any]) -> Iterator[Path]:

@@ -146,7 +146,7 @@ def _new_folder(root: Path) -> Path:
 
 def _root(config: Any) -> Path:
     """Return below which folder the runs of a configuration are."""
-    options = next((logger.init_args for logger in _loggers(config)), {})
+    options: Any = next((logger.init_args for logger in _loggers(config)), {})
     return Path(options.get("save_dir") or config.trainer.get("default_root_dir") or ".")
 
 
