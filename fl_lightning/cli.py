@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -99,6 +100,18 @@ class FederatedCLI(LightningCLI):
             default=False,
             help="With ckpt_path: go on although the configuration is not that of the run.",
         )
+
+    def _parse_ckpt_path(self) -> None:
+        """Take the model's options from a checkpoint to evaluate, as Lightning does.
+
+        A fit has those it was given, which are compared with the run's: else what differs would be
+        replaced without a word.
+        """
+        subcommand = self.config.subcommand
+        given = None if subcommand == "fit" else self.config[subcommand].get("ckpt_path")
+        if given and Path(given).is_file():
+            check_checkpoint(Path(given))
+            super()._parse_ckpt_path()  # type: ignore[no-untyped-call]
 
     def before_instantiate_classes(self) -> None:
         """Set the threads; find the run that ``--ckpt_path`` means."""

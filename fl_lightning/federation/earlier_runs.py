@@ -101,11 +101,20 @@ def differences(run: EarlierRun, config: Mapping[str, Any], sections: Sequence[s
         sections: which parts are compared.
     """
     then, now = (dict(_flat(c, sections)) for c in (run.config, config))
+    found = [key for key in sorted(then.keys() | now.keys()) if then.get(key) != now.get(key)]
+    # of another class all options are others
+    other = [key.removesuffix("class_path") for key in found if key.endswith(".class_path")]
     return [
-        f"{key} ({then.get(key, 'nothing')!s} there, {now.get(key, 'nothing')!s} here)"
-        for key in sorted(then.keys() | now.keys())
-        if then.get(key) != now.get(key)
+        f"{key} ({_shown(then, key)} there, {_shown(now, key)} here)"
+        for key in found
+        if not any(
+            key.startswith((f"{prefix}init_args", f"{prefix}dict_kwargs")) for prefix in other
+        )
     ]
+
+
+def _shown(config: Mapping[str, Any], key: str) -> str:
+    return "nothing" if key not in config else str(config[key]) or "''"
 
 
 def choose(
