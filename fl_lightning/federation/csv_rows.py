@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import os
+import warnings
 from pathlib import Path
 
 from lightning.pytorch import Trainer
@@ -29,7 +30,9 @@ def _keep(logger: CSVLogger, step: int) -> None:
     path, kept = Path(logger.log_dir, "metrics.csv"), Path(logger.log_dir, _KEPT)
     if path.exists() and not kept.exists():  # else it was killed just here
         os.replace(path, kept)
-    writer = logger.experiment
+    with warnings.catch_warnings():  # of what would be deleted
+        warnings.filterwarnings("ignore", "Experiment logs directory .* exists and is not empty")
+        writer = logger.experiment
     if not kept.exists():
         return
     with kept.open(newline="") as file:
