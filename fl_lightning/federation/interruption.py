@@ -128,14 +128,15 @@ class Interruption(Callback):
             kill: sends them a signal, with SIGKILL waits for their end.
         """
 
-        def give_up(signum: int, frame: FrameType | None) -> NoReturn:
-            kill(signal.SIGKILL)
-            raise Interrupted(signal.SIGINT)
-
         own = os.getpid()
 
+        def give_up(signum: int, frame: FrameType | None) -> NoReturn:
+            if os.getpid() == own:  # else one that was forked, and does not train yet or any more
+                kill(signal.SIGKILL)
+            raise Interrupted(signal.SIGTERM if signum == signal.SIGTERM else signal.SIGINT)
+
         def ask(signum: int, frame: FrameType | None) -> None:
-            if os.getpid() != own:  # one that was forked, and does not train yet or any more
+            if os.getpid() != own:
                 raise Interrupted(signum)
             if not self._asked_at:
                 self.is_asked, self._asked_at = True, time.monotonic()
@@ -145,7 +146,9 @@ class Interruption(Callback):
             elif time.monotonic() - self._asked_at > _ONE_KEY_PRESS:
                 give_up(signum, frame)
 
-        self._before = _install({signal.SIGINT: ask, signal.SIGALRM: give_up})
+        self._before = _install(
+            {signal.SIGINT: ask, signal.SIGALRM: give_up, signal.SIGTERM: give_up}
+        )
         self._is_forked = True  # so the processes will be that inherit this object
         try:
             yield

@@ -1,0 +1,122 @@
+"""Whatever stops a run: nobody is left, the exit code is right, and it ends in the same bits."""
+
+import os
+import random
+import signal
+import time
+
+import pytest
+from stopping import ROUNDS, SECONDS, Run, assert_same_bits, final_state, members, saved_step
+
+LAST = ("--ckpt_path", "last")
+SOON = 2.0  # seconds within which SIGKILL and SIGTERM end all, of which each may be late once
+KILLED, TERMINATED, INTERRUPTED = -signal.SIGKILL, 128 + signal.SIGTERM, 130
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """The weights at the end of a fit that nobody stops."""
+    run = Run(tmp_path_factory.mktemp("whole"), 1)
+    assert run.end()[0] == 0, run.said()
+    return final_state(run.folder)
+
+
+def parent(run):
+    os.kill(run.pid, run.signum)
+
+
+def group(run):
+    os.killpg(run.pid, run.signum)
+
+
+def child(run):
+    os.kill(members(run.pid)[-1], run.signum)
+
+
+def send(run, signum, whom):
+    run.signum = signum
+    whom(run)
+
+
+# the signal, to whom, in how many processes, and the exit code of the command
+SIGNALS = [
+    (signal.SIGINT, parent, 1, INTERRUPTED),
+    (signal.SIGINT, group, 2, INTERRUPTED),
+    (signal.SIGKILL, child, 2, 1),
+    (signal.SIGTERM, parent, 2, TERMINATED),
+]
+MORE_SIGNALS = [
+    (signal.SIGINT, group, 1, INTERRUPTED),
+    (signal.SIGINT, parent, 2, INTERRUPTED),
+    (signal.SIGINT, child, 2, INTERRUPTED),
+    (signal.SIGTERM, parent, 1, TERMINATED),
+    (signal.SIGTERM, group, 2, TERMINATED),
+    (signal.SIGTERM, child, 2, TERMINATED),
+    (signal.SIGKILL, parent, 2, KILLED),
+]
+
+
+def stop_and_go_on(folder, signum, whom, devices, code, expected):
+    run = Run(folder, devices)
+    run.wait_for_step(1)
+    time.sleep(0.1)
+    send(run, signum, whom)
+    ended, seconds = run.end(60)
+    said = run.said()
+    assert ended == code, said
+    assert seconds < SECONDS, said
+    assert "Traceback" not in said
+    done = saved_step(folder)
+    assert 1 <= done < ROUNDS, said
+    if signum == signal.SIGINT:
+        assert f"stopped by Ctrl-C after round {done}, which is saved: go on with" in said
+    run = Run(folder, devices, *LAST)
+    assert run.end()[0] == 0, run.said()
+    assert_same_bits(final_state(folder), expected)
+    return seconds
+
+
+@pytest.mark.parametrize(("signum", "whom", "devices", "code"), SIGNALS)
+def test_signals(tmp_path, signum, whom, devices, code, expected):
+    stop_and_go_on(tmp_path, signum, whom, devices, code, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("signum", "whom", "devices", "code"), MORE_SIGNALS)
+def test_more_signals(tmp_path, signum, whom, devices, code, expected):
+    stop_and_go_on(tmp_path, signum, whom, devices, code, expected)
+
+
+def kill_again_and_again(folder, devices, times, expected):
+    """Kill a run at random moments, take it up each time, and see it to its end."""
+    draws = random.Random(times)
+    killed = 0
+    while killed < times and saved_step(folder) < ROUNDS - 2:
+        begun = saved_step(folder)
+        run = Run(folder, devices, *(LAST if begun else ()))
+        # mostly while it trains, sometimes while it starts, if there is something to start from
+        if not begun or draws.random() < 0.8:
+            run.wait_for_step(begun + 1)
+            time.sleep(draws.uniform(0, 0.2))
+        else:
+            time.sleep(draws.uniform(0, 1.5))
+        whom = child if devices > 1 and len(members(run.pid)) > 1 and killed % 3 == 2 else parent
+        send(run, signal.SIGKILL, whom)
+        code, seconds = run.end(60)
+        assert code in (KILLED, 1) if whom is child else code == KILLED, run.said()
+        assert seconds < SECONDS, run.said()
+        killed += 1
+    assert killed == times
+    run = Run(folder, devices, *LAST)
+    assert run.end()[0] == 0, run.said()
+    assert_same_bits(final_state(folder), expected)
+
+
+def test_kills(tmp_path, expected):
+    kill_again_and_again(tmp_path, 1, 2, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 2])
+def test_fifteen_kills(tmp_path, devices, expected):
+    kill_again_and_again(tmp_path, devices, 15, expected)
