@@ -127,7 +127,6 @@ class Interruption(Callback):
         Args:
             kill: sends them a signal, with SIGKILL waits for their end.
         """
-
         own = os.getpid()
 
         def give_up(signum: int, frame: FrameType | None) -> NoReturn:

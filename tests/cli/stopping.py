@@ -16,7 +16,6 @@ import torch
 from fl_lightning.cli import main
 
 CONFIG = Path(__file__).with_name("small_run.yaml")
-ROUNDS = 40
 SECONDS = 5.0  # after which nobody may be left
 
 
@@ -26,15 +25,16 @@ class Run:
     Args:
         folder: where it writes, with standard error in ``said.txt``.
         devices: how many processes train.
+        rounds: how many there are.
         words: more of the command line.
     """
 
-    def __init__(self, folder, devices, *words):
+    def __init__(self, folder, devices, rounds, *words):
         folder.mkdir(exist_ok=True)
         self.folder = folder
         options = [
             *("fit", "--config", str(CONFIG), "--trainer.devices", str(devices)),
-            *("--trainer.max_epochs", str(ROUNDS), "--trainer.logger", "false", *words),
+            *("--trainer.max_epochs", str(rounds), "--trainer.logger", "false", *words),
         ]
         context = multiprocessing.get_context("fork")
         self._process = context.Process(target=_command, args=(folder, options))
@@ -101,12 +101,12 @@ def saved_step(folder):
     return torch.load(found[-1], weights_only=True)["global_step"] if found else 0
 
 
-def final_state(folder):
+def final_state(folder, rounds):
     """Return the weights at the end of a fit, which has left one folder and nothing unfinished."""
     (last,) = checkpoints(folder)
     assert not list(folder.rglob("*.unfinished"))
     checkpoint = torch.load(last, weights_only=True)
-    assert checkpoint["global_step"] == ROUNDS
+    assert checkpoint["global_step"] == rounds
     return checkpoint["state_dict"]
 
 

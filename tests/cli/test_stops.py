@@ -6,19 +6,30 @@ import signal
 import time
 
 import pytest
-from stopping import ROUNDS, SECONDS, Run, assert_same_bits, final_state, members, saved_step
+from stopping import SECONDS, Run, assert_same_bits, final_state, members, saved_step
 
 LAST = ("--ckpt_path", "last")
-SOON = 2.0  # seconds within which SIGKILL and SIGTERM end all, of which each may be late once
 KILLED, TERMINATED, INTERRUPTED = -signal.SIGKILL, 128 + signal.SIGTERM, 130
+
+
+FEW, MANY = 12, 80  # rounds
+
+
+def whole(folder, rounds):
+    """Return the weights at the end of a fit that nobody stops."""
+    run = Run(folder, 1, rounds)
+    assert run.end()[0] == 0, run.said()
+    return final_state(folder, rounds)
 
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
-    """The weights at the end of a fit that nobody stops."""
-    run = Run(tmp_path_factory.mktemp("whole"), 1)
-    assert run.end()[0] == 0, run.said()
-    return final_state(run.folder)
+    return whole(tmp_path_factory.mktemp("whole"), FEW)
+
+
+@pytest.fixture(scope="module")
+def expected_of_many(tmp_path_factory):
+    return whole(tmp_path_factory.mktemp("whole"), MANY)
 
 
 def parent(run):
@@ -43,13 +54,13 @@ SIGNALS = [
     (signal.SIGINT, parent, 1, INTERRUPTED),
     (signal.SIGINT, group, 2, INTERRUPTED),
     (signal.SIGKILL, child, 2, 1),
-    (signal.SIGTERM, parent, 2, TERMINATED),
 ]
 MORE_SIGNALS = [
     (signal.SIGINT, group, 1, INTERRUPTED),
     (signal.SIGINT, parent, 2, INTERRUPTED),
     (signal.SIGINT, child, 2, INTERRUPTED),
     (signal.SIGTERM, parent, 1, TERMINATED),
+    (signal.SIGTERM, parent, 2, TERMINATED),
     (signal.SIGTERM, group, 2, TERMINATED),
     (signal.SIGTERM, child, 2, TERMINATED),
     (signal.SIGKILL, parent, 2, KILLED),
@@ -57,9 +68,8 @@ MORE_SIGNALS = [
 
 
 def stop_and_go_on(folder, signum, whom, devices, code, expected):
-    run = Run(folder, devices)
+    run = Run(folder, devices, FEW)
     run.wait_for_step(1)
-    time.sleep(0.1)
     send(run, signum, whom)
     ended, seconds = run.end(60)
     said = run.said()
@@ -67,13 +77,12 @@ def stop_and_go_on(folder, signum, whom, devices, code, expected):
     assert seconds < SECONDS, said
     assert "Traceback" not in said
     done = saved_step(folder)
-    assert 1 <= done < ROUNDS, said
+    assert 1 <= done < FEW, said
     if signum == signal.SIGINT:
         assert f"stopped by Ctrl-C after round {done}, which is saved: go on with" in said
-    run = Run(folder, devices, *LAST)
+    run = Run(folder, devices, FEW, *LAST)
     assert run.end()[0] == 0, run.said()
-    assert_same_bits(final_state(folder), expected)
-    return seconds
+    assert_same_bits(final_state(folder, FEW), expected)
 
 
 @pytest.mark.parametrize(("signum", "whom", "devices", "code"), SIGNALS)
@@ -87,13 +96,13 @@ def test_more_signals(tmp_path, signum, whom, devices, code, expected):
     stop_and_go_on(tmp_path, signum, whom, devices, code, expected)
 
 
-def kill_again_and_again(folder, devices, times, expected):
+def kill_again_and_again(folder, devices, times, rounds, expected):
     """Kill a run at random moments, take it up each time, and see it to its end."""
     draws = random.Random(times)
     killed = 0
-    while killed < times and saved_step(folder) < ROUNDS - 2:
+    while killed < times and saved_step(folder) < rounds - 2:
         begun = saved_step(folder)
-        run = Run(folder, devices, *(LAST if begun else ()))
+        run = Run(folder, devices, rounds, *(LAST if begun else ()))
         # mostly while it trains, sometimes while it starts, if there is something to start from
         if not begun or draws.random() < 0.8:
             run.wait_for_step(begun + 1)
@@ -107,16 +116,16 @@ def kill_again_and_again(folder, devices, times, expected):
         assert seconds < SECONDS, run.said()
         killed += 1
     assert killed == times
-    run = Run(folder, devices, *LAST)
+    run = Run(folder, devices, rounds, *LAST)
     assert run.end()[0] == 0, run.said()
-    assert_same_bits(final_state(folder), expected)
+    assert_same_bits(final_state(folder, rounds), expected)
 
 
 def test_kills(tmp_path, expected):
-    kill_again_and_again(tmp_path, 1, 2, expected)
+    kill_again_and_again(tmp_path, 1, 2, FEW, expected)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2])
-def test_fifteen_kills(tmp_path, devices, expected):
-    kill_again_and_again(tmp_path, devices, 15, expected)
+def test_fifteen_kills(tmp_path, devices, expected_of_many):
+    kill_again_and_again(tmp_path, devices, 15, MANY, expected_of_many)
