@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from fl_lightning import ImageClassifier
 from fl_lightning.cli import main
 
 CONFIG = Path(__file__).with_name("small_run.yaml")
@@ -113,3 +114,12 @@ def final_state(folder, rounds):
 def assert_same_bits(ours, expected):
     for name, tensor in expected.items():
         assert torch.equal(ours[name], tensor), name
+
+
+class SlowClassifier(ImageClassifier):
+    """Its rounds take much longer than Ctrl-C waits for."""
+
+    def training_step(self, *args):
+        Path("trains").touch()
+        time.sleep(0.5)
+        return super().training_step(*args)

@@ -129,3 +129,49 @@ def test_kills(tmp_path, expected):
 @pytest.mark.parametrize("devices", [1, 2])
 def test_fifteen_kills(tmp_path, devices, expected_of_many):
     kill_again_and_again(tmp_path, devices, 15, MANY, expected_of_many)
+
+
+def run_slowly(folder, devices):
+    """Start a run with rounds of half a minute and return when it trains."""
+    model = ("--model", "stopping.SlowClassifier", "--federation.engine", "sequential")
+    run = Run(folder, devices, FEW, *model, "--federation.local_steps", "60")
+    deadline = time.monotonic() + 60
+    while not (folder / "trains").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return run
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_long_round_is_given_up(tmp_path, devices):
+    run = run_slowly(tmp_path, devices)
+    send(run, signal.SIGINT, group)
+    code, seconds = run.end(60)
+    assert (code, seconds < SECONDS) == (INTERRUPTED, True), run.said()
+    assert "stopped by Ctrl-C without a checkpoint: start again without ckpt_path" in run.said()
+    assert "Traceback" not in run.said()
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_second_ctrl_c_stops_at_once(tmp_path, devices):
+    run = run_slowly(tmp_path, devices)
+    send(run, signal.SIGINT, group)
+    time.sleep(0.5)
+    assert members(run.pid)
+    send(run, signal.SIGINT, group)
+    code, seconds = run.end(60)
+    assert (code, seconds < 1.5) == (INTERRUPTED, True), run.said()
+    assert "Traceback" not in run.said()
+
+
+@pytest.mark.parametrize("text", ["Seed set", "clients, "])
+def test_ctrl_c_before_the_first_round_stops_at_once(tmp_path, text):
+    run = Run(tmp_path, 2, FEW)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "said.txt").exists() or text not in run.said():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    send(run, signal.SIGINT, group)
+    code, seconds = run.end(60)
+    assert (code, seconds < SECONDS) == (INTERRUPTED, True), run.said()
+    assert "Traceback" not in run.said()
