@@ -111,7 +111,7 @@ class FederatedCLI(LightningCLI):
         given = None if subcommand == "fit" else self.config[subcommand].get("ckpt_path")
         if given and Path(given).is_file():
             check_checkpoint(Path(given))
-            super()._parse_ckpt_path()  # type: ignore[no-untyped-call]
+            super()._parse_ckpt_path()
 
     def before_instantiate_classes(self) -> None:
         """Set the threads; find the run that ``--ckpt_path`` means."""
