@@ -136,6 +136,7 @@ class Interruption(Callback):
 
         def ask(signum: int, frame: FrameType | None) -> None:
             if os.getpid() != own:
+                _install({signal.SIGINT: signal.SIG_IGN})  # the same key press, passed on
                 raise Interrupted(signum)
             if not self._asked_at:
                 self.is_asked, self._asked_at = True, time.monotonic()

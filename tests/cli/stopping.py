@@ -119,7 +119,7 @@ def assert_same_bits(ours, expected):
 class SlowClassifier(ImageClassifier):
     """Its rounds take much longer than Ctrl-C waits for."""
 
-    def training_step(self, *args):
+    def training_step(self, batch, batch_idx):
         Path("trains").touch()
         time.sleep(0.5)
-        return super().training_step(*args)
+        return super().training_step(batch, batch_idx)
