@@ -62,7 +62,10 @@ def last_state(folder):
     return torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
 
 
-@pytest.mark.parametrize("logger", [TENSORBOARD, CSV, WANDB, NONE, []])
+SLOW = [pytest.param(logger, marks=pytest.mark.slow) for logger in (NONE, [])]
+
+
+@pytest.mark.parametrize("logger", [TENSORBOARD, CSV, WANDB, *SLOW])
 def test_last_is_the_run_of_this_configuration(logger):
     if logger is WANDB:
         pytest.importorskip("wandb")
