@@ -8,6 +8,7 @@ one sentence on standard error and a code other than 0, without a traceback.
 from __future__ import annotations
 
 import difflib
+import errno
 import inspect
 import re
 import sys
@@ -19,7 +20,12 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser
 from typing_extensions import override
 
-from fl_lightning.core.errors import ConfigurationError, ProcessFailure, RoundFailure
+from fl_lightning.core.errors import (
+    CheckpointFailure,
+    ConfigurationError,
+    ProcessFailure,
+    RoundFailure,
+)
 
 # What the parser says besides the reason: the types it tried and the values it was given.
 _NOISE = re.compile(
@@ -27,10 +33,16 @@ _NOISE = re.compile(
 )
 _REFUSED_OPTION = re.compile(r"'(?P<option>\w+)' is not accepted")
 _TOLD_IN_A_SENTENCE = (
+    CheckpointFailure,
     ConfigurationError,
     MisconfigurationException,
     RoundFailure,
     ProcessFailure,
+)
+# a full disk, a folder that is read-only or no folder at all
+_STORAGE = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG),
+    *(errno.ENOTDIR, errno.EEXIST),
 )
 # "Invalid learning rate: -0.1", as every optimizer of PyTorch says it
 _REFUSED_BY_OPTIMIZER = re.compile(r"Invalid [\w ]+: ")
@@ -98,7 +110,13 @@ def explain(error: BaseException) -> str | None:
         return "ckpt_path: the file is no checkpoint of Lightning, or a damaged one"
     if text.startswith("Early stopping conditioned on metric"):
         return text
-    return _foreign_checkpoint(error)
+    return _not_written(error) or _foreign_checkpoint(error)
+
+
+def _not_written(error: BaseException) -> str | None:
+    if not isinstance(error, OSError) or error.errno not in _STORAGE:
+        return None
+    return f"{error.filename or 'a file of the run'} could not be written: {error.strerror}"
 
 
 def _foreign_checkpoint(error: BaseException) -> str | None:
