@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from secrets import randbits
 from typing import Literal, TypeVar
 
@@ -13,7 +13,7 @@ from fl_lightning.core.seeds import derive_seed
 from fl_lightning.updates.secure.entropy import Entropy, seeded_entropy, system_entropy
 from fl_lightning.updates.secure.graph import SparseGraph
 from fl_lightning.updates.secure.ring import Integers
-from fl_lightning.updates.secure.session import Session, Stage
+from fl_lightning.updates.secure.session import Session, Stage, new_run_id
 from fl_lightning.updates.secure.shortcut import shortcut
 from fl_lightning.updates.secure.simulation import Costs, Outcome, simulate
 from fl_lightning.updates.secure.unit_seconds import UnitSeconds
@@ -33,7 +33,7 @@ class SecureSum:
         active: whether the server may break the rules: 2/3 of a cohort must answer at least.
         protocol: ``"run"`` runs it, every message; ``"count"`` returns the same sum and bytes
             without, which protects nothing and is for experiments.
-        run: name of the run.
+        run: id of the run; random, unless messages are to be repeated byte for byte.
         min_survivors: with fewer vectors there is no sum, whatever the threshold allows.
 
     Raises:
@@ -46,7 +46,7 @@ class SecureSum:
         >>> secure_sum(updates, round_index=0, seed=0).total
         array([16, 27], dtype=uint16)
         >>> secure_sum.bytes_up(2, 3)
-        550
+        687
     """
 
     bits: int = 32
@@ -54,7 +54,7 @@ class SecureSum:
     sparse: SparseGraph | None = None
     active: bool = False
     protocol: Literal["run", "count"] = "run"
-    run: str = "run"
+    run: str = field(default_factory=new_run_id)
     min_survivors: int | None = None
 
     def __post_init__(self) -> None:
@@ -120,7 +120,8 @@ class SecureSum:
             dropped: the first stage at which a client is silent; clients that have no vector are
                 silent at `Stage.MASK` at the latest.
             round_index: ≥ 0.
-            seed: makes every byte repeatable, for simulations; None for the system's entropy.
+            seed: makes every secret repeatable, for simulations, and with ``run`` every byte; None
+                for the system's entropy.
             unit_seconds: what ``"count"`` makes its seconds of; None for none.
 
         Returns:

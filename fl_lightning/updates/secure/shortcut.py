@@ -57,7 +57,7 @@ def shortcut(
         >>> vectors = {place: np.array([place, 1], np.uint32) for place in range(4)}
         >>> outcome = shortcut(session, vectors, {3: Stage.MASK})
         >>> outcome.total, outcome.costs.bytes_up[0], outcome.costs.bytes_up[3]
-        (array([3, 3], dtype=uint32), 669, 419)
+        (array([3, 3], dtype=uint32), 838, 580)
     """
     first_silent = checked_dropouts(session, dropouts or {})
     count = _Count(session, first_silent, unit_seconds or UnitSeconds())
@@ -97,9 +97,9 @@ class _Count:
         self._graph = neighbours(participants, session.num_neighbours, session.graph_seed)
         near = {place: len(self._graph[place]) for place in participants}
         self._down(Roster, {place: (count + 1,) for place, count in near.items()})
-        asked = {p: (near[p],) for p in self._with_holders(participants, participants)}
+        asked = {p: (near[p], near[p] + 1) for p in self._with_holders(participants, participants)}
         sharers = self._up(Stage.SHARE, SealedShares, asked, least)
-        self._down(Mailbox, {place: (len(self._graph[place] & sharers),) for place in sharers})
+        self._down(Mailbox, {p: (len(self._graph[p] & sharers),) * 2 for p in sharers})
         safe = self._with_holders(sharers, sharers)
         survivors = self._up(Stage.MASK, MaskedVector, dict.fromkeys(safe, ()), least)
         self._reveal(sharers, survivors)
