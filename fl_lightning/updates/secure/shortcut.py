@@ -104,6 +104,8 @@ class _Count:
         survivors = self._up(Stage.MASK, MaskedVector, dict.fromkeys(safe, ()), least)
         self._reveal(sharers, survivors)
         self._add_seconds(participants, sharers, survivors)
+        if session.active:
+            self._add_signatures(len(participants), len(survivors))
         return survivors
 
     def _reveal(self, sharers: Places, survivors: Places) -> None:
@@ -112,7 +114,7 @@ class _Count:
             self._down(Survivors, dict.fromkeys(there, ()))
             asked = dict.fromkeys(there, ())
             there = self._up(Stage.AGREE, SignedSurvivors, asked, self._session.threshold)
-            signatures = len(there)
+            signatures = self._session.threshold
         self._down(RevealRequest, dict.fromkeys(there, (signatures,)))
         shares = {
             place: (
@@ -167,3 +169,9 @@ class _Count:
         lost = sum(len(self._graph[place] & survivors) for place in sharers - survivors)
         self.costs.server_seconds += len(survivors) * pad + lost * (unit.agreement + pad)
         self.costs.server_seconds += len(sharers) * session.threshold**2 * unit.share_term
+
+    def _add_signatures(self, participants: int, survivors: int) -> None:
+        signed, unit = participants + survivors, self._unit
+        checked = participants**2 + survivors * self._session.threshold
+        self.costs.client_seconds += signed * unit.signature + checked * unit.verification
+        self.costs.server_seconds += signed * unit.verification

@@ -75,6 +75,42 @@ def test_many_levels_give_the_mean_itself():
     assert torch.allclose(mean, plain_mean(updates), rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("clip", [0.5, 1.0, 8.0])
+def test_by_default_the_mean_is_the_plain_one_to_1e_6(clip):
+    updates = some_updates(size=5000)
+    exact = torch.stack([u.num_examples * u.delta.double().clamp(-clip, clip) for u in updates])
+    exact = exact.sum(0) / sum(update.num_examples for update in updates)
+    secure = began(SecureMean(clip=clip), updates)
+    assert (secure.close().double() - exact).abs().max() < 1e-6
+    assert "within" not in secure.hides
+
+
+def test_where_the_ring_is_too_small_for_that_it_is_said():
+    updates = some_updates()
+    secure = began(SecureMean(clip=2.0, bits=32), updates)
+    error = (secure.close() - plain_mean(updates)).abs().max()
+    assert 1e-6 < error < 8e-6
+    assert "within 8e-06 of the plain one, not 1e-06: 32 bits hold 524288 levels" in secure.hides
+
+
+def test_large_vectors_are_safe_from_an_active_server_by_default():
+    secure_sum = SecureMean().secure_sum(32)
+    assert not secure_sum.session(6, size=1000).active
+    assert secure_sum.session(6, size=500_000).active
+    for options in ({"active": False}, {"threshold": 0.5}, {"sparse": SparseGraph()}):
+        assert not SecureMean(**options).secure_sum(32).session(6, size=500_000).active
+    assert SecureMean(active=True).secure_sum(32).session(6, size=1).active
+
+
+def test_every_run_of_a_seed_is_another_protocol_run_with_the_same_mean():
+    runs = []
+    for _ in range(2):
+        secure = began(SecureMean(), some_updates())
+        runs.append((secure.close(), secure.secure_sum(32).session(6, size=1).identity))
+    assert torch.equal(runs[0][0], runs[1][0])
+    assert runs[0][1] != runs[1][1]
+
+
 @pytest.mark.parametrize("options", [{}, {"active": True}, {"sparse": SparseGraph()}], ids=str)
 def test_counting_gives_the_bits_and_bytes_of_running(options):
     updates = some_updates(num_clients=12, size=8)
@@ -98,12 +134,12 @@ def test_processes_that_share_the_clients_out_give_the_same_mean(protocol):
     halves = [began(SecureMean(protocol=protocol), updates[part::2]) for part in (0, 1)]
     states = [half.state_dict() for half in halves]
     integers = [[state["vectors"][0].long()] for state in states]
-    vectors = [[v.numpy().view(np.uint32) for v in state["vectors"]] for state in states]
+    vectors = [[v.numpy().view(np.uint64) for v in state["vectors"]] for state in states]
     clients = [state["clients"] for state in states]
     parts = {"run": iter([list(zip(clients, vectors, strict=True))]), "count": iter([clients])}
 
     def all_reduce(vector):
-        vector += integers[1][0] % 2**32
+        vector += integers[1][0]
 
     halves[0].exchange(lambda mine: next(parts[protocol]), all_reduce)
     assert torch.equal(halves[0].close(), alone)

@@ -185,8 +185,9 @@ def test_a_sparse_plan_carries_a_round_with_its_dropouts():
     assert outcome.total.tolist() == plain_sum(made, vectors, outcome.survivors)
 
 
-def test_estimated_seconds_are_near_those_taken():
-    made = session(size=200_000)
+@pytest.mark.parametrize("options", [{}, {"active": True, "threshold": 5, "size": 1000}], ids=str)
+def test_estimated_seconds_are_near_those_taken(options):
+    made = session(**{"size": 200_000} | options)
     vectors = vectors_of(made)
     taken = simulate(made, vectors, {2: Stage.MASK}).costs
     counted = shortcut(made, vectors, {2: Stage.MASK}, UnitSeconds.measured()).costs
