@@ -102,6 +102,19 @@ def test_large_vectors_are_safe_from_an_active_server_by_default():
     assert SecureMean(active=True).secure_sum(32).session(6, size=1).active
 
 
+def test_integers_of_other_steps_are_not_taken_over():
+    half = began(SecureMean(), some_updates()[:3])
+    whole = began(SecureMean(), some_updates())
+    resumed = began(SecureMean(), some_updates()[:1])
+    resumed.load_state_dict(half.state_dict())
+    for update in some_updates()[3:]:
+        resumed.add(update)
+    assert torch.equal(resumed.close(), whole.close())
+    other = began(SecureMean(levels=2**20), some_updates()[:1])
+    with pytest.raises(ConfigurationError, match="resume with the options of the run"):
+        other.load_state_dict(half.state_dict())
+
+
 def test_every_run_of_a_seed_is_another_protocol_run_with_the_same_mean():
     runs = []
     for _ in range(2):

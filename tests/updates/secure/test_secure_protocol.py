@@ -39,7 +39,7 @@ DIRECTORY = Directory({place: key.public for place, key in SIGNING.items()})
 
 def session(**options):
     settings = {"num_clients": 6, "size": 3, "threshold": 4, "round_index": 0}
-    return Session(run="test", **(settings | options))
+    return Session(**({"run": "test"} | settings | options))
 
 
 def vectors_of(session, seed=0):
