@@ -48,8 +48,7 @@ class UnitSeconds:
         """Return this machine's; takes some 20 ms a repetition."""
         ring, key, peer = Ring(32), AgreementKey(bytes(range(32))), AgreementKey(b"peer" * 8)
         total = np.zeros(1 << 18, ring.dtype)
-        signing = SigningKey(b"sign" * 8)
-        public, signature = signing.public, signing.sign(b"content")
+        sign, verify = _signing()
 
         def agree() -> None:
             for _ in range(20):
@@ -65,14 +64,6 @@ class UnitSeconds:
         def pack() -> None:
             ring.unpack(ring.pack(total), len(total))
 
-        def sign() -> None:
-            for _ in range(10):
-                signing.sign(b"content")
-
-        def verify() -> None:
-            for _ in range(10):
-                check_signature(public, signature, b"content", "it")
-
         return cls(
             agreement=_seconds(repetitions, agree) / 20,
             box=_seconds(repetitions, box) / 100,
@@ -82,6 +73,22 @@ class UnitSeconds:
             signature=_seconds(repetitions, sign) / 10,
             verification=_seconds(repetitions, verify) / 10,
         )
+
+
+def _signing() -> tuple[Callable[[], None], Callable[[], None]]:
+    """Return what makes ten signatures, and what checks ten."""
+    key = SigningKey(b"sign" * 8)
+    public, signature = key.public, key.sign(b"content")
+
+    def sign() -> None:
+        for _ in range(10):
+            key.sign(b"content")
+
+    def verify() -> None:
+        for _ in range(10):
+            check_signature(public, signature, b"content", "it")
+
+    return sign, verify
 
 
 def _seconds(repetitions: int, call: Callable[[], None]) -> float:

@@ -1,5 +1,7 @@
 """Means of hidden updates: exactly those of the quantised ones, or of the ones that were encrypted."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -8,9 +10,12 @@ from fl_lightning import ConfigurationError, Mean, RoundFailure
 from fl_lightning.core.seeds import derive_seed, numpy_generator
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.server.protected import Terms
-from fl_lightning.server.secure import EncryptedMean, SecureMean
+from fl_lightning.server.secure import EncryptedMean, Paillier, SecureMean
+from fl_lightning.server.secure.paillier_round import PaillierRound
 from fl_lightning.updates import RandomK
 from fl_lightning.updates.payload import Dense
+from fl_lightning.updates.reader import DecodeError
+from fl_lightning.updates.secure.ckks_layout import CKKSLayout
 from fl_lightning.updates.secure.graph import SparseGraph
 from fl_lightning.updates.secure.sum_quantiser import SumQuantiser
 
@@ -246,3 +251,74 @@ class TestEncryptedMean:
         huge = ClientUpdate(7, torch.tensor([1e9]), torch.empty(0), 1, 1)
         with pytest.raises(RoundFailure, match="client 7's update: numbers must be"):
             began(EncryptedMean(), [huge])
+
+
+class TestPaillier:
+    @pytest.fixture(autouse=True)
+    def phe(self):
+        pytest.importorskip("phe")
+
+    @pytest.mark.parametrize("max_examples", [1, 1024])
+    def test_it_is_the_mean_within_1e_6_in_every_run(self, max_examples):
+        updates = some_updates()
+        expected = plain_mean(updates)
+        if max_examples == 1:
+            expected = torch.stack([update.delta for update in updates]).mean(0)
+        # numbers within ±3
+        scheme = Paillier(key_bits=2048, clip=4.0)
+        options = {"max_examples": max_examples, "paillier": scheme}
+        one, two = (began(EncryptedMean(**options), updates).close() for _ in range(2))
+        assert (one - expected).abs().max() < 1e-6
+        assert torch.equal(one, two)
+
+    def test_after_the_first_round_only_what_moved_most_is_encrypted(self):
+        updates = some_updates()
+        scheme = Paillier(key_bits=2048, clip=4.0)
+        encrypted = began(EncryptedMean(fraction=0.1, paillier=scheme), updates)
+        first = encrypted.close()
+        encrypted.start_round(ROUND + 1)
+        encrypted.open(first)
+        for update in updates:
+            encrypted.add(update)
+        assert encrypted.state_dict()["total"].clear.shape == (45,)
+        up, _ = encrypted.typical_bytes(SIZE, 6)
+        assert (encrypted.close() - plain_mean(updates)).abs().max() < 1e-6
+        assert np.mean(list(encrypted.expense.bytes_up.values())) == pytest.approx(up, rel=0.2)
+
+    def test_a_vector_that_takes_too_long_is_refused_with_the_time(self):
+        encrypted = EncryptedMean(paillier=Paillier(key_bits=2048))
+        encrypted.begin(Terms(most_clients=3))
+        with pytest.raises(
+            ConfigurationError, match=r"Paillier: .* about \d+ s .*max_seconds 60: enc"
+        ):
+            encrypted.typical_bytes(10_000_000, 3)
+        with pytest.raises(ConfigurationError, match="takes about"):
+            encrypted.open(torch.empty(10_000_000))
+
+    def test_no_message_is_added_twice_or_after_a_change(self):
+        layout = CKKSLayout(SIZE)
+        run = Paillier(key_bits=2048).begin(Terms(most_clients=3), 10)
+        one = PaillierRound(layout, run, 30)
+        sent = one.encrypt(torch.zeros(SIZE), 5, 1)
+        total = one.plus(None, sent, 5)
+        for other, message in (
+            (sent, "client 1's update is in the sum already"),
+            (replace(sent, sender=2), "client 2 is not authentic"),
+            (replace(sent, ciphertexts=total.ciphertexts[:0]), "not authentic"),
+        ):
+            with pytest.raises(DecodeError, match=message):
+                one.plus(total, other, 5)
+        with pytest.raises(DecodeError, match="counts 5 examples instead of 6"):
+            one.mean(total, 6)
+        with pytest.raises(DecodeError, match="not authentic"):
+            one.mean(sent, 5)
+        assert one.mean(total, 5).abs().max() < 1e-6
+
+    @pytest.mark.parametrize("options", [{"key_bits": 1024}, {"clip": 0.0}, {"max_seconds": -1.0}])
+    def test_refusals(self, options):
+        with pytest.raises(ConfigurationError, match=f"Paillier: {next(iter(options))} must be"):
+            Paillier(**options)
+
+    def test_options_of_both_schemes_are_refused(self):
+        with pytest.raises(ConfigurationError, match="degree 16384 is of CKKS"):
+            EncryptedMean(degree=16384, paillier=Paillier())

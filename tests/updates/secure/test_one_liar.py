@@ -81,6 +81,8 @@ def false_share(offset):
     """Return a dealer of one false share, which it is bound to: the polynomial is no polynomial."""
 
     def change(made, client, message, victim):
+        if victim not in message.boxes:  # it has fallen silent before
+            return message
         box_secret, me = client._box_secrets[victim], client._place
         false = flipped(client._opened_own[victim], offset)
         box = seal(box_secret, false, made.identity, sender=me, receiver=victim)
@@ -114,9 +116,7 @@ def other_keys(at):
 
 
 def told(kind):
-    return lambda made, client, m, victim: replace(
-        m, **{kind: entry(getattr(m, kind), victim)}
-    )
+    return lambda made, client, m, victim: replace(m, **{kind: entry(getattr(m, kind), victim)})
 
 
 LIES = {
@@ -140,9 +140,7 @@ LIES = {
     "one number": Liar(Stage.MASK, one_number),
     "seed told": Liar(Stage.REVEAL, told("seeds"), named=True),
     "key told": Liar(Stage.REVEAL, told("keys"), named=True),
-    "survivors signed": Liar(
-        Stage.AGREE, lambda s, c, m, v: SignedSurvivors(flipped(m.signature))
-    ),
+    "survivors signed": Liar(Stage.AGREE, lambda s, c, m, v: SignedSurvivors(flipped(m.signature))),
 }
 
 
