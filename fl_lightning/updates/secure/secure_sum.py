@@ -20,9 +20,9 @@ from fl_lightning.updates.secure.unit_seconds import UnitSeconds
 
 Value = TypeVar("Value")
 
-# bytes of a vector from which signatures cost less than 20 % of all CPU seconds: measured with 3 to 50
-# clients, 9 to 19 % at 2 MB, 65 % and more at 0.4 MB
-ACTIVE_FROM = 2_000_000
+# bytes of a vector from which signatures cost less than 20 % of all CPU seconds, whatever the machine
+# does besides: 7 and 10 % at 8 MB with 10 and 20 clients; at 4 MB 8, -4, 24 and 18 % with 5 to 50
+ACTIVE_FROM = 8_000_000
 
 
 @dataclass(frozen=True, kw_only=True)

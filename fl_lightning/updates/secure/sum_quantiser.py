@@ -184,7 +184,7 @@ def fine_levels(
         >>> [fine_levels(bits=bits, accuracy=1e-6, **options) for bits in (64, 32)]
         [4194304, 524288]
     """
-    wanted = 2 ** math.ceil(math.log2(4 * clip / accuracy))
+    wanted = 1 << max(0, math.ceil(math.log2(4 * clip / accuracy)))
     held = ((1 << bits) - 1) // (num_clients * max_examples)
     fitting = 1 << max(0, held.bit_length() - 1)
     return max(least, min(wanted, fitting, MOST_LEVELS))

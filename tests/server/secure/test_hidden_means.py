@@ -101,9 +101,9 @@ def test_where_the_ring_is_too_small_for_that_it_is_said():
 def test_large_vectors_are_safe_from_an_active_server_by_default():
     secure_sum = SecureMean().secure_sum(32)
     assert not secure_sum.session(6, size=1000).active
-    assert secure_sum.session(6, size=500_000).active
+    assert secure_sum.session(6, size=2_000_000).active
     for options in ({"active": False}, {"threshold": 0.5}, {"sparse": SparseGraph()}):
-        assert not SecureMean(**options).secure_sum(32).session(6, size=500_000).active
+        assert not SecureMean(**options).secure_sum(32).session(6, size=2_000_000).active
     assert SecureMean(active=True).secure_sum(32).session(6, size=1).active
 
 
