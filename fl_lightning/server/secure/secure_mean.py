@@ -90,6 +90,10 @@ class SecureMean:
         active: bool | None = None,
         protocol: Literal["run", "count"] = "run",
     ) -> None:
+        if bits is not None and not 2 <= bits <= 64:
+            raise ConfigurationError(
+                f"SecureMean: bits must be from 2 to 64, got {bits}: null takes the fewest that hold a sum"
+            )
         self.clip, self.levels, self.max_examples, self.bits = clip, levels, max_examples, bits
         self.random_k, self.protocol = random_k, protocol
         self._options: dict[str, Any] = {

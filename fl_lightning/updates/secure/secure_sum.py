@@ -20,8 +20,8 @@ from fl_lightning.updates.secure.unit_seconds import UnitSeconds
 
 Value = TypeVar("Value")
 
-# bytes of a vector from which signatures cost less than 20 % of all CPU seconds, whatever the machine
-# does besides: 7 and 10 % at 8 MB with 10 and 20 clients; at 4 MB 8, -4, 24 and 18 % with 5 to 50
+# bytes of a vector from which signatures cost less than 20 % of all CPU seconds: best times differ by
+# 7 and 10 % at 8 MB with 10 and 20 clients; at 4 MB by 8, -4, 24 and 18 % with 5 to 50
 ACTIVE_FROM = 8_000_000
 
 
