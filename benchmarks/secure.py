@@ -129,7 +129,8 @@ def ckks_row(name: str, layout: CKKSLayout) -> str:
     keys = generate_keys(layout.parameters)
     client, server = CKKSClient(layout, keys.secret), CKKSServer(layout, keys.public)
     update, encrypt = timed(lambda: client.encrypt(delta))
-    total, add = timed(lambda: server.weighted_sum([(update, 0.25), (update, 0.75)]))
+    other = client.encrypt(delta, sender=1)
+    total, add = timed(lambda: server.weighted_sum([(update, 0.25), (other, 0.75)]))
     values, decrypt = timed(lambda: client.decrypt(total))
     error = float((values - delta).abs().max())
     return _cipher_row(

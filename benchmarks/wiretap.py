@@ -35,6 +35,7 @@ from fl_lightning.updates.secure.secure_sum import SecureSum
 from fl_lightning.updates.secure.server import SecureServer
 from fl_lightning.updates.secure.session import Session, Stage
 from fl_lightning.updates.secure.sum_quantiser import SumQuantiser
+from fl_lightning.updates.secure.used_rounds import UsedRounds
 from fl_lightning.updates.secure.wire import decode as decode_secure
 from fl_lightning.updates.transform import Chain, Shapes, UpdateTransform
 
@@ -140,14 +141,18 @@ def _masked(deltas: Sequence[Tensor]) -> list[Tensor]:
     heard = []
     for data in masked_messages(session, vectors):
         _, message = decode_secure(session, data, MaskedVector)
-        levels = message.values[:-1].astype(np.float64)
+        # behind the numbers stand the examples and the checksum
+        levels = message.values[: len(deltas[0])].astype(np.float64)
         heard.append(torch.from_numpy(levels * quantiser.step - quantiser.clip).float())
     return heard
 
 
 def masked_messages(session: Session, vectors: Sequence[Integers]) -> list[bytes]:
     """Return the bytes with which each client sends its vector, pads and all."""
-    clients = [SecureClient(session, place, vector) for place, vector in enumerate(vectors)]
+    clients = [
+        SecureClient(session, place, vector, used=UsedRounds())
+        for place, vector in enumerate(vectors)
+    ]
     server = SecureServer(session)
     answers = [client.advertise() for client in clients]
     for stage in session.stages:

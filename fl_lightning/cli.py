@@ -7,6 +7,7 @@ Without the block the same files train centrally. ``fl-lightning compare`` runs 
 from __future__ import annotations
 
 import logging
+import signal
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from jsonargparse.typing import PositiveInt
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
@@ -25,7 +27,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
 from fl_lightning.callbacks.client_evaluation import ClientEvaluation
-from fl_lightning.callbacks.evaluated_model import EvaluatedModel, saved_after, shown_path
+from fl_lightning.callbacks.evaluated_model import EvaluatedModel
 from fl_lightning.callbacks.partition_report import PartitionReport
 from fl_lightning.callbacks.progress import RoundProgressBar
 from fl_lightning.cli_catalogue import asked_for, catalogue
@@ -33,11 +35,30 @@ from fl_lightning.cli_constructors import watch_configuration, watched
 from fl_lightning.cli_devices import asks_for_several, automatic_processes
 from fl_lightning.cli_errors import Parser, explain
 from fl_lightning.cli_ranges import check_ranges
+from fl_lightning.cli_runs import (
+    RunConfig,
+    ended_by_signals,
+    report_whereabouts,
+    way_on,
+    write_atomically,
+)
+from fl_lightning.cli_started import take_what_was_started
 from fl_lightning.cli_trainer import check_trainer
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import ConfigurationError, Interrupted
 from fl_lightning.experiments.compare import DESCRIPTION, add_arguments, compare
+from fl_lightning.federation.checkpoint_file import check_checkpoint
 from fl_lightning.federation.compatibility import check_strategy
+from fl_lightning.federation.csv_rows import keep_rows
+from fl_lightning.federation.earlier_runs import EarlierRun
 from fl_lightning.federation.federation import Federation
+from fl_lightning.federation.interruption import Interruption
+from fl_lightning.federation.resumption import (
+    clean_up_after,
+    find_run,
+    settle_folder,
+    settle_loggers,
+)
+from fl_lightning.federation.run_folder import checkpoint_folders
 
 _EXPECTED_WARNINGS = (
     # the data sets here build whole batches in the main process: workers would only slow them
@@ -76,6 +97,13 @@ class FederatedCLI(LightningCLI):
             "nothing from several, and lose much where other programs run as well.",
         )
 
+        parser.add_argument(
+            "--resume_changed",
+            type=bool,
+            default=False,
+            help="With ckpt_path: go on although the configuration is not that of the run.",
+        )
+
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Parse, and refuse what Lightning would stumble over, or take without a look."""
         super().parse_arguments(parser, args)
@@ -83,14 +111,31 @@ class FederatedCLI(LightningCLI):
         check_trainer(config)
         check_ranges(config)
 
+    def _parse_ckpt_path(self) -> None:
+        """Take the model's options from a checkpoint to evaluate, as Lightning does.
+
+        A fit has those it was given, which are compared with the run's: else what differs would be
+        replaced without a word.
+        """
+        subcommand = self.config.subcommand
+        given = None if subcommand == "fit" else self.config[subcommand].get("ckpt_path")
+        if given and Path(given).is_file():
+            check_checkpoint(Path(given))
+            super()._parse_ckpt_path()
+
     def before_instantiate_classes(self) -> None:
-        """Set the threads; let ``--ckpt_path last`` mean the newest run of this configuration."""
+        """Set the threads; find the run that ``--ckpt_path`` means."""
         config = self.config[self.subcommand]
         watch_configuration(config)
         if config.get("num_threads") is not None:
             torch.set_num_threads(config.num_threads)
-        if config.get("ckpt_path") == "last":
-            resume_newest_run(config)
+        self._run: EarlierRun | None = None
+        if config.get("ckpt_path") is not None:
+            plain = yaml.safe_load(self.parser.dump(self.config, skip_none=False))
+            is_fit = self.subcommand == "fit"
+            run = find_run(config, plain[self.subcommand], is_fit=is_fit)
+            self._run = run if is_fit else None
+        settle_loggers(config, self._run)
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Add the federation, and what a federated run needs, to the Trainer's callbacks."""
@@ -99,6 +144,12 @@ class FederatedCLI(LightningCLI):
         given = options.get("callbacks") or []
         given = given if isinstance(given, list) else [given]
         options["callbacks"] = [*given, EvaluatedModel()]
+        if self.subcommand == "fit":
+            self._interruption = Interruption()
+            options["callbacks"].insert(0, self._interruption)  # before others begin a round
+            if not options["fast_dev_run"]:
+                settle_folder(options, self._run)
+        take_what_was_started(options)
         if federation is not None:
             options["callbacks"] += [federation, *companions(given, options)]
             if self.subcommand == "fit":
@@ -107,6 +158,10 @@ class FederatedCLI(LightningCLI):
                 options["strategy"] = "federated"
                 rank_zero_info("trainer.strategy: federated, because there are several devices")
         trainer = super().instantiate_trainer(**kwargs)
+        write_atomically(trainer)
+        if self._run is not None and trainer.is_global_zero:
+            clean_up_after(self._run)
+            keep_rows(trainer, check_checkpoint(self._run.checkpoint))
         if federation is not None and self.subcommand == "fit":
             check_strategy(trainer)
         return trainer
@@ -121,6 +176,16 @@ class FederatedCLI(LightningCLI):
                 f"trainer.devices: {count} processes of one thread each, as there are cores for; "
                 "1 trains in this process alone"
             )
+
+    def fit(self, *args: Any, **kwargs: Any) -> None:
+        """Fit as the Trainer does; when interrupted, say how to go on."""
+        folders = checkpoint_folders(self.trainer)
+        try:
+            self.trainer.fit(*args, **kwargs)
+        except Interrupted as stop:
+            raise Interrupted(stop.signum, way_on(folders)) from stop
+        if self._interruption.is_asked:  # during the last round
+            raise Interrupted(signal.SIGINT, way_on(folders))
 
     def after_fit(self) -> None:
         """Test the last model and say where everything is."""
@@ -172,70 +237,6 @@ def _has_test(model: LightningModule, data: LightningDataModule | None) -> bool:
     )
 
 
-def resume_newest_run(config: Any) -> None:
-    """Point the loggers, and with them Lightning's ``last``, to the newest run with a checkpoint.
-
-    A logger without a version starts a new ``version_N`` folder in every process; the checkpoints
-    of the run to resume lie in an older one.
-
-    Args:
-        config: the subcommand's configuration, changed in place.
-    """
-    loggers = config.trainer.get("logger")
-    for logger in loggers if isinstance(loggers, list) else [loggers]:
-        # without a logger of its own Lightning writes to lightning_logs
-        options = getattr(
-            logger, "init_args", {} if logger is False else {"name": "lightning_logs"}
-        )
-        if options.get("version") is not None:
-            continue  # Lightning finds it
-        save_dir = options.get("save_dir") or config.trainer.get("default_root_dir") or "."
-        newest = max(
-            Path(save_dir, options.get("name") or "").glob("version_*/checkpoints/last*.ckpt"),
-            key=lambda path: path.stat().st_mtime,
-            default=None,
-        )
-        if newest is not None:
-            config["ckpt_path"] = str(newest)
-            if "TensorBoard" in getattr(logger, "class_path", ""):
-                # goes on in the same folder; other loggers would delete what they wrote there
-                options["version"] = newest.parent.parent.name
-            return
-
-
-def saved_models(trainer: Trainer) -> dict[str, str]:
-    """Return which model every checkpoint that is to be told of holds, by path; the last one first."""
-    last: dict[str, str] = {}
-    best: dict[str, str] = {}
-    for callback in trainer.checkpoint_callbacks:
-        if not isinstance(callback, ModelCheckpoint):
-            continue
-        path, score = callback.best_model_path, callback.best_model_score
-        if path and callback.monitor and score is not None:
-            words = [f"best {callback.monitor}, {float(score):.4f}", saved_after(path)]
-            best[path] = ", ".join(filter(None, words))
-        for path in (callback.best_model_path, callback.last_model_path):
-            if path and path not in best:
-                last[path] = saved_after(path)
-    return last | best
-
-
-def report_whereabouts(trainer: Trainer) -> None:
-    """Print where checkpoints and logs are, and how to look at them."""
-    log_dir = trainer.log_dir  # which processes agree on: all must ask
-    if trainer.fast_dev_run or not trainer.is_global_zero:  # type: ignore[attr-defined]
-        return
-    lines = []
-    for path, words in saved_models(trainer).items():
-        lines.append(f"checkpoint: {shown_path(path)}{f' ({words})' if words else ''}")
-    if trainer.logger is not None and log_dir:
-        lines.append(f"logs:       {shown_path(log_dir)}")
-        lines.append(
-            f"look:       tensorboard --logdir {shown_path(trainer.loggers[0].save_dir or '')}"
-        )
-    print("\n".join(["", *lines]))
-
-
 class Commands(Parser):
     """The parser of the whole command line: Lightning's subcommands and ours."""
 
@@ -280,7 +281,8 @@ def resolve(words: Sequence[str]) -> str:
 def run_lightning(args: ArgsType) -> None:
     """Run one of Lightning's subcommands."""
     FederatedCLI(
-        save_config_kwargs={"overwrite": True},
+        save_config_callback=RunConfig,
+        save_config_kwargs={"save_to_log_dir": False},
         seed_everything_default=0,
         auto_configure_optimizers=False,
         subclass_mode_model=True,
@@ -294,6 +296,7 @@ def run_lightning(args: ArgsType) -> None:
     )
 
 
+@ended_by_signals
 def main(args: ArgsType = None) -> None:
     """Run the command line; a setting that cannot work ends it with one sentence."""
     for expected in _EXPECTED_WARNINGS:

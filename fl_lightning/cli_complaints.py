@@ -111,18 +111,23 @@ def _lines(message: str) -> Iterator[tuple[tuple[Level, ...], str]]:
         indent = len(line) - len(text)
         while stack and stack[-1].indent >= indent:
             stack.pop()
-        while True:
-            if found := _KEY.match(text):
-                stack.append(Level(indent, key=found["name"]))
-            elif found := _CLASS.match(text):
-                stack.append(Level(indent, class_path=found["name"]))
-            elif (found := _CALLABLE.match(text)) and _INSIDE.match(found["rest"]):
-                stack.append(Level(indent, class_path=""))
-            else:
-                break
-            text, indent = found["rest"], indent + 1
+        text = _opened(stack, text, indent)
         if not _NOISE.match(text):
             yield tuple(stack), text
+
+
+def _opened(stack: list[Level], text: str, indent: int) -> str:
+    """Take the levels that a line opens onto the stack, and return what it says besides."""
+    while True:
+        if found := _KEY.match(text):
+            stack.append(Level(indent, key=found["name"]))
+        elif found := _CLASS.match(text):
+            stack.append(Level(indent, class_path=found["name"]))
+        elif (found := _CALLABLE.match(text)) and _INSIDE.match(found["rest"]):
+            stack.append(Level(indent, class_path=""))
+        else:
+            return text
+        text, indent = found["rest"], indent + 1
 
 
 def _path(way: Sequence[Level], values: dict[tuple[Level, ...], str]) -> str:

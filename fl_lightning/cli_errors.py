@@ -7,6 +7,7 @@ one sentence on standard error and a code other than 0, without a traceback.
 
 from __future__ import annotations
 
+import errno
 import re
 import sys
 from collections.abc import Sequence
@@ -20,9 +21,15 @@ from typing_extensions import override
 
 from fl_lightning.cli_constructors import Noting, NotingWithLinks, Refusal, Watch, causes, told_at
 from fl_lightning.cli_words import sentence, shortened
-from fl_lightning.core.errors import ConfigurationError, ProcessFailure, RoundFailure
+from fl_lightning.core.errors import (
+    CheckpointFailure,
+    ConfigurationError,
+    ProcessFailure,
+    RoundFailure,
+)
 
 _TOLD_IN_A_SENTENCE = (
+    CheckpointFailure,
     ConfigurationError,
     MisconfigurationException,
     RoundFailure,
@@ -30,6 +37,12 @@ _TOLD_IN_A_SENTENCE = (
 )
 # what constructors raise over an option; anything else is a bug, which needs its traceback
 _OF_CONSTRUCTORS = (ValueError, TypeError, ImportError, MisconfigurationException, AssertionError)
+_OF_OURS = (ValueError, ImportError, MisconfigurationException)
+# a full disk, a folder that is read-only or no folder at all
+_STORAGE = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG),
+    *(errno.ENOTDIR, errno.EEXIST),
+)
 # "Invalid learning rate: -0.1", as every optimizer of PyTorch says it
 _REFUSED_BY_OPTIMIZER = re.compile(r"Invalid [\w ]+: ")
 
@@ -81,6 +94,11 @@ def explain(error: BaseException, watch: Watch | None = None) -> str | None:
     for cause in causes(error):  # the parser wraps what a class raises while it is built
         if isinstance(cause, _TOLD_IN_A_SENTENCE):
             return str(cause)
+    return _by_text(error) or _not_written(error) or _foreign_checkpoint(error)
+
+
+def _by_text(error: BaseException) -> str | None:
+    """Return a sentence for what others raise as a `ValueError` and the like."""
     text = str(error)
     if isinstance(error, ValueError) and _REFUSED_BY_OPTIMIZER.match(text):
         return _of_optimizer(text)
@@ -92,7 +110,13 @@ def explain(error: BaseException, watch: Watch | None = None) -> str | None:
         return "ckpt_path: the file is no checkpoint of Lightning, or a damaged one"
     if text.startswith("Early stopping conditioned on metric"):
         return text
-    return _foreign_checkpoint(error)
+    return None
+
+
+def _not_written(error: BaseException) -> str | None:
+    if not isinstance(error, OSError) or error.errno not in _STORAGE:
+        return None
+    return f"{error.filename or 'a file of the run'} could not be written: {error.strerror}"
 
 
 def _of_constructor(refusal: Refusal, watch: Watch) -> str | None:
@@ -103,7 +127,8 @@ def _of_constructor(refusal: Refusal, watch: Watch) -> str | None:
             text = str(cause)
             break
     if text is None:
-        if not isinstance(refusal.error, _OF_CONSTRUCTORS):
+        is_ours = refusal.kind.__module__.startswith("fl_lightning")
+        if not isinstance(refusal.error, _OF_OURS if is_ours else _OF_CONSTRUCTORS):
             return None
         text = str(refusal.error)
         if _REFUSED_BY_OPTIMIZER.match(text):

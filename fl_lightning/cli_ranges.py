@@ -17,7 +17,17 @@ from torch.optim.lr_scheduler import LRScheduler
 from fl_lightning.cli_constructors import named, specs
 from fl_lightning.core.errors import ConfigurationError
 
-_AT_LEAST_ZERO = ("lr", "eps", "weight_decay", "momentum", "lr_decay", "alpha", "eta_min", "patience", "min_lr")
+_AT_LEAST_ZERO = (
+    "lr",
+    "eps",
+    "weight_decay",
+    "momentum",
+    "lr_decay",
+    "alpha",
+    "eta_min",
+    "patience",
+    "min_lr",
+)
 _AT_LEAST_ONE = ("step_size", "T_max", "T_0", "T_mult", "total_iters", "epochs")
 
 

@@ -81,9 +81,15 @@ def _share_or_count(value: Any) -> str | None:
 
 def _interval(value: Any) -> str | None:
     if isinstance(value, str):
-        return None if _TIME.fullmatch(value) else "a number of batches, a share, or a time DD:HH:MM:SS"
+        return (
+            None
+            if _TIME.fullmatch(value)
+            else "a number of batches, a share, or a time DD:HH:MM:SS"
+        )
     fits = value >= 1 if isinstance(value, int) else 0 < value <= 1
-    return None if fits else "a number of batches, at least 1, or a share of them, above 0.0 up to 1.0"
+    return (
+        None if fits else "a number of batches, at least 1, or a share of them, above 0.0 up to 1.0"
+    )
 
 
 def _accelerator(value: Any) -> str | None:
@@ -93,7 +99,9 @@ def _accelerator(value: Any) -> str | None:
     if value not in known:
         return f"one of {', '.join(known)}"
     has = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}
-    found = any(has[name]() for name in (has if value == "gpu" else [value] if value in has else []))
+    found = any(
+        has[name]() for name in (has if value == "gpu" else [value] if value in has else [])
+    )
     if value in ("gpu", *has) and not found:
         return "an accelerator that this machine has: set it to cpu or auto"
     return None
@@ -114,7 +122,9 @@ def _devices(value: Any) -> str | None:
     needed = "auto, -1 for all, a number of devices, at least 1, or a list of different ones"
     if isinstance(value, str):
         parts = value.split(",")
-        fits = value in ("auto", "-1") or all(part.strip().isdigit() for part in parts if part.strip())
+        fits = value in ("auto", "-1") or all(
+            part.strip().isdigit() for part in parts if part.strip()
+        )
         return None if fits and value.strip() not in ("", "0") else needed
     if isinstance(value, list):
         fits = bool(value) and len(set(value)) == len(value)
@@ -127,7 +137,9 @@ def _clip(value: Any) -> str | None:
 
 
 def _time(value: Any) -> str | None:
-    needed = "a time such as 00:12:00:00 (days, hours, minutes, seconds), or a mapping such as hours: 2"
+    needed = (
+        "a time such as 00:12:00:00 (days, hours, minutes, seconds), or a mapping such as hours: 2"
+    )
     if isinstance(value, str):
         return None if _TIME.fullmatch(value) else needed
     if isinstance(value, Mapping):
@@ -146,7 +158,9 @@ def _folder(value: Any) -> str | None:
 
 
 def _one_of(*names: str) -> Rule:
-    return lambda value: None if value in names or not isinstance(value, str) else f"one of {', '.join(names)}"
+    return lambda value: (
+        None if value in names or not isinstance(value, str) else f"one of {', '.join(names)}"
+    )
 
 
 _RULES: dict[str, Rule] = {

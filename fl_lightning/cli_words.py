@@ -50,14 +50,14 @@ _TYPES = {
 
 
 def sentence(message: str, options: Sequence[str] = ()) -> str:
-    """Return a parser's message as one sentence.
+    r"""Return a parser's message as one sentence.
 
     Args:
         message: as the parser says it.
         options: names of all options, to suggest one.
 
     Example:
-        >>> sentence("Parser key \\"num_threads\\": Expected a <class 'int'>. Got value: many")
+        >>> sentence("Parser key \"num_threads\": Expected a <class 'int'>. Got value: many")
         'num_threads must be a whole number, got many'
     """
     if unknown := _UNRECOGNISED.search(message):

@@ -21,10 +21,12 @@ FLOORS = {
     "cli_catalogue": 5,
     "cli_devices": 5,
     "cli_errors": 5,
+    "cli_started": 5,
     "experiments": 5,
-    "cli": 6,
-    "__main__": 7,
-    "__init__": 7,
+    "cli_runs": 6,
+    "cli": 7,
+    "__main__": 8,
+    "__init__": 8,
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
 

@@ -41,6 +41,7 @@ from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.batches import batch_preparation, takes_index
 from fl_lightning.federation.personal_models import personal_models
 from fl_lightning.federation.ranks import Ranks
+from fl_lightning.federation.run_folder import run_folder
 
 _PERSONAL = "personal/"
 # Parts of the names of metrics of which less is better.
@@ -154,14 +155,14 @@ class ClientEvaluation(Callback):
         """Print and log the figures of all processes' clients."""
         shares = Ranks(trainer).gather(found)
         values = dict(sorted(pair for share in shares for pair in share.items()))
-        folder = trainer.log_dir  # which processes agree on: all must ask
+        folder = run_folder(trainer)  # which processes agree on: all must ask
         if not trainer.is_global_zero:
             return
         for name in sorted({name for metrics in values.values() for name in metrics}):
             per_client = torch.stack([m[name] for m in values.values() if name in m]).double()
             is_lower_better = any(part in name.lower() for part in self._lower_is_better)
             _log(trainer, name, per_client, higher_is_better=not is_lower_better)
-        if trainer.logger is not None and folder and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if trainer.logger is not None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             _save(Path(folder) / f"clients_{stage}.csv", values, examples)
 
 

@@ -9,6 +9,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info
 
+from fl_lightning.federation.run_folder import run_folder
 from fl_lightning.sparsity.figure import density_figure
 from fl_lightning.sparsity.mask import Mask
 from fl_lightning.sparsity.mask_file import save_mask
@@ -46,14 +47,14 @@ class MaskReport:
 
     def tell(self, trainer: Trainer) -> None:
         """Print, log and save it; to be called by all processes."""
-        folder = trainer.log_dir  # which processes agree on: all must ask
+        folder = run_folder(trainer)  # which processes agree on: all must ask
         rank_zero_info(str(self))
         if not trainer.is_global_zero or trainer.logger is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         if self.is_new:
             self._log(trainer)
-        if folder is not None:
-            save_mask(self.mask, Path(folder) / f"mask_v{self.version}.safetensors")
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        save_mask(self.mask, Path(folder) / f"mask_v{self.version}.safetensors")
 
     def _log(self, trainer: Trainer) -> None:
         numbers = {

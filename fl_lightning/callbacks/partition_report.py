@@ -9,6 +9,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info
 
 from fl_lightning.data.federated import FederatedDataModule
+from fl_lightning.federation.run_folder import run_folder
 
 
 class PartitionReport(Callback):
@@ -26,12 +27,12 @@ class PartitionReport(Callback):
         data = trainer.datamodule  # type: ignore[attr-defined]
         if not isinstance(data, FederatedDataModule):
             return
-        folder = trainer.log_dir  # which processes agree on: all must ask
+        folder = run_folder(trainer)  # which processes agree on: all must ask
         if not trainer.is_global_zero:
             return
         summary = data.summary()
         rank_zero_info(summary.as_text())
-        if trainer.logger is None or folder is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if trainer.logger is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         Path(folder).mkdir(parents=True, exist_ok=True)
         summary.save(Path(folder) / "partition.csv")

@@ -1,5 +1,6 @@
 """What can go wrong, by who can mend it."""
 
+import signal
 from typing import Any
 
 
@@ -54,3 +55,32 @@ class RoundFailure(RuntimeError):  # noqa: N818
 
 class ProcessFailure(RuntimeError):  # noqa: N818
     """One of several processes ended without a word; the others were stopped."""
+
+
+class CheckpointFailure(RuntimeError):  # noqa: N818
+    """A checkpoint that could not be written or read."""
+
+
+class Interrupted(BaseException):
+    """A run that was asked to stop: by Ctrl-C (SIGINT) or by SIGTERM; `signum` says by which.
+
+    Not an `Exception`: what skips a client's failure must not skip it. Not a `KeyboardInterrupt`, with
+    which Lightning ends the process in its own way.
+
+    Example:
+        >>> Interrupted(signal.SIGINT).exit_code
+        130
+    """
+
+    def __init__(self, signum: int, *details: str) -> None:
+        super().__init__(signum, *details)
+        self.signum = signum
+
+    def __str__(self) -> str:
+        how = "Ctrl-C" if self.signum == signal.SIGINT else signal.Signals(self.signum).name
+        return " ".join([f"stopped by {how}", *self.args[1:]])
+
+    @property
+    def exit_code(self) -> int:
+        """What a shell expects of a process that ended like this."""
+        return 128 + self.signum

@@ -13,9 +13,11 @@ import gc
 import multiprocessing.connection
 import os
 import signal
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +28,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.multiprocessing.spawn import start_processes
 
-from fl_lightning.core.errors import ConfigurationError, ProcessFailure
+from fl_lightning.core.errors import ConfigurationError, Interrupted, ProcessFailure
+from fl_lightning.federation.interruption import interruption_of
 from fl_lightning.federation.last_words import (
     call_on_exception,
     forget_checkpoints,
@@ -81,7 +84,9 @@ class ForkLauncher:
         self.neighbours = neighbours = Neighbours(self._strategy.num_processes)
         assert self._strategy.cluster_environment is not None
         _ = self._strategy.cluster_environment.main_port  # chosen now, the same for all
+        interruption = interruption_of(trainer) if fits else None
         with (
+            interruption.passed_on(self.kill) if interruption else nullcontext(),
             tempfile.TemporaryDirectory(prefix="fl_lightning_") as folder,
             warnings.catch_warnings(),
         ):
@@ -174,6 +179,8 @@ def _run(
         neighbours.leave()  # and need not wait
         if local_rank == 0:
             call_on_exception(trainer, strategy, error)
+        if isinstance(error, Interrupted):  # has nothing to tell that the note does not
+            sys.exit(error.exit_code)
         raise
 
 

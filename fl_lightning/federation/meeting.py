@@ -35,6 +35,7 @@ class Report:
         metric_states: the states of those objects by place.
         prog_bar: names of values that are shown beside the progress bar.
         memories: what its clients remember from this round on.
+        stops: whether it was asked to stop after this round.
     """
 
     failure: Failure | None
@@ -44,6 +45,7 @@ class Report:
     metric_states: dict[str, Any]
     prog_bar: set[str]
     memories: list[Waiting]
+    stops: bool
 
 
 def first_failure(reports: Sequence[Report]) -> Failure | None:

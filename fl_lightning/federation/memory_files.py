@@ -76,10 +76,22 @@ def place(files: Iterable[VectorFile], checkpoint: Path) -> None:
     if not names and not references:
         return
     folder.mkdir(parents=True, exist_ok=True)
-    before = references.get(checkpoint.name, [])
-    _write_references(folder, references | {checkpoint.name: sorted({*before, *names})})
+    hold(checkpoint, names)
     for file in files:
         _link(file.path, folder / file.path.name)
+
+
+def names_of(checkpoint: Path) -> list[str]:
+    """Return the names of the files to which a checkpoint refers."""
+    return _read_references(checkpoint.parent / FOLDER).get(checkpoint.name, [])
+
+
+def hold(checkpoint: Path, names: Iterable[str]) -> None:
+    """Have files stay, besides its own, for a checkpoint that will refer to them; see `tidy`."""
+    folder = checkpoint.parent / FOLDER
+    references = _read_references(folder)
+    if wanted := {*names, *references.get(checkpoint.name, [])}:
+        _write_references(folder, references | {checkpoint.name: sorted(wanted)})
 
 
 def tidy(checkpoint: Path, names: Iterable[str] = ()) -> None:

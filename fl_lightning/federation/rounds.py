@@ -27,6 +27,7 @@ from fl_lightning.federation.example_rounds import ExampleRounds
 from fl_lightning.federation.group_training import GroupTraining
 from fl_lightning.federation.groups import ClientGroup, RoundGroups
 from fl_lightning.federation.intake import Intake
+from fl_lightning.federation.interruption import interruption_of
 from fl_lightning.federation.meeting import (
     Failure,
     Report,
@@ -86,6 +87,7 @@ class RoundRunner:
         self._groups = groups
         self._module = trainer.lightning_module
         self._ranks = Ranks(trainer)
+        self._interruption = interruption_of(trainer)
         self._failure: Failure | None = None
         self._is_noted = self._cost_is_told = False
         self.memory = RunMemory(trainer, self._ranks, options.client_memory_bytes)
@@ -256,6 +258,7 @@ class RoundRunner:
             metric_states=move_data_to_device(states, "cpu"),
             prog_bar=self.clients.collector.prog_bar,
             memories=self.memory.waiting(),
+            stops=self._interruption is not None and self._interruption.is_asked,
         )
 
     def _take_in(self, reports: Sequence[Report]) -> None:
@@ -264,6 +267,8 @@ class RoundRunner:
         if failure is not None:
             own = self._failure  # knows its cause
             raise own if own is not None and own.args == failure.args else failure
+        if self._interruption is not None and any(report.stops for report in reports):
+            self._interruption.agree()
         self.record = merged_record(reports)
         self.clients.scaler.merge(report.scaler for report in reports)
         pool_metrics(reports, self.clients.collector, self._module)

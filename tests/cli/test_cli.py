@@ -189,7 +189,7 @@ def test_a_checkpoint_of_another_model_is_refused(capsys):
     main(["fit", *QUICK, *ONE_ROUND])
     said = fails(
         *(capsys, "fit", *QUICK, "--trainer.max_epochs", "2", "--ckpt_path", "last"),
-        *("--model.init_args.network_kwargs.embed_dim", "32"),
+        *("--model.init_args.network_kwargs.embed_dim", "32", "--resume_changed", "true"),
     )
     assert "another model" in said
 
@@ -197,6 +197,7 @@ def test_a_checkpoint_of_another_model_is_refused(capsys):
 def test_a_checkpoint_of_another_partition_or_seed_is_refused(capsys):
     main(["fit", *QUICK, *ONE_ROUND])
     again = ["fit", *QUICK, "--trainer.max_epochs", "2", "--ckpt_path", "last"]
+    again += ["--resume_changed", "true"]
     assert "another partition" in fails(capsys, *again, "--data.init_args.num_clients", "10")
     assert "another seed" in fails(capsys, *again, "--federation.seed", "5")
 
@@ -206,7 +207,7 @@ def test_resuming_goes_on_in_the_same_folder():
     main(["fit", *QUICK, *ONE_ROUND, "--trainer.max_epochs", "2", "--ckpt_path", "last"])
     assert [path.name for path in Path("runs/quickstart").iterdir()] == ["version_0"]
     checkpoints = {p.name for p in Path("runs/quickstart/version_0/checkpoints").iterdir()}
-    assert checkpoints == {"best.ckpt", "last.ckpt"}
+    assert checkpoints == {"best.ckpt", "last.ckpt", "previous.ckpt"}
     last = torch.load("runs/quickstart/version_0/checkpoints/last.ckpt", weights_only=True)
     assert last["global_step"] == 2
 
@@ -218,8 +219,8 @@ def test_a_run_with_lightnings_own_logger_is_resumed_as_well():
     main(["fit", "--config", "plain.yaml", *ONE_ROUND])
     more = ["--trainer.max_epochs", "2", "--ckpt_path", "last"]
     main(["fit", "--config", "plain.yaml", *ONE_ROUND, *more])
-    events = EventAccumulator("lightning_logs/version_1").Reload()
-    assert [event.step for event in events.Scalars("round/seconds")] == [1]  # not round 0 again
+    events = EventAccumulator("lightning_logs/version_0").Reload()
+    assert [event.step for event in events.Scalars("round/seconds")] == [0, 1]  # not round 0 again
 
 
 def test_help_explains_every_option_of_the_block(capsys):

@@ -9,6 +9,7 @@ except ImportError as error:
     ) from error
 
 from fl_lightning.server.secure.encrypted_mean import EncryptedMean
+from fl_lightning.server.secure.paillier_round import Paillier
 from fl_lightning.server.secure.secure_mean import SecureMean
 
-__all__ = ["EncryptedMean", "SecureMean"]
+__all__ = ["EncryptedMean", "Paillier", "SecureMean"]

@@ -21,29 +21,35 @@ from fl_lightning.core.errors import ConfigurationError, RoundFailure
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.server.kept_updates import check_whole
 from fl_lightning.server.protected import FEWEST_CLIENTS, Expense, Terms
-from fl_lightning.updates.secure.ckks import CKKSClient, CKKSServer, generate_keys
+from fl_lightning.server.secure.encryption import CKKSRound, EncryptedRound, ckks_bytes
+from fl_lightning.server.secure.paillier_round import Paillier, PaillierRound, PaillierRun
+from fl_lightning.updates.secure.ckks import CKKSKeys, generate_keys
 from fl_lightning.updates.secure.ckks_layout import CKKSLayout, most_sensitive
 from fl_lightning.updates.secure.ckks_parameters import CKKSParameters
 from fl_lightning.updates.secure.encrypted_update import EncryptedUpdate
 
 _MOVED = "moved"
+_DEGREE = 8192
 
 
 @final
 class EncryptedMean:
-    """The mean weighted by examples, of updates encrypted with CKKS.
+    """The mean weighted by examples, of updates encrypted with CKKS or Paillier.
 
-    All clients have the key, the server has not: no client may work with it. The scheme's noise is
-    the system's and differs from run to run, about 1e-7 of the largest number.
+    All clients have the key, the server has not: no client may work with it. CKKS's noise is the
+    system's and differs from run to run, about 1e-7 of the largest number. Paillier's sums are exact
+    but for rounding, and thousands of times slower: for small vectors, as a mask's dense part.
 
     Args:
         fraction: in (0, 1], of the coordinates that are encrypted: those whose means have moved
             most so far, in the first round all. The others travel in clear.
         max_examples: the most that one client counts for, ≥ 1; 1 counts all the same.
-        degree: N of the scheme, a power of two; N / 2 numbers go into one ciphertext.
+        degree: N of CKKS, a power of two; N / 2 numbers go into one ciphertext.
+        paillier: the options of Paillier, in place of CKKS; None for CKKS.
 
     Raises:
-        ConfigurationError: if an option is outside its range; from `begin`, with several processes.
+        ConfigurationError: if an option is outside its range; from `begin`, with several processes;
+            before training, if Paillier would take longer than it may.
 
     Attributes:
         expense: see `Protected`.
@@ -63,7 +69,12 @@ class EncryptedMean:
     restarts = True  # with other keys
 
     def __init__(
-        self, *, fraction: float = 1.0, max_examples: int = 1024, degree: int = 8192
+        self,
+        *,
+        fraction: float = 1.0,
+        max_examples: int = 1024,
+        degree: int = _DEGREE,
+        paillier: Paillier | None = None,
     ) -> None:
         if not 0 < fraction <= 1:
             raise ConfigurationError(
@@ -78,7 +89,11 @@ class EncryptedMean:
             self._parameters = CKKSParameters(degree=degree)
         except ValueError as error:
             raise ConfigurationError(f"EncryptedMean: {error}") from error
-        self.fraction, self.max_examples = fraction, max_examples
+        if paillier is not None and degree != _DEGREE:
+            raise ConfigurationError(
+                f"EncryptedMean: degree {degree} is of CKKS, and paillier takes its place: leave one out"
+            )
+        self.fraction, self.max_examples, self.paillier = fraction, max_examples, paillier
         self.memory: dict[str, Tensor] = {}
         self.expense = Expense()
         self._round_index = 0
@@ -105,19 +120,30 @@ class EncryptedMean:
                 "processes would each make their own: set trainer.devices to 1"
             )
         self._most = terms.most_clients * self.max_examples
-        self._keys = generate_keys(self._parameters)
+        self._keys: CKKSKeys | PaillierRun
+        if self.paillier is None:
+            self._keys = generate_keys(self._parameters)
+        else:
+            self._keys = self.paillier.begin(terms, self.max_examples)
 
     def typical_bytes(self, size: int, num_clients: int) -> tuple[int, int]:
-        """Return what a client sends and receives, about: ciphertexts differ in a few bytes."""
-        in_first = min(size, self._parameters.slots)
-        first = CKKSLayout(in_first, parameters=self._parameters)
-        one = CKKSClient(first, self._keys.secret).encrypt(torch.zeros(in_first)).num_bytes
+        """Return what a client sends and receives, about: ciphertexts differ in a few bytes.
+
+        Raises:
+            ConfigurationError: if encrypting so many numbers takes longer than is allowed.
+        """
         encrypted = max(1, round(self.fraction * size))
-        up = -(-encrypted // self._parameters.slots) * one + 4 * (size - encrypted)
+        if isinstance(self._keys, PaillierRun):
+            self._keys.sums(size)  # the first round encrypts all
+            ciphertexts = self._keys.sums(encrypted)[0].num_bytes
+        else:
+            one = ckks_bytes(CKKSLayout(size, parameters=self._parameters), self._keys)
+            ciphertexts = -(-encrypted // self._parameters.slots) * one
+        up = ciphertexts + 4 * (size - encrypted)
         return up + 4 * size // num_clients, up // num_clients
 
     def start_round(self, round_index: int) -> None:
-        """Learn which round comes next; no draw depends on it."""
+        """Learn which round comes next; messages of another one are not taken in."""
         self._round_index = round_index
 
     def open(self, like: Tensor) -> None:
@@ -125,11 +151,14 @@ class EncryptedMean:
         selected = None
         if self.fraction < 1 and _MOVED in self.memory:
             selected = most_sensitive(self.memory[_MOVED], self.fraction)
-        layout = CKKSLayout(len(like), selected, self._parameters)
+        layout = CKKSLayout(len(like), selected, self._parameters, self._round_index)
         self._like, self._expenses = like, _Expenses()
         self.expense = Expense()
-        self._client = CKKSClient(layout, self._keys.secret)
-        self._server = CKKSServer(layout, self._keys.public)
+        self._round: EncryptedRound
+        if isinstance(self._keys, PaillierRun):
+            self._round = PaillierRound(layout, self._keys, self._most)
+        else:
+            self._round = CKKSRound(layout, self._keys, self._most)
         self._total: EncryptedUpdate | None = None
         self._num_examples = 0
 
@@ -143,12 +172,12 @@ class EncryptedMean:
         check_whole(update, "EncryptedMean")
         counted, began = min(update.num_examples, self.max_examples), time.process_time()
         try:
-            sent = self._client.encrypt(update.delta)
+            sent = self._round.encrypt(update.delta, counted, update.client_id)
         except ValueError as error:
             self._forget_contexts()
             raise RoundFailure(f"client {update.client_id}'s update: {error}") from error
         encrypted = time.process_time()
-        self._total = self._server.plus(self._total, sent, counted / self._most)
+        self._total = self._round.plus(self._total, sent, counted)
         self._num_examples += counted
         self._expenses.up[update.client_id] = sent.num_bytes
         self._expenses.seconds["client_seconds"] += encrypted - began
@@ -183,7 +212,7 @@ class EncryptedMean:
                 f"to the server: EncryptedMean needs those of {FEWEST_CLIENTS} or more"
             )
         began = time.process_time()
-        mean = self._client.decrypt(self._total) * (self._most / self._num_examples)
+        mean = self._round.mean(self._total, self._num_examples)
         self._expenses.seconds["client_seconds"] += time.process_time() - began
         # the first client of the round gets the sum and sends back float32
         first = next(iter(self._expenses.up))
@@ -199,7 +228,7 @@ class EncryptedMean:
 
     def _forget_contexts(self) -> None:
         # they have threads; freed late, in a process forked meanwhile, they would wait for these
-        del self._client, self._server
+        del self._round
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sum so far, of use only to who has the keys."""

@@ -25,10 +25,13 @@ from fl_lightning.updates.payload import Dense
 from fl_lightning.updates.random_k import RandomK
 from fl_lightning.updates.secure.graph import SparseGraph
 from fl_lightning.updates.secure.secure_sum import SecureSum
-from fl_lightning.updates.secure.sum_quantiser import SumQuantiser
+from fl_lightning.updates.secure.session import new_run_id
+from fl_lightning.updates.secure.sum_quantiser import SumQuantiser, fine_levels
 
 # clip, levels, max_examples, random_k: what a user who leaves them out has
-_OWN_GRID = (1.0, 1 << 16, 1024, None)
+_OWN_GRID = (1.0, None, 1024, None)
+ACCURACY = 1e-6  # of the mean, by default
+LEAST_LEVELS = 1 << 16  # if fewer fit into the ring, the user has to say so
 
 
 @final
@@ -37,14 +40,18 @@ class SecureMean:
 
     Args:
         clip: c > 0; coordinates of an update beyond ±c are moved there.
-        levels: L, so many steps from -c to c, to which coordinates are rounded at random.
+        levels: L, so many steps from -c to c, to which coordinates are rounded at random. None for
+            so many that the mean is within 1e-6 of the plain one; where ``bits`` hold fewer, as
+            many as they hold, which is said before training.
         max_examples: the most that one client counts for, ≥ 1; 1 counts all the same.
         bits: of the ring in which is added, at most 64; None for the fewest that hold the sum of
             the largest cohort.
         random_k: which coordinates travel, at random, in a round the same of all clients.
         threshold: from 1/2 to below 1: more than this share of a cohort must answer to the end.
         sparse: who pads with whom in large cohorts; None for everyone with everyone.
-        active: whether the server may break the rules: 2/3 of a cohort must answer at least.
+        active: whether the server may break the rules: 2/3 of a cohort must answer at least. None
+            for yes wherever that costs less than a fifth of the time: for vectors of 2 MB or more,
+            unless ``threshold`` is below 2/3 or ``sparse`` is given.
         protocol: ``"run"`` runs it, every message; ``"count"`` gives the same mean and bytes
             without, with estimated seconds: for experiments, because it protects nothing.
 
@@ -64,7 +71,7 @@ class SecureMean:
         >>> for client, (value, n) in enumerate([(2.0, 1), (4.0, 3)]):
         ...     mean.add(ClientUpdate(client, torch.tensor([value]), torch.empty(0), n, 1))
         >>> mean.close(), mean.expense.bytes_up[0]
-        (tensor([3.5000]), 435)
+        (tensor([3.5000]), 542)
     """
 
     exact = True
@@ -74,15 +81,19 @@ class SecureMean:
         self,
         *,
         clip: float = 1.0,
-        levels: int = 1 << 16,
+        levels: int | None = None,
         max_examples: int = 1024,
         bits: int | None = None,
         random_k: RandomK | None = None,
         threshold: float = 2 / 3,
         sparse: SparseGraph | None = None,
-        active: bool = False,
+        active: bool | None = None,
         protocol: Literal["run", "count"] = "run",
     ) -> None:
+        if bits is not None and not 2 <= bits <= 64:
+            raise ConfigurationError(
+                f"SecureMean: bits must be from 2 to 64, got {bits}: null takes the fewest that hold a sum"
+            )
         self.clip, self.levels, self.max_examples, self.bits = clip, levels, max_examples, bits
         self.random_k, self.protocol = random_k, protocol
         self._options: dict[str, Any] = {
@@ -104,11 +115,18 @@ class SecureMean:
     def hides(self) -> str:
         """What the server sees, in words."""
         if self.protocol == "count":
-            return (
+            told = (
                 "protocol 'count' protects nothing and gives what a secure sum would, in which the "
                 "server sees only the sum of updates and of their examples"
             )
-        return "the server sees the sum of updates and of their examples, and no single update"
+        else:
+            told = "the server sees the sum of updates and of their examples, and no single update"
+        if self.levels is None and self._quantiser.step > ACCURACY:
+            told += (
+                f" (their mean is within {self._quantiser.step:.1g} of the plain one, not "
+                f"{ACCURACY:g}: {self._quantiser.bits} bits hold {self._quantiser.levels} levels)"
+            )
+        return told
 
     def begin(self, terms: Terms) -> None:
         """Learn about the run.
@@ -117,35 +135,50 @@ class SecureMean:
             ConfigurationError: if a cohort is too small, or a sum too large.
         """
         self._terms, self._seed = terms, terms.seed
-        most = terms.most_clients * self.levels * self.max_examples
-        bits = self.bits or max(1, min(64, most.bit_length()))
+        self._run = new_run_id()  # also where a run goes on: with new keys, in a new protocol run
         try:
-            self._quantiser = SumQuantiser(
-                num_clients=terms.most_clients,
-                clip=self.clip,
-                levels=self.levels,
-                max_examples=self.max_examples,
-                bits=bits,
+            self._quantiser = (
+                self._fine_quantiser() if self.levels is None else self._given(self.levels)
             )
-            self._secure_sum = self.secure_sum(bits, terms.seed)
+            self._secure_sum = self.secure_sum(self._quantiser.bits)
             self._secure_sum.session(terms.most_clients, size=1)
         except ValueError as error:
             raise ConfigurationError(f"SecureMean: {error}") from error
         self._rounds = RoundSum(self._secure_sum, terms.seed)
 
-    def secure_sum(self, bits: int, seed: int, min_survivors: int | None = None) -> SecureSum:
+    def _given(self, levels: int) -> SumQuantiser:
+        most = self._terms.most_clients * levels * self.max_examples
+        return SumQuantiser(
+            num_clients=self._terms.most_clients,
+            clip=self.clip,
+            levels=levels,
+            max_examples=self.max_examples,
+            bits=self.bits or max(1, min(64, most.bit_length())),
+        )
+
+    def _fine_quantiser(self) -> SumQuantiser:
+        self._given(LEAST_LEVELS)  # refuses what no levels could be found for
+        levels = fine_levels(
+            num_clients=self._terms.most_clients,
+            clip=self.clip,
+            max_examples=self.max_examples,
+            bits=self.bits or 64,
+            accuracy=ACCURACY,
+            least=LEAST_LEVELS,
+        )
+        return self._given(levels)
+
+    def secure_sum(self, bits: int, min_survivors: int | None = None) -> SecureSum:
         """Return the protocol with these options.
 
         Args:
             bits: of the ring.
-            seed: of the run.
             min_survivors: with fewer vectors there is no sum; None for the threshold.
 
         Raises:
             ValueError: if an option is outside its range.
         """
-        run = f"seed {seed}"
-        return SecureSum(bits=bits, run=run, min_survivors=min_survivors, **self._options)
+        return SecureSum(bits=bits, run=self._run, min_survivors=min_survivors, **self._options)
 
     def fewest_survivors(self, num_clients: int) -> int:
         """Return how many vectors a sum over a cohort has at least."""
@@ -170,7 +203,7 @@ class SecureMean:
             )
         return SecurePrivateSum(
             shares,
-            lambda bits, fewest: self.secure_sum(bits, self._seed, fewest),
+            self.secure_sum,
             self._terms,
             self.bits,
         )
@@ -249,9 +282,20 @@ class SecureMean:
         return derive_seed(self._seed, "secure coordinates", self._round_index)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return whose updates there are, and their integers or those of their sum."""
-        return self._rounds.state_dict()
+        """Return whose updates there are, their integers or those of their sum, and of which steps."""
+        return {**self._rounds.state_dict(), "quantiser": vars(self._quantiser).copy()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Go on from there.
+
+        Raises:
+            ConfigurationError: if the integers are of other steps than this run's.
+        """
+        saved, own = state.get("quantiser"), vars(self._quantiser)
+        if state["clients"] and saved != own:
+            raise ConfigurationError(
+                f"SecureMean: the checkpoint is from inside a round whose integers are of {saved}, "
+                f"and this run's are of {own}: resume with the options of the run that wrote it, or "
+                "from the end of a round"
+            )
         self._rounds.load_state_dict(state)

@@ -5,13 +5,15 @@
 All clients have the same secret key, the server has none: it must follow the rules, and no client
 may work with it. CKKS is approximate, and whoever sees a decrypted result beside its ciphertext
 learns of the error and, from that, of the key (Li and Micciancio 2021, EUROCRYPT): a result that
-leaves the clients needs noise, `flooded`. Scheme: Cheon, Kim, Kim, Song 2017, in TenSEAL (extra
+leaves the clients needs noise, `flooded`. The library reads nothing that has no tag of a party of the
+run: malformed ciphertexts can end the process that reads them. Scheme: Cheon, Kim, Kim, Song 2017, in TenSEAL (extra
 ``he``).
 """
 
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +24,10 @@ from torch import Tensor
 from fl_lightning.updates.reader import DecodeError
 from fl_lightning.updates.secure.ckks_layout import CKKSLayout
 from fl_lightning.updates.secure.ckks_parameters import CKKSParameters
-from fl_lightning.updates.secure.encrypted_update import EncryptedUpdate
+from fl_lightning.updates.secure.encrypted_update import TAG_SIZE, EncryptedUpdate
 from fl_lightning.updates.secure.entropy import Draws, uniform_draws
+
+_UPDATE, _SUM = b"CKKS update", b"CKKS sum"
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,8 @@ class CKKSKeys:
 
     Attributes:
         secret: for the clients, with everything that is in
-        public: for the server, which can add with it, but neither encrypt nor decrypt.
+        public: for the server, which can add with it, but neither encrypt nor decrypt. Both begin
+            with the key of tags, and nobody else may have either.
     """
 
     secret: bytes
@@ -61,7 +66,8 @@ def generate_keys(parameters: CKKSParameters) -> CKKSKeys:
         )
         for is_secret in (True, False)
     )
-    return CKKSKeys(secret, public)
+    tag_key = secrets.token_bytes(TAG_SIZE)
+    return CKKSKeys(tag_key + secret, tag_key + public)
 
 
 class CKKSClient:
@@ -76,21 +82,23 @@ class CKKSClient:
         >>> keys = generate_keys(layout.parameters)
         >>> client, server = CKKSClient(layout, keys.secret), CKKSServer(layout, keys.public)
         >>> one = client.encrypt(torch.tensor([1.0, 2.0, 3.0]))
-        >>> two = client.encrypt(torch.tensor([5.0, 6.0, -1.0]))
+        >>> two = client.encrypt(torch.tensor([5.0, 6.0, -1.0]), sender=1)
         >>> client.decrypt(server.weighted_sum([(one, 0.75), (two, 0.25)])).round(decimals=5)
         tensor([2., 3., 2.], dtype=torch.float64)
     """
 
     def __init__(self, layout: CKKSLayout, secret: bytes) -> None:
-        self._layout, self._context = layout, _tenseal().context_from(secret)
+        self._layout, self._tag_key = layout, secret[:TAG_SIZE]
+        self._context = _tenseal().context_from(secret[TAG_SIZE:])
         if not self._context.is_private():
             raise ValueError("the key is the server's: clients need the secret one")
 
-    def encrypt(self, delta: Tensor) -> EncryptedUpdate:
+    def encrypt(self, delta: Tensor, sender: int = 0) -> EncryptedUpdate:
         """Return the update, encrypted.
 
         Args:
             delta: shape (size,).
+            sender: whose it is, ≥ 0.
 
         Raises:
             ValueError: if it has another shape, or numbers that are not finite or too large.
@@ -108,14 +116,16 @@ class CKKSClient:
         ciphertexts = tuple(
             vector(self._context, part.tolist()).serialize() for part in _parts(values, slots)
         )
-        return EncryptedUpdate(ciphertexts, clear.float())
+        update = EncryptedUpdate(ciphertexts, clear.float(), sender)
+        return update.signed(self._tag_key, _UPDATE + self._layout.identity)
 
     def decrypt(self, total: EncryptedUpdate) -> Tensor:
         """Return a sum's coordinates, float64 of shape (size,).
 
         Raises:
-            DecodeError: if a ciphertext is none of this scheme.
+            DecodeError: if it is not the server's sum of this round, or none of this scheme.
         """
+        total.check(self._tag_key, _SUM + self._layout.identity)
         loaded = _loaded(self._context, self._layout, total)
         numbers = [torch.tensor(each.decrypt(), dtype=torch.float64) for each in loaded]
         values = torch.cat(numbers) if numbers else torch.empty(0, dtype=torch.float64)
@@ -134,7 +144,9 @@ class CKKSServer:
     """
 
     def __init__(self, layout: CKKSLayout, public: bytes) -> None:
-        self._layout, self._context = layout, _tenseal().context_from(public)
+        self._layout, self._tag_key = layout, public[:TAG_SIZE]
+        self._context = _tenseal().context_from(public[TAG_SIZE:])
+        self._added: set[int] = set()
         if self._context.is_private():
             raise ValueError("the key can decrypt: the server must have the public one only")
 
@@ -147,14 +159,23 @@ class CKKSServer:
 
         Raises:
             ValueError: if shares are outside their range or there is no update.
-            DecodeError: if a ciphertext is none of this scheme, or one is missing.
+            DecodeError: if an update is not a client's of this round, or the second of a client, or
+                if a ciphertext is missing.
         """
+        self._added = set()
+        return self._weighted_sum(updates)
+
+    def _weighted_sum(self, updates: Iterable[tuple[EncryptedUpdate, float]]) -> EncryptedUpdate:
         ciphertexts: list[Any] = [None] * self._layout.num_ciphertexts
         clear, shares = torch.zeros(self._layout.size - self._layout.num_encrypted).double(), 0.0
         for update, share in updates:
             shares += share
             if not share > 0 or shares > 1 + 1e-9:
                 raise ValueError(f"shares must be positive and sum to at most 1, got {share}")
+            update.check(self._tag_key, _UPDATE + self._layout.identity)
+            if update.sender in self._added:
+                raise DecodeError(f"client {update.sender}'s update is in the sum already")
+            self._added.add(update.sender)
             arrived = _loaded(self._context, self._layout, update)
             for at, ciphertext in enumerate(arrived):
                 scaled = ciphertext * share
@@ -162,7 +183,7 @@ class CKKSServer:
             clear += share * update.clear.double()
         if not shares:
             raise ValueError("there is no update to add")
-        return EncryptedUpdate(tuple(each.serialize() for each in ciphertexts), clear.float())
+        return self._signed(tuple(each.serialize() for each in ciphertexts), clear.float())
 
     def plus(
         self, total: EncryptedUpdate | None, update: EncryptedUpdate, share: float
@@ -176,18 +197,23 @@ class CKKSServer:
 
         Raises:
             ValueError: if the share is outside its range.
-            DecodeError: if a ciphertext is none of this scheme, or one is missing.
+            DecodeError: as `weighted_sum` does.
         """
-        scaled = self.weighted_sum([(update, share)])
         if total is None:
-            return scaled
+            return self.weighted_sum([(update, share)])
+        total.check(self._tag_key, _SUM + self._layout.identity)
+        scaled = self._weighted_sum([(update, share)])
         pairs = zip(
             _loaded(self._context, self._layout, total),
             _loaded(self._context, self._layout, scaled),
             strict=True,
         )
         ciphertexts = tuple((one + other).serialize() for one, other in pairs)
-        return EncryptedUpdate(ciphertexts, total.clear + scaled.clear)
+        return self._signed(ciphertexts, total.clear + scaled.clear)
+
+    def _signed(self, ciphertexts: tuple[bytes, ...], clear: Tensor) -> EncryptedUpdate:
+        total = EncryptedUpdate(ciphertexts, clear)
+        return total.signed(self._tag_key, _SUM + self._layout.identity)
 
 
 def flooded(values: Tensor, std: float, draw: Draws | None = None) -> Tensor:
@@ -214,6 +240,7 @@ def _loaded(context: Any, layout: CKKSLayout, update: EncryptedUpdate) -> Iterat
         raise DecodeError(
             f"{len(update.ciphertexts)} ciphertexts instead of {layout.num_ciphertexts}"
         )
+    # whoever calls has checked the tag
     for at, data in enumerate(update.ciphertexts):
         try:
             ciphertext = _tenseal().ckks_vector_from(context, data)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha256
 
 import torch
 from torch import Tensor
@@ -24,6 +26,7 @@ class CKKSLayout:
         size: k, coordinates of an update.
         selected: indices of the encrypted ones, int64, increasing; None for all.
         parameters: of the scheme.
+        round_index: of the round, so that no message of another one is taken in.
 
     Raises:
         ValueError: if the indices are not increasing from 0 to k - 1.
@@ -32,6 +35,7 @@ class CKKSLayout:
     size: int
     selected: Tensor | None = None
     parameters: CKKSParameters = CKKSParameters()  # noqa: RUF009 - frozen
+    round_index: int = 0
 
     def __post_init__(self) -> None:
         if self.selected is None:
@@ -39,6 +43,13 @@ class CKKSLayout:
         edges = torch.tensor([-1, *self.selected.tolist(), self.size])
         if self.selected.dtype != torch.int64 or not (edges.diff() > 0).all():
             raise ValueError(f"selected must be increasing int64 indices below size={self.size}")
+
+    @cached_property
+    def identity(self) -> bytes:
+        """What all messages of the round are bound to, 32 bytes."""
+        chosen = b"all" if self.selected is None else self.selected.cpu().numpy().tobytes()
+        settings = f"{self.size} {self.parameters} {self.round_index} ".encode()
+        return sha256(settings + chosen).digest()
 
     @property
     def num_encrypted(self) -> int:

@@ -6,7 +6,9 @@ Over all survivors the pads s_uv cancel. Of clients that fell silent the others 
 key behind s_uv, of survivors shares of b_u, never both of one client: with both its vector lies
 open. Sources: Bonawitz et al. 2017, figure 4, with everything underlined there against an active
 server; Bell et al. 2020, algorithm 2, for a sparse graph. Differs: boxes are opened when they
-arrive, not when they are needed; a client knows all participants and finds its neighbours itself.
+arrive, not when they are needed, and only by two clients that were told the same keys of each other;
+shares must be those that their sender is bound to; a client knows all participants and finds its
+neighbours itself.
 """
 
 from __future__ import annotations
@@ -15,12 +17,15 @@ from collections.abc import Callable
 from typing import Any
 
 from fl_lightning.updates.reader import DecodeError
+from fl_lightning.updates.secure.checksum import with_checksum
 from fl_lightning.updates.secure.client_checks import (
     check_mailbox,
     check_request,
     check_roster,
+    check_shares,
     check_survivors,
 )
+from fl_lightning.updates.secure.commitments import seed_commitment, seed_pad_key, share_hashes
 from fl_lightning.updates.secure.entropy import Entropy, system_entropy
 from fl_lightning.updates.secure.graph import neighbours_of
 from fl_lightning.updates.secure.keys import KEY_SIZE, AgreementKey, SigningKey, seal, unseal
@@ -56,12 +61,14 @@ class SecureClient:
         place: of this client, from 0 to n - 1.
         vector: integers of the session's ring, shape (size,).
         entropy: where its secrets come from; anything but the default is for simulations.
-        used: the rounds that this client has taken part in.
+        used: the rounds that this client has taken part in: its state, kept over restarts, or
+            ``UsedRounds()`` of a client that has taken part in none.
         signing_key: needed against an active server, as is
         directory: everyone's public signing keys.
 
     Raises:
         ValueError: if the vector or the place does not fit the session, or keys are missing.
+        RefusedError: if ``used`` is missing: with pads given twice, two vectors lie open.
     """
 
     def __init__(
@@ -81,9 +88,14 @@ class SecureClient:
             raise ValueError(f"vector must have shape ({session.size},), got {vector.shape}")
         if session.active and (signing_key is None or directory is None):
             raise ValueError("active needs signing_key and directory: without, nobody is known")
+        vector = with_checksum(session.ring.checked(vector), session.ring)
+        if used is None:
+            raise RefusedError(
+                "used must be given, the rounds that this client has taken part in: after a restart "
+                "its state as it was kept, UsedRounds() only for a client that never took part"
+            )
         self._session, self._place = session, place
-        self._vector = session.ring.checked(vector)
-        self._entropy, self._used = entropy, UsedRounds() if used is None else used
+        self._vector, self._entropy, self._used = vector, entropy, used
         self._signing_key, self._directory = signing_key, directory
         self._expects: type[Any] | None = None
         self._refused = ""
@@ -92,7 +104,7 @@ class SecureClient:
         """Return the first message.
 
         Raises:
-            RefusedError: if this round has been used, by this client or this object.
+            RefusedError: if this round has been used.
         """
         self._used.use(self._session.run, self._session.round_index)
         self._box_key = AgreementKey(self._entropy(KEY_SIZE))
@@ -142,22 +154,25 @@ class SecureClient:
             for secret in (self._pad_key.private, self._seed)
         )
         shares = {x - 1: _share_bytes(keys[x]) + _share_bytes(seeds[x]) for x in xs}
+        hashes = {p: share_hashes(session, self._place, p, share) for p, share in shares.items()}
         self._shares: dict[int, bytes] = {self._place: shares.pop(self._place)}
         self._box_secrets = {
             peer: self._secret(self._box_key, roster.keys[peer][:KEY_SIZE], "shares", peer)
             for peer in self._neighbours
         }
         self._expects = Mailbox
-        return SealedShares({peer: self._sealed(peer, share) for peer, share in shares.items()})
+        boxes = {peer: self._sealed(peer, share) for peer, share in shares.items()}
+        return SealedShares(seed_commitment(session, self._place, self._seed), boxes, hashes)
 
     def _mask(self, mailbox: Mailbox) -> MaskedVector:
         session, ring = self._session, self._session.ring
         check_mailbox(session, self._place, self._participants, self._neighbours, mailbox)
         opened = {peer: self._opened(peer, box) for peer, box in mailbox.boxes.items()}
+        check_shares(session, self._place, opened, mailbox)
         self._shares = self._shares | opened
         self._sharers = mailbox.sharers
         total = self._vector.copy()
-        add_pad(total, self._seed, ring)
+        add_pad(total, seed_pad_key(session, self._place, self._seed), ring)
         for peer in sorted(mailbox.boxes):
             public = self._roster[peer][KEY_SIZE : 2 * KEY_SIZE]
             secret = self._secret(self._pad_key, public, "pads", peer)
@@ -188,8 +203,11 @@ class SecureClient:
         check_survivors(self._session, self._place, self._sharers, holders, survivors)
 
     def _secret(self, key: AgreementKey, public: bytes, purpose: str, peer: int) -> bytes:
-        identity = self._session.identity
-        return key.secret_with(public, purpose, identity, me=self._place, peer=peer)
+        # with the keys of both, as this client was told them: if the other was told others, boxes
+        # between the two stay closed, and no pad is added of which the other knows nothing
+        told = b"".join(self._roster[p][: 2 * KEY_SIZE] for p in sorted((self._place, peer)))
+        context = self._session.identity + (told if purpose == "shares" else b"")
+        return key.secret_with(public, purpose, context, me=self._place, peer=peer)
 
     def _sealed(self, peer: int, share: bytes) -> bytes:
         secret, identity = self._box_secrets[peer], self._session.identity

@@ -5,9 +5,10 @@ Sources: Bonawitz et al. 2017, figure 4; the thresholds' meaning in its section 
 
 from __future__ import annotations
 
+from fl_lightning.updates.secure.commitments import share_hashes
 from fl_lightning.updates.secure.graph import neighbours_of
-from fl_lightning.updates.secure.keys import KEY_SIZE
-from fl_lightning.updates.secure.messages import Mailbox, Places, RevealRequest, Roster
+from fl_lightning.updates.secure.keys import KEY_SIZE, ForgedError
+from fl_lightning.updates.secure.messages import Mailbox, Places, RevealRequest, Roster, Table
 from fl_lightning.updates.secure.session import RefusedError, Session
 from fl_lightning.updates.secure.signing import Directory
 from fl_lightning.updates.secure.wire import places_as_bits
@@ -46,13 +47,22 @@ def check_mailbox(
     if me not in mailbox.sharers or not mailbox.sharers <= participants:
         raise RefusedError("those who shared must be participants, with oneself among them")
     _check_enough(session, len(mailbox.sharers), "clients that shared")
-    if mailbox.boxes.keys() != near & mailbox.sharers:
+    if not mailbox.boxes.keys() == mailbox.hashes.keys() == near & mailbox.sharers:
         raise RefusedError("the boxes must be those of exactly the neighbours that shared")
     if len(mailbox.boxes) + 1 < session.threshold:
         raise RefusedError(
             f"too few neighbours: {len(mailbox.boxes)} shared, and oneself; threshold is "
             f"{session.threshold}"
         )
+
+
+def check_shares(session: Session, me: int, opened: Table, mailbox: Mailbox) -> None:
+    """Raise ForgedError if a neighbour has sent other shares than it is bound to."""
+    for peer, shares in opened.items():
+        if share_hashes(session, peer, me, shares) != mailbox.hashes[peer]:
+            raise ForgedError(
+                f"client {peer} sent client {me} other shares than those it is bound to"
+            )
 
 
 def check_survivors(

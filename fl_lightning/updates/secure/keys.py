@@ -98,7 +98,8 @@ def seal(key: bytes, content: bytes, context: bytes, *, sender: int, receiver: i
         >>> unseal(b"k" * 32, box, b"round 1", sender=1, receiver=0)
         Traceback (most recent call last):
         ...
-        fl_lightning.updates.secure.keys.ForgedError: the box from client 1 to client 0 is forged
+        fl_lightning.updates.secure.keys.ForgedError: the box from client 1 to client 0 is forged, or one \
+of them was told other keys of the other
     """
     pair = _PAIR.pack(sender, receiver)
     return ChaCha20Poly1305(_direction(key, pair)).encrypt(_NONCE, content, context + pair)
@@ -114,7 +115,10 @@ def unseal(key: bytes, box: bytes, context: bytes, *, sender: int, receiver: int
     try:
         return ChaCha20Poly1305(_direction(key, pair)).decrypt(_NONCE, box, context + pair)
     except InvalidTag:
-        raise ForgedError(f"the box from client {sender} to client {receiver} is forged") from None
+        raise ForgedError(
+            f"the box from client {sender} to client {receiver} is forged, or one of them was told "
+            "other keys of the other"
+        ) from None
 
 
 @dataclass(frozen=True)

@@ -49,9 +49,17 @@ class Roster:
 
 @dataclass(frozen=True)
 class SealedShares:
-    """For each neighbour a box with the shares of the sender's two secrets."""
+    """The shares of a client's two secrets, and what binds it to them: see `commitments`.
 
+    Attributes:
+        commitment: to its seed.
+        boxes: for each neighbour, with the two shares that it holds.
+        hashes: of these shares, by holder, oneself among them.
+    """
+
+    commitment: bytes
     boxes: Table
+    hashes: Table
 
 
 @dataclass(frozen=True)
@@ -61,15 +69,17 @@ class Mailbox:
     Attributes:
         sharers: all who have sent shares: whose pads belong into the vectors.
         boxes: by sender.
+        hashes: of the shares in the boxes, by sender.
     """
 
     sharers: Places
     boxes: Table
+    hashes: Table
 
 
 @dataclass(frozen=True, eq=False)
 class MaskedVector:
-    """A client's vector under its pads, integers of the session's ring."""
+    """A client's vector and its checksum under its pads, integers of the session's ring."""
 
     values: Integers
 

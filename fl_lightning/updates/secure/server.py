@@ -68,8 +68,9 @@ class SecureServer:
         self.awaited: Places = frozenset(range(session.num_clients))
         self.survivors: Places = frozenset()
         self._received: dict[int, Any] = {}
-        self._total: Integers | None = np.zeros(session.size, session.ring.dtype)
+        self._total: Integers | None = np.zeros(session.length, session.ring.dtype)
         self._roster: Table = {}
+        self._sealed: dict[int, SealedShares] = {}
         self._graph: Graph = {}
         self._sharers: Places = frozenset()
 
@@ -82,7 +83,7 @@ class SecureServer:
         """
         if self.stage is not None or self._total is None:
             raise AbortedError("there is no sum: the session has not come to its end")
-        return self._total
+        return self._total[: self._session.size]
 
     def receive(self, data: bytes) -> int:
         """Take a client's message; return the client's place.
@@ -110,7 +111,8 @@ class SecureServer:
         After the last stage there are none, and `total` is known.
 
         Raises:
-            AbortedError: if too few are left, or shares are false; no vector becomes known.
+            AbortedError: if too few are left, or somebody lied, who is named if that is known; no
+                vector becomes known.
         """
         if self.stage is None:
             raise AbortedError("the session is over")
@@ -144,11 +146,15 @@ class SecureServer:
     def _close_share(self, there: Places) -> dict[int, AnyMessage]:
         self._check_enough(len(there), self._session.least_survivors)
         self._sharers = there
-        boxes = {place: message.boxes for place, message in self._received.items()}
-        return {
-            place: Mailbox(there, {peer: boxes[peer][place] for peer in self._graph[place] & there})
-            for place in there
-        }
+        self._sealed = dict(self._received)
+        return {place: self._mailbox(place, self._graph[place] & there) for place in there}
+
+    def _mailbox(self, place: int, near: Places) -> Mailbox:
+        return Mailbox(
+            self._sharers,
+            {peer: self._sealed[peer].boxes[place] for peer in near},
+            {peer: self._sealed[peer].hashes[place] for peer in near},
+        )
 
     def _close_mask(self, there: Places) -> dict[int, AnyMessage]:
         self._check_enough(len(there), self._session.least_survivors)
@@ -159,14 +165,18 @@ class SecureServer:
 
     def _close_agree(self, there: Places) -> dict[int, AnyMessage]:
         self._check_enough(len(there), self._session.threshold)
-        signatures = {place: message.signature for place, message in self._received.items()}
+        # no more than clients need, who check each one
+        signers = sorted(there)[: self._session.threshold]
+        signatures = {place: self._received[place].signature for place in signers}
         dropped = self._sharers - self.survivors
         return dict.fromkeys(there, RevealRequest(self.survivors, dropped, signatures))
 
     def _close_reveal(self, there: Places) -> dict[int, AnyMessage]:
         if self._session.num_neighbours is None:
             self._check_enough(len(there), self._session.threshold)
-        unmasking = Unmasking(self._session, self._roster, self._graph, self.survivors)
+        unmasking = Unmasking(
+            self._session, self._roster, self._sealed, self._graph, self.survivors
+        )
         assert self._total is not None
         unmasking.remove_pads(self._total, self._received)
         return {}
@@ -182,7 +192,9 @@ class SecureServer:
     def _check(self, place: int, message: AnyMessage) -> None:
         """Raise ValueError if others would stumble over a message."""
         near = self._graph.get(place, frozenset())
-        if isinstance(message, SealedShares) and message.boxes.keys() != near:
+        if isinstance(message, SealedShares) and (
+            message.boxes.keys() != near or message.hashes.keys() != near | {place}
+        ):
             raise DecodeError(f"client {place} has not sealed shares for exactly its neighbours")
         if isinstance(message, RevealedShares):
             near = near & self._sharers | {place}

@@ -2,7 +2,8 @@
 
 Sources: Bonawitz et al. 2017 (CCS, *Practical Secure Aggregation for Privacy-Preserving Machine
 Learning*), figure 4, thresholds from section 6; Bell et al. 2020 for the sparse graph. Differs:
-the session's identity, a hash of every setting, is part of all messages, keys and signatures.
+the session's identity, a hash of every setting and of a random id of the run, is part of all
+messages, keys and signatures: what was recorded in another run, even of the same seed, fits nowhere.
 """
 
 from __future__ import annotations
@@ -12,12 +13,19 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
 from hashlib import sha256
+from secrets import token_hex
 
+from fl_lightning.updates.secure.checksum import num_checks
 from fl_lightning.updates.secure.ring import Ring
 
 MAX_CLIENTS = 1 << 24
 MAX_SIZE = 1 << 40
 _SETTINGS = struct.Struct("<BQIQBIIIBQ")
+
+
+def new_run_id() -> str:
+    """Return a random id for one run: 128 bits of the operating system's entropy, as 32 digits."""
+    return token_hex(16)
 
 
 class Stage(IntEnum):
@@ -35,7 +43,7 @@ class RefusedError(ValueError):
 
 
 class AbortedError(RuntimeError):
-    """The server cannot finish a session, because too few clients are left; it learned nothing."""
+    """The server has no sum: too few clients are left, or one of them lied; no vector is known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +51,7 @@ class Session:
     """One secure sum.
 
     Args:
-        run: name of the run, the same in all its rounds.
+        run: id of the run, the same in all its rounds and never used for another: `new_run_id`.
         round_index: ≥ 0; in one run every round is used once.
         num_clients: n ≥ 2. They have places 0 to n - 1.
         size: numbers of a vector.
@@ -103,6 +111,11 @@ class Session:
         return Ring(self.bits)
 
     @property
+    def length(self) -> int:
+        """Integers of a vector that travels: its numbers and their checksum."""
+        return self.size + num_checks(self.ring)
+
+    @property
     def least_survivors(self) -> int:
         """How many vectors a sum has at least."""
         if self.min_survivors is not None:
@@ -120,7 +133,7 @@ class Session:
     def identity(self) -> bytes:
         """32 bytes, a hash of all settings."""
         settings = _SETTINGS.pack(
-            1,  # the version of the protocol
+            2,  # the version of the protocol
             self.round_index,
             self.num_clients,
             self.size,

@@ -57,7 +57,7 @@ def shortcut(
         >>> vectors = {place: np.array([place, 1], np.uint32) for place in range(4)}
         >>> outcome = shortcut(session, vectors, {3: Stage.MASK})
         >>> outcome.total, outcome.costs.bytes_up[0], outcome.costs.bytes_up[3]
-        (array([3, 3], dtype=uint32), 669, 419)
+        (array([3, 3], dtype=uint32), 838, 580)
     """
     first_silent = checked_dropouts(session, dropouts or {})
     count = _Count(session, first_silent, unit_seconds or UnitSeconds())
@@ -97,13 +97,15 @@ class _Count:
         self._graph = neighbours(participants, session.num_neighbours, session.graph_seed)
         near = {place: len(self._graph[place]) for place in participants}
         self._down(Roster, {place: (count + 1,) for place, count in near.items()})
-        asked = {p: (near[p],) for p in self._with_holders(participants, participants)}
+        asked = {p: (near[p], near[p] + 1) for p in self._with_holders(participants, participants)}
         sharers = self._up(Stage.SHARE, SealedShares, asked, least)
-        self._down(Mailbox, {place: (len(self._graph[place] & sharers),) for place in sharers})
+        self._down(Mailbox, {p: (len(self._graph[p] & sharers),) * 2 for p in sharers})
         safe = self._with_holders(sharers, sharers)
         survivors = self._up(Stage.MASK, MaskedVector, dict.fromkeys(safe, ()), least)
         self._reveal(sharers, survivors)
         self._add_seconds(participants, sharers, survivors)
+        if session.active:
+            self._add_signatures(len(participants), len(survivors))
         return survivors
 
     def _reveal(self, sharers: Places, survivors: Places) -> None:
@@ -112,7 +114,7 @@ class _Count:
             self._down(Survivors, dict.fromkeys(there, ()))
             asked = dict.fromkeys(there, ())
             there = self._up(Stage.AGREE, SignedSurvivors, asked, self._session.threshold)
-            signatures = len(there)
+            signatures = self._session.threshold
         self._down(RevealRequest, dict.fromkeys(there, (signatures,)))
         shares = {
             place: (
@@ -167,3 +169,9 @@ class _Count:
         lost = sum(len(self._graph[place] & survivors) for place in sharers - survivors)
         self.costs.server_seconds += len(survivors) * pad + lost * (unit.agreement + pad)
         self.costs.server_seconds += len(sharers) * session.threshold**2 * unit.share_term
+
+    def _add_signatures(self, participants: int, survivors: int) -> None:
+        signed, unit = participants + survivors, self._unit
+        checked = participants**2 + survivors * self._session.threshold
+        self.costs.client_seconds += signed * unit.signature + checked * unit.verification
+        self.costs.server_seconds += signed * unit.verification

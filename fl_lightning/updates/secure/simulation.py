@@ -18,6 +18,7 @@ from fl_lightning.updates.secure.ring import Integers
 from fl_lightning.updates.secure.server import SecureServer
 from fl_lightning.updates.secure.session import RefusedError, Session, Stage
 from fl_lightning.updates.secure.signing import Directory
+from fl_lightning.updates.secure.used_rounds import UsedRounds
 
 
 @dataclass
@@ -140,6 +141,7 @@ def _parties(
             place,
             vectors[place],
             entropy=source,
+            used=UsedRounds(),  # of clients that take part once
             signing_key=signing.get(place),
             directory=directory,
         )

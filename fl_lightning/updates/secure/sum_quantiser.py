@@ -22,6 +22,7 @@ from torch import Tensor
 from fl_lightning.updates.secure.entropy import Draws
 from fl_lightning.updates.secure.ring import Integers, Ring
 
+MOST_LEVELS = 1 << 48
 CHUNK = 1 << 14  # numbers at a time, so that what happens between the steps stays in the cache
 
 
@@ -64,7 +65,7 @@ class SumQuantiser:
     def __post_init__(self) -> None:
         if not 0 < self.clip < math.inf:
             raise ValueError(f"clip must be a positive number, got {self.clip}")
-        if not 1 <= self.levels <= 2**48:
+        if not 1 <= self.levels <= MOST_LEVELS:
             raise ValueError(f"levels must be from 1 to 2^48, got {self.levels}")
         for name in ("num_clients", "max_examples"):
             if getattr(self, name) < 1:
@@ -160,3 +161,30 @@ class SumQuantiser:
         if needed <= 64:
             return f"use bits of at least {needed}, or fewer levels"
         return "use fewer levels or smaller max_examples: bits are at most 64"
+
+
+def fine_levels(
+    *, num_clients: int, clip: float, max_examples: int, bits: int, accuracy: float, least: int
+) -> int:
+    """Return so many levels that means are within ``accuracy``, or as many as the ring holds.
+
+    Args:
+        num_clients: the most whose vectors are added.
+        clip: c.
+        max_examples: the most that one client counts for.
+        bits: of the ring.
+        accuracy: of the mean; half of it is left to float32.
+        least: so many at least, whether they fit or not.
+
+    Returns:
+        A power of two.
+
+    Example:
+        >>> options = {"num_clients": 5, "clip": 1.0, "max_examples": 1024, "least": 2**16}
+        >>> [fine_levels(bits=bits, accuracy=1e-6, **options) for bits in (64, 32)]
+        [4194304, 524288]
+    """
+    wanted = 1 << max(0, math.ceil(math.log2(4 * clip / accuracy)))
+    held = ((1 << bits) - 1) // (num_clients * max_examples)
+    fitting = 1 << max(0, held.bit_length() - 1)
+    return max(least, min(wanted, fitting, MOST_LEVELS))

@@ -10,7 +10,7 @@ from statistics import median
 import numpy as np
 
 from fl_lightning.updates.secure.entropy import system_entropy
-from fl_lightning.updates.secure.keys import AgreementKey, seal
+from fl_lightning.updates.secure.keys import AgreementKey, SigningKey, check_signature, seal
 from fl_lightning.updates.secure.pads import add_pad
 from fl_lightning.updates.secure.ring import Ring
 from fl_lightning.updates.secure.shamir import split
@@ -26,6 +26,8 @@ class UnitSeconds:
         share_term: of one share, per unit of the threshold.
         pad_byte: of adding one byte of a pad.
         message_byte: of writing or reading one byte of a message.
+        signature: of making a signature.
+        verification: of checking one.
 
     Example:
         >>> measured = UnitSeconds.measured(repetitions=1)
@@ -38,12 +40,15 @@ class UnitSeconds:
     share_term: float = 0.0
     pad_byte: float = 0.0
     message_byte: float = 0.0
+    signature: float = 0.0
+    verification: float = 0.0
 
     @classmethod
     def measured(cls, repetitions: int = 5) -> UnitSeconds:
         """Return this machine's; takes some 20 ms a repetition."""
         ring, key, peer = Ring(32), AgreementKey(bytes(range(32))), AgreementKey(b"peer" * 8)
         total = np.zeros(1 << 18, ring.dtype)
+        sign, verify = _signing()
 
         def agree() -> None:
             for _ in range(20):
@@ -65,7 +70,25 @@ class UnitSeconds:
             share_term=_seconds(repetitions, share) / (40 * 20),
             pad_byte=_seconds(repetitions, lambda: add_pad(total, b"k" * 32, ring)) / total.nbytes,
             message_byte=_seconds(repetitions, pack) / total.nbytes / 2,
+            signature=_seconds(repetitions, sign) / 10,
+            verification=_seconds(repetitions, verify) / 10,
         )
+
+
+def _signing() -> tuple[Callable[[], None], Callable[[], None]]:
+    """Return what makes ten signatures, and what checks ten."""
+    key = SigningKey(b"sign" * 8)
+    public, signature = key.public, key.sign(b"content")
+
+    def sign() -> None:
+        for _ in range(10):
+            key.sign(b"content")
+
+    def verify() -> None:
+        for _ in range(10):
+            check_signature(public, signature, b"content", "it")
+
+    return sign, verify
 
 
 def _seconds(repetitions: int, call: Callable[[], None]) -> float:

@@ -1,4 +1,4 @@
-"""The one binary format of a secure sum's messages, version 1, little-endian.
+"""The one binary format of a secure sum's messages, version 2, little-endian.
 
     "FLSS", u8 version, u8 kind, u32 client (from or to whom), u64 length of the whole message,
     32 bytes identity of the session, fields, u32 CRC-32
@@ -19,6 +19,7 @@ import numpy as np
 
 from fl_lightning.updates.bit_packing import packed_size
 from fl_lightning.updates.reader import DecodeError, Reader
+from fl_lightning.updates.secure.commitments import COMMITMENT_SIZE, HASHES_SIZE
 from fl_lightning.updates.secure.keys import KEY_SIZE, SIGNATURE_SIZE, TAG_SIZE
 from fl_lightning.updates.secure.messages import (
     Advertisement,
@@ -38,17 +39,22 @@ from fl_lightning.updates.secure.session import Session
 from fl_lightning.updates.secure.shamir import SHARE_SIZE
 
 MAGIC = b"FLSS"
-VERSION = 1
+VERSION = 2
 _HEADER = struct.Struct("<4sBBIQ32s")
 _CHECKSUM = struct.Struct("<I")
 # fields in order: a set, a vector, or bytes and tables of entries of so many bytes
 _SET, _VECTOR, _BYTES, _TABLE = range(4)
 _KEYS, _SIGNATURE, _BOX, _SHARE = "keys", "signature", "box", "share"
+_COMMITMENT, _HASHES = "commitment", "hashes"
 _FORMS: dict[type[Any], tuple[tuple[str, int, str], ...]] = {
     Advertisement: (("keys", _BYTES, _KEYS), ("signature", _BYTES, _SIGNATURE)),
     Roster: (("participants", _SET, ""), ("keys", _TABLE, _KEYS + _SIGNATURE)),
-    SealedShares: (("boxes", _TABLE, _BOX),),
-    Mailbox: (("sharers", _SET, ""), ("boxes", _TABLE, _BOX)),
+    SealedShares: (
+        ("commitment", _BYTES, _COMMITMENT),
+        ("boxes", _TABLE, _BOX),
+        ("hashes", _TABLE, _HASHES),
+    ),
+    Mailbox: (("sharers", _SET, ""), ("boxes", _TABLE, _BOX), ("hashes", _TABLE, _HASHES)),
     MaskedVector: (("values", _VECTOR, ""),),
     Survivors: (("survivors", _SET, ""),),
     SignedSurvivors: (("signature", _BYTES, _SIGNATURE),),
@@ -73,8 +79,10 @@ def encode(session: Session, place: int, message: AnyMessage) -> bytes:
 
     Example:
         >>> session = Session(run="demo", round_index=0, num_clients=4, size=2, threshold=3)
-        >>> data = encode(session, 1, SealedShares({0: bytes(82), 3: bytes(82)}))
-        >>> len(data) == encoded_size(session, SealedShares, 2)
+        >>> hashes = {place: bytes(32) for place in (0, 1, 3)}
+        >>> sealed = SealedShares(bytes(32), {0: bytes(82), 3: bytes(82)}, hashes)
+        >>> data = encode(session, 1, sealed)
+        >>> len(data) == encoded_size(session, SealedShares, 2, 3)
         True
         >>> place, message = decode(session, data, SealedShares)
         >>> place, sorted(message.boxes)
@@ -104,7 +112,7 @@ def encoded_size(session: Session, kind: type[AnyMessage], *entries: int) -> int
         if form in (_SET, _TABLE):
             size += packed_size(session.num_clients, 1)
         if form == _VECTOR:
-            size += session.ring.packed_size(session.size)
+            size += session.ring.packed_size(session.length)
         if form in (_BYTES, _TABLE):
             size += _entry_size(session, entry) * (next(counts) if form == _TABLE else 1)
     return size
@@ -169,8 +177,8 @@ def _read_field(session: Session, reader: Reader, name: str, form: int, entry: s
     if form == _SET:
         return _read_places(session, reader, name)
     if form == _VECTOR:
-        packed = reader.take(session.ring.packed_size(session.size), name)
-        return session.ring.unpack(packed, session.size)
+        packed = reader.take(session.ring.packed_size(session.length), name)
+        return session.ring.unpack(packed, session.length)
     size = _entry_size(session, entry)
     if form == _BYTES:
         return reader.take(size, name).tobytes()
@@ -196,4 +204,6 @@ def _entry_size(session: Session, entry: str) -> int:
         _KEYS + _SIGNATURE: 2 * KEY_SIZE + signature,
         _BOX: 2 * SHARE_SIZE + TAG_SIZE,
         _SHARE: SHARE_SIZE,
+        _COMMITMENT: COMMITMENT_SIZE,
+        _HASHES: HASHES_SIZE,
     }[entry]

@@ -55,17 +55,9 @@ def words_of(row: Row, folder: Path) -> list[str]:
 
 def problems(row: Row, code: Any, told: str) -> list[str]:
     """Return what is wrong with a refusal; nothing if it is a sentence."""
-    found = []
     if not code:
         return ["accepted"]
-    if "Traceback" in told or "fl-lightning: " not in told:
-        found.append("traceback")
-    if len(told) > 700 or len(told.splitlines()) > 4:
-        found.append(f"{len(told)} characters, {len(told.splitlines())} lines")
-    if re.search(
-        r"Namespace\(|NestedArg|<class |Subtypes|typing\.|collections\.abc|Parser key", told
-    ):
-        found.append("the parser's words")
+    found = _shape(told)
     option = row.name or row.option
     if option and _bare(option) not in _bare(told):
         found.append(f"does not say {option}")
@@ -76,6 +68,20 @@ def problems(row: Row, code: Any, told: str) -> list[str]:
         found.append(f"does not say {row.says}")
     if not ADVICE.search(told):
         found.append("does not say what to do")
+    return found
+
+
+def _shape(told: str) -> list[str]:
+    """Return what keeps a message from being a sentence."""
+    found = []
+    if "Traceback" in told or "fl-lightning: " not in told:
+        found.append("traceback")
+    if len(told) > 700 or len(told.splitlines()) > 4:
+        found.append(f"{len(told)} characters, {len(told.splitlines())} lines")
+    if re.search(
+        r"Namespace\(|NestedArg|<class |Subtypes|typing\.|collections\.abc|Parser key", told
+    ):
+        found.append("the parser's words")
     return found
 
 

@@ -1,5 +1,7 @@
 """Encrypted sums are the plain ones, and the server cannot read them."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -13,7 +15,7 @@ from fl_lightning.updates.secure.ckks import (
 )
 from fl_lightning.updates.secure.ckks_layout import CKKSLayout, most_sensitive
 from fl_lightning.updates.secure.ckks_parameters import MOST_BITS, CKKSParameters
-from fl_lightning.updates.secure.encrypted_update import EncryptedUpdate
+from fl_lightning.updates.secure.encrypted_update import TAG_SIZE, EncryptedUpdate
 from fl_lightning.updates.secure.paillier import PaillierKeys, PaillierSum
 from fl_lightning.updates.secure.sum_quantiser import SumQuantiser
 
@@ -42,7 +44,9 @@ def test_the_decrypted_sum_is_the_weighted_mean(ckks_keys, fraction, size):
     selected = None if fraction is None else most_sensitive(values.abs().sum(0), fraction)
     layout = CKKSLayout(size, selected)
     client, server = CKKSClient(layout, ckks_keys.secret), CKKSServer(layout, ckks_keys.public)
-    arrived = [layout.decoded(client.encrypt(row).encode()) for row in values]
+    arrived = [
+        layout.decoded(client.encrypt(row, sender).encode()) for sender, row in enumerate(values)
+    ]
     total = server.weighted_sum(zip(arrived, shares, strict=True))
     received = layout.decoded(total.encode())
     expected = (values.double() * torch.tensor(shares).double()[:, None]).sum(0)
@@ -71,10 +75,15 @@ def test_the_same_update_is_encrypted_differently_each_time(ckks_keys):
     with pytest.raises(ValueError, match="must have the public one only"):
         CKKSServer(CKKSLayout(10), ckks_keys.secret)
     assert "secret bytes" in repr(ckks_keys)
+    total = CKKSServer(CKKSLayout(10), ckks_keys.public).plus(
+        None, client.encrypt(torch.ones(10)), 1
+    )
     other = generate_keys(CKKSParameters())
-    assert (
-        CKKSClient(CKKSLayout(10), other.secret).decrypt(client.encrypt(torch.ones(10))) - 1
-    ).abs().max() > 1
+    stranger = replace(ckks_keys, secret=ckks_keys.secret[:TAG_SIZE] + other.secret[TAG_SIZE:])
+    with pytest.raises(DecodeError, match="not authentic"):
+        CKKSClient(CKKSLayout(10), other.secret).decrypt(total)
+    wrong = CKKSClient(CKKSLayout(10), stranger.secret).decrypt(total)
+    assert (wrong - 1).abs().max() > 1
 
 
 def test_strangers_ciphertexts_are_refused(ckks_keys):
@@ -88,16 +97,60 @@ def test_strangers_ciphertexts_are_refused(ckks_keys):
         with pytest.raises(DecodeError):
             layout.decoded(bytes(changed))
     for junk in (b"", b"junk", update.ciphertexts[0][:1000]):
-        with pytest.raises(DecodeError, match="no ciphertext"):
+        with pytest.raises(DecodeError, match="client 0 is not authentic"):
             server.weighted_sum([(EncryptedUpdate((junk,), update.clear), 1.0)])
+        # of somebody who has the key of tags and follows no other rule
+        known = EncryptedUpdate((junk,), update.clear)
+        with pytest.raises(DecodeError, match="no ciphertext"):
+            server.weighted_sum(
+                [(known.signed(ckks_keys.public[:TAG_SIZE], b"CKKS update" + layout.identity), 1.0)]
+            )
     with pytest.raises(DecodeError, match="1 ciphertexts"):
         CKKSLayout(5000).decoded(data)
+    empty = EncryptedUpdate((), update.clear)
     with pytest.raises(DecodeError, match="0 ciphertexts instead of 1"):
-        server.weighted_sum([(EncryptedUpdate((), update.clear), 1.0)])
+        server.weighted_sum(
+            [(empty.signed(ckks_keys.public[:TAG_SIZE], b"CKKS update" + layout.identity), 1.0)]
+        )
     with pytest.raises(DecodeError, match="not finite"):
         EncryptedUpdate.decode(
             EncryptedUpdate((), torch.tensor([torch.nan])).encode(), num_ciphertexts=0, num_clear=1
         )
+
+
+def test_the_library_reads_no_message_that_is_not_a_clients_of_the_round(ckks_keys, monkeypatch):
+    layout = CKKSLayout(10)
+    client, server = CKKSClient(layout, ckks_keys.secret), CKKSServer(layout, ckks_keys.public)
+    update, read = client.encrypt(torch.ones(10)), []
+    monkeypatch.setattr(tenseal, "ckks_vector_from", lambda *given: read.append(given))
+    rng, data = np.random.default_rng(0), update.ciphertexts[0]
+    for _ in range(500):
+        changed = bytearray(data)
+        changed[rng.integers(len(data))] ^= 1 << int(rng.integers(8))
+        # the checksum of such a message fits: only the tag does not
+        arrived = layout.decoded(replace(update, ciphertexts=(bytes(changed),)).encode())
+        with pytest.raises(DecodeError, match="not authentic"):
+            server.plus(None, arrived, 1.0)
+        with pytest.raises(DecodeError, match="not authentic"):
+            client.decrypt(arrived)
+    for other in (replace(update, sender=1), replace(update, clear=torch.ones(1))):
+        with pytest.raises(DecodeError, match="not authentic"):
+            server.plus(None, other, 1.0)
+    next_round = CKKSServer(CKKSLayout(10, round_index=1), ckks_keys.public)
+    with pytest.raises(DecodeError, match="not authentic"):
+        next_round.plus(None, update, 1.0)
+    with pytest.raises(DecodeError, match="not authentic"):
+        client.decrypt(update)  # one client's alone is no sum
+    assert not read
+
+
+def test_no_update_is_added_twice(ckks_keys):
+    layout = CKKSLayout(10)
+    client, server = CKKSClient(layout, ckks_keys.secret), CKKSServer(layout, ckks_keys.public)
+    update = client.encrypt(torch.ones(10), sender=4)
+    total = server.plus(None, update, 0.5)
+    with pytest.raises(DecodeError, match="client 4's update is in the sum already"):
+        server.plus(total, update, 0.5)
 
 
 def test_shares_and_numbers_outside_their_range_are_refused(ckks_keys):
@@ -124,7 +177,8 @@ def test_the_largest_number_that_is_let_through_comes_back(ckks_keys):
     largest = layout.parameters.largest * (1 - 1e-6)
     client, server = CKKSClient(layout, ckks_keys.secret), CKKSServer(layout, ckks_keys.public)
     update = client.encrypt(torch.tensor([largest, -largest]))
-    total = server.weighted_sum([(update, 0.5)] * 2)
+    other = client.encrypt(torch.tensor([largest, -largest]), sender=1)
+    total = server.weighted_sum([(update, 0.5), (other, 0.5)])
     assert client.decrypt(total)[0] == pytest.approx(largest, rel=1e-5)
     assert client.decrypt(total)[1] == pytest.approx(-largest, rel=1e-5)
 

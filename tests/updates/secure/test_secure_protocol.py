@@ -39,7 +39,7 @@ DIRECTORY = Directory({place: key.public for place, key in SIGNING.items()})
 
 def session(**options):
     settings = {"num_clients": 6, "size": 3, "threshold": 4, "round_index": 0}
-    return Session(run="test", **(settings | options))
+    return Session(**({"run": "test"} | settings | options))
 
 
 def vectors_of(session, seed=0):
@@ -61,6 +61,7 @@ def parties(session, vectors):
             place,
             vector,
             entropy=seeded_entropy(0, "test", place),
+            used=UsedRounds(),
             signing_key=SIGNING.get(place),
             directory=DIRECTORY,
         )
@@ -184,8 +185,9 @@ def test_a_sparse_plan_carries_a_round_with_its_dropouts():
     assert outcome.total.tolist() == plain_sum(made, vectors, outcome.survivors)
 
 
-def test_estimated_seconds_are_near_those_taken():
-    made = session(size=200_000)
+@pytest.mark.parametrize("options", [{}, {"active": True, "threshold": 5, "size": 1000}], ids=str)
+def test_estimated_seconds_are_near_those_taken(options):
+    made = session(**{"size": 200_000} | options)
     vectors = vectors_of(made)
     taken = simulate(made, vectors, {2: Stage.MASK}).costs
     counted = shortcut(made, vectors, {2: Stage.MASK}, UnitSeconds.measured()).costs
@@ -268,7 +270,7 @@ def without(table, *places):
         (
             Stage.MASK,
             False,
-            lambda m: Mailbox(frozenset({0, 1, 2}), without(m.boxes, 3, 4, 5)),
+            lambda m: replace(m, sharers=frozenset({0, 1, 2})),
             "3 clients that shared are too few",
         ),
         (
@@ -381,7 +383,9 @@ def test_a_client_with_too_few_neighbours_refuses():
         made,
         incoming[0],
         Mailbox,
-        lambda m: Mailbox(m.sharers - set(near[:2]), without(m.boxes, *near[:2])),
+        lambda m: Mailbox(
+            m.sharers - set(near[:2]), without(m.boxes, *near[:2]), without(m.hashes, *near[:2])
+        ),
     )
     with pytest.raises(RefusedError, match="too few neighbours: 2 shared, and oneself"):
         clients[0].receive(told)
@@ -398,7 +402,7 @@ def test_a_client_gives_no_round_twice_and_remembers_after_a_restart():
             with pytest.raises(RefusedError, match="has taken part in round 4"):
                 client.advertise()
         SecureClient(session(round_index=5), 0, vector, used=again).advertise()
-    client = SecureClient(session(), 0, vector)
+    client = SecureClient(session(), 0, vector, used=UsedRounds())
     client.advertise()
     with pytest.raises(RefusedError, match="is not new"):
         client.advertise()
@@ -432,7 +436,7 @@ def test_the_server_refuses_what_others_would_stumble_over():
     made = session(active=True, threshold=5)
     clients, server, incoming = conversation(made, Stage.SHARE)
     answer = clients[0].receive(incoming[0])
-    missing = lie(made, answer, SealedShares, lambda m: SealedShares(without(m.boxes, 3)))
+    missing = lie(made, answer, SealedShares, lambda m: replace(m, boxes=without(m.boxes, 3)))
     with pytest.raises(DecodeError, match="exactly its neighbours"):
         server.receive(missing)
     assert server.receive(answer) == 0
@@ -536,4 +540,4 @@ def test_a_seed_repeats_every_byte():
     assert runs[0] == runs[1]
     one, two = (parties(made, vectors_of(made))[0][0].advertise() for _ in range(2))
     assert one == two
-    assert SecureClient(made, 0, vectors_of(made)[0]).advertise() != one
+    assert SecureClient(made, 0, vectors_of(made)[0], used=UsedRounds()).advertise() != one

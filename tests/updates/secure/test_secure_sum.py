@@ -118,7 +118,7 @@ def test_strangers_bytes_never_pass():
     messages = [
         Advertisement(bytes(64), bytes(64)),
         Roster(frozenset(range(11)), keys),
-        MaskedVector(np.array([1, 2, 8191], np.uint16)),
+        MaskedVector(np.array([1, 2, 8191, 1, 2, 3, 4, 5], np.uint16)),
         RevealRequest(frozenset(range(9)), frozenset({9, 10}), signatures),
     ]
     chance, accepted = random.Random(0), 0

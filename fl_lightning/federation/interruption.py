@@ -1,0 +1,213 @@
+"""Ctrl-C: a fit ends its round, saves it and stops, or stops without that round if it takes too long.
+
+Once more stops at once; so do SIGTERM and a Ctrl-C outside of training. Checkpoints are written
+atomically, so that the last whole round is there whenever that happens. What stops a run is an
+`Interrupted`, on its way to where the fit was started.
+
+Of several processes any may be asked, and all end after the same round: they tell each other when they
+meet. The one that forked the others passes the signal on and ends those that take too long.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, NoReturn
+
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from fl_lightning.core.errors import Interrupted
+from fl_lightning.federation.atomic_checkpoint import LAST, AtomicCheckpointIO
+from fl_lightning.federation.run_folder import checkpoint_folders
+
+# How long a round may take to end after Ctrl-C; all is over within 5 s.
+SECONDS_TO_END = 3.0
+# Processes that are not done by then, whatever they do, are ended by the one that forked them.
+_SECONDS_TO_DIE = 4.2
+# One key press may arrive twice: from the terminal and from a program that passes it on.
+_ONE_KEY_PRESS = 0.25
+_PROMISE = (
+    f"\nCtrl-C: stops at the end of this round, or without it in {SECONDS_TO_END:.0f} s. "
+    "Once more stops at once.\n"
+)
+
+Handler = Callable[[int, FrameType | None], Any] | int | None
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Let Ctrl-C raise `Interrupted` inside the block, and end the process the second time.
+
+    Also where it was ignored, as in the background of a script: nobody sends it for nothing.
+    """
+    before = _install({signal.SIGINT: _raise_at_once})
+    try:
+        yield
+    finally:
+        _install(before)
+
+
+def _raise_at_once(signum: int, frame: FrameType | None) -> NoReturn:
+    asked_at = time.monotonic()
+
+    def again(signum: int, frame: FrameType | None) -> None:
+        if time.monotonic() - asked_at > _ONE_KEY_PRESS:
+            os._exit(Interrupted(signum).exit_code)
+
+    _install({signal.SIGINT: again})
+    raise Interrupted(signum)
+
+
+def _install(handlers: Mapping[int, Handler]) -> dict[int, Handler]:
+    """Install handlers and return those before; in other threads than the main one there are none."""
+    if threading.current_thread() is not threading.main_thread():
+        return {}
+    before = {signum: signal.getsignal(signum) for signum in handlers}
+    for signum, handler in handlers.items():
+        signal.signal(signum, handler)
+    return before
+
+
+class Interruption(Callback):
+    """Stops a fit at a whole round when Ctrl-C is pressed.
+
+    Attributes:
+        is_asked: whether it was pressed in this process or, once they have met, in another one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_asked = False
+        self._asked_at = 0.0
+        self._is_agreed = False
+        self._before: dict[int, Handler] = {}
+        self._parent = 0
+        self._is_forked = False
+
+    def agree(self) -> None:
+        """Know that all processes stop after this round."""
+        self.is_asked = self._is_agreed = True
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Have signals do what this file says from now on."""
+        self._parent = os.getppid()
+        handlers: dict[int, Handler] = {signal.SIGINT: self._ask, signal.SIGALRM: _give_up}
+        if not _is_requeued(trainer):
+            handlers[signal.SIGTERM] = _stop_at_once
+        self._before = _install(handlers)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stop if asked to, after the round before this one, with a checkpoint of it."""
+        if not self._stops(trainer):
+            return
+        self._let_go()
+        _save_if_missing(trainer)
+        raise Interrupted(signal.SIGINT)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Have signals do what they did before."""
+        self._let_go()
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Have signals do what they did before."""
+        self._let_go()
+
+    @contextmanager
+    def passed_on(self, kill: Callable[[int], None]) -> Iterator[None]:
+        """Pass Ctrl-C on to the processes that were forked from this one to train.
+
+        Args:
+            kill: sends them a signal, with SIGKILL waits for their end.
+        """
+        own = os.getpid()
+
+        def give_up(signum: int, frame: FrameType | None) -> NoReturn:
+            if os.getpid() == own:  # else one that was forked, and does not train yet or any more
+                kill(signal.SIGKILL)
+            raise Interrupted(signal.SIGTERM if signum == signal.SIGTERM else signal.SIGINT)
+
+        def ask(signum: int, frame: FrameType | None) -> None:
+            if os.getpid() != own:
+                _install({signal.SIGINT: signal.SIG_IGN})  # the same key press, passed on
+                raise Interrupted(signum)
+            if not self._asked_at:
+                self.is_asked, self._asked_at = True, time.monotonic()
+                signal.setitimer(signal.ITIMER_REAL, _SECONDS_TO_DIE)
+                os.write(2, _PROMISE.encode())
+                kill(signal.SIGINT)
+            elif time.monotonic() - self._asked_at > _ONE_KEY_PRESS:
+                give_up(signum, frame)
+
+        self._before = _install(
+            {signal.SIGINT: ask, signal.SIGALRM: give_up, signal.SIGTERM: give_up}
+        )
+        self._is_forked = True  # so the processes will be that inherit this object
+        try:
+            yield
+        finally:
+            self._is_forked = False
+            self._let_go()
+
+    def _let_go(self) -> None:
+        if self._before:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        _install(self._before)
+        self._before = {}
+
+    def _ask(self, signum: int, frame: FrameType | None) -> None:
+        if os.getppid() != self._parent:  # it has died, of which the system tells by this signal
+            raise Interrupted(signum)
+        if not self._asked_at:
+            self.is_asked, self._asked_at = True, time.monotonic()
+            # again and again: Python passes over what is raised in some places
+            signal.setitimer(signal.ITIMER_REAL, SECONDS_TO_END, 1.0)
+            if not self._is_forked:
+                os.write(2, _PROMISE.encode())
+        elif not self._is_forked and time.monotonic() - self._asked_at > _ONE_KEY_PRESS:
+            raise Interrupted(signum)
+
+    def _stops(self, trainer: Trainer) -> bool:
+        if trainer.world_size == 1:
+            return self.is_asked
+        if getattr(trainer.datamodule, "trains_in_rounds", False):  # type: ignore[attr-defined]
+            return self._is_agreed
+        return trainer.strategy.reduce_boolean_decision(self.is_asked, all=False)
+
+
+def interruption_of(trainer: Trainer) -> Interruption | None:
+    """Return a Trainer's callback of this kind, if it has one."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return next((c for c in callbacks if isinstance(c, Interruption)), None)
+
+
+def _give_up(signum: int, frame: FrameType | None) -> NoReturn:
+    raise Interrupted(signal.SIGINT)
+
+
+def _stop_at_once(signum: int, frame: FrameType | None) -> NoReturn:
+    raise Interrupted(signum)
+
+
+def _is_requeued(trainer: Trainer) -> bool:
+    """Return whether SIGTERM is SLURM's word for a run that Lightning takes up again by itself."""
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    return isinstance(environment, SLURMEnvironment) and environment.auto_requeue
+
+
+def _save_if_missing(trainer: Trainer) -> None:
+    """Save the round that has ended unless that was done; to be called by all processes."""
+    folder = next(iter(checkpoint_folders(trainer)), None)
+    if folder is None or trainer.global_step == 0:  # checkpoints are switched off
+        return
+    plugin = trainer.strategy.checkpoint_io
+    is_saved = isinstance(plugin, AtomicCheckpointIO) and plugin.saved_step == trainer.global_step
+    if not trainer.strategy.broadcast(is_saved):
+        trainer.save_checkpoint(folder / LAST)
