@@ -139,7 +139,7 @@ def _is_of(spec: Namespace, refusal: Refusal) -> bool:
     if name is None:  # a class whose options stand below the option's name
         options = spec
     elif named(name) is refusal.kind:
-        options = spec.get("init_args") or Namespace()
+        options = spec.get("init_args") or Namespace()  # type: ignore[no-untyped-call]
     else:
         return False
     given = dict(vars(options).items())

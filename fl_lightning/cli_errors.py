@@ -47,7 +47,7 @@ _STORAGE = (
 _REFUSED_BY_OPTIMIZER = re.compile(r"Invalid [\w ]+: ")
 
 # what Lightning builds itself has a builder of its own, see Parser.add_instantiator
-add_instantiator(Noting(), object)
+add_instantiator(Noting(), object)  # type: ignore[arg-type]
 
 
 class Parser(LightningArgumentParser):

@@ -98,11 +98,9 @@ def _accelerator(value: Any) -> str | None:
         return None
     if value not in known:
         return f"one of {', '.join(known)}"
-    has = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}
-    found = any(
-        has[name]() for name in (has if value == "gpu" else [value] if value in has else [])
-    )
-    if value in ("gpu", *has) and not found:
+    has = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    found = any(has.values()) if value == "gpu" else has.get(value, True)
+    if not found:
         return "an accelerator that this machine has: set it to cpu or auto"
     return None
 
