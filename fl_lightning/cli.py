@@ -31,6 +31,7 @@ from fl_lightning.callbacks.evaluated_model import EvaluatedModel
 from fl_lightning.callbacks.partition_report import PartitionReport
 from fl_lightning.callbacks.progress import RoundProgressBar
 from fl_lightning.cli_catalogue import asked_for, catalogue
+from fl_lightning.cli_command import check_command
 from fl_lightning.cli_constructors import watch_configuration, watched
 from fl_lightning.cli_devices import asks_for_several, automatic_processes
 from fl_lightning.cli_errors import Parser, explain
@@ -303,8 +304,12 @@ def main(args: ArgsType = None) -> None:
         warnings.filterwarnings("ignore", message=expected)
     logging.getLogger("lightning.pytorch").setLevel(logging.INFO)
     words = sys.argv[1:] if args is None else args
+    if words == []:
+        args = words = ["--help"]
     with watched() as watch:
         try:
+            if isinstance(words, list):
+                check_command(words)
             if isinstance(words, list) and words[:1] == ["compare"]:
                 compare(words[1:], parser=compare_parser(), resolve=resolve)
             elif isinstance(words, list) and (option := asked_for(words)):

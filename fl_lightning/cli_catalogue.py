@@ -38,7 +38,7 @@ def asked_for(words: Sequence[str]) -> str | None:
         >>> asked_for(["fit", "--federation.correction.help", "fl_lightning.Scaffold"]) is None
         True
     """
-    for word, following in zip(words, [*words[1:], "--"], strict=True):
+    for word, following in zip(words, [*words[1:], "--"], strict=False):
         asked = _ASKED.fullmatch(word)
         if asked and following.startswith("--") and _lines(asked["option"]):
             return asked["option"]

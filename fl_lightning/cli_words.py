@@ -15,7 +15,7 @@ from fl_lightning.cli_complaints import Complaint, complaint
 MOST_CHARACTERS = 500
 
 _UNRECOGNISED = re.compile(
-    r"Unrecognized arguments: (?P<name>[^\s=]+)[\s=]?(?P<rest>.*)|"
+    r"[Uu]nrecognized arguments: (?P<name>[^\s=]+)[\s=]?(?P<rest>.*)|"
     r"does not accept option '(?P<option>[^']+)'"
 )
 _UNKNOWN = re.compile(r"(?:Option '(?P<option>[^']+)' is not accepted|.*does not have.*)$")

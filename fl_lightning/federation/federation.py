@@ -48,6 +48,7 @@ from fl_lightning.federation.engine_options import (
     trains_in_large_groups,
 )
 from fl_lightning.federation.example_rounds import ExampleRounds
+from fl_lightning.federation.first_look import check_data_fits
 from fl_lightning.federation.fresh_losses import Having, refresh_losses
 from fl_lightning.federation.group_size import num_short_clients
 from fl_lightning.federation.groups import RoundGroups, Share
@@ -333,6 +334,7 @@ class Federation(Callback):
         """Build the round runner on the weights and the optimizer that are now in place."""
         check_set_up(trainer)
         check_several(trainer, self.aggregator)
+        check_data_fits(trainer)
         for config in trainer.lr_scheduler_configs:
             config.interval = "epoch"  # a step is a round, however many groups of clients it has
         check_correction(trainer, self.correction, self.personal)

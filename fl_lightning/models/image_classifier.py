@@ -92,6 +92,7 @@ class ImageClassifier(LightningModule):
         if checkpoint_path is not None:
             load_backbone(self.network, checkpoint_path)
         freeze(self.network, freeze_blocks, freeze_backbone)
+        self._num_classes, self._in_chans, self._image_size = num_classes, in_chans, image_size
         self._label_smoothing = label_smoothing
         self._optimizer = optimizer
         self._schedule = schedule
@@ -110,6 +111,34 @@ class ImageClassifier(LightningModule):
         else:
             features = network.forward_head(network.forward_features(images), pre_logits=True)
         return features
+
+    def check_batch(self, batch: Any) -> None:
+        """Refuse images and labels that it was not made for; `Federation` asks before it trains.
+
+        Raises:
+            ConfigurationError: with the model's numbers and the data's.
+        """
+        if not (isinstance(batch, (tuple, list)) and len(batch) == 2):
+            return
+        images, labels = batch
+        if not (isinstance(images, Tensor) and images.ndim == 4 and isinstance(labels, Tensor)):
+            return
+        problems = []
+        if images.shape[1] != self._in_chans:
+            problems.append(
+                f"model.in_chans is {self._in_chans}, and the images have {images.shape[1]} channels"
+            )
+        size = self._image_size
+        is_fixed = not getattr(self.network, "dynamic_img_size", False)
+        if size is not None and is_fixed and tuple(images.shape[2:]) != (size, size):
+            given = " x ".join(map(str, images.shape[2:]))
+            problems.append(f"model.image_size is {size}, and the images are {given}")
+        if not labels.is_floating_point() and int(labels.max()) >= self._num_classes:
+            problems.append(
+                f"model.num_classes is {self._num_classes}, and there is a label {int(labels.max())}"
+            )
+        if problems:
+            raise ConfigurationError(f"{'; '.join(problems)}: set what the data have")
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the batch's mean loss; log its accuracy per round."""

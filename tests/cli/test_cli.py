@@ -48,11 +48,11 @@ def fails(capsys, *args):
         ("--federation.on_client_failure", "ignore", "ignore"),
         ("--federation.min_replies", "6", "min_replies is 6, but a round has at most 5 clients"),
         ("--trainer.val_check_interval", "100", "trainer.check_val_every_n_epoch"),
-        ("--trainer.gradient_clip_val", "-1", "gradient_clip_val must not be negative, got -1"),
+        ("--trainer.gradient_clip_val", "-1", "gradient_clip_val must be at least 0 and finite"),
         (
             "--model.init_args.optimizer.init_args.lr",
             "-1",
-            r"optimizer refuses one of its options: Invalid learning rate: -1",
+            r"model.init_args.optimizer.init_args.lr must be at least 0, got -1",
         ),
         ("--model.class_path", "fl_lightning.NoSuchModel", "has no attribute 'NoSuchModel'"),
         ("--model.init_args.network", "vit_tinny", "no 'vit_tinny' in timm"),
@@ -255,3 +255,55 @@ def test_json_configs_work_as_well():
     config = yaml.safe_load((CONFIGS / "quickstart.yaml").read_text())
     Path("quick.json").write_text(json.dumps(config))
     main(["fit", "--config", "quick.json", *ONE_ROUND, "--trainer.fast_dev_run", "true"])
+
+
+class TestDataThatDoNotFit:
+    @pytest.mark.parametrize(
+        ("option", "value", "said"),
+        [
+            ("num_classes", "5", "model.num_classes is 5, and there is a label 9"),
+            ("in_chans", "3", "model.in_chans is 3, and the images have 1 channels"),
+            ("image_size", "16", "model.image_size is 16, and the images are 8 x 8"),
+        ],
+    )
+    def test_they_are_found_before_a_client_trains(
+        self, option, value, said, tmp_path, capsys, monkeypatch
+    ):
+        monkeypatch.setattr("sys.argv", ["fl-lightning"])
+        monkeypatch.chdir(tmp_path)
+        quickstart = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+        words = [
+            "fit",
+            "--config",
+            str(quickstart),
+            "--trainer.devices",
+            "1",
+            "--trainer.logger",
+            "false",
+        ]
+        with pytest.raises(SystemExit) as end:
+            main([*words, f"--model.init_args.{option}", value])
+        assert said in str(end.value.code)
+
+
+class TestTheWrongCommand:
+    FOLDER = Path(__file__).parents[2] / "configs"
+
+    @pytest.mark.parametrize(
+        ("command", "file", "said"),
+        [
+            ("fit", "experiments/private.yaml", "use fl-lightning compare"),
+            ("compare", "quickstart.yaml", "use fl-lightning fit"),
+        ],
+    )
+    def test_a_file_of_the_other_command(self, command, file, said):
+        with pytest.raises(SystemExit) as end:
+            main([command, "--config", str(self.FOLDER / file)])
+        assert said in str(end.value.code)
+
+    def test_no_word_at_all_prints_help(self, capsys, monkeypatch):
+        monkeypatch.setattr("sys.argv", ["fl-lightning"])
+        with pytest.raises(SystemExit) as end:
+            main([])
+        assert end.value.code == 0
+        assert "fit" in capsys.readouterr().out
