@@ -167,7 +167,10 @@ class TestParts:
         ("fractions", "message"),
         [
             ({"client_test_fraction": 1.0}, r"client_test_fraction must be in \[0, 1\), got 1"),
-            ({"client_val_fraction": 0.5, "client_test_fraction": 0.5}, "below 1 together, got 0"),
+            (
+                {"client_val_fraction": 0.5, "client_test_fraction": 0.5},
+                "at most 0.9 together, got 0",
+            ),
         ],
     )
     def test_fractions_out_of_range_are_refused(self, fractions, message):

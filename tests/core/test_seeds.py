@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import (
     derive_seed,
     numpy_generator,
@@ -76,10 +77,16 @@ def test_generators_are_streams_of_their_name():
     assert draws[0] == draws[1] != draws[2]
 
 
-@pytest.mark.parametrize(("given_seed", "expected"), [(None, 11), (0, 0), (-4, -4)])
+@pytest.mark.parametrize(("given_seed", "expected"), [(None, 11), (0, 0), (2**64 - 1, 2**64 - 1)])
 def test_the_runs_seed_is_the_default(monkeypatch, given_seed, expected):
     monkeypatch.setenv("PL_GLOBAL_SEED", "11")
     assert run_seed(given_seed) == expected
+
+
+@pytest.mark.parametrize("seed", [-1, 2**64])
+def test_other_seeds_are_refused(seed):
+    with pytest.raises(ConfigurationError, match="a whole number from 0 to 2"):
+        run_seed(seed)
 
 
 def test_without_any_seed_it_is_zero(monkeypatch):

@@ -92,7 +92,7 @@ class TestReductions:
     def test_the_global_model_is_that_of_fedavg_bit_for_bit(self, personal):
         assert torch.equal(weights(run(personal)[0]), weights(run(None)[0]))
 
-    @pytest.mark.parametrize("personal", [Personal(), Ditto(0.5), APFL()])
+    @pytest.mark.parametrize("personal", [Ditto(0.5), APFL()])
     def test_also_with_a_gradient_scaler(self, personal):
         ends = []
         for rule in (personal, None):

@@ -542,7 +542,7 @@ class TestCost:
 
     @pytest.mark.parametrize("fraction", [-0.1, 1.5, float("nan")])
     def test_a_fraction_is_one(self, fraction):
-        with pytest.raises(ConfigurationError, match="spot_check is the fraction of clients"):
+        with pytest.raises(ConfigurationError, match=r"spot_check must be in \[0, 1\], or null"):
             EngineOptions(spot_check=fraction)
 
 

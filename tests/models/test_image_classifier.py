@@ -153,7 +153,7 @@ def test_weights_that_cannot_be_downloaded(monkeypatch, tmp_path, name):
         ({"network_kwargs": {"embed_dim": 10}}, "cannot build .*embed_dim"),
         ({"network_kwargs": {"img_size": 32, "drop_rate": 0.1}}, "not hold drop_rate, img_size"),
         ({"freeze_blocks": 4}, "in 0 to 3, its number of blocks, got 4"),
-        ({"freeze_blocks": -1}, "in 0 to 3, its number of blocks, got -1"),
+        ({"freeze_blocks": -1}, "freeze_blocks must be at least 0, got -1"),
         (
             {"network": "resnet10t", "network_kwargs": None, "freeze_blocks": 1},
             "must be 0: it has no blocks, got 1 for a ResNet.*freeze_backbone",

@@ -163,7 +163,7 @@ def test_an_update_need_not_be_a_gradient_step():
 
 
 def test_refuses():
-    with pytest.raises(ConfigurationError, match="num_clusters and num_features must be at least"):
+    with pytest.raises(ConfigurationError, match="num_clusters must be at least 1, got 0"):
         KMeans(0, 4)
     with pytest.raises(ConfigurationError, match="start must be clients or common, got 'far'"):
         KMeans(3, 4, start="far")

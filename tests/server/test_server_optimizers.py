@@ -100,7 +100,7 @@ def test_options_out_of_range_are_refused(kind, wrong):
 
 @pytest.mark.parametrize("kind", [FedAdagrad, FedAdam, FedYogi])
 def test_tau_must_be_positive(kind):
-    with pytest.raises(ConfigurationError, match="tau must be greater than 0, got 0"):
+    with pytest.raises(ConfigurationError, match="tau must be greater than 0 and finite, got 0"):
         Server(model([0.0]), None, make(kind, tau=0.0))
 
 
