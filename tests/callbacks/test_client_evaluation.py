@@ -96,6 +96,7 @@ class TestMetricObjects:
 
     @pytest.fixture
     def run(self, tmp_path):
+        torch.manual_seed(0)  # clients' figures must differ, whatever ran before
         module, data = Scored(), toy_data(**OPTIONS)
         evaluation = ClientEvaluation(every_n_rounds=1)
         trainer = toy_trainer(
