@@ -8,6 +8,7 @@ the configuration, by the class and its options.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -100,6 +101,9 @@ class Noting:
         """Return the object."""
         try:
             if self._builds is None:
+                options.pop(
+                    "applied_instantiation_links", None
+                )  # as older versions of the parser say
                 return kind(*args, **options)
             return self._builds(kind, *args, **options)
         except Exception as error:
@@ -110,15 +114,16 @@ class Noting:
 
 
 class NotingWithLinks(Noting):
-    """The same for a function that is told which links were applied."""
+    """The same for a function that is told which links were applied, in versions that take it."""
 
     def __call__(
-        self, kind: Any, /, *args: Any, applied_instantiation_links: Any, **options: Any
+        self, kind: Any, /, *args: Any, applied_instantiation_links: Any = None, **options: Any
     ) -> Any:
         """Return the object."""
-        return Noting(
-            partial(self._builds, applied_instantiation_links=applied_instantiation_links)
-        )(kind, *args, **options)
+        builds = self._builds
+        if "applied_instantiation_links" in inspect.signature(builds).parameters:
+            builds = partial(builds, applied_instantiation_links=applied_instantiation_links)
+        return Noting(builds)(kind, *args, **options)
 
 
 def specs(node: Any, path: str = "") -> Iterator[tuple[str, Namespace]]:
