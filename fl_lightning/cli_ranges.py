@@ -47,24 +47,29 @@ def check_ranges(configuration: Any) -> None:
 
 def _problems(path: str, spec: Any) -> Iterator[str]:
     options = spec.get("init_args") or spec
-    seed = options.get("seed")
-    if isinstance(seed, int) and not 0 <= seed < 2**64 and not path.endswith(".init_args"):
+    class_path = spec.get("class_path") or "fl_lightning"
+    # a user's own class may mean something by -1, or by an infinite number
+    is_ours, is_torchs = class_path.startswith("fl_lightning"), class_path.startswith("torch.")
+    seed = options.get("seed") if is_ours and not path.endswith(".init_args") else None
+    if isinstance(seed, int) and not 0 <= seed < 2**64:
         inside = ".init_args" if options is not spec else ""
         yield f"{path}{inside}.seed must be a whole number from 0 to 2^64 - 1, got {seed}"
     kind = named(spec.get("class_path") or "")
     if not (isinstance(kind, type) and issubclass(kind, (Optimizer, LRScheduler, Callback))):
         return
-    for name, value in vars(options).items():
-        rule = _rule(name, value)
+    for name, value in (
+        vars(options).items() if is_ours or is_torchs or "lightning." in class_path else ()
+    ):
+        rule = _rule(name, value, must_be_finite=is_ours or is_torchs)
         if rule:
             yield f"{path}.init_args.{name} must be {rule}, got {value}"
 
 
-def _rule(name: str, value: Any) -> str | None:
+def _rule(name: str, value: Any, *, must_be_finite: bool) -> str | None:
     """Return what a value has to be and is not; None if it is fine."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
-    if not math.isfinite(value):
+    if must_be_finite and not math.isfinite(value):
         return "a finite number"
     if name in _AT_LEAST_ZERO and value < 0:
         return "at least 0"

@@ -86,6 +86,8 @@ def _interval(value: Any) -> str | None:
             if _TIME.fullmatch(value)
             else "a number of batches, a share, or a time DD:HH:MM:SS"
         )
+    if not isinstance(value, (int, float)):
+        return None  # a time, which Lightning reads
     fits = value >= 1 if isinstance(value, int) else 0 < value <= 1
     return (
         None if fits else "a number of batches, at least 1, or a share of them, above 0.0 up to 1.0"

@@ -129,7 +129,11 @@ class ImageClassifier(LightningModule):
                 f"model.in_chans is {self._in_chans}, and the images have {images.shape[1]} channels"
             )
         size = self._image_size
-        is_fixed = not getattr(self.network, "dynamic_img_size", False)
+        # others of timm take images of any size
+        embedding = getattr(self.network, "patch_embed", None)
+        is_fixed = isinstance(self.network, LeNet | McMahanCNN) or getattr(
+            embedding, "strict_img_size", False
+        )
         if size is not None and is_fixed and tuple(images.shape[2:]) != (size, size):
             given = " x ".join(map(str, images.shape[2:]))
             problems.append(f"model.image_size is {size}, and the images are {given}")

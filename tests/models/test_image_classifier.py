@@ -391,3 +391,11 @@ def test_importing_the_models_does_not_import_timm():
     ]
     assert "torch" in at_import
     assert not [module for module in at_import if module.split(".")[0] in ("timm", "safetensors")]
+
+
+def test_networks_that_take_any_size_are_asked_for_none():
+    images, labels = torch.zeros(2, 3, 24, 24), torch.tensor([0, 1])
+    options = {"num_classes": 2, "image_size": 32}
+    ImageClassifier("resnet10t", **options).check_batch((images, labels))
+    with pytest.raises(ConfigurationError, match="the images are 24 x 24"):
+        ImageClassifier("lenet", **options).check_batch((images, labels))
