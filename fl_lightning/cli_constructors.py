@@ -54,9 +54,12 @@ class Watch:
         for refusal in reversed(self.refusals):
             if any(refusal.error is cause for cause in behind):
                 return refusal
-        if self.refusals and "Does not validate against any of the Union" in str(error):
-            return self.refusals[-1]  # of which the parser has kept the words only
-        return None
+        text = " ".join(str(error).split())
+        if not self.refusals or "Does not validate against any of the Union" not in text:
+            return None
+        # the parser has kept the words only: those of a type that was tried in vain may be others
+        said = (r for r in reversed(self.refusals) if " ".join(str(r.error).split()) in text)
+        return next(said, self.refusals[-1])
 
     def place(self, refusal: Refusal) -> str:
         """Return the path of the option that the class was given for; empty if it is not found."""
