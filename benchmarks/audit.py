@@ -14,13 +14,13 @@ import logging
 import warnings
 
 from benchmarks.canaries import Audit
-from fl_lightning.data.cohort import AllClients, PoissonCohort
-from fl_lightning.server.privacy.audit import canary_scores, epsilon_lower_bound
-from fl_lightning.server.privacy.central import CentralDP
-from fl_lightning.server.privacy.example import ExampleDP
-from fl_lightning.server.privacy.mechanism import Privacy
-from fl_lightning.server.privacy.noise_source import SeededNoise
-from fl_lightning.server.privacy.run import Run
+from fl_lightning.data.cohorts.cohort import AllClients, PoissonCohort
+from fl_lightning.privacy.audits.canaries import canary_scores, epsilon_lower_bound
+from fl_lightning.privacy.central import CentralDP
+from fl_lightning.privacy.example import ExampleDP
+from fl_lightning.privacy.mechanism import Privacy
+from fl_lightning.privacy.noise.noise_source import SeededNoise
+from fl_lightning.privacy.run import Run
 
 CLIENTS = 4
 # what the audited trainings claim

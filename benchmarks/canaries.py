@@ -21,11 +21,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fl_lightning.core.seeds import numpy_generator
 from fl_lightning.data import FederatedDataModule
-from fl_lightning.data.cohort import AllClients, CohortSampler
+from fl_lightning.data.cohorts.cohort import AllClients, CohortSampler
 from fl_lightning.federation.federation import Federation
-from fl_lightning.server.privacy.example import ExampleDP
-from fl_lightning.server.privacy.mechanism import Privacy
-from fl_lightning.server.privacy.one_run_audit import Guesses, guesses_by_score
+from fl_lightning.privacy.audits.one_run_audit import Guesses, guesses_by_score
+from fl_lightning.privacy.example import ExampleDP
+from fl_lightning.privacy.mechanism import Privacy
 
 CLASSES, TEST = 10, 297
 # how hard a canary pushes: far beyond any clip norm

@@ -23,10 +23,10 @@ import torch
 
 from benchmarks.report import ratio
 from fl_lightning.updates import QSGD, Affine, Cast, PowerSGD, RandomK, Sign, TopK, ternary
-from fl_lightning.updates.codec import decode, encode, encoded_size
-from fl_lightning.updates.message import Agreement, Message
 from fl_lightning.updates.payload import FLOATS, Dense, Payload, Quantised, Sparse
 from fl_lightning.updates.transform import Chain, UpdateTransform
+from fl_lightning.updates.wire.codec import decode, encode, encoded_size
+from fl_lightning.updates.wire.message import Agreement, Message
 
 SPACE = "0" * 32
 HEADER = (

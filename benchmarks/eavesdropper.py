@@ -33,7 +33,7 @@ from benchmarks.likeness import Attacked
 from benchmarks.wiretap import Compressed, Encrypted, Masked, Noisy, Summed, Tap
 from fl_lightning.core.seeds import preserve_global_generators
 from fl_lightning.core.space import Space
-from fl_lightning.server.privacy.inversion import (
+from fl_lightning.privacy.audits.inversion import (
     GradientSearch,
     first_layer_direction,
     first_layer_input,

@@ -12,7 +12,7 @@ from benchmarks.bare import Visit
 from benchmarks.workloads import SEED, Workload
 from fl_lightning import UniformCohort
 from fl_lightning.core.seeds import derive_seed, torch_generator
-from fl_lightning.data.population import Population
+from fl_lightning.data.cohorts.population import Population
 from fl_lightning.data.shards import ClientShards, local_order
 
 

@@ -20,14 +20,14 @@ import torch
 
 from benchmarks.process import MeasurementError, run
 from benchmarks.rivals import RIVALS, TIMEOUT
-from fl_lightning.updates.secure.ckks import CKKSClient, CKKSServer, generate_keys
-from fl_lightning.updates.secure.ckks_layout import CKKSLayout
-from fl_lightning.updates.secure.graph import SparseGraph
-from fl_lightning.updates.secure.paillier import PaillierKeys, PaillierSum
-from fl_lightning.updates.secure.secure_sum import SecureSum
-from fl_lightning.updates.secure.session import Session, Stage
-from fl_lightning.updates.secure.simulation import simulate
-from fl_lightning.updates.secure.sum_quantiser import SumQuantiser
+from fl_lightning.secure.encryption.ckks import CKKSClient, CKKSServer, generate_keys
+from fl_lightning.secure.encryption.ckks_layout import CKKSLayout
+from fl_lightning.secure.encryption.paillier import PaillierKeys, PaillierSum
+from fl_lightning.secure.protocol.graph import SparseGraph
+from fl_lightning.secure.protocol.session import Session, Stage
+from fl_lightning.secure.secure_sum import SecureSum
+from fl_lightning.secure.simulation import simulate
+from fl_lightning.secure.sum_quantiser import SumQuantiser
 
 SPARSE_FROM = 50  # clients
 LEVELS = 2**22  # Flower's default

@@ -17,27 +17,27 @@ from torch import Tensor
 
 from fl_lightning.core.seeds import derive_seed
 from fl_lightning.core.update import ClientUpdate
-from fl_lightning.data.cohort import AllClients
-from fl_lightning.server.privacy.local import LocalDP
-from fl_lightning.server.privacy.mechanism import Mechanism
-from fl_lightning.server.privacy.noise_source import SeededNoise
-from fl_lightning.server.privacy.run import Run
+from fl_lightning.data.cohorts.cohort import AllClients
+from fl_lightning.privacy.local import LocalDP
+from fl_lightning.privacy.mechanism import Mechanism
+from fl_lightning.privacy.noise.noise_source import SeededNoise
+from fl_lightning.privacy.run import Run
+from fl_lightning.secure.encryption.ckks import CKKSClient, generate_keys
+from fl_lightning.secure.encryption.ckks_layout import CKKSLayout
+from fl_lightning.secure.protocol.client import SecureClient
+from fl_lightning.secure.protocol.messages import MaskedVector
+from fl_lightning.secure.protocol.server import SecureServer
+from fl_lightning.secure.protocol.session import Session, Stage
+from fl_lightning.secure.protocol.used_rounds import UsedRounds
+from fl_lightning.secure.protocol.wire import decode as decode_secure
+from fl_lightning.secure.ring import Integers
+from fl_lightning.secure.secure_sum import SecureSum
+from fl_lightning.secure.sum_quantiser import SumQuantiser
 from fl_lightning.updates.clip import clipped
-from fl_lightning.updates.codec import decode, encode
-from fl_lightning.updates.message import Agreement, Message
 from fl_lightning.updates.payload import Dense
-from fl_lightning.updates.secure.ckks import CKKSClient, generate_keys
-from fl_lightning.updates.secure.ckks_layout import CKKSLayout
-from fl_lightning.updates.secure.client import SecureClient
-from fl_lightning.updates.secure.messages import MaskedVector
-from fl_lightning.updates.secure.ring import Integers
-from fl_lightning.updates.secure.secure_sum import SecureSum
-from fl_lightning.updates.secure.server import SecureServer
-from fl_lightning.updates.secure.session import Session, Stage
-from fl_lightning.updates.secure.sum_quantiser import SumQuantiser
-from fl_lightning.updates.secure.used_rounds import UsedRounds
-from fl_lightning.updates.secure.wire import decode as decode_secure
 from fl_lightning.updates.transform import Chain, Shapes, UpdateTransform
+from fl_lightning.updates.wire.codec import decode, encode
+from fl_lightning.updates.wire.message import Agreement, Message
 
 SPACE = "0" * 32
 Tap = Callable[[Sequence[Tensor], int], Tensor]  # every client's delta, whose message -> as seen

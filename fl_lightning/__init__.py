@@ -6,12 +6,17 @@ A map of the house; every room imports only from those above it in this list:
 - `fl_lightning.data`: partitions, shards, cohorts, data modules
 - `fl_lightning.models`: LightningModules and small networks
 - `fl_lightning.sparsity`: which parameters may move: masks, calibration, optimizers
+- `fl_lightning.kernels`: C code behind one door, and what runs without a compiler
 - `fl_lightning.client`: one client's local training
+- `fl_lightning.updates`: an update on its way to the server
 - `fl_lightning.server`: aggregation and the server's step
+- `fl_lightning.privacy`: differential privacy
+- `fl_lightning.secure`: means of updates that the server cannot read
+- `fl_lightning.engines`: many clients in one step, and steps compiled
 - `fl_lightning.federation`: rounds inside Lightning's fit loop
 - `fl_lightning.callbacks`: mask calibration, partition report, per-client evaluation, backdoors
 - `fl_lightning.experiments`: many runs from one file
-- `fl_lightning.cli`: ``fl-lightning fit | validate | test | predict | compare``
+- `fl_lightning.cli.command`: ``fl-lightning fit | validate | test | predict | compare``
 """
 
 from importlib import import_module
@@ -19,36 +24,36 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fl_lightning.callbacks.backdoor_success import BackdoorSuccess
+    from fl_lightning.callbacks.calibration.mask_calibration import MaskCalibration
     from fl_lightning.callbacks.client_evaluation import ClientEvaluation
-    from fl_lightning.callbacks.mask_calibration import MaskCalibration
     from fl_lightning.callbacks.partition_report import PartitionReport
     from fl_lightning.callbacks.progress import RoundProgressBar
-    from fl_lightning.client.apfl import APFL
-    from fl_lightning.client.ditto import Ditto
-    from fl_lightning.client.feddyn import FedDyn
-    from fl_lightning.client.fedlc import FedLC
-    from fl_lightning.client.fedprox import FedProx
-    from fl_lightning.client.fine_tuned import FineTuned
-    from fl_lightning.client.moon import Moon
-    from fl_lightning.client.personal import Personal
-    from fl_lightning.client.scaffold import Scaffold
+    from fl_lightning.client.corrections.feddyn import FedDyn
+    from fl_lightning.client.corrections.fedlc import FedLC
+    from fl_lightning.client.corrections.fedprox import FedProx
+    from fl_lightning.client.corrections.moon import Moon
+    from fl_lightning.client.corrections.scaffold import Scaffold
+    from fl_lightning.client.personal.apfl import APFL
+    from fl_lightning.client.personal.ditto import Ditto
+    from fl_lightning.client.personal.fine_tuned import FineTuned
+    from fl_lightning.client.personal.layers import Personal
     from fl_lightning.core.errors import ClientFailure, ConfigurationError, RoundFailure
-    from fl_lightning.data.cohort import AllClients, PoissonCohort, UniformCohort
+    from fl_lightning.data.cohorts.cohort import AllClients, PoissonCohort, UniformCohort
     from fl_lightning.data.federated import FederatedDataModule
     from fl_lightning.federation.federation import Federation
     from fl_lightning.federation.strategy import FederatedStrategy
     from fl_lightning.models.image_classifier import ImageClassifier
-    from fl_lightning.server.aggregators import Mean
-    from fl_lightning.server.normalised_mean import NormalisedMean
-    from fl_lightning.server.overlap_mean import OverlapMean
-    from fl_lightning.server.privacy.adaptive_clip import AdaptiveClip
-    from fl_lightning.server.privacy.banded import BandedMatrixDP
-    from fl_lightning.server.privacy.central import CentralDP
-    from fl_lightning.server.privacy.distributed import DistributedDP
-    from fl_lightning.server.privacy.example import ExampleDP
-    from fl_lightning.server.privacy.local import LocalDP
-    from fl_lightning.sparsity.sparse_adamw import SparseAdamW
-    from fl_lightning.sparsity.sparse_sgdm import SparseSGDM
+    from fl_lightning.privacy.adaptive_clip import AdaptiveClip
+    from fl_lightning.privacy.banded import BandedMatrixDP
+    from fl_lightning.privacy.central import CentralDP
+    from fl_lightning.privacy.distributed import DistributedDP
+    from fl_lightning.privacy.example import ExampleDP
+    from fl_lightning.privacy.local import LocalDP
+    from fl_lightning.server.means.mean import Mean
+    from fl_lightning.server.means.normalised_mean import NormalisedMean
+    from fl_lightning.server.means.overlap_mean import OverlapMean
+    from fl_lightning.sparsity.optimizers.sparse_adamw import SparseAdamW
+    from fl_lightning.sparsity.optimizers.sparse_sgdm import SparseSGDM
 
 __all__ = [
     "APFL",
@@ -90,50 +95,54 @@ __all__ = [
 
 # Imported when first asked for: PyTorch and Lightning take seconds (PEP 562).
 _HOMES = {
-    "APFL": "fl_lightning.client.apfl",
-    "AdaptiveClip": "fl_lightning.server.privacy.adaptive_clip",
-    "AllClients": "fl_lightning.data.cohort",
+    "APFL": "fl_lightning.client.personal.apfl",
+    "AdaptiveClip": "fl_lightning.privacy.adaptive_clip",
+    "AllClients": "fl_lightning.data.cohorts.cohort",
     "BackdoorSuccess": "fl_lightning.callbacks.backdoor_success",
-    "BandedMatrixDP": "fl_lightning.server.privacy.banded",
-    "CentralDP": "fl_lightning.server.privacy.central",
+    "BandedMatrixDP": "fl_lightning.privacy.banded",
+    "CentralDP": "fl_lightning.privacy.central",
     "ClientEvaluation": "fl_lightning.callbacks.client_evaluation",
     "ClientFailure": "fl_lightning.core.errors",
     "ConfigurationError": "fl_lightning.core.errors",
-    "DistributedDP": "fl_lightning.server.privacy.distributed",
-    "Ditto": "fl_lightning.client.ditto",
-    "ExampleDP": "fl_lightning.server.privacy.example",
-    "FedDyn": "fl_lightning.client.feddyn",
-    "FedLC": "fl_lightning.client.fedlc",
-    "FedProx": "fl_lightning.client.fedprox",
+    "DistributedDP": "fl_lightning.privacy.distributed",
+    "Ditto": "fl_lightning.client.personal.ditto",
+    "ExampleDP": "fl_lightning.privacy.example",
+    "FedDyn": "fl_lightning.client.corrections.feddyn",
+    "FedLC": "fl_lightning.client.corrections.fedlc",
+    "FedProx": "fl_lightning.client.corrections.fedprox",
     "FederatedDataModule": "fl_lightning.data.federated",
     "FederatedStrategy": "fl_lightning.federation.strategy",
     "Federation": "fl_lightning.federation.federation",
-    "FineTuned": "fl_lightning.client.fine_tuned",
+    "FineTuned": "fl_lightning.client.personal.fine_tuned",
     "ImageClassifier": "fl_lightning.models.image_classifier",
-    "LocalDP": "fl_lightning.server.privacy.local",
-    "MaskCalibration": "fl_lightning.callbacks.mask_calibration",
-    "Mean": "fl_lightning.server.aggregators",
-    "Moon": "fl_lightning.client.moon",
-    "NormalisedMean": "fl_lightning.server.normalised_mean",
-    "OverlapMean": "fl_lightning.server.overlap_mean",
+    "LocalDP": "fl_lightning.privacy.local",
+    "MaskCalibration": "fl_lightning.callbacks.calibration.mask_calibration",
+    "Mean": "fl_lightning.server.means.mean",
+    "Moon": "fl_lightning.client.corrections.moon",
+    "NormalisedMean": "fl_lightning.server.means.normalised_mean",
+    "OverlapMean": "fl_lightning.server.means.overlap_mean",
     "PartitionReport": "fl_lightning.callbacks.partition_report",
-    "Personal": "fl_lightning.client.personal",
-    "PoissonCohort": "fl_lightning.data.cohort",
+    "Personal": "fl_lightning.client.personal.layers",
+    "PoissonCohort": "fl_lightning.data.cohorts.cohort",
     "RoundFailure": "fl_lightning.core.errors",
     "RoundProgressBar": "fl_lightning.callbacks.progress",
-    "Scaffold": "fl_lightning.client.scaffold",
-    "SparseAdamW": "fl_lightning.sparsity.sparse_adamw",
-    "SparseSGDM": "fl_lightning.sparsity.sparse_sgdm",
-    "UniformCohort": "fl_lightning.data.cohort",
+    "Scaffold": "fl_lightning.client.corrections.scaffold",
+    "SparseAdamW": "fl_lightning.sparsity.optimizers.sparse_adamw",
+    "SparseSGDM": "fl_lightning.sparsity.optimizers.sparse_sgdm",
+    "UniformCohort": "fl_lightning.data.cohorts.cohort",
 }
 _ROOMS = (
     "callbacks",
     "client",
     "core",
     "data",
+    "engines",
     "experiments",
     "federation",
+    "kernels",
     "models",
+    "privacy",
+    "secure",
     "server",
     "sparsity",
     "updates",

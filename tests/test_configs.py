@@ -9,7 +9,7 @@ import torchvision
 import yaml
 from small_sets import write_folder, write_pickles
 
-from fl_lightning.cli import compare_parser, main, resolve
+from fl_lightning.cli.command import compare_parser, main, resolve
 from fl_lightning.experiments import Experiment
 from fl_lightning.experiments.plan import plan_runs
 from fl_lightning.sparsity import load_mask

@@ -10,30 +10,34 @@ from readme import README, ROOT, commands
 PACKAGE = ROOT / "fl_lightning"
 FLOORS = {
     "core": 0,
+    "kernels": 1,
     "data": 1,
     "models": 1,
-    "sparsity": 1,
-    "client": 2,
-    "updates": 2,
-    "server": 3,
-    "federation": 4,
-    "callbacks": 5,
-    "cli_catalogue": 5,
-    "cli_command": 5,
-    "cli_complaints": 5,
-    "cli_constructors": 5,
-    "cli_devices": 5,
-    "cli_started": 5,
-    "cli_trainer": 5,
-    "experiments": 5,
-    "cli_ranges": 6,
-    "cli_runs": 6,
-    "cli_words": 6,
-    "cli_errors": 7,
-    "cli": 8,
-    "__main__": 9,
-    "__init__": 9,
+    "sparsity": 2,
+    "client": 3,
+    "updates": 3,
+    "server": 4,
+    "engines": 4,
+    "privacy": 5,
+    "secure": 6,
+    "federation": 7,
+    "callbacks": 8,
+    "experiments": 8,
+    "cli": 9,
+    "__main__": 10,
+    "__init__": 10,
 }
+DOORS = ("kernels", "engines")
+WITHOUT_LIGHTNING = (
+    "core",
+    "kernels",
+    "sparsity",
+    "client",
+    "updates",
+    "server",
+    "privacy",
+    "secure",
+)
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
@@ -64,8 +68,21 @@ def test_protected_names_of_lightning_stay_in_one_file(path):
     source = path.read_text()
     if path.name != "loop.py":
         assert not re.search(r"fit_loop|epoch_loop|trainer\._|_logger_connector", source)
-    if room(path) in ("core", "sparsity", "client", "updates", "server"):
+    if room(path) in WITHOUT_LIGHTNING:
         assert not any(module.startswith("lightning") for module in imported(path))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_nobody_imports_past_a_door(path):
+    for module in imported(path):
+        for door in DOORS:
+            assert room(path) == door or not module.startswith(f"fl_lightning.{door}.")
+
+
+def test_a_folder_can_be_looked_over():
+    for folder in {path.parent for path in FILES}:
+        files = [path for path in folder.iterdir() if path.is_file()]
+        assert len(files) <= 18, f"{folder} holds {len(files)} files"
 
 
 def test_every_room_has_a_floor():
@@ -92,7 +109,7 @@ def test_every_file_that_a_command_names_exists():
 )
 def test_the_command_line_of_every_command_is_understood(command, capsys, monkeypatch):
     """The same words with --print_config: parsed, checked, resolved, but nothing is trained."""
-    from fl_lightning.cli import main
+    from fl_lightning.cli.command import main
 
     monkeypatch.chdir(ROOT)
     words = shlex.split(command, comments=True)

@@ -37,7 +37,7 @@ def test_the_front_door_loads_nothing_heavy():
 
 def test_everything_but_the_model_and_the_logger_comes_without_theirs():
     """Torchmetrics, which Lightning imports, loads matplotlib, scipy and torchvision by itself."""
-    code = "import fl_lightning.cli\nfrom fl_lightning.data import Digits\nDigits().setup()"
+    code = "import fl_lightning.cli.command\nfrom fl_lightning.data import Digits\nDigits().setup()"
     assert not loaded_after(code) & {"sklearn", "tensorboard", "timm"}
 
 

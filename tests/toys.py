@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from fl_lightning.data.federated import FederatedDataModule
-from fl_lightning.data.quantity_skew import DirichletSizes
+from fl_lightning.data.partitions.quantity_skew import DirichletSizes
 
 
 class Notes:

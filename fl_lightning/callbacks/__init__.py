@@ -1,1 +1,1 @@
-"""Floor 5: what is watched while rounds go by."""
+"""What is watched while rounds go by."""

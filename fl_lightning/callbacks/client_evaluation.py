@@ -38,10 +38,10 @@ from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.metric_states import MetricStates, kept_apart, metrics_of
 from fl_lightning.data.federated import FederatedDataModule
-from fl_lightning.federation.batches import batch_preparation, takes_index
-from fl_lightning.federation.personal_models import personal_models
-from fl_lightning.federation.ranks import Ranks
-from fl_lightning.federation.run_folder import run_folder
+from fl_lightning.federation.checkpoints.run_folder import run_folder
+from fl_lightning.federation.processes.ranks import Ranks
+from fl_lightning.federation.stages.personal_models import personal_models
+from fl_lightning.federation.visits.batches import batch_preparation, takes_index
 
 _PERSONAL = "personal/"
 # Parts of the names of metrics of which less is better.

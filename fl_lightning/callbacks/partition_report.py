@@ -9,7 +9,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info
 
 from fl_lightning.data.federated import FederatedDataModule
-from fl_lightning.federation.run_folder import run_folder
+from fl_lightning.federation.checkpoints.run_folder import run_folder
 
 
 class PartitionReport(Callback):

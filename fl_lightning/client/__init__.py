@@ -1,4 +1,4 @@
-"""Floor 2: one client's work."""
+"""One client's work."""
 
 from fl_lightning.client.devices import Devices
 from fl_lightning.client.speeds import GivenSpeeds, LogNormalSpeeds, Speeds, SpeedTiers

@@ -22,23 +22,23 @@ from torch.optim import Optimizer
 
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.optimizer_steps import OptimizerSteps
-from fl_lightning.client.python_state import Growth, PythonState
-from fl_lightning.client.round_start import RoundStart, Schedule
-from fl_lightning.client.state_tensors import (
+from fl_lightning.client.state.python_state import Growth, PythonState
+from fl_lightning.client.state.round_start import RoundStart, Schedule
+from fl_lightning.client.state.state_tensors import (
     Constants,
     Homes,
     candidates,
     state_space,
     whole_numbers,
 )
-from fl_lightning.client.toggling import toggled_back
+from fl_lightning.client.state.toggling import toggled_back
 from fl_lightning.client.wrapped_optimizers import stepped_with_closure, takes_closure
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.lonely_example import help_with_one_example
 from fl_lightning.core.metrics import weighted_mean
 from fl_lightning.core.space import Space
 from fl_lightning.core.update import ClientUpdate
-from fl_lightning.sparsity.masked_optimizer import MaskedOptimizer
+from fl_lightning.sparsity.optimizers.masked_optimizer import MaskedOptimizer
 
 # A batch and the number of examples in it.
 SizedBatch = tuple[Any, int]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from fl_lightning.sparsity.masked_optimizer import MaskedOptimizer
+from fl_lightning.sparsity.optimizers.masked_optimizer import MaskedOptimizer
 
 # Called before a step with the optimizer and the step's arguments, of which it may return others.
 Before = Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], Any]

@@ -1,1 +1,1 @@
-"""Floor 0: the words that every other room uses."""
+"""The words that every other room uses."""

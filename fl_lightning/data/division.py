@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.columns import read_column
-from fl_lightning.data.flat_shards import FlatShards
-from fl_lightning.data.partition import Partition
+from fl_lightning.data.partitions.flat_shards import FlatShards
+from fl_lightning.data.partitions.partition import Partition
 from fl_lightning.data.training_set import TrainingSet
 
 

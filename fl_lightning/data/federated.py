@@ -30,7 +30,7 @@ from fl_lightning.data.inputs import (
     on_inputs,
     with_transforms,
 )
-from fl_lightning.data.partition import IID, Partition
+from fl_lightning.data.partitions.partition import IID, Partition
 from fl_lightning.data.poisoning import Poison, check_poison, poisoned_examples, poisoned_reader
 from fl_lightning.data.shards import ClientShards
 from fl_lightning.data.summary import PartitionSummary, partition_fingerprint

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate, default_convert
 
 from fl_lightning.core.devices import sent
-from fl_lightning.data.flat_shards import FlatShards
+from fl_lightning.data.partitions.flat_shards import FlatShards
 
 Collate = Callable[[list[Any]], Any]
 

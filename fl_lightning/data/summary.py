@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.data.flat_shards import BLOCK, FlatShards
+from fl_lightning.data.partitions.flat_shards import BLOCK, FlatShards
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

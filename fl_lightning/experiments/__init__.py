@@ -1,4 +1,4 @@
-"""Floor 5: many runs from one file: variants times seeds, a table, a CSV and a figure."""
+"""Many runs from one file: variants times seeds, a table, a CSV and a figure."""
 
 from fl_lightning.experiments.experiment import Experiment, Variant
 

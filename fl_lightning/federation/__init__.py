@@ -1,1 +1,1 @@
-"""Floor 4: rounds inside Lightning's fit loop."""
+"""Rounds inside Lightning's fit loop."""

@@ -5,15 +5,15 @@ from __future__ import annotations
 from lightning.pytorch import Trainer
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.federation.attackers import Attackers
-from fl_lightning.federation.client_masks import client_masks
-from fl_lightning.server.aggregators import Aggregator, Mean
-from fl_lightning.server.agnostic_mean import AFL
-from fl_lightning.server.collected import RobustRule
-from fl_lightning.server.fair_means import QFedAvg, TiltedMean
-from fl_lightning.server.normalised_mean import NormalisedMean
-from fl_lightning.server.overlap_mean import OverlapMean
-from fl_lightning.server.protected import Protected
+from fl_lightning.federation.stages.attackers import Attackers
+from fl_lightning.federation.stages.client_masks import client_masks
+from fl_lightning.privacy.protected import Protected
+from fl_lightning.server.means.agnostic_mean import AFL
+from fl_lightning.server.means.fair_means import QFedAvg, TiltedMean
+from fl_lightning.server.means.mean import Aggregator, Mean
+from fl_lightning.server.means.normalised_mean import NormalisedMean
+from fl_lightning.server.means.overlap_mean import OverlapMean
+from fl_lightning.server.robust.collect import RobustRule
 from fl_lightning.server.server import KeepsUpdates, as_aggregator
 
 _PLAIN_MEANS = (Mean, NormalisedMean, QFedAvg, TiltedMean, AFL)

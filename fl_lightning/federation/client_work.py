@@ -18,8 +18,8 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import torch_generator
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.data.shards import local_order
-from fl_lightning.federation.example_rounds import ExampleRounds
-from fl_lightning.federation.shares import local_work
+from fl_lightning.federation.processes.shares import local_work
+from fl_lightning.federation.stages.example_rounds import ExampleRounds
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,9 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
-from fl_lightning.client.correction import Correction
+from fl_lightning.client.corrections.correction import Correction
 from fl_lightning.client.devices import Devices
-from fl_lightning.client.personalisation import Personalisation
-from fl_lightning.client.speedups import Speedup
+from fl_lightning.client.personal.personalisation import Personalisation
 from fl_lightning.core.freed_memory import keep_freed_memory
 from fl_lightning.core.seeds import (
     check_seed,
@@ -29,32 +28,21 @@ from fl_lightning.core.seeds import (
     run_seed,
     seed_global_generators,
 )
-from fl_lightning.data.cohort import AllClients, CohortSampler, UniformCohort
+from fl_lightning.data.cohorts.cohort import AllClients, CohortSampler, UniformCohort
+from fl_lightning.data.cohorts.population import Population
 from fl_lightning.data.federated import FederatedDataModule
-from fl_lightning.data.population import Population
+from fl_lightning.engines import Speedup
 from fl_lightning.federation.aggregation import run_aggregator
-from fl_lightning.federation.atomic_checkpoint import AtomicCheckpointIO
-from fl_lightning.federation.attackers import Attackers
-from fl_lightning.federation.by_hand_checks import check_by_hand, check_several
-from fl_lightning.federation.compatibility import (
+from fl_lightning.federation.checkpoints.atomic_checkpoint import AtomicCheckpointIO
+from fl_lightning.federation.checks.by_hand import check_by_hand, check_several
+from fl_lightning.federation.checks.compatibility import (
     check_asynchronous,
     check_compatible,
     check_set_up,
     check_validation_interval,
 )
-from fl_lightning.federation.engine_options import (
-    EngineName,
-    EngineOptions,
-    trains_in_large_groups,
-)
-from fl_lightning.federation.example_rounds import ExampleRounds
-from fl_lightning.federation.first_look import check_data_fits
-from fl_lightning.federation.fresh_losses import Having, refresh_losses
-from fl_lightning.federation.group_size import num_short_clients
-from fl_lightning.federation.groups import RoundGroups, Share
-from fl_lightning.federation.hooks import GroupsPassBy
-from fl_lightning.federation.loop import begin_next_round, install, renumber_groups
-from fl_lightning.federation.option_checks import (
+from fl_lightning.federation.checks.first_look import check_data_fits
+from fl_lightning.federation.checks.options import (
     check_cohort_size,
     check_correction,
     check_server_optimizer,
@@ -62,10 +50,28 @@ from fl_lightning.federation.option_checks import (
     check_trusted,
     check_values,
 )
-from fl_lightning.federation.personal_models import PersonalModels
-from fl_lightning.federation.personal_recall import recalled_models, state_to_bring_home
-from fl_lightning.federation.privacy_checks import check_monitors
-from fl_lightning.federation.privacy_run import (
+from fl_lightning.federation.checks.privacy import check_monitors
+from fl_lightning.federation.checks.zero_rate import zero_rate_line
+from fl_lightning.federation.execution.engine_options import (
+    EngineName,
+    EngineOptions,
+    trains_in_large_groups,
+)
+from fl_lightning.federation.execution.group_size import num_short_clients
+from fl_lightning.federation.groups import RoundGroups, Share
+from fl_lightning.federation.hooks import GroupsPassBy
+from fl_lightning.federation.loop import begin_next_round, install, renumber_groups
+from fl_lightning.federation.processes.shares import local_work
+from fl_lightning.federation.round_hooks import have_rounds_for_batches
+from fl_lightning.federation.round_log import log_round
+from fl_lightning.federation.round_options import RoundOptions
+from fl_lightning.federation.rounds import RoundRunner
+from fl_lightning.federation.stages.attackers import Attackers
+from fl_lightning.federation.stages.clock import VirtualTime
+from fl_lightning.federation.stages.example_rounds import ExampleRounds
+from fl_lightning.federation.stages.personal_models import PersonalModels
+from fl_lightning.federation.stages.personal_recall import recalled_models, state_to_bring_home
+from fl_lightning.federation.stages.privacy_run import (
     announce_privacy,
     check_privacy,
     check_trainer,
@@ -73,24 +79,18 @@ from fl_lightning.federation.privacy_run import (
     privacy_at_work,
     protects_clients,
 )
-from fl_lightning.federation.private_rounds import PrivateRounds
-from fl_lightning.federation.round_hooks import have_rounds_for_batches
-from fl_lightning.federation.round_log import log_round
-from fl_lightning.federation.round_options import RoundOptions
-from fl_lightning.federation.rounds import RoundRunner
-from fl_lightning.federation.secure_rounds import check_secure
-from fl_lightning.federation.shares import local_work
-from fl_lightning.federation.virtual_time import VirtualTime
-from fl_lightning.federation.zero_rate import zero_rate_line
-from fl_lightning.server.aggregators import Aggregator
-from fl_lightning.server.collected import RobustRule
-from fl_lightning.server.privacy.example import ExampleDP
-from fl_lightning.server.privacy.mechanism import Privacy
-from fl_lightning.server.protected import (
+from fl_lightning.federation.stages.private_rounds import PrivateRounds
+from fl_lightning.federation.stages.secure_rounds import check_secure
+from fl_lightning.federation.visits.fresh_losses import Having, refresh_losses
+from fl_lightning.privacy.example import ExampleDP
+from fl_lightning.privacy.mechanism import Privacy
+from fl_lightning.privacy.protected import (
     FEWEST_CLIENTS,
     Protected,
     Terms,
 )
+from fl_lightning.server.means.mean import Aggregator
+from fl_lightning.server.robust.collect import RobustRule
 from fl_lightning.server.server import (
     ServerOptimizer,
     ServerSchedule,
@@ -148,7 +148,7 @@ class Federation(Callback):
         slots: how many clients at once; chosen by the model's size if None.
         speedups: of the steps of clients that train one after the other, any of
             ``direct_layers``, ``channels_last``, ``fused_optimizer``, ``thin_gradients``,
-            ``math_attention`` and ``compiled``, see `fl_lightning.client.speedups`; updates are the same but for rounding. If None,
+            ``math_attention`` and ``compiled``, see `fl_lightning.engines.compiler.speedups`; updates are the same but for rounding. If None,
             ``engine: auto`` measures which pay, if the run is long, and other engines use none.
         spot_check: fraction of the clients in slots that are trained one after the other as well, to
             see that both ways give the same: drawn by seed, in any round, without a trace in the

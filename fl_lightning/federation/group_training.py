@@ -14,44 +14,42 @@ import numpy as np
 from lightning.pytorch import Trainer
 from torch import Tensor
 
-from fl_lightning.client.added_term import AddedTerm
-from fl_lightning.client.cannot_stack import CannotStack
-from fl_lightning.client.example_gradients import ExampleGradients
-from fl_lightning.client.fedlc import FedLC, ShiftedLogits
+from fl_lightning.client.corrections.added_term import AddedTerm
+from fl_lightning.client.corrections.fedlc import FedLC, ShiftedLogits
 from fl_lightning.client.local_training import GlobalModel, LocalTrainer
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.memory import ClientMemory
-from fl_lightning.client.slot_results import receive_usable
-from fl_lightning.client.state_tensors import state_space
+from fl_lightning.client.state.state_tensors import state_space
 from fl_lightning.client.work import ClientWork, GroupWork
 from fl_lightning.client.wrapped_optimizers import needs_closure
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.metric_states import MetricStates, kept_apart, metrics_of
 from fl_lightning.core.seeds import seed_global_generators
 from fl_lightning.core.update import ClientUpdate, GroupUpdate
-from fl_lightning.federation.batches import takes_index
-from fl_lightning.federation.client_masks import client_masks
-from fl_lightning.federation.client_scaler import ClientScaler
+from fl_lightning.engines import CannotStack, ExampleGradients, receive_usable
 from fl_lightning.federation.client_work import LocalWork, WorkPlan
-from fl_lightning.federation.corrector import Corrector
-from fl_lightning.federation.engine import EngineChooser
-from fl_lightning.federation.example_rounds import ExampleRounds, PrivateGradients
+from fl_lightning.federation.execution.engine import EngineChooser
+from fl_lightning.federation.execution.slot_engine import SlotEngine
+from fl_lightning.federation.execution.spot_check import SpotCheck
+from fl_lightning.federation.execution.state_rehearsal import NOT_THE_USERS, StateRehearsal
+from fl_lightning.federation.execution.update_differences import Trained
 from fl_lightning.federation.intake import Intake
-from fl_lightning.federation.lightning_step import LightningStep
-from fl_lightning.federation.personaliser import Personaliser
-from fl_lightning.federation.ranks import Ranks
+from fl_lightning.federation.processes.ranks import Ranks
 from fl_lightning.federation.round_options import RoundOptions
 from fl_lightning.federation.round_record import RoundRecord
-from fl_lightning.federation.shard_gradient import ShardGradient
-from fl_lightning.federation.slot_engine import SlotEngine
-from fl_lightning.federation.spot_check import SpotCheck
-from fl_lightning.federation.state_rehearsal import NOT_THE_USERS, StateRehearsal
-from fl_lightning.federation.update_differences import Trained
-from fl_lightning.federation.versions import Start
+from fl_lightning.federation.stages.client_masks import client_masks
+from fl_lightning.federation.stages.client_scaler import ClientScaler
+from fl_lightning.federation.stages.corrector import Corrector
+from fl_lightning.federation.stages.example_rounds import ExampleRounds, PrivateGradients
+from fl_lightning.federation.stages.older_models import Start
+from fl_lightning.federation.stages.personaliser import Personaliser
+from fl_lightning.federation.visits.batches import takes_index
+from fl_lightning.federation.visits.lightning_step import LightningStep
+from fl_lightning.federation.visits.shard_gradient import ShardGradient
 from fl_lightning.server.server import Server
 from fl_lightning.updates.broadcast import Broadcast
-from fl_lightning.updates.traffic import bytes_down
 from fl_lightning.updates.transform import needs_shapes
+from fl_lightning.updates.wire.traffic import bytes_down
 
 
 class GroupTraining:

@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.data.cohort import CohortSampler
-from fl_lightning.data.population import ClientIds, Population
-from fl_lightning.federation.shares import shares
+from fl_lightning.data.cohorts.cohort import CohortSampler
+from fl_lightning.data.cohorts.population import ClientIds, Population
+from fl_lightning.federation.processes.shares import shares
 
 # Lightning lets the processes wait for each other at every batch: few groups, few waits.
 MAX_GROUPS_OF_SEVERAL_PROCESSES = 4
@@ -95,7 +95,7 @@ class RoundGroups:
         population: the clients to draw from, of whom more becomes known from round to round.
 
     Example:
-        >>> from fl_lightning.data.cohort import UniformCohort
+        >>> from fl_lightning.data.cohorts.cohort import UniformCohort
         >>> population = Population(np.full(5, 10))
         >>> groups = RoundGroups(UniformCohort(size=3), population, seed=0)
         >>> groups.set_epoch(7)

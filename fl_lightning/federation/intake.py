@@ -18,12 +18,12 @@ from torch import Tensor
 from fl_lightning.client.memory import ClientMemory
 from fl_lightning.core.space import Space
 from fl_lightning.core.update import ClientUpdate, GroupUpdate, LazyDeltas
-from fl_lightning.federation.corrector import Corrector
 from fl_lightning.federation.round_record import RoundRecord
-from fl_lightning.federation.versions import Start
+from fl_lightning.federation.stages.corrector import Corrector
+from fl_lightning.federation.stages.older_models import Start
 from fl_lightning.server.server import Server
 from fl_lightning.updates.path import UpdatePath
-from fl_lightning.updates.traffic import bytes_up
+from fl_lightning.updates.wire.traffic import bytes_up
 
 _FEEDBACK = "error feedback"
 

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from fl_lightning.client.correction import Correction
+from fl_lightning.client.corrections.correction import Correction
 from fl_lightning.client.devices import Fleet
-from fl_lightning.client.personalisation import Personalisation
-from fl_lightning.federation.engine_options import EngineOptions
-from fl_lightning.federation.example_rounds import ExampleRounds
-from fl_lightning.federation.versions import Versions
+from fl_lightning.client.personal.personalisation import Personalisation
+from fl_lightning.federation.execution.engine_options import EngineOptions
+from fl_lightning.federation.stages.example_rounds import ExampleRounds
+from fl_lightning.federation.stages.older_models import Versions
 from fl_lightning.updates.path import Step
 from fl_lightning.updates.transform import UpdateTransform
 

@@ -21,14 +21,13 @@ from torch import Tensor
 from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.core.errors import ClientFailure, ConfigurationError, RoundFailure
 from fl_lightning.core.space import Space
-from fl_lightning.federation.corrector import Corrector
-from fl_lightning.federation.cost import cost_line
-from fl_lightning.federation.example_rounds import ExampleRounds
+from fl_lightning.federation.checkpoints.run_memory import RunMemory
+from fl_lightning.federation.checkpoints.run_state import RunState
 from fl_lightning.federation.group_training import GroupTraining
 from fl_lightning.federation.groups import ClientGroup, RoundGroups
 from fl_lightning.federation.intake import Intake
 from fl_lightning.federation.interruption import interruption_of
-from fl_lightning.federation.meeting import (
+from fl_lightning.federation.processes.exchange import (
     Failure,
     Report,
     first_failure,
@@ -36,15 +35,16 @@ from fl_lightning.federation.meeting import (
     merged_record,
     pool_metrics,
 )
-from fl_lightning.federation.private_rounds import PrivateRounds
-from fl_lightning.federation.ranks import Ranks
+from fl_lightning.federation.processes.ranks import Ranks
 from fl_lightning.federation.round_options import RoundOptions
 from fl_lightning.federation.round_record import RoundRecord
-from fl_lightning.federation.run_memory import RunMemory
-from fl_lightning.federation.run_state import RunState
-from fl_lightning.federation.secure_rounds import SecureRounds
-from fl_lightning.server.aggregators import Aggregator
-from fl_lightning.server.protected import Protected
+from fl_lightning.federation.stages.corrector import Corrector
+from fl_lightning.federation.stages.cost import cost_line
+from fl_lightning.federation.stages.example_rounds import ExampleRounds
+from fl_lightning.federation.stages.private_rounds import PrivateRounds
+from fl_lightning.federation.stages.secure_rounds import SecureRounds
+from fl_lightning.privacy.protected import Protected
+from fl_lightning.server.means.mean import Aggregator
 from fl_lightning.server.server import Server, ServerOptimizer, ServerSchedule
 from fl_lightning.updates.path import UpdatePath
 

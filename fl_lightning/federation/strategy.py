@@ -23,14 +23,14 @@ from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.federation.evaluation_logs import EvaluationLogs
-from fl_lightning.federation.fork import ForkLauncher
+from fl_lightning.federation.processes.fork import ForkLauncher
 
 
 class FederatedStrategy(DDPStrategy):
     """Several processes without gradient exchange.
 
     On CPUs the processes are forked and take one thread each. Clients' updates go through memory that
-    they share (see `fl_lightning.federation.neighbours`), Lightning's own collectives through gloo. On
+    they share (see `fl_lightning.federation.processes.shared_memory`), Lightning's own collectives through gloo. On
     GPUs there is one process per GPU, started as by Lightning's ``ddp``, and collectives go
     through NCCL. Processes that torchrun or SLURM started are taken as they are.
 

@@ -1,18 +1,18 @@
-"""Floor 3: from many updates to a model."""
+"""From many updates to a model."""
 
-from fl_lightning.server.aggregators import Aggregator, Mean
-from fl_lightning.server.agnostic_mean import AFL
 from fl_lightning.server.attacks.alone import GaussianNoise, Scaling, SignFlip
 from fl_lightning.server.attacks.forged import Forgery
 from fl_lightning.server.attacks.together import ALIE, InnerProductManipulation, MinMax
-from fl_lightning.server.cluster_average import ClusterFedAvg
-from fl_lightning.server.collected import Collected, RobustRule
-from fl_lightning.server.fair_means import QFedAvg, TiltedMean
+from fl_lightning.server.means.agnostic_mean import AFL
+from fl_lightning.server.means.cluster_average import ClusterFedAvg
+from fl_lightning.server.means.fair_means import QFedAvg, TiltedMean
+from fl_lightning.server.means.mean import Aggregator, Mean
+from fl_lightning.server.means.overlap_mean import OverlapMean
 from fl_lightning.server.optimizers.adaptive import FedAdagrad, FedAdam, FedYogi
 from fl_lightning.server.optimizers.lion import FedLion
-from fl_lightning.server.overlap_mean import OverlapMean
 from fl_lightning.server.robust.bulyan import Bulyan
 from fl_lightning.server.robust.centred_clipping import CentredClipping
+from fl_lightning.server.robust.collect import Collected, RobustRule
 from fl_lightning.server.robust.fltrust import FLTrust
 from fl_lightning.server.robust.geometric_median import GeometricMedian
 from fl_lightning.server.robust.krum import Krum, MultiKrum

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.update import ClientUpdate
-from fl_lightning.server.update_rows import UpdateRows
+from fl_lightning.server.robust.matrix import UpdateRows
 
 
 class KeptUpdates(ABC):

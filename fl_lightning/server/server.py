@@ -23,8 +23,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.update import ClientUpdate, GroupUpdate
-from fl_lightning.server.aggregators import Aggregator, Mean, new_mean
-from fl_lightning.server.collected import Collected, RobustRule
+from fl_lightning.server.means.mean import Aggregator, Mean, new_mean
+from fl_lightning.server.robust.collect import Collected, RobustRule
 
 ServerOptimizer = Callable[[Iterable[Any]], Optimizer]
 # Of the server optimizer's learning rate, from round to round

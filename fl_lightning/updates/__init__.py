@@ -1,4 +1,4 @@
-"""Floor 2: an update on its way from a client to the server."""
+"""An update on its way from a client to the server."""
 
 from fl_lightning.updates.affine import Affine
 from fl_lightning.updates.cast import Cast

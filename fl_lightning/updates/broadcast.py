@@ -16,12 +16,12 @@ from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import derive_seed
-from fl_lightning.updates.codec import encoded_size
-from fl_lightning.updates.message import Message
 from fl_lightning.updates.payload import Dense, Sparse
 from fl_lightning.updates.power_sgd import PowerSGD
-from fl_lightning.updates.traffic import bytes_down
 from fl_lightning.updates.transform import Chain, Shapes, UpdateTransform, placed
+from fl_lightning.updates.wire.codec import encoded_size
+from fl_lightning.updates.wire.message import Message
+from fl_lightning.updates.wire.traffic import bytes_down
 
 
 class Sent(NamedTuple):

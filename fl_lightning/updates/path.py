@@ -17,12 +17,12 @@ from torch import Tensor
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import derive_seed
 from fl_lightning.core.update import ClientUpdate
-from fl_lightning.updates.codec import encoded_size
 from fl_lightning.updates.error_feedback import ErrorFeedback
-from fl_lightning.updates.message import Message
 from fl_lightning.updates.payload import Dense, Payload
-from fl_lightning.updates.traffic import bytes_up
 from fl_lightning.updates.transform import Chain, Shapes, UpdateTransform, needs_shapes
+from fl_lightning.updates.wire.codec import encoded_size
+from fl_lightning.updates.wire.message import Message
+from fl_lightning.updates.wire.traffic import bytes_up
 
 # The step that keeps a memory, and what a federation's `updates` consists of.
 Step = UpdateTransform | ErrorFeedback

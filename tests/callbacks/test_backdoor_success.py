@@ -9,7 +9,7 @@ from toys import toy_trainer
 from fl_lightning import BackdoorSuccess, ConfigurationError, FederatedDataModule, Federation
 from fl_lightning.data import Normalize
 from fl_lightning.data.poisoning import Trigger
-from fl_lightning.federation.attackers import Attackers
+from fl_lightning.federation.stages.attackers import Attackers
 from fl_lightning.server.attacks.alone import Scaling
 
 TRIGGER = Trigger(target=2, size=2, value=3.0)

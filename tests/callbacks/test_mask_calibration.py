@@ -20,8 +20,8 @@ from fl_lightning import (
     MaskCalibration,
     UniformCohort,
 )
-from fl_lightning.data.cohort import AllClients
-from fl_lightning.data.partition import IID
+from fl_lightning.data.cohorts.cohort import AllClients
+from fl_lightning.data.partitions.partition import IID
 from fl_lightning.sparsity import (
     ExactFisher,
     LinearHead,
@@ -578,7 +578,7 @@ def test_several_processes_without_a_federation_are_refused():
 
 class AllHaveTheSameMask(Callback):
     def on_train_start(self, trainer, module):
-        from fl_lightning.federation.ranks import Ranks
+        from fl_lightning.federation.processes.ranks import Ranks
 
         sparse = next(c for c in trainer.callbacks if isinstance(c, MaskCalibration))
         assert len(set(Ranks(trainer).gather(sparse.mask.hash()))) == 1

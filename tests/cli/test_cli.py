@@ -10,8 +10,8 @@ import torch
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from fl_lightning.cli import main
-from fl_lightning.federation.cores import num_usable_cores
+from fl_lightning.cli.command import main
+from fl_lightning.federation.processes.cores import num_usable_cores
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 QUICK = ["--config", str(CONFIGS / "quickstart.yaml")]

@@ -6,8 +6,8 @@ import pytest
 from toys import toy_data
 
 from fl_lightning import Federation, PoissonCohort, UniformCohort
-from fl_lightning.cli_devices import automatic_processes
-from fl_lightning.federation.fork import can_fork
+from fl_lightning.cli.devices import automatic_processes
+from fl_lightning.federation.processes.fork import can_fork
 
 pytestmark = pytest.mark.skipif(not can_fork(), reason="processes cannot be forked here")
 OPEN = {
@@ -23,7 +23,7 @@ OPEN = {
 
 @pytest.fixture(autouse=True)
 def three_cores(monkeypatch):
-    monkeypatch.setattr("fl_lightning.cli_devices.num_usable_cores", lambda: 3)
+    monkeypatch.setattr("fl_lightning.cli.devices.num_usable_cores", lambda: 3)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fl_lightning.cli import main
+from fl_lightning.cli.command import main
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 ROUNDS = 6

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fl_lightning.client.by_example.functions import FunctionRecorder
-from fl_lightning.client.by_example.proof import Recorder, reason_against
-from fl_lightning.client.by_example.seen import Differs
+from fl_lightning.engines.by_example.functions import FunctionRecorder
+from fl_lightning.engines.by_example.proof import Recorder, reason_against
+from fl_lightning.engines.by_example.seen import Differs
 
 NETWORK = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
 

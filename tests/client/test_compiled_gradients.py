@@ -9,11 +9,11 @@ from torch.nn import functional as F
 from torch.optim import SGD
 from torchmetrics import MeanMetric
 
-from fl_lightning.client.compiled_gradients import CompiledGradients
-from fl_lightning.client.compiling import NotCompiled
-from fl_lightning.client.direct_layers import reason_against_direct_layers
-from fl_lightning.client.speedups import FasterStep
-from fl_lightning.client.thin_gradients import ThinGradients
+from fl_lightning.engines.compiler.compiled_gradients import CompiledGradients
+from fl_lightning.engines.compiler.compiling import NotCompiled
+from fl_lightning.engines.compiler.speedups import FasterStep
+from fl_lightning.engines.compiler.thin_gradients import ThinGradients
+from fl_lightning.kernels.layers import reason_against_direct_layers
 
 
 class Net(nn.Module):

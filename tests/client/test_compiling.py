@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from fl_lightning.client import compiling
-from fl_lightning.client.compiling import Compiled, HasChanged
+from fl_lightning.engines.compiler import compiling
+from fl_lightning.engines.compiler.compiling import Compiled, HasChanged
 
 X = torch.arange(4.0)
 FACTOR = 2
@@ -153,7 +153,7 @@ def test_compiling_starts_no_process_that_stays():
     code = f"""
 import torch
 from pathlib import Path
-from fl_lightning.client.compiling import Compiled
+from fl_lightning.engines.compiler.compiling import Compiled
 run = Compiled(lambda x: 3 * x, is_alone=True)
 assert torch.equal(run(torch.ones(4)), 3 * torch.ones(4)) and not run.is_given_up
 print("children:", Path("{CHILDREN}").read_text())

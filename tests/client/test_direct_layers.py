@@ -12,7 +12,9 @@ from torch import nn
 from torch.func import functional_call, grad, grad_and_value, vmap
 from torch.nn import functional as F
 
-from fl_lightning.client.direct_convolution import (
+from fl_lightning.engines.functional.other_forwards import other_forwards
+from fl_lightning.kernels.c_library import c_library
+from fl_lightning.kernels.convolution import (
     SOURCE,
     convolve,
     convolve_and_add,
@@ -20,15 +22,13 @@ from fl_lightning.client.direct_convolution import (
     convolve_images,
     convolve_weights,
 )
-from fl_lightning.client.direct_convolution import flags as convolution_flags
-from fl_lightning.client.direct_layers import direct_layers, reason_against_direct_layers
-from fl_lightning.client.direct_linear import FEW, dense, dense_inputs, dense_weights
-from fl_lightning.client.direct_linear import SOURCE as LINEAR
-from fl_lightning.client.direct_linear import flags as linear_flags
-from fl_lightning.client.other_forwards import other_forwards
-from fl_lightning.client.window_maximum import SOURCE as WINDOWS
-from fl_lightning.client.window_maximum import window_maximum, window_pick, window_place
-from fl_lightning.core.c_library import c_library
+from fl_lightning.kernels.convolution import flags as convolution_flags
+from fl_lightning.kernels.layers import direct_layers, reason_against_direct_layers
+from fl_lightning.kernels.linear import FEW, dense, dense_inputs, dense_weights
+from fl_lightning.kernels.linear import SOURCE as LINEAR
+from fl_lightning.kernels.linear import flags as linear_flags
+from fl_lightning.kernels.window_maximum import SOURCE as WINDOWS
+from fl_lightning.kernels.window_maximum import window_maximum, window_pick, window_place
 
 pytestmark = pytest.mark.skipif(
     c_library(SOURCE, convolution_flags(1)) is None,

@@ -16,11 +16,11 @@ from toys import ToyModule
 
 from fl_lightning.client.local_training import LocalTrainer, plain_step
 from fl_lightning.client.log_collector import LogCollector
-from fl_lightning.client.slot_training import SlotTrainer
-from fl_lightning.client.stacked_options import StackedOptions
-from fl_lightning.client.stacked_step import StackedStep
 from fl_lightning.data.shards import batch_reader
 from fl_lightning.data.transforms import PixelPipeline
+from fl_lightning.engines.slots.stacked_options import StackedOptions
+from fl_lightning.engines.slots.stacked_step import StackedStep
+from fl_lightning.engines.slots.training import SlotTrainer
 
 THERE = torch.device("meta")
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torchmetrics import SumMetric
 
-from fl_lightning.client.python_state import PythonState
-from fl_lightning.client.tensor_writes import TensorWrites
+from fl_lightning.client.state.python_state import PythonState
+from fl_lightning.client.state.tensor_writes import TensorWrites
 from fl_lightning.core.errors import ConfigurationError
 
 COUNTER = 0

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch._inductor.output_code import CompiledFxGraph
 
-from fl_lightning.client.compiling import Compiled, HasChanged, _with_own_code
-from fl_lightning.client.recorded_graph import OtherArguments, Watch
+from fl_lightning.engines.compiler.compiling import Compiled, HasChanged, _with_own_code
+from fl_lightning.engines.compiler.recorded_graph import OtherArguments, Watch
 
 
 class Pair(NamedTuple):

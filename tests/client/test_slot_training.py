@@ -10,18 +10,18 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 from toys import ToyModule
 
-from fl_lightning.client import slot_results
-from fl_lightning.client.cannot_stack import CannotStack
 from fl_lightning.client.local_training import LocalTrainer, plain_step
 from fl_lightning.client.log_collector import LogCollector
-from fl_lightning.client.packing import pack
-from fl_lightning.client.slot_training import SlotTrainer
-from fl_lightning.client.stacked_options import StackedOptions
-from fl_lightning.client.stacked_step import StackedStep
 from fl_lightning.client.work import ClientWork
 from fl_lightning.core.seeds import preserve_global_generators, seed_global_generators
-from fl_lightning.sparsity.sparse_adamw import SparseAdamW
-from fl_lightning.sparsity.sparse_sgdm import SparseSGDM
+from fl_lightning.engines.cannot_stack import CannotStack
+from fl_lightning.engines.slots import results as slot_results
+from fl_lightning.engines.slots.packing import pack
+from fl_lightning.engines.slots.stacked_options import StackedOptions
+from fl_lightning.engines.slots.stacked_step import StackedStep
+from fl_lightning.engines.slots.training import SlotTrainer
+from fl_lightning.sparsity.optimizers.sparse_adamw import SparseAdamW
+from fl_lightning.sparsity.optimizers.sparse_sgdm import SparseSGDM
 
 X = torch.randn(60, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 Y = torch.randint(3, (60,), generator=torch.Generator().manual_seed(2))

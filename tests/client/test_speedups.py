@@ -10,12 +10,12 @@ from torch.nn import functional as F
 from torch.optim import SGD, Adam, RMSprop
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fl_lightning.client.compiled_gradients import CompiledGradients
-from fl_lightning.client.direct_layers import reason_against_direct_layers
-from fl_lightning.client.direct_linear import FEW
-from fl_lightning.client.other_forwards import other_forwards
-from fl_lightning.client.speedups import SPEEDUPS, FasterStep, reason_against
-from fl_lightning.client.thin_gradients import ThinGradients
+from fl_lightning.engines.compiler.compiled_gradients import CompiledGradients
+from fl_lightning.engines.compiler.speedups import SPEEDUPS, FasterStep, reason_against
+from fl_lightning.engines.compiler.thin_gradients import ThinGradients
+from fl_lightning.engines.functional.other_forwards import other_forwards
+from fl_lightning.kernels.layers import reason_against_direct_layers
+from fl_lightning.kernels.linear import FEW
 
 ALL = ("channels_last", "thin_gradients", "fused_optimizer")
 SUBSETS = list(chain.from_iterable(combinations(ALL, n) for n in range(4)))

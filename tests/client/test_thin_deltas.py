@@ -6,14 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from fl_lightning.client.direct_layers import reason_against_direct_layers
-from fl_lightning.client.direct_linear import dense_fold, dense_step
-from fl_lightning.client.slot_results import receive_usable
-from fl_lightning.client.thin_deltas import Factors, Numbers, ThinDeltas
 from fl_lightning.core.errors import NotFinite
 from fl_lightning.core.update import GroupUpdate
-from fl_lightning.server.aggregators import Mean, RunningMean, new_mean
-from fl_lightning.updates.traffic import bytes_up
+from fl_lightning.engines.slots.results import receive_usable
+from fl_lightning.engines.slots.thin_deltas import Factors, Numbers, ThinDeltas
+from fl_lightning.kernels.layers import reason_against_direct_layers
+from fl_lightning.kernels.linear import dense_fold, dense_step
+from fl_lightning.server.means.mean import Mean, RunningMean, new_mean
+from fl_lightning.updates.wire.traffic import bytes_up
 
 pytestmark = pytest.mark.skipif(
     reason_against_direct_layers(nn.Conv2d(1, 1, 1)) is not None, reason="no compiler"

@@ -12,19 +12,19 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD
 
-from fl_lightning.client.cannot_stack import CannotStack
-from fl_lightning.client.compiling import Compiled
-from fl_lightning.client.direct_layers import reason_against_direct_layers
-from fl_lightning.client.direct_linear import FEW, dense_step
 from fl_lightning.client.local_training import LocalTrainer
 from fl_lightning.client.log_collector import LogCollector
-from fl_lightning.client.slot_training import SlotTrainer
-from fl_lightning.client.stacked_options import StackedOptions
-from fl_lightning.client.stacked_step import StackedStep
-from fl_lightning.client.thin_deltas import ThinDeltas
 from fl_lightning.client.work import ClientWork
-from fl_lightning.server.aggregators import RunningMean
-from fl_lightning.sparsity.sparse_sgdm import SparseSGDM
+from fl_lightning.engines.cannot_stack import CannotStack
+from fl_lightning.engines.compiler.compiling import Compiled
+from fl_lightning.engines.slots.stacked_options import StackedOptions
+from fl_lightning.engines.slots.stacked_step import StackedStep
+from fl_lightning.engines.slots.thin_deltas import ThinDeltas
+from fl_lightning.engines.slots.training import SlotTrainer
+from fl_lightning.kernels.layers import reason_against_direct_layers
+from fl_lightning.kernels.linear import FEW, dense_step
+from fl_lightning.server.means.mean import RunningMean
+from fl_lightning.sparsity.optimizers.sparse_sgdm import SparseSGDM
 
 pytestmark = pytest.mark.skipif(
     reason_against_direct_layers(nn.Conv2d(1, 1, 1)) is not None, reason="no compiler"

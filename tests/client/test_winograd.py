@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from fl_lightning.client.direct_convolution import (
+from fl_lightning.kernels.c_library import c_library
+from fl_lightning.kernels.convolution import (
     SOURCE,
     WINOGRAD,
     convolve,
@@ -19,7 +20,6 @@ from fl_lightning.client.direct_convolution import (
     flags,
     may_be_winograd,
 )
-from fl_lightning.core.c_library import c_library
 
 pytestmark = pytest.mark.skipif(
     c_library(WINOGRAD, flags(16)) is None, reason="no C compiler, or no vectors of 256 bits"

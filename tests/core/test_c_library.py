@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import fl_lightning
-from fl_lightning.core.c_library import c_library
+from fl_lightning.kernels.c_library import c_library
 
 TWICE = "double twice(double x) { return 2 * x; }"
 
@@ -70,7 +70,7 @@ KERNELS = (
 # A mean of one row fewer than the clients' errors have entries
 BEYOND_THE_END = """
 import torch
-from fl_lightning.client.direct_linear import dense_fold
+from fl_lightning.kernels.linear import dense_fold
 dense_fold(torch.zeros(61, 784), torch.ones(2, 20, 62), torch.ones(2, 20, 784), torch.tensor([0.25, 1.0]))
 """
 

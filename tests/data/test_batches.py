@@ -11,7 +11,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorD
 from toys import LoaderData
 
 from fl_lightning.data.federated import FederatedDataModule
-from fl_lightning.data.partition import IID
+from fl_lightning.data.partitions.partition import IID
 from fl_lightning.federation.client_work import LocalWork, WorkPlan
 
 LENGTHS = torch.randint(1, 9, (24,), generator=torch.Generator().manual_seed(1)).tolist()

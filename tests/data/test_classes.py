@@ -12,11 +12,11 @@ from toys import LoaderData
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.classes import are_classes, as_labels, classes_of, quantile_bins
-from fl_lightning.data.dirichlet_labels import DirichletPerClass, DirichletPerClient
 from fl_lightning.data.federated import FederatedDataModule
-from fl_lightning.data.label_shards import LabelShards
-from fl_lightning.data.mcmahan_shards import McMahanShards
-from fl_lightning.data.partition import IID
+from fl_lightning.data.partitions.dirichlet_labels import DirichletPerClass, DirichletPerClient
+from fl_lightning.data.partitions.label_shards import LabelShards
+from fl_lightning.data.partitions.mcmahan_shards import McMahanShards
+from fl_lightning.data.partitions.partition import IID
 
 CLASSES = np.arange(24) % 3
 BY_CLASS = [

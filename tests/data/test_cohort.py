@@ -8,12 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.data.availability import AvailableCohort, Diurnal, Stretches
-from fl_lightning.data.cohort import AllClients, PoissonCohort, UniformCohort
-from fl_lightning.data.oort import OortCohort
-from fl_lightning.data.population import Population
-from fl_lightning.data.turns import LeastRecentCohort, RoundRobinCohort
-from fl_lightning.data.weighted_cohorts import ByLossCohort, BySizeCohort, PowerOfChoiceCohort
+from fl_lightning.data.cohorts.availability import AvailableCohort, Diurnal, Stretches
+from fl_lightning.data.cohorts.cohort import AllClients, PoissonCohort, UniformCohort
+from fl_lightning.data.cohorts.oort import OortCohort
+from fl_lightning.data.cohorts.population import Population
+from fl_lightning.data.cohorts.turns import LeastRecentCohort, RoundRobinCohort
+from fl_lightning.data.cohorts.weighted_cohorts import (
+    ByLossCohort,
+    BySizeCohort,
+    PowerOfChoiceCohort,
+)
 
 SAMPLERS = [
     UniformCohort(fraction=0.3),

@@ -16,8 +16,8 @@ from toys import LoaderData
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.columns import read_column
 from fl_lightning.data.federated import FederatedDataModule
-from fl_lightning.data.label_shards import LabelShards
-from fl_lightning.data.partition import NaturalPartition
+from fl_lightning.data.partitions.label_shards import LabelShards
+from fl_lightning.data.partitions.partition import NaturalPartition
 
 X, Y = torch.arange(24.0).view(12, 2), torch.arange(12) % 5
 WRITERS = ["bo", "al", "cy", "al"] * 3
@@ -297,7 +297,7 @@ class TestInAFederation:
     [("writer", "writer"), ("toys.reversed_labels", "toys.reversed_labels"), ("[1, 0]", [1, 0])],
 )
 def test_the_command_line_takes_and_keeps_them(given, wanted, capsys):
-    from fl_lightning.cli import main
+    from fl_lightning.cli.command import main
 
     owner = {"class_path": "fl_lightning.data.NaturalPartition", "init_args": {"attribute": wanted}}
     data = ["fit", "--config", str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")]

@@ -9,10 +9,10 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 from toys import LoaderData, ToyData, toy_data
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.data.digits import Digits
 from fl_lightning.data.federated import FederatedDataModule
-from fl_lightning.data.label_shards import LabelShards
-from fl_lightning.data.partition import IID, NaturalPartition
+from fl_lightning.data.partitions.label_shards import LabelShards
+from fl_lightning.data.partitions.partition import IID, NaturalPartition
+from fl_lightning.data.sources.digits import Digits
 
 
 class Letters(TensorDataset):

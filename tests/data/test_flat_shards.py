@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from toys import ToyData, toy_data
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.data import flat_shards
-from fl_lightning.data.cohort import UniformCohort
+from fl_lightning.data.cohorts.cohort import UniformCohort
+from fl_lightning.data.cohorts.population import Population
 from fl_lightning.data.federated import FederatedDataModule
-from fl_lightning.data.flat_shards import FlatShards
-from fl_lightning.data.partition import IID
-from fl_lightning.data.population import Population
+from fl_lightning.data.partitions import flat_shards
+from fl_lightning.data.partitions.flat_shards import FlatShards
+from fl_lightning.data.partitions.partition import IID
 from fl_lightning.data.shards import ClientShards
 from fl_lightning.data.summary import PartitionSummary, partition_fingerprint
 

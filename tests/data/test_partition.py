@@ -11,12 +11,21 @@ from hypothesis import strategies as st
 from sklearn.datasets import load_digits
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.data.class_graph import class_slots, draw_holders, even_counts, size_excess
-from fl_lightning.data.dirichlet_labels import DirichletPerClass, DirichletPerClient
-from fl_lightning.data.label_shards import LabelShards
-from fl_lightning.data.mcmahan_shards import McMahanShards
-from fl_lightning.data.partition import IID, NaturalPartition, check_sizes
-from fl_lightning.data.quantity_skew import DirichletSizes, PowerLawSizes, proportional_sizes
+from fl_lightning.data.partitions.class_graph import (
+    class_slots,
+    draw_holders,
+    even_counts,
+    size_excess,
+)
+from fl_lightning.data.partitions.dirichlet_labels import DirichletPerClass, DirichletPerClient
+from fl_lightning.data.partitions.label_shards import LabelShards
+from fl_lightning.data.partitions.mcmahan_shards import McMahanShards
+from fl_lightning.data.partitions.partition import IID, NaturalPartition, check_sizes
+from fl_lightning.data.partitions.quantity_skew import (
+    DirichletSizes,
+    PowerLawSizes,
+    proportional_sizes,
+)
 
 RULES = [
     IID(),

@@ -22,9 +22,9 @@ from torch.utils.data import (
 from toys import LoaderData, toy_trainer
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.data.cohort import AllClients
+from fl_lightning.data.cohorts.cohort import AllClients
 from fl_lightning.data.federated import FederatedDataModule
-from fl_lightning.data.label_shards import LabelShards
+from fl_lightning.data.partitions.label_shards import LabelShards
 from fl_lightning.data.shards import local_order
 from fl_lightning.federation.client_work import LocalWork, WorkPlan
 from fl_lightning.federation.federation import Federation

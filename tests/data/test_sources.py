@@ -13,11 +13,11 @@ from PIL import Image
 from small_sets import write_folder, write_idx, write_pickles
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.data.digits import Digits
-from fl_lightning.data.image_folder import ImageFolder
-from fl_lightning.data.images import ImageTensors
-from fl_lightning.data.sources import ImageSource
-from fl_lightning.data.torchvision_sources import CIFAR10, CIFAR100, MNIST, FashionMNIST
+from fl_lightning.data.sources.digits import Digits
+from fl_lightning.data.sources.image_folder import ImageFolder
+from fl_lightning.data.sources.image_source import ImageSource
+from fl_lightning.data.sources.images import ImageTensors
+from fl_lightning.data.sources.torchvision_sources import CIFAR10, CIFAR100, MNIST, FashionMNIST
 
 
 def ready(source):

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from sklearn.datasets import load_digits
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.data.dirichlet_labels import DirichletPerClient
-from fl_lightning.data.label_shards import LabelShards
-from fl_lightning.data.partition import IID
+from fl_lightning.data.partitions.dirichlet_labels import DirichletPerClient
+from fl_lightning.data.partitions.label_shards import LabelShards
+from fl_lightning.data.partitions.partition import IID
 from fl_lightning.data.summary import PartitionSummary, partition_fingerprint
 
 LABELS = np.array([5, 5, 9, -1, 9, 5])

@@ -18,8 +18,8 @@ from fl_lightning.client import Devices, GivenSpeeds, LogNormalSpeeds
 from fl_lightning.client.devices import Fate
 from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.core.update import ClientUpdate, GroupUpdate
-from fl_lightning.federation.arrivals import Arrivals
-from fl_lightning.federation.versions import Start
+from fl_lightning.federation.stages.older_models import Start
+from fl_lightning.federation.stages.schedule import Arrivals
 from fl_lightning.server import FedAsync, FedBuff, HingeStaleness, PolynomialStaleness
 from fl_lightning.server.server import Server
 

@@ -16,12 +16,12 @@ from fl_lightning import (
     FedProx,
     Mean,
 )
-from fl_lightning.client.fine_tuned import FineTuned
 from fl_lightning.client.local_training import LocalTrainer, plain_step
 from fl_lightning.client.log_collector import LogCollector
+from fl_lightning.client.personal.fine_tuned import FineTuned
 from fl_lightning.client.wrapped_optimizers import takes_closure
 from fl_lightning.core.seeds import derive_seed
-from fl_lightning.server.privacy.example import ExampleDP
+from fl_lightning.privacy.example import ExampleDP
 from fl_lightning.sparsity import SparseSGDM
 
 SEED, RHO = 5, 0.05

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from fl_lightning.federation.cores import num_usable_cores
+from fl_lightning.federation.processes.cores import num_usable_cores
 
 
 def machine(folder, siblings):

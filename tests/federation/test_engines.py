@@ -23,11 +23,11 @@ from fl_lightning import (
     Mean,
     UniformCohort,
 )
-from fl_lightning.client.direct_layers import reason_against_direct_layers
-from fl_lightning.client.thin_deltas import ThinDeltas
 from fl_lightning.core.metric_states import metrics_of
 from fl_lightning.data import Digits
-from fl_lightning.federation import slot_engine, slot_trial
+from fl_lightning.engines.slots.thin_deltas import ThinDeltas
+from fl_lightning.federation.execution import slot_engine, slot_trial
+from fl_lightning.kernels.layers import reason_against_direct_layers
 from fl_lightning.updates import TopK
 
 COHORT = UniformCohort(size=4)

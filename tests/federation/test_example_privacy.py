@@ -25,12 +25,12 @@ from fl_lightning import (
 )
 from fl_lightning.client.devices import Devices
 from fl_lightning.client.speeds import LogNormalSpeeds
-from fl_lightning.data.cohort import AllClients
+from fl_lightning.data.cohorts.cohort import AllClients
+from fl_lightning.data.cohorts.weighted_cohorts import BySizeCohort
 from fl_lightning.data.federated import FederatedDataModule
-from fl_lightning.data.weighted_cohorts import BySizeCohort
-from fl_lightning.federation.example_rounds import ExampleRounds
+from fl_lightning.federation.stages.example_rounds import ExampleRounds
+from fl_lightning.privacy.run import LocalSampling, Run
 from fl_lightning.server import AFL, FedBuff, QFedAvg, TiltedMean
-from fl_lightning.server.privacy.run import LocalSampling, Run
 from fl_lightning.server.robust.median import Median
 from fl_lightning.updates import TopK
 

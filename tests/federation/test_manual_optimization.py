@@ -28,11 +28,11 @@ from fl_lightning import (
     Scaffold,
     UniformCohort,
 )
-from fl_lightning.client.fine_tuned import FineTuned
+from fl_lightning.client.personal.fine_tuned import FineTuned
 from fl_lightning.core.seeds import derive_seed
-from fl_lightning.data.weighted_cohorts import PowerOfChoiceCohort
-from fl_lightning.server.fair_means import QFedAvg
-from fl_lightning.server.privacy.example import ExampleDP
+from fl_lightning.data.cohorts.weighted_cohorts import PowerOfChoiceCohort
+from fl_lightning.privacy.example import ExampleDP
+from fl_lightning.server.means.fair_means import QFedAvg
 from fl_lightning.sparsity import SparseSGDM
 
 SEED = 5

@@ -11,11 +11,11 @@ from toys import SaveEverywhere, ToyModule, toy_data, toy_trainer, weights
 
 from fl_lightning import ConfigurationError, Federation, MaskCalibration, Mean, UniformCohort
 from fl_lightning.client import Devices, LogNormalSpeeds
-from fl_lightning.federation.attackers import Attackers
+from fl_lightning.federation.stages.attackers import Attackers
 from fl_lightning.server import FedBuff
 from fl_lightning.server.attacks.alone import SignFlip
-from fl_lightning.server.fair_means import QFedAvg
-from fl_lightning.server.overlap_mean import OverlapMean
+from fl_lightning.server.means.fair_means import QFedAvg
+from fl_lightning.server.means.overlap_mean import OverlapMean
 from fl_lightning.server.robust.median import Median
 from fl_lightning.sparsity import Mask, SparseSGDM
 

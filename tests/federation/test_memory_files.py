@@ -3,8 +3,8 @@
 import torch
 
 from fl_lightning.client.vector_file import VectorFile
-from fl_lightning.federation.atomic_checkpoint import AtomicCheckpointIO
-from fl_lightning.federation.memory_files import FOLDER, WorkingFolder
+from fl_lightning.federation.checkpoints.atomic_checkpoint import AtomicCheckpointIO
+from fl_lightning.federation.checkpoints.memory_files import FOLDER, WorkingFolder
 
 
 def test_files_stay_as_long_as_a_checkpoint_needs_them(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fl_lightning.core.errors import ProcessFailure
-from fl_lightning.federation.neighbours import ROOM, Neighbours
+from fl_lightning.federation.processes.shared_memory import ROOM, Neighbours
 
 FORK = multiprocessing.get_context("fork")
 

@@ -26,11 +26,11 @@ from fl_lightning import (
     UniformCohort,
 )
 from fl_lightning.data import FederatedNormalize
-from fl_lightning.data.turns import RoundRobinCohort
-from fl_lightning.federation.ranks import Ranks
-from fl_lightning.server.privacy.adaptive_clip import AdaptiveClip
-from fl_lightning.server.privacy.noise_source import SeededNoise
-from fl_lightning.server.privacy.run import Run
+from fl_lightning.data.cohorts.turns import RoundRobinCohort
+from fl_lightning.federation.processes.ranks import Ranks
+from fl_lightning.privacy.adaptive_clip import AdaptiveClip
+from fl_lightning.privacy.noise.noise_source import SeededNoise
+from fl_lightning.privacy.run import Run
 from fl_lightning.server.robust.median import Median
 from fl_lightning.sparsity import SparseSGDM
 from fl_lightning.updates import ErrorFeedback, RandomK, TopK

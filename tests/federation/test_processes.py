@@ -34,11 +34,11 @@ from fl_lightning import (
     RoundFailure,
     UniformCohort,
 )
-from fl_lightning.client.compiling import Compiled
 from fl_lightning.core.errors import ProcessFailure
-from fl_lightning.federation.compatibility import check_compatible
-from fl_lightning.federation.neighbours import Neighbours
-from fl_lightning.federation.ranks import Ranks, _pickled
+from fl_lightning.engines.compiler.compiling import Compiled
+from fl_lightning.federation.checks.compatibility import check_compatible
+from fl_lightning.federation.processes.ranks import Ranks, _pickled
+from fl_lightning.federation.processes.shared_memory import Neighbours
 
 
 class AllAgree(Callback):
@@ -552,7 +552,7 @@ def test_processes_started_from_outside_all_know_everything(tmp_path):
 
 
 def test_every_client_is_in_one_share():
-    from fl_lightning.data.population import Population
+    from fl_lightning.data.cohorts.population import Population
     from fl_lightning.federation.groups import RoundGroups, Share
 
     work = np.arange(1, 31)

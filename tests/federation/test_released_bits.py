@@ -23,8 +23,8 @@ from fl_lightning import (
     Federation,
     LocalDP,
 )
-from fl_lightning.data.turns import RoundRobinCohort
-from fl_lightning.server.privacy.adaptive_clip import AdaptiveClip
+from fl_lightning.data.cohorts.turns import RoundRobinCohort
+from fl_lightning.privacy.adaptive_clip import AdaptiveClip
 
 SIZE, ROUNDS, MOST_RIGHT = 2000, 200, 116
 NOISE = 20.0

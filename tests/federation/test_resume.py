@@ -6,7 +6,7 @@ from lightning.pytorch import seed_everything
 from toys import SaveEverywhere, ToyModule, toy_data, toy_trainer, weights
 
 from fl_lightning import ConfigurationError, Federation, PoissonCohort, UniformCohort
-from fl_lightning.data.weighted_cohorts import PowerOfChoiceCohort
+from fl_lightning.data.cohorts.weighted_cohorts import PowerOfChoiceCohort
 
 
 def run(

@@ -13,16 +13,16 @@ from fl_lightning import (
     RoundFailure,
     UniformCohort,
 )
+from fl_lightning.client.corrections.feddyn import FedDyn
+from fl_lightning.client.corrections.scaffold import Scaffold
 from fl_lightning.client.devices import Devices
-from fl_lightning.client.feddyn import FedDyn
-from fl_lightning.client.scaffold import Scaffold
 from fl_lightning.client.speeds import GivenSpeeds, LogNormalSpeeds
 from fl_lightning.data import FederatedNormalize
-from fl_lightning.federation.attackers import Attackers
+from fl_lightning.federation.stages.attackers import Attackers
+from fl_lightning.secure import EncryptedMean, SecureMean
+from fl_lightning.secure.secure_sum import SecureSum
 from fl_lightning.server import ALIE, FedBuff
-from fl_lightning.server.secure import EncryptedMean, SecureMean
 from fl_lightning.updates import QSGD, ErrorFeedback, RandomK, TopK
-from fl_lightning.updates.secure.secure_sum import SecureSum
 
 FINE = {"clip": 8.0, "levels": 2**36}
 SIZE = 4 * 8 + 8 + 8 * 3 + 3

@@ -17,8 +17,8 @@ from fl_lightning import (
 )
 from fl_lightning.client.devices import Devices
 from fl_lightning.client.speeds import LogNormalSpeeds
-from fl_lightning.data.population import Population
-from fl_lightning.server.secure import EncryptedMean, SecureMean
+from fl_lightning.data.cohorts.population import Population
+from fl_lightning.secure import EncryptedMean, SecureMean
 
 pytestmark = pytest.mark.filterwarnings("ignore:privacy:UserWarning")
 DEVICES = Devices(speeds=LogNormalSpeeds(), drop_rate=0.15)

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fl_lightning.federation.slot_trial import _ratio
-from fl_lightning.federation.slot_tuning import Remembered, fastest
+from fl_lightning.federation.execution.slot_trial import _ratio
+from fl_lightning.federation.execution.slot_tuning import Remembered, fastest
 
 
 @given(st.floats(0, 6), st.integers(0, 5))

@@ -28,19 +28,24 @@ from fl_lightning import (
 from fl_lightning.client import Devices, LogNormalSpeeds
 from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.client.log_collector import LogCollector
-from fl_lightning.client.thin_deltas import ThinDeltas
 from fl_lightning.client.work import ClientWork, GroupWork
 from fl_lightning.core.errors import EnginesDiffer
 from fl_lightning.core.seeds import uniform_numbers
 from fl_lightning.core.space import Space
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.data import Digits
-from fl_lightning.federation.engine_options import EngineOptions
+from fl_lightning.engines.slots.thin_deltas import ThinDeltas
+from fl_lightning.federation.execution.engine_options import EngineOptions
+from fl_lightning.federation.execution.slot_engine import SlotEngine
+from fl_lightning.federation.execution.spot_check import SpotCheck
+from fl_lightning.federation.execution.spot_rate import SpotRate, drawn
+from fl_lightning.federation.execution.update_differences import (
+    Rounding,
+    Trained,
+    differences,
+    nudged,
+)
 from fl_lightning.federation.group_training import GroupTraining
-from fl_lightning.federation.slot_engine import SlotEngine
-from fl_lightning.federation.spot_check import SpotCheck
-from fl_lightning.federation.spot_rate import SpotRate, drawn
-from fl_lightning.federation.update_differences import Rounding, Trained, differences, nudged
 from fl_lightning.server import FedBuff
 from fl_lightning.updates import QSGD, TopK
 
@@ -156,7 +161,9 @@ class TestWhatDiffersStopsTheRun:
         monkeypatch.setattr(
             SlotEngine, "kept", property(lambda self: {c: 1.1 * o for c, o in kept(self).items()})
         )
-        monkeypatch.setattr("fl_lightning.federation.slot_engine._is_close", lambda *_: True)
+        monkeypatch.setattr(
+            "fl_lightning.federation.execution.slot_engine._is_close", lambda *_: True
+        )
         with pytest.raises(EnginesDiffer, match="its personal part differs"):
             run(toy(), personal=Personal(["net.4.*"]))
 
@@ -529,7 +536,7 @@ class TestCost:
         assert f"engine: 3 slots, as asked for, {words}" in caplog.text
 
     def test_a_trial_says_it_and_a_checkpoint_keeps_it(self, monkeypatch, caplog, tmp_path):
-        trial = "fl_lightning.federation.slot_trial"
+        trial = "fl_lightning.federation.execution.slot_trial"
         monkeypatch.setattr(f"{trial}.SHORT_RUN_STEPS", 1)
         monkeypatch.setattr(f"{trial}.SHORT_RUN_SECONDS", 0)
         monkeypatch.setattr(f"{trial}._times_faster", lambda *_: 4.6)

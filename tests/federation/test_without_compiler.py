@@ -15,8 +15,8 @@ from torch import nn
 from lightning.pytorch import seed_everything
 from toys import ToyModule, toy_data, toy_trainer, weights
 from fl_lightning import Federation
-from fl_lightning.core.c_library import c_libraries
-from fl_lightning.client.direct_layers import reason_against_direct_layers
+from fl_lightning.kernels.c_library import c_libraries
+from fl_lightning.kernels.layers import reason_against_direct_layers
 
 torch.set_num_threads(1)
 seed_everything(0, verbose=False)

@@ -14,8 +14,8 @@ from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.core.errors import ConfigurationError, RoundFailure
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.server import AFL, Server
-from fl_lightning.server.aggregators import Mean
-from fl_lightning.server.agnostic_mean import on_simplex
+from fl_lightning.server.means.agnostic_mean import on_simplex
+from fl_lightning.server.means.mean import Mean
 
 vectors = st.lists(st.floats(-3, 3), min_size=1, max_size=6).map(np.array)
 few = settings(max_examples=25, deadline=None)

@@ -12,8 +12,7 @@ from fl_lightning.core.seeds import numpy_generator
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.data.poisoning import LabelFlip, Trigger, poisoned_examples, poisoned_reader
 from fl_lightning.data.shards import ClientShards
-from fl_lightning.federation.attackers import Attackers
-from fl_lightning.server.aggregators import Mean
+from fl_lightning.federation.stages.attackers import Attackers
 from fl_lightning.server.attacks.alone import GaussianNoise, Scaling, SignFlip
 from fl_lightning.server.attacks.forged import Forged
 from fl_lightning.server.attacks.together import (
@@ -22,8 +21,9 @@ from fl_lightning.server.attacks.together import (
     MinMax,
     hidden_deviations,
 )
-from fl_lightning.server.collected import Collected
+from fl_lightning.server.means.mean import Mean
 from fl_lightning.server.robust.centred_clipping import CentredClipping
+from fl_lightning.server.robust.collect import Collected
 from fl_lightning.server.robust.fltrust import FLTrust
 from fl_lightning.server.robust.median import Median
 

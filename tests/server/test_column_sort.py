@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fl_lightning.server.column_sort import MOST_ROWS, exchanges, sorted_columns
+from fl_lightning.kernels.sort_columns import MOST_ROWS, exchanges, sorted_columns
 
 
 def sort(block, first, end):

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from fl_lightning.core.errors import RoundFailure
 from fl_lightning.core.update import ClientUpdate
-from fl_lightning.server.aggregators import Mean, RunningMean
-from fl_lightning.server.exact_mean import ExactMean
+from fl_lightning.server.means.exact_mean import ExactMean
+from fl_lightning.server.means.mean import Mean, RunningMean
 from fl_lightning.server.server import GlobalModel, Server
 
 numbers = st.floats(-1e4, 1e4, width=32)

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from fl_lightning.core.errors import ConfigurationError, RoundFailure
 from fl_lightning.core.update import ClientUpdate
-from fl_lightning.server.aggregators import Mean
-from fl_lightning.server.fair_means import QFedAvg, TiltedMean
+from fl_lightning.server.means.fair_means import QFedAvg, TiltedMean
+from fl_lightning.server.means.mean import Mean
 
 clients = st.lists(
     st.tuples(

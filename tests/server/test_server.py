@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.update import ClientUpdate
-from fl_lightning.server.aggregators import Mean
 from fl_lightning.server.attacks.alone import SignFlip
 from fl_lightning.server.attacks.forged import Forged
-from fl_lightning.server.overlap_mean import OverlapMean
+from fl_lightning.server.means.mean import Mean
+from fl_lightning.server.means.overlap_mean import OverlapMean
 from fl_lightning.server.robust.bulyan import Bulyan
 from fl_lightning.server.robust.geometric_median import GeometricMedian
 from fl_lightning.server.robust.krum import Krum

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fl_lightning.sparsity.active_entries import DENSE_FROM, Split
-from fl_lightning.sparsity.freezing import freeze_masked
-from fl_lightning.sparsity.sparse_adamw import SparseAdamW
-from fl_lightning.sparsity.sparse_sgdm import SparseSGDM
+from fl_lightning.sparsity.masks.freezing import freeze_masked
+from fl_lightning.sparsity.optimizers.active_entries import DENSE_FROM, Split
+from fl_lightning.sparsity.optimizers.sparse_adamw import SparseAdamW
+from fl_lightning.sparsity.optimizers.sparse_sgdm import SparseSGDM
 
 SGD, ADAMW = torch.optim.SGD, torch.optim.AdamW
 DENSE = {SparseSGDM: SGD, SparseAdamW: ADAMW}

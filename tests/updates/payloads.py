@@ -4,9 +4,9 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from fl_lightning.updates.codec import Agreement
-from fl_lightning.updates.message import Message
 from fl_lightning.updates.payload import FLOATS, Dense, Quantised, Sparse, num_blocks
+from fl_lightning.updates.wire.codec import Agreement
+from fl_lightning.updates.wire.message import Message
 
 SPACE = "0123456789abcdef" * 2
 

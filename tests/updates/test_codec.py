@@ -23,10 +23,10 @@ from updates.payloads import (
 )
 
 from fl_lightning.core.update import ClientUpdate
-from fl_lightning.updates.codec import VERSION, decode, encode, encoded_size
-from fl_lightning.updates.message import Agreement, Message
 from fl_lightning.updates.payload import FLOATS, Dense, Quantised, Sparse
-from fl_lightning.updates.reader import DecodeError
+from fl_lightning.updates.wire.codec import VERSION, decode, encode, encoded_size
+from fl_lightning.updates.wire.message import Agreement, Message
+from fl_lightning.updates.wire.reader import DecodeError
 
 HEADER = 65  # bytes before the transforms; the kind of params then follows the names
 FLOAT32 = torch.float32

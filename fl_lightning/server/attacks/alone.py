@@ -17,8 +17,8 @@ import numpy as np
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.server.attacks.forged import Generators
-from fl_lightning.server.row_passes import combined
-from fl_lightning.server.update_rows import Floats, Rows
+from fl_lightning.server.robust.matrix import Floats, Rows
+from fl_lightning.server.robust.passes import combined
 
 
 @final

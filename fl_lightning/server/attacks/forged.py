@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from fl_lightning.core.seeds import numpy_generator
-from fl_lightning.server.aggregators import Aggregator
-from fl_lightning.server.collected import Collected
 from fl_lightning.server.kept_updates import KeptUpdates
+from fl_lightning.server.means.mean import Aggregator
+from fl_lightning.server.robust.collect import Collected
+from fl_lightning.server.robust.matrix import Floats, Rows, UpdateRows
 from fl_lightning.server.server import KeepsUpdates
-from fl_lightning.server.update_rows import Floats, Rows, UpdateRows
 
 # Of one attacker, by its client id
 Generators = Callable[[int], np.random.Generator]
@@ -52,7 +52,7 @@ class Forged(KeptUpdates):
 
     Example:
         >>> from fl_lightning.core.update import ClientUpdate
-        >>> from fl_lightning.server.aggregators import Mean
+        >>> from fl_lightning.server.means.mean import Mean
         >>> from fl_lightning.server.attacks.alone import SignFlip
         >>> aggregator = Forged(Mean(), SignFlip(), attackers=[1], seed=0)
         >>> aggregator.open(torch.empty(1))

@@ -23,9 +23,9 @@ import numpy as np
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.server.attacks.forged import Generators
-from fl_lightning.server.row_passes import mean_and_spread, squared_distances
-from fl_lightning.server.row_views import ChosenRows, RowsAndOne
-from fl_lightning.server.update_rows import Floats, Rows
+from fl_lightning.server.robust.matrix import Floats, Rows
+from fl_lightning.server.robust.passes import mean_and_spread, squared_distances
+from fl_lightning.server.robust.views import ChosenRows, RowsAndOne
 
 
 @final

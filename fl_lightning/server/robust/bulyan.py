@@ -18,12 +18,12 @@ from typing import final
 
 import numpy as np
 
-from fl_lightning.server.collected import RuleContext
 from fl_lightning.server.robust.checks import check_num_attackers
+from fl_lightning.server.robust.collect import RuleContext
 from fl_lightning.server.robust.krum import krum_scores
-from fl_lightning.server.row_passes import median_weights, sorted_blocks, squared_distances
-from fl_lightning.server.row_views import ChosenRows
-from fl_lightning.server.update_rows import Floats, Rows
+from fl_lightning.server.robust.matrix import Floats, Rows
+from fl_lightning.server.robust.passes import median_weights, sorted_blocks, squared_distances
+from fl_lightning.server.robust.views import ChosenRows
 
 
 @final

@@ -14,10 +14,10 @@ from typing import final
 import numpy as np
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.server.collected import RuleContext
-from fl_lightning.server.row_passes import combined, squared_distances
-from fl_lightning.server.row_views import RowsAndOne
-from fl_lightning.server.update_rows import Floats, Rows
+from fl_lightning.server.robust.collect import RuleContext
+from fl_lightning.server.robust.matrix import Floats, Rows
+from fl_lightning.server.robust.passes import combined, squared_distances
+from fl_lightning.server.robust.views import RowsAndOne
 
 _CENTRE = "centre"
 

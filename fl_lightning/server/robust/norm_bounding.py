@@ -14,9 +14,9 @@ from typing import final
 import numpy as np
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.server.collected import RuleContext
-from fl_lightning.server.row_passes import combined
-from fl_lightning.server.update_rows import Floats, Rows
+from fl_lightning.server.robust.collect import RuleContext
+from fl_lightning.server.robust.matrix import Floats, Rows
+from fl_lightning.server.robust.passes import combined
 
 
 @final

@@ -14,7 +14,7 @@ from rounds_of_updates import aggregate
 from scipy.optimize import minimize
 
 from fl_lightning.core.update import ClientUpdate
-from fl_lightning.server.fair_means import QFedAvg
+from fl_lightning.server.means.fair_means import QFedAvg
 from fl_lightning.server.robust.bulyan import Bulyan
 from fl_lightning.server.robust.centred_clipping import CentredClipping
 from fl_lightning.server.robust.geometric_median import GeometricMedian

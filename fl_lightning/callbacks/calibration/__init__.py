@@ -1,0 +1,1 @@
+"""Masks calibrated on clients' data while a run begins, and again."""

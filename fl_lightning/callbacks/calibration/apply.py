@@ -1,0 +1,160 @@
+"""What of a module may move: entries under a mask, the head or not, and nothing else.
+
+Whoever wants to know, reads it where it is put: ``requires_grad`` of the parameters and the masks
+of the optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning.pytorch import Trainer
+from torch import nn
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.heads import head_names
+from fl_lightning.sparsity.masks.freezing import freeze_masked
+from fl_lightning.sparsity.masks.mask import Mask, some
+from fl_lightning.sparsity.masks.maskable import maskable_names
+from fl_lightning.sparsity.optimizers.masked_optimizer import MaskedOptimizer
+
+
+class WhatMoves:
+    """Puts masks on a module and its optimizer, and gives the module back as it was.
+
+    Args:
+        module: whose parameters.
+        optimizer: of the module.
+        heads: names of the modules that are the head.
+        head_trains: whether the head's parameters, where they are not under the mask, move densely.
+
+    Attributes:
+        dense: names of the head's parameters that move densely.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: MaskedOptimizer,
+        heads: Sequence[str],
+        *,
+        head_trains: bool,
+    ) -> None:
+        self._params = dict(module.named_parameters())
+        self._trained = [name for name, p in self._params.items() if p.requires_grad]
+        self._module, self._optimizer = module, optimizer
+        self._in_head = tuple(f"{head}." for head in heads)
+        self._head_trains = head_trains
+        self.dense: list[str] = []
+
+    def names(self, include: Sequence[str] | None, exclude: Sequence[str]) -> list[str]:
+        """Return the names of the parameters that a mask covers; see `maskable_names`.
+
+        The head is among them if it trains and ``include`` names it.
+
+        Raises:
+            ConfigurationError: if there are none, or the optimizer lacks one of them.
+        """
+        names = maskable_names(self._module, include=include, exclude=exclude)
+        if include is None or not self._head_trains:
+            names = [name for name in names if not name.startswith(self._in_head)]
+        if not names:
+            raise ConfigurationError(
+                "include names the head alone, which is not to train: there is nothing to mask"
+            )
+        return names
+
+    def apply(self, mask: Mask) -> None:
+        """Let the mask's entries and a head that trains move, and nothing else.
+
+        Raises:
+            ConfigurationError: if the mask does not fit the module, or covers what does not train.
+        """
+        mask.check_fits(self._module)
+        self._check_trained(mask)
+        head = self._in_head if self._head_trains else ()
+        self.dense = [n for n in self._trained if n not in mask and n.startswith(head)]
+        for name in self._trained:
+            moves = name in mask or name in self.dense
+            self._params[name].requires_grad_(moves)
+            if not moves:
+                self._params[name].grad = None
+        freeze_masked(self._module, mask)
+        self._optimizer.set_masks({self._params[name]: bits for name, bits in mask.items()})
+
+    def _check_trained(self, mask: Mask) -> None:
+        owned = {p for group in self._optimizer.param_groups for p in group["params"]}
+        if foreign := [n for n in mask if n in self._params and self._params[n] not in owned]:
+            raise ConfigurationError(
+                f"the mask covers {some(foreign)}, which the optimizer does not train: exclude "
+                "what is frozen, or give the optimizer all parameters"
+            )
+        if frozen := [n for n in mask if n not in self._trained]:
+            raise ConfigurationError(
+                f"the mask covers {some(frozen)}, which the model has frozen (requires_grad is "
+                "False): unfreeze it, or use another mask"
+            )
+        fixed = [n for n in mask if n.startswith(self._in_head)]
+        if fixed and not self._head_trains:
+            raise ConfigurationError(
+                f"the mask covers the head's {some(fixed)}, which is not to train: set head: train"
+            )
+
+    def num_entries(self, names: Sequence[str]) -> int:
+        """Return how many numbers parameters have."""
+        return sum(self._params[name].numel() for name in names)
+
+    def num_frozen(self, mask: Mask) -> int:
+        """Return how many numbers are outside mask and dense head."""
+        everything = sum(p.numel() for p in self._params.values())
+        return everything - mask.num_entries - self.num_entries(self.dense)
+
+    def undo(self) -> None:
+        """Let the parameters train again that did before."""
+        for name in self._trained:
+            self._params[name].requires_grad_(True)
+
+
+def masked_optimizer(trainer: Trainer) -> MaskedOptimizer:
+    """Return a Trainer's optimizer.
+
+    Raises:
+        ConfigurationError: if it is none that keeps to a mask, with the one to use.
+    """
+    optimizers = trainer.optimizers
+    if len(optimizers) == 1 and isinstance(optimizers[0], MaskedOptimizer):
+        return optimizers[0]
+    kinds = [type(optimizer).__name__ for optimizer in optimizers]
+    twin = "SparseAdamW" if any("Adam" in kind for kind in kinds) else "SparseSGDM"
+    raise ConfigurationError(
+        f"MaskCalibration needs one optimizer that keeps to a mask, {kinds} would move frozen "
+        f"entries. In the YAML write under the model's init_args:  optimizer: {{class_path: "
+        f"fl_lightning.sparsity.{twin}, init_args: {{lr: …}}}}"
+    )
+
+
+def heads_of(module: nn.Module, head_name: str | None, *, is_needed: bool) -> list[str]:
+    """Return the names of the modules that are the head.
+
+    Args:
+        module: any.
+        head_name: as the user says; None asks timm's `get_classifier`.
+        is_needed: whether a module without a known head is an error.
+
+    Raises:
+        ConfigurationError: if there is no such module, or nobody can tell.
+    """
+    known = [name for name, _ in module.named_modules() if name]
+    if head_name is not None and head_name not in known:
+        raise ConfigurationError(
+            f"head_name: {type(module).__name__} has no module {head_name!r}; there are "
+            f"{some(known, 8)}"
+        )
+    heads = head_names(module) if head_name is None else [head_name]
+    if not heads and is_needed:
+        raise ConfigurationError(
+            f"nobody can tell which module of {type(module).__name__} is the head (it has no "
+            f"get_classifier): give head_name, one of {some(known[::-1], 8)}; or, to mask "
+            "everything alike, include"
+        )
+    return heads

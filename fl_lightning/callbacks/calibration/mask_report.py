@@ -1,0 +1,70 @@
+"""A new mask, told: a line, numbers for the loggers, a figure, a file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_info
+
+from fl_lightning.federation.checkpoints.run_folder import run_folder
+from fl_lightning.sparsity.masks.figure import density_figure
+from fl_lightning.sparsity.masks.mask import Mask
+from fl_lightning.sparsity.masks.mask_file import save_mask
+
+
+@dataclass(frozen=True)
+class MaskReport:
+    """What there is to tell.
+
+    Attributes:
+        mask: the mask.
+        version: its number.
+        origin: where it comes from, in words.
+        num_dense: numbers of the head that train besides.
+        num_frozen: numbers outside mask and head.
+        metrics: further numbers for the loggers.
+        is_new: False for a mask of a resumed run, which the loggers know.
+    """
+
+    mask: Mask
+    version: int
+    origin: str
+    num_dense: int
+    num_frozen: int
+    metrics: dict[str, float]
+    is_new: bool = True
+
+    def __str__(self) -> str:
+        mask = self.mask
+        return (
+            f"mask {self.version}: {mask.num_active:,} of {mask.num_entries:,} maskable parameters "
+            f"train (density {mask.density:.4g}), {self.num_dense:,} densely, {self.num_frozen:,} "
+            f"frozen; {self.origin}; hash {mask.hash()}"
+        )
+
+    def tell(self, trainer: Trainer) -> None:
+        """Print, log and save it; to be called by all processes."""
+        folder = run_folder(trainer)  # which processes agree on: all must ask
+        rank_zero_info(str(self))
+        if not trainer.is_global_zero or trainer.logger is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        if self.is_new:
+            self._log(trainer)
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        save_mask(self.mask, Path(folder) / f"mask_v{self.version}.safetensors")
+
+    def _log(self, trainer: Trainer) -> None:
+        numbers = {
+            "mask/density": self.mask.density,
+            "mask/sparsity": self.mask.sparsity,
+            "mask/version": float(self.version),
+            **self.metrics,
+        }
+        for logger in trainer.loggers:
+            logger.log_metrics(numbers, step=trainer.global_step)
+            if isinstance(logger, TensorBoardLogger):
+                figure = density_figure(self.mask)
+                logger.experiment.add_figure("mask/density per layer", figure, trainer.global_step)

@@ -1,0 +1,217 @@
+"""A mask from scores that the owners of the examples compute, each on its own.
+
+    F_j = Σ_c Σ_{i of c} f_ij / Σ_c n_c        over the clients c of a calibration cohort
+
+Every client sends sums over its examples; the server adds them and ranks the mean, which so is
+weighted by examples and equals the mean over all of them in one place. In several processes each
+scores its share of the clients and the sums are added over processes: all find the same mask.
+
+Sums are added in double precision: in which order, and in how many processes, then shows in
+nothing but ties to the sixteenth digit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor
+
+from fl_lightning.callbacks.calibration.owners import (
+    ExampleOwners,
+    example_owners,
+    federation_of,
+    scoring_context,
+)
+from fl_lightning.callbacks.calibration.progress import progress_bar
+from fl_lightning.callbacks.calibration.shares import Numbers, own_share, visit_together
+from fl_lightning.core.seeds import (
+    derive_seed,
+    preserve_global_generators,
+    seed_global_generators,
+    torch_generator,
+)
+from fl_lightning.data.cohorts.cohort import AllClients, CohortSampler
+from fl_lightning.data.cohorts.population import Population
+from fl_lightning.federation.processes.ranks import Ranks
+from fl_lightning.sparsity.calibration.calibrate import Calibration
+from fl_lightning.sparsity.calibration.plan import CalibrationPlan
+from fl_lightning.sparsity.calibration.selection import apportion
+from fl_lightning.sparsity.masks.mask import Mask
+from fl_lightning.sparsity.sensitivity.fisher import SampledFisher
+from fl_lightning.sparsity.sensitivity.protocol import Scores, Sensitivity
+
+_PURPOSE = "calibration"
+
+
+@dataclass(frozen=True)
+class _Visits:
+    """The owners that this process visits in a round of calibration, and on how many examples."""
+
+    owners: Numbers
+    num_examples: Numbers
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnerScores:
+    """Calibrates a Trainer's module on its training data; everything drawn belongs to the seed.
+
+    Args:
+        sensitivity: how entries are scored; None is `SampledFisher`.
+        cohort: who scores in a federation; None is the federation's own sampler.
+        max_examples: at most so many in a round of calibration, over all owners together, of each
+            in proportion to its examples; None is all.
+        seed: root of all draws, each a function of (seed, version, round, client).
+    """
+
+    sensitivity: Sensitivity | None = None
+    cohort: CohortSampler | None = None
+    max_examples: int | None = None
+    seed: int = 0
+
+    def mask(self, trainer: Trainer, plan: CalibrationPlan, names: list[str], version: int) -> Mask:
+        """Return the mask of a version, on the CPU; to be called by all processes.
+
+        Args:
+            trainer: with a module on its device.
+            plan: how scores become a mask.
+            names: of the parameters that it covers.
+            version: 0 at the start of a run, then 1, 2, ….
+        """
+        calibration = self._calibration(trainer, plan, names, version)
+        if not calibration.needs_scores:
+            calibration.step()
+            return calibration.mask.to("cpu")
+        owners = example_owners(trainer)
+        rounds = range(len(calibration.num_kept))
+        visits = [self._visits(trainer, owners, version, number) for number in rounds]
+        batches = [-(-n // owners.batch_size) for v in visits for n in v.num_examples.tolist()]
+        with progress_bar(trainer, "Calibration", sum(batches)) as tick, _scoring(trainer):
+            for number in rounds:
+                values = calibration.soft_parameters()
+                score = self._score(trainer, owners, values, (version, number), tick)
+                calibration.step(_summed(trainer, values, visits[number], score))
+        return calibration.mask.to("cpu")
+
+    def num_sent(self, trainer: Trainer, plan: CalibrationPlan, version: int) -> int:
+        """Return how many clients send scores for a mask, summed over the rounds of calibration."""
+        if not plan.chosen_rule.needs_scores:
+            return 0
+        owners = example_owners(trainer)
+        rounds = range(plan.rounds)
+        return sum(len(self._drawn(trainer, owners, version, number)[0]) for number in rounds)
+
+    def mask_of(
+        self, trainer: Trainer, plan: CalibrationPlan, names: list[str], owner: int
+    ) -> Mask:
+        """Return the mask that one owner finds on its own examples, on the CPU.
+
+        Args:
+            trainer: whose module holds the model that the owner was sent.
+            plan: how scores become a mask.
+            names: of the parameters that it covers.
+            owner: who.
+        """
+        calibration = self._calibration(trainer, plan, names, 0, owner)
+        owners = example_owners(trainer)
+        most = self.max_examples or int(owners.num_examples[owner])
+        count = min(most, int(owners.num_examples[owner]))
+        with _scoring(trainer):
+            while not calibration.is_done:
+                values = calibration.soft_parameters()
+                score = self._score(trainer, owners, values, (0, calibration.round), lambda: None)
+                calibration.step(score(owner, count) if calibration.needs_scores else None)
+        return calibration.mask.to("cpu")
+
+    def _calibration(
+        self, trainer: Trainer, plan: CalibrationPlan, names: list[str], *ids: int
+    ) -> Calibration:
+        own = dict(trainer.lightning_module.named_parameters())
+        parameters = {name: own[name] for name in names}
+        return Calibration(plan, parameters, seed=derive_seed(self.seed, _PURPOSE, *ids))
+
+    def _drawn(
+        self, trainer: Trainer, owners: ExampleOwners, version: int, number: int
+    ) -> tuple[Numbers, Numbers]:
+        """Return the owners that score in a round of calibration, and on how many examples."""
+        federation, population = federation_of(trainer), Population(owners.num_examples)
+        sampler = AllClients() if federation is None else self.cohort or federation.cohort
+        ids = sampler.sample(number, population, derive_seed(self.seed, _PURPOSE, version))
+        counts = owners.num_examples[ids]
+        if self.max_examples is not None and counts.sum() > self.max_examples:
+            counts = np.array(apportion(counts.tolist(), self.max_examples))
+        return ids[counts > 0], counts[counts > 0]
+
+    def _visits(
+        self, trainer: Trainer, owners: ExampleOwners, version: int, number: int
+    ) -> _Visits:
+        ids, counts = self._drawn(trainer, owners, version, number)
+        mine = own_share(trainer, ids, counts)
+        return _Visits(ids[mine], counts[mine])
+
+    def _score(
+        self,
+        trainer: Trainer,
+        owners: ExampleOwners,
+        values: Mapping[str, Tensor],
+        ids: tuple[int, int],
+        tick: Callable[[], None],
+    ) -> Callable[[int, int], Scores]:
+        """Return the function that scores so many examples of an owner."""
+        sensitivity = self.sensitivity or SampledFisher()
+
+        def ticking(batches: Iterator[Any]) -> Iterator[Any]:
+            for batch in batches:
+                yield batch
+                tick()
+
+        def score(owner: int, num_examples: int) -> Scores:
+            indices = owners.indices(owner)
+            if num_examples < len(indices):
+                generator = torch_generator(self.seed, "calibration examples", *ids, owner)
+                drawn = torch.randperm(len(indices), generator=generator)[:num_examples]
+                indices = indices[drawn.sort().values]
+            own = derive_seed(self.seed, _PURPOSE, *ids, owner)
+            seed_global_generators(own)  # for modules that draw in eval mode
+            batches = ticking(owners.batches(indices))
+            return sensitivity(trainer.lightning_module, batches, parameters=values, seed=own)
+
+        return score
+
+
+@contextmanager
+def _scoring(trainer: Trainer) -> Iterator[None]:
+    with preserve_global_generators(), scoring_context(trainer):
+        yield
+
+
+def _summed(
+    trainer: Trainer,
+    values: Mapping[str, Tensor],
+    visits: _Visits,
+    score: Callable[[int, int], Scores],
+) -> Scores:
+    """Return the sum of the scores of all owners, also of those that other processes visit."""
+    # Apple's accelerators know no double precision
+    on_mps = trainer.strategy.root_device.type == "mps"
+    dtype = torch.float32 if on_mps else torch.float64
+    sums = {name: torch.zeros_like(value, dtype=dtype) for name, value in values.items()}
+    num_examples = torch.zeros((), dtype=torch.int64, device=trainer.strategy.root_device)
+
+    def visit() -> None:
+        for owner, count in zip(visits.owners.tolist(), visits.num_examples.tolist(), strict=True):
+            scores = score(owner, count)
+            for name, total in sums.items():
+                total += scores.sums[name]
+            num_examples.add_(scores.num_examples)
+
+    visit_together(trainer, visit)
+    ranks = Ranks(trainer)
+    for total in (*sums.values(), num_examples):
+        ranks.all_reduce(total)
+    return Scores(sums, int(num_examples))

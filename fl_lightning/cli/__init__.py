@@ -1,0 +1,5 @@
+"""The command line: ``fl-lightning fit | validate | test | predict | compare``."""
+
+from fl_lightning.cli.command import main
+
+__all__ = ["main"]

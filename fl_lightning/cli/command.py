@@ -1,0 +1,327 @@
+"""The command line: Lightning's own, with a ``federation:`` block.
+
+``fl-lightning fit --config configs/quickstart.yaml``; also ``validate``, ``test``, ``predict``.
+Without the block the same files train centrally. ``fl-lightning compare`` runs many fits.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from jsonargparse.typing import PositiveInt
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from typing_extensions import override
+
+from fl_lightning.callbacks.client_evaluation import ClientEvaluation
+from fl_lightning.callbacks.evaluated_model import EvaluatedModel
+from fl_lightning.callbacks.partition_report import PartitionReport
+from fl_lightning.callbacks.progress import RoundProgressBar
+from fl_lightning.cli.catalogue import asked_for, catalogue
+from fl_lightning.cli.constructors import watch_configuration, watched
+from fl_lightning.cli.devices import asks_for_several, automatic_processes
+from fl_lightning.cli.errors import Parser, explain
+from fl_lightning.cli.ranges import check_ranges
+from fl_lightning.cli.runs import (
+    RunConfig,
+    ended_by_signals,
+    report_whereabouts,
+    way_on,
+    write_atomically,
+)
+from fl_lightning.cli.started import take_what_was_started
+from fl_lightning.cli.trainer import check_trainer
+from fl_lightning.cli.wrong_command import check_command
+from fl_lightning.core.errors import ConfigurationError, Interrupted
+from fl_lightning.experiments.compare import DESCRIPTION, add_arguments, compare
+from fl_lightning.federation.checkpoints.csv_rows import keep_rows
+from fl_lightning.federation.checkpoints.earlier_runs import EarlierRun
+from fl_lightning.federation.checkpoints.resumption import (
+    clean_up_after,
+    find_run,
+    settle_folder,
+    settle_loggers,
+)
+from fl_lightning.federation.checkpoints.run_folder import checkpoint_folders
+from fl_lightning.federation.checks.checkpoint_file import check_checkpoint
+from fl_lightning.federation.checks.compatibility import check_strategy
+from fl_lightning.federation.federation import Federation
+from fl_lightning.federation.interruption import Interruption
+
+_EXPECTED_WARNINGS = (
+    # the data sets here build whole batches in the main process: workers would only slow them
+    ".*does not have many workers",
+    # a resumed run goes on in its own folder, `validate` and `test` log in a new one
+    "Checkpoint directory .* exists and is not empty",
+    "The dirpath has changed",
+    # compare reads every variant's configuration with this command line
+    "LightningCLI's args parameter is intended to run from within Python",
+)
+
+
+class FederatedCLI(LightningCLI):
+    """Lightning's command line with a ``federation`` block and runs that can be resumed."""
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add what is not Lightning's."""
+        parser.add_argument(
+            "--federation",
+            type=Federation | None,
+            default=None,
+            help="Train over many clients. Without this block training is central.",
+        )
+        parser.add_argument(
+            "--test_after_fit",
+            type=bool,
+            default=True,
+            help="Test the last model when fit ends, if the data module has a test set.",
+        )
+
+        parser.add_argument(
+            "--num_threads",
+            type=PositiveInt | None,
+            default=None,
+            help="Threads of a CPU computation, PyTorch's own choice if null. Small models gain "
+            "nothing from several, and lose much where other programs run as well.",
+        )
+
+        parser.add_argument(
+            "--resume_changed",
+            type=bool,
+            default=False,
+            help="With ckpt_path: go on although the configuration is not that of the run.",
+        )
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        """Parse, and refuse what Lightning would stumble over, or take without a look."""
+        super().parse_arguments(parser, args)
+        config = self.config[self.config.subcommand]
+        check_trainer(config)
+        check_ranges(config)
+
+    def _parse_ckpt_path(self) -> None:
+        """Take the model's options from a checkpoint to evaluate, as Lightning does.
+
+        A fit has those it was given, which are compared with the run's: else what differs would be
+        replaced without a word.
+        """
+        subcommand = self.config.subcommand
+        given = None if subcommand == "fit" else self.config[subcommand].get("ckpt_path")
+        if given and Path(given).is_file():
+            check_checkpoint(Path(given))
+            super()._parse_ckpt_path()
+
+    def before_instantiate_classes(self) -> None:
+        """Set the threads; find the run that ``--ckpt_path`` means."""
+        config = self.config[self.subcommand]
+        watch_configuration(config)
+        if config.get("num_threads") is not None:
+            torch.set_num_threads(config.num_threads)
+        self._run: EarlierRun | None = None
+        if config.get("ckpt_path") is not None:
+            plain = yaml.safe_load(self.parser.dump(self.config, skip_none=False))
+            is_fit = self.subcommand == "fit"
+            run = find_run(config, plain[self.subcommand], is_fit=is_fit)
+            self._run = run if is_fit else None
+        settle_loggers(config, self._run)
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Add the federation, and what a federated run needs, to the Trainer's callbacks."""
+        federation = self._get(self.config_init, "federation")
+        options = self._get(self.config_init, "trainer")
+        given = options.get("callbacks") or []
+        given = given if isinstance(given, list) else [given]
+        options["callbacks"] = [*given, EvaluatedModel()]
+        if self.subcommand == "fit":
+            self._interruption = Interruption()
+            options["callbacks"].insert(0, self._interruption)  # before others begin a round
+            if not options["fast_dev_run"]:
+                settle_folder(options, self._run)
+        take_what_was_started(options)
+        if federation is not None:
+            options["callbacks"] += [federation, *companions(given, options)]
+            if self.subcommand == "fit":
+                self._choose_processes(options, federation)
+            if options["strategy"] == "auto" and asks_for_several(options):
+                options["strategy"] = "federated"
+                rank_zero_info("trainer.strategy: federated, because there are several devices")
+        trainer = super().instantiate_trainer(**kwargs)
+        write_atomically(trainer)
+        if self._run is not None and trainer.is_global_zero:
+            clean_up_after(self._run)
+            keep_rows(trainer, check_checkpoint(self._run.checkpoint))
+        if federation is not None and self.subcommand == "fit":
+            check_strategy(trainer)
+        return trainer
+
+    def _choose_processes(self, options: Any, federation: Federation) -> None:
+        """Let ``devices: auto`` mean all cores where clients train on CPUs."""
+        num_threads = self.config[self.subcommand].num_threads
+        count = automatic_processes(options, federation, self.datamodule, num_threads)
+        if count > 1:
+            options["devices"], options["strategy"] = count, "federated"
+            rank_zero_info(
+                f"trainer.devices: {count} processes of one thread each, as there are cores for; "
+                "1 trains in this process alone"
+            )
+
+    def fit(self, *args: Any, **kwargs: Any) -> None:
+        """Fit as the Trainer does; when interrupted, say how to go on."""
+        folders = checkpoint_folders(self.trainer)
+        try:
+            self.trainer.fit(*args, **kwargs)
+        except Interrupted as stop:
+            raise Interrupted(stop.signum, way_on(folders)) from stop
+        if self._interruption.is_asked:  # during the last round
+            raise Interrupted(signal.SIGINT, way_on(folders))
+
+    def after_fit(self) -> None:
+        """Test the last model and say where everything is."""
+        data = self.datamodule
+        if self.config[self.subcommand].test_after_fit and _has_test(self.model, data):
+            self.trainer.test(self.model, datamodule=data)
+        report_whereabouts(self.trainer)
+
+
+def companions(given: Sequence[Callback], trainer: Mapping[str, Any]) -> list[Callback]:
+    """Return the callbacks that a federated run has unless the configuration brings its own.
+
+    Args:
+        given: the callbacks of the configuration.
+        trainer: the Trainer's other settings.
+    """
+    watchers: list[Callback] = [PartitionReport(), ClientEvaluation()]
+    if trainer["enable_progress_bar"] is not False:
+        watchers.append(RoundProgressBar())
+    keeps_last = any(isinstance(c, ModelCheckpoint) and c.save_last for c in given)
+    if trainer["enable_checkpointing"] is not False and not keeps_last:
+        watchers.append(every_round_checkpoint())
+    taken = (ProgressBar, PartitionReport, ClientEvaluation)
+    return [
+        new
+        for new in watchers
+        if not any(
+            isinstance(new, kind) and isinstance(old, kind) for kind in taken for old in given
+        )
+    ]
+
+
+def every_round_checkpoint() -> ModelCheckpoint:
+    """Return a callback that overwrites ``last.ckpt`` at the end of every round.
+
+    A killed run loses no more than the round it was in. (``save_last`` alone saves only when the
+    callback saves another checkpoint as well.)
+    """
+    return ModelCheckpoint(
+        filename="last", enable_version_counter=False, save_on_train_epoch_end=True
+    )
+
+
+def _has_test(model: LightningModule, data: LightningDataModule | None) -> bool:
+    return (
+        data is not None
+        and is_overridden("test_dataloader", data, LightningDataModule)
+        and is_overridden("test_step", model, LightningModule)
+    )
+
+
+class Commands(Parser):
+    """The parser of the whole command line: Lightning's subcommands and ours."""
+
+    @override
+    def add_subcommands(self, *args: Any, **kwargs: Any) -> Any:
+        """Let ``compare`` be listed with the others."""
+        subcommands = super().add_subcommands(*args, **kwargs)
+        subcommands.add_subcommand("compare", compare_parser(), help=DESCRIPTION)
+        return subcommands
+
+
+def compare_parser() -> Parser:
+    """Return the parser of ``compare``."""
+    parser = Parser(
+        prog="fl-lightning compare",
+        description=f"{DESCRIPTION} Words after -- are options of every run's fit.",
+    )
+    add_arguments(parser)
+    return parser
+
+
+def resolve(words: Sequence[str]) -> str:
+    """Return the complete configuration of a fit, as YAML, without running it.
+
+    Args:
+        words: of the command line, after ``fit``.
+
+    Raises:
+        ConfigurationError: if they are refused.
+    """
+    said, refused = StringIO(), StringIO()
+    try:
+        with redirect_stdout(said), redirect_stderr(refused):
+            run_lightning(["fit", *words, "--print_config"])
+    except SystemExit as end:
+        if end.code:
+            sentence = refused.getvalue().strip().removeprefix("fl-lightning: ")
+            raise ConfigurationError(sentence) from None
+    return said.getvalue()
+
+
+def run_lightning(args: ArgsType) -> None:
+    """Run one of Lightning's subcommands."""
+    FederatedCLI(
+        save_config_callback=RunConfig,
+        save_config_kwargs={"save_to_log_dir": False},
+        seed_everything_default=0,
+        auto_configure_optimizers=False,
+        subclass_mode_model=True,
+        subclass_mode_data=True,
+        args=args,
+        parser_class=Commands,
+        parser_kwargs={
+            "description": "Federated learning for PyTorch Lightning.",
+            "allow_abbrev": False,
+        },
+    )
+
+
+@ended_by_signals
+def main(args: ArgsType = None) -> None:
+    """Run the command line; a setting that cannot work ends it with one sentence."""
+    for expected in _EXPECTED_WARNINGS:
+        warnings.filterwarnings("ignore", message=expected)
+    logging.getLogger("lightning.pytorch").setLevel(logging.INFO)
+    words = sys.argv[1:] if args is None else args
+    if words == []:
+        args = words = ["--help"]
+    with watched() as watch:
+        try:
+            if isinstance(words, list):
+                check_command(words)
+            if isinstance(words, list) and words[:1] == ["compare"]:
+                compare(words[1:], parser=compare_parser(), resolve=resolve)
+            elif isinstance(words, list) and (option := asked_for(words)):
+                print(catalogue(option))
+            else:
+                run_lightning(args)
+        except Exception as error:
+            sentence = explain(error, watch)
+            if sentence is None:
+                raise
+            sys.exit(f"fl-lightning: {sentence}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""What a run on the command line leaves behind, and what it says when a signal ends it."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import ParamSpec
+
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.cli import SaveConfigCallback
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from typing_extensions import override
+
+from fl_lightning.callbacks.evaluated_model import saved_after, shown_path
+from fl_lightning.core.errors import Interrupted
+from fl_lightning.federation.checkpoints.atomic_checkpoint import AtomicCheckpointIO
+from fl_lightning.federation.checkpoints.earlier_runs import CONFIG, newest_checkpoint
+from fl_lightning.federation.checkpoints.run_folder import own_run_folder, run_folder
+from fl_lightning.federation.interruption import interruptible
+
+Arguments = ParamSpec("Arguments")
+
+
+def ended_by_signals(command: Callable[Arguments, None]) -> Callable[Arguments, None]:
+    """Have a command that Ctrl-C or SIGTERM ends say so in a sentence, with a shell's exit code."""
+
+    @functools.wraps(command)
+    def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
+        try:
+            with interruptible():
+                command(*args, **kwargs)
+        except Interrupted as stop:
+            print(f"fl-lightning: {stop}", file=sys.stderr)
+            sys.exit(stop.exit_code)
+        except SIGTERMException:
+            sys.exit(Interrupted(signal.SIGTERM).exit_code)
+
+    return run
+
+
+class RunConfig(SaveConfigCallback):
+    """Saves the configuration in the run's folder, whatever the logger, where it says which run it is."""
+
+    @override
+    def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        path = Path(own_run_folder(trainer), CONFIG)
+        if stage != "fit" and path.exists():
+            return  # of the run whose model is evaluated
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_name(f".{path.name}.unfinished")
+        unfinished.write_text(self.parser.dump(self.config, skip_none=False))
+        os.replace(unfinished, path)
+
+
+def write_atomically(trainer: Trainer) -> None:
+    """Have central fits as well write checkpoints that no kill can split."""
+    strategy = trainer.strategy
+    if not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)):
+        return  # writes them in its own way
+    if type(strategy.checkpoint_io) is TorchCheckpointIO:
+        strategy.checkpoint_io = AtomicCheckpointIO()
+
+
+def way_on(folders: Iterable[Path]) -> str:
+    """Return in words which checkpoint a fit that was interrupted has left, and how to go on.
+
+    Args:
+        folders: of its checkpoints.
+    """
+    newest = next(filter(None, map(newest_checkpoint, folders)), None)
+    if newest is None:
+        return "without a checkpoint: start again without ckpt_path"
+    path = shown_path(str(newest))
+    return (
+        f"{saved_after(path)}, which is saved: go on with the same command and --ckpt_path {path}"
+    )
+
+
+def saved_models(trainer: Trainer) -> dict[str, str]:
+    """Return which model every checkpoint that is to be told of holds, by path; the last one first."""
+    last: dict[str, str] = {}
+    best: dict[str, str] = {}
+    for callback in trainer.checkpoint_callbacks:
+        if not isinstance(callback, ModelCheckpoint):
+            continue
+        path, score = callback.best_model_path, callback.best_model_score
+        if path and callback.monitor and score is not None:
+            words = [f"best {callback.monitor}, {float(score):.4f}", saved_after(path)]
+            best[path] = ", ".join(filter(None, words))
+        for path in (callback.best_model_path, callback.last_model_path):
+            if path and path not in best:
+                last[path] = saved_after(path)
+    return last | best
+
+
+def report_whereabouts(trainer: Trainer) -> None:
+    """Print where checkpoints and logs are, and how to look at them."""
+    folder = run_folder(trainer)  # which processes agree on: all must ask
+    if trainer.fast_dev_run or not trainer.is_global_zero:  # type: ignore[attr-defined]
+        return
+    lines = []
+    for path, words in saved_models(trainer).items():
+        lines.append(f"checkpoint: {shown_path(path)}{f' ({words})' if words else ''}")
+    if trainer.logger is not None:
+        lines.append(f"logs:       {shown_path(folder)}")
+    if isinstance(trainer.logger, TensorBoardLogger):
+        lines.append(
+            f"look:       tensorboard --logdir {shown_path(trainer.logger.save_dir or '')}"
+        )
+    print("\n".join(["", *lines]))

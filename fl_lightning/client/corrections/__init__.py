@@ -1,0 +1,1 @@
+"""Terms that correct a client's gradient or loss: FedProx, SCAFFOLD, FedDyn, MOON, FedLC."""

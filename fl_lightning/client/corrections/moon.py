@@ -1,0 +1,149 @@
+"""MOON: what a client's model sees in an example stays near what the global model sees in it.
+
+    loss + μ · mean over examples of  -log( e^{s(z, z_x)/T} / (e^{s(z, z_x)/T} + e^{s(z, z_m)/T}) )
+
+s: cosine similarity; z, z_x, z_m: features by the client's present model, by the global model with
+which its round began, and by its own model at the end of its last round.
+
+Source: Li, He, Song 2021, "Model-Contrastive Federated Learning", CVPR, equation 3.
+Differs: the features are the module's own, without a projection head in front of the classifier,
+which the paper adds to the network; running statistics of norm layers do not move in these passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, final, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional
+from torch.optim import Optimizer
+
+from fl_lightning.client.corrections.correction import GradientTerm, Outcome
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.space import Space
+
+
+@runtime_checkable
+class HasFeatures(Protocol):
+    """A module that says what it sees in a batch."""
+
+    def features(self, batch: Any) -> Tensor:
+        """Return the features of the examples of a training batch, shape (B, …)."""
+
+
+@final
+@dataclass(frozen=True)
+class Moon:
+    """Contrast of a client's features with those of the global and of its last model.
+
+    Clients train one after the other, and a step has two more forward passes and a second one with
+    gradients. In a client's first round there is nothing to contrast.
+
+    Args:
+        mu: weight μ ≥ 0 of the contrast; 1, 5 or 10 in the paper.
+        temperature: T > 0.
+
+    Raises:
+        ConfigurationError: if one is out of range, and at the start for a module without a method
+            ``features``.
+
+    Example:
+        >>> here, there = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 1.0]])
+        >>> round(float(Moon(mu=1.0).contrast(here, here, there)), 4)  # log(1 + e⁻²)
+        0.1269
+    """
+
+    mu: float = 1.0
+    temperature: float = 0.5
+
+    pull = 0.0
+    remembers = True
+    has_shift = False
+    needs_mean = False
+    reads_mean = False
+    shows_change = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.mu < float("inf"):
+            raise ConfigurationError(f"Moon: mu must be at least 0 and finite, got {self.mu}")
+        if not 0 < self.temperature < float("inf"):
+            raise ConfigurationError(
+                f"Moon: temperature must be above 0 and finite, got {self.temperature}"
+            )
+
+    def check(self, module: nn.Module, optimizer: Optimizer) -> None:
+        """Refuse a module without features."""
+        if not isinstance(module, HasFeatures):
+            raise ConfigurationError(
+                f"Moon contrasts features, and {type(module).__name__} has no method "
+                "features(batch) that returns those of a batch, shape (B, …)"
+            )
+
+    def term(self, memory: Tensor | None, mean: Tensor | None) -> GradientTerm:
+        """Return nothing: the contrast is part of the loss."""
+        return GradientTerm()
+
+    def remember(self, memory: Tensor | None, mean: Tensor | None, outcome: Outcome) -> Tensor:
+        """Return the client's model."""
+        return outcome.start - outcome.delta
+
+    def pseudo_gradient(self, aggregate: Tensor, mean: Tensor | None) -> Tensor:
+        """Return the aggregate."""
+        return aggregate
+
+    def contrast(self, own: Tensor, of_global: Tensor, of_last: Tensor) -> Tensor:
+        """Return the loss of features, each of shape (B, …): a scalar."""
+        own, of_global, of_last = (z.flatten(1).float() for z in (own, of_global, of_last))
+        near = functional.cosine_similarity(own, of_global) / self.temperature
+        far = functional.cosine_similarity(own, of_last) / self.temperature
+        return self.mu * functional.softplus(far - near).mean()
+
+
+class Contrast:
+    """What one client adds to its loss.
+
+    Args:
+        moon: how.
+        module: the client's model, which has features.
+        space: of what trains.
+        start: the global model, shape (k,).
+        last: the client's last model, shape (k,).
+    """
+
+    def __init__(
+        self, moon: Moon, module: nn.Module, space: Space, start: Tensor, last: Tensor
+    ) -> None:
+        self._moon, self._module, self._features = moon, module, _Features(module)
+        self._own = {name: module.get_parameter(name) for name in space.names}
+        dtypes = {name: param.dtype for name, param in self._own.items()}
+        self._start, self._last = (
+            {name: tensor.to(dtypes[name]) for name, tensor in space.full(model).items()}
+            for model in (start, last)
+        )
+
+    def __call__(self, batch: Any) -> Tensor:
+        """Return the contrast of a batch, a scalar with a gradient."""
+        with torch.no_grad():
+            of_global, of_last = self._of(self._start, batch), self._of(self._last, batch)
+        return self._moon.contrast(self._of(self._own, batch), of_global, of_last)
+
+    def _of(self, params: Mapping[str, Tensor], batch: Any) -> Tensor:
+        # norm layers write to these and not to the module's
+        buffers = {name: buffer.clone() for name, buffer in self._module.named_buffers()}
+        tensors = {f"module.{name}": tensor for name, tensor in {**buffers, **params}.items()}
+        features: Tensor = functional_call(self._features, tensors, (batch,))
+        return features
+
+
+class _Features(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, batch: Any) -> Tensor:
+        features: Tensor = self.module.features(batch)  # type: ignore[operator]
+        return features

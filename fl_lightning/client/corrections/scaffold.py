@@ -1,0 +1,104 @@
+"""SCAFFOLD: control variates take out of a client's gradient what is its own.
+
+    y ← y - η (g_i(y) - c_i + c),     c = 1/N Σ_i c_i
+    I:   c_i ← g_i(x)                 II:   c_i ← c_i - c + (x - y) / (K η)
+
+Source: Karimireddy et al. 2020, "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning",
+Algorithm 1. The server's c moves by |S|/N times the mean change of the cohort's c_i, so it is the
+mean of all clients' c_i, 0 for those who have not yet taken part.
+Differs: in II we divide by η ‖a‖₁, how far a gradient of 1 would have moved the weights, instead of
+K η. For plain SGD that is the same; with momentum K η would make a c_i up to 1/(1 - ρ) times as
+large as a gradient. K counts the steps that the optimizer took.
+
+Gradients are clipped after c - c_i is added. In II what comes in is then the mean of clipped corrected
+gradients, and c_i no mean gradient any more: from c_i - c it moves by at most the clip norm per round.
+In I nothing is clipped. What a client remembers comes from what it has computed: an update that an
+attacker forges, or that a robust rule drops, leaves c and c_i as honest training makes them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fl_lightning.client.corrections.correction import GradientTerm, Outcome
+from fl_lightning.client.local_solver import LocalSolver
+from fl_lightning.core.errors import ConfigurationError
+
+
+@final
+@dataclass(frozen=True)
+class Scaffold:
+    """Control variates, one vector per client and their mean on the server.
+
+    The paper averages clients alike: set the aggregator's ``weight_by_examples: false`` for that.
+
+    Args:
+        option: how a client renews its control variate. ``"II"`` takes the mean gradient of its
+            local steps, which costs nothing; it needs SGD (with or without momentum). ``"I"`` takes
+            the gradient of its whole shard at the global model, a further pass over the shard,
+            and works with any optimizer; a client of whom that is not finite fails.
+
+    Raises:
+        ConfigurationError: for another option.
+
+    Example:
+        >>> term = Scaffold().term(torch.tensor([3.0]), torch.tensor([1.0]))
+        >>> term
+        GradientTerm(pull=0.0, shift=tensor([-2.]))
+    """
+
+    option: Literal["I", "II"] = "II"
+
+    pull = 0.0
+    remembers = True
+    has_shift = True
+    needs_mean = True
+    reads_mean = True
+
+    @property
+    def shows_change(self) -> bool:
+        """With option II, whose c_i is made of what the update is."""
+        return self.option == "II"
+
+    def __post_init__(self) -> None:
+        if self.option not in ("I", "II"):
+            raise ConfigurationError(f"Scaffold: option must be I or II, got {self.option!r}")
+
+    def check(self, module: nn.Module, optimizer: Optimizer) -> None:
+        """Refuse, for option II, what is not SGD."""
+        if self.option == "I":
+            return
+        try:
+            LocalSolver(optimizer, pull=self.pull).travels(1)
+        except ConfigurationError as error:
+            raise ConfigurationError(
+                f"Scaffold with option II takes the mean gradient from a client's steps: {error}, "
+                "or set option to I"
+            ) from None
+
+    def term(self, memory: Tensor | None, mean: Tensor | None) -> GradientTerm:
+        """Return the shift c - c_i."""
+        if memory is None or mean is None:
+            return GradientTerm(0.0, mean if memory is None else -memory)
+        return GradientTerm(0.0, mean - memory)
+
+    def remember(self, memory: Tensor | None, mean: Tensor | None, outcome: Outcome) -> Tensor:
+        """Return the new c_i; where the learning rate is 0 nothing is learnt."""
+        if self.option == "I":
+            return outcome.gradient()
+        before = torch.zeros_like(outcome.delta) if memory is None else memory
+        travel = torch.as_tensor(outcome.travel(), dtype=before.dtype, device=before.device)
+        renewed = outcome.delta / travel
+        renewed += before
+        if mean is not None:
+            renewed -= mean
+        return torch.where(travel == 0, before, renewed)
+
+    def pseudo_gradient(self, aggregate: Tensor, mean: Tensor | None) -> Tensor:
+        """Return the aggregate."""
+        return aggregate

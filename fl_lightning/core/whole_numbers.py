@@ -1,0 +1,13 @@
+"""Types of whole numbers and random words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+Integers = npt.NDArray[np.int64]
+Words = npt.NDArray[np.uint64]
+# count -> so many new random words, uniform on 64 bits
+Draw = Callable[[int], Words]

@@ -1,0 +1,173 @@
+"""Clients that come and go: who can be asked in a round, and a sampler that asks only them.
+
+    stretches:   client k's rounds fall into stretches of a given length, each with its own offset;
+                 through one stretch it is there, with probability p, or not
+    diurnal:     P(k is there in round r) = p + a sin(2π (r / period + φ_k))
+
+All coins are functions of (seed, round), none of the past, so that a resumed run sees the same
+clients. Sources of the patterns: Bonawitz et al. 2019, *Towards federated learning at scale*
+(1902.01046), figure 5, devices follow the local day; Markov-like on-off traces as in FedScale
+(2105.11367), here with stretches of one length instead of a chain, which would need its past.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.seeds import numpy_generator
+from fl_lightning.data.cohorts.cohort import CohortSampler, NeedsFreshLosses
+from fl_lightning.data.cohorts.population import ClientIds, Population
+
+WhoIsThere = npt.NDArray[np.bool_]
+
+
+class Availability(Protocol):
+    """Says who can be asked in a round."""
+
+    def available(self, round_index: int, num_clients: int, seed: int) -> WhoIsThere:
+        """Return for every client whether it is there, shape (num_clients,); a pure function."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stretches:
+    """Clients that stay, or stay away, for some rounds at a time.
+
+    Args:
+        fraction: probability that a client is there in any one round, in (0, 1]; 1 is always.
+        length: rounds of a stretch, ≥ 1. A client decides anew for each.
+
+    Example:
+        >>> Stretches(fraction=0.5, length=4).available(7, num_clients=5, seed=0)
+        array([ True, False, False,  True, False])
+    """
+
+    fraction: float = 0.5
+    length: int = 10
+
+    def __post_init__(self) -> None:
+        if not 0 < self.fraction <= 1:
+            raise ConfigurationError(f"Stretches: fraction must be in (0, 1], got {self.fraction}")
+        if self.length < 1:
+            raise ConfigurationError(f"Stretches: length must be at least 1, got {self.length}")
+
+    def available(self, round_index: int, num_clients: int, seed: int) -> WhoIsThere:
+        """Return for every client whether it is there."""
+        offsets = numpy_generator(seed, "stretch offsets").integers(self.length, size=num_clients)
+        stretch, place = divmod(round_index, self.length)
+        # a client's stretches begin at its offset: it is in this one or still in the one before
+        coins = [
+            numpy_generator(seed, "stretch", number).random(num_clients)
+            for number in (stretch, stretch + 1)
+        ]
+        drawn = np.where(place < offsets, *coins)
+        return drawn < self.fraction
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diurnal:
+    """Clients that follow a day: each is there with a probability that rises and falls.
+
+    Args:
+        mean: probability over the whole day, in (0, 1].
+        amplitude: by how much it rises and falls, ≥ 0, at most up to 1 and down to 0.
+        period: rounds of a day, > 0.
+        spread: share of the day over which clients' clocks are spread, in [0, 1]; 0 is one time
+            zone, 1 the whole globe, where about the same number is always there.
+
+    Example:
+        >>> day = Diurnal(mean=0.5, amplitude=0.5, period=24)
+        >>> [int(day.available(hour, 1000, seed=0).sum()) for hour in (0, 6, 12, 18)]
+        [509, 1000, 498, 0]
+    """
+
+    mean: float = 0.5
+    amplitude: float = 0.4
+    period: float = 24.0
+    spread: float = 0.0
+
+    def __post_init__(self) -> None:
+        room = min(self.mean, 1 - self.mean)
+        rules = {
+            f"mean must be in (0, 1], got {self.mean}": 0 < self.mean <= 1,
+            f"amplitude must be in [0, {room:g}] so that probabilities stay in [0, 1], "
+            f"got {self.amplitude}": 0 <= self.amplitude <= room + 1e-12,
+            f"period must be greater than 0 rounds and finite, got {self.period}": 0
+            < self.period
+            < math.inf,
+            f"spread must be in [0, 1], got {self.spread}": 0 <= self.spread <= 1,
+        }
+        if broken := [rule for rule, holds in rules.items() if not holds]:
+            raise ConfigurationError("Diurnal: " + "; ".join(broken))
+
+    def available(self, round_index: int, num_clients: int, seed: int) -> WhoIsThere:
+        """Return for every client whether it is there."""
+        clocks = self.spread * numpy_generator(seed, "clocks").random(num_clients)
+        hour = 2 * math.pi * (round_index / self.period + clocks)
+        probabilities = self.mean + self.amplitude * np.sin(hour)
+        coins = numpy_generator(seed, "day", round_index).random(num_clients)
+        return coins < probabilities
+
+
+@dataclass(frozen=True)
+class AvailableCohort:
+    """Draws with any sampler among the clients that are there.
+
+    Where fewer are there than the sampler takes, all of them take part; where nobody is, the round
+    is empty and leaves the model as it is. With everybody there it is the sampler itself.
+
+    Args:
+        sampler: draws the cohort.
+        availability: says who is there.
+
+    Example:
+        >>> from fl_lightning.data.cohorts.cohort import UniformCohort
+        >>> sampler = AvailableCohort(UniformCohort(size=3), Stretches(fraction=0.3))
+        >>> sampler.sample(0, Population(np.full(20, 10)), seed=0).tolist()
+        [7, 11, 14]
+    """
+
+    sampler: CohortSampler
+    availability: Availability
+
+    @property
+    def loss_batches(self) -> int | None:
+        """Over how many batches of a client its fresh loss is taken; None is all."""
+        inner = self.sampler
+        return inner.loss_batches if isinstance(inner, NeedsFreshLosses) else None
+
+    def expected_size(self, num_clients: int) -> int:
+        """Return the sampler's."""
+        return self.sampler.expected_size(num_clients)
+
+    def candidates(self, round_index: int, population: Population, seed: int) -> ClientIds:
+        """Return whose losses the sampler needs fresh."""
+        if not isinstance(self.sampler, NeedsFreshLosses):
+            return np.empty(0, np.int64)
+        there = self._there(round_index, population, seed)
+        return self.sampler.candidates(round_index, there, seed)
+
+    def sample(self, round_index: int, population: Population, seed: int) -> ClientIds:
+        """Return distinct ids of clients that are there.
+
+        Raises:
+            ConfigurationError: if the sampler draws clients that are not.
+        """
+        there = self._there(round_index, population, seed)
+        ids = self.sampler.sample(round_index, there, seed)
+        assert there.is_available is not None
+        if not there.is_available[ids].all():
+            raise ConfigurationError(
+                f"{type(self.sampler).__name__} draws clients that are not available: it must draw "
+                "from Population.available_ids to be used with AvailableCohort"
+            )
+        return ids
+
+    def _there(self, round_index: int, population: Population, seed: int) -> Population:
+        is_there = self.availability.available(round_index, population.num_clients, seed)
+        return population.restricted(is_there)

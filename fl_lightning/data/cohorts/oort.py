@@ -1,0 +1,126 @@
+"""Oort: clients whose data still teach much, and that answer in time, with some exploration.
+
+    U_k = clip(n_k F_k), scaled to [0, 1]            what its data are worth
+          + sqrt(0.1 ln R / L_k)                     how long it has not been heard of
+    U_k ← U_k (T / t_k)^α  where t_k > T             how slow it is
+
+(1 - ε) m clients are drawn with P ∝ U among those with at least 95 % of the utility of the last one
+that would make it, ε m among those never seen; ε falls from round to round.
+
+Source: Lai et al. 2021, OSDI (2010.06081), Algorithm 1, with the scaling of the released code, where
+α = 2, ε = 0.9 · 0.98^r ≥ 0.2 and utilities above the 95th percentile are clipped.
+Differs: the server knows a client's mean loss F_k and not that of each example, so n_k F_k stands
+for n_k sqrt(mean loss²), of which it is a lower bound; T is a quantile of the durations seen and no
+pacer changes it; unseen clients are drawn by size, because their speeds are not known; where
+everybody has been seen, the cut-off is that of the last one there is.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.seeds import numpy_generator
+from fl_lightning.data.cohorts.cohort_size import check_cohort_size, cohort_size
+from fl_lightning.data.cohorts.population import NEVER, ClientIds, Numbers, Population
+from fl_lightning.data.cohorts.weighted_draw import log_of, weighted_draw
+
+
+@dataclass(frozen=True, kw_only=True)
+class OortCohort:
+    """Clients of high utility, and some that were never seen.
+
+    Args:
+        fraction: share of all clients, in (0, 1]; or
+        size: the number itself, ≥ 1.
+        min_size: at least so many clients when ``fraction`` gives fewer.
+        exploration: ε in round 0, in [0, 1].
+        exploration_decay: factor of ε from round to round, in (0, 1].
+        min_exploration: ε does not fall below, in [0, 1].
+        slowness: α ≥ 0; 0 looks away from durations, which are known only in a federation with
+            ``devices``.
+        duration_quantile: which quantile of the durations seen is T, in (0, 1].
+        cut_off: share of the last utility that still makes it, in (0, 1].
+        clip_quantile: utilities above this quantile are clipped to it, in (0, 1].
+
+    Example:
+        >>> population = Population(np.array([10, 10, 10, 10]))
+        >>> losses = {0: 0.1, 1: 0.9, 2: 0.2, 3: 0.7}
+        >>> population.note([0, 1, 2, 3], round_index=0, losses=losses)
+        >>> OortCohort(size=2).sample(1, population, seed=0).tolist()
+        [1, 3]
+    """
+
+    fraction: float | None = None
+    size: int | None = None
+    min_size: int = 1
+    exploration: float = 0.9
+    exploration_decay: float = 0.98
+    min_exploration: float = 0.2
+    slowness: float = 2.0
+    duration_quantile: float = 0.3
+    cut_off: float = 0.95
+    clip_quantile: float = 0.95
+
+    def __post_init__(self) -> None:
+        check_cohort_size("OortCohort", self.fraction, self.size, self.min_size)
+        problems = [
+            f"{name} must be in [0, 1], got {getattr(self, name)}"
+            for name in ("exploration", "min_exploration")
+            if not 0 <= getattr(self, name) <= 1
+        ]
+        problems += [
+            f"{name} must be in (0, 1], got {getattr(self, name)}"
+            for name in ("exploration_decay", "duration_quantile", "cut_off", "clip_quantile")
+            if not 0 < getattr(self, name) <= 1
+        ]
+        if not 0 <= self.slowness < float("inf"):
+            problems.append(f"slowness must be at least 0 and finite, got {self.slowness}")
+        if problems:
+            raise ConfigurationError("OortCohort: " + "; ".join(problems))
+
+    def expected_size(self, num_clients: int) -> int:
+        """Return the number of clients in every round."""
+        return cohort_size(self.fraction, self.size, self.min_size, num_clients)
+
+    def sample(self, round_index: int, population: Population, seed: int) -> ClientIds:
+        """Return `expected_size` distinct client ids, or all that are available."""
+        ids = population.available_ids
+        size = min(self.expected_size(population.num_clients), len(ids))
+        is_seen = population.last_rounds[ids] != NEVER
+        seen, unseen = ids[is_seen], ids[~is_seen]
+        explore = max(self.min_exploration, self.exploration * self.exploration_decay**round_index)
+        num_exploited = min(int(size * (1 - explore)), len(seen))
+        num_explored = min(size - num_exploited, len(unseen))
+        num_exploited = size - num_explored
+        generator = numpy_generator(seed, "cohort", round_index)
+        utilities = self.utilities(round_index, population, seen)
+        logs = log_of(utilities)
+        if num_exploited:
+            last = np.partition(utilities, -num_exploited)[-num_exploited]
+            logs[utilities < self.cut_off * last] = -np.inf
+        exploited = seen[weighted_draw(logs, num_exploited, generator)]
+        sizes = log_of(population.num_examples[unseen])
+        explored = unseen[weighted_draw(sizes, num_explored, generator)]
+        return np.sort(np.concatenate([exploited, explored]))
+
+    def utilities(self, round_index: int, population: Population, clients: ClientIds) -> Numbers:
+        """Return the utility of clients that have been seen, ≥ 0, in their order."""
+        if not len(clients):
+            return np.empty(0)
+        losses = np.nan_to_num(population.losses[clients])  # those that failed taught nothing
+        worth: Numbers = np.maximum(losses, 0) * population.num_examples[clients]
+        worth = np.minimum(worth, np.quantile(worth, self.clip_quantile))
+        spread = worth.max() - worth.min()
+        worth = (worth - worth.min()) / spread if spread else np.ones_like(worth)
+        waiting = 0.1 * math.log(round_index + 1) / (population.last_rounds[clients] + 1)
+        utilities: Numbers = worth + np.sqrt(waiting)
+        durations = population.durations[clients]
+        if not np.isnan(durations).all():
+            preferred = np.nanquantile(durations, self.duration_quantile)
+            factors = (preferred / np.fmax(durations, preferred)) ** self.slowness
+            utilities = utilities * factors
+        return utilities

@@ -1,0 +1,87 @@
+"""Cohorts that take turns, so that everybody is asked equally often.
+
+round robin:    round r asks the clients r m, r m + 1, … (modulo their number)
+least recent:   the m clients whose last round is longest ago; among equals by lot
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from fl_lightning.core.seeds import numpy_generator
+from fl_lightning.data.cohorts.cohort_size import check_cohort_size, cohort_size
+from fl_lightning.data.cohorts.population import ClientIds, Population
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundRobinCohort:
+    """A fixed number of clients, one after the other in the order of their ids.
+
+    Who is not available is passed over.
+
+    Args: those of `UniformCohort`.
+
+    Example:
+        >>> population = Population(np.full(5, 10))
+        >>> [RoundRobinCohort(size=2).sample(r, population, seed=0).tolist() for r in range(3)]
+        [[0, 1], [2, 3], [0, 4]]
+    """
+
+    fraction: float | None = None
+    size: int | None = None
+    min_size: int = 1
+
+    def __post_init__(self) -> None:
+        check_cohort_size("RoundRobinCohort", self.fraction, self.size, self.min_size)
+
+    def expected_size(self, num_clients: int) -> int:
+        """Return the number of clients in every round."""
+        return cohort_size(self.fraction, self.size, self.min_size, num_clients)
+
+    def sample(self, round_index: int, population: Population, seed: int) -> ClientIds:
+        """Return `expected_size` distinct client ids, or all that are available."""
+        size = self.expected_size(population.num_clients)
+        start = round_index * size % population.num_clients
+        ids = population.available_ids
+        in_turn = np.roll(ids, -int(np.searchsorted(ids, start)))
+        return np.sort(in_turn[:size])
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeastRecentCohort:
+    """A fixed number of clients: those that have waited longest, by lot among equals.
+
+    Of n clients nobody waits longer than n / m rounds, also where clients come and go.
+
+    Args: those of `UniformCohort`.
+
+    Example:
+        >>> population = Population(np.full(4, 10))
+        >>> population.note([1, 3], round_index=0, losses={})
+        >>> LeastRecentCohort(size=2).sample(1, population, seed=0).tolist()
+        [0, 2]
+    """
+
+    fraction: float | None = None
+    size: int | None = None
+    min_size: int = 1
+
+    def __post_init__(self) -> None:
+        check_cohort_size("LeastRecentCohort", self.fraction, self.size, self.min_size)
+
+    def expected_size(self, num_clients: int) -> int:
+        """Return the number of clients in every round."""
+        return cohort_size(self.fraction, self.size, self.min_size, num_clients)
+
+    def sample(self, round_index: int, population: Population, seed: int) -> ClientIds:
+        """Return `expected_size` distinct client ids, or all that are available."""
+        ids = population.available_ids
+        size = min(self.expected_size(population.num_clients), len(ids))
+        if not size:
+            return ids
+        # lots lie in [0, 1): they decide only among clients with the same last round
+        lots = numpy_generator(seed, "cohort", round_index).random(len(ids))
+        order = np.argpartition(population.last_rounds[ids] + lots, size - 1)
+        return np.sort(ids[order[:size]])

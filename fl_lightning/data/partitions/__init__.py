@@ -1,0 +1,1 @@
+"""Whose examples are whose: functions from labels to shards."""

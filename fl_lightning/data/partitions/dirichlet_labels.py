@@ -1,0 +1,152 @@
+"""Partitions in which every client's mix of classes comes from a Dirichlet distribution.
+
+    DirichletPerClass   every class spread over the K clients with q ~ Dir_K(alpha)
+    DirichletPerClient  every client draws its classes from q ~ Dir(alpha · prior), sizes within one
+
+Sources: Yurochkin et al. 2019 (1905.12022), section 4, and Li et al. 2022 (2102.02079) (per class);
+Hsu et al. 2019 (1909.06335) (per client).
+Differs: all examples are always used, also where N is no multiple of K; DirichletPerClass never
+steers examples away from clients that are already large, and gives up with a message.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.seeds import numpy_generator
+from fl_lightning.data.classes import classes_of
+from fl_lightning.data.partitions.flat_shards import FlatShards
+from fl_lightning.data.partitions.partition import (
+    check_at_least,
+    check_concentration,
+    check_sizes,
+    deal,
+    even_sizes,
+)
+
+MAX_REDRAWS = 10_000  # of DirichletPerClass, fewer where a draw is large: seconds, then a message
+MAX_DRAWN_SHARES = 20_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class DirichletPerClass:
+    """Every class is spread over the clients with its own draw from Dir_K(alpha).
+
+    Clients differ in size as well as in classes. The draw is repeated until every client has
+    ``min_examples``.
+
+    Args:
+        alpha: concentration, > 0: at 1e6 all clients are alike, at 0.1 a class sits with few.
+        min_examples: the least size of a client, ≥ 1; Li et al. have 10.
+
+    Example:
+        >>> labels = np.repeat(np.arange(3), 50)
+        >>> rule = DirichletPerClass(alpha=0.5, min_examples=10)
+        >>> shards = rule.assign(labels, num_clients=4, seed=0)
+        >>> sum(len(shard) for shard in shards), min(len(shard) for shard in shards) >= 10
+        (150, True)
+    """
+
+    alpha: float
+    min_examples: int = 1
+
+    def __post_init__(self) -> None:
+        check_concentration(self.alpha)
+        check_at_least("min_examples", self.min_examples, 1)
+
+    def assign(self, labels: np.ndarray, num_clients: int, seed: int) -> FlatShards:
+        """Return the shards, as `Partition.assign` says."""
+        check_sizes(labels, num_clients)
+        classes, class_sizes = classes_of(labels, type(self).__name__)
+        rng = numpy_generator(seed, "partition", num_clients)
+        tries = max(20, min(MAX_REDRAWS, MAX_DRAWN_SHARES // (num_clients * len(class_sizes))))
+        if self.min_examples * num_clients > len(labels):
+            tries = 0
+        for _ in range(tries):
+            counts = self._draw(class_sizes, num_clients, rng)
+            if counts.sum(axis=1).min() >= self.min_examples:
+                return deal(counts, classes, rng)
+        raise ConfigurationError(
+            f"min_examples must be reachable: in {tries} draws with alpha={self.alpha} some of "
+            f"the {num_clients} clients always had fewer than {self.min_examples} of the "
+            f"{len(labels)} examples. Raise alpha, lower min_examples or num_clients, or use "
+            "DirichletPerClient, whose clients are equally large"
+        )
+
+    def _draw(
+        self, class_sizes: np.ndarray, num_clients: int, rng: np.random.Generator
+    ) -> np.ndarray:
+        shares = rng.dirichlet(np.full(num_clients, self.alpha), size=len(class_sizes))
+        cuts = np.rint(shares.cumsum(axis=1) * class_sizes[:, None]).astype(np.int64)
+        cuts[:, -1] = class_sizes  # whatever the rounding, nothing is left over
+        return np.asarray(np.diff(cuts, axis=1, prepend=0).T)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DirichletPerClient:
+    """Every client draws its own mix of classes from Dir(alpha · prior); sizes within one.
+
+    One client after the other draws its examples without replacement; when a class runs out, the
+    client's mix is renormalised over the others. So the last clients get what is left over.
+
+    Args:
+        alpha: concentration, > 0: at 1e6 all clients are alike, at 1e-3 most see one class.
+
+    Example:
+        >>> labels = np.repeat(np.arange(3), 50)
+        >>> shards = DirichletPerClient(alpha=0.1).assign(labels, num_clients=4, seed=0)
+        >>> sorted(len(shard) for shard in shards)
+        [37, 37, 38, 38]
+    """
+
+    alpha: float
+
+    def __post_init__(self) -> None:
+        check_concentration(self.alpha)
+
+    def assign(self, labels: np.ndarray, num_clients: int, seed: int) -> FlatShards:
+        """Return the shards, as `Partition.assign` says."""
+        check_sizes(labels, num_clients)
+        classes, class_sizes = classes_of(labels, type(self).__name__)
+        rng = numpy_generator(seed, "partition", num_clients)
+        concentration = self.alpha * (class_sizes / len(labels))
+        left = class_sizes.copy()
+        counts = np.empty((num_clients, len(left)), dtype=np.int64)
+        for client, size in enumerate(even_sizes(len(labels), num_clients, rng)):
+            counts[client] = _draw_client(concentration, left, int(size), rng)
+            left -= counts[client]
+        return deal(counts, classes, rng)
+
+
+def _draw_client(
+    concentration: np.ndarray, left: np.ndarray, size: int, rng: np.random.Generator
+) -> np.ndarray:
+    """Draw a mix of classes, then ``size`` examples one by one; a class that runs out leaves it.
+
+    Drawing many at once, dropping what a class no longer has and drawing the dropped ones again
+    from the classes that remain has the same distribution, and takes a turn per exhausted class.
+
+    A Dirichlet draw renormalised over some of its parts is itself a Dirichlet draw over them,
+    independent of the others. So where floating point has no mass on the open classes (alpha is
+    small and all that the client wanted is gone), a new mix over them is exact.
+    """
+    if np.count_nonzero(left) == len(left):  # as for nearly all of many clients
+        mix = rng.dirichlet(concentration)
+        mix /= mix.sum()
+        taken = rng.multinomial(size, mix)
+        if (taken <= left).all():
+            return taken
+        taken = np.minimum(taken, left)
+    else:
+        mix, taken = np.zeros(len(left)), np.zeros_like(left)
+    while (missing := size - int(taken.sum())) > 0:
+        is_open = taken < left
+        mix[~is_open] = 0.0
+        if mix.sum() < 1e-12:
+            mix[is_open] = rng.dirichlet(concentration[is_open])
+        mix /= mix.sum()
+        taken = np.minimum(taken + rng.multinomial(missing, mix), left)
+    return taken

@@ -1,0 +1,187 @@
+"""Whose examples are whose: the contract of every partition, and the two plainest rules.
+
+    assign(labels, num_clients, seed) -> [indices of client 0, indices of client 1, …]
+
+The index arrays are disjoint and together hold every position of ``labels`` once. A rule is a pure
+function of its arguments; each shard comes in ascending order (training shuffles for itself).
+The rules here return `FlatShards`, which reads like a list and holds a million clients in one array;
+a rule of one's own may return a list as well, or shards that overlap.
+Rules that look at labels are in `label_shards`, `mcmahan_shards` and `dirichlet_labels`, those of
+uneven sizes in `quantity_skew`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.seeds import numpy_generator
+from fl_lightning.data.columns import Column, name_of
+from fl_lightning.data.partitions.flat_shards import FlatShards
+
+MIN_ALPHA, MAX_ALPHA = 1e-100, 1e100  # floating point holds; far beyond any visible effect
+
+
+class Partition(Protocol):
+    """A rule that gives every example to exactly one client.
+
+    A rule that only counts examples may say so with a class attribute ``uses_labels = False``:
+    then data without labels can be divided as well.
+    """
+
+    # Any: the command line compares annotations by letter, and these may say list or FlatShards
+    def assign(self, labels: np.ndarray, num_clients: int, seed: int) -> Any:
+        """Return one integer array of positions in ``labels`` per client: a disjoint cover.
+
+        A list of arrays, or for many clients `FlatShards`.
+
+        Args:
+            labels: one sortable value per example, shape (N,); they need not be contiguous.
+            num_clients: how many shards to make, in [1, N].
+            seed: the run's seed; the same seed gives the same partition.
+
+        Raises:
+            ConfigurationError: if the rule cannot be met with these labels and clients.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class IID:
+    """Every client gets a random sample of the examples; sizes differ by at most one.
+
+    Example:
+        >>> shards = IID().assign(np.zeros(10), num_clients=3, seed=0)
+        >>> sorted(len(shard) for shard in shards)
+        [3, 3, 4]
+    """
+
+    uses_labels: ClassVar[bool] = False
+
+    def assign(self, labels: np.ndarray, num_clients: int, seed: int) -> FlatShards:
+        """Return the shards, as `Partition.assign` says."""
+        check_sizes(labels, num_clients)
+        rng = numpy_generator(seed, "partition", num_clients)
+        return shards_of(rng.permutation(len(labels)) % num_clients, num_clients)
+
+
+@dataclass(frozen=True)
+class NaturalPartition:
+    """One client per distinct value of an attribute of the examples, e.g. the writer of a letter.
+
+    Clients are numbered in the sorted order of the values; nothing is drawn.
+
+    Args:
+        attribute: what tells the owner of an example: the name of an attribute of the data set, of a
+            column, or of a key of its items; or a function of the data set, or its import path; or a list of owners. The
+            caller looks it up and passes its values, one per example, in the place of the labels.
+
+    Example:
+        >>> writers = np.array(["bo", "al", "bo", "cy"])
+        >>> list(NaturalPartition(attribute="writer").assign(writers, num_clients=3, seed=0))
+        [array([1]), array([0, 2]), array([3])]
+    """
+
+    attribute: Column
+
+    def __post_init__(self) -> None:
+        if isinstance(self.attribute, str) and not self.attribute:
+            raise ConfigurationError("attribute must name a column of the data, got an empty name")
+
+    def assign(self, labels: np.ndarray, num_clients: int, seed: int) -> FlatShards:
+        """Return the shards, as `Partition.assign` says; ``labels`` are the attribute's values."""
+        check_sizes(labels, num_clients)
+        values, owner = np.unique(labels, return_inverse=True)
+        if len(values) != num_clients:
+            raise ConfigurationError(
+                f"num_clients must equal the number of distinct values of {name_of(self.attribute)}, "
+                f"got {num_clients}: set num_clients to {len(values)}"
+            )
+        return shards_of(owner, num_clients)
+
+
+def check_sizes(labels: np.ndarray, num_clients: int) -> None:
+    """Refuse what no partition can do.
+
+    Raises:
+        ConfigurationError: if ``labels`` is not of shape (N,), or ``num_clients`` not in [1, N].
+
+    Example:
+        >>> check_sizes(np.zeros(3), num_clients=5)
+        Traceback (most recent call last):
+        ...
+        fl_lightning.core.errors.ConfigurationError: num_clients must be at most the number of \
+examples, 3, got 5: more clients than examples. Lower num_clients or use more data
+    """
+    if labels.ndim != 1:
+        raise ConfigurationError(
+            f"labels must have shape (N,), one per example, got shape {labels.shape}: "
+            "pass one value per example"
+        )
+    if num_clients < 1:
+        raise ConfigurationError(f"num_clients must be at least 1, got {num_clients}")
+    if num_clients > len(labels):
+        raise ConfigurationError(
+            f"num_clients must be at most the number of examples, {len(labels)}, got "
+            f"{num_clients}: more clients than examples. Lower num_clients or use more data"
+        )
+
+
+def check_at_least(name: str, value: int, least: int) -> None:
+    """Refuse a whole number below ``least``."""
+    if value < least:
+        raise ConfigurationError(f"{name} must be at least {least}, got {value}")
+
+
+def check_concentration(alpha: float) -> None:
+    """Refuse an ``alpha`` for which there is no Dirichlet distribution."""
+    if not MIN_ALPHA <= alpha <= MAX_ALPHA:
+        raise ConfigurationError(
+            f"alpha must be in [{MIN_ALPHA:g}, {MAX_ALPHA:g}], got {alpha}: small is skewed, large is even; "
+            "for no skew at all use the partition IID"
+        )
+
+
+def shards_of(owner: np.ndarray, num_clients: int) -> FlatShards:
+    """Return each client's positions, ascending, given the owner of every position.
+
+    Example:
+        >>> list(shards_of(np.array([1, 0, 1]), num_clients=2))
+        [array([1]), array([0, 2])]
+    """
+    sizes = np.bincount(owner, minlength=num_clients)
+    return FlatShards(np.argsort(owner, kind="stable"), sizes)
+
+
+def deal(counts: np.ndarray, classes: np.ndarray, rng: np.random.Generator) -> FlatShards:
+    """Deal every class's examples at random, ``counts[i, c]`` of class c to client i.
+
+    Args:
+        counts: shape (num_clients, num_classes); column c sums to the size of class c.
+        classes: the class of every example, in [0, num_classes), shape (N,).
+        rng: decides which example of a class goes where.
+
+    Example:
+        >>> counts = np.array([[2, 0], [0, 1]])
+        >>> list(deal(counts, np.array([0, 1, 0]), np.random.default_rng(0)))
+        [array([0, 2]), array([1])]
+    """
+    num_clients, num_classes = counts.shape
+    shuffled = rng.permutation(len(classes))
+    by_class = shuffled[np.argsort(classes[shuffled], kind="stable")]
+    owner = np.empty(len(classes), dtype=np.int64)
+    owner[by_class] = np.repeat(np.tile(np.arange(num_clients), num_classes), counts.T.ravel())
+    return shards_of(owner, num_clients)
+
+
+def even_sizes(total: int, num_parts: int, rng: np.random.Generator) -> np.ndarray:
+    """Return sizes within one of each other that sum to ``total``; chance says who gets one more.
+
+    Example:
+        >>> sorted(even_sizes(7, 3, np.random.default_rng(0)).tolist())
+        [2, 2, 3]
+    """
+    return total // num_parts + (rng.permutation(num_parts) < total % num_parts)

@@ -1,0 +1,1 @@
+"""Data sets that are divided: digits, iris, images in files and folders, torchvision."""

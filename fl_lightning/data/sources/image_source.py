@@ -1,0 +1,172 @@
+"""Image data sets as Lightning data modules that serve whole batches.
+
+A source owns three sets of images: training (augmented), validation and test (not). It trains a
+model centrally as it is, and its training set is what a federation divides among clients.
+
+Loaders pass a list of indices at a time to the set (`batch_size=None` and a `BatchSampler`), so a
+batch is gathered at once instead of being collated from examples; there is nothing left for
+worker processes to do.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.seeds import derive_seed, run_seed, torch_generator
+from fl_lightning.data.partitions.stratified_split import stratified_split
+from fl_lightning.data.sources.images import ImageSet
+from fl_lightning.data.transforms import PixelPipeline
+
+TEST_FRACTION = 0.2  # held out of sets that come without a test set
+
+BatchLoader = DataLoader[tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class LoadedImages:
+    """What a source found on the disk; a set that is None is held out of the training images."""
+
+    train: ImageSet
+    class_names: tuple[str, ...]
+    test: ImageSet | None = None
+    val: ImageSet | None = None
+
+
+class ImageSource(LightningDataModule, ABC):
+    """What all image sources share: settings, split, loaders. Abstract: `Digits` is an example.
+
+    Args:
+        batch_size: examples a batch; the last batch of a pass may be smaller.
+        augment: whether training images are cropped and flipped at random, as suits the set.
+        image_size: height and width the model sees, in pixels; None for the stored size.
+        val_fraction: part of the training images held out for validation, in [0, 1), of every
+            class alike; 0 for none. Ignored where the set brings validation images of its own.
+        classes: numbers of the classes whose images are kept, in all three sets; None keeps all.
+            Labels stay as they are, and so does what is held out of a class, so that models of
+            different classes fit together.
+        seed: decides which images are held out and the order of central training. None takes the
+            run's seed.
+
+    Attributes:
+        train_set: training images, after `setup`.
+        val_set: validation images, after `setup`.
+        test_set: test images, after `setup`.
+        class_names: names of the classes in the order of their numbers, after `setup`.
+        num_classes: how many there are, after `setup`.
+
+    Raises:
+        ConfigurationError: if a setting is out of its range.
+    """
+
+    train_set: ImageSet
+    val_set: ImageSet
+    test_set: ImageSet
+    class_names: tuple[str, ...]
+    num_classes: int
+
+    def __init__(
+        self,
+        *,
+        batch_size: int = 64,
+        augment: bool = True,
+        image_size: int | None = None,
+        val_fraction: float = 0.1,
+        classes: list[int] | None = None,
+        seed: int | None = None,
+    ) -> None:
+        issues = []
+        if batch_size < 1:
+            issues.append(f"batch_size must be >= 1 example, got {batch_size}")
+        if image_size is not None and image_size < 1:
+            issues.append(f"image_size must be >= 1 pixel, got {image_size}: null is off")
+        if not 0 <= val_fraction < 1:
+            issues.append(f"val_fraction must be in [0, 1), got {val_fraction}: 0 holds out none")
+        if classes is not None and (not classes or len(set(classes)) < len(classes)):
+            issues.append(f"classes must be different numbers, at least one, got {list(classes)}")
+        if issues:
+            raise ConfigurationError("; ".join(issues))
+        super().__init__()
+        self.batch_size = batch_size
+        self.augment = augment
+        self.image_size = image_size
+        self.val_fraction = val_fraction
+        self.classes = classes
+        self.seed = seed
+
+    @abstractmethod
+    def load(self) -> LoadedImages:
+        """Read the images; called once, by `setup`."""
+
+    def setup(self, stage: str | None = None) -> None:
+        """Load and split the images, the first time; later calls do nothing."""
+        if hasattr(self, "train_set"):
+            return
+        loaded = self.load()
+        seed = run_seed(self.seed)
+        train, test, val = loaded.train, loaded.test, loaded.val
+        if test is None:
+            train, test = _hold_out(train, TEST_FRACTION, derive_seed(seed, "test split"))
+        if val is None:
+            train, val = _hold_out(train, self.val_fraction, derive_seed(seed, "val split"))
+        self.class_names = loaded.class_names
+        self.num_classes = len(loaded.class_names)
+        self.val_set, self.test_set = (
+            self._chosen(val).evaluation(),
+            self._chosen(test).evaluation(),
+        )
+        self.train_set = self._chosen(train)
+
+    def _chosen(self, images: ImageSet) -> ImageSet:
+        """Return the images of `classes`: after the split, which is the same for any choice."""
+        if self.classes is None:
+            return images
+        unknown = sorted(set(self.classes) - set(range(self.num_classes)))
+        if unknown:
+            raise ConfigurationError(
+                f"classes must be numbers from 0 to {self.num_classes - 1}, got {unknown}: "
+                f"the classes are {', '.join(self.class_names)}, in this order"
+            )
+        kept = torch.isin(images.targets, torch.tensor(list(self.classes)))
+        return images.select(kept.nonzero().flatten())
+
+    def training_pipeline(self, pipeline: PixelPipeline) -> PixelPipeline:
+        """Return a set's pipeline as the settings want it: the image size, and augmented or not."""
+        sized = replace(pipeline, image_size=self.image_size)
+        return sized if self.augment else sized.evaluation()
+
+    def train_dataloader(self) -> BatchLoader:
+        """Return batches of the augmented training images, in a new order each pass."""
+        generator = torch_generator(run_seed(self.seed), "centralized")
+        return self._batches(self.train_set, RandomSampler(self.train_set, generator=generator))
+
+    def val_dataloader(self) -> BatchLoader | list[BatchLoader]:
+        """Return batches of the validation images in order, or no loader where there are none."""
+        return self._in_order(self.val_set) if len(self.val_set) else []
+
+    def test_dataloader(self) -> BatchLoader:
+        """Return batches of the test images, in order."""
+        return self._in_order(self.test_set)
+
+    def predict_dataloader(self) -> BatchLoader:
+        """Return batches of the test images, in order."""
+        return self._in_order(self.test_set)
+
+    def _in_order(self, images: ImageSet) -> BatchLoader:
+        return self._batches(images, SequentialSampler(images))
+
+    def _batches(self, images: ImageSet, order: RandomSampler | SequentialSampler) -> BatchLoader:
+        batches: Any = BatchSampler(order, self.batch_size, drop_last=False)
+        return DataLoader(images, batch_size=None, sampler=batches)
+
+
+def _hold_out(images: ImageSet, fraction: float, seed: int) -> tuple[ImageSet, ImageSet]:
+    kept, held_out = stratified_split(images.targets, fraction, seed=seed)
+    return images.select(kept), images.select(held_out)

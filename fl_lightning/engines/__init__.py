@@ -1,0 +1,46 @@
+"""How a cohort is trained: steps over many clients at once, and steps compiled.
+
+A door: other rooms import these names and nothing past them.
+"""
+
+from fl_lightning.engines.cannot_stack import CannotStack, NotByExample
+from fl_lightning.engines.compiler.compiled_gradients import CompiledGradients
+from fl_lightning.engines.compiler.compiling import NotCompiled
+from fl_lightning.engines.compiler.speedups import SPEEDUPS, FasterStep, Speedup, reason_against
+from fl_lightning.engines.functional.example_gradients import (
+    ExampleGradients,
+    check_examples_apart,
+    nothing,
+)
+from fl_lightning.engines.functional.functional_step import StepContext
+from fl_lightning.engines.functional.other_forwards import Forwards
+from fl_lightning.engines.slots.own import OwnOf, SlotOwn
+from fl_lightning.engines.slots.results import receive_usable
+from fl_lightning.engines.slots.stacked_optimizers import stacked_rule
+from fl_lightning.engines.slots.stacked_options import StackedOptions
+from fl_lightning.engines.slots.stacked_step import StackedStep
+from fl_lightning.engines.slots.training import SlotTrainer, TermOf
+
+__all__ = [
+    "SPEEDUPS",
+    "CannotStack",
+    "CompiledGradients",
+    "ExampleGradients",
+    "FasterStep",
+    "Forwards",
+    "NotByExample",
+    "NotCompiled",
+    "OwnOf",
+    "SlotOwn",
+    "SlotTrainer",
+    "Speedup",
+    "StackedOptions",
+    "StackedStep",
+    "StepContext",
+    "TermOf",
+    "check_examples_apart",
+    "nothing",
+    "reason_against",
+    "receive_usable",
+    "stacked_rule",
+]

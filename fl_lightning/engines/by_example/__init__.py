@@ -1,0 +1,1 @@
+"""Proofs that a step is a mean over its batch's examples."""

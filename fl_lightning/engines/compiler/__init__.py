@@ -1,0 +1,1 @@
+"""Steps that are compiled, or recorded and replayed."""

@@ -1,0 +1,211 @@
+"""One function of tensors, compiled as one graph, that never fails for want of a compiler."""
+
+from __future__ import annotations
+
+import os
+import re
+import types
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._dynamo import exc
+
+from fl_lightning.engines.compiler.recorded_graph import OtherArguments, RecordedGraph, Watch
+
+_FAILURES = (exc.TorchDynamoException, exc.FailOnRecompileLimitHit)
+# As it writes what it finds in modules of PyTorch's and of ours
+_FIXED = re.compile(
+    r"(dict\(|list\(dict\.keys\()?(G\['__import_(torch|fl_lightning)(_dot_|')|__import__\('torch'\))"
+)
+
+
+class NotCompiled(UserWarning):
+    """A function runs as it is, or in another way, because it cannot be compiled."""
+
+
+class HasChanged(exc.TorchDynamoException):
+    """What Python reads is not what any graph was made for."""
+
+
+class Compiled:
+    """A function compiled for fixed shapes; where that is impossible it runs as it is.
+
+    That is so without a C++ compiler, and where a value that Python reads changes with every round
+    (``self.current_epoch`` in a training step): each would need a graph of its own.
+
+    Args:
+        function: a method or function of tensors.
+        name: of what it does, for a warning.
+        otherwise: what runs where it cannot be compiled; the function itself if None. If given,
+            there is one graph, and what would need another one is not compiled any more.
+        is_alone: between two checks nothing changes but the tensors in the first argument, so that
+            the second call and later ones may go straight to the graph, see `RecordedGraph`.
+
+    Example:
+        >>> twice = Compiled(lambda x: 2 * x)
+        >>> twice.is_given_up
+        False
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        name: str = "the local step of many clients",
+        *,
+        otherwise: Callable[..., Any] | None = None,
+        is_alone: bool = False,
+    ) -> None:
+        _start_autograd()
+        _start_no_processes()
+        self._name, self._plain = name, otherwise or function
+        self._has_one_graph = otherwise is not None
+        self._watch = Watch() if is_alone else None
+        self._function = function
+        self._compile(leaves_out=True)
+        self._recorded: RecordedGraph | None = None
+        self._num_calls = 0  # since it was last to be checked
+        self._is_repeated = True
+        self.is_given_up = self._refuses = False
+
+    def _compile(self, *, leaves_out: bool) -> None:
+        self._leaves_out = leaves_out
+        self._has_graph = self._is_checked = False
+        self._compiled = torch.compile(
+            _with_own_code(self._function),
+            fullgraph=True,
+            dynamic=False,
+            backend=self._watch or "inductor",
+            options={"guard_filter_fn": _checks} if leaves_out else None,
+        )
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether the next call reads nothing but its first argument."""
+        return self._recorded is not None
+
+    def recheck(self, *, refuse: bool = False) -> None:
+        """Have the next call find out whether what Python reads has changed.
+
+        Args:
+            refuse: whether it then raises `HasChanged`, having done nothing, until told otherwise;
+                else it makes another graph.
+        """
+        self._is_checked, self._refuses, self._recorded = False, refuse, None
+        # who was called once is not called straight, and recording it takes as long as a small step
+        self._is_repeated, self._num_calls = self._num_calls != 1, 0
+
+    def __call__(self, *args: Any) -> Any:
+        """Run it.
+
+        Raises:
+            HasChanged: if told to refuse changes, or if the graph runs straight and the arguments are
+                of another kind; nothing is done then.
+        """
+        self._num_calls += 1
+        if self._recorded is not None:
+            try:
+                return self._recorded(*args)
+            except OtherArguments as error:
+                raise HasChanged(str(error)) from error
+        if not self.is_given_up:
+            try:
+                return self._run(*args)
+            except _FAILURES as error:
+                if self._refuses and isinstance(error, HasChanged):
+                    raise
+                if self._leaves_out and isinstance(error, exc.InternalTorchDynamoError):
+                    # it cannot, where a step reads an array of NumPy's
+                    self._compile(leaves_out=False)
+                    return self(*args)
+                self.give_up(error)
+        return self._plain(*args)
+
+    def give_up(self, error: Exception) -> None:
+        """Run it in the other way from here on, and warn."""
+        self.is_given_up = True
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        # after a colon comes what the compiler's backend has raised
+        reason = " ".join(lines[: 2 if lines[0].endswith(":") else 1]).strip()
+        message = f"{self._name} is not compiled from here on: {reason}"
+        warnings.warn(message, NotCompiled, stacklevel=3)
+
+    def _run(self, *args: Any) -> Any:
+        if self._is_checked and self._watch is None:
+            with torch.compiler.set_stance(skip_guard_eval_unsafe=True):
+                return self._compiled(*args)
+        if self._refuses or (self._has_one_graph and self._has_graph):
+            result = self._run_unchanged(*args)
+            self._is_checked = True
+            return result
+        # what a first call changes (a counter, say) shows only in a second one
+        self._is_checked = not self._has_one_graph
+        result = self._watched(*args)
+        self._has_graph = True
+        return result
+
+    def _run_unchanged(self, *args: Any) -> Any:
+        if not self._has_graph:
+            raise HasChanged("it has no graph yet")
+        with torch.compiler.set_stance("fail_on_recompile"):
+            try:
+                return self._watched(*args)
+            except RuntimeError as error:
+                if "recompile" not in str(error):
+                    raise
+                raise HasChanged(_what_changed(error)) from error
+
+    def _watched(self, *args: Any) -> Any:
+        if self._watch is None or not self._is_repeated:
+            return self._compiled(*args)
+        result, self._recorded = self._watch.record(self._compiled, args)
+        return result
+
+
+def _checks(entries: Sequence[Any]) -> list[bool]:
+    """Return which of the compiler's checks are of what may change between two calls.
+
+    Two thirds are not: they are of the code of PyTorch and of this library.
+    """
+    return [_FIXED.match(entry.name) is None for entry in entries]
+
+
+def _what_changed(error: RuntimeError) -> str:
+    return f"what it reads has changed ({str(error).strip().splitlines()[-1].strip()})"
+
+
+def _start_autograd() -> None:
+    """Run a first backward pass, if there was none.
+
+    That is when PyTorch starts a thread for every device, and a process with such threads cannot
+    be forked. To the compiler even a machine without any seems to have eight of them.
+    """
+    torch.zeros((), requires_grad=True).backward()
+
+
+def _start_no_processes() -> None:
+    """Have the compiler start none for Triton, which is for GPUs, where there is no GPU.
+
+    They would import PyTorch, for seconds, on the cores that clients train on.
+    """
+    if not torch.accelerator.is_available():
+        os.environ.setdefault("TORCH_WARM_POOL", "0")
+
+
+def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function with a code object that no other shares.
+
+    The compiler keeps its graphs at the code object, at most eight of them: several engines in one
+    process, e.g. in a notebook, would take them from each other.
+    """
+    plain = getattr(function, "__func__", function)
+    copy = types.FunctionType(
+        plain.__code__.replace(),
+        plain.__globals__,
+        plain.__name__,
+        plain.__defaults__,
+        plain.__closure__,
+    )
+    owner = getattr(function, "__self__", None)
+    return copy if owner is None else types.MethodType(copy, owner)

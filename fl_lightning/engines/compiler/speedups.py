@@ -1,0 +1,269 @@
+"""Ways to take the same local step faster: memory layout, fused kernels, gradients not written out.
+
+Each changes at most the order in which numbers are summed, so an update stays what it was but for
+rounding. Which of them pay depends on model, batch and machine: see `federation.speedup_trial`.
+
+- ``direct_layers``: dense layers, convolutions and poolings of few, small examples by operators of
+  our own, see the module of that name.
+- ``channels_last``: images and convolutions keep the channels of a pixel together.
+- ``fused_optimizer``: the optimizer's step reads and writes every number once.
+- ``thin_gradients``: gradients of large dense layers stay factors, see `ThinGradients`.
+- ``math_attention``: attention as plain matrix products, in bfloat16 where its inputs are. On CPUs
+  with matrix units the backward pass of PyTorch's fused kernel is slower in bfloat16 than these.
+- ``compiled``: forward and backward pass are one compiled graph, see `CompiledGradients`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from fl_lightning.engines.compiler.compiled_gradients import CompiledGradients
+from fl_lightning.engines.compiler.thin_gradients import (
+    ThinGradients,
+    reason_against_thin_gradients,
+)
+from fl_lightning.engines.functional.other_forwards import Forwards, other_forwards
+from fl_lightning.kernels import direct_layers, reason_against_direct_layers
+from fl_lightning.sparsity.optimizers.masked_optimizer import MaskedOptimizer
+
+Speedup = Literal[
+    "direct_layers",
+    "channels_last",
+    "fused_optimizer",
+    "thin_gradients",
+    "math_attention",
+    "compiled",
+]
+SPEEDUPS: tuple[Speedup, ...] = get_args(Speedup)
+
+_CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
+
+
+class FasterStep:
+    """What a local step does differently with some speedups.
+
+    Args:
+        module: the model; with ``channels_last`` its parameters change their layout until `close`.
+        optimizer: over its parameters.
+        speedups: those that apply, see `reason_against`.
+        graph: of ``compiled``; may serve several of these one after the other, as long as direct
+            layers, memory layout, attention and thin gradients are the same.
+        direct: what `direct_layers` gives for the module, where that is known.
+
+    Example:
+        >>> module = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten())
+        >>> optimizer = SGD(module.parameters(), lr=0.1)
+        >>> faster = FasterStep(module, optimizer, ("channels_last", "fused_optimizer"))
+        >>> images, labels = faster.batch((torch.ones(2, 3, 5, 5), torch.ones(2)))
+        >>> with faster.forwards():
+        ...     loss = module(images).sum()
+        >>> loss.backward()
+        >>> faster.step()
+        >>> faster.close()
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        speedups: Sequence[Speedup],
+        graph: CompiledGradients | None = None,
+        direct: Forwards | None = None,
+    ) -> None:
+        self.speedups = tuple(speedups)
+        self._direct: Forwards = {}
+        if "direct_layers" in speedups:
+            self._direct = direct_layers(module) if direct is None else direct
+        self._graph = graph
+        self._module, self._optimizer = module, optimizer
+        self._forwards: dict[nn.Module, Callable[[Tensor], Tensor]] = {}
+        self._is_channels_last = "channels_last" in speedups
+        self._has_math_attention = "math_attention" in speedups
+        self._step_all: Callable[[], Any] = (
+            self._fused_step if "fused_optimizer" in speedups else optimizer.step
+        )
+        self._thin: ThinGradients | None = None
+        if self._is_channels_last:
+            _lay_out(module, torch.channels_last)
+            self._forwards.update(_pools(module))
+        self._forwards.update(self._direct)
+        if "thin_gradients" in speedups:
+            is_direct = "direct_layers" in speedups
+            self._thin = ThinGradients(module, optimizer, is_direct=is_direct)
+            self._forwards.update(self._thin.forwards)
+            self._direct = {m: f for m, f in self._direct.items() if m not in self._thin.forwards}
+
+    def batch(self, batch: Any) -> Any:
+        """Return a batch in the layout that the model has."""
+        return _channels_last(batch) if self._is_channels_last else batch
+
+    def gradients(self, batch: Any, index: int) -> Tensor | None:
+        """Compute loss and gradients in the compiled graph.
+
+        Args:
+            batch: laid out by `batch`, of the shapes that all such batches have.
+            index: its number in the client's round.
+
+        Returns:
+            The loss, detached; None, with nothing done, if there is no graph.
+        """
+        if self._graph is None or self._graph.is_given_up:
+            return None
+        if self._thin is not None:
+            self._thin.forget()
+        with other_forwards(self._direct), self._attention():
+            return self._graph(batch, index, self._thin)
+
+    def _attention(self) -> AbstractContextManager[None]:
+        return _as_products() if self._has_math_attention else nullcontext()
+
+    @contextmanager
+    def forwards(self) -> Iterator[None]:
+        """Let layers compute in their faster way."""
+        if self._thin is not None:
+            self._thin.forget()
+        with other_forwards(self._forwards), self._attention():
+            yield
+
+    def step(self) -> None:
+        """Step the optimizer on the gradients of the backward pass."""
+        if self._thin is not None:
+            self._thin.step(self._step_all)
+        else:
+            self._step_all()
+
+    def close(self) -> None:
+        """Give the module its usual layout back."""
+        if self._is_channels_last:
+            _lay_out(self._module, torch.contiguous_format)
+
+    def _fused_step(self) -> None:
+        groups = self._optimizer.param_groups
+        for group in groups:  # for this call only: checkpoints hold what the user asked for
+            group["fused"] = True
+        try:
+            self._optimizer.step()
+        finally:
+            for group in groups:
+                group["fused"] = None
+
+
+@contextmanager
+def _as_products() -> Iterator[None]:
+    """Have attention be matrix products, in the precision that it is called in.
+
+    By itself PyTorch takes them in single precision, without the processor's matrix units.
+    """
+    switch = torch.backends.cuda  # its name; it is everybody's
+    before = switch.fp16_bf16_reduction_math_sdp_allowed()
+    switch.allow_fp16_bf16_reduction_math_sdp(True)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        switch.allow_fp16_bf16_reduction_math_sdp(before)
+
+
+def reason_against(speedup: Speedup, module: nn.Module, optimizer: Optimizer) -> str | None:
+    """Return why a speedup does not apply to a model and its optimizer; None if it does.
+
+    Example:
+        >>> module = nn.Linear(2, 2)
+        >>> optimizer = SGD(module.parameters(), lr=0.1, foreach=True)
+        >>> reason_against("channels_last", module, optimizer)
+        'the model has no convolution over images'
+        >>> reason_against("fused_optimizer", module, optimizer)
+        'foreach or fused are given to the optimizer'
+    """
+    if speedup == "direct_layers":
+        return reason_against_direct_layers(module)
+    if speedup == "channels_last":
+        if isinstance(optimizer, MaskedOptimizer):
+            return "masks count a parameter's entries in the usual layout"
+        has_any = any(isinstance(layer, _CONVOLUTIONS) for layer in module.modules())
+        return None if has_any else "the model has no convolution over images"
+    if speedup == "fused_optimizer":
+        return _reason_against_fused(optimizer)
+    if speedup == "thin_gradients":
+        return reason_against_thin_gradients(module, optimizer)
+    if speedup == "compiled":
+        return None  # what rules it out shows in its first step
+    device = next(module.parameters()).device.type
+    return None if device == "cpu" else f"it is for CPUs, the model is on {device}"
+
+
+def _reason_against_fused(optimizer: Optimizer) -> str | None:
+    if type(optimizer) not in (SGD, Adam, AdamW):
+        return f"{type(optimizer).__name__} has no fused step: it is for SGD, Adam and AdamW"
+    for group in optimizer.param_groups:
+        if group["foreach"] is not None or group["fused"] is not None:
+            return "foreach or fused are given to the optimizer"
+        if group["differentiable"]:
+            return "the optimizer has the option differentiable"
+    return None
+
+
+def _lay_out(module: nn.Module, layout: torch.memory_format) -> None:
+    with torch.no_grad():
+        for param in module.parameters():
+            if param.ndim == 4:
+                param.data = _laid_out(param.data, layout)
+
+
+def _laid_out(value: Tensor, layout: torch.memory_format) -> Tensor:
+    """Return a tensor of shape (N, C, H, W) in a layout, with that layout's own strides.
+
+    With one channel, or one pixel, a tensor counts as being in both: what a convolution makes of it
+    then depends on strides of axes of length one.
+    """
+    _, channels, height, width = value.shape
+    strides = (channels * height * width, height * width, width, 1)
+    if layout is torch.channels_last:
+        strides = (channels * height * width, 1, width * channels, channels)
+    return value.contiguous(memory_format=layout).as_strided(value.shape, strides)
+
+
+def _channels_last(batch: Any) -> Any:
+    if isinstance(batch, Tensor):
+        is_image = batch.ndim == 4 and batch.is_floating_point()
+        return _laid_out(batch, torch.channels_last) if is_image else batch
+    if type(batch) in (tuple, list):
+        return type(batch)([_channels_last(part) for part in batch])
+    if type(batch) is dict:
+        return {key: _channels_last(part) for key, part in batch.items()}
+    return batch
+
+
+def _pools(module: nn.Module) -> dict[nn.Module, Callable[[Tensor], Tensor]]:
+    layers = (layer for layer in module.modules() if type(layer) is nn.MaxPool2d)
+    return {layer: _pool(layer) for layer in layers if "forward" not in vars(layer)}
+
+
+def _pool(layer: nn.MaxPool2d) -> Callable[[Tensor], Tensor]:
+    """Return a forward pass whose backward pass never meets a gradient of the other layout.
+
+    It comes so from a flatten, and PyTorch then copies the pool's large input twice.
+    """
+
+    def forward(value: Tensor) -> Tensor:
+        result: Tensor = nn.MaxPool2d.forward(layer, value)
+        if isinstance(result, Tensor) and result.requires_grad and _is_channels_last(result):
+            result.register_hook(_in_channels_last)
+        return result
+
+    return forward
+
+
+def _is_channels_last(value: Tensor) -> bool:
+    return value.ndim == 4 and value.is_contiguous(memory_format=torch.channels_last)
+
+
+def _in_channels_last(gradient: Tensor) -> Tensor:
+    return _laid_out(gradient, torch.channels_last)

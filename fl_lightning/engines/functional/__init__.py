@@ -1,0 +1,1 @@
+"""A module's training step as a pure function of its parameters."""

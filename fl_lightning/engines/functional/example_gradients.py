@@ -1,0 +1,258 @@
+"""The sum of clipped gradients of single examples.
+
+    Σ_i g_i · min(1, S / ‖g_i‖₂),   g_i = ∇ℓ(example i),   one flat ball over all that trains
+
+Each example is a batch of its own for the user's ``training_step``, so that nothing in it can mix
+two of them. Many at once through `torch.func` (vmap over examples, in chunks that fit the memory);
+one by one through plain autograd where vmap cannot run the step. An example whose gradient is not
+finite counts as 0: a client that failed would tell of it. Source: Abadi et al. 2016 (1607.00133),
+Algorithm 1.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import grad_and_value, vmap
+
+from fl_lightning.client.log_collector import LogCollector
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.seeds import GlobalGenerators
+from fl_lightning.core.space import Space
+from fl_lightning.engines.functional.functional_step import OWN_LOSS, Tensors, TrainingStep
+from fl_lightning.sparsity.sensitivity.examples import chunks, map_batch
+
+# (batch, its number) -> the loss of a plain training step, None if it was skipped
+Loss = Callable[[Any, int], Tensor | None]
+
+# one clipped gradient, shape (k,) -> the same as whole numbers
+ToSteps = Callable[[Tensor], Tensor]
+
+
+class ExampleGradients:
+    """Takes the gradients of one module's examples.
+
+    Args:
+        module: the LightningModule.
+        loss: its training step, run in the module itself.
+        takes_index: whether ``training_step`` has a second parameter.
+        collector: is given what the step logs; nothing is logged if None.
+        memory_limit: bytes of gradients at a time; 64 MiB on a CPU, 2 GiB elsewhere if None.
+        vectorize: take many examples at once where the module can.
+
+    Attributes:
+        num_clipped: gradients that were longer than the clip norm, of all so far.
+
+    Example:
+        >>> class Line(nn.Linear):
+        ...     def training_step(self, batch):
+        ...         return self(batch).square().sum() / 2
+        >>> line = Line(2, 1, bias=False)
+        >>> _ = nn.init.ones_(line.weight)
+        >>> space, loss = Space.of_parameters(line), lambda batch, index: line.training_step(batch)
+        >>> gradients = ExampleGradients(line, loss, takes_index=False)
+        >>> examples = torch.tensor([[1.0, 0.0], [3.0, 4.0]])  # gradients (1, 0) and (21, 28)
+        >>> gradients(space, examples, index=0, clip_norm=5.0)[0]
+        tensor([4., 4.])
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        loss: Loss,
+        *,
+        takes_index: bool,
+        collector: LogCollector | None = None,
+        memory_limit: int | None = None,
+        vectorize: bool = True,
+    ) -> None:
+        self._module, self._loss, self._collector = module, loss, collector
+        self._call = TrainingStep(module, takes_index)
+        self._memory_limit = memory_limit
+        self._vectorize = vectorize
+        if vectorize and collector is not None and len(self._call.stand_ins):
+            self._go_slowly("its torchmetrics objects are to be updated (log_unprotected: true)")
+        self.num_clipped = 0
+
+    def __call__(
+        self,
+        space: Space,
+        batch: Any,
+        index: int,
+        clip_norm: float,
+        to_steps: ToSteps | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the sum, shape (k,), and the examples' losses, shape (B,).
+
+        Args:
+            space: of what trains; its live values are those at which gradients are taken.
+            batch: tensors in tuples, lists and dicts, with an entry per example.
+            index: number of the local step.
+            clip_norm: S > 0, finite.
+            to_steps: makes whole numbers of each clipped gradient, whose sum is then int64.
+
+        Raises:
+            ConfigurationError: if the training step sets parameters itself; it is undone.
+        """
+        total, losses = nothing(space, in_steps=to_steps is not None), []
+        before = _Parameters(self._module)
+        for chunk in chunks(batch, self._chunk_size(space)):
+            summed, lost = self._of_chunk(space, chunk, index, clip_norm, to_steps)
+            total += summed
+            losses.append(lost)
+        before.check_untouched()
+        return total, torch.cat(losses)
+
+    def _chunk_size(self, space: Space) -> int:
+        limit = self._memory_limit
+        if limit is None:
+            limit = 2**26 if space.device.type == "cpu" else 2**31
+        return max(1, limit // (8 * space.num_entries))
+
+    def _of_chunk(
+        self, space: Space, chunk: Any, index: int, clip_norm: float, to_steps: ToSteps | None
+    ) -> tuple[Tensor, Tensor]:
+        if self._vectorize:
+            generators = GlobalGenerators(only_torch=True)
+            try:
+                rows, losses, logged = self._at_once(space, chunk, index)
+            except ConfigurationError:
+                raise
+            except Exception as error:  # noqa: BLE001 - whatever the step does that vmap cannot
+                generators.put_back()
+                self._go_slowly(f"{type(error).__name__}: {error}".splitlines()[0])
+            else:
+                self._log(logged)
+                return self._clipped_sum(rows, clip_norm, to_steps), losses
+        total = nothing(space, in_steps=to_steps is not None)
+        alone = []
+        for example in chunks(chunk, 1):
+            row, loss = self._alone(space, example, index)
+            total += self._clipped_sum(row.unsqueeze(0), clip_norm, to_steps)
+            alone.append(loss)
+        return total, torch.stack(alone)
+
+    def _go_slowly(self, reason: str) -> None:
+        self._vectorize = False
+        warnings.warn(
+            f"gradients of examples are taken one by one, slowly, because {reason}", stacklevel=2
+        )
+
+    def _at_once(self, space: Space, chunk: Any, index: int) -> tuple[Tensor, Tensor, Tensors]:
+        """Return gradients, shape (B, k), losses, shape (B,), and what is logged, each (B,)."""
+        tensors = dict(self._module.named_parameters()) | dict(self._module.named_buffers())
+        fixed = {name: tensor.detach() for name, tensor in tensors.items()}
+        params = {name: fixed.pop(name) for name in space.names}
+        weights: dict[str, float | None] = {}
+
+        def one(params: Tensors, example: Any) -> tuple[Tensor, Tensors]:
+            single = map_batch(lambda tensor: tensor.unsqueeze(0), example)
+            result = self._call(params | fixed, single, torch.tensor(index))
+            weights.update({name: weight for name, (_, weight) in result.logged.items()})
+            return result.loss, {name: value for name, (value, _) in result.logged.items()}
+
+        gradient = vmap(grad_and_value(one, has_aux=True), (None, 0), randomness="different")
+        with self._call.in_place():
+            grads, (losses, logged) = gradient(params, chunk)
+        rows = [
+            grads[name].flatten(1) if picked is None else grads[name].flatten(1)[:, picked]
+            for name, picked in ((name, space.active.get(name)) for name in space.names)
+        ]
+        del logged[OWN_LOSS]
+        return torch.cat(rows, 1).to(space.dtype), losses.detach(), logged
+
+    def _alone(self, space: Space, example: Any, index: int) -> tuple[Tensor, Tensor]:
+        """Return one example's gradient, shape (k,), and its loss."""
+        own = dict(self._module.named_parameters())
+        leaves = [own[name] for name in space.names]
+        buffers = [(buffer, buffer.clone()) for buffer in self._module.buffers()]
+        if self._collector is not None:
+            self._collector.start_step(1)
+        loss = self._loss(example, index)
+        for buffer, before in buffers:  # statistics of examples, which no noise covers
+            buffer.copy_(before)
+        if loss is None:
+            return nothing(space, in_steps=False), torch.zeros((), device=space.device)
+        grads = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+        rows = [
+            grad.reshape(-1) if picked is None else grad.reshape(-1)[picked]
+            for grad, picked in zip(grads, (space.active.get(n) for n in space.names), strict=True)
+        ]
+        return torch.cat(rows).to(space.dtype), loss.detach().reshape(())
+
+    def _clipped_sum(self, rows: Tensor, clip_norm: float, to_steps: ToSteps | None) -> Tensor:
+        """Return the sum of rows that are no longer than the clip norm, shape (k,)."""
+        wide = torch.float32 if rows.device.type == "mps" else torch.float64
+        norms = torch.linalg.vector_norm(rows, dim=1, dtype=wide)
+        is_finite = norms.isfinite()
+        if not bool(is_finite.all()):
+            rows = torch.where(is_finite.unsqueeze(1), rows, 0)
+        self.num_clipped += int((norms > clip_norm).sum())
+        scales = torch.where(is_finite, (clip_norm / norms).clamp(max=1.0), 0).to(rows.dtype)
+        if to_steps is None:
+            return scales @ rows
+        clipped = (scale * row for scale, row in zip(scales, rows, strict=True))
+        return torch.stack([to_steps(row) for row in clipped]).sum(0)
+
+    def _log(self, logged: Tensors) -> None:
+        if self._collector is None:
+            return
+        for name, values in logged.items():
+            self._collector.start_step(len(values))
+            self._collector.log(name, values.mean())
+
+
+def nothing(space: Space, *, in_steps: bool) -> Tensor:
+    """Return an empty sum, shape (k,), in whole steps or in the space's dtype."""
+    dtype = torch.int64 if in_steps else space.dtype
+    return torch.zeros(space.size, dtype=dtype, device=space.device)
+
+
+class _Parameters:
+    """A module's parameters as they are, also those that do not train."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._before = {name: (p, p.detach().clone()) for name, p in module.named_parameters()}
+
+    def check_untouched(self) -> None:
+        """Refuse a training step that has changed one, and change it back."""
+        present = dict(self._module.named_parameters())
+        changed = [
+            name
+            for name, (param, value) in self._before.items()
+            if present.get(name) is not param or not _is_same(param.detach(), value)
+        ]
+        if not changed:
+            return
+        for name in changed:
+            param, value = self._before[name]
+            param.data = value
+            owner, _, own_name = name.rpartition(".")
+            setattr(self._module.get_submodule(owner), own_name, param)
+        raise ConfigurationError(
+            f"federation.privacy ExampleDP: training_step sets parameters itself ({changed[0]}), "
+            "which nobody clips: have it return a loss and leave them to the optimizer"
+        )
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def check_examples_apart(module: nn.Module) -> None:
+    """Refuse modules whose layers mix the examples of a batch.
+
+    Raises:
+        ConfigurationError: naming the layer.
+    """
+    for name, child in module.named_modules():
+        if isinstance(child, nn.modules.batchnorm._BatchNorm):
+            raise ConfigurationError(
+                f"federation.privacy ExampleDP bounds what each example does by itself, and {name} "
+                f"({type(child).__name__}) mixes the examples of a batch: use group or layer norm"
+            )

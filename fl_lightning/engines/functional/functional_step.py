@@ -1,0 +1,318 @@
+"""A user's ``training_step`` as a function: tensors in, loss and logged values out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torchmetrics import Metric
+
+from fl_lightning.engines.cannot_stack import CannotStack
+from fl_lightning.engines.functional.metric_calls import (
+    BatchValue,
+    MetricCall,
+    StandIn,
+    StandIns,
+    tensors_of,
+)
+from fl_lightning.engines.functional.other_forwards import other_forwards
+from fl_lightning.engines.functional.random_draws import Draw, DrawRecorder
+from fl_lightning.engines.functional.replayed_draws import DropoutWatch, ReplayedDraws
+from fl_lightning.engines.functional.thin_layers import ThinLayers
+from fl_lightning.kernels import direct_layers
+
+Tensors = dict[str, Tensor]
+# Logged values by name, with their batch sizes if given.
+Logged = dict[str, tuple[Tensor, float | None]]
+# Makes what a training step runs in.
+StepContext = Callable[[], AbstractContextManager[Any]]
+# Among logged values the name of the loss itself, which no module can take
+OWN_LOSS = ""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What comes out of a training step.
+
+    Attributes:
+        loss: a scalar.
+        logged: values logged, detached.
+        given: tensors given to torchmetrics objects, detached, in the order of the calls.
+        inputs: of thin layers, by the names of their weights.
+    """
+
+    loss: Tensor
+    logged: Logged
+    given: list[Tensor]
+    inputs: Tensors
+
+
+class Thin(NamedTuple):
+    """What thin layers take in a call of the training step, by the names of their weights.
+
+    Attributes:
+        weights: theirs.
+        zeros: added to their outputs.
+    """
+
+    weights: Tensors
+    zeros: Tensors
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What a training step does besides arithmetic.
+
+    Attributes:
+        draws: the random numbers that it draws.
+        has_dropout: whether it calls any, be it switched off.
+        calls: of torchmetrics objects.
+        metrics: the objects that it logs, by name.
+    """
+
+    draws: list[Draw]
+    has_dropout: bool
+    calls: list[MetricCall]
+    metrics: dict[str, Metric]
+
+
+class TrainingStep:
+    """A module's ``training_step`` as a function of its tensors, with what it logs returned.
+
+    Args:
+        module: the LightningModule.
+        takes_index: whether ``training_step`` has a second parameter.
+        direct: have its layers computed by `direct_layers`.
+        context: makes what it runs in, such as autocast.
+
+    Attributes:
+        stand_ins: for the module's metrics.
+        thin_layers: that a call may ask to be thin; None if layers are not direct.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        takes_index: bool,
+        *,
+        direct: bool = False,
+        context: StepContext = nullcontext,
+    ) -> None:
+        self.stand_ins = StandIns(module)
+        self.thin_layers = ThinLayers(module) if direct else None
+        self._forwards = dict(direct_layers(module, viewable=True)) if direct else {}
+        if self.thin_layers is not None:
+            self._forwards.update(self.thin_layers.forwards)
+        self._wrapper, self._log = _Wrapper(module), _Log()
+        self._takes_index, self._context = takes_index, context
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Have the module be as calls of this object need it."""
+        attention = sdpa_kernel(SDPBackend.MATH)  # vmap would run the fused ones client by client
+        own = vars(self._wrapper.module)
+        before = own.get("log")
+        own["log"] = self._log.log
+        try:
+            with self.stand_ins.in_place(), other_forwards(self._forwards), attention:
+                yield
+        finally:
+            if before is None:
+                del own["log"]
+            else:
+                own["log"] = before
+
+    def __call__(
+        self,
+        tensors: Mapping[str, Tensor],
+        batch: Any,
+        count: Tensor,
+        draws: Sequence[Tensor] = (),
+        thin: Thin | None = None,
+    ) -> Result:
+        """Run it, between the two ends of `in_place`.
+
+        Args:
+            tensors: parameters and buffers by name.
+            batch: what the step takes.
+            count: steps that the client has taken.
+            draws: the random numbers, in the order in which the step draws them.
+            thin: of the layers that are to be thin.
+
+        Raises:
+            CannotStack: if it does what slots cannot.
+        """
+        inputs: Tensors = {}
+        if thin is None or self.thin_layers is None or not thin.weights:
+            loss, logged, calls, _ = self._run(tensors, batch, count, draws)
+        else:
+            self.thin_layers.begin(thin.weights, thin.zeros)
+            try:
+                loss, logged, calls, _ = self._run({**tensors, **thin.weights}, batch, count, draws)
+                inputs = self.thin_layers.inputs
+            finally:
+                self.thin_layers.end()
+            if missing := [name for name in thin.weights if name not in inputs]:
+                raise CannotStack(f"its layer of {min(missing)} is not called as it was before")
+        given = [tensor.detach() for call in calls for tensor in tensors_of(call)]
+        return Result(loss, {OWN_LOSS: (loss.detach(), None), **logged}, given, inputs)
+
+    def thin_here(self, names: Iterable[str], batch: Any, count: Tensor) -> list[str]:
+        """Run it as the sequential engine would, and tell which layers can be thin.
+
+        Args:
+            names: of the weights of some of `thin_layers`.
+            batch: what the step takes.
+            count: as for a call.
+
+        Returns:
+            Names of those weights whose gradient is all that their layer makes of one input.
+        """
+        if self.thin_layers is None:
+            return []
+        module, size = self._wrapper.module, len(tensors_in(batch)[0])
+        buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+        weights = {n: self.thin_layers.weight(n).detach().requires_grad_() for n in names}
+        zeros = {name: weight.new_zeros(size, len(weight)) for name, weight in weights.items()}
+        self.thin_layers.begin(weights, zeros, [*module.parameters(), *buffers.values()])
+        try:
+            with torch.enable_grad():
+                loss, *_ = self._run({**buffers, **weights}, batch, count, ())
+            called = list(self.thin_layers.inputs)
+        finally:
+            self.thin_layers.end()
+        if not called or not loss.requires_grad:  # nothing else in it can train
+            return called
+        others = torch.autograd.grad(loss, [weights[name] for name in called], allow_unused=True)
+        return [name for name, other in zip(called, others, strict=True) if other is None]
+
+    def observe(self, tensors: Mapping[str, Tensor], batch: Any, count: Tensor) -> Observed:
+        """Run it as the sequential engine would, and tell what it does besides arithmetic."""
+        with DrawRecorder() as recorder, DropoutWatch() as watch:
+            _, _, calls, metrics = self._run(tensors, batch, count, ())
+        return Observed(recorder.draws, watch.has_seen_one, calls, metrics)
+
+    def _run(
+        self, tensors: Mapping[str, Tensor], batch: Any, count: Tensor, draws: Sequence[Tensor]
+    ) -> tuple[Tensor, Logged, list[MetricCall], dict[str, Metric]]:
+        inner = {
+            f"module.{name}": tensor
+            for name, tensor in tensors.items()
+            if not name.startswith(self.stand_ins.prefixes)
+        }
+        # no number: a step that decides something by its index cannot be the same for all slots
+        arguments = (batch, count.long()) if self._takes_index else (batch,)
+        calls = self.stand_ins.listen() if len(self.stand_ins) else []
+        try:
+            replayed = ReplayedDraws(draws) if draws else nullcontext()
+            with self._context(), replayed:
+                output = functional_call(self._wrapper, inner, arguments)
+            logged, metrics = dict(self._log.values), dict(self._log.metrics)
+        finally:
+            self._log.clear()
+            self.stand_ins.stop_listening()
+        loss = output["loss"] if isinstance(output, dict) else output
+        if not isinstance(loss, Tensor):
+            raise CannotStack("its training_step returned no loss")
+        return loss.reshape(()), logged, calls, metrics
+
+
+def copies_of(module: nn.Module, without: tuple[str, ...] = ()) -> Tensors:
+    """Return copies of a module's parameters and buffers, by name.
+
+    Args:
+        module: the module; its parameters that train do so in the copy.
+        without: beginnings of names that are left out.
+    """
+    params = {
+        name: param.detach().clone().requires_grad_(param.requires_grad)
+        for name, param in module.named_parameters()
+    }
+    buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+    return {name: t for name, t in (params | buffers).items() if not name.startswith(without)}
+
+
+class _Log:
+    """Stands in for a module's ``log`` and keeps what the present call of its step logs.
+
+    In lists that stay the same objects, and asking for types in tuples: PyTorch's older compilers
+    follow neither an attribute that changes nor a union of types.
+    """
+
+    def __init__(self) -> None:
+        self.values: list[tuple[str, tuple[Tensor, float | None]]] = []
+        self.metrics: list[tuple[str, Metric]] = []
+
+    def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
+        """Keep a value."""
+        if isinstance(value, StandIn):
+            self.metrics.append((name, value.metric))
+            return
+        if isinstance(value, Metric):  # of a collection
+            self.metrics.append((name, value))
+            return
+        if isinstance(value, BatchValue):
+            raise CannotStack(
+                f"it logs a batch's {value.kind} as {name!r}, not the {value.kind} object"
+            )
+        if not isinstance(value, (Tensor, float, int)):
+            raise CannotStack(f"it logs a {type(value).__name__} as {name!r}")
+        if options.get("reduce_fx", "mean") != "mean":
+            raise CannotStack(f"it logs {name!r} with a reduce_fx other than mean")
+        tensor = torch.as_tensor(value).detach().reshape(()).float()
+        self.values.append((name, (tensor, options.get("batch_size"))))
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.values.clear()
+        self.metrics.clear()
+
+
+class _Wrapper(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *arguments: Any) -> Any:
+        return self.module.training_step(*arguments)  # type: ignore[operator]
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
+    """Apply a function to every tensor of a batch, in tuples, lists and dicts.
+
+    Raises:
+        CannotStack: if the batch holds anything else.
+    """
+    if isinstance(batch, Tensor):
+        return function(batch)
+    if isinstance(batch, (list, tuple)):
+        return type(batch)([map_tensors(function, part) for part in batch])
+    if isinstance(batch, dict):
+        return {key: map_tensors(function, part) for key, part in batch.items()}
+    raise CannotStack(f"its batches hold a {type(batch).__name__}")
+
+
+def tensors_in(batch: Any) -> list[Tensor]:
+    """Return every tensor of a batch, in order.
+
+    Raises:
+        CannotStack: if the batch holds anything else.
+
+    Example:
+        >>> tensors_in({"x": torch.tensor(1), "y": [torch.tensor(2)]})
+        [tensor(1), tensor(2)]
+    """
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(note, batch)
+    return found

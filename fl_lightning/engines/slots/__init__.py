@@ -1,0 +1,1 @@
+"""Many clients side by side in one step."""

@@ -1,0 +1,176 @@
+"""What clients leave behind in their slots, taken over when they end and handed on in groups.
+
+Clients of different lengths end one by one. What is done with an update (its norm, checks, the sum it
+goes into) costs a fixed time besides, which a group pays once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fl_lightning.client.local_training import GlobalModel, check_finite
+from fl_lightning.client.work import GroupWork, Integers
+from fl_lightning.core.errors import ClientFailure, NotFinite
+from fl_lightning.core.space import Space
+from fl_lightning.core.update import GroupUpdate, LazyDeltas
+from fl_lightning.engines.functional.functional_step import OWN_LOSS, Tensors
+from fl_lightning.engines.slots.rows import SlotRows
+from fl_lightning.engines.slots.stacked_step import StackedStep
+
+# A client's of so few are written twice in less time than it takes to call an operator for each tensor.
+_FEW_NUMBERS = 100_000
+
+
+class SlotResults:
+    """Results of clients that have ended, at most as many as there are slots.
+
+    Args:
+        step: holds the slots.
+        space: layout of the parameters that train.
+        buffers: layout of the floating-point buffers.
+        names: under which names logged values appear in updates, where those differ.
+    """
+
+    def __init__(
+        self, step: StackedStep, space: Space, buffers: Space, names: Mapping[str, str]
+    ) -> None:
+        self._step, self._space, self._names = step, space, names
+        params = [step.params[name] for name in space.names]
+        self._rows = SlotRows([param.view(len(param), -1) for param in params])
+        self._indices = [space.active.get(name) for name in space.names]
+        self._sizes = [
+            param[0].numel() if index is None else len(index)
+            for param, index in zip(params, self._indices, strict=True)
+        ]
+        self._buffers = [step.buffers[name] for name in buffers.names if step.buffers]
+        self._clients: list[int] = []
+        self._sum_rows = SlotRows()
+        self._sums: list[Tensor] = []
+        self._final_buffers: list[Tensor] = []
+
+    def open(self, start: GlobalModel, work: GroupWork) -> None:
+        """Have clients begin from a global model."""
+        self._start, self._work = start, work
+        self._clear()
+
+    def has_room(self, count: int) -> bool:
+        """Return whether so many more can be taken over."""
+        return len(self._clients) + count <= self._step.options.num_slots
+
+    @torch.no_grad()
+    def take(self, slots: list[int], clients: list[int]) -> Tensor:
+        """Take over the results of clients that have ended, and return their deltas.
+
+        Args:
+            slots: where they are.
+            clients: who, as positions in the group's work.
+        """
+        first, count = len(self._clients), len(slots)
+        if not first:
+            shape = self._step.options.num_slots, self._space.size
+            self._deltas = self._start.params.new_empty(shape)
+        deltas = self._deltas[first : first + count]
+        self._write(deltas, self._ends(slots))
+        self._clients += clients
+        self._sum_rows = self._sum_rows.following([*self._step.sums.values()])
+        self._sums.append(torch.stack(self._sum_rows.of(slots)))  # a copy: the slots go on
+        if self._buffers:
+            # not buffer[slots]: a GPU would wait for that list
+            rows = [torch.stack([buffer[slot] for slot in slots]) for buffer in self._buffers]
+            ends = [row.reshape(count, -1) for row in rows]
+            self._final_buffers.append(torch.cat(ends, 1))
+        return deltas
+
+    def _write(self, deltas: Tensor, ends: list[Tensor]) -> None:
+        """Write start - end; the ends client by client, tensor by tensor."""
+        places = deltas.view(-1).split(self._sizes * len(deltas))
+        start = self._start.params
+        if self._space.size <= _FEW_NUMBERS:
+            torch._foreach_copy_(list(places), ends)
+            torch.sub(start, deltas, out=deltas)
+            return
+        starts = start.split(self._sizes) * len(deltas)
+        for place, begin, end in zip(places, starts, ends, strict=True):
+            torch.sub(begin, end, out=place)
+
+    def _ends(self, slots: list[int]) -> list[Tensor]:
+        """Return where the parameters in some slots have come to, as far as they are coordinates."""
+        pairs = zip(self._rows.of(slots), self._indices * len(slots), strict=True)
+        return [row if index is None else row.index_select(0, index) for row, index in pairs]
+
+    def hand_on(self) -> Iterator[GroupUpdate]:
+        """Yield what was taken over since the last time, if anything was."""
+        if not self._clients:
+            return
+        clients, names = np.array(self._clients, np.int64), list(self._step.sums)
+        taken = torch.cat(self._sums).view(len(clients), len(names), 2).unbind(1)
+        sums = dict(zip(names, taken, strict=True))
+        group = self.group(clients, self._deltas[: len(clients)], sums)
+        self._clear()
+        yield group
+
+    def group(self, clients: Integers, deltas: Tensor | LazyDeltas, sums: Tensors) -> GroupUpdate:
+        """Return clients' updates.
+
+        Args:
+            clients: m of them, as positions in the group's work.
+            deltas: theirs, shape (m, k).
+            sums: of loss and logged values, see `StackedStep`, shape (m, 2).
+        """
+        work, count = self._work, len(clients)
+        means = {name: total[:, 0] / total[:, 1] for name, total in sums.items()}
+        own = {"train/loss": means.pop(OWN_LOSS)}  # a module may log a train/loss of its own
+        final = self._final_buffers
+        return GroupUpdate(
+            client_ids=work.client_ids[clients].tolist(),
+            deltas=deltas,
+            buffers=torch.cat(final) if final else self._start.buffers.expand(count, -1),
+            num_examples=work.num_examples[clients].tolist(),
+            num_steps=work.num_steps[clients].tolist(),
+            metrics=own | {self._names.get(name, name): v for name, v in means.items()},
+        )
+
+    def _clear(self) -> None:
+        self._clients, self._sums, self._final_buffers = [], [], []
+
+
+def receive_usable(
+    group: GroupUpdate, receive: Callable[[GroupUpdate, list[ClientFailure]], None]
+) -> None:
+    """Hand on the clients whose update is finite, and what is wrong with the others.
+
+    Args:
+        group: of clients that trained together.
+        receive: called with both. If it is the first to ask for the numbers of deltas and one is not
+            finite, it is called again, without that client: before it asks it must do nothing but see
+            to the failures that it is given.
+    """
+    try:
+        receive(*_usable(group))
+    except NotFinite:
+        group = group.multiplied_out()
+    else:
+        return
+    receive(*_usable(group))  # not while handling an error: what it raises has no other cause
+
+
+def _usable(group: GroupUpdate) -> tuple[GroupUpdate, list[ClientFailure]]:
+    """Return the group without those whose update cannot be used, as far as it is known, and why."""
+    others = group.metrics["train/loss"].sum() + group.buffers.sum()
+    is_open = not isinstance(group.deltas, Tensor)  # who asks for the numbers will tell
+    if math.isfinite(others) and (is_open or math.isfinite(group.norms.sum())):
+        return group, []
+    group, rows, failures = group.multiplied_out(), [], []
+    for row, update in enumerate(group):
+        try:
+            check_finite(update)
+        except ClientFailure as failure:
+            failures.append(failure)
+        else:
+            rows.append(row)
+    return group.rows(rows) if failures else group, failures

@@ -1,0 +1,169 @@
+"""What one local step of G clients does with tensors: gradients, optimizer, what is written where.
+
+Functions of tensors and of nothing else that changes from step to step, so that each can be compiled
+as one graph. What thin layers' weights do is not among it: their gradients come out as factors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fl_lightning.engines.functional.functional_step import Tensors
+from fl_lightning.engines.slots.stacked_gradients import Inputs, Outputs, StackedGradients
+from fl_lightning.engines.slots.stacked_optimizers import StackedRule
+from fl_lightning.engines.slots.stacked_options import StackedOptions
+from fl_lightning.engines.slots.thin_deltas import Factors
+
+
+class StackedTerm(NamedTuple):
+    """What is added to the gradients: pull · (y - x) + shift.
+
+    Attributes:
+        pull: a scalar.
+        starts: x by name, without the axis of clients; empty where nothing pulls.
+        shifts: by name, shape (G, …); empty where there are none.
+    """
+
+    pull: Tensor
+    starts: Tensors
+    shifts: Tensors
+
+
+class Slots(NamedTuple):
+    """What a client's optimizer has and reads.
+
+    Attributes:
+        params: by name, shape (G, …).
+        states: of the optimizer, by name.
+        lrs: learning rates of its parameter groups.
+        term: of a correction; None where there is none.
+    """
+
+    params: Tensors
+    states: dict[str, list[Tensor]]
+    lrs: list[Tensor]
+    term: StackedTerm | None = None
+
+
+@dataclass(eq=False)
+class StackedFunctions:
+    """The local step, and what it is for clients that begin with it.
+
+    Attributes:
+        gradients: of the training step.
+        options: how to stack.
+        group_of: the optimizer's parameter group that each name is in.
+        rules: how the parameters of each group move.
+        masks: ``True`` where an entry may move, of parameters with frozen entries, by name.
+        unused: names of parameters that the loss does not depend on: they have no gradient, which is
+            not one of 0, and no step of the optimizer.
+    """
+
+    gradients: StackedGradients
+    options: StackedOptions
+    group_of: Mapping[str, int]
+    rules: list[StackedRule] = field(default_factory=list)
+    masks: Tensors = field(default_factory=dict)
+    unused: frozenset[str] = frozenset()
+
+    def step(
+        self, inputs: Inputs, slots: Slots, buffers: Tensors
+    ) -> tuple[Outputs, dict[str, Factors]]:
+        """Take one step in every slot; return what came out, and thin layers' gradients."""
+        grads, outputs, factors = self._whole_and_thin(slots.params, buffers, inputs)
+        self._write(slots, self._moved(slots, grads, inputs.steps), inputs.steps)
+        for name, buffer in buffers.items():
+            buffer.copy_(outputs.buffers[name])
+        return Outputs(outputs.sums, outputs.given, {}, {}), factors
+
+    def first(
+        self, inputs: Inputs, start: Tensors, slots: Slots
+    ) -> tuple[Outputs, dict[str, Factors]]:
+        """Take the first step of new clients from common parameters, by name."""
+        moved, outputs, factors = self._moved_from(start, slots, inputs)
+        self._write(slots, moved, inputs.steps)
+        return outputs, factors
+
+    def only(
+        self, inputs: Inputs, start: Tensors, slots: Slots, active: Tensors
+    ) -> tuple[Outputs, dict[str, Factors], Tensor]:
+        """Take no step but return what `first` comes to, shape (G, k), thin layers' weights as factors.
+
+        Of parameters in ``active`` only the entries with these indices are among the k coordinates.
+        """
+        moved, outputs, grads = self._moved_from(start, slots, inputs)
+        lrs = {name: slots.lrs[self.group_of[name]] for name in grads}
+        factors = {n: Factors(grad.errors * lrs[n], grad.inputs) for n, grad in grads.items()}
+        count = self.options.num_slots  # not flatten(1): a parameter may be a scalar
+        deltas = {n: (start[n] - end).reshape(count, -1) for n, end in moved.params.items()}
+        for name, index in active.items():
+            deltas[name] = deltas[name][:, index]
+        none = inputs.valid.new_empty(count, 0)
+        return outputs, factors, torch.cat([*deltas.values(), none], 1)
+
+    def _whole_and_thin(
+        self, params: Tensors, buffers: Tensors, inputs: Inputs, *, shared: bool = False
+    ) -> tuple[Tensors, Outputs, dict[str, Factors]]:
+        grads, outputs = self.gradients(params, buffers, inputs, shared=shared)
+        factors = {n: Factors(error, outputs.inputs[n]) for n, error in grads.errors.items()}
+        # not _replace, which older compilers do not follow
+        whole = {name: grad for name, grad in grads.whole.items() if name not in self.unused}
+        return whole, Outputs(outputs.sums, outputs.given, outputs.buffers, {}), factors
+
+    def _moved_from(
+        self, start: Tensors, slots: Slots, inputs: Inputs
+    ) -> tuple[Slots, Outputs, dict[str, Factors]]:
+        """Return the slots after the first step of new clients, and what came out of it."""
+        grads, outputs, factors = self._whole_and_thin(start, {}, inputs, shared=True)
+        params = {name: value.unsqueeze(0) for name, value in start.items()}
+        states = {
+            name: [torch.zeros_like(grad) for _ in slots.states[name]]
+            for name, grad in grads.items()
+        }
+        fresh = Slots(params, states, slots.lrs, slots.term)
+        return self._moved(fresh, grads, inputs.steps), outputs, factors
+
+    def _moved(self, slots: Slots, grads: Tensors, count: Tensor) -> Slots:
+        """Return what has a gradient after the optimizer's step."""
+        grads = self._clipped(_corrected(grads, slots))
+        params, states = {}, {}
+        for name, grad in grads.items():
+            group, param = self.group_of[name], slots.params[name]
+            params[name], states[name] = self.rules[group].step(
+                param, grad, slots.states[name], slots.lrs[group], count
+            )
+            if name in self.masks:
+                params[name] = torch.where(self.masks[name], params[name], param)
+        return Slots(params, states, slots.lrs)
+
+    def _write(self, slots: Slots, moved: Slots, count: Tensor) -> None:
+        for name, param in moved.params.items():
+            slots.params[name].copy_(param)
+            for slot, new in zip(slots.states[name], moved.states[name], strict=True):
+                slot.copy_(new)
+        count.add_(1)
+
+    def _clipped(self, grads: Tensors) -> Tensors:
+        if self.options.clip_value is not None:
+            bound = self.options.clip_value
+            return {name: grad.clamp(-bound, bound) for name, grad in grads.items()}
+        if self.options.clip_norm is None:
+            return grads
+        squares = [g.reshape(len(g), -1).square().sum(1) for g in grads.values()]
+        norms = torch.stack(squares).sum(0).sqrt()
+        factors = (self.options.clip_norm / (norms + 1e-6)).clamp(max=1.0)
+        return {n: g * factors.view(-1, *[1] * (g.ndim - 1)) for n, g in grads.items()}
+
+
+def _corrected(grads: Tensors, slots: Slots) -> Tensors:
+    term = slots.term
+    if term is None:
+        return grads
+    for name, start in term.starts.items():
+        grads = grads | {name: grads[name] + term.pull * (slots.params[name] - start)}
+    return grads | {name: grads[name] + shift for name, shift in term.shifts.items()}

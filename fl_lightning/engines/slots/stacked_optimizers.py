@@ -1,0 +1,137 @@
+"""Optimizers of torch written for many clients at once: every tensor has a client axis in front.
+
+    SGD    m ← μ m + (1 - τ) (g + λ p),          p ← p - η m
+    Adam   m ← β₁ m + (1 - β₁) g,  v ← β₂ v + (1 - β₂) g²,  p ← p - η m̂ / (√v̂ + ε)
+
+The same arithmetic as `torch.optim`, step by step. All act on each number for itself, so stacking
+changes nothing; optimizers that do more (LBFGS, Muon, …) have no rule here. Masked optimizers have
+the rule of the dense ones: what their masks freeze, the stacked step leaves alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from fl_lightning.sparsity.optimizers.sparse_adamw import SparseAdamW
+from fl_lightning.sparsity.optimizers.sparse_sgdm import SparseSGDM
+
+
+class StackedRule(Protocol):
+    """How the parameters of one parameter group move."""
+
+    @property
+    def num_states(self) -> int:
+        """Tensors of state per parameter, which start at zero."""
+
+    def step(
+        self, param: Tensor, grad: Tensor, state: list[Tensor], lr: Tensor, count: Tensor
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Return new values and state.
+
+        Args:
+            param: shape (G, …).
+            grad: shape (G, …).
+            state: of the same shape.
+            lr: learning rate, a scalar.
+            count: steps that each client has taken before this one, float64 of shape (G,).
+        """
+
+
+@dataclass(frozen=True)
+class StackedSGD:
+    """`torch.optim.SGD`; a client's first step sets the momentum to the gradient, undampened."""
+
+    momentum: float
+    dampening: float
+    weight_decay: float
+    nesterov: bool
+    maximize: bool
+
+    @property
+    def num_states(self) -> int:
+        """The momentum, if there is any."""
+        return int(self.momentum != 0)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is nothing but momentum and weight decay."""
+        return not (self.dampening or self.nesterov or self.maximize)
+
+    def step(
+        self, param: Tensor, grad: Tensor, state: list[Tensor], lr: Tensor, count: Tensor
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Return new values and momentum."""
+        grad = -grad if self.maximize else grad
+        if self.weight_decay:
+            grad = grad + self.weight_decay * param
+        if not self.momentum:
+            return param - lr * grad, []
+        momentum = self.momentum * state[0] + (1 - self.dampening) * grad
+        if self.dampening:
+            momentum = torch.where(_per_client(count, grad) == 0, grad, momentum)
+        direction = grad + self.momentum * momentum if self.nesterov else momentum
+        return param - lr * direction, [momentum]
+
+
+@dataclass(frozen=True)
+class StackedAdam:
+    """`torch.optim.Adam` and, with ``decoupled`` decay, `torch.optim.AdamW`."""
+
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    decoupled: bool
+    maximize: bool
+
+    @property
+    def num_states(self) -> int:
+        """First and second moment."""
+        return 2
+
+    def step(
+        self, param: Tensor, grad: Tensor, state: list[Tensor], lr: Tensor, count: Tensor
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Return new values and moments."""
+        grad = -grad if self.maximize else grad
+        if self.weight_decay and self.decoupled:
+            param = param * (1 - lr * self.weight_decay)
+        elif self.weight_decay:
+            grad = grad + self.weight_decay * param
+        (beta1, beta2), number = self.betas, _per_client(count, grad) + 1
+        bias1 = (1 - beta1**number).to(grad.dtype)
+        bias2 = (1 - beta2**number).sqrt().to(grad.dtype)
+        first = state[0] + (1 - beta1) * (grad - state[0])
+        second = beta2 * state[1] + (1 - beta2) * grad * grad
+        return param - lr / bias1 * first / (second.sqrt() / bias2 + self.eps), [first, second]
+
+
+def stacked_rule(optimizer: Optimizer, group: Mapping[str, Any]) -> StackedRule | None:
+    """Return the rule of one of an optimizer's parameter groups; None where there is none.
+
+    Example:
+        >>> sgd = torch.optim.SGD([torch.zeros(1)], lr=0.1, momentum=0.9)
+        >>> stacked_rule(sgd, sgd.param_groups[0])
+        StackedSGD(momentum=0.9, dampening=0, weight_decay=0, nesterov=False, maximize=False)
+        >>> lbfgs = torch.optim.LBFGS([torch.zeros(1)])
+        >>> stacked_rule(lbfgs, lbfgs.param_groups[0]) is None
+        True
+    """
+    if type(optimizer) in (SGD, SparseSGDM):
+        names = ("momentum", "dampening", "weight_decay", "nesterov", "maximize")
+        return StackedSGD(*(group[name] for name in names))
+    if type(optimizer) in (Adam, AdamW, SparseAdamW) and not group["amsgrad"]:
+        decoupled = isinstance(optimizer, AdamW) or bool(group.get("decoupled_weight_decay"))
+        betas = (float(group["betas"][0]), float(group["betas"][1]))
+        options = group["eps"], group["weight_decay"], decoupled, group["maximize"]
+        return StackedAdam(betas, *options)
+    return None
+
+
+def _per_client(count: Tensor, like: Tensor) -> Tensor:
+    return count.view(-1, *[1] * (like.ndim - 1))

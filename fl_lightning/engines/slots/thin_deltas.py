@@ -1,0 +1,167 @@
+"""Updates of a single step of SGD, left as products of two thin matrices.
+
+    Δ_k = e_kᵀ a_k
+
+with the errors e (B, O) at a dense layer's outputs, times the learning rate, and its inputs a (B, I).
+The O·I numbers are made where they go into the mean, by `dense_fold`, which sums their squares as well:
+these tell whether all are finite.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from fl_lightning.core.errors import NotFinite
+from fl_lightning.core.update import Rows
+from fl_lightning.kernels import FEWEST_INPUTS, dense_fold
+
+# Of so few numbers, a call for each client takes longer than a copy of all.
+_FEW_NUMBERS = 4096
+
+
+class Factors(NamedTuple):
+    """m matrices errorsᵀ inputs: gradients of a thin layer's weight, or deltas.
+
+    Attributes:
+        errors: at the layer's output, for deltas times the learning rate, shape (m, B, O).
+        inputs: of the layer, shape (m, B, I).
+    """
+
+    errors: Tensor
+    inputs: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(m, numbers of one matrix)."""
+        return len(self.errors), self.errors.shape[2] * self.inputs.shape[2]
+
+    def of(self, rows: Rows) -> Factors:
+        """Return those of some clients."""
+        return Factors(self.errors[rows], self.inputs[rows])
+
+    def fold(self, mean: Tensor, shares: Tensor) -> Tensor:
+        """Have a mean, a vector, take in one after the other; return each one's sum of squares."""
+        weights = mean.view(self.errors.shape[2], self.inputs.shape[2])
+        return dense_fold(weights, self.errors, self.inputs, shares)
+
+
+class Numbers(NamedTuple):
+    """m vectors as they are.
+
+    Attributes:
+        values: shape (m, n).
+    """
+
+    values: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(m, n)."""
+        return len(self.values), self.values.shape[1]
+
+    def of(self, rows: Rows) -> Numbers:
+        """Return those of some clients."""
+        return Numbers(self.values[rows])
+
+    def fold(self, mean: Tensor, shares: Tensor) -> Tensor:
+        """Have a mean, a vector, take in one after the other; return each one's sum of squares."""
+        if FEWEST_INPUTS <= len(mean) <= _FEW_NUMBERS:
+            alone = self.values.unsqueeze(1)  # one example, whose error is 1
+            return dense_fold(mean.unsqueeze(0), torch.ones_like(alone[..., :1]), alone, shares)
+        for values, share in zip(self.values, shares.tolist(), strict=True):
+            mean.lerp_(values, share)
+        return self.values.square().sum(1)
+
+
+class ThinDeltas:
+    """m deltas of k coordinates, some of which are products that nobody has multiplied out.
+
+    Args:
+        parts: what each consists of, in order, at least one; float32 on the CPU.
+        multiply: returns all numbers, shape (m, k).
+
+    Example:
+        >>> errors, inputs = torch.ones(2, 3, 1), torch.ones(2, 3, 8)
+        >>> parts = [Factors(0.5 * errors, inputs), Numbers(torch.zeros(2, 1))]
+        >>> deltas = ThinDeltas(parts, lambda: torch.tensor([[1.5] * 8 + [0.0]] * 2))
+        >>> deltas.shape, deltas.norms
+        ((2, 9), tensor([4.2426, 4.2426]))
+    """
+
+    dtype = torch.float32
+
+    def __init__(self, parts: Sequence[Factors | Numbers], multiply: Callable[[], Tensor]) -> None:
+        self._parts, self._multiply = parts, multiply
+        self._norms: Tensor | None = None
+
+    @cached_property
+    def shape(self) -> tuple[int, int]:
+        """(m, k)."""
+        return self._parts[0].shape[0], sum(part.shape[1] for part in self._parts)
+
+    @cached_property
+    def numbers(self) -> Tensor:
+        """All of them, finite or not, shape (m, k)."""
+        return self._multiply()
+
+    @property
+    def whole(self) -> Tensor:
+        """All numbers, shape (m, k).
+
+        Raises:
+            NotFinite: if a norm is not finite.
+        """
+        self._look()
+        return self.numbers
+
+    @property
+    def norms(self) -> Tensor:
+        """The L2 norm of each, shape (m,); known once they are folded, before by the numbers.
+
+        Raises:
+            NotFinite: if one is not finite.
+        """
+        return self._look()
+
+    def of(self, rows: Rows) -> ThinDeltas:
+        """Return those of some clients."""
+        return ThinDeltas([part.of(rows) for part in self._parts], lambda: self.numbers[rows])
+
+    def fold(self, mean: Tensor, shares: npt.ArrayLike) -> None:
+        """Have a mean take in one after the other, with the bits that the numbers would give it.
+
+        Args:
+            mean: shape (k,); m ← m + share · (delta - m).
+            shares: of each, in [0, 1].
+
+        Raises:
+            NotFinite: if a norm is not finite; the mean is then as before.
+        """
+        before = mean.clone()
+        weights = torch.from_numpy(np.asarray(shares, np.float32))
+        places = mean.split([part.shape[1] for part in self._parts])
+        folded = [p.fold(place, weights) for p, place in zip(self._parts, places, strict=True)]
+        try:
+            self._norms = _finite(torch.stack(folded).sum(0).sqrt())
+        except NotFinite:
+            mean.copy_(before)
+            raise
+
+    def _look(self) -> Tensor:
+        if self._norms is None:
+            self._norms = _finite(torch.linalg.vector_norm(self.numbers, dim=1))
+        return self._norms
+
+
+def _finite(norms: Tensor) -> Tensor:
+    if not math.isfinite(norms.sum()):
+        raise NotFinite
+    return norms

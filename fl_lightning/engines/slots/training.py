@@ -1,0 +1,296 @@
+"""Many clients at once: G slots train side by side, and each takes the next client when one is done.
+
+What comes out is what one client after the other would give: every slot starts from the global
+model with an empty optimizer state and sees its client's batches in their order. Only the order of
+floating-point operations inside a batch differs. Nothing waits for the largest client: a slot is
+reset and refilled on its own (see `pack`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fl_lightning.client.corrections.correction import GradientTerm
+from fl_lightning.client.local_training import GlobalModel
+from fl_lightning.client.work import ClientWork, GroupWork, Integers
+from fl_lightning.core.devices import sent
+from fl_lightning.core.space import Space
+from fl_lightning.core.update import GroupUpdate, rows_of
+from fl_lightning.engines.cannot_stack import CannotStack
+from fl_lightning.engines.compiler.compiling import HasChanged
+from fl_lightning.engines.functional.functional_step import Tensors
+from fl_lightning.engines.functional.metric_feed import GivenStep
+from fl_lightning.engines.slots.inputs import Guest, ReadBatch, SlotInputs
+from fl_lightning.engines.slots.own import OwnOf, SlotOwn
+from fl_lightning.engines.slots.packing import Stays, pack
+from fl_lightning.engines.slots.results import SlotResults
+from fl_lightning.engines.slots.rows import SlotRows
+from fl_lightning.engines.slots.stacked_step import StackedStep
+
+# Gives a client's term by its id.
+TermOf = Callable[[int], GradientTerm]
+
+
+class SlotTrainer:
+    """Trains groups of clients in the slots of one stacked step.
+
+    Args:
+        step: holds the slots.
+        space: layout of the parameters that train.
+        buffers: layout of the floating-point buffers.
+        read: builds batches.
+        batch_size: examples of a full batch, B.
+        names: under which names logged values appear in updates, where those differ.
+        reads_at_random: whether ``read`` draws random numbers (augmentation).
+        own: what clients have for themselves; None for nothing.
+        integers: gives the integer buffers that clients begin with, by name; None for those of now.
+
+    Attributes:
+        change: of what Python reads in the step, the last that was seen, in words; "" if none was.
+    """
+
+    def __init__(
+        self,
+        step: StackedStep,
+        space: Space,
+        buffers: Space,
+        read: ReadBatch,
+        batch_size: int,
+        names: Mapping[str, str] | None = None,
+        *,
+        reads_at_random: bool = False,
+        own: SlotOwn | None = None,
+        integers: Callable[[], Tensors] | None = None,
+    ) -> None:
+        self._own, self.change = own, ""
+        self._left_out: set[int] = set()
+        self._results = SlotResults(step, space, buffers, names or {})
+        self._step = step
+        self._batch_size = batch_size
+        self._num_slots = step.options.num_slots
+        self._inputs = SlotInputs(
+            read,
+            num_slots=self._num_slots,
+            batch_size=batch_size,
+            reads_at_random=reads_at_random,
+        )
+        self._space, self._buffers = space, buffers
+        params = [step.params[name] for name in space.names]
+        stacked_buffers = [step.buffers[name] for name in buffers.names if step.buffers]
+        present = {n: b for n, b in step.buffers.items() if not b.is_floating_point()}
+        self._integer_names = list(present)
+        self._integer_starts = [buffer[0].clone() for buffer in present.values()]
+        self._integers = integers
+        self._stacked = [*params, *stacked_buffers, *present.values()]
+        self._rows = SlotRows(self._stacked)
+        self._fresh = SlotRows()
+
+    def train(
+        self,
+        start: GlobalModel,
+        clients: Iterable[ClientWork],
+        term: TermOf | None = None,
+        own: OwnOf | None = None,
+    ) -> Iterator[GroupUpdate]:
+        """Train the clients and yield their updates, about as many at once as there are slots.
+
+        When all are yielded, the module's torchmetrics objects hold their examples, without those
+        of clients that `leave_out` names until then.
+
+        Args:
+            start: the global model.
+            clients: the work of each, with at least one batch.
+            term: what clients add to their gradients, all with the same pull; None for nothing.
+            own: what they have for themselves; None for what the global model has.
+        """
+        work, has_yielded = GroupWork.of(clients), False
+        try:
+            for group in self._train(start, work, term, own):
+                has_yielded = True
+                yield group
+        except HasChanged as change:
+            if has_yielded:
+                raise CannotStack(str(change)) from change
+            self.change, has_changed = str(change), True
+        else:
+            has_changed = False
+        if has_changed:  # it was the first step that saw it: nothing has happened
+            self._step.forget()
+            yield from self._train(start, work, term, own)
+
+    def _train(
+        self, start: GlobalModel, work: GroupWork, term: TermOf | None, own: OwnOf | None
+    ) -> Iterator[GroupUpdate]:
+        self._step.read_options()
+        sizes = {self._batch_size, *work.sizes.tolist()}
+        rehearsal = self._step.rehearse(partial(self._inputs.batch_like, work[0]), sizes)
+        self._refuse_constants()
+        draws = rehearsal.draws if rehearsal.draws.numbers else None
+        pull = 0.0 if term is None else term(int(work.client_ids[0])).pull
+        named_start = self._open(start, work, pull, own)
+        stays = pack(work.num_steps, self._num_slots)
+        indices, valid = self._plan(stays, work)
+        has_own = bool(self._step.shifts) or self._own is not None
+        has_guests = has_own or self._inputs.asks_guests(draws)
+        together = self._begin_alike(work)
+        given: list[list[Tensor]] = []
+        self._left_out.clear()
+        for number, (step_indices, step_valid) in enumerate(zip(indices, valid, strict=True)):
+            new, done = stays.beginning(number), stays.ending(number)
+            guests = [_guest(stays, stay, work) for stay in new] if has_guests else []
+            batch = self._inputs.next(number, step_indices, guests, draws)
+            if self._step.shifts:
+                self._shift(guests, term)
+            alike = together and bool(len(new))
+            if alike and len(done):
+                yield self._only(named_start, batch, step_valid, stays.clients[done])
+            elif alike:
+                self._step.first(named_start, batch, step_valid)
+            else:
+                self._reset(stays.slots[new].tolist())
+                self._enter(guests)
+                self._step(batch, step_valid)
+            if len(rehearsal.feed):
+                given.append(self._step.given)
+            if not alike:
+                slots, ended = stays.slots[done].tolist(), stays.clients[done].tolist()
+                yield from self._take_over(slots, ended, work)
+        yield from self._results.hand_on()
+        if given:
+            self._count_out(stays, work, valid)
+            steps = zip(given, valid.bool().unbind(), strict=True)
+            rehearsal.feed.feed([GivenStep(tensors, counts) for tensors, counts in steps])
+
+    def _refuse_constants(self) -> None:
+        """Leave it to one client after the other to refuse what was taken for a constant."""
+        known = {*self._buffers.names, *self._integer_names}
+        if self._own is None and (unknown := self._step.written - known):
+            raise CannotStack(f"training_step changes the buffer {min(unknown)}")
+
+    def _open(self, start: GlobalModel, work: GroupWork, pull: float, own: OwnOf | None) -> Tensors:
+        """Have clients begin from a global model; return its parameters by name."""
+        named_start = self._space.full(start.params)
+        self._step.pull_to(named_start, pull)
+        self._start = list(named_start.values())
+        if self._integers is not None:
+            start_of = self._integers()
+            self._integer_starts = [start_of[name] for name in self._integer_names]
+        self._results.open(start, work)
+        self._start_buffers = self._buffers.views(start.buffers) if self._step.buffers else []
+        self._state_rows = [t for states in self._step.states.values() for t in states]
+        if self._own is not None:
+            self._own.open(own)
+        return named_start
+
+    def _count_out(self, stays: Stays, work: GroupWork, valid: Tensor) -> None:
+        ids = work.client_ids[stays.clients]
+        for stay in np.flatnonzero(np.isin(ids, list(self._left_out))):
+            valid[stays.begins[stay] : stays.ends[stay], stays.slots[stay]] = 0
+
+    def leave_out(self, client: int) -> None:
+        """Have no example of a client count whose update cannot be used."""
+        self._left_out.add(client)
+
+    def _plan(self, stays: Stays, work: GroupWork) -> tuple[Tensor, Tensor]:
+        """Return the indices of every step, slot and example, and which of them count.
+
+        Both have shape (T, G, B). What is padded repeats an example of the same client; a slot
+        without a client repeats one that somebody has.
+        """
+        counts = work.num_steps[stays.clients]
+        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        when = within + np.repeat(stays.begins, counts)
+        where = np.repeat(stays.slots, counts)
+        steps = within + np.repeat(work.first_steps[stays.clients], counts)
+        begins, sizes = work.begins[steps, None], work.sizes[steps, None]
+        columns = np.arange(self._batch_size)
+        order = work.order.numpy()
+        shape = stays.num_steps, self._num_slots, self._batch_size
+        indices, valid = np.full(shape, order[0]), np.zeros(shape, np.float32)
+        indices[when, where] = order[begins + np.minimum(columns, sizes - 1)]
+        valid[when, where] = columns < sizes
+        return torch.from_numpy(indices), sent(torch.from_numpy(valid), self._step.count.device)
+
+    def _begin_alike(self, work: GroupWork) -> bool:
+        """Return whether all slots begin together, from the same parameters, and may be padded."""
+        alike = bool((work.num_steps == work.num_steps[0]).all())
+        is_simple = self._step.options.weighted and self._own is None
+        return alike and is_simple and not self._step.is_unused_any
+
+    def _enter(self, guests: Sequence[Guest]) -> None:
+        """Have what clients that begin have for themselves in their slots."""
+        if self._own is None:
+            return
+        for guest in guests:
+            self._own.enter(guest.slot, guest.work.client_id)
+
+    def _only(self, start: Tensors, batch: Any, valid: Tensor, clients: Integers) -> GroupUpdate:
+        """Return the updates of clients whose first step is their last."""
+        deltas, sums = self._step.only(start, batch, valid, self._space.active)
+        count = len(clients)
+        if count < self._num_slots:
+            deltas = rows_of(deltas, slice(count))
+            sums = {name: total[:count] for name, total in sums.items()}
+        return self._results.group(clients, deltas, sums)
+
+    def _take_over(
+        self, slots: list[int], clients: list[int], work: GroupWork
+    ) -> Iterator[GroupUpdate]:
+        """Take over the results of clients that end; yield those of others to make room."""
+        if not slots:
+            return
+        if not self._results.has_room(len(slots)):
+            yield from self._results.hand_on()
+        deltas = self._results.take(slots, clients)
+        if self._own is None:
+            return
+        for delta, slot, client in zip(deltas, slots, clients, strict=True):
+            if not self._own.leave(slot, int(work.client_ids[client])):
+                delta.fill_(torch.nan)  # without what it keeps its update cannot be used
+
+    @torch.no_grad()
+    def _shift(self, guests: Sequence[Guest], term: TermOf | None) -> None:
+        """Have the clients that begin shift their gradients."""
+        shifts = self._step.shifts
+        for guest in guests:
+            rows = {name: shift[guest.slot] for name, shift in shifts.items()}
+            vector = None if term is None else term(guest.work.client_id).shift
+            if vector is None:
+                torch._foreach_zero_(list(rows.values()))
+                continue
+            for name, view in self._space.named_views(vector).items():
+                index = self._space.active.get(name)
+                if index is None:
+                    rows[name].copy_(view)
+                else:  # what is frozen stays 0
+                    rows[name].view(-1).index_copy_(0, index, view)
+
+    @torch.no_grad()
+    def _reset(self, slots: list[int]) -> None:
+        if not slots:
+            return
+        step = self._step
+        fresh = [*step.sums.values(), *self._state_rows, step.count]
+        starts = [*self._start, *self._start_buffers, *self._integer_starts]
+        if len(slots) == self._num_slots:
+            torch._foreach_zero_(fresh)
+            for tensor, value in zip(self._stacked, starts, strict=True):
+                tensor.copy_(value)
+            return
+        self._fresh = self._fresh.following(fresh)
+        torch._foreach_zero_(self._fresh.of(slots))
+        torch._foreach_copy_(self._rows.of(slots), starts * len(slots))
+
+
+def _guest(stays: Stays, stay: int, work: GroupWork) -> Guest:
+    """Return the client of a stay."""
+    client, slot, begin, end = (
+        int(x[stay]) for x in (stays.clients, stays.slots, stays.begins, stays.ends)
+    )
+    return Guest(work[client], slot, begin, end)

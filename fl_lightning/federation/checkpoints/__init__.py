@@ -1,0 +1,1 @@
+"""What a run keeps to go on from."""

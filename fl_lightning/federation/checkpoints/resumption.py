@@ -1,0 +1,168 @@
+"""How a command line takes up an earlier run: its checkpoint, its configuration, its folder.
+
+``ckpt_path: last`` is the last checkpoint of the newest run with the same configuration; the path of a
+checkpoint names its run. A fit goes on in the folder of its run, whatever the logger.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_only
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.federation.checkpoints.atomic_checkpoint import remove_unfinished
+from fl_lightning.federation.checkpoints.earlier_runs import (
+    EarlierRun,
+    choose,
+    differences,
+    refuse,
+    remove_empty,
+    run_of,
+)
+from fl_lightning.federation.checks.checkpoint_file import best_of, check_checkpoint
+
+# Where Lightning puts a run whose logger is left to it.
+_DEFAULT_NAME = "lightning_logs"
+_EVALUATED = ("seed_everything", "model", "data", "federation")
+_FITTED = (*_EVALUATED, "trainer")
+
+
+def find_run(config: Any, plain: Mapping[str, Any], *, is_fit: bool) -> EarlierRun | None:
+    """Return the run that ``ckpt_path`` means, which becomes a path in place.
+
+    Args:
+        config: the subcommand's configuration.
+        plain: the same as lists, dicts and values.
+        is_fit: whether it is taken up; else it is evaluated.
+
+    Raises:
+        ConfigurationError: if there is no such run or checkpoint, or the run was another one.
+    """
+    given = config.get("ckpt_path")
+    if given is None or "://" in str(given) or str(given).split(":")[0] in ("hpc", "registry"):
+        return None
+    if not str(given).strip():
+        raise ConfigurationError("ckpt_path is empty: give the path of a .ckpt file, last, or null")
+    sections = _FITTED if is_fit else _EVALUATED
+    run = _named(str(given), config, plain, sections, is_fit=is_fit)
+    checkpoint = Path(str(given)) if run is None else run.checkpoint
+    check_checkpoint(checkpoint)
+    config["ckpt_path"] = str(checkpoint)
+    return run
+
+
+def _named(
+    given: str, config: Any, plain: Mapping[str, Any], sections: tuple[str, ...], *, is_fit: bool
+) -> EarlierRun | None:
+    if given == "best" and is_fit:
+        raise ConfigurationError(
+            "ckpt_path: a fit goes on from last, or from a path, not from best"
+        )
+    if given not in ("last", "best"):
+        run = run_of(Path(given))
+        if run is not None and is_fit and not config.resume_changed:
+            refuse(run, differences(run, plain, sections))
+        return run
+    run = choose(_root(config), plain, sections, changed=config.resume_changed)
+    if given == "last":
+        return run
+    check_checkpoint(run.checkpoint)
+    best = best_of(run.checkpoint)
+    if best is None:
+        raise ConfigurationError(
+            f"ckpt_path: best, but the run in {run.folder} keeps no best checkpoint: its "
+            "configuration has no ModelCheckpoint with a monitor. Give last, or a path"
+        )
+    return EarlierRun(run.folder, best, run.config)
+
+
+def settle_loggers(config: Any, run: EarlierRun | None) -> None:
+    """Have loggers go on in a run's folder; those of a new one that would share theirs get one.
+
+    Args:
+        config: the subcommand's configuration, changed in place.
+        run: that is taken up, None for a new one.
+    """
+    before = [] if run is None else _listed((run.config.get("trainer") or {}).get("logger"))
+    for number, logger in enumerate(_loggers(config)):
+        kind, options = _kind(logger), logger.init_args
+        if options.get("version") is not None or options.get("id") is not None:
+            continue
+        if run is not None and number == 0 and kind in ("TensorBoardLogger", "CSVLogger"):
+            if run.folder.parent.resolve() == _parent(config, options).resolve():
+                options["version"] = run.folder.name
+        elif run is not None and number < len(before) and isinstance(before[number], dict):
+            known = before[number].get("init_args") or {}
+            if (version := known.get("version") or known.get("id")) is not None:
+                options["version"] = version
+        if kind == "WandbLogger" and options.get("version") is None:
+            options["version"] = secrets.token_hex(4)
+
+
+def settle_folder(trainer: Any, run: EarlierRun | None) -> None:
+    """Give a fit without a logger of its own a folder: that of the run it takes up, or a new one.
+
+    Args:
+        trainer: the settings of the Trainer, changed in place.
+        run: that is taken up, None for a new one.
+    """
+    logger, root = trainer.get("logger"), trainer.get("default_root_dir") or Path.cwd()
+    if logger is False:
+        trainer["default_root_dir"] = str(_new_folder(Path(root)) if run is None else run.folder)
+    elif logger in (None, True) and run is not None and run.folder.parent.name == _DEFAULT_NAME:
+        trainer["logger"] = TensorBoardLogger(
+            run.folder.parent.parent, name=_DEFAULT_NAME, version=run.folder.name
+        )
+
+
+def clean_up_after(run: EarlierRun) -> None:
+    """Remove what a run left behind when it was killed, and folders of others that came to nothing."""
+    remove_unfinished(run.checkpoint.parent)
+    remove_unfinished(run.folder)
+    remove_empty(run.folder)
+
+
+def _new_folder(root: Path) -> Path:
+    if getattr(rank_zero_only, "rank", 0):
+        return root  # the first process says where everything is
+    taken = [
+        path.name.removeprefix("version_") for path in Path(root, _DEFAULT_NAME).glob("version_*")
+    ]
+    for number in count(1 + max((int(name) for name in taken if name.isdecimal()), default=-1)):
+        folder = Path(root, _DEFAULT_NAME, f"version_{number}")
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:  # another run has just begun
+            continue
+        return folder
+    raise AssertionError
+
+
+def _root(config: Any) -> Path:
+    """Return below which folder the runs of a configuration are."""
+    options: Any = next((logger.init_args for logger in _loggers(config)), {})
+    return Path(options.get("save_dir") or config.trainer.get("default_root_dir") or ".")
+
+
+def _parent(config: Any, options: Any) -> Path:
+    save_dir = options.get("save_dir") or config.trainer.get("default_root_dir") or "."
+    return Path(save_dir, options.get("name") or "")
+
+
+def _loggers(config: Any) -> list[Any]:
+    """Return the loggers that a configuration names."""
+    return [entry for entry in _listed(config.trainer.get("logger")) if hasattr(entry, "init_args")]
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _kind(logger: Any) -> str:
+    return str(logger.class_path).rpartition(".")[2]

@@ -1,0 +1,1 @@
+"""Configurations that make no sense, refused with a sentence."""

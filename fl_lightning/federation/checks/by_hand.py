@@ -1,0 +1,104 @@
+"""What does not go with a module that steps its optimizers by hand: told before the run starts.
+
+Where ``training_step`` itself goes backward and steps, there is no loss to add to, no gradient of a
+loss to take elsewhere, and no step that could be private or accumulated for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lightning.pytorch import LightningModule, Trainer
+
+from fl_lightning.client.corrections.correction import Correction
+from fl_lightning.client.corrections.moon import Moon
+from fl_lightning.client.corrections.scaffold import Scaffold
+from fl_lightning.client.personal.apfl import APFL
+from fl_lightning.client.personal.personalisation import Personalisation
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.data.cohorts.cohort import CohortSampler, NeedsFreshLosses
+from fl_lightning.privacy.example import ExampleDP
+from fl_lightning.server.means.fair_means import QFedAvg
+from fl_lightning.server.means.mean import Aggregator
+from fl_lightning.server.means.normalised_mean import NormalisedMean
+from fl_lightning.server.robust.collect import RobustRule
+
+
+def check_by_hand(
+    module: LightningModule,
+    *,
+    cohort: CohortSampler,
+    correction: Correction | None,
+    personal: Personalisation | None,
+    privacy: object,
+) -> None:
+    """Refuse options that need the loss which ``training_step`` would return.
+
+    Raises:
+        ConfigurationError: with all of them in one sentence.
+    """
+    if module.automatic_optimization:
+        return
+    problems = list(_problems(cohort, correction, personal, privacy))
+    if problems:
+        raise ConfigurationError(
+            f"{type(module).__name__} steps its optimizers by hand (automatic_optimization = "
+            f"False), which does not work with {'; or with '.join(problems)}"
+        )
+
+
+def _problems(
+    cohort: CohortSampler,
+    correction: Correction | None,
+    personal: Personalisation | None,
+    privacy: object,
+) -> Iterator[str]:
+    if isinstance(privacy, ExampleDP):
+        yield (
+            "federation.privacy ExampleDP, which makes every gradient private ahead of its step: use "
+            "the privacy of clients, such as CentralDP"
+        )
+    if isinstance(correction, Moon):
+        yield "federation.correction Moon, which adds to the loss: use FedProx, Scaffold or FedDyn"
+    if isinstance(correction, Scaffold) and correction.option == "I":
+        yield (
+            "federation.correction Scaffold with option I, which takes the gradient of the loss over "
+            "a client's examples: set option to II"
+        )
+    if isinstance(personal, APFL):
+        yield (
+            "federation.personal APFL, which takes gradients at a mixture of two models: use Ditto "
+            "or Personal"
+        )
+    if personal is not None and personal.own_epochs is not None:
+        yield (
+            "federation.personal with own_epochs, which freezes one part after the other: a step of one "
+            "optimizer may then have nothing to train. Leave own_epochs out"
+        )
+    if personal is not None and personal.tuning_steps > 0:
+        yield (
+            "federation.personal FineTuned, which takes steps of its own on the loss: use Ditto or "
+            "Personal"
+        )
+    if isinstance(cohort, NeedsFreshLosses) and getattr(cohort, "losses", "fresh") == "fresh":
+        yield (
+            f"federation.cohort {type(cohort).__name__}, which measures the loss of training_step: "
+            "set its losses to last_known, or use UniformCohort"
+        )
+
+
+def check_several(trainer: Trainer, aggregator: Aggregator | RobustRule | None) -> None:
+    """Refuse aggregators that ask how many steps a client took, where several optimizers count.
+
+    Raises:
+        ConfigurationError: with what to use.
+    """
+    counts_steps = isinstance(aggregator, NormalisedMean) or (
+        isinstance(aggregator, QFedAvg) and aggregator.q > 0
+    )
+    if counts_steps and len(trainer.optimizers) > 1:
+        raise ConfigurationError(
+            f"federation.aggregator {type(aggregator).__name__} divides by the length of a client's "
+            f"steps, and {type(trainer.lightning_module).__name__} has {len(trainer.optimizers)} "
+            "optimizers with steps of their own: use Mean"
+        )

@@ -1,0 +1,212 @@
+"""What goes with differential privacy, what does not, and what its noise does not cover."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol, runtime_checkable
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_warn
+
+from fl_lightning.client.corrections.correction import Correction
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.data.cohorts.cohort import CohortSampler
+from fl_lightning.data.federated import FederatedDataModule
+from fl_lightning.federation.stages.client_masks import client_masks
+from fl_lightning.privacy.distributed import DistributedDP
+from fl_lightning.privacy.local import LocalDP
+from fl_lightning.privacy.mechanism import Privacy
+from fl_lightning.privacy.protected import TakesNoiseShares
+from fl_lightning.server.means.mean import Mean
+from fl_lightning.updates.error_feedback import ErrorFeedback
+from fl_lightning.updates.path import Step
+
+
+@runtime_checkable
+class ReleasesUnprotected(Protocol):
+    """A callback, or a transform of inputs, that shows something of clients which no noise covers."""
+
+    @property
+    def unprotected(self) -> str:
+        """What it shows and where, in words; empty if nothing."""
+
+
+def shown_by(owners: Iterable[object]) -> list[str]:
+    """Return what they show of clients' data that no noise covers, in words."""
+    showing = (owner for owner in owners if isinstance(owner, ReleasesUnprotected))
+    return [owner.unprotected for owner in showing if owner.unprotected]
+
+
+def check_private(
+    privacy: Privacy,
+    cohort: CohortSampler,
+    aggregator: object,
+    correction: Correction | None,
+    updates: Sequence[Step] | None,
+) -> None:
+    """Refuse combinations for which no ε is proved.
+
+    Raises:
+        ConfigurationError: one line for each of them.
+    """
+    privacy.check_cohort(cohort)
+    problems = [*_aggregator_problems(aggregator, privacy)]
+    if updates and isinstance(privacy, (LocalDP, DistributedDP)):
+        problems.append(
+            f"with {type(privacy).__name__} clients send noisy numbers, which federation.updates "
+            "would change after the noise was accounted: leave updates out, or use CentralDP"
+        )
+    elif any(isinstance(step, ErrorFeedback) and not step.under_privacy for step in updates or ()):
+        problems.append(
+            "ErrorFeedback has clients remember what their examples add up to over rounds, and no "
+            "noise covers that: if these memories stay with the clients, set its under_privacy to "
+            "true, or use QSGD or RandomK, which need none"
+        )
+    if correction is not None and correction.needs_mean:
+        problems.append(
+            f"{type(correction).__name__} sends the mean of clients' memories to everybody, without "
+            "clipping or noise: use FedProx, or no correction"
+        )
+    if problems:
+        raise ConfigurationError("federation.privacy: " + "; ".join(problems))
+
+
+def _aggregator_problems(aggregator: object, privacy: Privacy) -> Iterator[str]:
+    name = type(aggregator).__name__
+    if isinstance(aggregator, TakesNoiseShares):
+        if not isinstance(privacy, DistributedDP):
+            yield (
+                f"{name} shows sums only, and {type(privacy).__name__} is not made for sums of whole "
+                "numbers: use DistributedDP, whose clients add the noise"
+            )
+    elif isinstance(aggregator, Mean):
+        if aggregator.weight_by_examples:
+            yield (
+                "Mean weighs clients by their examples, so that one with many moves the model by "
+                "more than its clip norm: set the aggregator's weight_by_examples to false, or "
+                "leave the aggregator out"
+            )
+    elif aggregator is not None:
+        yield (
+            f"nothing is proved for {name}, by how much one client moves it: "
+            "leave federation.aggregator out for the mean of clipped updates"
+        )
+
+
+def check_nothing_else(asynchronous: object, attackers: object) -> None:
+    """Refuse what changes who is summed up with whom.
+
+    Raises:
+        ConfigurationError: naming it.
+    """
+    for name, value in (("asynchronous", asynchronous), ("attackers", attackers)):
+        if value is not None:
+            raise ConfigurationError(
+                f"federation.privacy: nothing is proved with federation.{name}: set it to null"
+            )
+
+
+def check_whole_cohorts(trainer: Trainer) -> None:
+    """Refuse to train fewer clients than were drawn; to be asked before the federation sets up.
+
+    Raises:
+        ConfigurationError: if ``limit_train_batches`` is in use, or ``fast_dev_run``, which sets it.
+    """
+    limit = trainer.limit_train_batches
+    if limit == 0 or (isinstance(limit, float) and limit == 1.0):  # the whole number 1 is a client
+        return
+    raise ConfigurationError(
+        f"federation.privacy: trainer.limit_train_batches {limit} (fast_dev_run sets it) drops the "
+        "clients with the highest ids from a cohort, which then is no random sample: lower the "
+        "cohort instead"
+    )
+
+
+def check_inputs(trainer: Trainer) -> None:
+    """Refuse inputs that depend on everybody's examples; to be asked before anything reads them.
+
+    Raises:
+        ConfigurationError: naming the transform that learns from clients.
+    """
+    data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
+    for transform in data.transforms:
+        if shown_by([transform]):
+            raise ConfigurationError(
+                f"federation.privacy: with {type(transform).__name__} one client's inputs change "
+                "everybody's, without clipping or noise: use Normalize in data.transforms, with "
+                "numbers that are given"
+            )
+
+
+def check_monitors(trainer: Trainer, unprotected: set[str]) -> None:
+    """Refuse learning rates that follow clients' numbers, and name callbacks that look at them.
+
+    To be asked at a round's end: Lightning's schedules step a little later.
+
+    Args:
+        trainer: whose schedules and callbacks monitor something.
+        unprotected: names of numbers that depend on clients and have no noise.
+
+    Raises:
+        ConfigurationError: naming what a schedule looks at.
+    """
+    for config in trainer.lr_scheduler_configs:
+        if config.reduce_on_plateau and config.monitor in unprotected:
+            raise ConfigurationError(
+                f"federation.privacy: the learning rate follows {config.monitor}, a number of the "
+                "clients without noise, and with it all later models: have ReduceLROnPlateau "
+                "monitor a metric of the server's validation data, or use a schedule over rounds"
+            )
+    looking = [
+        f"{type(callback).__name__} ({callback.monitor})"
+        for callback in trainer.callbacks  # type: ignore[attr-defined]
+        if getattr(callback, "monitor", None) in unprotected
+    ]
+    if looking:  # said once: Python shows the same warning of the same line no second time
+        rank_zero_warn(
+            "privacy: numbers of the clients without noise decide when training ends or which models "
+            "are kept, which ε does not cover: " + ", ".join(looking)
+        )
+
+
+def check_one_mask(trainer: Trainer) -> None:
+    """Refuse masks of the clients' own; to be asked once callbacks have found them.
+
+    Raises:
+        ConfigurationError: if clients have their own.
+    """
+    if client_masks(trainer) is not None:
+        raise ConfigurationError(
+            "federation.privacy: masks of the clients' own tell of their data, and updates are "
+            "averaged over those that may move an entry: set per_client of MaskCalibration to false"
+        )
+
+
+def warn_of_releases(
+    trainer: Trainer, privacy: Privacy, *, num_clients: int, num_buffers: int, has_memory: bool
+) -> None:
+    """Name what is released and not covered, in one warning."""
+    names = shown_by(trainer.callbacks)  # type: ignore[attr-defined]
+    if privacy.log_unprotected:
+        names.append(
+            "metrics and norms of clients, cohort sizes and shares of clipped updates in the logs "
+            "(log_unprotected: false leaves them out)"
+        )
+    if has_memory:
+        names.append("what clients remember between rounds, in checkpoints")
+    if names:
+        rank_zero_warn("privacy: ε covers the models, and not: " + "; ".join(names))
+    if num_buffers:
+        rank_zero_warn(
+            f"privacy: {num_buffers} numbers in buffers (statistics of batch norm) are not sent; the "
+            "global model keeps those it began with: use group or layer norm"
+        )
+    if privacy.delta >= 1 / num_clients:
+        rank_zero_warn(
+            f"privacy: delta = {privacy.delta:g} is not below 1 / {num_clients} clients: a mechanism "
+            "that publishes one client's data could have it. Set it to a tenth of that or less"
+        )
+    if not privacy.secure_noise:
+        rank_zero_warn(
+            "privacy: secure_noise is false, so who knows the seed can take the noise off again"
+        )

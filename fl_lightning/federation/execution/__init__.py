@@ -1,0 +1,1 @@
+"""Which engine trains a cohort, tried and checked."""

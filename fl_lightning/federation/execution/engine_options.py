@@ -1,0 +1,84 @@
+"""How clients are to be trained, as the user says it: one after the other, or many at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.engines import SPEEDUPS, Speedup
+
+EngineName = Literal["auto", "sequential", "slots"]
+
+# One client's step of a larger model fills a core by itself.
+MOST_PARAMETERS = 2_000_000
+# Compiling takes 5 to 20 seconds: fewer steps than this do not take so long where slots are faster.
+SHORT_RUN_STEPS = 10_000
+# In these nothing is rounded to half precision on the way.
+FULL_PRECISIONS = ("32-true", "64-true")
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What the user asked for.
+
+    Attributes:
+        engine: how clients train.
+        num_slots: clients at once; chosen by size if None.
+        speedups: of the steps of clients that train one after the other; if None, ``auto``
+            measures and the other engines use none.
+        spot_check: fraction of clients in slots that are trained one after the other as well; as
+            many as take little time if None.
+    """
+
+    engine: EngineName = "auto"
+    num_slots: int | None = None
+    speedups: tuple[Speedup, ...] | None = None
+    spot_check: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.engine not in ("auto", "sequential", "slots"):
+            raise ConfigurationError(
+                f"federation: engine must be auto, sequential or slots, got {self.engine!r}"
+            )
+        if self.num_slots is not None and self.num_slots < 1:
+            raise ConfigurationError(
+                f"federation: slots must be at least 1 client at once, got {self.num_slots}"
+            )
+        if self.spot_check is not None and not 0 <= self.spot_check <= 1:
+            raise ConfigurationError(
+                f"federation: spot_check must be in [0, 1], or null for as many as take 1 % of the time, "
+                f"got {self.spot_check}: it is the fraction of clients that are trained both ways"
+            )
+        given = self.speedups or ()
+        if not set(given) <= set(SPEEDUPS) or len(set(given)) < len(given):
+            raise ConfigurationError(
+                f"federation: speedups must be some of {', '.join(SPEEDUPS)}, each once, or null "
+                f"to have them measured, got {list(given)}"
+            )
+
+
+def tolerance(precision: str | int | None) -> float:
+    """Return by what share of itself an update may differ between two ways to train.
+
+    They differ in rounding only, which is coarse in half precision.
+    """
+    return 1e-3 if precision in FULL_PRECISIONS else 0.1
+
+
+def trains_in_large_groups(options: EngineOptions, module: nn.Module, num_steps: float) -> bool:
+    """Return whether a round's clients should come in one group, so that slots can pack them.
+
+    Args:
+        options: what was asked for.
+        module: the model.
+        num_steps: local steps of the whole run, about.
+    """
+    if options.engine != "auto" or num_steps < SHORT_RUN_STEPS:
+        return options.engine == "slots"
+    params = [p for p in module.parameters() if p.requires_grad]
+    if any(isinstance(p, nn.UninitializedParameter) for p in params):
+        return False
+    return sum(p.numel() for p in params) <= MOST_PARAMETERS

@@ -1,0 +1,366 @@
+"""Clients in slots under a Trainer: whether that is possible, and if so, how.
+
+Slots train any module whose ``training_step`` is a function of tensors: no ``.item()``, no branch
+that depends on values, nothing done by Lightning's hooks inside a step. Dropout and augmentation
+draw the numbers that they would draw in sequence. What can be read off the Trainer is checked first; the rest is tried on one client, whose update must be the one
+of the sequential engine.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor
+from torch.optim import Optimizer
+from torchmetrics import Metric
+
+from fl_lightning.client.local_training import GlobalModel, LocalTrainer
+from fl_lightning.client.work import ClientWork, GroupWork
+from fl_lightning.core.errors import ClientFailure, ConfigurationError
+from fl_lightning.core.metric_states import MetricStates, metrics_of
+from fl_lightning.core.update import ClientUpdate, GroupUpdate
+from fl_lightning.data.federated import FederatedDataModule
+from fl_lightning.engines import (
+    CannotStack,
+    NotByExample,
+    OwnOf,
+    SlotOwn,
+    SlotTrainer,
+    StackedOptions,
+    StackedStep,
+    TermOf,
+    stacked_rule,
+)
+from fl_lightning.federation.execution.engine_options import FULL_PRECISIONS, tolerance
+from fl_lightning.federation.execution.state_rehearsal import NOT_THE_USERS
+from fl_lightning.federation.stages.client_masks import client_masks
+from fl_lightning.federation.visits.batches import batch_preparation, has_batch_hooks, takes_index
+from fl_lightning.federation.visits.lightning_step import extra_work, step_context
+from fl_lightning.kernels import reason_against_direct_layers
+
+TrainOne = Callable[[ClientWork], ClientUpdate]
+
+# Parameters, gradients and state of all slots should stay in a core's cache: the fastest numbers
+# of slots for networks from 8 thousand to 215 thousand parameters lie near this line.
+_CACHE_BYTES = 8 * 2**20
+MOST_SLOTS = 32
+
+
+@dataclass(frozen=True)
+class Stacking:
+    """How clients are stacked.
+
+    Attributes:
+        num_slots: clients at once, ≥ 1.
+        weighted: whether the loss is a mean over examples, so that batches may be padded; if not,
+            clients with smaller batches train one after the other.
+        compiled: whether the stacked step is compiled.
+        direct: whether layers are computed by `direct_layers`.
+        has_pull: whether a correction pulls.
+        has_shift: whether a correction shifts gradients.
+        whole_because: why batches are not padded; "" where they are.
+    """
+
+    num_slots: int
+    weighted: bool = True
+    compiled: bool = False
+    direct: bool = False
+    has_pull: bool = False
+    has_shift: bool = False
+    whole_because: str = ""
+
+
+class SlotEngine:
+    """Trains the clients of a fit in slots.
+
+    Args:
+        trainer: set up for fitting.
+        local: the sequential engine, on the same module.
+        stacking: how.
+
+    Raises:
+        CannotStack: if the optimizer has no stacked form.
+    """
+
+    def __init__(self, trainer: Trainer, local: LocalTrainer, stacking: Stacking) -> None:
+        self.stacking = stacking
+        self._trainer, self._local = trainer, local
+        data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
+        self._batch_size = data.full_batch
+        prepare, read = batch_preparation(trainer), data.train_batch
+        step = StackedStep(
+            trainer.lightning_module,
+            trainer.optimizers[0],
+            takes_index(trainer.lightning_module.training_step),
+            StackedOptions(
+                stacking.num_slots,
+                stacking.weighted,
+                compiled=stacking.compiled,
+                direct=stacking.direct,
+                has_pull=stacking.has_pull,
+                has_shift=stacking.has_shift,
+                **_clipping(trainer),
+            ),
+            step_context(trainer),
+            NOT_THE_USERS,
+        )
+        self._own: SlotOwn | None = None
+        if local.keeps_apart:
+            self._own = SlotOwn(local.own, step.params | step.buffers, lambda: local.own_start)
+        self._slots = SlotTrainer(
+            step,
+            local.space,
+            local.buffers,
+            read if prepare is None else lambda indices: prepare(read(indices)),
+            self._batch_size,
+            local.collector.epoch_names,
+            reads_at_random=not data.reads_by_index,
+            own=self._own,
+            integers=lambda: local.integer_start,
+        )
+        self._step, self._collector = step, local.collector
+        self._module = trainer.lightning_module
+
+    def split(self, work: GroupWork) -> tuple[GroupWork, GroupWork]:
+        """Return (whom the slots can train, who must train one after the other)."""
+        fits = work.num_steps > 0
+        if not self.stacking.weighted:  # only full batches
+            num_seen = work.begins[work.first_steps[1:]] - work.begins[work.first_steps[:-1]]
+            fits &= num_seen == work.num_steps * self._batch_size
+        return work.where(fits), work.where(~fits)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the stacked step is, as far as clients have trained."""
+        return self._step.is_compiled
+
+    def leave_out(self, client: int) -> None:
+        """Have no example of a client count that trains now and whose update cannot be used."""
+        self._slots.leave_out(client)
+
+    @property
+    def kept(self) -> dict[int, Tensor]:
+        """What clients that are done are to keep for themselves, if anything, by client."""
+        return {} if self._own is None else self._own.kept
+
+    def train(
+        self,
+        model: GlobalModel,
+        work: Sequence[ClientWork],
+        term: TermOf | None = None,
+        own: OwnOf | None = None,
+    ) -> Iterator[GroupUpdate]:
+        """Train clients and yield their updates as they end.
+
+        Args:
+            model: the global model.
+            work: theirs.
+            term: what they add to their gradients; None for nothing.
+            own: what they have for themselves; None for what the global model has.
+        """
+        if not work:
+            return
+        with self._collector.not_listening_to(self._module):  # a graph is for one `log`
+            yield from self._as_far_as_possible(self._slots.train(model, work, term, own))
+        rehearsal = self._step.rehearsal
+        names = self._collector.epoch_names
+        for name, metric in rehearsal.metrics.items() if rehearsal is not None else ():
+            self._collector.add_metric(name, names.get(name, name), metric)
+
+    def _as_far_as_possible(self, groups: Iterator[GroupUpdate]) -> Iterator[GroupUpdate]:
+        """Have whatever stops slots be a reason for doing without them.
+
+        What is the user's own mistake will be met again, one client after the other, and told there.
+        """
+        try:
+            yield from groups
+        except (CannotStack, ClientFailure, ConfigurationError):
+            raise
+        except Exception as error:
+            raise CannotStack(f"vmap cannot run training_step: {_first_line(error)}") from error
+
+    def whole(self, reason: NotByExample) -> SlotEngine:
+        """Return an engine for whole batches instead."""
+        stacking = replace(self.stacking, weighted=False, whole_because=str(reason))
+        return SlotEngine(self._trainer, self._local, stacking)
+
+
+def raise_if_impossible(
+    trainer: Trainer, accumulate: int, one_at_a_time: str | None = None
+) -> None:
+    """Find what rules out slots before anything runs.
+
+    Args:
+        trainer: set up for fitting.
+        accumulate: batches per local step.
+        one_at_a_time: what the run does for one client at a time; None if nothing.
+
+    Raises:
+        CannotStack: saying what it is.
+    """
+    raise_if_by_hand(trainer)
+    optimizer = trainer.optimizers[0]
+    if any(stacked_rule(optimizer, group) is None for group in optimizer.param_groups):
+        raise CannotStack(f"{type(optimizer).__name__} with these options has no stacked form")
+    if accumulate > 1:
+        raise CannotStack("a local step accumulates several batches")
+    if trainer.precision not in (*FULL_PRECISIONS, "bf16-mixed"):
+        raise CannotStack(f"the precision is {trainer.precision}")
+    if one_at_a_time is not None:
+        raise CannotStack(one_at_a_time)
+    if client_masks(trainer) is not None:
+        raise CannotStack("clients have masks of their own")
+    if extra := extra_work(trainer):
+        raise CannotStack(extra)
+    if has_batch_hooks(trainer):
+        raise CannotStack("module or data module have hooks around batches")
+
+
+def raise_if_by_hand(trainer: Trainer) -> None:
+    """Raise `CannotStack` for a module that steps its optimizers itself."""
+    if not trainer.lightning_module.automatic_optimization:
+        name = type(trainer.lightning_module).__name__
+        raise CannotStack(f"{name} steps its optimizers by hand")
+
+
+def fitting_slots(trainer: Trainer, num_parameters: int) -> int:
+    """Return the power of two of slots that fill a core's cache, between 1 and 32."""
+    num_copies = copies_per_slot(trainer.optimizers[0])
+    slots = 2 ** round(math.log2(_CACHE_BYTES / (4 * num_parameters * num_copies)))
+    return int(min(MOST_SLOTS, max(1, slots)))
+
+
+def copies_per_slot(optimizer: Optimizer) -> int:
+    """Return how often a slot holds numbers like the parameters: these, a gradient, the state."""
+    rules = [stacked_rule(optimizer, group) for group in optimizer.param_groups]
+    return 2 + max(rule.num_states for rule in rules if rule is not None)
+
+
+def agreeing(
+    trainer: Trainer,
+    local: LocalTrainer,
+    stacking: Stacking,
+    model: GlobalModel,
+    work: Sequence[ClientWork],
+    train_one: TrainOne,
+) -> Stacking:
+    """Train a client both ways and return how slots give the same.
+
+    Args:
+        trainer: set up for fitting.
+        local: the sequential engine.
+        stacking: all else; whether the loss is a mean over examples is found, and whether
+            layers can be computed directly.
+        model: the global model.
+        work: of some clients.
+        train_one: trains a client sequentially.
+
+    Raises:
+        CannotStack: with the operation that slots cannot run, or how the updates differ.
+    """
+    has_direct = reason_against_direct_layers(trainer.lightning_module) is None
+    size = trainer.datamodule.full_batch  # type: ignore[attr-defined]
+    full = next((client for client in work if client.sizes[0] == size), None)
+    samples = [(True, _padded(work[0]))] + ([] if full is None else [(False, full.head(1))])
+    reason, whole_because = CannotStack("no client has a full batch"), ""
+    for weighted, sample in samples:
+        for direct in (True, False) if has_direct else (False,):
+            tried = replace(stacking, num_slots=2, weighted=weighted, direct=direct, compiled=False)
+            try:
+                _compare(trainer, local, model, sample, train_one, tried)
+            except NotByExample as found:
+                reason, whole_because = found, str(found)
+                break
+            except CannotStack as found:
+                reason = found
+            else:
+                found_out = replace(tried, whole_because="" if weighted else whole_because)
+                return replace(found_out, num_slots=stacking.num_slots, compiled=stacking.compiled)
+    raise reason
+
+
+def _padded(client: ClientWork) -> ClientWork:
+    """Return two steps of a client, of which the second one has a smaller batch."""
+    sample = client.head(1)
+    size, half = sample.sizes[0], (sample.sizes[0] + 1) // 2
+    order = torch.cat([sample.order, sample.order[:half]])
+    return sample._replace(order=order, sizes=[size, half])
+
+
+def _compare(
+    trainer: Trainer,
+    local: LocalTrainer,
+    model: GlobalModel,
+    sample: ClientWork,
+    train_one: TrainOne,
+    stacking: Stacking,
+) -> None:
+    metrics = metrics_of(trainer.lightning_module)
+    before = MetricStates(metrics)
+    try:
+        expected, own = train_one(sample), local.kept
+        counted = [_numbers(metric) for metric in metrics]
+        before.put_back()
+        with warnings.catch_warnings():
+            # operators that vmap runs client by client: slower than one client after the other
+            warnings.filterwarnings("error", message="There is a performance drop")
+            slots = SlotEngine(trainer, local, stacking)
+            ((found,),) = slots.train(model, [sample])
+        recounted = [_numbers(metric) for metric in metrics]
+    except (CannotStack, ClientFailure, ConfigurationError):
+        raise
+    except Exception as error:
+        raise CannotStack(f"vmap cannot run training_step: {_first_line(error)}") from error
+    finally:
+        before.put_back()
+    pairs = [("update", expected.delta, found.delta), ("buffers", expected.buffers, found.buffers)]
+    kept = slots.kept.get(sample.client_id)
+    pairs += [] if kept is None else [("personal parameters", own, kept)]
+    for name, value in expected.metrics.items():
+        pairs.append((name, value, found.metrics.get(name, torch.tensor(torch.nan))))
+    for metric, numbers, others in zip(metrics, counted, recounted, strict=True):
+        pairs.append((f"{type(metric).__name__} object", numbers, others))
+    for name, value, other in pairs:
+        if not _is_close(value, other, trainer.precision):
+            raise CannotStack(f"a trial client's {name} was not the sequential one")
+
+
+def _numbers(metric: Metric) -> Tensor:
+    """Return all that a metric holds as one vector."""
+    states = [state for value in metric.metric_state.values() for state in _as_list(value)]
+    return torch.cat(
+        [torch.zeros(0), *(state.detach().float().cpu().flatten() for state in states)]
+    )
+
+
+def _as_list(state: Tensor | list[Tensor]) -> list[Tensor]:
+    return state if isinstance(state, list) else [state]
+
+
+def _is_close(value: Tensor, other: Tensor, precision: str | int | None) -> bool:
+    """Return whether numbers differ by a small share, all of the largest or together of the norm."""
+    if value.shape != other.shape:
+        return False
+    share = tolerance(precision)
+    if precision not in FULL_PRECISIONS:  # Adam steps either way where rounding is all there is
+        return bool((value - other).norm() <= share * value.norm() + 1e-12)
+    bound = share * float(value.abs().max()) if value.numel() else 0.0
+    return bool(((value - other).abs() <= bound + 1e-12).all())
+
+
+def _clipping(trainer: Trainer) -> dict[str, Any]:
+    if not trainer.gradient_clip_val:
+        return {}
+    by_value = str(trainer.gradient_clip_algorithm or "norm").endswith("value")
+    return {"clip_value" if by_value else "clip_norm": float(trainer.gradient_clip_val)}
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0][:200]

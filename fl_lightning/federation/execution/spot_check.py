@@ -1,0 +1,252 @@
+"""A check while slots run: some clients are trained one after the other as well.
+
+Whether slots compute what the module does is tried when they are chosen, on one client in one round.
+What a module does later, or with other clients' examples, may differ. So clients are drawn (`drawn`),
+trained once more from the same model with the same batches, draws and corrections, and the two
+results compared: update, buffers, own parameters and logged values, but not torchmetrics objects,
+which hold all clients together. Nothing of it remains: the run has the same bits without checks.
+
+A difference larger than rounding usually makes (`Rounding.share`) is looked at more closely: the
+client trains twice more, from starts that are off by one rounding. What that makes, times ten, is
+explained by rounding; and where it makes a tenth of the whole update or more, training is so unstable
+that no digits are left to compare. Else the run stops, before the server steps.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from fl_lightning.client.local_training import GlobalModel
+from fl_lightning.client.log_collector import LogCollector
+from fl_lightning.client.work import ClientWork, GroupWork
+from fl_lightning.core.errors import ClientFailure, EnginesDiffer
+from fl_lightning.core.metric_states import MetricStates, metrics_of
+from fl_lightning.core.seeds import preserve_global_generators
+from fl_lightning.core.update import ClientUpdate, GroupUpdate
+from fl_lightning.federation.execution.spot_rate import SpotRate, drawn
+from fl_lightning.federation.execution.update_differences import (
+    UPDATE,
+    Rounding,
+    Trained,
+    differences,
+    nudged,
+)
+
+Result = Trained | ClientFailure
+# Trains a client from a model one after the other, without consequences but in the module.
+TrainAlone = Callable[[ClientWork, GlobalModel], Trained]
+# A single nudge may happen to make less than all roundings of a client's training together.
+_MARGIN = 10.0
+_NUM_NUDGES = 2
+_FAILURE = "failure"
+
+
+class SpotCheck:
+    """Checks groups of clients of one fit.
+
+    Args:
+        rate: how many clients.
+        module: that trains.
+        collector: what clients log.
+        alone: trains a client again.
+        restore: puts a model back into the module.
+        precision: of the Trainer.
+    """
+
+    def __init__(
+        self,
+        rate: SpotRate,
+        module: nn.Module,
+        collector: LogCollector,
+        alone: TrainAlone,
+        restore: Callable[[GlobalModel], None],
+        precision: str | int | None,
+    ) -> None:
+        self._rate, self._module, self._collector = rate, module, collector
+        self._alone, self._restore, self._precision = alone, restore, precision
+
+    def begin(self, work: GroupWork) -> GroupCheck:
+        """Draw some of the clients that train in slots now."""
+        return GroupCheck(self, drawn(work, self._rate.fraction), len(work.sizes))
+
+    @property
+    def metrics(self) -> MetricStates:
+        """The states of the module's torchmetrics objects."""
+        return MetricStates(metrics_of(self._module))
+
+    def note(self, seconds_in_slots: float, seconds_alone: float | None) -> None:
+        """Learn how long a local step takes both ways."""
+        self._rate.note(seconds_in_slots, seconds_alone)
+
+    @contextmanager
+    def without_trace(self, present: GlobalModel) -> Iterator[None]:
+        """Have module, logs and random streams be what they were when the block ends."""
+        metrics = self.metrics
+        frozen = [p for p in self._module.parameters() if not p.requires_grad]
+        values = [p.detach().clone() for p in frozen]
+        logs = self._collector
+        with preserve_global_generators(), logs.forgetting(), logs.listening_to(self._module):
+            try:
+                yield
+            finally:
+                metrics.put_back()
+                self._restore(present)
+                with torch.no_grad():
+                    for param, value in zip(frozen, values, strict=True):
+                        param.copy_(value)
+
+    def look(self, work: ClientWork, found: Result, start: GlobalModel) -> None:
+        """Train a client again and compare.
+
+        Raises:
+            EnginesDiffer: if what was found is something else.
+        """
+        expected = self._outcome(work, start)
+        gaps = _gaps(expected, found, start, len(work.order))
+        rounding = Rounding.of(self._precision, self._module)
+        limits = dict.fromkeys(gaps, rounding.share)
+        for seed in range(_NUM_NUDGES):
+            if all(gap <= limits[name] for name, gap in gaps.items()):
+                return
+            made = self._made_by_rounding(work, expected, start, rounding.unit, seed)
+            whole = _MARGIN * made.get(UPDATE, 0.0)
+            if whole >= 1:
+                return  # there are no digits to compare
+            limits = {
+                name: max(limit, whole, _MARGIN * made.get(name, 0.0))
+                for name, limit in limits.items()
+            }
+        name = max(gaps, key=lambda name: gaps[name] / limits[name])
+        if gaps[name] > limits[name]:
+            said = _one_fails(expected, found) or _differ(name, gaps[name], limits[name])
+            where = f"round {work.round_index}, client {work.client_id}"
+            raise EnginesDiffer(work.client_id, f"{where}: {said}. {_REMEDY}")
+
+    def _made_by_rounding(
+        self, work: ClientWork, expected: Result, start: GlobalModel, unit: float, seed: int
+    ) -> dict[str, float]:
+        """Return how far apart a client's results are from two starts one rounding apart."""
+        moved = None if isinstance(expected, ClientFailure) else expected.update.delta
+        again = self._outcome(work, nudged(start, moved, unit, seed=seed))
+        made = _gaps(expected, again, start, len(work.order))
+        # rounding decides whether its numbers are finite
+        return {UPDATE: math.inf} if _FAILURE in made else made
+
+    def _outcome(self, work: ClientWork, start: GlobalModel) -> Result:
+        try:
+            return self._alone(work, start)
+        except ClientFailure as failure:
+            return failure
+
+
+class GroupCheck:
+    """The clients of one group that are trained both ways.
+
+    Args:
+        check: compares.
+        work: theirs.
+        num_steps: local steps of the whole group.
+    """
+
+    def __init__(self, check: SpotCheck, work: GroupWork, num_steps: int) -> None:
+        self._check, self._num_steps = check, num_steps
+        self._work = {client.client_id: client for client in work}
+        self._found: dict[int, Trained] = {}
+        self._metrics = check.metrics if self._work else None
+        self._began = time.perf_counter()
+
+    def note(self, usable: GroupUpdate, kept: Mapping[int, Tensor]) -> None:
+        """Keep what slots have made of the clients that were drawn.
+
+        Args:
+            usable: updates, which have been taken in.
+            kept: what clients are to keep for themselves.
+        """
+        for row, client in enumerate(usable.client_ids if self._work else ()):
+            if client in self._work:
+                own = kept.get(client, usable.buffers.new_empty(0))
+                self._found[client] = Trained(_alone(usable, row), own, own)
+
+    def compare(self, start: GlobalModel, present: GlobalModel) -> None:
+        """Train those clients one after the other as well.
+
+        Args:
+            start: what they began from.
+            present: the global model that the module holds.
+
+        Raises:
+            EnginesDiffer: for the first one whose results differ by more than rounding.
+        """
+        if not self._num_steps:
+            return
+        in_slots = (time.perf_counter() - self._began) / self._num_steps
+        if self._metrics is None:
+            self._check.note(in_slots, None)
+            return
+        try:
+            with self._check.without_trace(present):
+                began = time.perf_counter()
+                for client, found in self._found.items():
+                    self._check.look(self._work[client], found, start)
+                spent = time.perf_counter() - began
+        except BaseException:  # the group's updates do not count, nor what metrics hold of them
+            self._metrics.put_back()
+            raise
+        num_steps = sum(len(self._work[client].sizes) for client in self._found)
+        self._check.note(in_slots, spent / max(1, num_steps))
+
+
+def _alone(group: GroupUpdate, row: int) -> ClientUpdate:
+    """Return one client's update; of lazy deltas, no other is multiplied out."""
+    deltas = group.deltas
+    if isinstance(deltas, Tensor):
+        delta = deltas[row].clone()
+    else:  # a mean of one is itself
+        delta = group.buffers.new_zeros(deltas.shape[1], dtype=deltas.dtype)
+        deltas.of([row]).fold(delta, [1.0])
+    return ClientUpdate(
+        group.client_ids[row],
+        delta,
+        group.buffers[row].clone(),
+        group.num_examples[row],
+        group.num_steps[row],
+        {name: values[row].clone() for name, values in group.metrics.items()},
+    )
+
+
+_REMEDY = (
+    "The round does not count: the global model is the one before it. Set federation.engine: "
+    "sequential, which runs your training_step as it is. If slots are to be faster again, look for "
+    "what the step, or a hook, reads or writes besides tensors (attributes of self, current_epoch, "
+    "counters, lists), or does with other examples of the batch. Earlier rounds were checked on few "
+    "clients only (federation.spot_check): do not trust them before you know the reason."
+)
+
+
+def _gaps(expected: Result, found: Result, start: GlobalModel, num_seen: int) -> dict[str, float]:
+    """Return `differences`; an infinite one if one way fails, none if both do."""
+    has_failed = [isinstance(result, ClientFailure) for result in (expected, found)]
+    if isinstance(expected, ClientFailure) or isinstance(found, ClientFailure):
+        return {} if all(has_failed) else {_FAILURE: math.inf}
+    return differences(expected, found, start, num_seen)
+
+
+def _differ(name: str, gap: float, limit: float) -> str:
+    return (
+        f"trained in slots, its {name} differs by {gap:.1e} of itself from what it is one after the "
+        f"other; rounding explains {limit:.1e}"
+    )
+
+
+def _one_fails(expected: Result, found: Result) -> str | None:
+    if isinstance(found, ClientFailure):
+        return f"it fails in slots, and not one after the other: {found.reason}"
+    if isinstance(expected, ClientFailure):
+        return f"it fails one after the other, and not in slots: {expected.reason}"
+    return None

@@ -1,0 +1,1 @@
+"""A run in several processes: who trains what, and how results meet."""

@@ -1,0 +1,1 @@
+"""What else happens in a round: corrections, personal models, staleness, privacy, attackers."""

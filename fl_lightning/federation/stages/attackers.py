@@ -1,0 +1,98 @@
+"""Clients that attack, to see what a defence is worth."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.seeds import check_seed, numpy_generator, run_seed
+from fl_lightning.data.federated import FederatedDataModule
+from fl_lightning.data.poisoning import Poison
+from fl_lightning.server.attacks.forged import Forged, Forgery
+from fl_lightning.server.means.mean import Aggregator
+from fl_lightning.server.robust.collect import Collected
+from fl_lightning.server.robust.fltrust import FLTrust
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attackers:
+    """Which clients attack, and how: on their examples, on their updates or on both.
+
+    Args:
+        fraction: of all clients, in [0, 1], rounded; always the same ones, drawn by the seed.
+        poison: what they train on instead of their examples, e.g. `LabelFlip`, `Trigger`.
+        forge: what they send instead of their updates, e.g. `SignFlip`, `ALIE`.
+        spared: clients that stay honest, e.g. the one that `FLTrust` trusts.
+        seed: of all that is drawn; the run's seed if None.
+
+    Raises:
+        ConfigurationError: for a fraction out of range.
+
+    Example:
+        >>> Attackers(fraction=0.3, seed=0, spared=[0]).choose(10)
+        [1, 2, 6]
+    """
+
+    fraction: float
+    poison: Poison | None = None
+    forge: Forgery | None = None
+    spared: list[int] = field(default_factory=list)
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.fraction <= 1:
+            raise ConfigurationError(
+                f"attackers: fraction must be in [0, 1], got {self.fraction}: it is the part of "
+                "the clients that attack"
+            )
+        check_seed("attackers", self.seed)
+
+    def choose(self, num_clients: int) -> list[int]:
+        """Return the attackers, increasing.
+
+        Raises:
+            ConfigurationError: if too few clients are left to choose from.
+        """
+        unknown = [client for client in self.spared if not 0 <= client < num_clients]
+        if unknown:
+            raise ConfigurationError(
+                f"federation.attackers.spared must be clients from 0 to {num_clients - 1}, got {unknown[0]}"
+            )
+        others = np.setdiff1d(np.arange(num_clients), self.spared)
+        count = round(self.fraction * num_clients)
+        if count > len(others):
+            raise ConfigurationError(
+                f"attackers: {count} of {num_clients} clients are to attack, and "
+                f"{num_clients - len(others)} are spared: lower the fraction or spare fewer"
+            )
+        generator = numpy_generator(run_seed(self.seed), "attackers")
+        chosen: list[int] = sorted(generator.choice(others, count, replace=False).tolist())
+        return chosen
+
+    def enter(self, data: FederatedDataModule) -> None:
+        """Have the attackers read what they train on; until `FederatedDataModule.poison` ends it."""
+        if self.poison is None and self.forge is None:
+            raise ConfigurationError(
+                "federation.attackers: give poison, forge or both, else nobody attacks"
+            )
+        if self.poison is not None:
+            data.poison(self.choose(len(data.clients)), self.poison, run_seed(self.seed))
+
+    def wrap(self, aggregator: Aggregator, num_clients: int) -> Aggregator:
+        """Return an aggregator for which the attackers send something else.
+
+        Raises:
+            ConfigurationError: if one of them is the client that the server trusts.
+        """
+        chosen = self.choose(num_clients)
+        rule = aggregator.rule if isinstance(aggregator, Collected) else None
+        if isinstance(rule, FLTrust) and rule.trusted_client in chosen:
+            raise ConfigurationError(
+                f"FLTrust trusts client {rule.trusted_client}, which is one of the attackers: set "
+                f"attackers.spared to [{rule.trusted_client}]"
+            )
+        if self.forge is None:
+            return aggregator
+        return Forged(aggregator, self.forge, chosen, run_seed(self.seed))

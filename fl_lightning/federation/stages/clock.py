@@ -1,0 +1,69 @@
+"""The devices of a run, and, where the server waits for nobody, who arrives when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from fl_lightning.client.devices import Devices, Fate, Fleet
+from fl_lightning.federation.stages.older_models import Versions
+from fl_lightning.federation.stages.schedule import Arrivals, ArrivingCohort
+from fl_lightning.server.staleness import AsyncRule
+
+
+@dataclass(frozen=True)
+class VirtualTime:
+    """What is simulated of time.
+
+    Attributes:
+        fleet: the clients' devices; None if time is not simulated.
+        rule: how stale updates count; None if the server waits for its cohort.
+        arrivals: who arrives when; None likewise.
+    """
+
+    fleet: Fleet | None = None
+    rule: AsyncRule | None = None
+    arrivals: Arrivals | None = None
+
+    @classmethod
+    def of(
+        cls,
+        devices: Devices | None,
+        rule: AsyncRule | None,
+        num_steps: npt.NDArray[np.int64],
+        seed: int,
+    ) -> VirtualTime:
+        """Return the time of a run.
+
+        Args:
+            devices: what clients train on.
+            rule: of an asynchronous server.
+            num_steps: local steps of each client's round, shape (num_clients,).
+            seed: root seed.
+        """
+        if devices is None:
+            return cls()
+        fleet = Fleet(devices, len(num_steps), seed)
+        if rule is None:
+            return cls(fleet)
+
+        def fate_of(client: int, start: int) -> Fate:
+            return fleet.fate(client, max(1, int(num_steps[client])), draw=start)
+
+        counts = len(num_steps), rule.concurrency, rule.buffer_size
+        return cls(fleet, rule, Arrivals(fate_of, *counts, seed))
+
+    @property
+    def cohort(self) -> ArrivingCohort | None:
+        """Whose updates arrive for each step of an asynchronous server."""
+        if self.rule is None or self.arrivals is None:
+            return None
+        return ArrivingCohort(self.arrivals, self.rule.buffer_size)
+
+    def versions(self) -> Versions | None:
+        """Return the models that clients begin from, of a server that takes its first step."""
+        if self.rule is None or self.arrivals is None:
+            return None
+        return Versions(self.rule, self.arrivals)

@@ -1,0 +1,209 @@
+"""Differential privacy of examples at work in a run: clients' batches, their noise, what it costs.
+
+    local step:  batch by coins → Σ clip(∇ℓ_i) + noise → ÷ expected batch → the client's optimizer
+
+What the server gets is private by itself: nothing is done to the aggregate. A round counts as spent
+by everybody in its cohort the moment it opens, whether or not their updates arrive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fl_lightning.client.log_collector import LogCollector
+from fl_lightning.client.poisson_batches import poisson_batches
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.space import Space
+from fl_lightning.core.whole_numbers import Draw, Integers
+from fl_lightning.engines import ExampleGradients, nothing
+from fl_lightning.federation.round_record import RoundRecord
+from fl_lightning.federation.stages.privacy_ledger import PrivacyLedger
+from fl_lightning.privacy.example import ExampleDP, ExampleGaussian
+from fl_lightning.privacy.noise.grid import Grid
+from fl_lightning.privacy.noise.noise_source import coins, noise_source
+from fl_lightning.privacy.run import Run
+
+# What tells the words for a step's noise from those for its batch.
+_NOISE = 1
+
+
+class ExampleRounds:
+    """Makes the local steps of every client private.
+
+    Args:
+        privacy: what the user asked for.
+        run: who takes part when, and how clients draw their batches.
+
+    Raises:
+        ConfigurationError: if the run cannot be accounted for, or the budget allows no round.
+
+    Attributes:
+        ledger: what was spent.
+    """
+
+    def __init__(self, privacy: ExampleDP, run: Run) -> None:
+        self.privacy = privacy
+        self.ledger: PrivacyLedger[ExampleGaussian] = PrivacyLedger(
+            privacy, run, lambda noise: privacy.mechanism(run, noise)
+        )
+        self._source = noise_source(run.seed, secure=privacy.secure_noise)
+        self._coins = coins(run.seed)
+
+    def announce(self) -> None:
+        """Say, before training, what the run will have cost."""
+        self.ledger.announce(f"{self.privacy.clip_norm:g} of an example's gradient")
+
+    def open_round(self, round_index: int) -> None:
+        """Spend a round.
+
+        Raises:
+            RoundFailure: if it would exceed the budget.
+        """
+        self.ledger.check_open(round_index)
+        self.ledger.release(round_index)
+
+    def note(self, record: RoundRecord) -> None:
+        """Put what was spent into a round's record, and take out what may not be seen."""
+        noise = self.ledger.mechanism.noise_of_gradients
+        facts = {"privacy/clip_norm": self.privacy.clip_norm}
+        if noise:
+            facts["privacy/noise_stddev"] = noise * self.privacy.clip_norm
+        self.ledger.note(record, self.ledger.spent() | facts)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was spent."""
+        return self.ledger.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint, see `PrivacyLedger.load_state_dict`."""
+        self.ledger.load_state_dict(state)
+
+    def batches(
+        self, shard: Tensor, batch_size: int, num_steps: int, client: int, round_index: int
+    ) -> tuple[Tensor, list[int]]:
+        """Return the examples of a client's local steps, see `poisson_batches`.
+
+        Raises:
+            ConfigurationError: if there are more steps than the ledger counts.
+        """
+        counted = int(self.ledger.mechanism.local.num_steps[client])
+        if num_steps > counted:
+            raise ConfigurationError(
+                f"federation.privacy: client {client} is about to take {num_steps} local steps, and "
+                f"{counted} are accounted for: its shard or the batch size has changed since the "
+                "fit began"
+            )
+        return poisson_batches(
+            shard,
+            batch_size,
+            num_steps,
+            lambda step: self._source.words(len(shard), round_index, client, step),
+        )
+
+    def grid(self, size: int) -> Grid | None:
+        """Return the grid of gradients of so many numbers; None without noise."""
+        has_noise = self.ledger.mechanism.noise_multiplier > 0
+        return Grid.of(self.privacy.clip_norm, size) if has_noise else None
+
+    def coins(self, client: int, round_index: int, step: int) -> Draw:
+        """Return coins with which the gradients of a step's examples are rounded."""
+        return self._coins.stream(round_index, client, step)
+
+    def noise(self, grid: Grid, size: int, client: int, round_index: int, step: int) -> Integers:
+        """Return the noise on a step's sum, in whole steps of the grid, shape (size,)."""
+        stddev = self.ledger.mechanism.noise_multiplier * self.privacy.clip_norm
+        # the words of (round, client, step) have drawn the batch
+        return grid.noise(stddev, size, self._source.stream(round_index, client, step, _NOISE))
+
+    def expected(self, client: int) -> int:
+        """Return how many examples a client's step is expected to have."""
+        return max(1, int(self.ledger.mechanism.local.expected[client]))
+
+
+class PrivateGradients:
+    """Puts the private gradient of a client's batch where an optimizer finds it.
+
+    Args:
+        rounds: draws the noise.
+        gradients: of single examples.
+        loss: of a whole batch, for what needs no single ones.
+        space: gives what trains.
+        collector: learns the share of clipped gradients; None if nobody may know.
+    """
+
+    def __init__(
+        self,
+        rounds: ExampleRounds,
+        gradients: ExampleGradients,
+        loss: Callable[[Any, int], Tensor | None],
+        space: Callable[[], Space],
+        collector: LogCollector | None,
+    ) -> None:
+        self._rounds, self._gradients, self._loss = rounds, gradients, loss
+        self._space, self._collector = space, collector
+        self._client = self._round_index = 0
+
+    def begin(self, client: int, round_index: int) -> None:
+        """Say whose steps come next."""
+        self._client, self._round_index = client, round_index
+
+    def __call__(self, batch: Any, size: int, index: int) -> Tensor | None:
+        """Set the gradients, and return the mean loss where it may be known.
+
+        Args:
+            batch: ready for the training step; anything if it is empty.
+            size: examples in it.
+            index: number of the step in the client's round.
+        """
+        expected = self._rounds.expected(self._client)
+        if self._rounds.privacy.is_off:
+            return self._plain(batch, size, index, size / expected)
+        space, clip_norm = self._space(), self._rounds.privacy.clip_norm
+        whose = self._client, self._round_index, index
+        grid, to_steps = self._rounds.grid(space.size), None
+        if grid is not None:
+            to_steps = partial(_to_steps, grid, self._rounds.coins(*whose))
+        total, losses = nothing(space, in_steps=grid is not None), None
+        if size:
+            before = self._gradients.num_clipped
+            total, losses = self._gradients(space, batch, index, clip_norm, to_steps)
+            self._note_clipped(self._gradients.num_clipped - before, size)
+        if grid is not None:
+            noise = torch.from_numpy(self._rounds.noise(grid, space.size, *whose))
+            total = grid.value(total + noise.to(total.device)).to(space.device, space.dtype)
+        _set_gradients(space, total / expected)
+        return None if losses is None or self._collector is None else losses.mean()
+
+    def _plain(self, batch: Any, size: int, index: int, scale: float) -> Tensor | None:
+        """Neither clip nor add noise: to the bit the gradient of a batch of the expected size."""
+        loss = self._loss(batch, index) if size else None
+        if loss is None:
+            return None
+        (loss if scale == 1 else loss * scale).backward()
+        return loss.detach()
+
+    def _note_clipped(self, count: int, size: int) -> None:
+        if self._collector is not None:
+            self._collector.start_step(size)
+            self._collector.log("privacy/clip_fraction", count / size)
+
+
+def _to_steps(grid: Grid, draw: Draw, gradient: Tensor) -> Tensor:
+    return torch.from_numpy(grid.to_steps(gradient, draw)).to(gradient.device)
+
+
+@torch.no_grad()
+def _set_gradients(space: Space, vector: Tensor) -> None:
+    """Make a vector, shape (k,), the gradients of what trains; 0 where entries are frozen."""
+    for param, index, part in space.entries(vector):
+        part = part.to(param.dtype)
+        if index is None:
+            param.grad = part.clone()
+        else:
+            param.grad = torch.zeros_like(param)
+            param.grad.view(-1).index_copy_(0, index, part)

@@ -1,0 +1,64 @@
+"""Where the personal models of a federation's clients are: in its rounds, or in a saved state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_info
+
+from fl_lightning.client.memory import ClientMemory
+from fl_lightning.client.personal.personalisation import Personalisation
+from fl_lightning.federation.checkpoints.run_memory import saved_memory
+from fl_lightning.federation.rounds import RoundRunner
+from fl_lightning.federation.stages.personal_models import PersonalModels
+from fl_lightning.federation.visits.fine_tuning import FineTuning
+
+
+def recalled_models(
+    trainer: Trainer,
+    personal: Personalisation | None,
+    seed: int,
+    rounds: RoundRunner | None,
+    saved: Mapping[str, Any],
+) -> PersonalModels | None:
+    """Return what clients have for themselves; None if nothing.
+
+    Args:
+        trainer: whose module holds the global model.
+        personal: what the user asked for.
+        seed: of what fine-tuning draws.
+        rounds: of the fit in this process; None if there was none.
+        saved: a checkpoint's state, or that of `state_to_bring_home`, which then counts; or empty.
+    """
+    if personal is None:
+        return None
+    module, steps, tune = trainer.lightning_module, personal.tuning_steps, None
+    if steps:
+        tune = FineTuning(trainer, trainer.datamodule, steps, seed)  # type: ignore[attr-defined]
+    if saved:
+        names = (saved.get("personal") or {"names": []})["names"]
+        memory = saved_memory(saved["memory"], trainer.ckpt_path)
+    elif rounds is not None:
+        names, memory = rounds.clients.personal.names, rounds.memory.clients
+    else:
+        names, memory = [], ClientMemory()
+    return PersonalModels(module, names, memory, tune) if names or tune else None
+
+
+def state_to_bring_home(rounds: RoundRunner | None) -> dict[str, Any]:
+    """Return what another process needs to evaluate personal models, unless it is large."""
+    if rounds is None or rounds.clients.personal.kind is None:
+        return {}
+    memory = rounds.memory.clients
+    if not memory.is_small:
+        rank_zero_info(
+            "personal models are too large to be brought home from the fit's processes: "
+            "evaluate them with ckpt_path"
+        )
+        return {}
+    return {
+        "personal": rounds.clients.personal.state_dict(),
+        "memory": memory.state_dict(with_round=False),
+    }

@@ -1,0 +1,232 @@
+"""Personalisation at work in a run: what a client begins with, trains by itself and keeps.
+
+A client's own tensors are hosted in the module while it trains, and count from the round's end on,
+as its update does. The server sees nothing of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from fl_lightning.client.corrections.added_term import AddedTerm
+from fl_lightning.client.corrections.correction import GradientTerm
+from fl_lightning.client.local_training import GlobalModel, LocalTrainer
+from fl_lightning.client.memory import ClientMemory
+from fl_lightning.client.personal.apfl import APFL, Mixing
+from fl_lightning.client.personal.personalisation import AllShared, Personalisation
+from fl_lightning.client.work import ClientWork
+from fl_lightning.core.errors import ClientFailure, ConfigurationError
+from fl_lightning.core.metric_states import MetricStates, metrics_of
+from fl_lightning.core.seeds import derive_seed, seed_global_generators
+from fl_lightning.federation.client_work import WorkPlan
+from fl_lightning.federation.stages.client_scaler import ClientScaler
+from fl_lightning.federation.visits.lightning_step import LightningStep
+
+MEMORY = "personal"
+MIXTURE = "mixture"
+_PURPOSE = "own epochs"
+Masks = Mapping[str, Tensor]
+
+
+class Personaliser:
+    """Hosts clients' own tensors in the module of a fit.
+
+    Args:
+        rule: what clients have for themselves.
+        memory: where it is between rounds.
+        module: that trains.
+        local: the sequential engine, which is told what is own.
+        step: its local step.
+        plan: knows the clients' shards.
+        scaler: the fp16 scale.
+
+    Attributes:
+        names: of the tensors that clients have for themselves.
+        trained: what the last client that was hosted now has for itself; None if nothing.
+    """
+
+    def __init__(
+        self,
+        rule: Personalisation | None,
+        memory: ClientMemory,
+        module: LightningModule,
+        local: LocalTrainer,
+        step: LightningStep,
+        plan: WorkPlan,
+        scaler: ClientScaler,
+    ) -> None:
+        self._rule: Personalisation = rule or AllShared()
+        self._memory, self._local, self._step, self._plan = memory, local, step, plan
+        self._module, self._scaler = module, scaler
+        self._metrics = metrics_of(module)
+        self.names = self._rule.names(module)
+        self.trained: Tensor | None = None
+        self._mixture: Tensor | None = None
+        if self.names:
+            local.keep_own(self.names, beside=self._rule.beside)
+
+    @property
+    def kind(self) -> str | None:
+        """What checkpoints call it; None where clients keep nothing."""
+        return type(self._rule).__name__ if self.names else None
+
+    @contextmanager
+    def hosted(self, client: int) -> Iterator[None]:
+        """Have this client's own part in the module inside this block, then the global one's."""
+        self.trained = None
+        if self.names and not self._rule.beside:
+            self._local.host(self.recalled(client))
+        try:
+            yield
+        finally:
+            if self.names:
+                self._local.host(None)
+
+    def train_own_part(self, model: GlobalModel, work: ClientWork, masks: Masks | None) -> None:
+        """Train a hosted client's own part alone, if it is to be.
+
+        Raises:
+            ClientFailure: if that fails.
+        """
+        if not self._rule.own_epochs:
+            return
+        epochs = self._plan.more_epochs(work, self._rule.own_epochs, _PURPOSE)
+        seed = derive_seed(work.root_seed, _PURPOSE, work.round_index, work.client_id)
+        with frozen(self._module, self._local.space.names):
+            self._local.host(self._trained(model, epochs, seed, masks))
+
+    @contextmanager
+    def sharing(self) -> Iterator[None]:
+        """Train the shared part alone inside this block, if the own one trained by itself."""
+        if self._rule.own_epochs is None:
+            yield
+            return
+        with frozen(self._module, self.names):
+            yield
+
+    def train_beside(
+        self, model: GlobalModel, work: ClientWork, masks: Masks | None, delta: Tensor
+    ) -> None:
+        """Train a client's copy of the model, if it has one, and note what it is to keep.
+
+        Its steps are those of the client's share: the same batches, draws and masks.
+
+        Args:
+            model: with which the client's round began.
+            work: its.
+            masks: its own.
+            delta: of its share, shape (k,).
+
+        Raises:
+            ClientFailure: if that fails.
+        """
+        self.trained, self._mixture = self._local.kept, None
+        mixing: Mixing | None = None
+        if not (self.names and self._rule.beside):
+            return
+        self._local.host(self.recalled(work.client_id))
+        if isinstance(self._rule, APFL):
+            before = self._memory.get(MIXTURE, work.client_id)
+            mixture = self._rule.mixture if before is None else float(before)
+            self._step.term = mixing = Mixing(self._local.space, model.params - delta, mixture)
+        elif self._rule.pull:
+            term = GradientTerm(self._rule.pull)
+            self._step.term = AddedTerm(self._local.space, model.params, term)
+        try:
+            self.trained = self._trained(model, work, work.seed, masks, mixing)
+        finally:
+            self._step.term = None
+            self._local.host(None)  # the module is the shared model's again
+        if mixing is not None and isinstance(self._rule, APFL):
+            self._mixture = torch.tensor(
+                [mixing.adapted(self._rule.mixture_rate)], dtype=torch.float64
+            )
+
+    def _trained(
+        self,
+        model: GlobalModel,
+        work: ClientWork,
+        seed: int,
+        masks: Masks | None,
+        mixing: Mixing | None = None,
+    ) -> Tensor:
+        """Return the own tensors after local steps of which nothing else is kept."""
+        steps = self._plan.steps(work)
+        metrics, scale = MetricStates(self._metrics), self._scaler.present()
+        seed_global_generators(seed)
+        try:
+            self._scaler.wind_back()
+            self._local.train(
+                model,
+                client_id=work.client_id,
+                num_examples=work.num_examples,
+                batches=steps if mixing is None else mixing.steps(steps),
+                masks=masks,
+            )
+        except ClientFailure as failure:
+            located = f"in personal steps: {failure.reason}"
+            raise ClientFailure(failure.client_id, located) from failure.__cause__
+        finally:
+            metrics.put_back()
+            self._scaler.go_on_from(scale)
+        return self._local.kept
+
+    def keep(self, client: int, own: Tensor | None) -> None:
+        """Have a client whose update is used remember what it now has for itself."""
+        if self.names and own is not None:
+            self._memory.put(MEMORY, client, own)
+            if self._mixture is not None:
+                self._memory.put(MIXTURE, client, self._mixture)
+
+    def recalled(self, client: int) -> Tensor | None:
+        """Return what a client has for itself, shape (o,); None if it never took part."""
+        vector = self._memory.get(MEMORY, client)
+        return None if vector is None else vector.to(self._local.space.device)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is own; the tensors are in the memory."""
+        return {"kind": self.kind, "names": list(self.names)}
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Go on from there: a copy keeps the parameters that trained when its run began.
+
+        Raises:
+            ConfigurationError: if something else is personal here.
+        """
+        saved = state or {"kind": None, "names": []}
+        if saved["kind"] != self.kind or (saved["names"] != self.names and not self._rule.beside):
+            raise ConfigurationError(
+                f"the checkpoint belongs to a run in which {_said(saved)} was personal, and here "
+                f"it is {_said(self.state_dict())}: resume with the configuration of the run that "
+                "wrote it, or start without ckpt_path"
+            )
+        if saved["names"] != self.names:
+            self.names = list(saved["names"])
+            self._local.keep_own(self.names, beside=True)
+
+
+@contextmanager
+def frozen(module: nn.Module, names: list[str]) -> Iterator[None]:
+    """Have parameters train no more inside this block."""
+    chosen = set(names)
+    params = [p for n, p in module.named_parameters() if n in chosen and p.requires_grad]
+    for param in params:
+        param.requires_grad_(False)
+        param.grad = None
+    try:
+        yield
+    finally:
+        for param in params:
+            param.requires_grad_(True)
+
+
+def _said(state: dict[str, Any]) -> str:
+    if state["kind"] is None:
+        return "nothing"
+    return f"{state['kind']} with {len(state['names'])} tensors, from {state['names'][0]}"

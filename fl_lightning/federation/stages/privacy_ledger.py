@@ -1,0 +1,173 @@
+"""What a run may spend of privacy, what it has spent, and what it says about that.
+
+ε before training for all planned rounds; a round that would exceed the budget does not run; what was
+spent is in the checkpoint, and a run that is resumed counts on with the noise that it had.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_info
+
+from fl_lightning.core.errors import ConfigurationError, RoundFailure
+from fl_lightning.federation.round_record import RoundRecord
+from fl_lightning.privacy.accounting.accountant import most_rounds
+from fl_lightning.privacy.mechanism import Accounted, Budgeted
+from fl_lightning.privacy.run import Run
+
+# Where no end is planned, rounds are counted up to here to find those that a budget allows.
+_NO_END = 1_000_000
+
+M = TypeVar("M", bound=Accounted)
+
+
+class PrivacyLedger(Generic[M]):
+    """Counts the rounds of one fit that were released.
+
+    Args:
+        privacy: what the user asked for.
+        run: who takes part when.
+        make: makes the mechanism, with the noise of a run that is resumed or, for None, its own.
+
+    Raises:
+        ConfigurationError: if the run cannot be accounted for, or the budget allows no round.
+
+    Attributes:
+        mechanism: what is released.
+        released: rounds that count as released: all up to the last one of which anything was.
+    """
+
+    def __init__(self, privacy: Budgeted, run: Run, make: Callable[[float | None], M]) -> None:
+        self._privacy, self._num_rounds, self._make = privacy, run.num_rounds, make
+        self._cohort = f"{run.cohort!r} of {run.num_clients} clients"
+        self._use(make(None))
+        self.released = 0
+
+    def _use(self, mechanism: M) -> None:
+        self.mechanism = mechanism
+        self._allowed = self._allowed_rounds()
+        end = self._num_rounds if self._allowed is None else self._allowed
+        self._end = end if end is None else (end, mechanism.epsilon(end))
+
+    def _allowed_rounds(self) -> int | None:
+        """Return how many rounds the budget allows, of those planned; None without a budget."""
+        budget, planned = self._privacy.epsilon, self._num_rounds
+        if budget is None:
+            return None
+        epsilon = self.mechanism.epsilon
+        if planned is not None and epsilon(planned) <= budget:
+            return planned
+        allowed = most_rounds(epsilon, budget, planned or _NO_END)
+        if allowed == 0:
+            raise ConfigurationError(
+                f"federation.privacy: one round costs ε = {epsilon(1):.3f}, more than the budget of "
+                f"epsilon={budget:g}: raise noise_multiplier, or leave it out to have it found"
+            )
+        return allowed
+
+    @property
+    def shows_clients(self) -> bool:
+        """Whether what no noise covers may be logged."""
+        return self._privacy.log_unprotected
+
+    def announce(self, clip_norm: str) -> None:
+        """Say, before training, what the run will have cost."""
+        privacy, mechanism = self._privacy, self.mechanism
+        cost = "no end of rounds is planned"
+        if self._end is not None:
+            rounds, epsilon = self._end
+            cost = f"ε = {epsilon:.4g} at δ = {privacy.delta:g} after {rounds} rounds"
+        if privacy.epsilon is not None:
+            cost += f", budget {privacy.epsilon:g}"
+            if self._num_rounds is not None and rounds < self._num_rounds:
+                cost += f" (of {self._num_rounds} planned: the next would exceed it)"
+        rank_zero_info(
+            f"privacy: {cost}; {mechanism}; noise multiplier {mechanism.noise_multiplier:.6g}, "
+            f"clip norm {clip_norm}{self._rounding()}"
+        )
+
+    def _rounding(self) -> str:
+        """Return what numbers are rounded to, and by how much that raises ε."""
+        noise, factor = self.mechanism.noise_multiplier, self.mechanism.rounding
+        if not noise or self._end is None:
+            return ""
+        rounds, step = self._end[0], self.mechanism.step(self._privacy.clip_norm)
+        with_it = self.mechanism.epsilon(rounds, quick=True)
+        without = self._make(noise * factor).epsilon(rounds, quick=True)
+        return f", in steps of {step:.2g}, which adds {max(0.0, with_it - without):.1g} to ε"
+
+    def check_open(self, round_index: int) -> None:
+        """Refuse a round that would exceed the budget.
+
+        Raises:
+            RoundFailure: saying so.
+        """
+        if self._allowed is not None and round_index >= self._allowed:
+            raise RoundFailure(
+                f"round {round_index} would exceed the privacy budget of "
+                f"epsilon={self._privacy.epsilon:g}, which allows {self._allowed} rounds"
+            )
+
+    def release(self, round_index: int) -> None:
+        """Count a round and those before it, of which some may have been broken off."""
+        self.released = max(self.released, round_index + 1)  # it may be trained again
+
+    def spent(self) -> dict[str, float]:
+        """Return ε so far, and what is left of the budget, for logs."""
+        epsilon = self.mechanism.epsilon(self.released, quick=True)
+        if self._end is not None and self.released <= self._end[0]:
+            epsilon = min(epsilon, self._end[1])  # the quick one is a little too high
+        facts = {"privacy/epsilon": epsilon}
+        if self._privacy.epsilon is not None:
+            facts["privacy/budget_left"] = max(0.0, self._privacy.epsilon - epsilon)
+        return {name: value for name, value in facts.items() if math.isfinite(value)}
+
+    def note(self, record: RoundRecord, facts: dict[str, float]) -> None:
+        """Put what was spent into a round's record, and take out what may not be seen."""
+        if not self._privacy.log_unprotected:
+            record.withhold()
+        record.privacy = dict(facts)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was spent and what later rounds depend on."""
+        return {
+            "kind": type(self._privacy).__name__,
+            "setting": str(self.mechanism),
+            "cohort": self._cohort,
+            "noise_multiplier": self.mechanism.noise_multiplier,
+            "released": self.released,
+            "mechanism": self.mechanism.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from earlier rounds, with the noise that they had.
+
+        Raises:
+            ConfigurationError: if they had another kind of privacy, another noise or other cohorts.
+        """
+        given = getattr(self._privacy, "noise_multiplier", None)
+        saved, cohort = state["noise_multiplier"], state.get("cohort")
+        same = state["kind"] == type(self._privacy).__name__ and given in (None, saved)
+        if not same or (state["setting"], cohort) != (str(self.mechanism), self._cohort):
+            raise ConfigurationError(
+                f"federation.privacy: the rounds so far were with {state['kind']}, noise multiplier "
+                f"{saved:g} ({state['setting']}) and {cohort}, and these rounds cost something else "
+                f"({self.mechanism}; {self._cohort}): resume with that, or start without ckpt_path"
+            )
+        if saved != self.mechanism.noise_multiplier:
+            self._use(self._make(saved))
+        self.released = state["released"]
+        self.mechanism.load_state_dict(state["mechanism"])
+
+    def stop_within_budget(self, trainer: Trainer, next_round: int) -> None:
+        """Have training end if the next round would exceed the budget."""
+        if self._allowed is None or next_round < self._allowed:
+            return
+        planned = trainer.max_epochs
+        if planned is None or planned < 0 or next_round < planned:
+            rank_zero_info(f"privacy: the budget is spent after {next_round} rounds; training ends")
+        trainer.should_stop = True

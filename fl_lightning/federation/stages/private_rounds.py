@@ -1,0 +1,199 @@
+"""Differential privacy of clients at work in a run: clip norm, noise, and what it costs.
+
+    round r:  clip norm S_r → (Σ clip(Δ) + noise) / qN → the server's step → ε after r + 1 rounds
+
+Sum and noise are whole steps of a grid, see `Grid`; what is done with them afterwards costs nothing.
+
+A round counts as released the moment its noise is drawn: where clients draw it, when the round opens,
+because they send one after the other. Of several processes the first draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fl_lightning.core.errors import RoundFailure
+from fl_lightning.core.whole_numbers import Integers
+from fl_lightning.federation.processes.ranks import Ranks
+from fl_lightning.federation.round_record import RoundRecord
+from fl_lightning.federation.stages.privacy_ledger import PrivacyLedger
+from fl_lightning.privacy.mechanism import Mechanism, NoiseShares, Privacy
+from fl_lightning.privacy.noise.grid import Grid, noise_of
+from fl_lightning.privacy.noise.noise_source import coins, noise_source
+from fl_lightning.privacy.private_mean import PrivateAggregator, PrivateMean
+from fl_lightning.privacy.protected import TakesNoiseShares
+from fl_lightning.privacy.run import Run
+
+# What tells the words for the count's noise from those for the sum's; halves of a client are whole steps.
+_COUNT, _COUNT_STEP = 1, 2.0**-20
+
+
+class PrivateRounds:
+    """Makes the aggregate of every round private.
+
+    Args:
+        privacy: what the user asked for.
+        run: who takes part when.
+        ranks: the processes.
+        exact: have the same bits over any number of processes.
+        secure: adds up what clients send with their noise; None for sums in the clear.
+
+    Raises:
+        ConfigurationError: if the run cannot be accounted for, or the budget allows no round.
+
+    Attributes:
+        aggregator: the fold over the round's updates.
+        ledger: what was spent.
+    """
+
+    def __init__(
+        self,
+        privacy: Privacy,
+        run: Run,
+        ranks: Ranks,
+        *,
+        exact: bool,
+        secure: TakesNoiseShares | None = None,
+    ) -> None:
+        self._privacy, self._ranks = privacy, ranks
+        source = self._source = noise_source(run.seed, secure=privacy.secure_noise)
+        self._coins = coins(run.seed)
+        self.ledger: PrivacyLedger[Mechanism] = PrivacyLedger(
+            privacy, run, lambda noise: privacy.mechanism(run, source, noise)
+        )
+        self.aggregator: PrivateAggregator
+        if secure is None:
+            self.aggregator = PrivateMean(self._mechanism.expected, exact=exact)
+        else:
+            self.aggregator = secure.with_noise_shares(self._shares)
+        self._clip_norm = privacy.clip_norm
+        self._round_index = 0
+        self._facts: dict[str, float] = {}
+
+    @property
+    def _mechanism(self) -> Mechanism:
+        return self.ledger.mechanism
+
+    def _shares(self) -> NoiseShares:
+        mechanism = self.ledger.mechanism
+        assert isinstance(mechanism, NoiseShares)
+        return mechanism
+
+    def announce(self) -> None:
+        """Say, before training, what the run will have cost."""
+        adaptive = ", adaptive" if self._privacy.adaptive_clip else ""
+        self.ledger.announce(f"{self._clip_norm:g}{adaptive}")
+
+    def open_round(self, round_index: int) -> None:
+        """Set the round's clip norm.
+
+        Raises:
+            RoundFailure: if the round would exceed the budget.
+        """
+        self.ledger.check_open(round_index)
+        if not self._mechanism.server_draws:
+            self.ledger.release(round_index)
+        self._round_index, self._facts = round_index, {}
+        self.aggregator.clip_norm = self._clip_norm
+        if isinstance(self.aggregator, PrivateMean):
+            self.aggregator.release = self._mechanism.client_release(round_index, self._clip_norm)
+            self.aggregator.coins = None
+            if self._has_server_noise:
+                self.aggregator.coins = partial(self._coins.stream, round_index)
+
+    def pseudo_gradient(self, aggregate: Tensor) -> Tensor | None:
+        """Return the aggregate with the round's noise, shape (k,): what is released.
+
+        None where clients add the noise, and there was none: nothing is to be released.
+        """
+        mechanism, clip_norm = self._mechanism, self._clip_norm
+        if not mechanism.server_draws and not self.aggregator.num_replies:
+            return None
+        self._check_shares()
+        if isinstance(self.aggregator, PrivateMean) and self.aggregator.grid is not None:
+            for broken_off in range(self.ledger.released, self._round_index):
+                # what later rounds release may depend on it
+                self._released(torch.zeros_like(self.aggregator.total), broken_off)
+            steps = self._released(self.aggregator.total, self._round_index)
+            total = self.aggregator.grid.value(steps)
+            aggregate = (total / mechanism.expected).to(aggregate)
+        self.ledger.release(self._round_index)
+        self._facts = {
+            "privacy/clip_norm": clip_norm,
+            "privacy/noise_stddev": self._noise_stddev(),
+        }
+        self._count_unclipped(aggregate)
+        return aggregate
+
+    def _check_shares(self) -> None:
+        replies, wanted = self.aggregator.num_replies, self._mechanism.fewest_replies
+        if replies < wanted:
+            raise RoundFailure(
+                f"round {self._round_index}: {replies} clients replied, whose shares of noise are "
+                f"too little together: federation.privacy.min_shares is {wanted}"
+            )
+
+    @property
+    def _has_server_noise(self) -> bool:
+        return self._mechanism.server_draws and self._mechanism.noise_multiplier > 0
+
+    def _released(self, total: Tensor, round_index: int) -> Tensor:
+        """Return a sum with a round's noise, in steps, shape (k,): everywhere the same."""
+        grid, size = Grid.of(self._clip_norm, len(total)), len(total)
+
+        def noise() -> Integers:
+            return self._mechanism.server_noise(grid, size, self._source.stream(round_index))
+
+        return self._mechanism.released(total, self._of_first(noise, total))
+
+    def _of_first(self, numbers: Callable[[], Integers], like: Tensor) -> Tensor:
+        """Return whole numbers that the first process draws."""
+        found = torch.zeros_like(like)
+        if self._ranks.rank == 0:
+            found = torch.from_numpy(numbers()).to(like.device)
+        self._ranks.all_reduce(found)
+        return found
+
+    def _count_noise(self, stddev: float, like: Tensor) -> float:
+        """Return the noise on the count of unclipped updates, whole numbers of `_COUNT_STEP`."""
+        if not (self._has_server_noise and stddev):
+            return 0.0
+        draw = self._source.stream(self._round_index, _COUNT)
+        nothing = torch.zeros(1, dtype=torch.int64, device=like.device)
+        drawn = self._of_first(lambda: noise_of(stddev / _COUNT_STEP, 1, draw), nothing)
+        return float(drawn) * _COUNT_STEP
+
+    def _noise_stddev(self) -> float:
+        stddev = self._mechanism.noise_per_round
+        return stddev * self._clip_norm / self._mechanism.expected if stddev else 0.0
+
+    def _count_unclipped(self, like: Tensor) -> None:
+        """Note the share of clipped updates, and have the clip norm follow it."""
+        unclipped, replies = self.aggregator.num_unclipped, self.aggregator.num_replies
+        if self._privacy.log_unprotected:
+            self._facts["privacy/clip_fraction"] = 1 - unclipped / replies if replies else 0.0
+        stddev, adaptive = self._mechanism.bits_stddev, self._privacy.adaptive_clip
+        if adaptive is None or stddev is None:
+            return
+        noise = self._count_noise(stddev, like)
+        share = 0.5 + (unclipped - 0.5 * replies + noise) / self._mechanism.expected
+        self._facts["privacy/noisy_clip_fraction"] = 1 - share
+        self._clip_norm = adaptive.next_norm(self._clip_norm, share)
+
+    def note(self, record: RoundRecord) -> None:
+        """Put what was spent into a round's record, and take out what may not be seen."""
+        self.ledger.note(record, self.ledger.spent() | self._facts)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was spent and what later rounds depend on."""
+        return self.ledger.state_dict() | {"clip_norm": self._clip_norm}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint, see `PrivacyLedger.load_state_dict`."""
+        self.ledger.load_state_dict(state)
+        self._clip_norm = state["clip_norm"]

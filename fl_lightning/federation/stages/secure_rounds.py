@@ -1,0 +1,134 @@
+"""Rounds whose updates the server cannot read: what goes with them, and what they cost.
+
+Clients' metrics and buffers are no part of a secure sum: the first travel in clear beside it, which
+is said before training, models with the second are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from lightning.pytorch import Trainer
+
+from fl_lightning.client.corrections.correction import Correction
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.data.federated import FederatedDataModule
+from fl_lightning.federation.checks.privacy import shown_by
+from fl_lightning.federation.round_record import RoundRecord
+from fl_lightning.federation.stages.attackers import Attackers
+from fl_lightning.federation.stages.client_masks import client_masks
+from fl_lightning.privacy.protected import Protected
+from fl_lightning.server.staleness import AsyncRule
+from fl_lightning.updates.path import Step
+from fl_lightning.updates.random_k import RandomK
+
+
+def check_secure(
+    aggregator: object,
+    *,
+    updates: Sequence[Step],
+    correction: Correction | None,
+    asynchronous: AsyncRule | None,
+    attackers: Attackers | None,
+) -> None:
+    """Refuse what needs single updates, if the aggregator does not show them.
+
+    Raises:
+        ConfigurationError: one line for each.
+    """
+    if not isinstance(aggregator, Protected):
+        return
+    name = type(aggregator).__name__
+    problems = [*_update_problems(name, updates)]
+    if correction is not None and correction.needs_mean:
+        problems.append(
+            f"with {type(correction).__name__} each client sends the change of what it remembers "
+            f"besides its update, which {name} does not hide: use FedProx, or no correction"
+        )
+    if asynchronous is not None:
+        problems.append(
+            f"asynchronous weighs each update by its staleness, and with {name} the server sees "
+            "only sums of whole cohorts: leave asynchronous out"
+        )
+    if attackers is not None and attackers.forge is not None:
+        problems.append(
+            f"attackers.forge makes updates by looking at those of all clients, which nobody sees "
+            f"with {name}: use attackers.poison, or the aggregator Mean"
+        )
+    if problems:
+        raise ConfigurationError("federation: " + "; ".join(problems))
+
+
+def _update_problems(name: str, updates: Sequence[Step]) -> Iterator[str]:
+    for step in updates:
+        if isinstance(step, RandomK) and name == "SecureMean":
+            advice = "give it to the aggregator, as random_k of SecureMean, which draws the same"
+            yield f"updates: RandomK draws other coordinates for every client: {advice} for all"
+        else:
+            yield (
+                f"updates: {type(step).__name__} makes something of each update that does not add "
+                f"up (coordinates chosen by value, other levels for every client), and with {name} "
+                "only sums arrive: leave it out"
+                + ("; SecureMean has random_k, levels and bits" if name == "SecureMean" else "")
+            )
+
+
+class SecureRounds:
+    """What one fit's rounds need around an aggregator that hides updates.
+
+    Args:
+        aggregator: which has begun.
+        trainer: whose callbacks, and transforms of inputs, may show something of clients.
+        num_buffers: numbers in buffers that are known to travel.
+
+    Raises:
+        ConfigurationError: for buffers, and for masks of the clients' own.
+    """
+
+    def __init__(self, aggregator: Protected, trainer: Trainer, num_buffers: int) -> None:
+        self.aggregator = aggregator
+        name = type(aggregator).__name__
+        self.refuse_buffers(num_buffers)
+        if client_masks(trainer) is not None:
+            raise ConfigurationError(
+                f"federation.aggregator {name} adds up whole updates, and masks of the clients' own "
+                "tell of their data: set per_client of MaskCalibration to false"
+            )
+        data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
+        self._shown = shown_by([*trainer.callbacks, *data.transforms])  # type: ignore[attr-defined]
+
+    def refuse_buffers(self, num_buffers: int) -> None:
+        """Refuse a model of which more than the update would travel.
+
+        Raises:
+            ConfigurationError: if there is such.
+        """
+        if num_buffers:
+            raise ConfigurationError(
+                f"federation.aggregator {type(self.aggregator).__name__} hides deltas, and the model "
+                f"has {num_buffers} numbers in buffers (statistics of batch norm), or in frozen "
+                "parameters that clients change, which would travel in clear: use group or layer "
+                "norm, or track_running_stats: false"
+            )
+
+    def announcement(self) -> str:
+        """Return one line on what the server sees and what it does not."""
+        clear = [
+            "who takes part and who fails",
+            "the metrics that clients log, with the number of examples they are means over",
+            *self._shown,
+        ]
+        return f"secure: {self.aggregator.hides}; in clear go " + ", ".join(clear)
+
+    def miss(self, record: RoundRecord) -> None:
+        """Tell the aggregator whose updates will not come."""
+        self.aggregator.miss(record.skipped.keys() | set(record.lost))
+
+    def note(self, record: RoundRecord) -> None:
+        """Put what the round has cost into its record."""
+        expense = self.aggregator.expense
+        absent = record.skipped.keys() | set(record.lost)
+        record.total_bytes_up += sum(expense.bytes_up.values())
+        record.total_bytes_down += sum(expense.bytes_down.values())
+        record.bytes_up_of_absent += sum(n for c, n in expense.bytes_up.items() if c in absent)
+        record.protection = {f"secure/{name}": value for name, value in expense.seconds.items()}

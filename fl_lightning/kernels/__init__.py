@@ -1,0 +1,34 @@
+"""C code behind one door: dense layers, sorts, optimizer steps, noise; each has a way without a compiler.
+
+A door: other rooms import these names and nothing past them.
+"""
+
+from fl_lightning.kernels.gaussian_noise import LARGEST_STDDEV, LEAST_STDDEV, rounded_gaussian
+from fl_lightning.kernels.layers import (
+    direct_layers,
+    direct_linear,
+    is_direct_linear,
+    is_usual,
+    reason_against_direct_layers,
+)
+from fl_lightning.kernels.linear import FEW, FEWEST_INPUTS, can_step, dense_fold, dense_step
+from fl_lightning.kernels.masked_sgd_step import sgd_in_one_pass
+from fl_lightning.kernels.sort_columns import sorted_columns
+
+__all__ = [
+    "FEW",
+    "FEWEST_INPUTS",
+    "LARGEST_STDDEV",
+    "LEAST_STDDEV",
+    "can_step",
+    "dense_fold",
+    "dense_step",
+    "direct_layers",
+    "direct_linear",
+    "is_direct_linear",
+    "is_usual",
+    "reason_against_direct_layers",
+    "rounded_gaussian",
+    "sgd_in_one_pass",
+    "sorted_columns",
+]

@@ -1,0 +1,277 @@
+"""Gaussian noise, rounded to whole numbers, drawn without an error.
+
+    round(N(0, σ²))        σ in whole steps of a grid
+
+A whole number plus this is the rounded sum of that number and a normal one, round(v + Z) = v + round(Z).
+So what is released follows from what the Gaussian mechanism would have released, and costs no more: every
+ε of that mechanism holds as it is. Numbers in floating point have no such argument, and their lowest
+bits tell what was added (Mironov 2012, "On significance of the least significant bits").
+
+Drawn by rejection from strips of equal width w σ, a power of two of steps:
+
+    strip b with chance ∝ exp(-(b w)²/2),  place u in [0, 1),  accept with chance exp(-w² u (2b + u)/2)
+
+The bits of u are those of the number. Comparisons of a uniform number with a chance are made on its
+first bits, and on more of them as long as these leave it open: no chance is off by anything.
+Differs from the discrete Gaussian of Canonne, Kamath and Steinke 2020 (2004.00010), which has the same
+lazy comparisons: of that only the Rényi divergence is bounded in many dimensions, not the privacy loss.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from decimal import Decimal, localcontext
+from fractions import Fraction
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from fl_lightning.core.whole_numbers import Draw, Integers, Words
+from fl_lightning.kernels.c_library import c_function, c_library
+
+# A strip has between a 64th and a 128th of a standard deviation.
+_STRIPS_PER_STDDEV = 64
+LEAST_STDDEV, LARGEST_STDDEV = 2.0**8, 2.0**52
+# Beyond so many standard deviations lies less than 2⁻⁶³ of the distribution.
+_TABLE_END = 9.3
+# Of a word, how many bits are of the place; the others are a coin.
+_PLACE_BITS, _COIN_BITS = 48, 16
+# By how much a chance in double precision may be off, amply.
+_DOUBT = 2.0**-36
+# Numbers at a time: their words take 1 MB, which stays in a processor's cache.
+_CHUNK = 1 << 16
+_SOURCE = Path(__file__).parent / "c" / "rounded_gaussian.c"
+
+
+def rounded_gaussian(stddev: float, size: int, draw: Draw) -> Integers:
+    """Return whole numbers of which each is a normal one, rounded, shape (size,).
+
+    Args:
+        stddev: σ of the normal numbers, in [2⁸, 2⁵²].
+        size: how many.
+        draw: gives random words; numbers are a pure function of them.
+
+    Raises:
+        ValueError: for a standard deviation out of range.
+
+    Example:
+        >>> generator = np.random.default_rng(0)
+        >>> draw = lambda count: generator.integers(0, 2**64, count, dtype=np.uint64)
+        >>> noise = rounded_gaussian(1e6, 100_000, draw)
+        >>> noise.dtype, round(float(noise.std()) / 1e6, 2)
+        (dtype('int64'), 1.0)
+    """
+    if not LEAST_STDDEV <= stddev <= LARGEST_STDDEV:
+        raise ValueError(f"the standard deviation must be in [2^8, 2^52] steps, got {stddev}")
+    strips = _strips(float(stddev))
+    numbers = np.empty(size, np.int64)
+    for start in range(0, size, _CHUNK):
+        _fill(numbers[start : start + _CHUNK], strips, draw)
+    return numbers
+
+
+def _fill(numbers: Integers, strips: _Strips, draw: Draw) -> None:
+    rejected = _try(numbers, strips, draw)
+    while len(rejected):
+        again = np.empty(len(rejected), np.int64)
+        still = _try(again, strips, draw)
+        numbers[rejected] = again
+        rejected = rejected[still]
+
+
+def _try(numbers: Integers, strips: _Strips, draw: Draw) -> Integers:
+    """Fill numbers, and return the indices of those that are rejected."""
+    count = len(numbers)
+    words = draw(2 * count)
+    choices, places = words[:count], words[count:]
+    which, has_open_strip = _first_pass(numbers, strips, choices, places)
+    return which[~_accepted(strips, numbers, choices, places, which, has_open_strip, draw)]
+
+
+def _first_pass(
+    numbers: Integers, strips: _Strips, choices: Words, places: Words
+) -> tuple[Integers, npt.NDArray[np.bool_]]:
+    """Fill numbers; return the indices of those that words do not settle, and whose strip is open."""
+    if c_library(_SOURCE) is None:
+        return first_pass(numbers, strips, choices, places)
+    count = len(choices)
+    which, is_open = np.empty(count, np.int64), np.empty(count, np.uint8)
+    num, pointer = ctypes.c_int64, ctypes.c_void_p
+    types = [num, *[pointer] * 3, num, pointer, num, ctypes.c_double, *[pointer] * 3]
+    function = c_function(_SOURCE, (), "first_pass", *types)
+    function.restype = num
+    arrays = [np.ascontiguousarray(words) for words in (choices, places)]
+    num_open = function(
+        count,
+        *(array.ctypes.data for array in arrays),
+        strips.ends.ctypes.data,
+        len(strips.ends),
+        strips.guide.ctypes.data,
+        strips.shift,
+        strips.curve,
+        *(array.ctypes.data for array in (numbers, which, is_open)),
+    )
+    return which[:num_open].copy(), is_open[:num_open].astype(bool)
+
+
+def first_pass(
+    numbers: Integers, strips: _Strips, choices: Words, places: Words
+) -> tuple[Integers, npt.NDArray[np.bool_]]:
+    """Do what the file of C does, with the same bits, where it cannot be compiled."""
+    choice, ends = choices >> np.uint64(1), strips.ends
+    strip = np.searchsorted(ends, choice, side="right")
+    open_strip = strip == len(ends)
+    open_strip |= (strip > 0) & (ends[np.maximum(strip, 1) - 1] == choice)
+    place, coin = _place(places), places & np.uint64(2**_COIN_BITS - 1)
+    numbers[:] = _numbers(strips, strip, place, choices)
+    share = (place.astype(np.float64) + 1.0) * 2.0**-_PLACE_BITS
+    fall = strips.curve * share * (2.0 * strip + share)
+    accepted = (coin.astype(np.float64) + 1.0) * 2.0**-_COIN_BITS < 1.0 - fall
+    which = np.flatnonzero(open_strip | ~accepted)
+    return which, open_strip[which]
+
+
+def _place(places: Words) -> Words:
+    return places >> np.uint64(_COIN_BITS)
+
+
+def _numbers(strips: _Strips, strip: Integers, place: Words, choices: Words) -> Integers:
+    """Return whole numbers: the place's first bits, rounded by the next one, and a sign."""
+    inside = (place >> np.uint64(_PLACE_BITS - 1 - strips.shift)) + np.uint64(1) >> np.uint64(1)
+    magnitude = (strip.astype(np.int64) << strips.shift) + inside.astype(np.int64)
+    sign = 1 - 2 * (choices & np.uint64(1)).astype(np.int64)
+    numbers: Integers = magnitude * sign
+    return numbers
+
+
+def _accepted(
+    strips: _Strips,
+    numbers: Integers,
+    choices: Words,
+    places: Words,
+    which: Integers,
+    has_open_strip: npt.NDArray[np.bool_],
+    draw: Draw,
+) -> npt.NDArray[np.bool_]:
+    """Return which of the open ones are accepted, and have the numbers of an open strip found."""
+    strip = np.searchsorted(strips.ends, choices[which] >> np.uint64(1), side="right")
+    for at in np.flatnonzero(has_open_strip):
+        strip[at] = strips.strip_of(int(choices[which[at]] >> np.uint64(1)), draw)
+    place, coin = _place(places[which]), places[which] & np.uint64(2**_COIN_BITS - 1)
+    numbers[which] = _numbers(strips, strip, place, choices[which])
+    more = draw(len(which))
+    share = (place.astype(np.float64) + 0.5) * 2.0**-_PLACE_BITS
+    chance = np.exp(-strips.curve * share * (2.0 * strip + share))
+    uniform = (coin.astype(np.float64) + more.astype(np.float64) * 2.0**-64) * 2.0**-_COIN_BITS
+    accepted: npt.NDArray[np.bool_] = uniform < chance
+    for at in np.flatnonzero(np.abs(uniform - chance) < _DOUBT):
+        bits = (int(coin[at]) << 64) + int(more[at])
+        accepted[at] = strips.is_accepted(int(strip[at]), int(place[at]), bits, draw)
+    return accepted
+
+
+@dataclass(frozen=True, eq=False)
+class _Strips:
+    """Strips of one standard deviation.
+
+    Attributes:
+        width: w, of a strip in standard deviations.
+        shift: log2 of a strip's steps.
+        ends: floor(2⁶³ P(strip ≤ b)) for the strips b of the table.
+        guide: for every value of the 12 highest of 63 bits, the first strip that can be meant.
+    """
+
+    width: Fraction
+    shift: int
+    ends: Words
+    guide: npt.NDArray[np.int32]
+
+    @property
+    def curve(self) -> float:
+        """w²/2, rounded up by so much that the first pass accepts nobody wrongly."""
+        return float(self.width**2 / 2) * (1 + 2.0**-40)
+
+    def strip_of(self, choice: int, draw: Draw) -> int:
+        """Return the strip that a choice of 63 bits means, by as many more bits as that takes."""
+        bits = 63
+        while True:
+            choice, bits = (choice << 64) + int(draw(1)[0]), bits + 64
+            found = self._strip_between(choice, bits)
+            if found is not None:
+                return found
+
+    def _strip_between(self, choice: int, bits: int) -> int | None:
+        """Return the strip whose part of [0, 1) holds all numbers that begin with these bits."""
+        with localcontext() as context:
+            context.prec = bits // 3 + 30
+            masses = _masses(self.width, Decimal(2) ** -(bits + 40))
+            total, below, doubt = sum(masses), Decimal(0), Decimal(2) ** -(bits + 20)
+            low, high = Decimal(choice) / 2**bits, Decimal(choice + 1) / 2**bits
+            for strip, mass in enumerate(masses):
+                end = (below + mass) / total
+                if high < end - doubt:
+                    return strip if low > below / total + doubt or strip == 0 else None
+                below += mass
+        return None
+
+    def is_accepted(self, strip: int, place: int, coin: int, draw: Draw) -> bool:
+        """Return whether a uniform number is below the chance at a place.
+
+        Args:
+            strip: b.
+            place: the first 48 bits of u.
+            coin: the first 80 bits of the uniform number.
+            draw: gives as many more bits of both as that takes.
+        """
+        place_bits, coin_bits = _PLACE_BITS, _COIN_BITS + 64
+        while True:
+            place, coin = (place << 64) + int(draw(1)[0]), (coin << 64) + int(draw(1)[0])
+            place_bits, coin_bits = place_bits + 64, coin_bits + 64
+            with localcontext() as context:
+                context.prec = coin_bits // 3 + 30
+                doubt = Decimal(2) ** -(coin_bits + 20)
+                least = self._chance(strip, Fraction(place + 1, 2**place_bits)) - doubt
+                most = self._chance(strip, Fraction(place, 2**place_bits)) + doubt
+                if Decimal(coin + 1) / 2**coin_bits <= least:
+                    return True
+                if Decimal(coin) / 2**coin_bits >= most:
+                    return False
+
+    def _chance(self, strip: int, share: Fraction) -> Decimal:
+        fall = self.width**2 * share * (2 * strip + share) / 2
+        return (-_decimal(fall)).exp()
+
+
+def _decimal(value: Fraction) -> Decimal:
+    return Decimal(value.numerator) / Decimal(value.denominator)
+
+
+def _masses(width: Fraction, least: Decimal) -> list[Decimal]:
+    """Return exp(-(b w)²/2) for b = 0, 1, … as long as it is no less, to the present precision."""
+    ratio = (-_decimal(width**2) / 2).exp()
+    square, factor, mass, masses = ratio * ratio, ratio, Decimal(1), []
+    while mass >= least:
+        masses.append(mass)
+        mass, factor = mass * factor, factor * square
+    return masses
+
+
+@lru_cache(maxsize=16)
+def _strips(stddev: float) -> _Strips:
+    sigma = Fraction(stddev)
+    shift = int(sigma / _STRIPS_PER_STDDEV).bit_length() - 1
+    width = 2**shift / sigma
+    with localcontext() as context:
+        context.prec = 60
+        masses = _masses(width, Decimal(10) ** -50)
+        scale, below, ends = Decimal(2**63) / sum(masses), Decimal(0), []
+        for mass in masses[: int(_TABLE_END / width)]:
+            below += mass
+            ends.append(int(below * scale))
+    table = np.array(ends, np.uint64)
+    firsts = np.arange(1 << 12, dtype=np.uint64) << np.uint64(51)
+    guide = np.searchsorted(table, firsts, side="right").astype(np.int32)
+    return _Strips(width, shift, table, guide)

@@ -1,0 +1,270 @@
+"""Layers of a model, computed by the operators that many small ones want.
+
+They compute and give float32 under autocast, too: with few, small examples a processor without matrix units
+gains nothing from shorter numbers. Whether it does elsewhere is for trials to find.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812 - as everyone writes it
+
+from fl_lightning.kernels.c_library import c_libraries
+from fl_lightning.kernels.convolution import SOURCE as CONVOLUTION
+from fl_lightning.kernels.convolution import (
+    WINOGRAD,
+    convolve,
+    convolve_and_add,
+    may_be_winograd,
+)
+from fl_lightning.kernels.convolution import flags as convolution_flags
+from fl_lightning.kernels.linear import FEW, FEWEST_INPUTS, dense
+from fl_lightning.kernels.linear import SOURCE as LINEAR
+from fl_lightning.kernels.linear import flags as linear_flags
+from fl_lightning.kernels.window_maximum import SOURCE as MAXIMUM
+from fl_lightning.kernels.window_maximum import window_maximum
+
+_ELEMENTWISE = nn.ReLU, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Dropout
+_MOST_WEIGHTS = 2**20  # of a convolution: more take longer to lay out than few images to go through
+
+
+def reason_against_direct_layers(module: nn.Module) -> str | None:
+    """Return why no layer of a module can be computed so; None if some can.
+
+    Example:
+        >>> reason_against_direct_layers(nn.Linear(20, 2, dtype=torch.float64))
+        'the model has no dense layer or convolution (stride 1, one group) in float32 on a CPU'
+    """
+    if not any(_is_convolution(layer) or is_direct_linear(layer) for layer in module.modules()):
+        return (
+            "the model has no dense layer or convolution (stride 1, one group) in float32 on a CPU"
+        )
+    if torch.get_num_threads() > 1:
+        return "this process has several threads, of which they would use one"
+    if None in c_libraries({source for layer in module.modules() for source in _sources(layer)}):
+        return "there is no C compiler, or the processor has no vectors of 256 bits"
+    return None
+
+
+def direct_layers(
+    module: nn.Module, *, viewable: bool = False
+) -> dict[nn.Module, Callable[[Tensor], Tensor]]:
+    """Return other forward passes for layers that can be computed so; none if impossible.
+
+    Each serves as its layer's ``forward``, in `torch.func`'s transforms and compiled graphs as well.
+    An `nn.Sequential` takes a ReLU after the max-pooling that would follow it: of fewer numbers, and
+    with the same results and gradients to the bit.
+
+    Args:
+        module: the model.
+        viewable: have the results of poolings, or of convolutions if there is no pooling, lie in
+            memory as PyTorch's own layers have them, not with channels last, but for those in an
+            `nn.Sequential` that its next layers take either way: for models that ``view`` some.
+
+    Example:
+        >>> from fl_lightning.engines import other_forwards
+        >>> network = nn.Sequential(nn.Conv2d(2, 3, 3), nn.MaxPool2d(2))
+        >>> images = torch.randn(4, 2, 8, 8)
+        >>> with other_forwards(direct_layers(network)):
+        ...     result = network(images)
+        >>> torch.allclose(result, network(images), atol=1e-5)
+        True
+    """
+    if reason_against_direct_layers(module) is not None:
+        return {}
+    forwards: dict[nn.Module, Callable[[Tensor], Tensor]] = {}
+    has_convolution = any(map(_is_convolution, module.modules()))
+    has_pooling = any(map(_is_pooling, module.modules()))
+    for layer in module.modules():
+        if _is_convolution(layer):
+            forwards[layer] = _convolution(layer, contiguous=viewable and not has_pooling)
+        elif _is_pooling(layer) and has_convolution:
+            forwards[layer] = _pooling(layer, contiguous=viewable)
+        elif is_direct_linear(layer):
+            forwards[layer] = _dense(layer)
+        elif type(layer) is nn.Sequential and has_convolution and "forward" not in vars(layer):
+            order = _poolings_first(layer)
+            steps = _steps(order) if viewable else order
+            if steps != list(layer):
+                forwards[layer] = _chain(steps)
+    return forwards
+
+
+def _sources(layer: nn.Module) -> Iterator[tuple[Path, tuple[str, ...]]]:
+    """Yield the files, and the flags of each, that a layer is computed with."""
+    if _is_convolution(layer):
+        tall, wide = layer.kernel_size
+        for count in layer.out_channels, wide * layer.in_channels:
+            yield CONVOLUTION, convolution_flags(count)
+        if may_be_winograd(tall, wide, layer.in_channels, layer.out_channels):
+            yield WINOGRAD, convolution_flags(layer.out_channels)
+    elif is_direct_linear(layer):
+        yield LINEAR, linear_flags(layer.in_features)
+    elif _is_pooling(layer):
+        yield MAXIMUM, ()
+
+
+def _is_convolution(layer: nn.Module) -> TypeGuard[nn.Conv2d]:
+    return (
+        type(layer) is nn.Conv2d
+        and "forward" not in vars(layer)
+        and layer.stride == layer.dilation == (1, 1)
+        and layer.groups == 1
+        and layer.padding_mode == "zeros"
+        and not isinstance(layer.padding, str)
+        and layer.weight.numel() <= _MOST_WEIGHTS
+        and layer.weight.dtype == torch.float32
+        and layer.weight.device.type == "cpu"
+    )
+
+
+def is_direct_linear(layer: nn.Module) -> TypeGuard[nn.Linear]:
+    """Return whether a layer is computed by `direct_linear`."""
+    return (
+        type(layer) is nn.Linear
+        and "forward" not in vars(layer)
+        and layer.in_features >= FEWEST_INPUTS
+        and layer.weight.dtype == torch.float32
+        and layer.weight.device.type == "cpu"
+    )
+
+
+def _is_pooling(layer: nn.Module) -> TypeGuard[nn.MaxPool2d]:
+    return (
+        type(layer) is nn.MaxPool2d
+        and "forward" not in vars(layer)
+        and _pair(layer.kernel_size) == _pair(layer.stride)
+        and _pair(layer.padding) == (0, 0)
+        and _pair(layer.dilation) == (1, 1)
+        and not layer.return_indices
+        and not layer.ceil_mode
+    )
+
+
+def _pair(value: int | tuple[int, int]) -> tuple[int, int]:
+    return (value, value) if isinstance(value, int) else (value[0], value[1])
+
+
+def is_usual(value: Tensor) -> bool:
+    """Return whether these operators take a tensor: of float32, or what autocast makes of it."""
+    if value.device.type != "cpu":
+        return False
+    if value.dtype == torch.float32:
+        return True
+    return torch.is_autocast_enabled("cpu") and value.dtype == torch.get_autocast_dtype("cpu")
+
+
+def _convolution(layer: nn.Conv2d, *, contiguous: bool) -> Callable[[Tensor], Tensor]:
+    high, broad = (int(margin) for margin in layer.padding)
+    tall, wide = layer.kernel_size
+
+    def forward(value: Tensor) -> Tensor:
+        if value.ndim != 4 or not is_usual(value):
+            return nn.Conv2d.forward(layer, value)
+        height, width = value.shape[-2] + 2 * high, value.shape[-1] + 2 * broad
+        if height < tall or width < wide or value.shape[-3] != layer.in_channels:
+            return nn.Conv2d.forward(layer, value)  # its error
+        images = value.float().movedim(1, -1)
+        if high or broad:
+            images = F.pad(images, (0, 0, broad, broad, high, high))
+        images = images.contiguous()
+        factors = images.unsqueeze(0), layer.weight.unsqueeze(0)
+        bias = layer.bias
+        result = (
+            convolve(*factors) if bias is None else convolve_and_add(*factors, bias.unsqueeze(0))
+        )
+        result = result.squeeze(0).movedim(-1, 1)
+        return result.contiguous() if contiguous else result
+
+    return forward
+
+
+def _pooling(layer: nn.MaxPool2d, *, contiguous: bool) -> Callable[[Tensor], Tensor]:
+    tall, wide = _pair(layer.kernel_size)
+
+    def forward(value: Tensor) -> Tensor:
+        fits = value.ndim == 4 and value.shape[-2] >= tall and value.shape[-1] >= wide
+        if not fits or not is_usual(value):
+            return F.max_pool2d(value, (tall, wide))
+        # what fills no window takes no part
+        height, width = (value.shape[-2] // tall) * tall, (value.shape[-1] // wide) * wide
+        images = value.float()[:, :, :height, :width].movedim(1, -1)
+        result: Tensor = window_maximum(images, tall, wide)[0].movedim(-1, 1)
+        return result.contiguous() if contiguous else result
+
+    return forward
+
+
+def _poolings_first(layers: nn.Sequential) -> list[nn.Module]:
+    order = list(layers)
+    for place, (layer, following) in enumerate(pairwise(layers)):
+        if type(layer) is nn.ReLU and _is_pooling(following) and not _is_watched(layer, following):
+            order[place : place + 2] = following, layer
+    return order
+
+
+def _steps(layers: list[nn.Module]) -> Sequence[Callable[[Tensor], Tensor]]:
+    """Return layers, or in their place forward passes that leave channels last where nobody minds."""
+    steps: list[Callable[[Tensor], Tensor]] = list(layers)
+    for place, layer in enumerate(layers):
+        if not _take_channels_last(layers[place + 1 :]):
+            continue
+        if _is_convolution(layer):
+            steps[place] = _unless_watched(layer, _convolution(layer, contiguous=False))
+        elif _is_pooling(layer):
+            steps[place] = _unless_watched(layer, _pooling(layer, contiguous=False))
+    return steps
+
+
+def _take_channels_last(layers: Sequence[nn.Module]) -> bool:
+    """Return whether nobody sees from layers how what the first one gets lies in memory."""
+    for layer in layers:
+        if _is_watched(layer):
+            return False
+        if type(layer) not in _ELEMENTWISE:
+            return _is_convolution(layer) or _is_pooling(layer) or type(layer) is nn.Flatten
+    return False
+
+
+def _chain(steps: Sequence[Callable[[Tensor], Tensor]]) -> Callable[[Tensor], Tensor]:
+    def forward(value: Tensor) -> Tensor:
+        for step in steps:
+            value = step(value)
+        return value
+
+    return forward
+
+
+def _is_watched(*layers: nn.Module) -> bool:
+    """Return whether someone is to see what goes in or comes out."""
+    names = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+    return any(getattr(layer, name) for layer in layers for name in names)
+
+
+def _unless_watched(
+    layer: nn.Module, forward: Callable[[Tensor], Tensor]
+) -> Callable[[Tensor], Tensor]:
+    """Return a forward pass instead of a layer's, as long as the layer has no hooks to be called."""
+    return lambda value: layer(value) if _is_watched(layer) else forward(value)
+
+
+def _dense(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
+    def forward(value: Tensor) -> Tensor:
+        return direct_linear(value, layer.weight, layer.bias)
+
+    return forward
+
+
+def direct_linear(value: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return what `torch.nn.functional.linear` does."""
+    is_few = value.ndim == 2 and len(value) <= FEW
+    if not is_few or not FEWEST_INPUTS <= weight.shape[1] == value.shape[1] or not is_usual(value):
+        return F.linear(value, weight, bias)
+    result: Tensor = dense(value.float().unsqueeze(0), weight.unsqueeze(0)).squeeze(0)
+    return result if bias is None else result + bias

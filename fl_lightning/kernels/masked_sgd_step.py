@@ -1,0 +1,109 @@
+"""The active entries of a tensor moved in one pass over the memory, by a kernel in C.
+
+    m ← μ m + (1 - τ)(g + λ p),   p ← p - η m        at p[active], g[active]
+
+Reading values, reading gradients and writing values one after the other, as torch's operations do,
+takes longer than a dense step of all entries. The kernel is in `one_pass.c`, see `c_library`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fl_lightning.kernels.c_library import c_library
+
+SOURCE = Path(__file__).parent / "c" / "masked_sgd_step.c"
+_NAMES = {torch.float32: "sgd_float32", torch.float64: "sgd_float64"}
+_POINTERS, _NUMBERS = [ctypes.c_void_p] * 4, [ctypes.c_double] * 4
+
+
+def sgd_in_one_pass(
+    param: Tensor, active: Tensor, buffer: Tensor | None, group: dict[str, Any]
+) -> bool:
+    """Move the active entries of a parameter, as `torch.optim.SGD` would.
+
+    The bits are torch's, but for the last entries of a tensor: where these do not fill a register
+    torch rounds once more.
+
+    Args:
+        param: with a gradient.
+        active: which entries, as indices of its flat view, shape (k,), int64.
+        buffer: their momentum, shape (k,), or None without momentum.
+        group: options of `torch.optim.SGD`.
+
+    Returns:
+        Whether that was possible: on a CPU, for float32 and float64 in row-major order.
+
+    Example:
+        >>> p = torch.tensor([1.0, 2.0])
+        >>> p.grad = torch.tensor([0.5, 0.5])
+        >>> options = {"lr": 1.0, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0}
+        >>> options |= {"nesterov": False, "maximize": False}
+        >>> if sgd_in_one_pass(p, torch.tensor([1]), None, options):
+        ...     assert p.tolist() == [1.0, 1.5]
+    """
+    grad = param.grad
+    if grad is None or not _fit(param, grad, active, buffer):
+        return False
+    kernel = _kernel(param.dtype)
+    if kernel is None or isinstance(group["lr"], Tensor):
+        return False
+    kernel(
+        param.data_ptr(),
+        grad.data_ptr(),
+        active.data_ptr(),
+        None if buffer is None else buffer.data_ptr(),
+        len(active),
+        group["lr"],
+        group["momentum"],
+        group["dampening"],
+        group["weight_decay"],
+        group["nesterov"],
+        group["maximize"],
+    )
+    torch.autograd.graph.increment_version(param)
+    return True
+
+
+def _fit(param: Tensor, grad: Tensor, active: Tensor, buffer: Tensor | None) -> bool:
+    """Return whether the kernel finds behind each pointer what it takes for granted."""
+    size, count = param.numel(), active.numel()
+    return (
+        _is_plain(param)
+        and _is_plain(grad)
+        and _is_plain(active)
+        and grad.dtype == param.dtype
+        and grad.numel() == size
+        and active.dtype == torch.int64
+        # indices increase: a tensor that was exchanged for a smaller one is left to torch's errors
+        and (count == 0 or int(active[-1]) < size)
+        and (buffer is None or _is_plain(buffer))
+        and (buffer is None or (buffer.dtype == param.dtype and buffer.numel() == count))
+    )
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return (
+        type(tensor) in (Tensor, nn.Parameter)  # others may have no memory of their own
+        and tensor.layout is torch.strided
+        and tensor.is_cpu
+        and tensor.is_contiguous()
+    )
+
+
+@cache
+def _kernel(dtype: torch.dtype) -> Callable[..., None] | None:
+    library = c_library(SOURCE) if dtype in _NAMES else None
+    if library is None:
+        return None
+    kernel: Any = getattr(library, _NAMES[dtype])
+    kernel.argtypes = [*_POINTERS, ctypes.c_int64, *_NUMBERS, ctypes.c_int, ctypes.c_int]
+    kernel.restype = None
+    return kernel  # type: ignore[no-any-return]

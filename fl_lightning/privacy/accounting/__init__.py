@@ -1,0 +1,1 @@
+"""ε of a number of rounds."""

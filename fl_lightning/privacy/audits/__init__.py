@@ -1,0 +1,1 @@
+"""Attacks that bound ε from below, and attacks on messages."""

@@ -1,0 +1,162 @@
+"""Central differential privacy: the server, which is trusted, adds noise to the sum of updates.
+
+    x ← server_optimizer(x, (Σ_k clip_S(Δ_k) + N(0, (z S)² I)) / qN)
+
+Updates are rounded to a grid and summed in whole numbers, and noise is whole numbers too, see `Grid`.
+Source: McMahan et al. 2018 (1710.06963), Algorithm 1, with accounting by privacy-loss distributions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from fl_lightning.core.whole_numbers import Draw, Integers
+from fl_lightning.data.cohorts.cohort import CohortSampler
+from fl_lightning.privacy.accounting.accountant import Accountant, Method
+from fl_lightning.privacy.accounting.noise_for_budget import noise_for_budget
+from fl_lightning.privacy.accounting.sampling import Sampling, check_sampler, sampling_of
+from fl_lightning.privacy.adaptive_clip import (
+    AdaptiveClip,
+    quantile_noise,
+    update_noise_multiplier,
+)
+from fl_lightning.privacy.mechanism import Mechanism, check_options
+from fl_lightning.privacy.noise.grid import GRID_COST, Grid, wide
+from fl_lightning.privacy.noise.noise_source import NoiseSource
+from fl_lightning.privacy.private_mean import Release
+from fl_lightning.privacy.run import Run
+
+
+@dataclass(frozen=True, kw_only=True)
+class CentralDP:
+    """Protects each client, with all its examples, from everybody who sees the models.
+
+    The server sees updates in clear. Two data sets are compared that differ in one client: added or
+    removed where each joins by its own coin (`PoissonCohort`) or everybody takes part, replaced by
+    another where a fixed number is drawn (`UniformCohort`).
+
+    Args:
+        clip_norm: largest L2 norm S of a client's update, over all coordinates that travel, > 0.
+        noise_multiplier: standard deviation z of the noise on the sum, in clip norms, ≥ 0.
+        epsilon: the budget. Without ``noise_multiplier`` the noise is found that spends it in the
+            run's rounds; with it, no round runs that would exceed it.
+        delta: chance that ε does not hold; below 1 / number of clients.
+        adaptive_clip: have the clip norm follow a quantile of updates' norms; fixed if None.
+        accountant: ``pld``, or ``rdp``, which gives a larger ε.
+        secure_noise: draw noise from the operating system's secure generator: nobody can take it
+            off again, and no two runs are alike. A round that is trained again after a crash or
+            from an older checkpoint gets new noise, and is a release more than this run knows of.
+            If false, noise is a function of the seed, which must then be kept secret.
+        log_unprotected: log what no noise covers: clients' metrics and norms, who was skipped, the
+            share of clipped updates. It is for the eyes of whoever runs the server. If false,
+            none of it is logged or kept in checkpoints.
+
+    Raises:
+        ConfigurationError: for values out of range.
+
+    Example:
+        >>> from fl_lightning.data.cohorts.cohort import PoissonCohort
+        >>> from fl_lightning.privacy.noise.noise_source import SeededNoise
+        >>> privacy = CentralDP(clip_norm=0.5, noise_multiplier=1.0)
+        >>> run = Run(PoissonCohort(fraction=0.1), num_clients=1000, num_rounds=100, seed=0)
+        >>> round(privacy.mechanism(run, SeededNoise(0)).epsilon(rounds=100), 4)
+        7.0466
+    """
+
+    clip_norm: float
+    noise_multiplier: float | None = None
+    epsilon: float | None = None
+    delta: float = 1e-5
+    adaptive_clip: AdaptiveClip | None = None
+    accountant: Method = "pld"
+    secure_noise: bool = True
+    log_unprotected: bool = True
+
+    def __post_init__(self) -> None:
+        check_options(self.clip_norm, self.noise_multiplier, self.epsilon, self.delta)
+
+    def check_cohort(self, cohort: CohortSampler) -> None:
+        """Refuse cohorts that cannot be accounted for."""
+        check_sampler(cohort)
+
+    def mechanism(
+        self, run: Run, source: NoiseSource, noise_multiplier: float | None = None
+    ) -> Mechanism:
+        """Return the Gaussian mechanism of a run."""
+        sampling = sampling_of(run.cohort, run.num_clients)
+        noise = self.noise_multiplier if noise_multiplier is None else noise_multiplier
+        if noise is None:
+            assert self.epsilon is not None
+            rounds = run.planned_rounds
+
+            def epsilon_of(noise_multiplier: float, *, quick: bool) -> float:
+                accountant = self._accountant(sampling, noise_multiplier)
+                return accountant.epsilon(rounds, self.delta, quick=quick)
+
+            noise = noise_for_budget(epsilon_of, self.epsilon)
+        bits_stddev = None
+        if self.adaptive_clip is not None:
+            bits_stddev = quantile_noise(self.adaptive_clip.bits_stddev, sampling.expected)
+        accountant = self._accountant(sampling, noise)
+        return CentralGaussian(accountant, self.delta, noise, run.num_coordinates, bits_stddev)
+
+    def _accountant(self, sampling: Sampling, noise_multiplier: float) -> Accountant:
+        sensitivity = sampling.sensitivity * GRID_COST
+        return Accountant(sampling, noise_multiplier / sensitivity, self.accountant)
+
+
+@dataclass
+class CentralGaussian:
+    """Independent noise on every round's sum; `Mechanism` says what its parts are."""
+
+    accountant: Accountant
+    delta: float
+    noise_multiplier: float
+    num_coordinates: int = 1
+    bits_stddev: float | None = None
+    noise_per_round: float = field(init=False)
+    expected: float = field(init=False)
+    fewest_replies: int = 0
+    server_draws: bool = True
+    rounding: float = GRID_COST
+
+    def __post_init__(self) -> None:
+        self.expected = self.accountant.sampling.expected
+        self.noise_per_round = self.noise_multiplier
+        if self.bits_stddev is not None:
+            self.noise_per_round = update_noise_multiplier(self.noise_multiplier, self.bits_stddev)
+
+    def __str__(self) -> str:
+        sampling = self.accountant.sampling
+        method = self.accountant.method_used.upper()
+        return f"unit: client, {sampling.relation}; {sampling}; {method}"
+
+    def epsilon(self, rounds: int, *, quick: bool = False) -> float:
+        """Return ε after so many rounds."""
+        return self.accountant.epsilon(rounds, self.delta, quick=quick)
+
+    def client_release(self, round_index: int, clip_norm: float) -> Release | None:
+        """Return None: clients add nothing."""
+        return None
+
+    def step(self, clip_norm: float) -> float:
+        """Return the width of the grid."""
+        return Grid.of(clip_norm, self.num_coordinates).step
+
+    def server_noise(self, grid: Grid, size: int, draw: Draw) -> Integers:
+        """Return independent noise."""
+        return grid.noise(self.noise_per_round * grid.clip_norm, size, draw)
+
+    def released(self, total: Tensor, noise: Tensor) -> Tensor:
+        """Return the sum of both."""
+        return wide(total + noise)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing depends on earlier rounds."""

@@ -1,0 +1,192 @@
+"""What a kind of differential privacy consists of: a description, and its mechanism in a run."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.whole_numbers import Draw, Integers
+from fl_lightning.data.cohorts.cohort import CohortSampler
+from fl_lightning.privacy.adaptive_clip import AdaptiveClip
+from fl_lightning.privacy.noise.grid import Grid
+from fl_lightning.privacy.noise.noise_source import NoiseSource
+from fl_lightning.privacy.private_mean import Release
+from fl_lightning.privacy.run import Run
+from fl_lightning.updates.clip import check_clip_norm
+
+
+class Accounted(Protocol):
+    """What a run releases, and what that costs.
+
+    Attributes:
+        noise_multiplier: z, in clip norms.
+    """
+
+    noise_multiplier: float
+
+    @property
+    def rounding(self) -> float:
+        """By how much rounding to a grid raises what one unit does to the sum; it is in ε."""
+
+    def step(self, clip_norm: float) -> float:
+        """Return the width of the grid that released numbers are on."""
+
+    def __str__(self) -> str:
+        """Return what is compared, and how it is drawn, for people."""
+
+    def epsilon(self, rounds: int, *, quick: bool = False) -> float:
+        """Return ε after so many rounds; ``quick`` allows a slightly higher one."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what later rounds depend on."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+
+
+class Mechanism(Accounted, Protocol):
+    """The noise on the sums of one run and what it costs.
+
+    Attributes:
+        expected: the cohort's size that sums are divided by.
+        fewest_replies: with fewer a round has too little noise to be released.
+        server_draws: whether the server adds noise, and not clients.
+    """
+
+    expected: float
+    fewest_replies: int
+    server_draws: bool
+
+    @property
+    def bits_stddev(self) -> float | None:
+        """Of the noise on the count of unclipped updates; None where nobody counts."""
+
+    @property
+    def noise_per_round(self) -> float:
+        """Standard deviation of the noise in a sum of updates, in clip norms."""
+
+    def client_release(self, round_index: int, clip_norm: float) -> Release | None:
+        """Return what clients do to clipped updates; None if nothing."""
+
+    def server_noise(self, grid: Grid, size: int, draw: Draw) -> Integers:
+        """Return the noise of one round, for the server to add, in whole numbers, shape (size,)."""
+
+    def released(self, total: Tensor, noise: Tensor) -> Tensor:
+        """Return the sum with noise, in steps, shape (k,); it follows from whole numbers alone.
+
+        Args:
+            total: clipped updates' sum in steps, int64, shape (k,); 0 in a round that was broken off.
+            noise: of the round, see `server_noise`; each is asked for once, in order.
+        """
+
+
+@runtime_checkable
+class NoiseShares(Protocol):
+    """A mechanism whose clients send whole numbers with their share of the noise.
+
+    Attributes:
+        expected: the cohort's size that sums are divided by.
+        fewest_replies: so many shares have enough noise together.
+    """
+
+    expected: float
+    fewest_replies: int
+
+    def num_bits(self, num_clients: int) -> int:
+        """Return b for which no sum of so many clients wraps round modulo 2^b."""
+
+    def client_integers(
+        self, delta: Tensor, clip_norm: float, round_index: int, client: int
+    ) -> Integers:
+        """Return what a client sends of its clipped update, int64 of shape (k,)."""
+
+    def decoded(self, numbers: Integers, clip_norm: float, like: Tensor) -> Tensor:
+        """Return the sum that whole numbers stand for, with the dtype of ``like``."""
+
+
+class Budgeted(Protocol):
+    """What every kind of privacy says of itself; frozen."""
+
+    @property
+    def clip_norm(self) -> float:
+        """L2 norm that updates, or gradients, are clipped to."""
+
+    @property
+    def epsilon(self) -> float | None:
+        """The budget; None for none."""
+
+    @property
+    def delta(self) -> float:
+        """δ of ε."""
+
+    @property
+    def secure_noise(self) -> bool:
+        """Whether noise comes from the operating system's secure generator."""
+
+    @property
+    def log_unprotected(self) -> bool:
+        """Whether to log what the noise does not cover."""
+
+    def check_cohort(self, cohort: CohortSampler) -> None:
+        """Refuse cohorts that it cannot account for."""
+
+
+@runtime_checkable
+class Privacy(Budgeted, Protocol):
+    """Privacy of clients as a user asks for it: ``federation.privacy``; frozen."""
+
+    @property
+    def adaptive_clip(self) -> AdaptiveClip | None:
+        """How the clip norm moves; None if it does not."""
+
+    def mechanism(
+        self, run: Run, source: NoiseSource, noise_multiplier: float | None = None
+    ) -> Mechanism:
+        """Return the mechanism of a run.
+
+        Args:
+            run: the run.
+            source: of noise that clients draw.
+            noise_multiplier: what the run that is resumed had; found anew if None.
+
+        Raises:
+            ConfigurationError: if it cannot be accounted for.
+        """
+
+
+def check_options(
+    clip_norm: float, noise_multiplier: float | None, epsilon: float | None, delta: float
+) -> None:
+    """Refuse values that no mechanism can have.
+
+    Raises:
+        ConfigurationError: naming the first of them.
+    """
+    check_clip_norm(clip_norm)
+    if noise_multiplier is None and epsilon is None:
+        raise ConfigurationError(
+            "federation.privacy needs noise_multiplier (noise in clip norms) or epsilon (the budget "
+            "that noise is found for), or both: then training stops before the budget is exceeded"
+        )
+    if noise_multiplier is not None and not 0 <= noise_multiplier < float("inf"):
+        raise ConfigurationError(
+            "federation.privacy: noise_multiplier must be a number of clip norms, at least 0, got "
+            f"{noise_multiplier}"
+        )
+    if epsilon is not None and not 0 < epsilon < float("inf"):
+        raise ConfigurationError(
+            f"federation.privacy: epsilon must be above 0 and finite, got {epsilon}: leave it out "
+            "for no budget"
+        )
+    if not 0 < delta < 1:
+        raise ConfigurationError(
+            f"federation.privacy: delta must be in (0, 1), got {delta}: it is the chance that ε "
+            "does not hold; well below 1 / number of clients, e.g. 1.0e-5"
+        )
+    if noise_multiplier != 0 and clip_norm == float("inf"):  # None: noise is to be found
+        raise ConfigurationError(
+            "federation.privacy: noise is a multiple of clip_norm, which is inf: set clip_norm to a "
+            "number, e.g. the median of round/client_update_norm"
+        )

@@ -1,0 +1,1 @@
+"""Noise in whole steps of a grid."""

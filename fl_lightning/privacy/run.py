@@ -1,0 +1,155 @@
+"""What the privacy of a run depends on besides its noise: who takes part when."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.data.cohorts.cohort import AllClients, CohortSampler, PoissonCohort, UniformCohort
+from fl_lightning.data.cohorts.population import ClientIds, Population
+from fl_lightning.data.cohorts.turns import RoundRobinCohort
+
+# Cohorts that depend on the seed and the round, and on nothing that clients do.
+_FIXED_IN_ADVANCE = (AllClients, PoissonCohort, RoundRobinCohort, UniformCohort)
+
+
+def check_fixed_in_advance(cohort: CohortSampler) -> None:
+    """Refuse cohorts that depend on what happens in the run.
+
+    Raises:
+        ConfigurationError: saying which do not.
+    """
+    if type(cohort) not in _FIXED_IN_ADVANCE:
+        names = ", ".join(kind.__name__ for kind in _FIXED_IN_ADVANCE)
+        raise ConfigurationError(
+            f"federation.privacy: with {type(cohort).__name__} nobody knows in advance how often a "
+            f"client takes part: set federation.cohort to one of {names}"
+        )
+
+
+@dataclass(frozen=True)
+class Participation:
+    """How often clients take part.
+
+    Attributes:
+        most: in so many rounds no client takes part more often, shape (num_rounds + 1,).
+        separation: rounds from one turn of a client to its next, at least; the number of rounds if
+            nobody has two turns.
+
+    Example:
+        >>> run = Run(RoundRobinCohort(size=2), 6, 7, seed=0)
+        >>> participation = run.participation()
+        >>> participation.most.tolist(), participation.separation
+        ([0, 1, 1, 1, 2, 2, 2, 3], 3)
+    """
+
+    most: npt.NDArray[np.int64]
+    separation: int
+
+
+@dataclass(frozen=True)
+class LocalSampling:
+    """How clients draw the examples of their local steps: each example by its own coin.
+
+    Attributes:
+        num_examples: of every client, shape (num_clients,).
+        batch_size: examples that a local step is expected to have, where there are so many, B ≥ 1.
+        num_steps: of every client's round, shape (num_clients,).
+
+    Example:
+        >>> local = LocalSampling(np.array([4, 100]), 10, np.array([2, 2]))
+        >>> local.rates, local.expected
+        (array([1. , 0.1]), array([ 4, 10]))
+    """
+
+    num_examples: npt.NDArray[np.int64]
+    batch_size: int
+    num_steps: npt.NDArray[np.int64]
+
+    @property
+    def rates(self) -> npt.NDArray[np.float64]:
+        """An example's chance of being in a step, min(1, B / n), shape (num_clients,)."""
+        return np.minimum(1.0, self.batch_size / np.maximum(self.num_examples, 1))
+
+    @property
+    def expected(self) -> npt.NDArray[np.int64]:
+        """Expected examples of a step, min(B, n), shape (num_clients,)."""
+        return np.minimum(self.batch_size, self.num_examples)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as its privacy mechanism sees it.
+
+    Attributes:
+        cohort: who is asked.
+        num_clients: how many there are.
+        num_rounds: that are planned; None if there is no end.
+        seed: of the cohorts.
+        num_coordinates: numbers in an update, k, or more.
+        fewest_survivors: with fewer replies there is no sum that anybody sees; None if there always
+            is.
+        local: how clients draw their batches; None where nobody asks.
+    """
+
+    cohort: CohortSampler
+    num_clients: int
+    num_rounds: int | None
+    seed: int
+    num_coordinates: int = 1
+    fewest_survivors: int | None = None
+    local: LocalSampling | None = None
+
+    @property
+    def planned_rounds(self) -> int:
+        """The number of rounds.
+
+        Raises:
+            ConfigurationError: if there is no end.
+        """
+        if self.num_rounds is None:
+            raise ConfigurationError(
+                "federation.privacy: noise can only be fitted to a known number of rounds: set "
+                "trainer.max_epochs"
+            )
+        return self.num_rounds
+
+    @property
+    def expected_cohort(self) -> float:
+        """The expected number of clients in a round, > 0, which need not be whole."""
+        if isinstance(self.cohort, PoissonCohort):
+            return self.cohort.fraction * self.num_clients
+        return float(self.cohort.expected_size(self.num_clients))
+
+    def cohorts(self, num_rounds: int) -> Iterator[ClientIds]:
+        """Yield the clients of the first rounds.
+
+        Raises:
+            ConfigurationError: if cohorts depend on what happens in the run.
+        """
+        check_fixed_in_advance(self.cohort)
+        population = Population(np.ones(self.num_clients, np.int64))
+        for index in range(num_rounds):
+            yield self.cohort.sample(index, population, self.seed)
+
+    def participation(self) -> Participation:
+        """Return how often clients take part, by going through all cohorts of the run.
+
+        Raises:
+            ConfigurationError: if cohorts depend on what happens in the run.
+        """
+        counts = np.zeros(self.num_clients, np.int64)
+        last = np.full(self.num_clients, -1, np.int64)
+        most, separation = [0], self.planned_rounds
+        for index, ids in enumerate(self.cohorts(self.planned_rounds)):
+            again = ids[last[ids] >= 0]
+            if len(again):
+                separation = min(separation, int((index - last[again]).min()))
+            last[ids] = index
+            counts[ids] += 1
+            most.append(max(most[-1], int(counts[ids].max(initial=0))))
+        return Participation(np.array(most), separation)

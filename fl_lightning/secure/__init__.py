@@ -1,0 +1,27 @@
+"""Means of updates that the server cannot read: secure sums, encryption. Needs extras.
+
+A secure sum from bottom to top: integers of updates (`ring`, `sum_quantiser`); secrets (`entropy`, and
+in `protocol` `keys`, `signing`, `pads`, `shamir`, `graph`); what binds clients (`commitments`,
+`checksum`); the protocol (`session`, `messages`, `wire`, `client` with `client_checks` and
+`used_rounds`, `server` with `unmasking`); in one process (`simulation`, and `shortcut` with
+`unit_seconds`, which only counts); a sum a round (`secure_sum`). Beside it `encryption`, with CKKS and
+Paillier.
+
+What a secure sum hides: every vector, from a server and from fewer clients than the threshold
+together. What it shows: the sum, and who took part. What it does not stop: a client that adds
+nonsense, and what can be told from the sum itself, against which noise is added.
+"""
+
+try:
+    import cryptography as cryptography
+except ImportError as error:
+    raise ImportError(
+        "means of hidden updates need cryptography: pip install 'fl-lightning[secure]' for "
+        "SecureMean, 'fl-lightning[he]' for EncryptedMean"
+    ) from error
+
+from fl_lightning.secure.encrypted_mean import EncryptedMean
+from fl_lightning.secure.paillier_round import Paillier
+from fl_lightning.secure.secure_mean import SecureMean
+
+__all__ = ["EncryptedMean", "Paillier", "SecureMean"]

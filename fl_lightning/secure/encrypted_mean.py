@@ -1,0 +1,256 @@
+"""The mean of encrypted updates: the server adds ciphertexts, a client decrypts the sum.
+
+    mean = Dec(Σ_k a_k Enc(Δ_k)) / Σ_k a_k        a_k = min(n_k, max_examples) / (m max_examples)
+
+m: clients of the largest cohort, so that the a_k sum to at most 1 before all of them are known. The
+server is given the mean to step on; of an update it sees what is not encrypted. Scheme and limits:
+`fl_lightning.secure.encryption.ckks`; encrypting a part: Jin et al. 2023 (2303.10837), section 3.
+Differs: most sensitive is what has moved most so far, which needs no client's data.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from fl_lightning.core.errors import ConfigurationError, RoundFailure
+from fl_lightning.core.update import ClientUpdate
+from fl_lightning.privacy.protected import FEWEST_CLIENTS, Expense, Terms
+from fl_lightning.secure.encryption.ckks import CKKSKeys, generate_keys
+from fl_lightning.secure.encryption.ckks_layout import CKKSLayout, most_sensitive
+from fl_lightning.secure.encryption.ckks_parameters import CKKSParameters
+from fl_lightning.secure.encryption.encrypted_update import EncryptedUpdate
+from fl_lightning.secure.paillier_round import Paillier, PaillierRound, PaillierRun
+from fl_lightning.secure.scheme import CKKSRound, EncryptedRound, ckks_bytes
+from fl_lightning.server.kept_updates import check_whole
+
+_MOVED = "moved"
+_DEGREE = 8192
+
+
+@final
+class EncryptedMean:
+    """The mean weighted by examples, of updates encrypted with CKKS or Paillier.
+
+    All clients have the key, the server has not: no client may work with it. CKKS's noise is the
+    system's and differs from run to run, about 1e-7 of the largest number. Paillier's sums are exact
+    but for rounding, and thousands of times slower: for small vectors, as a mask's dense part.
+
+    Args:
+        fraction: in (0, 1], of the coordinates that are encrypted: those whose means have moved
+            most so far, in the first round all. The others travel in clear.
+        max_examples: the most that one client counts for, ≥ 1; 1 counts all the same.
+        degree: N of CKKS, a power of two; N / 2 numbers go into one ciphertext.
+        paillier: the options of Paillier, in place of CKKS; None for CKKS.
+
+    Raises:
+        ConfigurationError: if an option is outside its range; from `begin`, with several processes;
+            before training, if Paillier would take longer than it may.
+
+    Attributes:
+        expense: see `Protected`.
+        memory: Σ |mean| of every coordinate, with a ``fraction`` below 1.
+
+    Example:
+        >>> mean = EncryptedMean()
+        >>> mean.begin(Terms(most_clients=3))
+        >>> mean.open(torch.empty(1))
+        >>> for client, (value, n) in enumerate([(2.0, 1), (4.0, 3)]):
+        ...     mean.add(ClientUpdate(client, torch.tensor([value]), torch.empty(0), n, 1))
+        >>> mean.close().round(decimals=4)
+        tensor([3.5000])
+    """
+
+    exact = False
+    restarts = True  # with other keys
+
+    def __init__(
+        self,
+        *,
+        fraction: float = 1.0,
+        max_examples: int = 1024,
+        degree: int = _DEGREE,
+        paillier: Paillier | None = None,
+    ) -> None:
+        if not 0 < fraction <= 1:
+            raise ConfigurationError(
+                f"EncryptedMean: fraction must be in (0, 1], got {fraction}: of the coordinates, "
+                "that are encrypted"
+            )
+        if max_examples < 1:
+            raise ConfigurationError(
+                f"EncryptedMean: max_examples must be at least 1, got {max_examples}"
+            )
+        try:
+            self._parameters = CKKSParameters(degree=degree)
+        except ValueError as error:
+            raise ConfigurationError(f"EncryptedMean: {error}") from error
+        if paillier is not None and degree != _DEGREE:
+            raise ConfigurationError(
+                f"EncryptedMean: degree {degree} is of CKKS, and paillier takes its place: leave one out"
+            )
+        self.fraction, self.max_examples, self.paillier = fraction, max_examples, paillier
+        self.memory: dict[str, Tensor] = {}
+        self.expense = Expense()
+        self._round_index = 0
+
+    @property
+    def hides(self) -> str:
+        """What the server sees, in words."""
+        part = "" if self.fraction == 1 else f" of {self.fraction:.3g} of the coordinates"
+        return (
+            f"updates{part} are encrypted with a key that all clients have and the server has not; "
+            "it sees their mean"
+            + ("" if self.fraction == 1 else ", and the other coordinates of every update")
+        )
+
+    def begin(self, terms: Terms) -> None:
+        """Learn about the run, and make its keys.
+
+        Raises:
+            ConfigurationError: if several processes would have keys of their own.
+        """
+        if terms.num_processes > 1:
+            raise ConfigurationError(
+                f"EncryptedMean adds what is encrypted with one key, and {terms.num_processes} "
+                "processes would each make their own: set trainer.devices to 1"
+            )
+        self._most = terms.most_clients * self.max_examples
+        self._keys: CKKSKeys | PaillierRun
+        if self.paillier is None:
+            self._keys = generate_keys(self._parameters)
+        else:
+            self._keys = self.paillier.begin(terms, self.max_examples)
+
+    def typical_bytes(self, size: int, num_clients: int) -> tuple[int, int]:
+        """Return what a client sends and receives, about: ciphertexts differ in a few bytes.
+
+        Raises:
+            ConfigurationError: if encrypting so many numbers takes longer than is allowed.
+        """
+        encrypted = max(1, round(self.fraction * size))
+        if isinstance(self._keys, PaillierRun):
+            self._keys.sums(size)  # the first round encrypts all
+            ciphertexts = self._keys.sums(encrypted)[0].num_bytes
+        else:
+            one = ckks_bytes(CKKSLayout(size, parameters=self._parameters), self._keys)
+            ciphertexts = -(-encrypted // self._parameters.slots) * one
+        up = ciphertexts + 4 * (size - encrypted)
+        return up + 4 * size // num_clients, up // num_clients
+
+    def start_round(self, round_index: int) -> None:
+        """Learn which round comes next; messages of another one are not taken in."""
+        self._round_index = round_index
+
+    def open(self, like: Tensor) -> None:
+        """Start without updates."""
+        selected = None
+        if self.fraction < 1 and _MOVED in self.memory:
+            selected = most_sensitive(self.memory[_MOVED], self.fraction)
+        layout = CKKSLayout(len(like), selected, self._parameters, self._round_index)
+        self._like, self._expenses = like, _Expenses()
+        self.expense = Expense()
+        self._round: EncryptedRound
+        if isinstance(self._keys, PaillierRun):
+            self._round = PaillierRound(layout, self._keys, self._most)
+        else:
+            self._round = CKKSRound(layout, self._keys, self._most)
+        self._total: EncryptedUpdate | None = None
+        self._num_examples = 0
+
+    def add(self, update: ClientUpdate) -> None:
+        """Encrypt one update, send it, and add it up.
+
+        Raises:
+            ConfigurationError: if it is under a mask of the client's own.
+            RoundFailure: if a number is too large for the scheme.
+        """
+        check_whole(update, "EncryptedMean")
+        counted, began = min(update.num_examples, self.max_examples), time.process_time()
+        try:
+            sent = self._round.encrypt(update.delta, counted, update.client_id)
+        except ValueError as error:
+            self._forget_contexts()
+            raise RoundFailure(f"client {update.client_id}'s update: {error}") from error
+        encrypted = time.process_time()
+        self._total = self._round.plus(self._total, sent, counted)
+        self._num_examples += counted
+        self._expenses.up[update.client_id] = sent.num_bytes
+        self._expenses.seconds["client_seconds"] += encrypted - began
+        self._expenses.seconds["server_seconds"] += time.process_time() - encrypted
+
+    def exchange(
+        self, gather: Callable[[Any], list[Any]], all_reduce: Callable[[Tensor], None]
+    ) -> None:
+        """Do nothing: there is one process."""
+
+    def sums(self) -> list[Tensor]:
+        """Return nothing: there is one process."""
+        return []
+
+    def load_sums(self, sums: list[Tensor]) -> None:
+        """Do nothing."""
+
+    def miss(self, clients: Iterable[int]) -> None:
+        """Do nothing: those who sent nothing are in no sum."""
+
+    def close(self) -> Tensor:
+        """Have a client decrypt the sum, and return the mean.
+
+        Raises:
+            RoundFailure: if so few updates arrived that their mean would show them.
+        """
+        assert self._total is not None
+        if (sent := len(self._expenses.up)) < FEWEST_CLIENTS:
+            self._forget_contexts()
+            raise RoundFailure(
+                f"round {self._round_index}: {sent} client sent an update, whose mean would show it "
+                f"to the server: EncryptedMean needs those of {FEWEST_CLIENTS} or more"
+            )
+        began = time.process_time()
+        mean = self._round.mean(self._total, self._num_examples)
+        self._expenses.seconds["client_seconds"] += time.process_time() - began
+        # the first client of the round gets the sum and sends back float32
+        first = next(iter(self._expenses.up))
+        self._expenses.up[first] += 4 * len(mean)
+        self._expenses.down[first] = self._total.num_bytes
+        self.expense = self._expenses.closed()
+        if self.fraction < 1:
+            moved = self.memory.get(_MOVED, torch.zeros_like(mean))
+            self.memory[_MOVED] = moved + mean.abs()
+        self._total = None
+        self._forget_contexts()
+        return mean.to(self._like)
+
+    def _forget_contexts(self) -> None:
+        # they have threads; freed late, in a process forked meanwhile, they would wait for these
+        del self._round
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sum so far, of use only to who has the keys."""
+        return {
+            "total": self._total,
+            "num_examples": self._num_examples,
+            "expenses": vars(self._expenses),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self._total, self._num_examples = state["total"], state["num_examples"]
+        vars(self._expenses).update(state["expenses"])
+
+
+class _Expenses:
+    """An expense that grows while its round is open."""
+
+    def __init__(self) -> None:
+        self.up: dict[int, int] = {}
+        self.down: dict[int, int] = {}
+        self.seconds = {"client_seconds": 0.0, "server_seconds": 0.0}
+
+    def closed(self) -> Expense:
+        return Expense(bytes_up=self.up, bytes_down=self.down, seconds=self.seconds)

@@ -1,0 +1,1 @@
+"""Homomorphic encryption: CKKS and Paillier."""

@@ -1,0 +1,110 @@
+"""Which coordinates of an update are encrypted; the others travel in clear.
+
+Encrypting only the most sensitive ones costs a part of the time and the bytes and hides a part of
+the update: what is in clear, the server reads. Source: Jin et al. 2023 (2303.10837), section 3.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha256
+
+import torch
+from torch import Tensor
+
+from fl_lightning.secure.encryption.ckks_parameters import CKKSParameters
+from fl_lightning.secure.encryption.encrypted_update import EncryptedUpdate
+
+
+@dataclass(frozen=True, eq=False)
+class CKKSLayout:
+    """Which coordinates of an update are encrypted; clients and server agree on it.
+
+    Args:
+        size: k, coordinates of an update.
+        selected: indices of the encrypted ones, int64, increasing; None for all.
+        parameters: of the scheme.
+        round_index: of the round, so that no message of another one is taken in.
+
+    Raises:
+        ValueError: if the indices are not increasing from 0 to k - 1.
+    """
+
+    size: int
+    selected: Tensor | None = None
+    parameters: CKKSParameters = CKKSParameters()  # noqa: RUF009 - frozen
+    round_index: int = 0
+
+    def __post_init__(self) -> None:
+        if self.selected is None:
+            return
+        edges = torch.tensor([-1, *self.selected.tolist(), self.size])
+        if self.selected.dtype != torch.int64 or not (edges.diff() > 0).all():
+            raise ValueError(f"selected must be increasing int64 indices below size={self.size}")
+
+    @cached_property
+    def identity(self) -> bytes:
+        """What all messages of the round are bound to, 32 bytes."""
+        chosen = b"all" if self.selected is None else self.selected.cpu().numpy().tobytes()
+        settings = f"{self.size} {self.parameters} {self.round_index} ".encode()
+        return sha256(settings + chosen).digest()
+
+    @property
+    def num_encrypted(self) -> int:
+        """How many coordinates are encrypted."""
+        return self.size if self.selected is None else self.selected.numel()
+
+    @property
+    def num_ciphertexts(self) -> int:
+        """How many ciphertexts these fill."""
+        return -(-self.num_encrypted // self.parameters.slots)
+
+    def parted(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what is encrypted and what is not."""
+        if self.selected is None:
+            return values, values[:0]
+        is_clear = torch.ones(self.size, dtype=torch.bool)
+        is_clear[self.selected] = False
+        return values[self.selected], values[is_clear]
+
+    def joined(self, encrypted: Tensor, clear: Tensor) -> Tensor:
+        """Return all coordinates in their order, float64."""
+        if self.selected is None:
+            return encrypted
+        values = torch.empty(self.size, dtype=torch.float64)
+        is_clear = torch.ones(self.size, dtype=torch.bool)
+        is_clear[self.selected] = False
+        values[is_clear] = clear.double()
+        values[self.selected] = encrypted
+        return values
+
+    def decoded(self, data: bytes) -> EncryptedUpdate:
+        """Return an update that has arrived.
+
+        Raises:
+            DecodeError: if it is not laid out like this.
+        """
+        return EncryptedUpdate.decode(
+            data,
+            num_ciphertexts=self.num_ciphertexts,
+            num_clear=self.size - self.num_encrypted,
+        )
+
+
+def most_sensitive(sensitivities: Tensor, fraction: float) -> Tensor:
+    """Return the indices of the largest sensitivities, increasing.
+
+    Args:
+        sensitivities: ≥ 0, shape (k,).
+        fraction: in (0, 1], of the coordinates.
+
+    Example:
+        >>> most_sensitive(torch.tensor([0.1, 3.0, 0.0, 2.0]), 0.5)
+        tensor([1, 3])
+    """
+    if not 0 < fraction <= 1:
+        raise ValueError(f"fraction must be in (0, 1], got {fraction}: of what is encrypted")
+    count = math.ceil(fraction * sensitivities.numel())
+    return torch.topk(sensitivities, count).indices.sort().values

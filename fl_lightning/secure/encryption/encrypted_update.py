@@ -1,0 +1,133 @@
+"""An update that is encrypted, all of it or its selected coordinates, as one binary message.
+
+"FLHE", u8 version, u64 length of the whole message, u32 ciphertexts, u64 numbers in clear,
+u64 sender, u32 length of each ciphertext, ciphertexts, float32 numbers in clear,
+tag of 32 bytes, u32 CRC-32
+
+    tag = HMAC-SHA256(key, context, the message up to the tag)        context: kind, round, layout
+
+Clients and server of a run have the key; nobody else makes a message that they look into.
+"""
+
+from __future__ import annotations
+
+import hmac
+import struct
+import zlib
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fl_lightning.updates.wire.reader import DecodeError, Reader
+
+MAGIC, VERSION = b"FLHE", 2
+TAG_SIZE = 32
+_HEADER = struct.Struct("<4sBQIQQ")
+_LENGTH = struct.Struct("<I")
+
+
+@dataclass(frozen=True, eq=False)
+class EncryptedUpdate:
+    """Ciphertexts, and what is not encrypted.
+
+    Args:
+        ciphertexts: of the selected coordinates, in order, so many to each as the scheme holds.
+        clear: the other coordinates in order, float32.
+        sender: client that sent it; of a sum 0.
+        tag: see `signed`.
+
+    Example:
+        >>> update = EncryptedUpdate((b"one", b"two"), torch.tensor([1.0]))
+        >>> data = update.encode()
+        >>> len(data) == update.num_bytes
+        True
+        >>> EncryptedUpdate.decode(data, num_ciphertexts=2, num_clear=1).ciphertexts
+        (b'one', b'two')
+    """
+
+    ciphertexts: tuple[bytes, ...]
+    clear: Tensor
+    sender: int = 0
+    tag: bytes = bytes(TAG_SIZE)
+
+    def signed(self, key: bytes, context: bytes) -> EncryptedUpdate:
+        """Return the update with the tag that shows that a party of the run made it.
+
+        Args:
+            key: 32 bytes that the parties of a run have.
+            context: of which round it is, and whether an update or a sum.
+        """
+        return replace(self, tag=self._tag(key, context))
+
+    def check(self, key: bytes, context: bytes) -> None:
+        """Raise DecodeError if no party of the run made this for this context."""
+        if not hmac.compare_digest(self.tag, self._tag(key, context)):
+            raise DecodeError(
+                f"a message of client {self.sender} is not authentic: nobody with the run's key made "
+                "it for this round, or it changed on its way; it was not looked into"
+            )
+
+    def _tag(self, key: bytes, context: bytes) -> bytes:
+        # the context's length first, so that no part of it can be taken for the message's
+        mac = hmac.new(key, _LENGTH.pack(len(context)) + context, "sha256")
+        for part in self._parts():
+            mac.update(part)
+        return mac.digest()
+
+    @property
+    def num_bytes(self) -> int:
+        """The length of the message."""
+        inside = sum(_LENGTH.size + len(each) for each in self.ciphertexts)
+        return _HEADER.size + inside + 4 * self.clear.numel() + TAG_SIZE + 4
+
+    def encode(self) -> bytes:
+        """Return the message."""
+        body = b"".join([*self._parts(), self.tag])
+        return body + _LENGTH.pack(zlib.crc32(body))
+
+    def _parts(self) -> list[bytes]:
+        counts = (len(self.ciphertexts), self.clear.numel(), self.sender)
+        return [
+            _HEADER.pack(MAGIC, VERSION, self.num_bytes, *counts),
+            *(_LENGTH.pack(len(each)) for each in self.ciphertexts),
+            *self.ciphertexts,
+            self.clear.float().cpu().numpy().astype("<f4").tobytes(),
+        ]
+
+    @classmethod
+    def decode(cls, data: bytes, *, num_ciphertexts: int, num_clear: int) -> EncryptedUpdate:
+        """Return the update.
+
+        Args:
+            data: from a stranger.
+            num_ciphertexts: that it must have.
+            num_clear: numbers in clear that it must have.
+
+        Raises:
+            DecodeError: if these bytes are no such message. Ciphertexts are not looked into.
+        """
+        reader = Reader(data)
+        size = reader.left
+        magic, version, length, count, clear, sender = reader.fields(_HEADER, "header")
+        if magic != MAGIC or version != VERSION or length != size:
+            raise DecodeError(f"no encrypted update of version {VERSION} of {size} bytes")
+        if (count, clear) != (num_ciphertexts, num_clear):
+            raise DecodeError(
+                f"{count} ciphertexts and {clear} numbers in clear instead of {num_ciphertexts} "
+                f"and {num_clear}"
+            )
+        lengths = [reader.fields(_LENGTH, "lengths")[0] for _ in range(count)]
+        found = tuple(reader.take(each, "ciphertexts").tobytes() for each in lengths)
+        numbers = (
+            torch.frombuffer(bytearray(reader.take(4 * clear, "numbers")), dtype=torch.float32)
+            if clear
+            else torch.empty(0)
+        )
+        tag = reader.take(TAG_SIZE, "tag").tobytes()
+        (checksum,) = reader.fields(_LENGTH, "checksum")
+        if reader.left or checksum != zlib.crc32(memoryview(data)[:-4]):
+            raise DecodeError("the checksum is wrong or bytes follow the message")
+        if not torch.isfinite(numbers).all():
+            raise DecodeError("a number in clear is not finite")
+        return cls(found, numbers, sender, tag)

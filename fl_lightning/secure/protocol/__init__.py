@@ -1,0 +1,1 @@
+"""Secure sums: the messages of clients and server, from keys to unmasking."""

@@ -1,0 +1,156 @@
+"""Keys of one party for one round, what two parties agree on, sealed shares and signatures.
+
+    secret(u, v, purpose) = HKDF-SHA256(X25519(a_u, A_v), info = purpose, session, u, v, A_u, A_v)
+
+The session's identity covers run, round and every setting, so that no key fits into another round
+or another protocol. Sources: RFC 7748 (X25519), RFC 5869 (HKDF), RFC 8439 (ChaCha20-Poly1305),
+RFC 8032 (Ed25519).
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from functools import cached_property
+
+from cryptography.exceptions import InvalidSignature, InvalidTag
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+KEY_SIZE = 32
+TAG_SIZE = 16
+SIGNATURE_SIZE = 64
+_PAIR = struct.Struct("<2I")
+_NONCE = bytes(12)  # each key of a box is used for one box only
+
+
+class ForgedError(ValueError):
+    """A box or a signature that is not its sender's."""
+
+
+@dataclass(frozen=True)
+class AgreementKey:
+    """One party's X25519 key.
+
+    Args:
+        private: 32 bytes, any.
+
+    Example:
+        >>> one, two = AgreementKey(b"1" * 32), AgreementKey(b"2" * 32)
+        >>> ours = one.secret_with(two.public, "pads", b"run 1, round 1", me=0, peer=1)
+        >>> ours == two.secret_with(one.public, "pads", b"run 1, round 1", me=1, peer=0)
+        True
+        >>> ours == two.secret_with(one.public, "pads", b"run 1, round 2", me=1, peer=0)
+        False
+    """
+
+    private: bytes
+
+    def __repr__(self) -> str:
+        return f"AgreementKey(public={self.public.hex()})"
+
+    @cached_property
+    def public(self) -> bytes:
+        """The public key, 32 bytes."""
+        return self._own.public_key().public_bytes_raw()
+
+    @cached_property
+    def _own(self) -> X25519PrivateKey:
+        return X25519PrivateKey.from_private_bytes(self.private)
+
+    def secret_with(
+        self, public: bytes, purpose: str, context: bytes, *, me: int, peer: int
+    ) -> bytes:
+        """Return the 32 bytes that only the two parties know.
+
+        Args:
+            public: the peer's public key.
+            purpose: what the secret is for.
+            context: of the session.
+            me: this party's place.
+            peer: the other's.
+
+        Raises:
+            ValueError: if the peer's key is one of the few with which there is no secret.
+        """
+        try:
+            shared = self._own.exchange(X25519PublicKey.from_public_bytes(public))
+        except ValueError:
+            raise ValueError(f"the public key of client {peer} is of low order") from None
+        places = sorted(((me, self.public), (peer, public)))
+        pair = _PAIR.pack(places[0][0], places[1][0]) + places[0][1] + places[1][1]
+        info = b"fl_lightning secure sum, " + purpose.encode() + b"\0" + context + pair
+        return HKDF(algorithm=SHA256(), length=KEY_SIZE, salt=None, info=info).derive(shared)
+
+
+def seal(key: bytes, content: bytes, context: bytes, *, sender: int, receiver: int) -> bytes:
+    """Return the content encrypted and authenticated, `TAG_SIZE` bytes longer.
+
+    A pair has one key for two directions, from which a key for each direction is made.
+
+    Example:
+        >>> box = seal(b"k" * 32, b"a share", b"round 1", sender=0, receiver=1)
+        >>> unseal(b"k" * 32, box, b"round 1", sender=0, receiver=1)
+        b'a share'
+        >>> unseal(b"k" * 32, box, b"round 1", sender=1, receiver=0)
+        Traceback (most recent call last):
+        ...
+        fl_lightning.secure.protocol.keys.ForgedError: the box from client 1 to client 0 is forged, or one \
+of them was told other keys of the other
+    """
+    pair = _PAIR.pack(sender, receiver)
+    return ChaCha20Poly1305(_direction(key, pair)).encrypt(_NONCE, content, context + pair)
+
+
+def unseal(key: bytes, box: bytes, context: bytes, *, sender: int, receiver: int) -> bytes:
+    """Return what was sealed.
+
+    Raises:
+        ForgedError: if the box is not what this sender sealed for this receiver in this session.
+    """
+    pair = _PAIR.pack(sender, receiver)
+    try:
+        return ChaCha20Poly1305(_direction(key, pair)).decrypt(_NONCE, box, context + pair)
+    except InvalidTag:
+        raise ForgedError(
+            f"the box from client {sender} to client {receiver} is forged, or one of them was told "
+            "other keys of the other"
+        ) from None
+
+
+@dataclass(frozen=True)
+class SigningKey:
+    """One party's Ed25519 key, which outlives rounds and whose public half everyone knows.
+
+    Args:
+        private: 32 bytes.
+    """
+
+    private: bytes
+
+    def __repr__(self) -> str:
+        return f"SigningKey(public={self.public.hex()})"
+
+    @property
+    def public(self) -> bytes:
+        """The public key, 32 bytes."""
+        return Ed25519PrivateKey.from_private_bytes(self.private).public_key().public_bytes_raw()
+
+    def sign(self, content: bytes) -> bytes:
+        """Return the signature, 64 bytes."""
+        return Ed25519PrivateKey.from_private_bytes(self.private).sign(content)
+
+
+def check_signature(public: bytes, signature: bytes, content: bytes, what: str) -> None:
+    """Raise ForgedError if the signature of ``what`` is not that of the public key's owner."""
+    try:
+        Ed25519PublicKey.from_public_bytes(public).verify(signature, content)
+    except (InvalidSignature, ValueError):
+        raise ForgedError(f"the signature of {what} is wrong") from None
+
+
+def _direction(key: bytes, pair: bytes) -> bytes:
+    return HKDF(algorithm=SHA256(), length=KEY_SIZE, salt=None, info=b"box" + pair).derive(key)

@@ -1,0 +1,210 @@
+"""The server of a secure sum, which learns the sum and who is in it, and nothing else.
+
+    stage by stage: take messages until the stage is closed; who was silent has dropped
+
+Sources: Bonawitz et al. 2017, figure 4; Bell et al. 2020, algorithm 2. How pads leave the sum is
+in `unmasking`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from fl_lightning.secure.protocol.graph import Graph, neighbours
+from fl_lightning.secure.protocol.messages import (
+    Advertisement,
+    AnyMessage,
+    Mailbox,
+    MaskedVector,
+    Places,
+    RevealedShares,
+    RevealRequest,
+    Roster,
+    SealedShares,
+    SignedSurvivors,
+    Survivors,
+    Table,
+)
+from fl_lightning.secure.protocol.session import AbortedError, Session, Stage
+from fl_lightning.secure.protocol.signing import Directory
+from fl_lightning.secure.protocol.unmasking import Unmasking
+from fl_lightning.secure.protocol.wire import decode, encode, places_as_bits
+from fl_lightning.secure.ring import Integers
+from fl_lightning.updates.wire.reader import DecodeError
+
+_KINDS: dict[Stage, type[Any]] = {
+    Stage.ADVERTISE: Advertisement,
+    Stage.SHARE: SealedShares,
+    Stage.MASK: MaskedVector,
+    Stage.AGREE: SignedSurvivors,
+    Stage.REVEAL: RevealedShares,
+}
+
+
+class SecureServer:
+    """Takes clients' messages stage by stage, and writes what they are answered.
+
+    Args:
+        session: what all have agreed on.
+        directory: everyone's public signing keys, needed if the session is active.
+
+    Attributes:
+        stage: what is waited for; None when the session is over.
+        awaited: the clients that may still answer at this stage.
+        survivors: whose vectors are in the sum.
+
+    Raises:
+        ValueError: if the directory is missing.
+    """
+
+    def __init__(self, session: Session, directory: Directory | None = None) -> None:
+        if session.active and directory is None:
+            raise ValueError("active needs directory: without, nobody is known")
+        self._session, self._directory = session, directory
+        self.stage: Stage | None = Stage.ADVERTISE
+        self.awaited: Places = frozenset(range(session.num_clients))
+        self.survivors: Places = frozenset()
+        self._received: dict[int, Any] = {}
+        self._total: Integers | None = np.zeros(session.length, session.ring.dtype)
+        self._roster: Table = {}
+        self._sealed: dict[int, SealedShares] = {}
+        self._graph: Graph = {}
+        self._sharers: Places = frozenset()
+
+    @property
+    def total(self) -> Integers:
+        """The sum over the survivors, of the ring's dtype, shape (size,).
+
+        Raises:
+            AbortedError: if the session has not come to its end.
+        """
+        if self.stage is not None or self._total is None:
+            raise AbortedError("there is no sum: the session has not come to its end")
+        return self._total[: self._session.size]
+
+    def receive(self, data: bytes) -> int:
+        """Take a client's message; return the client's place.
+
+        Raises:
+            DecodeError: if these bytes are no message that is waited for; they change nothing.
+            ForgedError: if a signature is not the client's; that changes nothing either.
+        """
+        if self.stage is None:
+            raise DecodeError("no message is waited for: the session is over")
+        place, message = decode(self._session, data, _KINDS[self.stage])
+        if place not in self.awaited:
+            raise DecodeError(f"client {place} sent a message that is not waited for")
+        self._check(place, message)
+        if isinstance(message, MaskedVector):
+            self._total += message.values
+            message = None
+        self._received[place] = message
+        self.awaited -= {place}
+        return place
+
+    def close_stage(self) -> dict[int, bytes]:
+        """End the stage; return the messages to all clients that are still there, by place.
+
+        After the last stage there are none, and `total` is known.
+
+        Raises:
+            AbortedError: if too few are left, or somebody lied, who is named if that is known; no
+                vector becomes known.
+        """
+        if self.stage is None:
+            raise AbortedError("the session is over")
+        close: dict[Stage, Callable[[Places], dict[int, AnyMessage]]] = {
+            Stage.ADVERTISE: self._close_advertise,
+            Stage.SHARE: self._close_share,
+            Stage.MASK: self._close_mask,
+            Stage.AGREE: self._close_agree,
+            Stage.REVEAL: self._close_reveal,
+        }
+        try:
+            messages = close[self.stage](frozenset(self._received))
+        except AbortedError:
+            self.stage, self._total = None, None
+            raise
+        later = [stage for stage in self._session.stages if stage > self.stage]
+        self.stage = later[0] if later else None
+        self.awaited, self._received = frozenset(messages), {}
+        return {place: encode(self._session, place, message) for place, message in messages.items()}
+
+    def _close_advertise(self, there: Places) -> dict[int, AnyMessage]:
+        session = self._session
+        self._check_enough(len(there), session.least_survivors)
+        self._roster = {place: m.keys + m.signature for place, m in self._received.items()}
+        self._graph = neighbours(there, session.num_neighbours, session.graph_seed)
+        return {
+            place: Roster(there, {peer: self._roster[peer] for peer in near | {place}})
+            for place, near in self._graph.items()
+        }
+
+    def _close_share(self, there: Places) -> dict[int, AnyMessage]:
+        self._check_enough(len(there), self._session.least_survivors)
+        self._sharers = there
+        self._sealed = dict(self._received)
+        return {place: self._mailbox(place, self._graph[place] & there) for place in there}
+
+    def _mailbox(self, place: int, near: Places) -> Mailbox:
+        return Mailbox(
+            self._sharers,
+            {peer: self._sealed[peer].boxes[place] for peer in near},
+            {peer: self._sealed[peer].hashes[place] for peer in near},
+        )
+
+    def _close_mask(self, there: Places) -> dict[int, AnyMessage]:
+        self._check_enough(len(there), self._session.least_survivors)
+        self.survivors = there
+        if self._session.active:
+            return dict.fromkeys(there, Survivors(there))
+        return dict.fromkeys(there, RevealRequest(there, self._sharers - there, {}))
+
+    def _close_agree(self, there: Places) -> dict[int, AnyMessage]:
+        self._check_enough(len(there), self._session.threshold)
+        # no more than clients need, who check each one
+        signers = sorted(there)[: self._session.threshold]
+        signatures = {place: self._received[place].signature for place in signers}
+        dropped = self._sharers - self.survivors
+        return dict.fromkeys(there, RevealRequest(self.survivors, dropped, signatures))
+
+    def _close_reveal(self, there: Places) -> dict[int, AnyMessage]:
+        if self._session.num_neighbours is None:
+            self._check_enough(len(there), self._session.threshold)
+        unmasking = Unmasking(
+            self._session, self._roster, self._sealed, self._graph, self.survivors
+        )
+        assert self._total is not None
+        unmasking.remove_pads(self._total, self._received)
+        return {}
+
+    def _check_enough(self, count: int, least: int) -> None:
+        if count < least:
+            assert self.stage is not None
+            raise AbortedError(
+                f"{count} clients answered at stage {self.stage.name}, at least {least} must: "
+                "have more clients in a cohort, a longer time to answer, or a lower threshold"
+            )
+
+    def _check(self, place: int, message: AnyMessage) -> None:
+        """Raise ValueError if others would stumble over a message."""
+        near = self._graph.get(place, frozenset())
+        if isinstance(message, SealedShares) and (
+            message.boxes.keys() != near or message.hashes.keys() != near | {place}
+        ):
+            raise DecodeError(f"client {place} has not sealed shares for exactly its neighbours")
+        if isinstance(message, RevealedShares):
+            near = near & self._sharers | {place}
+            seeds, keys = near & self.survivors, near - self.survivors
+            if message.seeds.keys() != seeds or message.keys.keys() != keys:
+                raise DecodeError(f"client {place} tells other shares than those asked for")
+        if self._directory is None or not self._session.active:
+            return
+        if isinstance(message, Advertisement):
+            self._directory.check(self._session, "keys", place, message.keys, message.signature)
+        if isinstance(message, SignedSurvivors):
+            bits = places_as_bits(self._session, self.survivors)
+            self._directory.check(self._session, "survivors", place, bits, message.signature)

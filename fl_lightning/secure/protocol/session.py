@@ -1,0 +1,174 @@
+"""What all parties of one secure sum have agreed on before its first message.
+
+Sources: Bonawitz et al. 2017 (CCS, *Practical Secure Aggregation for Privacy-Preserving Machine
+Learning*), figure 4, thresholds from section 6; Bell et al. 2020 for the sparse graph. Differs:
+the session's identity, a hash of every setting and of a random id of the run, is part of all
+messages, keys and signatures: what was recorded in another run, even of the same seed, fits nowhere.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property
+from hashlib import sha256
+from secrets import token_hex
+
+from fl_lightning.secure.protocol.checksum import num_checks
+from fl_lightning.secure.ring import Ring
+
+MAX_CLIENTS = 1 << 24
+MAX_SIZE = 1 << 40
+_SETTINGS = struct.Struct("<BQIQBIIIBQ")
+
+
+def new_run_id() -> str:
+    """Return a random id for one run: 128 bits of the operating system's entropy, as 32 digits."""
+    return token_hex(16)
+
+
+class Stage(IntEnum):
+    """What clients are to send next; rounds 0 to 4 of the paper."""
+
+    ADVERTISE = 0
+    SHARE = 1
+    MASK = 2
+    AGREE = 3
+    REVEAL = 4
+
+
+class RefusedError(ValueError):
+    """A party does not go on with a session, because that could give a secret away; says why."""
+
+
+class AbortedError(RuntimeError):
+    """The server has no sum: too few clients are left, or one of them lied; no vector is known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """One secure sum.
+
+    Args:
+        run: id of the run, the same in all its rounds and never used for another: `new_run_id`.
+        round_index: ≥ 0; in one run every round is used once.
+        num_clients: n ≥ 2. They have places 0 to n - 1.
+        size: numbers of a vector.
+        bits: of the ring in which they are added, from 1 to 64.
+        threshold: t, how many shares tell a secret. With everyone as neighbours t > n / 2, and
+            t > 2n / 3 if ``active``. With a sparse graph from 2 to k + 1; `SparseGraph.plan` says
+            which t keeps what promise.
+        num_neighbours: k, even and below n - 1; None for everyone.
+        min_survivors: below so many vectors there is no sum; None for t, and with a sparse graph
+            for its share t n / (k + 1).
+        active: whether a server may break the rules: keys and the set of survivors are signed.
+        graph_seed: of the sparse graph.
+
+    Raises:
+        ValueError: if a setting is outside its range.
+
+    Example:
+        >>> Session(run="demo", round_index=0, num_clients=6, size=10, threshold=3)
+        Traceback (most recent call last):
+        ...
+        ValueError: threshold must be from 4 to 6, more than 1/2 of num_clients 6, got 3
+    """
+
+    run: str
+    round_index: int
+    num_clients: int
+    size: int
+    threshold: int
+    bits: int = 32
+    num_neighbours: int | None = None
+    min_survivors: int | None = None
+    active: bool = False
+    graph_seed: int = 0
+
+    def __post_init__(self) -> None:
+        Ring(self.bits)
+        for name, low, high in (
+            ("round_index", 0, 2**63 - 1),
+            ("num_clients", 2, MAX_CLIENTS),
+            ("size", 0, MAX_SIZE),
+            ("graph_seed", 0, 2**63 - 1),
+        ):
+            if not low <= getattr(self, name) <= high:
+                raise ValueError(f"{name} must be from {low} to {high}, got {getattr(self, name)}")
+        self._check_neighbours()
+        self._check_threshold()
+        least = self.threshold if self.num_neighbours is None else 2
+        if not least <= self.least_survivors <= self.num_clients:
+            raise ValueError(
+                f"min_survivors must be from {least} to num_clients {self.num_clients}, got "
+                f"{self.min_survivors}"
+            )
+
+    @property
+    def ring(self) -> Ring:
+        """Where the vectors are added."""
+        return Ring(self.bits)
+
+    @property
+    def length(self) -> int:
+        """Integers of a vector that travels: its numbers and their checksum."""
+        return self.size + num_checks(self.ring)
+
+    @property
+    def least_survivors(self) -> int:
+        """How many vectors a sum has at least."""
+        if self.min_survivors is not None:
+            return self.min_survivors
+        if self.num_neighbours is None:
+            return self.threshold
+        return max(2, -(-self.threshold * self.num_clients // (self.num_neighbours + 1)))
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The stages in order; only against an active server the survivors are agreed on."""
+        return tuple(stage for stage in Stage if self.active or stage != Stage.AGREE)
+
+    @cached_property
+    def identity(self) -> bytes:
+        """32 bytes, a hash of all settings."""
+        settings = _SETTINGS.pack(
+            2,  # the version of the protocol
+            self.round_index,
+            self.num_clients,
+            self.size,
+            self.bits,
+            self.threshold,
+            self.num_neighbours or 0,
+            self.least_survivors,
+            self.active,
+            self.graph_seed,
+        )
+        return sha256(settings + self.run.encode()).digest()
+
+    def _check_neighbours(self) -> None:
+        if self.num_neighbours is None:
+            return
+        if self.active:
+            raise ValueError(
+                "active needs everyone as neighbours: with a sparse graph a client cannot check "
+                "that all others saw the same survivors; leave num_neighbours out"
+            )
+        k = self.num_neighbours
+        if k % 2 or not 2 <= k < self.num_clients - 1:
+            raise ValueError(
+                f"num_neighbours must be even and from 2 to num_clients - 2 = "
+                f"{self.num_clients - 2}, or None for everyone, got {k}"
+            )
+
+    def _check_threshold(self) -> None:
+        if self.num_neighbours is None:
+            holders, share = self.num_clients, "2/3" if self.active else "1/2"
+            least = (2 * holders // 3 if self.active else holders // 2) + 1
+            rule = f", more than {share} of num_clients {holders}"
+        else:
+            least, holders, rule = 2, self.num_neighbours + 1, ", of num_neighbours and oneself"
+        if not least <= self.threshold <= holders:
+            raise ValueError(
+                f"threshold must be from {least} to {holders}{rule}, got {self.threshold}"
+            )

@@ -1,0 +1,117 @@
+"""Integers modulo R = 2^bits, in which pads are uniform and sums never lose anything.
+
+They are held in the narrowest unsigned dtype that has the bits, whose overflow is a sum modulo a
+multiple of R; they travel in exactly ``bits`` bits each: whole bytes as planes, the rest packed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fl_lightning.updates.wire.bit_packing import pack, packed_size, unpack
+from fl_lightning.updates.wire.reader import DecodeError
+
+Integers = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Ring:
+    """The integers from 0 to 2^bits - 1.
+
+    Args:
+        bits: from 1 to 64.
+
+    Raises:
+        ValueError: for other bits.
+
+    Example:
+        >>> ring = Ring(20)
+        >>> ring.dtype, ring.packed_size(3)
+        (dtype('uint32'), 8)
+        >>> ring.unpack(ring.pack(np.array([1, 2**20 - 1, 7], ring.dtype)), count=3)
+        array([      1, 1048575,       7], dtype=uint32)
+    """
+
+    bits: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.bits <= 64:
+            raise ValueError(f"bits must be from 1 to 64, got {self.bits}: sums are modulo 2^bits")
+
+    @property
+    def modulus(self) -> int:
+        """R."""
+        return 1 << self.bits
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The narrowest unsigned one, little-endian."""
+        return np.dtype(next(f"<u{size}" for size in (1, 2, 4, 8) if 8 * size >= self.bits))
+
+    def checked(self, values: Integers) -> Integers:
+        """Return the integers in the ring's dtype.
+
+        Raises:
+            ValueError: if this is no vector of integers from 0 to R - 1.
+        """
+        if values.ndim != 1 or values.dtype.kind not in "iu":
+            raise ValueError(
+                f"values must be a vector of integers, got shape {values.shape} of {values.dtype}"
+            )
+        if len(values) and not (int(values.min()) >= 0 and int(values.max()) < self.modulus):
+            raise ValueError(
+                f"values must be from 0 to 2^{self.bits} - 1, got {values.min()} to {values.max()}"
+            )
+        return values.astype(self.dtype, copy=False)
+
+    def reduced(self, values: Integers) -> Integers:
+        """Return values of the ring's dtype modulo R; in place, where anything is to be done."""
+        if self.bits < 8 * self.dtype.itemsize:
+            values &= self.dtype.type(self.modulus - 1)
+        return values
+
+    def packed_size(self, count: int) -> int:
+        """Return the bytes that ``count`` integers fill."""
+        return count * (self.bits // 8) + packed_size(count, self.bits % 8)
+
+    def pack(self, values: Integers) -> bytes:
+        """Return the integers' bytes.
+
+        Args:
+            values: of the ring's dtype, each below R, shape (n,).
+        """
+        whole, rest = divmod(self.bits, 8)
+        planes = np.ascontiguousarray(values).view(np.uint8).reshape(-1, self.dtype.itemsize)
+        if not rest:
+            return planes[:, :whole].tobytes()
+        return planes[:, :whole].tobytes() + pack(planes[:, whole].copy(), rest).tobytes()
+
+    def unpack(self, data: bytes | memoryview, count: int) -> Integers:
+        """Return ``count`` integers.
+
+        Raises:
+            DecodeError: if these are not exactly the bytes of so many.
+        """
+        if len(data) != self.packed_size(count):
+            raise DecodeError(
+                f"{count} integers of {self.bits} bits fill {self.packed_size(count)} bytes, "
+                f"not {len(data)}"
+            )
+        whole, rest = divmod(self.bits, 8)
+        raw = np.frombuffer(data, np.uint8)
+        if whole == self.dtype.itemsize:
+            whole_values: Integers = raw.view(self.dtype).copy()
+            return whole_values
+        planes = np.zeros((count, self.dtype.itemsize), np.uint8)
+        planes[:, :whole] = raw[: count * whole].reshape(count, whole)
+        if rest:
+            tail = raw[count * whole :]
+            planes[:, whole] = unpack(tail, count, rest)
+            if not np.array_equal(pack(planes[:, whole].copy(), rest), tail):
+                raise DecodeError("unused bits at the end must be zero")
+        values: Integers = planes.view(self.dtype).ravel()
+        return values

@@ -1,0 +1,301 @@
+"""The mean of updates of which the server learns only the sum: a secure sum every round.
+
+    mean = (2c / L) Σ_k w_k q_k / Σ_k w_k - c        q_k: levels of Δ_k, w_k = min(n_k, max_examples)
+
+The integers w q and w are added modulo 2^bits by the protocol of `fl_lightning.secure`.
+Sources: Bonawitz et al. 2017; the integers are those of `SumQuantiser`, with its sources.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, final
+
+from torch import Tensor
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.seeds import derive_seed, numpy_generator
+from fl_lightning.core.update import ClientUpdate
+from fl_lightning.privacy.mechanism import NoiseShares
+from fl_lightning.privacy.protected import Expense, Terms
+from fl_lightning.secure.private_sum import SecurePrivateSum
+from fl_lightning.secure.protocol.graph import SparseGraph
+from fl_lightning.secure.protocol.session import new_run_id
+from fl_lightning.secure.round_sum import RoundSum
+from fl_lightning.secure.secure_sum import SecureSum
+from fl_lightning.secure.sum_quantiser import SumQuantiser, fine_levels
+from fl_lightning.server.kept_updates import check_whole
+from fl_lightning.updates.payload import Dense
+from fl_lightning.updates.random_k import RandomK
+
+# clip, levels, max_examples, random_k: what a user who leaves them out has
+_OWN_GRID = (1.0, None, 1024, None)
+ACCURACY = 1e-6  # of the mean, by default
+LEAST_LEVELS = 1 << 16  # if fewer fit into the ring, the user has to say so
+
+
+@final
+class SecureMean:
+    """The mean weighted by examples, of updates that the server cannot read.
+
+    Args:
+        clip: c > 0; coordinates of an update beyond ±c are moved there.
+        levels: L, so many steps from -c to c, to which coordinates are rounded at random. None for
+            so many that the mean is within 1e-6 of the plain one; where ``bits`` hold fewer, as
+            many as they hold, which is said before training.
+        max_examples: the most that one client counts for, ≥ 1; 1 counts all the same.
+        bits: of the ring in which is added, at most 64; None for the fewest that hold the sum of
+            the largest cohort.
+        random_k: which coordinates travel, at random, in a round the same of all clients.
+        threshold: from 1/2 to below 1: more than this share of a cohort must answer to the end.
+        sparse: who pads with whom in large cohorts; None for everyone with everyone.
+        active: whether the server may break the rules: 2/3 of a cohort must answer at least. None
+            for yes wherever that costs less than a fifth of the time: for vectors of 2 MB or more,
+            unless ``threshold`` is below 2/3 or ``sparse`` is given.
+        protocol: ``"run"`` runs it, every message; ``"count"`` gives the same mean and bytes
+            without, with estimated seconds: for experiments, because it protects nothing.
+
+    Raises:
+        ConfigurationError: if an option is outside its range, or options contradict each other;
+            from `begin`, if a sum might not fit into the ring.
+
+    Attributes:
+        expense: see `Protected`.
+        memory: nothing is kept from round to round.
+
+    Example:
+        >>> import torch
+        >>> mean = SecureMean(clip=4.0, levels=8)
+        >>> mean.begin(Terms(most_clients=3))
+        >>> mean.open(torch.empty(1))
+        >>> for client, (value, n) in enumerate([(2.0, 1), (4.0, 3)]):
+        ...     mean.add(ClientUpdate(client, torch.tensor([value]), torch.empty(0), n, 1))
+        >>> mean.close(), mean.expense.bytes_up[0]
+        (tensor([3.5000]), 542)
+    """
+
+    exact = True
+    restarts = False
+
+    def __init__(
+        self,
+        *,
+        clip: float = 1.0,
+        levels: int | None = None,
+        max_examples: int = 1024,
+        bits: int | None = None,
+        random_k: RandomK | None = None,
+        threshold: float = 2 / 3,
+        sparse: SparseGraph | None = None,
+        active: bool | None = None,
+        protocol: Literal["run", "count"] = "run",
+    ) -> None:
+        if bits is not None and not 2 <= bits <= 64:
+            raise ConfigurationError(
+                f"SecureMean: bits must be from 2 to 64, got {bits}: null takes the fewest that hold a sum"
+            )
+        self.clip, self.levels, self.max_examples, self.bits = clip, levels, max_examples, bits
+        self.random_k, self.protocol = random_k, protocol
+        self._options: dict[str, Any] = {
+            "threshold": threshold,
+            "sparse": sparse,
+            "active": active,
+            "protocol": protocol,
+        }
+        self._round_index = 0
+        self.memory: dict[str, Tensor] = {}
+        self.begin(Terms(most_clients=2))
+
+    @property
+    def expense(self) -> Expense:
+        """See `Protected`."""
+        return self._rounds.expense
+
+    @property
+    def hides(self) -> str:
+        """What the server sees, in words."""
+        if self.protocol == "count":
+            told = (
+                "protocol 'count' protects nothing and gives what a secure sum would, in which the "
+                "server sees only the sum of updates and of their examples"
+            )
+        else:
+            told = "the server sees the sum of updates and of their examples, and no single update"
+        if self.levels is None and self._quantiser.step > ACCURACY:
+            told += (
+                f" (their mean is within {self._quantiser.step:.1g} of the plain one, not "
+                f"{ACCURACY:g}: {self._quantiser.bits} bits hold {self._quantiser.levels} levels)"
+            )
+        return told
+
+    def begin(self, terms: Terms) -> None:
+        """Learn about the run.
+
+        Raises:
+            ConfigurationError: if a cohort is too small, or a sum too large.
+        """
+        self._terms, self._seed = terms, terms.seed
+        self._run = new_run_id()  # also where a run goes on: with new keys, in a new protocol run
+        try:
+            self._quantiser = (
+                self._fine_quantiser() if self.levels is None else self._given(self.levels)
+            )
+            self._secure_sum = self.secure_sum(self._quantiser.bits)
+            self._secure_sum.session(terms.most_clients, size=1)
+        except ValueError as error:
+            raise ConfigurationError(f"SecureMean: {error}") from error
+        self._rounds = RoundSum(self._secure_sum, terms.seed)
+
+    def _given(self, levels: int) -> SumQuantiser:
+        most = self._terms.most_clients * levels * self.max_examples
+        return SumQuantiser(
+            num_clients=self._terms.most_clients,
+            clip=self.clip,
+            levels=levels,
+            max_examples=self.max_examples,
+            bits=self.bits or max(1, min(64, most.bit_length())),
+        )
+
+    def _fine_quantiser(self) -> SumQuantiser:
+        self._given(LEAST_LEVELS)  # refuses what no levels could be found for
+        levels = fine_levels(
+            num_clients=self._terms.most_clients,
+            clip=self.clip,
+            max_examples=self.max_examples,
+            bits=self.bits or 64,
+            accuracy=ACCURACY,
+            least=LEAST_LEVELS,
+        )
+        return self._given(levels)
+
+    def secure_sum(self, bits: int, min_survivors: int | None = None) -> SecureSum:
+        """Return the protocol with these options.
+
+        Args:
+            bits: of the ring.
+            min_survivors: with fewer vectors there is no sum; None for the threshold.
+
+        Raises:
+            ValueError: if an option is outside its range.
+        """
+        return SecureSum(bits=bits, run=self._run, min_survivors=min_survivors, **self._options)
+
+    def fewest_survivors(self, num_clients: int) -> int:
+        """Return how many vectors a sum over a cohort has at least."""
+        return self._secure_sum.session(num_clients, size=1).least_survivors
+
+    def with_noise_shares(self, shares: Callable[[], NoiseShares]) -> SecurePrivateSum:
+        """Return the same protocol for whole numbers with noise; to be called after `begin`.
+
+        Args:
+            shares: gives what clients send.
+
+        Raises:
+            ConfigurationError: if ``clip``, ``levels``, ``max_examples`` or ``random_k`` were
+                given, which are of no use there, or a sum might not fit into the ring.
+        """
+        given = (self.clip, self.levels, self.max_examples, self.random_k)
+        if given != _OWN_GRID:
+            raise ConfigurationError(
+                "SecureMean adds up the whole numbers of federation.privacy, which has its own "
+                "clip_norm and steps and counts clients alike: leave clip, levels, max_examples and "
+                "random_k out"
+            )
+        return SecurePrivateSum(
+            shares,
+            self.secure_sum,
+            self._terms,
+            self.bits,
+        )
+
+    def typical_bytes(self, size: int, num_clients: int) -> tuple[int, int]:
+        """Return what a client sends and receives, if nobody drops."""
+        sent = 1 + (size if self.random_k is None else self.random_k.sent_size(size))
+        return (
+            self._secure_sum.bytes_up(sent, num_clients),
+            self._secure_sum.bytes_down(sent, num_clients),
+        )
+
+    def start_round(self, round_index: int) -> None:
+        """Learn which round comes next."""
+        self._round_index = round_index
+
+    def open(self, like: Tensor) -> None:
+        """Start without updates."""
+        self._like = like
+        self._rounds.open(self._sent_size(), like.device, self._round_index)
+
+    def add(self, update: ClientUpdate) -> None:
+        """Take in one update as integers.
+
+        Raises:
+            ConfigurationError: if it is under a mask of the client's own.
+        """
+        check_whole(update, "SecureMean")
+        client = update.client_id
+        draws = numpy_generator(self._seed, "secure rounding", self._round_index, client).random
+        vector = self._quantiser.encode(self._chosen(update.delta), update.num_examples, draws)
+        self._rounds.take(client, vector)
+
+    def exchange(
+        self, gather: Callable[[Any], list[Any]], all_reduce: Callable[[Tensor], None]
+    ) -> None:
+        """Take the updates of all processes for one's own; to be called by all of them."""
+        self._rounds.exchange(gather, all_reduce)
+
+    def sums(self) -> list[Tensor]:
+        """Return nothing: see `exchange`."""
+        return []
+
+    def load_sums(self, sums: list[Tensor]) -> None:
+        """Do nothing."""
+
+    def miss(self, clients: Iterable[int]) -> None:
+        """Learn which clients of the cohort sent no vector: they dropped before it was due."""
+        self._rounds.miss(clients)
+
+    def close(self) -> Tensor:
+        """Add up, and return the mean.
+
+        Raises:
+            RoundFailure: if too few clients are left for a secure sum.
+        """
+        return self._spread(self._quantiser.mean(self._rounds.total())).to(self._like)
+
+    def _sent_size(self) -> int:
+        size = len(self._like)
+        return 1 + (size if self.random_k is None else self.random_k.sent_size(size))
+
+    def _chosen(self, delta: Tensor) -> Tensor:
+        if self.random_k is None:
+            return delta
+        return self.random_k.on_client(Dense(delta), self._shared_seed()).to_dense()
+
+    def _spread(self, mean: Tensor) -> Tensor:
+        """Put the chosen coordinates of a mean back in their places."""
+        if self.random_k is None:
+            return mean
+        size = len(self._like)
+        return self.random_k.on_server(Dense(mean), self._shared_seed(), size).to_dense()
+
+    def _shared_seed(self) -> int:
+        return derive_seed(self._seed, "secure coordinates", self._round_index)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return whose updates there are, their integers or those of their sum, and of which steps."""
+        return {**self._rounds.state_dict(), "quantiser": vars(self._quantiser).copy()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there.
+
+        Raises:
+            ConfigurationError: if the integers are of other steps than this run's.
+        """
+        saved, own = state.get("quantiser"), vars(self._quantiser)
+        if state["clients"] and saved != own:
+            raise ConfigurationError(
+                f"SecureMean: the checkpoint is from inside a round whose integers are of {saved}, "
+                f"and this run's are of {own}: resume with the options of the run that wrote it, or "
+                "from the end of a round"
+            )
+        self._rounds.load_state_dict(state)

@@ -1,1 +1,0 @@
-"""Differential privacy of clients: mechanisms, their noise, and what they cost."""

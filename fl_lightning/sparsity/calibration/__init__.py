@@ -1,0 +1,1 @@
+"""From scores to a mask: plans, densities, rules."""

@@ -1,0 +1,1 @@
+"""Heads fitted in closed form or by a few steps, before calibration."""

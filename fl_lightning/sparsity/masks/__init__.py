@@ -1,0 +1,1 @@
+"""Masks: what may move, their files, their counts and pictures."""

@@ -1,0 +1,1 @@
+"""Optimizers that step on active entries alone."""

@@ -1,0 +1,225 @@
+"""What the masked optimizers share: masks, and a step of torch's own rule on the active entries.
+
+    v = p[active],   v ← rule(v, g[active], state),   p[active] = v
+
+The rule is the function of `torch.optim` that the dense optimizer calls, so the arithmetic is
+torch's. Nothing reaches a frozen entry: no gradient, no decay, no momentum. The state of a tensor
+has one number per active entry.
+
+Masks are kept in the parameter groups, where `state_dict`, pickling and copying find them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fl_lightning.sparsity.optimizers.active_chunks import ActiveChunks
+from fl_lightning.sparsity.optimizers.active_entries import Split, put, take
+
+# By name or parameter, or one for each parameter in the optimizer's order. None: all may move.
+Masks: TypeAlias = Mapping[Any, Tensor | None] | Sequence[Tensor | None]
+
+# A parameter, its gradient and indices of its frozen entries.
+Part: TypeAlias = tuple[Tensor, Tensor, Any]
+
+
+class MaskedOptimizer(Optimizer, ABC):
+    """An optimizer of torch that moves only the entries its masks allow.
+
+    A subclass has one of torch's optimizers as its second base, and says how values move.
+    """
+
+    _chunks: ActiveChunks | None = None
+
+    @abstractmethod
+    def move(
+        self,
+        group: dict[str, Any],
+        owners: list[Tensor],
+        values: list[Tensor],
+        grads: list[Tensor],
+    ) -> None:
+        """Apply torch's rule to values in place.
+
+        Args:
+            group: with the options.
+            owners: the parameters that the values belong to; their state is ``self.state[owner]``.
+            values: whole parameters, or the active entries of each, shape (k,).
+            grads: of the same shapes; not to be kept, others come into the same memory.
+        """
+
+    def move_in_place(
+        self, group: dict[str, Any], parts: list[tuple[Tensor, Tensor]]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Move active entries where they lie, for which there is a faster way; return the rest.
+
+        Args:
+            group: with the options.
+            parts: parameters and indices of their active entries.
+        """
+        return parts
+
+    def newcomers(self, key: str, stayed: Tensor) -> Tensor:
+        """Return the state with which entries join a tensor, a scalar.
+
+        Args:
+            key: which state.
+            stayed: its values at the entries that could move before and still can, shape (n,).
+        """
+        return stayed.new_zeros(())
+
+    @property
+    def masks(self) -> dict[Tensor, Tensor]:
+        """The mask of every parameter with frozen entries: bool, of the parameter's shape."""
+        pairs = chain.from_iterable(map(_pairs, self.param_groups))
+        return {param: split.mask(param) for param, split in pairs if not split.is_whole}
+
+    @property
+    def active(self) -> dict[Tensor, Tensor]:
+        """Of every parameter with frozen entries, those that move: indices, shape (k,)."""
+        pairs = chain.from_iterable(map(_pairs, self.param_groups))
+        return {p: split.indices(p) for p, split in pairs if not split.is_whole}
+
+    @torch.no_grad()
+    def set_masks(self, masks: Masks | None) -> None:
+        """Replace all masks; a parameter without one moves as a whole.
+
+        The state of entries that could move before and still can is kept, that of entries which
+        leave is dropped. Entries that join start with `newcomers`; a tensor of which no entry
+        stays starts anew.
+
+        Args:
+            masks: bool tensors of the parameters' shapes, ``True`` where an entry may move: by
+                parameter, by name (then the parameters must have been given with their names,
+                which torch takes from 2.6 on), or in the optimizer's order. None frees all.
+
+        Raises:
+            ValueError: if there is no such parameter, or number, shape or dtype do not fit.
+        """
+        chosen = iter(self._in_order(masks))
+        for group in self.param_groups:
+            splits = []
+            for param, before in _pairs(group):
+                after = Split.of(next(chosen)).fitted(param)
+                self._carry_over(param, before, after)
+                splits.append(after)
+            _store(group, splits)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, which move as a whole until `set_masks`."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        if "active" not in group:
+            _store(group, [Split()] * len(group["params"]))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load state, options and masks; state of a dense optimizer is cut to the present masks.
+
+        Raises:
+            ValueError: if masks do not fit the parameters.
+        """
+        present = self.masks
+        super().load_state_dict(state_dict)
+        is_dense = not all("active" in group for group in self.param_groups)
+        for group in self.param_groups:
+            if is_dense:
+                _store(group, [Split()] * len(group["params"]))
+            _store(group, [split.fitted(param) for param, split in _pairs(group)])
+        if is_dense:
+            self.set_masks(present)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Move the active entries; return the closure's loss, None without a closure."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._chunks is None:
+            self._chunks = ActiveChunks()
+        for number, group in enumerate(self.param_groups):
+            parts = zip(group["params"], group["active"], group["frozen"], strict=True)
+            with_grad = [part for part in parts if part[0].grad is not None]
+            whole = [(p, p.grad, frozen) for p, active, frozen in with_grad if active is None]
+            if whole:
+                self._move_whole(group, whole)
+            some = [(p, i) for p, i, _ in with_grad if i is not None and len(i)]
+            some = self.move_in_place(group, some)
+            for chunk in self._chunks.of(number, [p for p, _ in some], [i for _, i in some]):
+                chunk.read()
+                self.move(group, chunk.params, chunk.values, chunk.grads)
+                chunk.write()
+        return loss
+
+    def _move_whole(self, group: dict[str, Any], parts: list[Part]) -> None:
+        kept = [(p, frozen, take(p, frozen)) for p, _, frozen in parts if frozen is not None]
+        params = [p for p, _, _ in parts]
+        self.move(group, params, params, [grad for _, grad, _ in parts])
+        for param, frozen, values in kept:
+            put(param, frozen, values)
+
+    def _carry_over(self, param: Tensor, before: Split, after: Split) -> None:
+        """Bring a parameter's state from one mask to another."""
+        if not self.state.get(param):
+            return
+        stays = before.mask(param) & after.mask(param)
+        if not stays.any():
+            del self.state[param]
+            return
+        for key, value in self.state[param].items():
+            if isinstance(value, Tensor) and value.ndim:  # a count of steps has no axis
+                whole = before.spread(value, param)
+                whole[~stays] = self.newcomers(key, whole[stays])
+                self.state[param][key] = (
+                    whole if after.active is None else take(whole, after.active)
+                )
+
+    def _in_order(self, masks: Masks | None) -> list[Tensor | None]:
+        """Return every parameter's mask or None, checked."""
+        params = [p for group in self.param_groups for p in group["params"]]
+        names = list(chain.from_iterable(g.get("param_names", []) for g in self.param_groups))
+        if isinstance(masks, Mapping):
+            known = {param: param for param in params} | dict(zip(names, params, strict=False))
+            _refuse_unknown([key for key in masks if key not in known], names)
+            of_param = {known[key]: mask for key, mask in masks.items()}
+            ordered = [of_param.get(param) for param in params]
+        else:
+            ordered = [None] * len(params) if masks is None else list(masks)
+        if len(ordered) != len(params):
+            raise ValueError(f"masks: {len(ordered)} are given for {len(params)} parameters")
+        for number, (param, mask) in enumerate(zip(params, ordered, strict=True)):
+            if mask is not None and (mask.dtype is not torch.bool or mask.shape != param.shape):
+                raise ValueError(
+                    f"masks: parameter {names[number] if names else number} needs bool of shape "
+                    f"{tuple(param.shape)}, not {mask.dtype} of shape {tuple(mask.shape)}"
+                )
+        return ordered
+
+
+def _pairs(group: dict[str, Any]) -> list[tuple[Tensor, Split]]:
+    splits = map(Split, group["active"], group["frozen"])
+    return list(zip(group["params"], splits, strict=True))
+
+
+def _store(group: dict[str, Any], splits: list[Split]) -> None:
+    group["active"] = [split.active for split in splits]
+    group["frozen"] = [split.frozen for split in splits]
+
+
+def _refuse_unknown(keys: list[Any], names: list[str]) -> None:
+    if not keys:
+        return
+    shown = [key if isinstance(key, str) else f"a tensor {tuple(key.shape)}" for key in keys[:3]]
+    remedy = (
+        f"its parameters are {', '.join(names[:5])}{', …' if len(names) > 5 else ''}"
+        if names
+        else "to use names, give it module.named_parameters() (torch 2.6 or newer)"
+    )
+    raise ValueError(f"masks: the optimizer has no parameter {', '.join(shown)}; {remedy}")

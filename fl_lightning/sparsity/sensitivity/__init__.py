@@ -1,0 +1,1 @@
+"""Scores of a model's entries: Fisher information and other sensitivities."""

@@ -1,0 +1,149 @@
+"""The diagonal of the Fisher information, three ways.
+
+    sampled:    F_jj = 1/N Σ_i 1/S Σ_s (∂ log p(y_is | x_i) / ∂θ_j)²,   y_is ~ p(· | x_i)
+    exact:      F_jj = 1/N Σ_i Σ_y p(y | x_i) (∂ log p(y | x_i) / ∂θ_j)²
+    empirical:  the same for the given label y_i alone: not the Fisher, and not its ranking
+
+Source: Iurada et al. 2025, ICLR (TaLoS), equation 7: labels from the model's own prediction,
+gradients of single examples. Its released code takes the raw logit of the sampled class instead of
+its log-probability: ``scoring: {quantity: fl_lightning.sparsity.raw_logits}``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.seeds import numpy_generator
+from fl_lightning.sparsity.sensitivity.logits import Labels, batch_labels
+from fl_lightning.sparsity.sensitivity.per_example import sum_of_squares
+from fl_lightning.sparsity.sensitivity.protocol import Scores
+from fl_lightning.sparsity.sensitivity.scoring import Scoring
+
+
+@dataclass(frozen=True)
+class SampledFisher:
+    """True Fisher diagonal with labels sampled from the model's own prediction; unbiased.
+
+    The label of an example belongs to (seed, position of the example), whatever the batch size.
+
+    Args:
+        num_samples: labels drawn per example, ≥ 1; each costs a backward pass.
+        scoring: what is scored, on how many examples, in how much memory.
+
+    Raises:
+        ConfigurationError: if num_samples is below 1.
+
+    Example:
+        >>> module, batches = nn.Linear(2, 3), [torch.ones(4, 2)]
+        >>> scores = SampledFisher()(module, batches, seed=0)
+        >>> scores.num_examples, scores.sums["bias"].shape
+        (4, torch.Size([3]))
+    """
+
+    num_samples: int = 1
+    scoring: Scoring = field(default_factory=Scoring)
+
+    def __post_init__(self) -> None:
+        if self.num_samples < 1:
+            raise ConfigurationError(
+                f"num_samples must be at least 1 label per example, got {self.num_samples}"
+            )
+
+    def __call__(
+        self,
+        module: nn.Module,
+        batches: Iterable[Any],
+        *,
+        parameters: Mapping[str, Tensor] | None = None,
+        seed: int = 0,
+    ) -> Scores:
+        """Return the scores; see `Sensitivity`."""
+        generator = numpy_generator(seed, "sampled labels")  # read in the order of the examples
+
+        def draws(_: Any, size: int) -> Tensor:
+            return torch.from_numpy(generator.random((size, self.num_samples))).float()
+
+        return sum_of_squares(self.scoring, module, batches, parameters, draws, _sample)
+
+
+@dataclass(frozen=True)
+class ExactFisher:
+    """True Fisher diagonal: the expectation over all labels, a backward pass per class.
+
+    Args:
+        scoring: what is scored, on how many examples, in how much memory.
+
+    Example:
+        >>> module, batches = nn.Linear(1, 2, bias=False), [torch.ones(1, 1)]
+        >>> _ = nn.init.zeros_(module.weight)
+        >>> ExactFisher()(module, batches).mean()["weight"]  # p (1 - p) of two even classes
+        tensor([[0.2500],
+                [0.2500]])
+    """
+
+    scoring: Scoring = field(default_factory=Scoring)
+
+    def __call__(
+        self,
+        module: nn.Module,
+        batches: Iterable[Any],
+        *,
+        parameters: Mapping[str, Tensor] | None = None,
+        seed: int = 0,
+    ) -> Scores:
+        """Return the scores; see `Sensitivity`. Nothing is drawn."""
+        return sum_of_squares(self.scoring, module, batches, parameters, _nothing, _all_labels)
+
+
+@dataclass(frozen=True)
+class EmpiricalFisher:
+    """Squared per-example gradients of the given labels' log-probabilities.
+
+    Often called "the Fisher"; it is not: Kunstner et al. 2019, NeurIPS, section 3.
+
+    Args:
+        labels: takes the labels (B,) out of a batch.
+        scoring: what is scored, on how many examples, in how much memory.
+    """
+
+    labels: Labels = batch_labels
+    scoring: Scoring = field(default_factory=Scoring)
+
+    def __call__(
+        self,
+        module: nn.Module,
+        batches: Iterable[Any],
+        *,
+        parameters: Mapping[str, Tensor] | None = None,
+        seed: int = 0,
+    ) -> Scores:
+        """Return the scores; see `Sensitivity`. Nothing is drawn."""
+
+        def labels(batch: Any, _: int) -> Tensor:
+            return self.labels(batch)
+
+        return sum_of_squares(self.scoring, module, batches, parameters, labels, _given_label)
+
+
+def _nothing(_: Any, size: int) -> Tensor:
+    return torch.empty(size, 0)
+
+
+def _sample(logits: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
+    cumulative = logits.softmax(dim=-1).cumsum(dim=-1)
+    labels = (cumulative <= draws.unsqueeze(-1)).sum(dim=-1).clamp(max=len(logits) - 1)
+    return labels, torch.full_like(draws, 1 / len(draws))
+
+
+def _all_labels(logits: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.arange(len(logits), device=logits.device), logits.softmax(dim=-1)
+
+
+def _given_label(logits: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
+    return label.reshape(1), logits.new_ones(1)

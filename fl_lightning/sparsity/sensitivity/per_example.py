@@ -1,0 +1,184 @@
+"""Squared gradients of single examples, summed over examples.
+
+    Σ_i Σ_s w_is (∂ q(x_i)[y_is] / ∂θ_j)²        for every entry j
+
+where q is the scored quantity, and an estimator chooses labels y and weights w. Squares are taken
+before anything is averaged: squaring a mean gradient estimates something else.
+
+Many examples at once through `torch.func` (vmap over examples, in chunks that fit the memory
+limit); one by one through plain autograd where vmap cannot run the module.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import vjp
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.sparsity.masks.mask import some
+from fl_lightning.sparsity.sensitivity.examples import chunks, limited, map_batch
+from fl_lightning.sparsity.sensitivity.protocol import Scores
+from fl_lightning.sparsity.sensitivity.scoring import (
+    Scoring,
+    Tensors,
+    checked_parameters,
+    scoring_mode,
+    zero_sums,
+)
+
+# (batch, its size) -> what an example's labels are chosen by, first axis over examples
+Given = Callable[[Any, int], Tensor]
+# (logits (C,), given) -> labels (S,) and weights (S,) of one example
+Choose = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+_Pullback = Callable[[Tensor], Sequence[Tensor]]
+_Linearise = Callable[
+    [Callable[[Tensors], tuple[Tensor, Tensor]], Tensors], tuple[Tensor, _Pullback, Tensor]
+]
+
+
+def sum_of_squares(
+    scoring: Scoring,
+    module: nn.Module,
+    batches: Iterable[Any],
+    parameters: Mapping[str, Tensor] | None,
+    given: Given,
+    choose: Choose,
+) -> Scores:
+    """Return the scores of an estimator that chooses labels and weights example by example.
+
+    Raises:
+        ConfigurationError: if there are no examples, or a score is not finite.
+    """
+    values = checked_parameters(module, parameters)
+    device = next(iter(values.values())).device
+    num_examples = 0
+    with scoring_mode(module):
+        squares = _Squares(scoring, module, values, choose)
+        for batch, size in limited(batches, scoring.max_examples, device):
+            squares.add((batch, given(batch, size).to(device)))
+            num_examples += size
+    check_scores(squares.sums, num_examples)
+    return Scores(squares.sums, num_examples)
+
+
+def check_scores(sums: Mapping[str, Tensor], num_examples: int) -> None:
+    """Refuse scores of nothing, and those that overflowed."""
+    if not num_examples:
+        raise ConfigurationError(
+            "no examples to score: batches are empty, or an iterator that was already used up"
+        )
+    if broken := [name for name, total in sums.items() if not bool(total.isfinite().all())]:
+        raise ConfigurationError(
+            f"scores are not finite in {some(broken)}: the model's output is not, or gradients "
+            "overflow in half precision (score in float32 or bfloat16)"
+        )
+
+
+class _Squares:
+    """Accumulates over batches."""
+
+    def __init__(
+        self, scoring: Scoring, module: nn.Module, values: Tensors, choose: Choose
+    ) -> None:
+        self.sums = zero_sums(values)
+        self._score = scoring.of_values(module)
+        self._values, self._choose = values, choose
+        bytes_per_example = sum(
+            p.numel() * (p.element_size() + self.sums[name].element_size())
+            for name, p in values.items()
+        )
+        self._chunk = scoring.memory_on(next(iter(values.values())).device) // bytes_per_example
+        self._vectorize = scoring.vectorize and self._chunk > 1
+
+    def add(self, examples: tuple[Any, Tensor]) -> None:
+        """Add a batch of examples with what is given of them."""
+        if not self._vectorize:
+            self._one_by_one(examples)
+            return
+        for chunk in chunks(examples, self._chunk):
+            if self._vectorize:
+                self._try_at_once(chunk)
+            else:
+                self._one_by_one(chunk)
+
+    def _try_at_once(self, examples: tuple[Any, Tensor]) -> None:
+        try:
+            with torch.no_grad():
+                squares = torch.vmap(self._of_one, in_dims=(None, 0))(self._values, examples)
+        except ConfigurationError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever the module does that vmap cannot
+            self._vectorize = False
+            self._one_by_one(examples)  # a fault of the module's own shows here again
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            warnings.warn(
+                f"sensitivity is computed example by example, slowly, because {reason}",
+                stacklevel=2,
+            )
+            return
+        for total, square in zip(self.sums.values(), squares, strict=True):
+            total += square.sum(dim=0)
+
+    def _one_by_one(self, examples: tuple[Any, Tensor]) -> None:
+        leaves = {name: value.detach().requires_grad_() for name, value in self._values.items()}
+        sums = list(self.sums.values())
+        for example in chunks(examples, 1):
+            single = map_batch(lambda tensor: tensor[0], example)
+            with torch.enable_grad():
+                for gradients in self._gradients(_by_autograd, leaves, single):
+                    torch._foreach_addcmul_(sums, gradients, gradients)
+
+    def _of_one(self, values: Tensors, example: tuple[Any, Tensor]) -> list[Tensor]:
+        """Return the weighted sum of one example's squares."""
+        first, *others = self._gradients(_by_vjp, values, example)
+        total = [gradient.square() for gradient in first]
+        for gradients in others:
+            total = [old + new.square() for old, new in zip(total, gradients, strict=True)]
+        return total
+
+    def _gradients(
+        self, linearise: _Linearise, values: Tensors, example: tuple[Any, Tensor]
+    ) -> Iterator[list[Tensor]]:
+        """Yield one example's gradients, a list for each label, times the root of its weight."""
+        inputs, given = example
+        batch = map_batch(lambda tensor: tensor.unsqueeze(0), inputs)
+
+        def score(parameters: Tensors) -> tuple[Tensor, Tensor]:
+            quantity, logits = self._score(parameters, batch)
+            return quantity[0], logits[0].detach()
+
+        quantity, pullback, logits = linearise(score, values)
+        classes = torch.arange(len(logits), device=logits.device)
+        labels, weights = self._choose(logits, given)
+        for label, weight in zip(labels.unbind(), weights.sqrt().unbind(), strict=True):
+            gradients = pullback((classes == label) * weight.to(quantity.dtype))
+            yield [
+                gradient.to(total.dtype)
+                for gradient, total in zip(gradients, self.sums.values(), strict=True)
+            ]
+
+
+def _by_vjp(
+    score: Callable[[Tensors], tuple[Tensor, Tensor]], values: Tensors
+) -> tuple[Tensor, _Pullback, Tensor]:
+    quantity, pullback, logits = vjp(score, dict(values), has_aux=True)  # type: ignore[misc]
+    return quantity, lambda cotangent: list(pullback(cotangent)[0].values()), logits
+
+
+def _by_autograd(
+    score: Callable[[Tensors], tuple[Tensor, Tensor]], values: Tensors
+) -> tuple[Tensor, _Pullback, Tensor]:
+    quantity, logits = score(values)
+    leaves = list(values.values())
+
+    def pullback(cotangent: Tensor) -> Sequence[Tensor]:
+        return torch.autograd.grad(
+            quantity, leaves, cotangent, retain_graph=True, materialize_grads=True
+        )
+
+    return quantity, pullback, logits

@@ -1,0 +1,71 @@
+"""How much a model's prediction depends on each parameter: the contract of all estimators."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.sparsity.masks.mask import some
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Sums over examples and their number, apart, so that those of several clients can be added.
+
+    Attributes:
+        sums: one tensor a parameter, of its shape, ≥ 0, in float32 or wider.
+        num_examples: how many examples they are summed over.
+
+    Example:
+        >>> import torch
+        >>> one = Scores({"weight": torch.tensor([2.0, 4.0])}, num_examples=1)
+        >>> other = Scores({"weight": torch.tensor([0.0, 2.0])}, num_examples=3)
+        >>> (one + other).mean()
+        {'weight': tensor([0.5000, 1.5000])}
+    """
+
+    sums: Mapping[str, Tensor]
+    num_examples: int
+
+    def __add__(self, other: Scores) -> Scores:
+        """Return the scores of both sets of examples together.
+
+        Raises:
+            ConfigurationError: if they are of different parameters.
+        """
+        if differing := sorted(self.sums.keys() ^ other.sums.keys()):
+            raise ConfigurationError(
+                f"scores are added over the same parameters, these differ in {some(differing)}"
+            )
+        sums = {name: total + other.sums[name] for name, total in self.sums.items()}
+        return Scores(sums, self.num_examples + other.num_examples)
+
+    def mean(self) -> dict[str, Tensor]:
+        """Return the mean over examples by name: the sensitivity."""
+        return {name: total / self.num_examples for name, total in self.sums.items()}
+
+
+class Sensitivity(Protocol):
+    """Scores every entry of some parameters on some examples."""
+
+    def __call__(
+        self,
+        module: nn.Module,
+        batches: Iterable[Any],
+        *,
+        parameters: Mapping[str, Tensor] | None = None,
+        seed: int = 0,
+    ) -> Scores:
+        """Return the scores; the module, its gradients and its mode stay as they are.
+
+        Args:
+            module: the model; it is scored in eval mode.
+            batches: of examples, each with the first axis over examples.
+            parameters: what to score and the values at which: names of the module's parameters
+                mapped to tensors of their shapes, which take their places. None: all that train.
+            seed: of whatever is drawn; a draw belongs to (seed, position of the example).
+        """

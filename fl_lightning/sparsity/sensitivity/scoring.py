@@ -1,0 +1,148 @@
+"""What all estimators of sensitivity share: what is scored, on how much, in how much memory."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.sparsity.masks.mask import some
+from fl_lightning.sparsity.sensitivity.logits import (
+    Logits,
+    Scored,
+    log_probabilities,
+    module_logits,
+)
+
+Tensors = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scoring:
+    """Options of every estimator.
+
+    Args:
+        quantity: what of a class is scored: `log_probabilities` (the paper) or `raw_logits` (its
+            released code).
+        logits: ``(module, batch) -> (B, classes)``, with at least two classes.
+        max_examples: of the batches only the first so many examples; None is all of them.
+        memory_limit: bytes of per-example gradients at a time; activations come on top. None is
+            64 MiB on a CPU, where gradients of many examples that leave its caches are slower than
+            one example after the other, and 2 GiB on an accelerator.
+        vectorize: compute the gradients of many examples at once where the module can.
+
+    Raises:
+        ConfigurationError: if an option is out of range.
+    """
+
+    quantity: Scored = log_probabilities
+    logits: Logits = module_logits
+    max_examples: int | None = None
+    memory_limit: int | None = None
+    vectorize: bool = True
+
+    def __post_init__(self) -> None:
+        if self.max_examples is not None and self.max_examples < 1:
+            raise ConfigurationError(
+                f"max_examples must be at least 1, got {self.max_examples}; leave it out for all"
+            )
+        if self.memory_limit is not None and self.memory_limit < 1:
+            raise ConfigurationError(
+                f"memory_limit must be at least 1 byte, got {self.memory_limit}; what does not fit "
+                "is computed example by example"
+            )
+
+    def memory_on(self, device: torch.device) -> int:
+        """Return the memory limit on a device, in bytes."""
+        default = 2**26 if device.type == "cpu" else 2**31
+        return default if self.memory_limit is None else self.memory_limit
+
+    def of_values(self, module: nn.Module) -> Callable[[Tensors, Any], tuple[Tensor, Tensor]]:
+        """Return ``(parameters, batch) -> (quantity, logits)``, both (B, classes).
+
+        Parameters that are not given have the module's values, and are constants; buffers are
+        copies, so that nothing in the module is written to.
+        """
+        wrapper = _Wrapper(module, self.logits)
+        fixed = {f"module.{n}": p.detach() for n, p in module.named_parameters()}
+        fixed |= {f"module.{n}": b.detach().clone() for n, b in module.named_buffers()}
+
+        def score(parameters: Tensors, batch: Any) -> tuple[Tensor, Tensor]:
+            values = fixed | {f"module.{name}": value for name, value in parameters.items()}
+            with sdpa_kernel(SDPBackend.MATH):  # vmap would run the fused ones one by one
+                logits = functional_call(wrapper, values, (batch,))
+            _check_logits(logits)
+            logits = logits if logits.dtype == torch.float64 else logits.float()
+            return self.quantity(logits), logits
+
+        return score
+
+
+class _Wrapper(nn.Module):
+    def __init__(self, module: nn.Module, logits: Logits) -> None:
+        super().__init__()
+        self.module = module
+        self.logits = logits
+
+    def forward(self, batch: Any) -> Tensor:
+        return self.logits(self.module, batch)
+
+
+def _check_logits(logits: Tensor) -> None:
+    if not isinstance(logits, Tensor) or logits.ndim != 2 or logits.shape[1] < 2:
+        shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        raise ConfigurationError(
+            f"logits must be a tensor of shape (examples, classes ≥ 2), got {shape}: give the "
+            "option `logits`, a function of module and batch"
+        )
+
+
+def checked_parameters(module: nn.Module, parameters: Tensors | None) -> dict[str, Tensor]:
+    """Return the values to score at, detached: those given, or all that train.
+
+    Raises:
+        ConfigurationError: if the module has no such parameters, or none is given or trains.
+    """
+    own = dict(module.named_parameters())
+    if parameters is None:
+        parameters = {name: p for name, p in own.items() if p.requires_grad}
+    unknown = [n for n, p in parameters.items() if n not in own or own[n].shape != p.shape]
+    if unknown:
+        raise ConfigurationError(
+            f"{type(module).__name__} has no parameters {some(unknown)} of the given shapes"
+        )
+    if not parameters:
+        raise ConfigurationError(f"{type(module).__name__} has nothing to score: no parameters")
+    return {name: parameter.detach() for name, parameter in parameters.items()}
+
+
+def zero_sums(parameters: Tensors) -> dict[str, Tensor]:
+    """Return accumulators: float64 where the parameter is, float32 otherwise."""
+    return {
+        name: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
+        for name, p in parameters.items()
+    }
+
+
+@contextlib.contextmanager
+def scoring_mode(module: nn.Module) -> Iterator[None]:
+    """Score inside this block: the module in eval mode, restored after it."""
+    modes = [(child, child.training) for child in module.modules()]
+    caches = torch.is_autocast_cache_enabled()
+    module.eval()
+    # a weight cast inside one transform must not be found again outside it
+    torch.set_autocast_cache_enabled(False)
+    try:
+        with torch.inference_mode(False):
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(caches)
+        for child, mode in modes:
+            child.training = mode

@@ -1,0 +1,1 @@
+"""Task vectors: their files, sums and similarity."""

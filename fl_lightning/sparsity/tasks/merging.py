@@ -1,0 +1,77 @@
+"""Several masks into one, and how alike two are.
+
+union:         an entry moves if any mask lets it          m_1 ∨ … ∨ m_n
+intersection:  if all do                                   m_1 ∧ … ∧ m_n
+majority:      if more than half do                        Σ m_i > n / 2
+Jaccard:       |a ∧ b| / |a ∨ b|
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.sparsity.masks.mask import Mask, some
+
+
+def union(masks: Iterable[Mask]) -> Mask:
+    """Return the mask of the entries that at least one mask lets move.
+
+    Raises:
+        ConfigurationError: if there is no mask, or they are of different tensors; so of all here.
+
+    Example:
+        >>> one, other = (Mask({"a": torch.tensor(bits)}) for bits in ([True, False], [True, True]))
+        >>> union([one, other])["a"].tolist(), intersection([one, other])["a"].tolist()
+        ([True, True], [True, False])
+        >>> jaccard_overlap(one, other)
+        0.5
+    """
+    return Mask({name: counts > 0 for name, counts in _votes(masks)[0].items()})
+
+
+def intersection(masks: Iterable[Mask]) -> Mask:
+    """Return the mask of the entries that every mask lets move."""
+    votes, num_masks = _votes(masks)
+    return Mask({name: counts == num_masks for name, counts in votes.items()})
+
+
+def majority(masks: Iterable[Mask]) -> Mask:
+    """Return the mask of the entries that more than half of the masks let move; half is too few."""
+    votes, num_masks = _votes(masks)
+    return Mask({name: 2 * counts > num_masks for name, counts in votes.items()})
+
+
+def jaccard_overlap(one: Mask, other: Mask) -> float:
+    """Return what two masks share of what either lets move, in [0, 1]; 1 if both let nothing."""
+    in_both = intersection([one, other]).num_active
+    in_any = one.num_active + other.num_active - in_both
+    return in_both / in_any if in_any else 1.0
+
+
+def _votes(masks: Iterable[Mask]) -> tuple[dict[str, Tensor], int]:
+    votes: dict[str, Tensor] = {}
+    num_masks = 0
+    for mask in masks:
+        if not num_masks:
+            votes = {name: torch.zeros_like(mask[name], dtype=torch.int32) for name in mask}
+        _check_same_tensors(votes, mask, num_masks)
+        for name, counts in votes.items():
+            counts += mask[name].to(counts.device)
+        num_masks += 1
+    if not num_masks:
+        raise ConfigurationError("no masks: give at least one to merge")
+    return votes, num_masks
+
+
+def _check_same_tensors(votes: dict[str, Tensor], mask: Mask, index: int) -> None:
+    shapes = ({name: t.shape for name, t in tensors.items()} for tensors in (votes, mask))
+    ours, theirs = shapes
+    if differing := sorted(n for n in ours | theirs if ours.get(n) != theirs.get(n)):
+        raise ConfigurationError(
+            f"masks are merged over the same tensors: mask {index} differs from mask 0 in "
+            f"{some(differing)}. Calibrate all on the same model with the same parameters."
+        )

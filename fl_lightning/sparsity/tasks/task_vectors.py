@@ -1,0 +1,178 @@
+"""Task arithmetic: what fine-tuning did, as a vector that can be added, scaled and taken back.
+
+    τ = θ_fine-tuned - θ_pretrained
+    addition:  θ = θ_pretrained + Σ_t λ_t τ_t         several tasks in one model
+    negation:  θ = θ_pretrained - λ τ                 a task forgotten
+
+Source: Ilharco et al. 2023, ICLR, sections 2 to 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.space import Space
+from fl_lightning.sparsity.masks.mask import Mask, some
+
+
+class TaskVector:
+    """The difference of two models in the same tensors, as one vector of shape (k,).
+
+    Made by `between`, `merge` or `load_task_vector`; arithmetic gives new ones. Buffers, such as
+    batch norm's statistics, are no part of it.
+
+    Args:
+        shapes: of the parameters by name, in the order in which they lie in the vector.
+        vector: shape (k,).
+
+    Raises:
+        ConfigurationError: if the vector has another length.
+
+    Example:
+        >>> start, end = nn.Linear(1, 1), nn.Linear(1, 1)
+        >>> task = TaskVector.between(start, end)
+        >>> task.apply_to(start)
+        >>> bool(torch.allclose(start.weight, end.weight))
+        True
+        >>> (task - task).vector.tolist()
+        [0.0, 0.0]
+    """
+
+    def __init__(self, shapes: dict[str, torch.Size], vector: Tensor) -> None:
+        size = sum(shape.numel() for shape in shapes.values())
+        if vector.shape != (size,):
+            raise ConfigurationError(
+                f"a task vector over {some(list(shapes))} has shape ({size},), got "
+                f"{tuple(vector.shape)}"
+            )
+        self.shapes = dict(shapes)
+        self.vector = vector
+
+    @classmethod
+    def between(
+        cls, pretrained: nn.Module, fine_tuned: nn.Module, *, names: Sequence[str] | None = None
+    ) -> TaskVector:
+        """Return ``fine_tuned - pretrained``.
+
+        Args:
+            pretrained: where training started.
+            fine_tuned: where it ended.
+            names: of these parameters only, e.g. all but a head that differs; None is all.
+
+        Raises:
+            ConfigurationError: if one of the modules lacks a parameter, or shapes differ.
+        """
+        chosen = [name for name, _ in fine_tuned.named_parameters()] if names is None else names
+        start, end = _space(pretrained, chosen), _space(fine_tuned, chosen)
+        shapes = {name: p.shape for name, p in end.named_views(end.read()).items()}
+        if start.fingerprint() != end.fingerprint():
+            own = dict(pretrained.named_parameters())
+            differing = [name for name, shape in shapes.items() if own[name].shape != shape]
+            raise ConfigurationError(
+                f"the two models differ in the shapes of {some(differing)}: give the names of the "
+                "parameters that they share"
+            )
+        return cls(shapes, end.read() - start.read().to(end.device))
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The parts by name, in their parameters' shapes."""
+        parts = self.vector.split([shape.numel() for shape in self.shapes.values()])
+        return {n: part.view(s) for (n, s), part in zip(self.shapes.items(), parts, strict=True)}
+
+    def fingerprint(self) -> str:
+        """Return the hash of names and shapes, that of a `Space` of the same parameters."""
+        return Space(self.tensors).fingerprint()
+
+    def support(self) -> Mask:
+        """Return the mask of the entries that moved."""
+        return Mask({name: tensor != 0 for name, tensor in self.tensors.items()})
+
+    def apply_to(self, module: nn.Module, scale: float = 1.0) -> None:
+        """Add the vector times a scale to a module's parameters, in place.
+
+        Raises:
+            ConfigurationError: if the module has no such parameters; then nothing is changed.
+        """
+        space = _space(module, list(self.shapes))
+        if space.fingerprint() != self.fingerprint():
+            own = dict(module.named_parameters())
+            differing = [name for name, shape in self.shapes.items() if own[name].shape != shape]
+            raise ConfigurationError(
+                f"the task vector does not fit {type(module).__name__}: other shapes of "
+                f"{some(differing)}"
+            )
+        space.write(space.read().add_(self.vector.to(space.device, space.dtype), alpha=scale))
+
+    def __add__(self, other: TaskVector) -> TaskVector:
+        """Return the sum of two tasks."""
+        return merge([self, other])
+
+    def __sub__(self, other: TaskVector) -> TaskVector:
+        """Return the difference of two tasks."""
+        return merge([self, other], weights=[1.0, -1.0])
+
+    def __mul__(self, scale: float) -> TaskVector:
+        """Return the task times a number."""
+        return TaskVector(self.shapes, self.vector * scale)
+
+    __rmul__ = __mul__
+
+    def __neg__(self) -> TaskVector:
+        """Return the task's opposite, which forgets it."""
+        return TaskVector(self.shapes, -self.vector)
+
+    def __repr__(self) -> str:
+        return f"TaskVector({len(self.shapes)} tensors, {self.vector.numel():,} entries)"
+
+
+def merge(tasks: Iterable[TaskVector], weights: Sequence[float] | None = None) -> TaskVector:
+    """Return the weighted sum of task vectors.
+
+    Args:
+        tasks: at least one, all over the same parameters.
+        weights: one a task; None is 1 each, the plain sum.
+
+    Raises:
+        ConfigurationError: if there is none, they differ in names or shapes, or there is another
+            number of weights.
+
+    Example:
+        >>> one, other = (TaskVector({"a": torch.Size([1])}, torch.ones(1) * n) for n in (1, 2))
+        >>> merge([one, other], weights=[0.5, 0.25]).vector
+        tensor([1.])
+    """
+    tasks = list(tasks)
+    weights = [1.0] * len(tasks) if weights is None else weights
+    if not tasks or len(weights) != len(tasks):
+        raise ConfigurationError(
+            f"merging needs at least one task vector and a weight for each, got {len(tasks)} "
+            f"vectors and {len(weights)} weights"
+        )
+    total = tasks[0].vector * weights[0]
+    for task, weight in zip(tasks[1:], weights[1:], strict=True):
+        check_same_parameters(tasks[0], task)
+        total += task.vector.to(total.device) * weight
+    return TaskVector(tasks[0].shapes, total)
+
+
+def check_same_parameters(one: TaskVector, other: TaskVector) -> None:
+    """Refuse two task vectors over different parameters, or in another order."""
+    if list(one.shapes.items()) != list(other.shapes.items()):
+        names = one.shapes.keys() | other.shapes.keys()
+        differing = sorted(n for n in names if one.shapes.get(n) != other.shapes.get(n))
+        raise ConfigurationError(
+            "task vectors must be over the same parameters, these differ in "
+            f"{some(differing) or 'their order'}"
+        )
+
+
+def _space(module: nn.Module, names: Sequence[str]) -> Space:
+    own = dict(module.named_parameters())
+    if missing := [name for name in names if name not in own]:
+        raise ConfigurationError(f"{type(module).__name__} has no parameters {some(missing)}")
+    return Space({name: own[name] for name in names})

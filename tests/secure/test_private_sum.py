@@ -1,0 +1,139 @@
+"""Whole numbers with noise in a secure sum: exactly their sum, and never one that wraps round."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fl_lightning import AllClients, ConfigurationError, DistributedDP, RoundFailure
+from fl_lightning.core.update import ClientUpdate
+from fl_lightning.privacy.accounting.skellam import skellam_epsilon
+from fl_lightning.privacy.distributed import IntegerCode
+from fl_lightning.privacy.noise.noise_source import SeededNoise
+from fl_lightning.privacy.noise.skellam_noise import largest_noise, skellam_noise
+from fl_lightning.privacy.protected import Terms
+from fl_lightning.privacy.run import Run
+from fl_lightning.secure import SecureMean
+from fl_lightning.secure.private_sum import SecurePrivateSum, from_ring, to_ring
+from fl_lightning.secure.protocol.graph import SparseGraph
+from fl_lightning.secure.ring import Ring
+
+SIZE, CLIP, ROUND = 200, 0.5, 3
+
+
+def mechanism(secure, num_clients=6, rounds=4, **options):
+    terms = Terms(most_clients=num_clients, seed=5)
+    secure.begin(terms)
+    fewest = secure.fewest_survivors(num_clients)
+    run = Run(AllClients(), num_clients, rounds, 5, SIZE, fewest_survivors=fewest)
+    setting = DistributedDP(**{"clip_norm": CLIP, "noise_multiplier": 2.0, **options})
+    return setting.mechanism(run, SeededNoise(0))
+
+
+def deltas(num_clients=6):
+    generator = torch.Generator().manual_seed(1)
+    return 0.1 * torch.randn(num_clients, SIZE, generator=generator)
+
+
+def closed(secure, made, clients, missing=()):
+    total = secure.with_noise_shares(lambda: made)
+    total.start_round(ROUND)
+    total.open(torch.empty(SIZE))
+    total.clip_norm = CLIP
+    for client in clients:
+        delta = deltas()[client]
+        total.add(ClientUpdate(client, delta, torch.empty(0), 7 + client, 1))
+    total.miss(missing)
+    return total.close(), total
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"protocol": "count"}, {"active": True}, {"sparse": SparseGraph()}], ids=str
+)
+def test_what_is_released_is_the_sum_of_what_clients_sent(options):
+    secure = SecureMean(**options)
+    made = mechanism(secure)
+    mean, total = closed(secure, made, range(5), missing=[5])
+    whole = sum(
+        made.client_integers(d * min(1.0, CLIP / float(d.norm())), CLIP, ROUND, client)
+        for client, d in enumerate(deltas()[:5])
+    )
+    assert torch.equal(mean, made.decoded(whole, CLIP, mean) / 6)
+    assert (total.num_replies, total.num_unclipped) == (5, 0)
+    assert total.expense.bytes_up[5] < total.expense.bytes_up[0]
+
+
+def test_noise_is_for_the_fewest_vectors_that_a_sum_can_have():
+    """Of six clients five must answer: their five shares are what is accounted, six are more."""
+    made = mechanism(SecureMean())
+    assert made.fewest_replies == 5
+    assert made.code.share_variance * 5 == pytest.approx((2.0 * made.code.radius) ** 2)
+    one, l2 = made.code.share_variance, 2 * made.code.radius
+    assert made.epsilon(4) >= skellam_epsilon(5 * one, l2, SIZE, 4, 1e-5)
+    assert made.epsilon(4) > skellam_epsilon(6 * one, 1.02 * l2, SIZE, 4, 1e-5)
+    # one share more than it takes: one client may tell its noise
+    wary = mechanism(SecureMean(), min_shares=4)
+    assert wary.code.share_variance / wary.code.radius**2 == pytest.approx(2.0**2 / 4)
+
+
+def test_the_noise_in_the_sum_has_its_variance():
+    secure = SecureMean()
+    made = mechanism(secure)
+    mean, _ = closed(secure, made, range(5), missing=[5])
+    plain = sum(d * min(1.0, CLIP / float(d.norm())) for d in deltas()[:5]) / 6
+    expected = 2.0 * CLIP / 6
+    assert float((mean - plain).std()) == pytest.approx(expected, rel=0.2)
+
+
+@pytest.mark.parametrize("protocol", ["run", "count"])
+def test_below_the_noise_that_is_accounted_there_is_no_sum(protocol):
+    """The threshold alone would let four of six through; the shares need five."""
+    secure = SecureMean(threshold=0.5, protocol=protocol)
+    made = mechanism(secure, min_shares=5)
+    closed(secure, made, range(5), missing=[5])
+    with pytest.raises(RoundFailure, match="gave nothing"):
+        closed(secure, made, range(4), missing=[4, 5])
+
+
+@pytest.mark.parametrize(("clients", "noise"), [(2, 0.3), (9, 2.0), (1000, 7.0)])
+def test_no_sum_can_wrap_round(clients, noise):
+    code = IntegerCode(100.0, (noise * 100) ** 2 / clients)
+    bits = code.num_bits(clients)
+    limit = largest_noise(code.share_variance)
+
+    def lowest(count):
+        return np.full(count, 1, np.uint64)
+
+    extremes = [
+        skellam_noise(code.share_variance, 1, lambda count, word=word: np.full(count, word))[0]
+        for word in np.array([0, 1, 2**64 - 1, 2**64 - 2], np.uint64)
+    ]
+    assert np.abs(extremes).max() == limit
+    largest = int(np.abs(code.encode(torch.tensor([-1.0]), 1.0, lowest)).max())
+    assert largest > limit
+    assert clients * largest < 2 ** (bits - 1) <= 2 * clients * (largest + 2)
+
+
+@given(bits=st.integers(1, 64), numbers=st.lists(st.integers(-(2**62), 2**62), min_size=1))
+def test_into_the_ring_and_back(bits, numbers):
+    half = 2 ** (bits - 1)
+    within = np.array([(n + half) % (2 * half) - half for n in numbers], np.int64)
+    ring = Ring(bits)
+    assert from_ring(to_ring(within, ring), ring).tolist() == within.tolist()
+
+
+def test_refusals():
+    secure = SecureMean()
+    made = mechanism(secure)
+    with pytest.raises(ConfigurationError, match=r"need 1\d bits, and bits are 8"):
+        SecurePrivateSum(
+            lambda: made, lambda *_: secure.secure_sum(8, 0), Terms(most_clients=6), bits=8
+        )
+    coarse = SecureMean(levels=256)
+    coarse.begin(Terms(most_clients=6))
+    with pytest.raises(ConfigurationError, match="leave clip, levels, max_examples"):
+        coarse.with_noise_shares(lambda: made)
+    many = mechanism(secure, min_shares=7)
+    with pytest.raises(ConfigurationError, match="min_survivors must be"):
+        secure.with_noise_shares(lambda: many)

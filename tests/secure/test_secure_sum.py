@@ -1,0 +1,154 @@
+"""A secure sum a round: real updates in, their mean out, and bytes known beforehand."""
+
+import random
+import struct
+import zlib
+
+import numpy as np
+import pytest
+import torch
+
+from fl_lightning.core.seeds import numpy_generator
+from fl_lightning.secure.protocol.graph import SparseGraph
+from fl_lightning.secure.protocol.messages import Advertisement, MaskedVector, RevealRequest, Roster
+from fl_lightning.secure.protocol.session import AbortedError, Session, Stage
+from fl_lightning.secure.protocol.wire import decode, encode
+from fl_lightning.secure.secure_sum import SecureSum
+from fl_lightning.secure.sum_quantiser import SumQuantiser
+from fl_lightning.updates.wire.reader import DecodeError
+
+CLIENTS = [3, 1000, 17, 4, 2**40, 0, 11, 8]
+
+
+def updates(size=4, bits=32):
+    rng = np.random.default_rng(0)
+    return {c: rng.integers(0, 2**bits, size).astype(np.uint32) for c in CLIENTS}
+
+
+@pytest.mark.parametrize("protocol", ["run", "count"])
+@pytest.mark.parametrize("options", [{}, {"active": True}, {"threshold": 0.5}])
+def test_the_sum_is_that_of_those_who_stay(protocol, options):
+    vectors = updates()
+    dropped = {17: Stage.MASK, 0: Stage.REVEAL}
+    outcome = SecureSum(protocol=protocol, **options)(vectors, dropped, round_index=3, seed=0)
+    assert outcome.survivors == set(CLIENTS) - {17}
+    assert np.array_equal(outcome.total, sum(vectors[c] for c in CLIENTS if c != 17))
+    assert outcome.costs.bytes_up.keys() == set(CLIENTS)
+    assert outcome.costs.bytes_up[17] < outcome.costs.bytes_up[0] < outcome.costs.bytes_up[3]
+
+
+def test_both_protocols_count_the_same_bytes_which_are_known_beforehand():
+    vectors = updates()
+    run, count = (
+        SecureSum(protocol=protocol)(vectors, round_index=0, seed=0).costs
+        for protocol in ("run", "count")
+    )
+    assert (run.bytes_up, run.bytes_down) == (count.bytes_up, count.bytes_down)
+    assert set(run.bytes_up.values()) == {SecureSum().bytes_up(4, len(CLIENTS))}
+    assert set(run.bytes_down.values()) == {SecureSum().bytes_down(4, len(CLIENTS))}
+    assert SecureSum(bits=20).bytes_up(10**6, 50) - SecureSum(bits=20).bytes_up(0, 50) == 2_500_000
+
+
+def test_with_a_sparse_graph_bytes_hardly_grow_with_the_cohort():
+    sparse = SecureSum(sparse=SparseGraph())
+    assert sparse.bytes_up(0, 600) < 1.3 * sparse.bytes_up(0, 300)
+    assert SecureSum().bytes_up(0, 200) > 1.9 * SecureSum().bytes_up(0, 100)
+    rng = np.random.default_rng(0)
+    vectors = {c: rng.integers(0, 2**32, 5).astype(np.uint32) for c in range(40)}
+    outcome = SecureSum(sparse=SparseGraph())(vectors, {5: Stage.MASK}, round_index=0, seed=0)
+    assert np.array_equal(outcome.total, sum(v for c, v in vectors.items() if c != 5))
+
+
+def test_a_round_from_updates_to_their_mean():
+    quantiser = SumQuantiser(num_clients=8, clip=6.0, levels=2**16, max_examples=100)
+    deltas = torch.randn(8, 50, generator=torch.Generator().manual_seed(0))
+    examples = [3, 100, 500, 1, 7, 9, 20, 31]
+    vectors = {
+        client: quantiser.encode(delta, n, numpy_generator(0, "rounding", client).random)
+        for client, delta, n in zip(CLIENTS, deltas, examples, strict=True)
+    }
+    total = SecureSum(bits=quantiser.bits)(vectors, round_index=0).total
+    counted = torch.tensor(examples).clamp(max=100).double()
+    expected = (deltas.double() * counted[:, None]).sum(0) / counted.sum()
+    assert (quantiser.mean(total) - expected).abs().max() <= quantiser.step
+
+
+def test_clients_without_a_vector_and_cohorts_that_are_too_small():
+    vectors = updates()
+    del vectors[8]
+    outcome = SecureSum()(vectors, {8: Stage.ADVERTISE}, round_index=0, seed=0)
+    assert outcome.survivors == vectors.keys()
+    with pytest.raises(ValueError, match=r"clients \[8\] send a vector"):
+        SecureSum()(vectors, {8: Stage.REVEAL}, round_index=0)
+    with pytest.raises(ValueError, match="num_clients"):
+        SecureSum()({1: vectors[3]}, round_index=0)
+    with pytest.raises(AbortedError, match="at least 6 must"):
+        SecureSum()(vectors, dict.fromkeys([8, 3, 4], Stage.SHARE), round_index=0, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"threshold": 0.4}, "threshold must be from 0.5"),
+        ({"threshold": 0.5, "active": True}, "threshold must be from 0.667"),
+        ({"threshold": 1.0}, "threshold"),
+        ({"active": True, "sparse": SparseGraph()}, "leave sparse out"),
+        ({"protocol": "fast"}, "protocol must be"),
+        ({"bits": 65}, "bits"),
+    ],
+)
+def test_impossible_options_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        SecureSum(**options)
+
+
+@pytest.mark.parametrize("n", range(2, 40))
+def test_every_cohort_has_a_session(n):
+    for secure_sum in (SecureSum(), SecureSum(active=True), SecureSum(sparse=SparseGraph())):
+        assert secure_sum.session(n, size=1).threshold <= n
+
+
+def test_strangers_bytes_never_pass():
+    """Damaged messages are refused, or, with a checksum made to fit, at least well-formed."""
+    session = Session(
+        run="fuzz", round_index=0, num_clients=11, size=3, bits=13, threshold=8, active=True
+    )
+    keys = {place: bytes(128) for place in range(11)}
+    signatures = dict.fromkeys(range(9), bytes(64))
+    messages = [
+        Advertisement(bytes(64), bytes(64)),
+        Roster(frozenset(range(11)), keys),
+        MaskedVector(np.array([1, 2, 8191, 1, 2, 3, 4, 5], np.uint16)),
+        RevealRequest(frozenset(range(9)), frozenset({9, 10}), signatures),
+    ]
+    chance, accepted = random.Random(0), 0
+    sent = [(type(message), encode(session, 4, message)) for message in messages]
+    for at in range(8_000):
+        kind, data = sent[at % 4]
+        changed = damaged(chance, data)
+        if at % 2:
+            changed = with_checksum(changed)
+        try:
+            place, message = decode(session, changed, kind)
+        except DecodeError:
+            continue
+        assert encode(session, place, message) == changed
+        assert changed == data or at % 2
+        accepted += changed != data
+    assert accepted  # with a checksum that fits, other keys are as good as these
+
+
+def damaged(chance, data):
+    """Return the bytes after one to three changes."""
+    for _ in range(chance.randrange(1, 4)):
+        at = chance.randrange(len(data) + 1)
+        size = chance.randrange(9)
+        data = data[:at] + chance.randbytes(chance.choice((0, size))) + data[at + size :]
+    return data
+
+
+def with_checksum(data):
+    if len(data) < 22:
+        return data
+    body = data[:10] + struct.pack("<Q", len(data)) + data[18:-4]
+    return body + struct.pack("<I", zlib.crc32(body))
