@@ -8,15 +8,10 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.federation.stages.attackers import Attackers
 from fl_lightning.federation.stages.client_masks import client_masks
 from fl_lightning.privacy.protected import Protected
-from fl_lightning.server.means.agnostic_mean import AFL
-from fl_lightning.server.means.fair_means import QFedAvg, TiltedMean
-from fl_lightning.server.means.mean import Aggregator, Mean
-from fl_lightning.server.means.normalised_mean import NormalisedMean
+from fl_lightning.server.aggregator import Aggregator
 from fl_lightning.server.means.overlap_mean import OverlapMean
-from fl_lightning.server.robust.collect import RobustRule
-from fl_lightning.server.server import KeepsUpdates, as_aggregator
-
-_PLAIN_MEANS = (Mean, NormalisedMean, QFedAvg, TiltedMean, AFL)
+from fl_lightning.server.robust.collect import Collected, RobustRule
+from fl_lightning.server.server import as_aggregator
 
 
 def run_aggregator(
@@ -33,24 +28,29 @@ def run_aggregator(
         ConfigurationError: for a rule that means nothing under masks of the clients' own, or with
             their optimizer.
     """
-    masks_differ = client_masks(trainer) is not None
     if isinstance(given, Protected):
         return given  # `SecureRounds` refuses such masks
-    if masks_differ and isinstance(given, _PLAIN_MEANS):
-        raise ConfigurationError(
-            f"federation: with masks of the clients' own, {type(given).__name__} "
-            "counts a client that may not move an entry as one that wants it to stay: set "
-            "aggregator to OverlapMean, or leave it out"
-        )
-    if isinstance(given, QFedAvg):
-        given = given.of_clients(trainer.optimizers[0])
+    masks_differ = client_masks(trainer) is not None
     aggregator = OverlapMean() if masks_differ and given is None else as_aggregator(given)
-    if masks_differ and isinstance(aggregator, KeepsUpdates):
-        raise ConfigurationError(
-            "federation: robust rules compare whole updates, and with masks of the clients' own "
-            "they have different coordinates: share one mask, or set aggregator to OverlapMean"
-        )
+    if masks_differ and not aggregator.takes_masks:
+        raise ConfigurationError(f"federation: {_why_not(aggregator)}")
+    for optimizer in trainer.optimizers[:1]:
+        aggregator = aggregator.of_clients(optimizer)
     if attackers is None:
         return aggregator
     num_clients = len(trainer.datamodule.clients)  # type: ignore[attr-defined]
     return attackers.wrap(aggregator, num_clients)
+
+
+def _why_not(aggregator: Aggregator) -> str:
+    """Return why a mean that does not know of masks means nothing under the clients' own."""
+    if isinstance(aggregator, Collected):
+        return (
+            "robust rules compare whole updates, and with masks of the clients' own "
+            "they have different coordinates: share one mask, or set aggregator to OverlapMean"
+        )
+    return (
+        f"with masks of the clients' own, {type(aggregator).__name__} "
+        "counts a client that may not move an entry as one that wants it to stay: set "
+        "aggregator to OverlapMean, or leave it out"
+    )

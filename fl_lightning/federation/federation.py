@@ -89,11 +89,12 @@ from fl_lightning.privacy.protected import (
     Protected,
     Terms,
 )
-from fl_lightning.server.means.mean import Aggregator
+from fl_lightning.server.aggregator import Aggregator
 from fl_lightning.server.robust.collect import RobustRule
 from fl_lightning.server.server import (
     ServerOptimizer,
     ServerSchedule,
+    as_aggregator,
     fedavg_optimizer,
 )
 from fl_lightning.server.staleness import AsyncRule
@@ -306,7 +307,7 @@ class Federation(Callback):
             self.seed,
             share=self._share(trainer, data),
             clients_per_group=self._num_together(trainer, pl_module, data),
-            restarts=protects_clients(self.privacy) or getattr(self.aggregator, "restarts", False),
+            restarts=protects_clients(self.privacy) or as_aggregator(self.aggregator).restarts,
             limit=trainer.limit_train_batches or 1.0,  # with 0 Lightning does not train
             fewest=self._fewest_clients,
         )

@@ -44,7 +44,7 @@ from fl_lightning.federation.stages.example_rounds import ExampleRounds
 from fl_lightning.federation.stages.private_rounds import PrivateRounds
 from fl_lightning.federation.stages.secure_rounds import SecureRounds
 from fl_lightning.privacy.protected import Protected
-from fl_lightning.server.means.mean import Aggregator
+from fl_lightning.server.aggregator import Aggregator
 from fl_lightning.server.server import Server, ServerOptimizer, ServerSchedule
 from fl_lightning.updates.path import UpdatePath
 

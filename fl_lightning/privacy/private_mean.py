@@ -11,8 +11,9 @@ that the bound holds for every compression.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,36 +21,39 @@ from torch import Tensor
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.core.whole_numbers import Draw
 from fl_lightning.privacy.noise.grid import Grid
-from fl_lightning.server.means.mean import Aggregator, new_mean
+from fl_lightning.server.aggregator import Aggregator
+from fl_lightning.server.means.running_mean import new_mean
 from fl_lightning.updates.clip import clipped
 
 # (clipped delta, client) -> what the client sends of it
 Release = Callable[[Tensor, int], Tensor]
 
 
-class PrivateAggregator(Aggregator, Protocol):
+class PrivateAggregator(Aggregator):
     """Folds clipped updates.
 
     Attributes:
         clip_norm: of the present round, set by whoever opens it.
+        grid: that updates are rounded to; None where they are not, or not in the clear.
     """
 
-    clip_norm: float
+    is_private = True
+
+    clip_norm: float = float("inf")
+    grid: Grid | None = None
 
     @property
-    def grid(self) -> Grid | None:
-        """The grid that updates are rounded to; None where they are not, or not in the clear."""
-
-    @property
+    @abstractmethod
     def num_unclipped(self) -> int:
         """Updates that were within the clip norm."""
 
     @property
+    @abstractmethod
     def num_replies(self) -> int:
         """Updates so far."""
 
 
-class PrivateMean:
+class PrivateMean(PrivateAggregator):
     """Folds clipped updates, and counts those that needed no clipping.
 
     Args:
@@ -59,8 +63,6 @@ class PrivateMean:
 
     Attributes:
         exact: as given.
-        is_private: clients' buffers are not taken, and a round without a reply is a release like
-            any other.
         clip_norm: of the present round, set by whoever opens it.
         release: likewise.
         coins: likewise: client -> coins with which its update is rounded to a grid, for sums in whole
@@ -77,8 +79,6 @@ class PrivateMean:
         >>> mean.close(), mean.num_unclipped, mean.num_replies
         (tensor([0.2000, 0.2000]), 1, 2)
     """
-
-    is_private = True
 
     def __init__(
         self, expected: float, exact: bool = False, release: Release | None = None

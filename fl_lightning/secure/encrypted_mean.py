@@ -26,6 +26,7 @@ from fl_lightning.secure.encryption.ckks_parameters import CKKSParameters
 from fl_lightning.secure.encryption.encrypted_update import EncryptedUpdate
 from fl_lightning.secure.paillier_round import Paillier, PaillierRound, PaillierRun
 from fl_lightning.secure.scheme import CKKSRound, EncryptedRound, ckks_bytes
+from fl_lightning.server.aggregator import Aggregator
 from fl_lightning.server.kept_updates import check_whole
 
 _MOVED = "moved"
@@ -33,7 +34,7 @@ _DEGREE = 8192
 
 
 @final
-class EncryptedMean:
+class EncryptedMean(Aggregator):
     """The mean weighted by examples, of updates encrypted with CKKS or Paillier.
 
     All clients have the key, the server has not: no client may work with it. CKKS's noise is the
@@ -65,7 +66,7 @@ class EncryptedMean:
         tensor([3.5000])
     """
 
-    exact = False
+    exchanges = True
     restarts = True  # with other keys
 
     def __init__(
@@ -94,7 +95,6 @@ class EncryptedMean:
                 f"EncryptedMean: degree {degree} is of CKKS, and paillier takes its place: leave one out"
             )
         self.fraction, self.max_examples, self.paillier = fraction, max_examples, paillier
-        self.memory: dict[str, Tensor] = {}
         self.expense = Expense()
         self._round_index = 0
 

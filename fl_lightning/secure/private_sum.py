@@ -22,6 +22,7 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.core.whole_numbers import Integers
 from fl_lightning.privacy.mechanism import NoiseShares
+from fl_lightning.privacy.private_mean import PrivateAggregator
 from fl_lightning.privacy.protected import Expense, Terms
 from fl_lightning.secure.ring import Integers as RingIntegers
 from fl_lightning.secure.ring import Ring
@@ -59,7 +60,7 @@ def from_ring(numbers: RingIntegers, ring: Ring) -> Integers:
 
 
 @final
-class SecurePrivateSum:
+class SecurePrivateSum(PrivateAggregator):
     """Folds clipped updates with shares of noise, of which the server sees only the sum.
 
     Args:
@@ -74,9 +75,8 @@ class SecurePrivateSum:
         memory: nothing is kept from round to round.
     """
 
-    is_private = True
     exact = True
-    restarts = False
+    exchanges = True
 
     def __init__(
         self,
@@ -87,7 +87,6 @@ class SecurePrivateSum:
     ) -> None:
         self._shares, self._make_sum, self._terms, self._bits = shares, make_sum, terms, bits
         self.clip_norm = float("inf")
-        self.memory: dict[str, Tensor] = {}
         self._round_index = 0
         self._rounds = RoundSum(self._secure_sum(), terms.seed)
 

@@ -24,6 +24,7 @@ from fl_lightning.secure.protocol.session import new_run_id
 from fl_lightning.secure.round_sum import RoundSum
 from fl_lightning.secure.secure_sum import SecureSum
 from fl_lightning.secure.sum_quantiser import SumQuantiser, fine_levels
+from fl_lightning.server.aggregator import Aggregator
 from fl_lightning.server.kept_updates import check_whole
 from fl_lightning.updates.payload import Dense
 from fl_lightning.updates.random_k import RandomK
@@ -35,7 +36,7 @@ LEAST_LEVELS = 1 << 16  # if fewer fit into the ring, the user has to say so
 
 
 @final
-class SecureMean:
+class SecureMean(Aggregator):
     """The mean weighted by examples, of updates that the server cannot read.
 
     Args:
@@ -75,7 +76,7 @@ class SecureMean:
     """
 
     exact = True
-    restarts = False
+    exchanges = True
 
     def __init__(
         self,
@@ -103,7 +104,6 @@ class SecureMean:
             "protocol": protocol,
         }
         self._round_index = 0
-        self.memory: dict[str, Tensor] = {}
         self.begin(Terms(most_clients=2))
 
     @property

@@ -1,12 +1,13 @@
 """From many updates to a model."""
 
+from fl_lightning.server.aggregator import Aggregator
 from fl_lightning.server.attacks.alone import GaussianNoise, Scaling, SignFlip
 from fl_lightning.server.attacks.forged import Forgery
 from fl_lightning.server.attacks.together import ALIE, InnerProductManipulation, MinMax
 from fl_lightning.server.means.agnostic_mean import AFL
 from fl_lightning.server.means.cluster_average import ClusterFedAvg
 from fl_lightning.server.means.fair_means import QFedAvg, TiltedMean
-from fl_lightning.server.means.mean import Aggregator, Mean
+from fl_lightning.server.means.mean import Mean
 from fl_lightning.server.means.overlap_mean import OverlapMean
 from fl_lightning.server.optimizers.adaptive import FedAdagrad, FedAdam, FedYogi
 from fl_lightning.server.optimizers.lion import FedLion

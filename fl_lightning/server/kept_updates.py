@@ -5,19 +5,21 @@ Rows do not add up over processes as sums do: they are exchanged, so that each p
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable
+from abc import abstractmethod
 from typing import Any
 
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.update import ClientUpdate
+from fl_lightning.server.aggregator import Aggregator, AllReduce, Gather
 from fl_lightning.server.robust.matrix import UpdateRows
 
 
-class KeptUpdates(ABC):
+class KeptUpdates(Aggregator):
     """An aggregator but for `open` and `close`; the former makes its rows."""
+
+    exchanges = True
 
     _rows: UpdateRows
 
@@ -35,9 +37,7 @@ class KeptUpdates(ABC):
         check_whole(update, self.reader)
         self._rows.append(update)
 
-    def exchange(
-        self, gather: Callable[[Any], list[Any]], all_reduce: Callable[[Tensor], None]
-    ) -> None:
+    def exchange(self, gather: Gather, all_reduce: AllReduce) -> None:
         """Take the updates of all processes for one's own; to be called by all of them."""
         self._rows = self._rows.exchange(gather, all_reduce)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable
 from functools import reduce
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,9 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.update import ClientUpdate, GroupUpdate
-from fl_lightning.server.means.mean import Aggregator, Mean, new_mean
+from fl_lightning.server.aggregator import Aggregator, AllReduce, Gather
+from fl_lightning.server.means.mean import Mean
+from fl_lightning.server.means.running_mean import new_mean
 from fl_lightning.server.robust.collect import Collected, RobustRule
 
 ServerOptimizer = Callable[[Iterable[Any]], Optimizer]
@@ -31,28 +33,6 @@ ServerOptimizer = Callable[[Iterable[Any]], Optimizer]
 ServerSchedule = Callable[[Optimizer], LRScheduler]
 # So many are sent in less time than processes wait for each other.
 _FEW_NUMBERS = 1000
-# Replaces a tensor by its sum over all processes, in place
-AllReduce = Callable[[Tensor], None]
-# Returns what every process gave, in order of rank
-Gather = Callable[[Any], list[Any]]
-
-
-@runtime_checkable
-class KeepsUpdates(Protocol):
-    """An aggregator that remembers earlier rounds, or looks at all updates of a round together.
-
-    Attributes:
-        memory: what it keeps from round to round, changed only between the last update of a round and
-            the first of the next; vectors of shape (k,) follow the model to other coordinates.
-    """
-
-    memory: dict[str, Tensor]
-
-    def start_round(self, round_index: int) -> None:
-        """Learn which round comes next."""
-
-    def exchange(self, gather: Gather, all_reduce: AllReduce) -> None:
-        """Take the updates of all processes for one's own; to be called by all of them."""
 
 
 class Corrects(Protocol):
@@ -108,11 +88,7 @@ class Server:
         # live: `close_round` changes it in place
         self.model = GlobalModel(self._params.detach(), self._buffers)
         self._aggregator = as_aggregator(aggregator)
-        # found once: to look at a protocol's names takes longer than a small vector's step
-        self._keeper = self._aggregator if isinstance(self._aggregator, KeepsUpdates) else None
-        if self._keeper is not None:
-            self._keeper.memory = {}  # it may have served another run
-        self._is_private = getattr(self._aggregator, "is_private", False)
+        self._aggregator.memory = {}  # it may have served another run
         _check_steps(make_optimizer)
         self._make_optimizer = make_optimizer
         self.optimizer = make_optimizer([self._params])
@@ -152,13 +128,12 @@ class Server:
         for key, value in state.items():
             if isinstance(value, Tensor) and value.shape == self._params.shape:
                 state[key] = torch.where(is_known, value[known], fresh.get(key, 0))
-        if self._keeper is not None:
-            self._keeper.memory = {
-                name: torch.where(is_known.cpu(), value[known.cpu()], 0)
-                if value.shape == self._params.shape
-                else value
-                for name, value in self._keeper.memory.items()
-            }
+        self._aggregator.memory = {
+            name: torch.where(is_known.cpu(), value[known.cpu()], 0)
+            if value.shape == self._params.shape
+            else value
+            for name, value in self._aggregator.memory.items()
+        }
         self.optimizer.state[params] = state
         self.optimizer.param_groups[0]["params"] = [params]
         self._params, self._buffers = params, model.buffers.clone()
@@ -169,8 +144,7 @@ class Server:
         self.num_replies = 0
         self.is_open = True
         self.round_index = round_index
-        if self._keeper is not None:
-            self._keeper.start_round(round_index)
+        self._aggregator.start_round(round_index)
         self._aggregator.open(self._params.detach())
         self._mean_buffers = new_mean(self._buffers, exact=self._aggregator.exact)
 
@@ -188,12 +162,7 @@ class Server:
             NotFinite: if the first look at their numbers finds one that is not; nothing is folded in
                 then. An aggregator's ``add_group`` looks before it changes anything.
         """
-        add_group = getattr(self._aggregator, "add_group", None)
-        if add_group is None:  # a rule that looks at each update for itself
-            for update in group:
-                self.receive(update)
-            return
-        add_group(group.deltas, group.num_examples)
+        self._aggregator.add_group(group)
         if group.buffers.shape[1]:
             self._mean_buffers.add_group(group.buffers, group.num_examples)
         self.num_replies += len(group.client_ids)
@@ -208,8 +177,8 @@ class Server:
                 updates together also once per update.
             gather: called once with such a rule.
         """
-        if self._keeper is not None:
-            self._keeper.exchange(gather, all_reduce)
+        if self._aggregator.exchanges:
+            self._aggregator.exchange(gather, all_reduce)
         deltas, buffers = self._aggregator.sums(), self._mean_buffers.sums()
         replies = torch.full_like(buffers[-1], self.num_replies)  # travels with the weights
         *sums, replies = added_up([*deltas, *buffers, replies], all_reduce)
@@ -227,7 +196,11 @@ class Server:
             corrector: makes the pseudo-gradient of the aggregate; they are the same if None.
         """
         self.is_open = False
-        norm = self._step(corrector) if self.num_replies or self._is_private else torch.zeros(())
+        norm = (
+            self._step(corrector)
+            if self.num_replies or self._aggregator.is_private
+            else torch.zeros(())
+        )
         if self._schedule is not None:
             with warnings.catch_warnings():  # the first round may have had no reply
                 warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
@@ -239,12 +212,12 @@ class Server:
         pseudo_gradient = aggregate if corrector is None else corrector.pseudo_gradient(aggregate)
         if pseudo_gradient is None:
             return torch.zeros(())
-        untouched = getattr(self._aggregator, "untouched", slice(0))  # which is none
+        untouched = self._aggregator.untouched
         kept = self.model.params[untouched]
         self._descend(pseudo_gradient)
         self.model.params[untouched] = kept  # neither momentum nor decay moves what no client may
-        if not self._is_private:
-            own = getattr(self._aggregator, "buffers", None)
+        if not self._aggregator.is_private:
+            own = self._aggregator.buffers
             self._buffers.copy_(self._mean_buffers.value() if own is None else own)
         norm: Tensor = torch.linalg.vector_norm(pseudo_gradient)
         return norm
@@ -270,8 +243,8 @@ class Server:
         state: dict[str, Any] = {"optimizer": self.optimizer.state_dict()}
         if self._schedule is not None:
             state["schedule"] = self._schedule.state_dict()
-        if self._keeper is not None and self._keeper.memory:
-            state["memory"] = self._keeper.memory
+        if self._aggregator.memory:
+            state["memory"] = self._aggregator.memory
         if self.is_open and with_round:
             state["round"] = self.round_state()
         return state
@@ -281,8 +254,7 @@ class Server:
         self.optimizer.load_state_dict(state["optimizer"])
         if self._schedule is not None and "schedule" in state:
             self._schedule.load_state_dict(state["schedule"])
-        if self._keeper is not None:
-            self._keeper.memory = state.get("memory", {})
+        self._aggregator.memory = state.get("memory", {})
         self.is_open = False
         if "round" in state:
             self.load_round_state(state["round"])

@@ -12,7 +12,8 @@ from fl_lightning.engines.slots.results import receive_usable
 from fl_lightning.engines.slots.thin_deltas import Factors, Numbers, ThinDeltas
 from fl_lightning.kernels.layers import reason_against_direct_layers
 from fl_lightning.kernels.linear import dense_fold, dense_step
-from fl_lightning.server.means.mean import Mean, RunningMean, new_mean
+from fl_lightning.server.means.mean import Mean
+from fl_lightning.server.means.running_mean import RunningMean, new_mean
 from fl_lightning.updates.wire.traffic import bytes_up
 
 pytestmark = pytest.mark.skipif(

@@ -559,11 +559,11 @@ class Stopping(Mean):
 
     groups = 0
 
-    def add_group(self, deltas, num_examples):
-        super().add_group(deltas, num_examples)  # raises where a client is not finite
+    def add_group(self, group):
+        super().add_group(group)  # raises where a client is not finite
         self.groups += 1
         if self.groups == 3:
-            assert len(num_examples) == 2
+            assert len(group.client_ids) == 2
             raise Stop
 
 

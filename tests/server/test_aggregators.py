@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fl_lightning.core.update import ClientUpdate
-from fl_lightning.server.means.mean import Mean, RunningMean
+from fl_lightning.server.means.mean import Mean
+from fl_lightning.server.means.running_mean import RunningMean
 
 vectors = st.lists(st.floats(-100, 100, width=32), min_size=3, max_size=3)
 rounds = st.lists(st.tuples(vectors, st.integers(1, 10_000)), min_size=1, max_size=8)

@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fl_lightning.core.errors import RoundFailure
-from fl_lightning.core.update import ClientUpdate
+from fl_lightning.core.update import ClientUpdate, GroupUpdate
 from fl_lightning.server.means.exact_mean import ExactMean
-from fl_lightning.server.means.mean import Mean, RunningMean
+from fl_lightning.server.means.mean import Mean
+from fl_lightning.server.means.running_mean import RunningMean
 from fl_lightning.server.server import GlobalModel, Server
 
 numbers = st.floats(-1e4, 1e4, width=32)
@@ -117,7 +118,7 @@ def test_the_aggregator_takes_groups(exact, by_examples):
     deltas = torch.tensor([[2.0], [4.0]])
     aggregator = Mean(weight_by_examples=by_examples, exact=exact)
     aggregator.open(torch.empty(1))
-    aggregator.add_group(deltas, [1, 3])
+    aggregator.add_group(GroupUpdate([0, 1], deltas, torch.empty(2, 0), [1, 3], [1, 1]))
     assert aggregator.close().tolist() == [3.5 if by_examples else 3.0]
 
 

@@ -18,8 +18,8 @@ from fl_lightning.client.personal.personalisation import Personalisation
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.cohorts.cohort import CohortSampler, NeedsFreshLosses
 from fl_lightning.privacy.example import ExampleDP
+from fl_lightning.server.aggregator import Aggregator
 from fl_lightning.server.means.fair_means import QFedAvg
-from fl_lightning.server.means.mean import Aggregator
 from fl_lightning.server.means.normalised_mean import NormalisedMean
 from fl_lightning.server.robust.collect import RobustRule
 

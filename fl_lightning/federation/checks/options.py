@@ -13,7 +13,7 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.cohorts.cohort import CohortSampler, PoissonCohort, UniformCohort
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.stages.client_masks import client_masks
-from fl_lightning.server.means.mean import Aggregator
+from fl_lightning.server.aggregator import Aggregator
 from fl_lightning.server.robust.collect import Collected, RobustRule
 from fl_lightning.server.robust.fltrust import FLTrust
 from fl_lightning.sparsity.optimizers.masked_optimizer import MaskedOptimizer

@@ -28,7 +28,7 @@ from fl_lightning.federation.execution.slot_engine import (
     fitting_slots,
 )
 from fl_lightning.federation.execution.slot_tuning import Remembered, fastest
-from fl_lightning.server.means.mean import RunningMean
+from fl_lightning.server.means.running_mean import RunningMean
 
 # Compiling takes 5 to 20 seconds: less local training than this does not repay it.
 SHORT_RUN_SECONDS = 60.0

@@ -10,8 +10,8 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import check_seed, numpy_generator, run_seed
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.data.poisoning import Poison
+from fl_lightning.server.aggregator import Aggregator
 from fl_lightning.server.attacks.forged import Forged, Forgery
-from fl_lightning.server.means.mean import Aggregator
 from fl_lightning.server.robust.collect import Collected
 from fl_lightning.server.robust.fltrust import FLTrust
 

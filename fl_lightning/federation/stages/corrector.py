@@ -22,9 +22,10 @@ from fl_lightning.client.local_solver import LocalSolver
 from fl_lightning.client.memory import ClientMemory
 from fl_lightning.core.space import Space
 from fl_lightning.core.update import ClientUpdate, GroupUpdate, LazyDeltas
+from fl_lightning.server.aggregator import Aggregator, AllReduce
 from fl_lightning.server.means.exact_mean import ExactMean
-from fl_lightning.server.means.mean import Aggregator, RunningMean, new_mean
-from fl_lightning.server.server import AllReduce, KeepsUpdates, added_up
+from fl_lightning.server.means.running_mean import RunningMean, new_mean
+from fl_lightning.server.server import added_up
 
 _NAME = "correction"
 
@@ -63,10 +64,10 @@ class Corrector:
             self.correction.check(module, optimizer)
         self._memory, self._num_clients = memory, num_clients
         # rules that see all updates give the same bits over any number of processes as well
-        self._exact = aggregator.exact or isinstance(aggregator, KeepsUpdates)
+        self._exact = aggregator.exact or aggregator.exchanges
         self._module = module
         self._solver = LocalSolver(*optimizers, pull=self.correction.pull)
-        self._counts_steps = getattr(aggregator, "needs_effective_steps", False)
+        self._counts_steps = aggregator.needs_effective_steps
         if self._counts_steps:
             # refuses what has no such number; after one step all momenta are alike
             self._solver.effective_steps(2)

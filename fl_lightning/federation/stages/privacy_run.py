@@ -38,6 +38,9 @@ from fl_lightning.privacy.example import ExampleDP
 from fl_lightning.privacy.mechanism import Privacy
 from fl_lightning.privacy.protected import TakesNoiseShares
 from fl_lightning.privacy.run import LocalSampling, Run
+from fl_lightning.server.aggregator import Aggregator
+from fl_lightning.server.robust.collect import RobustRule
+from fl_lightning.server.server import as_aggregator
 from fl_lightning.updates.path import Step
 
 
@@ -45,7 +48,7 @@ def check_privacy(
     privacy: Privacy | ExampleDP | None,
     *,
     cohort: CohortSampler,
-    aggregator: object,
+    aggregator: Aggregator | RobustRule | None,
     correction: Correction | None,
     personal: Personalisation | None,
     updates: Sequence[Step],
@@ -89,7 +92,7 @@ def privacy_at_work(
     privacy: Privacy | ExampleDP | None,
     cohort: CohortSampler,
     seed: int,
-    aggregator: object,
+    aggregator: Aggregator | RobustRule | None,
     *,
     cohort_size: int,
     num_steps: npt.NDArray[np.int64],
@@ -164,7 +167,7 @@ def private_rounds(
     privacy: Privacy,
     cohort: CohortSampler,
     seed: int,
-    aggregator: object,
+    aggregator: Aggregator | RobustRule | None,
     cohort_size: int,
 ) -> PrivateRounds:
     """Return privacy of clients at work.
@@ -186,7 +189,7 @@ def private_rounds(
     if secure is not None and not isinstance(cohort, PoissonCohort):
         fewest = secure.fewest_survivors(cohort_size)
     run = _run(trainer, cohort, seed, fewest_survivors=fewest)
-    exact = getattr(aggregator, "exact", False)
+    exact = as_aggregator(aggregator).exact
     return PrivateRounds(privacy, run, Ranks(trainer), exact=exact, secure=secure)
 
 

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from fl_lightning.core.seeds import numpy_generator
+from fl_lightning.server.aggregator import Aggregator
 from fl_lightning.server.kept_updates import KeptUpdates
-from fl_lightning.server.means.mean import Aggregator
 from fl_lightning.server.robust.collect import Collected
 from fl_lightning.server.robust.matrix import Floats, Rows, UpdateRows
-from fl_lightning.server.server import KeepsUpdates
 
 # Of one attacker, by its client id
 Generators = Callable[[int], np.random.Generator]
@@ -68,7 +67,7 @@ class Forged(KeptUpdates):
         self.aggregator, self.forgery = aggregator, forgery
         self.attackers = frozenset(attackers)
         self.exact = aggregator.exact
-        self.needs_effective_steps = getattr(aggregator, "needs_effective_steps", False)
+        self.needs_effective_steps = aggregator.needs_effective_steps
         self._seed, self._round_index = seed, 0
 
     @property
@@ -79,23 +78,21 @@ class Forged(KeptUpdates):
     @property
     def buffers(self) -> Tensor | None:
         """What the aggregator has made of the last round's buffers; None for their mean."""
-        return getattr(self.aggregator, "buffers", None)
+        return self.aggregator.buffers
 
     @property
     def memory(self) -> dict[str, Tensor]:
         """What the aggregator keeps from round to round."""
-        return self.aggregator.memory if isinstance(self.aggregator, KeepsUpdates) else {}
+        return self.aggregator.memory
 
     @memory.setter
     def memory(self, values: dict[str, Tensor]) -> None:
-        if isinstance(self.aggregator, KeepsUpdates):
-            self.aggregator.memory = values
+        self.aggregator.memory = values
 
     def start_round(self, round_index: int) -> None:
         """Learn which round comes next."""
         self._round_index = round_index
-        if isinstance(self.aggregator, KeepsUpdates):
-            self.aggregator.start_round(round_index)
+        self.aggregator.start_round(round_index)
 
     def open(self, like: Tensor) -> None:
         """Start without updates."""

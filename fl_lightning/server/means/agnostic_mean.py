@@ -11,7 +11,6 @@ are not in the round λ only changes through the projection.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, final
 
 import numpy as np
@@ -21,14 +20,14 @@ from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.update import ClientUpdate
+from fl_lightning.server.aggregator import AllReduce, Gather, WeightedMean
 from fl_lightning.server.means.fair_means import reported_loss
-from fl_lightning.server.means.mean import RunningMean
 
 _CLIENTS, _SHARES = "clients", "shares"
 
 
 @final
-class AFL:
+class AFL(WeightedMean):
     """Agnostic federated learning; with step 0 it is the mean that counts clients alike.
 
     Clients begin with equal weights; one that comes later begins with the mean of those there are.
@@ -57,13 +56,12 @@ class AFL:
         tensor([1.2500])
     """
 
-    exact = False
+    exchanges = True
 
     def __init__(self, step: float = 0.1) -> None:
         if not 0 <= step < float("inf"):
             raise ConfigurationError(f"AFL: step must be at least 0, got {step}")
         self.step = step
-        self.memory: dict[str, Tensor] = {}
 
     @property
     def weights(self) -> dict[int, float]:
@@ -77,41 +75,26 @@ class AFL:
         clients, shares = (self.memory[name].flatten().tolist() for name in (_CLIENTS, _SHARES))
         return dict(zip(clients, shares, strict=True))
 
-    def start_round(self, round_index: int) -> None:
-        """Do nothing: nothing is drawn."""
-
     def open(self, like: Tensor) -> None:
         """Start from zero."""
-        self._mean = RunningMean(like)
+        super().open(like)
         self._losses: dict[int, float] = {}
         self._before = self._shares()
 
-    def add(self, update: ClientUpdate) -> None:
-        """Add one update by its client's weight.
+    def weight(self, update: ClientUpdate) -> float:
+        """Return its client's λ, and note the loss.
 
         Raises:
-            RoundFailure: if it comes without a loss.
+            RoundFailure: if it comes without one.
         """
         self._losses[update.client_id] = reported_loss(update)
-        share = self._before.get(update.client_id, 1.0)
-        if share:  # without any the mean is 0
-            self._mean.add(update.delta, share)
+        return self._before.get(update.client_id, 1.0)
 
-    def exchange(
-        self, gather: Callable[[Any], list[Any]], all_reduce: Callable[[Tensor], None]
-    ) -> None:
+    def exchange(self, gather: Gather, all_reduce: AllReduce) -> None:
         """Know the losses of all processes' clients; the mean adds up by `sums`."""
         self._losses = {
             client: loss for part in gather(self._losses) for client, loss in part.items()
         }
-
-    def sums(self) -> list[Tensor]:
-        """Return what adds up over processes."""
-        return self._mean.sums()
-
-    def load_sums(self, sums: list[Tensor]) -> None:
-        """Go on with the updates of all processes."""
-        self._mean.load_sums(sums)
 
     def close(self) -> Tensor:
         """Return the mean, and move λ."""

@@ -107,7 +107,6 @@ class ClusterFedAvg(KeptUpdates):
         tensor([1.5000, 9.0000])
     """
 
-    exact = False
     reader = "ClusterFedAvg"
 
     def __init__(
@@ -127,7 +126,6 @@ class ClusterFedAvg(KeptUpdates):
             )
         self.num_clusters, self.weight_by_size = num_clusters, weight_by_size
         self.num_starts, self.seed = num_starts, seed
-        self.memory: dict[str, Tensor] = {}  # of earlier rounds it knows nothing
 
     def open(self, like: Tensor) -> None:
         """Start without centroids; ``like`` are the present ones.
@@ -142,9 +140,6 @@ class ClusterFedAvg(KeptUpdates):
             )
         self._present = like
         self._rows = UpdateRows(like)
-
-    def start_round(self, round_index: int) -> None:
-        """Do nothing: the starts are the same in every round."""
 
     def close(self) -> Tensor:
         """Return the present centroids minus the new ones, shape (k d,)."""

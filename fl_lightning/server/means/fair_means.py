@@ -23,14 +23,14 @@ from torch.optim import Optimizer
 from fl_lightning.client.local_solver import LocalSolver
 from fl_lightning.core.errors import ConfigurationError, RoundFailure
 from fl_lightning.core.update import ClientUpdate
-from fl_lightning.server.means.mean import RunningMean
+from fl_lightning.server.aggregator import WeightedMean
 
 _LOSS = "train/loss"
 _LARGEST_EXPONENT = 600.0  # e^600 and sums of it are still numbers
 
 
 @final
-class QFedAvg:
+class QFedAvg(WeightedMean):
     """q-FedAvg; with q = 0 it is the mean, bit for bit.
 
     L stands for how curved the clients' losses are, and with plain SGD at a rate that just works that is
@@ -57,8 +57,6 @@ class QFedAvg:
         >>> aggregator.close()
         tensor([0.3571])
     """
-
-    exact = False
 
     def __init__(
         self, q: float = 1.0, local_lr: float | None = None, weight_by_examples: bool = False
@@ -107,12 +105,12 @@ class QFedAvg:
         """
         if self.q and self.local_lr is None:
             raise ConfigurationError("QFedAvg outside a Federation needs local_lr")
-        self._mean = RunningMean(like)
+        super().open(like)
         self._weight = torch.zeros((), dtype=torch.float64)
         self._curvature = torch.zeros((), dtype=torch.float64)
 
-    def add(self, update: ClientUpdate) -> None:
-        """Add one update, weighted by the power of its loss.
+    def weight(self, update: ClientUpdate) -> float:
+        """Return the power of its loss, and take in how curved it says losses are.
 
         Raises:
             RoundFailure: if the loss is negative or missing.
@@ -124,12 +122,12 @@ class QFedAvg:
                 "use a loss that is never negative, or TiltedMean"
             )
         count = update.num_examples if self.weight_by_examples else 1
-        weight = count * loss**self.q
-        self._mean.add(update.delta, weight)
+        weight: float = count * loss**self.q
         self._weight += weight
         if self.q and self.local_lr is not None:
             square = float(update.norm.double() ** 2)
             self._curvature += count * self.q * loss ** (self.q - 1) * square / self.local_lr
+        return weight
 
     def sums(self) -> list[Tensor]:
         """Return what adds up over processes."""
@@ -158,7 +156,7 @@ class QFedAvg:
 
 
 @final
-class TiltedMean:
+class TiltedMean(WeightedMean):
     """The mean weighted by the exponential of the loss; with tilt 0 it is the mean, bit for bit.
 
     Args:
@@ -179,19 +177,13 @@ class TiltedMean:
         tensor([1.2500])
     """
 
-    exact = False
-
     def __init__(self, tilt: float = 1.0, weight_by_examples: bool = True) -> None:
         if not 0 <= tilt < math.inf:
             raise ConfigurationError(f"TiltedMean: tilt must be at least 0, got {tilt}")
         self.tilt, self.weight_by_examples = tilt, weight_by_examples
 
-    def open(self, like: Tensor) -> None:
-        """Start from zero."""
-        self._mean = RunningMean(like)
-
-    def add(self, update: ClientUpdate) -> None:
-        """Add one update, weighted by the exponential of its loss.
+    def weight(self, update: ClientUpdate) -> float:
+        """Return the exponential of its loss, times its examples.
 
         Raises:
             RoundFailure: if the exponential overflows, or there is no loss.
@@ -203,27 +195,7 @@ class TiltedMean:
                 f"at most {_LARGEST_EXPONENT:.0f} can be worked with: lower the tilt"
             )
         count = update.num_examples if self.weight_by_examples else 1
-        self._mean.add(update.delta, count * math.exp(exponent))
-
-    def sums(self) -> list[Tensor]:
-        """Return what adds up over processes."""
-        return self._mean.sums()
-
-    def load_sums(self, sums: list[Tensor]) -> None:
-        """Go on with the updates of all processes."""
-        self._mean.load_sums(sums)
-
-    def close(self) -> Tensor:
-        """Return the mean."""
-        return self._mean.value()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the mean so far and its weight."""
-        return self._mean.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
-        self._mean.load_state_dict(state)
+        return count * math.exp(exponent)
 
 
 def reported_loss(update: ClientUpdate) -> float:

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.update import ClientUpdate
-from fl_lightning.server.means.mean import new_mean
+from fl_lightning.server.aggregator import Aggregator
+from fl_lightning.server.means.running_mean import new_mean
 
 
 @final
-class NormalisedMean:
+class NormalisedMean(Aggregator):
     """The mean of the clients' average gradients, times their mean number of steps.
 
     With equal numbers of steps it is `Mean`, but for rounding. The clients' optimizer must be SGD,

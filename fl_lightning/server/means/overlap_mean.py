@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from fl_lightning.core.update import ClientUpdate
+from fl_lightning.server.aggregator import Aggregator
 
 
 @final
-class OverlapMean:
+class OverlapMean(Aggregator):
     """The mean of a round's updates over the clients that may move each coordinate.
 
     Takes three times the memory of `Mean`: the sum of weights belongs to a coordinate.
@@ -36,7 +37,7 @@ class OverlapMean:
         tensor([2., 6., 0.])
     """
 
-    exact = False
+    takes_masks = True
 
     def __init__(self, weight_by_examples: bool = True) -> None:
         self.weight_by_examples = weight_by_examples

@@ -19,7 +19,7 @@ from typing import final
 import numpy as np
 
 from fl_lightning.server.robust.checks import check_num_attackers
-from fl_lightning.server.robust.collect import RuleContext
+from fl_lightning.server.robust.collect import RobustRule, RuleContext
 from fl_lightning.server.robust.krum import krum_scores
 from fl_lightning.server.robust.matrix import Floats, Rows
 from fl_lightning.server.robust.passes import median_weights, sorted_blocks, squared_distances
@@ -28,7 +28,7 @@ from fl_lightning.server.robust.views import ChosenRows
 
 @final
 @dataclass(frozen=True)
-class Bulyan:
+class Bulyan(RobustRule):
     """Krum's choices, averaged around their median.
 
     Args:

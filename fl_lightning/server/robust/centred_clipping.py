@@ -14,7 +14,7 @@ from typing import final
 import numpy as np
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.server.robust.collect import RuleContext
+from fl_lightning.server.robust.collect import RobustRule, RuleContext
 from fl_lightning.server.robust.matrix import Floats, Rows
 from fl_lightning.server.robust.passes import combined, squared_distances
 from fl_lightning.server.robust.views import RowsAndOne
@@ -24,7 +24,7 @@ _CENTRE = "centre"
 
 @final
 @dataclass(frozen=True)
-class CentredClipping:
+class CentredClipping(RobustRule):
     """Clips updates around the last round's aggregate.
 
     Args:
@@ -48,11 +48,6 @@ class CentredClipping:
             raise ConfigurationError(
                 f"CentredClipping: num_iterations must be at least 1, got {self.num_iterations}"
             )
-
-    @property
-    def min_updates(self) -> int:
-        """One."""
-        return 1
 
     def combine(self, rows: Rows, context: RuleContext) -> Floats:
         """Return the new centre, and remember it."""

@@ -12,8 +12,9 @@ coordinate.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Protocol, final, runtime_checkable
+from typing import ClassVar, final
 
 import numpy as np
 import torch
@@ -38,20 +39,27 @@ class RuleContext:
     memory: dict[str, Floats] = field(default_factory=dict)
 
 
-@runtime_checkable
-class RobustRule(Protocol):
+class RobustRule(ABC):
     """How the updates of a round become one, seen together.
 
-    A rule that does with every coordinate the same, whatever the others are, says so by an attribute
-    ``by_coordinate = True``.
-
     Attributes:
-        min_updates: with fewer the rule means nothing, ≥ 1.
+        by_coordinate: whether it does with every coordinate the same, whatever the others are.
+
+    Example:
+        >>> class Largest(RobustRule):
+        ...     by_coordinate = True
+        ...     def combine(self, rows, context):
+        ...         return np.concatenate([block.max(0) for _, block in rows.blocks()])
     """
 
-    @property
-    def min_updates(self) -> int: ...  # noqa: D102
+    by_coordinate: ClassVar[bool] = False
 
+    @property
+    def min_updates(self) -> int:
+        """With fewer the rule means nothing, ≥ 1."""
+        return 1
+
+    @abstractmethod
     def combine(self, rows: Rows, context: RuleContext) -> Floats:
         """Return the aggregate, shape (k,)."""
 
@@ -69,9 +77,6 @@ class Collected(KeptUpdates):
     Raises:
         ConfigurationError: if the limit is negative.
 
-    Attributes:
-        buffers: what the buffers of the last round that was closed become; None without buffers.
-
     Example:
         >>> from fl_lightning.core.update import ClientUpdate
         >>> from fl_lightning.server.robust.median import Median
@@ -83,9 +88,6 @@ class Collected(KeptUpdates):
         tensor([2.])
     """
 
-    exact = False
-    buffers: Tensor | None = None
-
     def __init__(self, rule: RobustRule, memory_gb: float = 1.0, folder: str | None = None) -> None:
         if not 0 <= memory_gb < float("inf"):
             raise ConfigurationError(
@@ -94,6 +96,12 @@ class Collected(KeptUpdates):
         self.rule, self.folder = rule, folder
         self._limit = int(memory_gb * 2**30)
         self._context = RuleContext()
+        self._combined: Tensor | None = None
+
+    @property
+    def buffers(self) -> Tensor | None:
+        """What the buffers of the round that was closed became; None without buffers."""
+        return self._combined
 
     @property
     def reader(self) -> str:
@@ -129,7 +137,7 @@ class Collected(KeptUpdates):
             RoundFailure: if it needs more updates than there are.
         """
         check_count(self.rule, len(self._rows))
-        self.buffers = self._combined_buffers(self._rows.buffer_rows())
+        self._combined = self._combined_buffers(self._rows.buffer_rows())
         vector = self.rule.combine(self._rows, self._context)
         del self._rows  # and its file
         return torch.from_numpy(np.ascontiguousarray(vector)).to(self._like)
@@ -137,7 +145,7 @@ class Collected(KeptUpdates):
     def _combined_buffers(self, rows: UpdateRows) -> Tensor | None:
         if not rows.num_columns:
             return None
-        if getattr(self.rule, "by_coordinate", False):
+        if self.rule.by_coordinate:
             vector = self.rule.combine(rows, RuleContext(self._context.round_index))
         else:
             vector = sorted_sum(rows, median_weights(len(rows)))

@@ -15,7 +15,7 @@ from typing import final
 import numpy as np
 
 from fl_lightning.core.errors import ConfigurationError, RoundFailure
-from fl_lightning.server.robust.collect import RuleContext
+from fl_lightning.server.robust.collect import RobustRule, RuleContext
 from fl_lightning.server.robust.matrix import Floats, Rows
 from fl_lightning.server.robust.norm_bounding import row_norms
 from fl_lightning.server.robust.passes import combined
@@ -23,7 +23,7 @@ from fl_lightning.server.robust.passes import combined
 
 @final
 @dataclass(frozen=True)
-class FLTrust:
+class FLTrust(RobustRule):
     """The mean of updates that point where a trusted client's does, scaled to its norm.
 
     Args:

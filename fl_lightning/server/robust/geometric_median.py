@@ -17,7 +17,7 @@ from typing import final
 import numpy as np
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.server.robust.collect import RuleContext
+from fl_lightning.server.robust.collect import RobustRule, RuleContext
 from fl_lightning.server.robust.matrix import Floats, Rows
 from fl_lightning.server.robust.passes import combined, squared_distances
 
@@ -28,7 +28,7 @@ _MOST_STEPS = 100_000
 
 @final
 @dataclass(frozen=True)
-class GeometricMedian:
+class GeometricMedian(RobustRule):
     """RFA; withstands fewer than half of the clients (or of the examples).
 
     Args:
@@ -48,11 +48,6 @@ class GeometricMedian:
             raise ConfigurationError(
                 f"GeometricMedian: smoothing must be greater than 0 and finite, got {self.smoothing}"
             )
-
-    @property
-    def min_updates(self) -> int:
-        """One."""
-        return 1
 
     def combine(self, rows: Rows, context: RuleContext) -> Floats:
         """Return the point."""

@@ -18,14 +18,14 @@ import numpy as np
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.server.robust.checks import check_num_attackers
-from fl_lightning.server.robust.collect import RuleContext
+from fl_lightning.server.robust.collect import RobustRule, RuleContext
 from fl_lightning.server.robust.matrix import Floats, Rows
 from fl_lightning.server.robust.passes import combined, squared_distances
 
 
 @final
 @dataclass(frozen=True)
-class Krum:
+class Krum(RobustRule):
     """The update whose n - f - 2 nearest others are nearest.
 
     Args:
@@ -53,7 +53,7 @@ class Krum:
 
 @final
 @dataclass(frozen=True)
-class MultiKrum:
+class MultiKrum(RobustRule):
     """The mean of the updates with the least scores.
 
     Args:

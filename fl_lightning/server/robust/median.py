@@ -13,22 +13,17 @@ from dataclasses import dataclass
 from typing import final
 
 from fl_lightning.server.robust.checks import check_num_attackers
-from fl_lightning.server.robust.collect import RuleContext
+from fl_lightning.server.robust.collect import RobustRule, RuleContext
 from fl_lightning.server.robust.matrix import Floats, Rows
 from fl_lightning.server.robust.passes import median_weights, sorted_sum, trimmed_weights
 
 
 @final
 @dataclass(frozen=True)
-class Median:
+class Median(RobustRule):
     """The median of every coordinate; withstands fewer than half of the clients."""
 
     by_coordinate = True
-
-    @property
-    def min_updates(self) -> int:
-        """One."""
-        return 1
 
     def combine(self, rows: Rows, context: RuleContext) -> Floats:
         """Return the medians."""
@@ -37,7 +32,7 @@ class Median:
 
 @final
 @dataclass(frozen=True)
-class TrimmedMean:
+class TrimmedMean(RobustRule):
     """The mean of every coordinate without its f smallest and its f largest values.
 
     Args:

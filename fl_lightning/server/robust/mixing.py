@@ -27,7 +27,7 @@ from fl_lightning.server.robust.views import MixedRows
 
 @final
 @dataclass(frozen=True)
-class NearestNeighbourMixing:
+class NearestNeighbourMixing(RobustRule):
     """Replaces every update by the mean of its n - f nearest ones.
 
     Args:
@@ -63,7 +63,7 @@ class NearestNeighbourMixing:
 
 @final
 @dataclass(frozen=True)
-class Bucketing:
+class Bucketing(RobustRule):
     """Replaces every s updates, drawn anew each round, by their mean.
 
     Args:

@@ -14,14 +14,14 @@ from typing import final
 import numpy as np
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.server.robust.collect import RuleContext
+from fl_lightning.server.robust.collect import RobustRule, RuleContext
 from fl_lightning.server.robust.matrix import Floats, Rows
 from fl_lightning.server.robust.passes import combined
 
 
 @final
 @dataclass(frozen=True)
-class NormBounding:
+class NormBounding(RobustRule):
     """The mean of updates of bounded norm.
 
     Args:
@@ -40,11 +40,6 @@ class NormBounding:
             raise ConfigurationError(
                 f"NormBounding: bound must be greater than 0, got {self.bound}"
             )
-
-    @property
-    def min_updates(self) -> int:
-        """One."""
-        return 1
 
     def combine(self, rows: Rows, context: RuleContext) -> Floats:
         """Return the mean of the bounded updates."""

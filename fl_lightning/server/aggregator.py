@@ -1,0 +1,165 @@
+"""Aggregators: folds over a round's updates. What a leaf does not need it inherits.
+
+An aggregator by weights is a class on `WeightedMean` with a `weight`; a rule that looks at all updates
+together is a `RobustRule`; anything else derives from `Aggregator`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fl_lightning.core.update import ClientUpdate, GroupUpdate
+from fl_lightning.server.means.running_mean import new_mean
+
+# Replaces a tensor by its sum over all processes, in place
+AllReduce = Callable[[Tensor], None]
+# Returns what every process gave, in order of rank
+Gather = Callable[[Any], list[Any]]
+
+
+class Aggregator(ABC):
+    """A fold over a round's updates.
+
+    Attributes:
+        exact: whether the aggregate has the same bits in whatever order the updates come and over
+            however many processes they are spread. Buffers are then averaged in the same way.
+        is_private: whether clients' buffers are not taken, and a round without a reply is a release
+            like any other.
+        needs_effective_steps: whether it reads how many gradients an update adds up to.
+        takes_masks: whether it counts, for every coordinate, only clients that may move it.
+        exchanges: whether processes hand over more of a round than sums, see `exchange`.
+        restarts: whether a round that is resumed begins with its first client.
+    """
+
+    exact: bool = False
+    is_private: bool = False
+    needs_effective_steps: bool = False
+    takes_masks: bool = False
+    exchanges: bool = False
+    restarts: bool = False
+    _memory: dict[str, Tensor] | None = None
+
+    @property
+    def memory(self) -> dict[str, Tensor]:
+        """What it keeps from round to round; vectors of shape (k,) follow the model to other coordinates.
+
+        It changes only between the last update of a round and the first of the next.
+        """
+        if self._memory is None:
+            self._memory = {}
+        return self._memory
+
+    @memory.setter
+    def memory(self, values: dict[str, Tensor]) -> None:
+        self._memory = values
+
+    def of_clients(self, optimizer: Optimizer) -> Aggregator:
+        """Return what aggregates the updates of clients that train with such an optimizer: itself."""
+        return self
+
+    def start_round(self, round_index: int) -> None:
+        """Learn which round comes next."""
+        return
+
+    @abstractmethod
+    def open(self, like: Tensor) -> None:
+        """Start a round; updates have shape, dtype and device of ``like``, shape (k,)."""
+
+    @abstractmethod
+    def add(self, update: ClientUpdate) -> None:
+        """Take in one update."""
+
+    def add_group(self, group: GroupUpdate) -> None:
+        """Take in the updates of clients that trained together, one after the other."""
+        for update in group:
+            self.add(update)
+
+    def exchange(self, gather: Gather, all_reduce: AllReduce) -> None:
+        """Take the updates of all processes for one's own; to be called by all of them."""
+        return
+
+    @abstractmethod
+    def sums(self) -> list[Tensor]:
+        """Return tensors which, added up over processes, are those of all updates together."""
+
+    @abstractmethod
+    def load_sums(self, sums: list[Tensor]) -> None:
+        """Take the updates of all processes for one's own, given the added `sums`."""
+
+    @abstractmethod
+    def close(self) -> Tensor:
+        """End the round and return the aggregate, shape (k,)."""
+
+    @property
+    def buffers(self) -> Tensor | None:
+        """What the buffers of the round that was closed become; None for their mean."""
+        return None
+
+    @property
+    def untouched(self) -> Tensor | slice:
+        """The coordinates that no client of the round may move: bool of shape (k,), or none."""
+        return slice(0)
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Return the open round's state: tensors and numbers."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with an open round."""
+
+
+class WeightedMean(Aggregator):
+    """A mean of updates by weights: Σ_k w_k Δ_k / Σ_k w_k.
+
+    Sums over processes, checkpoints inside a round and exactness are here; a leaf has a `weight`.
+
+    Example:
+        >>> import torch
+        >>> class ByNorm(WeightedMean):
+        ...     def weight(self, update):
+        ...         return float(update.norm)
+        >>> mean = ByNorm()
+        >>> mean.open(torch.empty(1))
+        >>> for value in (1.0, 3.0):
+        ...     mean.add(ClientUpdate(0, torch.tensor([value]), torch.empty(0), 10, 1))
+        >>> mean.close()
+        tensor([2.5000])
+    """
+
+    @abstractmethod
+    def weight(self, update: ClientUpdate) -> float:
+        """Return the weight of an update, finite and ≥ 0; 0 leaves it out."""
+
+    def open(self, like: Tensor) -> None:
+        """Start from zero."""
+        self._mean = new_mean(like, exact=self.exact)
+
+    def add(self, update: ClientUpdate) -> None:
+        """Add one update."""
+        self._mean.add(update.delta, self.weight(update))
+
+    def sums(self) -> list[Tensor]:
+        """Return what adds up over processes."""
+        return self._mean.sums()
+
+    def load_sums(self, sums: list[Tensor]) -> None:
+        """Go on with the updates of all processes."""
+        self._mean.load_sums(sums)
+
+    def close(self) -> Tensor:
+        """Return the mean."""
+        return self._mean.value()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the mean so far and its weight."""
+        return self._mean.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self._mean.load_state_dict(state)
