@@ -45,7 +45,6 @@ from fl_lightning.federation.checks.first_look import check_data_fits
 from fl_lightning.federation.checks.options import (
     check_cohort_size,
     check_correction,
-    check_server_optimizer,
     check_shards,
     check_trusted,
     check_values,
@@ -384,7 +383,8 @@ class Federation(Callback):
             self.server_schedule,
             private,
         )
-        check_server_optimizer(self.correction, self.rounds.server.optimizer)
+        if self.correction is not None:
+            self.correction.check_server(self.rounds.server.optimizer)
         if isinstance(trainer.strategy.checkpoint_io, AtomicCheckpointIO):
             trainer.strategy.checkpoint_io.files = self.rounds.memory.files_of_checkpoint
         self._groups_before = self._saved.get("groups", len(self._groups))

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 
 import numpy as np
 from lightning.pytorch import Trainer
 from torch import Tensor
 
 from fl_lightning.client.corrections.added_term import AddedTerm
-from fl_lightning.client.corrections.fedlc import FedLC, ShiftedLogits
 from fl_lightning.client.local_training import GlobalModel, LocalTrainer
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.memory import ClientMemory
@@ -432,11 +432,12 @@ class GroupTraining:
     @contextmanager
     def _calibrated(self, work: ClientWork) -> Iterator[None]:
         """Have the module's logits be those that this client trains with."""
-        fedlc = self._options.correction
-        if not isinstance(fedlc, FedLC):
+        correction = self._options.correction
+        labels = partial(self._plan.labels, work)
+        logits = None if correction is None else correction.calibrated(self._module, labels)
+        if logits is None:
             yield
             return
-        logits = ShiftedLogits(fedlc, self._module, self._plan.labels(work))
         has_trained = False
         try:
             yield

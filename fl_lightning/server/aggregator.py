@@ -31,6 +31,7 @@ class Aggregator(ABC):
         is_private: whether clients' buffers are not taken, and a round without a reply is a release
             like any other.
         needs_effective_steps: whether it reads how many gradients an update adds up to.
+        reads_losses: whether it weighs clients by the losses that they report.
         takes_masks: whether it counts, for every coordinate, only clients that may move it.
         exchanges: whether processes hand over more of a round than sums, see `exchange`.
         restarts: whether a round that is resumed begins with its first client.
@@ -39,6 +40,7 @@ class Aggregator(ABC):
     exact: bool = False
     is_private: bool = False
     needs_effective_steps: bool = False
+    reads_losses: bool = False
     takes_masks: bool = False
     exchanges: bool = False
     restarts: bool = False
@@ -57,6 +59,11 @@ class Aggregator(ABC):
     @memory.setter
     def memory(self, values: dict[str, Tensor]) -> None:
         self._memory = values
+
+    @property
+    def divides_by_steps(self) -> bool:
+        """Whether the length of a client's steps is divided by; it needs one optimizer."""
+        return self.needs_effective_steps
 
     def of_clients(self, optimizer: Optimizer) -> Aggregator:
         """Return what aggregates the updates of clients that train with such an optimizer: itself."""

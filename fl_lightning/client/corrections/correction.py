@@ -12,10 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from fl_lightning.core.space import Space
 
 
 @dataclass(frozen=True)
@@ -55,42 +58,80 @@ class Outcome:
     gradient: Callable[[], Tensor]
 
 
-class Correction(Protocol):
-    """How clients correct their gradients; frozen and without state.
+# Gives what a client adds to the loss of a batch, a scalar with a gradient.
+AddedLoss = Callable[[Any], Tensor]
 
-    Attributes:
-        pull: of every client's term, ≥ 0.
-        remembers: whether clients have a memory.
-        has_shift: whether terms may have a shift.
-        needs_mean: whether the mean of all memories is needed.
-        reads_mean: whether clients need it, so that it travels with the model.
-        shows_change: whether the server can tell from a client's update how its memory changed; if
-            not, and the mean is needed, the change travels with the update.
+
+class Calibrated(Protocol):
+    """A module whose outputs are other ones while a client trains."""
+
+    def close(self, *, has_trained: bool) -> None:
+        """Let the module be as it was.
+
+        Raises:
+            ConfigurationError: if a client has trained and nothing was changed.
+        """
+
+
+class Correction:
+    """How clients correct their gradients; leaves are frozen dataclasses without state.
+
+    One that only pulls, or shifts, has a `term`; one that remembers has `remember` as well.
+
+    Example:
+        >>> class Halved(Correction):
+        ...     pull = 0.5
+        >>> Halved().term(None, None)
+        GradientTerm(pull=0.5, shift=None)
     """
 
     @property
     def pull(self) -> float:
         """Of every client's term, ≥ 0."""
+        return 0.0
 
     @property
     def remembers(self) -> bool:
         """Whether clients have a memory."""
+        return False
 
     @property
     def has_shift(self) -> bool:
         """Whether terms may have a shift."""
+        return False
 
     @property
     def needs_mean(self) -> bool:
         """Whether the mean of all memories is needed."""
+        return False
 
     @property
     def reads_mean(self) -> bool:
-        """Whether clients need it."""
+        """Whether clients need it, so that it travels with the model."""
+        return False
 
     @property
     def shows_change(self) -> bool:
-        """Whether a client's update tells how its memory changed."""
+        """Whether a client's update tells the server how its memory changed.
+
+        If not, and the mean is needed, the change travels with the update.
+        """
+        return True
+
+    @property
+    def changes_loss(self) -> bool:
+        """Whether clients train with another loss: then slots cannot serve it."""
+        return False
+
+    @property
+    def reads_examples(self) -> bool:
+        """Whether it looks at a client's examples besides its steps."""
+        return self.changes_loss
+
+    @property
+    def reason_against_manual_steps(self) -> str | None:
+        """Why it makes no sense for modules that step their optimizers by hand, and what to do."""
+        return None
 
     def check(self, module: nn.Module, optimizer: Optimizer) -> None:
         """Refuse a module, or an optimizer of the clients, with which it makes no sense.
@@ -98,12 +139,23 @@ class Correction(Protocol):
         Raises:
             ConfigurationError: saying why.
         """
+        return
+
+    def check_server(self, optimizer: Optimizer) -> None:
+        """Refuse a server optimizer that would rescale what it adds to the aggregate.
+
+        Raises:
+            ConfigurationError: saying which to take.
+        """
+        return
 
     def term(self, memory: Tensor | None, mean: Tensor | None) -> GradientTerm:
         """Return a client's term for this round; a memory or a mean that is None is 0."""
+        return GradientTerm(self.pull)
 
     def remember(self, memory: Tensor | None, mean: Tensor | None, outcome: Outcome) -> Tensor:
         """Return what a client remembers after a round, a new vector of shape (k,)."""
+        return torch.zeros_like(outcome.delta)
 
     def pseudo_gradient(self, aggregate: Tensor, mean: Tensor | None) -> Tensor:
         """Return what the server descends.
@@ -112,3 +164,26 @@ class Correction(Protocol):
             aggregate: of the round's updates, shape (k,).
             mean: of all clients' memories after the round.
         """
+        return aggregate
+
+    def added_loss(
+        self, module: nn.Module, space: Space, start: Tensor, memory: Tensor
+    ) -> AddedLoss | None:
+        """Return what a client with a memory adds to its loss in a round; None if nothing.
+
+        Args:
+            module: the client's model.
+            space: of what trains.
+            start: the global model, shape (k,).
+            memory: the client's, shape (k,).
+        """
+        return None
+
+    def calibrated(self, module: nn.Module, labels: Callable[[], Tensor]) -> Calibrated | None:
+        """Change what a module returns while a client trains; None if nothing is to be changed.
+
+        Args:
+            module: the client's model.
+            labels: gives those of its training examples, shape (n,).
+        """
+        return None

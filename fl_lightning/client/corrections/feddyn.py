@@ -14,16 +14,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import final
 
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
+from torch.optim import SGD, Optimizer
 
-from fl_lightning.client.corrections.correction import GradientTerm, Outcome
+from fl_lightning.client.corrections.correction import Correction, GradientTerm, Outcome
 from fl_lightning.core.errors import ConfigurationError
 
 
 @final
 @dataclass(frozen=True)
-class FedDyn:
+class FedDyn(Correction):
     """A dynamic regulariser, one vector per client and their mean on the server.
 
     The paper averages clients alike: set the aggregator's ``weight_by_examples: false`` for that,
@@ -47,8 +47,6 @@ class FedDyn:
     remembers = True
     has_shift = True
     needs_mean = True
-    reads_mean = False
-    shows_change = True
 
     def __post_init__(self) -> None:
         if not 0 < self.alpha < float("inf"):
@@ -61,8 +59,14 @@ class FedDyn:
         """α."""
         return self.alpha
 
-    def check(self, module: nn.Module, optimizer: Optimizer) -> None:
-        """Take any optimizer: it minimises the regularised objective."""
+    def check_server(self, optimizer: Optimizer) -> None:
+        """Refuse what is not SGD."""
+        if not isinstance(optimizer, SGD):
+            raise ConfigurationError(
+                "federation.correction FedDyn has the server move by the mean update and h / alpha, in the "
+                f"units of the weights, which {type(optimizer).__name__} would rescale: leave "
+                "server_optimizer out, or use torch.optim.SGD"
+            )
 
     def term(self, memory: Tensor | None, mean: Tensor | None) -> GradientTerm:
         """Return α (y - x) - g_i."""

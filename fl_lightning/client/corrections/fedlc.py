@@ -12,14 +12,14 @@ n_c = 0, is shifted by 100 τ, as if n_c were 1e-8.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from fl_lightning.client.corrections.correction import GradientTerm, Outcome
+from fl_lightning.client.corrections.correction import Correction
 from fl_lightning.core.errors import ConfigurationError
 
 _NOTHING = 1e-8  # examples of a class that a client does not have
@@ -27,7 +27,7 @@ _NOTHING = 1e-8  # examples of a class that a client does not have
 
 @final
 @dataclass(frozen=True)
-class FedLC:
+class FedLC(Correction):
     """Calibrated logits in local training; with ``tau`` 0 it is FedAvg, bit for bit.
 
     What the module's ``forward`` returns, of shape (B, C), is shifted while a client trains, what is
@@ -48,31 +48,15 @@ class FedLC:
 
     tau: float = 1.0
 
-    pull = 0.0
-    remembers = False
-    has_shift = False
-    needs_mean = False
-    reads_mean = False
-    shows_change = True
+    changes_loss = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.tau < float("inf"):
             raise ConfigurationError(f"FedLC: tau must be at least 0 and finite, got {self.tau}")
 
-    def check(self, module: nn.Module, optimizer: Optimizer) -> None:
-        """Take any optimizer."""
-
-    def term(self, memory: Tensor | None, mean: Tensor | None) -> GradientTerm:
-        """Return nothing: the loss is another one."""
-        return GradientTerm()
-
-    def remember(self, memory: Tensor | None, mean: Tensor | None, outcome: Outcome) -> Tensor:
-        """Return 0, which is what a client without a memory remembers."""
-        return torch.zeros_like(outcome.delta)
-
-    def pseudo_gradient(self, aggregate: Tensor, mean: Tensor | None) -> Tensor:
-        """Return the aggregate."""
-        return aggregate
+    def calibrated(self, module: nn.Module, labels: Callable[[], Tensor]) -> ShiftedLogits:
+        """Return the module with its logits shifted."""
+        return ShiftedLogits(self, module, labels())
 
     def shift(self, counts: Tensor) -> Tensor:
         """Return what is added to the logits, given the examples of each class, both (C,)."""

@@ -12,17 +12,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import final
 
-import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
-
-from fl_lightning.client.corrections.correction import GradientTerm, Outcome
+from fl_lightning.client.corrections.correction import Correction
 from fl_lightning.core.errors import ConfigurationError
 
 
 @final
 @dataclass(frozen=True)
-class FedProx:
+class FedProx(Correction):
     """A pull towards the round's start; with ``mu`` 0 it is FedAvg, bit for bit.
 
     Any optimizer takes it: the pull is part of the gradient, before clipping and the step.
@@ -40,12 +36,6 @@ class FedProx:
 
     mu: float = 0.01
 
-    remembers = False
-    has_shift = False
-    needs_mean = False
-    reads_mean = False
-    shows_change = True
-
     def __post_init__(self) -> None:
         if not 0 <= self.mu < float("inf"):
             raise ConfigurationError(f"FedProx: mu must be at least 0 and finite, got {self.mu}")
@@ -54,18 +44,3 @@ class FedProx:
     def pull(self) -> float:
         """μ."""
         return self.mu
-
-    def check(self, module: nn.Module, optimizer: Optimizer) -> None:
-        """Take any optimizer."""
-
-    def term(self, memory: Tensor | None, mean: Tensor | None) -> GradientTerm:
-        """Return the pull alone."""
-        return GradientTerm(self.mu)
-
-    def remember(self, memory: Tensor | None, mean: Tensor | None, outcome: Outcome) -> Tensor:
-        """Return 0, which is what a client without a memory remembers."""
-        return torch.zeros_like(outcome.delta)
-
-    def pseudo_gradient(self, aggregate: Tensor, mean: Tensor | None) -> Tensor:
-        """Return the aggregate."""
-        return aggregate

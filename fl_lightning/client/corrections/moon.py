@@ -22,7 +22,7 @@ from torch.func import functional_call
 from torch.nn import functional
 from torch.optim import Optimizer
 
-from fl_lightning.client.corrections.correction import GradientTerm, Outcome
+from fl_lightning.client.corrections.correction import Correction, Outcome
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.space import Space
 
@@ -37,7 +37,7 @@ class HasFeatures(Protocol):
 
 @final
 @dataclass(frozen=True)
-class Moon:
+class Moon(Correction):
     """Contrast of a client's features with those of the global and of its last model.
 
     Clients train one after the other, and a step has two more forward passes and a second one with
@@ -60,12 +60,9 @@ class Moon:
     mu: float = 1.0
     temperature: float = 0.5
 
-    pull = 0.0
     remembers = True
-    has_shift = False
-    needs_mean = False
-    reads_mean = False
-    shows_change = True
+    changes_loss = True
+    reason_against_manual_steps = "Moon, which adds to the loss: use FedProx, Scaffold or FedDyn"
 
     def __post_init__(self) -> None:
         if not 0 <= self.mu < float("inf"):
@@ -83,17 +80,15 @@ class Moon:
                 "features(batch) that returns those of a batch, shape (B, …)"
             )
 
-    def term(self, memory: Tensor | None, mean: Tensor | None) -> GradientTerm:
-        """Return nothing: the contrast is part of the loss."""
-        return GradientTerm()
-
     def remember(self, memory: Tensor | None, mean: Tensor | None, outcome: Outcome) -> Tensor:
         """Return the client's model."""
         return outcome.start - outcome.delta
 
-    def pseudo_gradient(self, aggregate: Tensor, mean: Tensor | None) -> Tensor:
-        """Return the aggregate."""
-        return aggregate
+    def added_loss(
+        self, module: nn.Module, space: Space, start: Tensor, memory: Tensor
+    ) -> Contrast:
+        """Return the contrast with the global and the client's last model."""
+        return Contrast(self, module, space, start, memory)
 
     def contrast(self, own: Tensor, of_global: Tensor, of_last: Tensor) -> Tensor:
         """Return the loss of features, each of shape (B, …): a scalar."""

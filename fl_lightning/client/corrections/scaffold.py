@@ -25,14 +25,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fl_lightning.client.corrections.correction import GradientTerm, Outcome
+from fl_lightning.client.corrections.correction import Correction, GradientTerm, Outcome
 from fl_lightning.client.local_solver import LocalSolver
 from fl_lightning.core.errors import ConfigurationError
 
 
 @final
 @dataclass(frozen=True)
-class Scaffold:
+class Scaffold(Correction):
     """Control variates, one vector per client and their mean on the server.
 
     The paper averages clients alike: set the aggregator's ``weight_by_examples: false`` for that.
@@ -54,7 +54,6 @@ class Scaffold:
 
     option: Literal["I", "II"] = "II"
 
-    pull = 0.0
     remembers = True
     has_shift = True
     needs_mean = True
@@ -64,6 +63,21 @@ class Scaffold:
     def shows_change(self) -> bool:
         """With option II, whose c_i is made of what the update is."""
         return self.option == "II"
+
+    @property
+    def reads_examples(self) -> bool:
+        """With option I, for the gradient of the whole shard."""
+        return self.option == "I"
+
+    @property
+    def reason_against_manual_steps(self) -> str | None:
+        """With option I."""
+        if self.option == "II":
+            return None
+        return (
+            "Scaffold with option I, which takes the gradient of the loss over a client's examples: "
+            "set option to II"
+        )
 
     def __post_init__(self) -> None:
         if self.option not in ("I", "II"):
@@ -98,7 +112,3 @@ class Scaffold:
         if mean is not None:
             renewed -= mean
         return torch.where(travel == 0, before, renewed)
-
-    def pseudo_gradient(self, aggregate: Tensor, mean: Tensor | None) -> Tensor:
-        """Return the aggregate."""
-        return aggregate

@@ -21,13 +21,14 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.client.local_training import SizedBatch
+from fl_lightning.client.personal.personalisation import Personalisation
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.space import Space
 
 
 @final
 @dataclass(frozen=True)
-class APFL:
+class APFL(Personalisation):
     """Every client's model is a mixture of its own and the global one.
 
     The global model is that of a run without, bit for bit. A round takes a client twice as long.
@@ -49,9 +50,6 @@ class APFL:
     mixture_rate: float = 0.1
 
     beside = True
-    pull = 0.0
-    own_epochs = None
-    tuning_steps = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.mixture <= 1:

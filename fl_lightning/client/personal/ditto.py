@@ -16,12 +16,13 @@ from typing import final
 
 from torch import nn
 
+from fl_lightning.client.personal.personalisation import Personalisation
 from fl_lightning.core.errors import ConfigurationError
 
 
 @final
 @dataclass(frozen=True)
-class Ditto:
+class Ditto(Personalisation):
     """Every client has a whole model of its own, which follows the global one loosely.
 
     The global model is that of a run without, bit for bit. A round takes a client twice as long.
@@ -41,8 +42,6 @@ class Ditto:
     pull: float = 0.1
 
     beside = True
-    own_epochs = None
-    tuning_steps = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.pull < float("inf"):

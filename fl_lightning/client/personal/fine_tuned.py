@@ -13,12 +13,13 @@ from typing import final
 
 from torch import nn
 
+from fl_lightning.client.personal.personalisation import Personalisation
 from fl_lightning.core.errors import ConfigurationError
 
 
 @final
 @dataclass(frozen=True)
-class FineTuned:
+class FineTuned(Personalisation):
     """Clients fine-tune the global model before they are evaluated; training is as without.
 
     The steps are plain ones, by a new optimizer of the module's ``configure_optimizers``, with
@@ -36,10 +37,6 @@ class FineTuned:
     """
 
     local_steps: int = 10
-
-    beside = False
-    pull = 0.0
-    own_epochs = None
 
     def __post_init__(self) -> None:
         if self.local_steps < 1:

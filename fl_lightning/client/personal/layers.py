@@ -20,13 +20,14 @@ from typing import final
 
 from torch import nn
 
+from fl_lightning.client.personal.personalisation import Personalisation
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.heads import head_names
 
 
 @final
 @dataclass(frozen=True)
-class Personal:
+class Personal(Personalisation):
     """Parameters and buffers that stay with each client and are no part of what travels.
 
     Args:
@@ -54,10 +55,6 @@ class Personal:
     head: bool = False
     norms: bool = False
     own_epochs: int | None = None
-
-    beside = False
-    pull = 0.0
-    tuning_steps = 0
 
     def __post_init__(self) -> None:
         if isinstance(self.parameters, str):

@@ -9,40 +9,49 @@ that has not yet taken part has the global model's.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import nn
 
 
-class Personalisation(Protocol):
-    """What clients have for themselves and how they train it; frozen and without state.
-
-    Attributes:
-        beside: whether it is a copy of the model beside the shared one.
-        pull: λ ≥ 0, with which a copy is pulled to the global model while it trains.
-        own_epochs: passes in which a client trains only its own part, before it trains only the
-            shared part; None to train both together.
-        tuning_steps: local steps on the client's examples from the global model, when it is
-            evaluated.
-    """
+class Personalisation(ABC):
+    """What clients have for themselves and how they train it; leaves are frozen and without state."""
 
     @property
     def beside(self) -> bool:
         """Whether it is a copy of the model beside the shared one."""
+        return False
 
     @property
     def pull(self) -> float:
-        """λ ≥ 0."""
+        """λ ≥ 0, with which a copy is pulled to the global model while it trains."""
+        return 0.0
+
+    @property
+    def mixture(self) -> float | None:
+        """α with which clients begin that mix both models in every step; None if they do not."""
+        return None
+
+    @property
+    def mixture_rate(self) -> float:
+        """By how much of its slope α moves after a round, ≥ 0."""
+        return 0.0
 
     @property
     def own_epochs(self) -> int | None:
-        """Passes over the own part alone; None for none, and both parts together."""
+        """Passes in which a client trains only its own part, before it trains only the shared part.
+
+        None to train both together.
+        """
+        return None
 
     @property
     def tuning_steps(self) -> int:
-        """Local steps before an evaluation."""
+        """Local steps on the client's examples from the global model, when it is evaluated."""
+        return 0
 
+    @abstractmethod
     def names(self, module: nn.Module) -> list[str]:
         """Return the names of a client's own parameters and buffers in a module.
 
@@ -52,13 +61,8 @@ class Personalisation(Protocol):
 
 
 @dataclass(frozen=True)
-class AllShared:
+class AllShared(Personalisation):
     """Clients have nothing for themselves."""
-
-    beside = False
-    pull = 0.0
-    own_epochs = None
-    tuning_steps = 0
 
     def names(self, module: nn.Module) -> list[str]:
         """Return none."""

@@ -11,17 +11,13 @@ from collections.abc import Iterator
 from lightning.pytorch import LightningModule, Trainer
 
 from fl_lightning.client.corrections.correction import Correction
-from fl_lightning.client.corrections.moon import Moon
-from fl_lightning.client.corrections.scaffold import Scaffold
-from fl_lightning.client.personal.apfl import APFL
 from fl_lightning.client.personal.personalisation import Personalisation
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.cohorts.cohort import CohortSampler, NeedsFreshLosses
 from fl_lightning.privacy.example import ExampleDP
 from fl_lightning.server.aggregator import Aggregator
-from fl_lightning.server.means.fair_means import QFedAvg
-from fl_lightning.server.means.normalised_mean import NormalisedMean
 from fl_lightning.server.robust.collect import RobustRule
+from fl_lightning.server.server import as_aggregator
 
 
 def check_by_hand(
@@ -58,14 +54,10 @@ def _problems(
             "federation.privacy ExampleDP, which makes every gradient private ahead of its step: use "
             "the privacy of clients, such as CentralDP"
         )
-    if isinstance(correction, Moon):
-        yield "federation.correction Moon, which adds to the loss: use FedProx, Scaffold or FedDyn"
-    if isinstance(correction, Scaffold) and correction.option == "I":
-        yield (
-            "federation.correction Scaffold with option I, which takes the gradient of the loss over "
-            "a client's examples: set option to II"
-        )
-    if isinstance(personal, APFL):
+    reason = None if correction is None else correction.reason_against_manual_steps
+    if reason is not None:
+        yield f"federation.correction {reason}"
+    if personal is not None and personal.mixture is not None:
         yield (
             "federation.personal APFL, which takes gradients at a mixture of two models: use Ditto "
             "or Personal"
@@ -93,10 +85,7 @@ def check_several(trainer: Trainer, aggregator: Aggregator | RobustRule | None) 
     Raises:
         ConfigurationError: with what to use.
     """
-    counts_steps = isinstance(aggregator, NormalisedMean) or (
-        isinstance(aggregator, QFedAvg) and aggregator.q > 0
-    )
-    if counts_steps and len(trainer.optimizers) > 1:
+    if as_aggregator(aggregator).divides_by_steps and len(trainer.optimizers) > 1:
         raise ConfigurationError(
             f"federation.aggregator {type(aggregator).__name__} divides by the length of a client's "
             f"steps, and {type(trainer.lightning_module).__name__} has {len(trainer.optimizers)} "

@@ -9,9 +9,6 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
 from fl_lightning.client.corrections.correction import Correction
-from fl_lightning.client.corrections.fedlc import FedLC
-from fl_lightning.client.corrections.moon import Moon
-from fl_lightning.client.corrections.scaffold import Scaffold
 from fl_lightning.client.personal.personalisation import Personalisation
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.cohorts.cohort import CohortSampler
@@ -22,14 +19,15 @@ from fl_lightning.federation.execution.engine_options import FULL_PRECISIONS, En
 from fl_lightning.federation.visits.batches import has_batch_hooks
 from fl_lightning.federation.visits.lightning_step import extra_work
 from fl_lightning.privacy.example import ExampleDP
-from fl_lightning.server.means.agnostic_mean import AFL
-from fl_lightning.server.means.fair_means import QFedAvg, TiltedMean
+from fl_lightning.server.aggregator import Aggregator
+from fl_lightning.server.robust.collect import RobustRule
+from fl_lightning.server.server import as_aggregator
 
 
 def check_examples_private(
     privacy: ExampleDP,
     cohort: CohortSampler,
-    aggregator: object,
+    aggregator: Aggregator | RobustRule | None,
     correction: Correction | None,
     personal: Personalisation | None,
     asynchronous: object,
@@ -47,14 +45,12 @@ def check_examples_private(
         )
     else:
         privacy.check_cohort(cohort)
-    if isinstance(correction, (Moon, FedLC)) or (
-        isinstance(correction, Scaffold) and correction.option == "I"
-    ):
+    if correction is not None and correction.reads_examples:
         problems.append(
             f"{type(correction).__name__} looks at a client's examples besides its noisy steps: use "
             "FedProx, FedDyn or Scaffold with option II"
         )
-    if isinstance(aggregator, (AFL, QFedAvg, TiltedMean)):
+    if as_aggregator(aggregator).reads_losses:
         problems.append(
             f"{type(aggregator).__name__} weighs clients by their training losses, which have no "
             "noise: use Mean, or another rule that looks at updates alone"

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 from lightning.pytorch import Trainer
-from torch.optim import SGD, Optimizer
 
 from fl_lightning.client.corrections.correction import Correction
-from fl_lightning.client.corrections.feddyn import FedDyn
 from fl_lightning.client.personal.personalisation import Personalisation
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.cohorts.cohort import CohortSampler, PoissonCohort, UniformCohort
@@ -15,7 +13,6 @@ from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.stages.client_masks import client_masks
 from fl_lightning.server.aggregator import Aggregator
 from fl_lightning.server.robust.collect import Collected, RobustRule
-from fl_lightning.server.robust.fltrust import FLTrust
 from fl_lightning.sparsity.optimizers.masked_optimizer import MaskedOptimizer
 
 
@@ -106,9 +103,11 @@ def check_trusted(
     """
     rule = aggregator.rule if isinstance(aggregator, Collected) else aggregator
     is_drawn = isinstance(cohort, (UniformCohort, PoissonCohort))
-    if isinstance(rule, FLTrust) and is_drawn and cohort.expected_size(num_clients) < num_clients:
+    if not isinstance(rule, RobustRule) or rule.trusted_client is None:
+        return
+    if is_drawn and cohort.expected_size(num_clients) < num_clients:
         raise ConfigurationError(
-            f"federation.aggregator: FLTrust judges by the update of client {rule.trusted_client}, "
+            f"federation.aggregator: {type(rule).__name__} judges by the update of client {rule.trusted_client}, "
             f"which {cohort} would often leave out: let all clients take part (cohort: null)"
         )
 
@@ -142,18 +141,4 @@ def check_correction(
             f"federation.{'personal.pull' if correction is None else 'correction'} is added to "
             "the gradient of what is minimised, and the clients' optimizer has maximize: leave that "
             "out and return the negative loss"
-        )
-
-
-def check_server_optimizer(correction: Correction | None, optimizer: Optimizer) -> None:
-    """Refuse a server optimizer that would rescale what a correction adds to the aggregate.
-
-    Raises:
-        ConfigurationError: for FedDyn with anything but SGD.
-    """
-    if isinstance(correction, FedDyn) and not isinstance(optimizer, SGD):
-        raise ConfigurationError(
-            "federation.correction FedDyn has the server move by the mean update and h / alpha, in the "
-            f"units of the weights, which {type(optimizer).__name__} would rescale: leave "
-            "server_optimizer out, or use torch.optim.SGD"
         )

@@ -17,10 +17,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from fl_lightning.client.corrections.correction import Correction
-from fl_lightning.client.corrections.fedlc import FedLC
-from fl_lightning.client.corrections.moon import Moon
 from fl_lightning.client.local_training import GlobalModel, LocalTrainer
-from fl_lightning.client.personal.apfl import APFL
 from fl_lightning.client.personal.personalisation import Personalisation
 from fl_lightning.client.work import ClientWork
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
@@ -77,11 +74,11 @@ class EngineChooser:
             has_shift=correction is not None and correction.has_shift,
         )
         self._trial = SlotTrial(trainer, local, stacking, options.num_slots)
-        self._changes_loss = isinstance(correction, (Moon, FedLC))
+        self._changes_loss = correction is not None and correction.changes_loss
         self._trainer, self._local, self._step = trainer, local, step
         self._speedups = SpeedupTrial(trainer, step, adds_to_loss=self._changes_loss)
         self._needs_plain_steps = personal is not None and (
-            personal.own_epochs is not None or isinstance(personal, APFL)
+            personal.own_epochs is not None or personal.mixture is not None
         )
         if options.speedups and self._needs_plain_steps:
             raise ConfigurationError(

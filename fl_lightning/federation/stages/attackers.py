@@ -13,7 +13,6 @@ from fl_lightning.data.poisoning import Poison
 from fl_lightning.server.aggregator import Aggregator
 from fl_lightning.server.attacks.forged import Forged, Forgery
 from fl_lightning.server.robust.collect import Collected
-from fl_lightning.server.robust.fltrust import FLTrust
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,9 +87,9 @@ class Attackers:
         """
         chosen = self.choose(num_clients)
         rule = aggregator.rule if isinstance(aggregator, Collected) else None
-        if isinstance(rule, FLTrust) and rule.trusted_client in chosen:
+        if rule is not None and rule.trusted_client in chosen:
             raise ConfigurationError(
-                f"FLTrust trusts client {rule.trusted_client}, which is one of the attackers: set "
+                f"{type(rule).__name__} trusts client {rule.trusted_client}, which is one of the attackers: set "
                 f"attackers.spared to [{rule.trusted_client}]"
             )
         if self.forge is None:

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fl_lightning.client.corrections.correction import Correction, GradientTerm, Outcome
+from fl_lightning.client.corrections.correction import AddedLoss, Correction, GradientTerm, Outcome
 from fl_lightning.client.corrections.fedprox import FedProx
-from fl_lightning.client.corrections.moon import Contrast, Moon
 from fl_lightning.client.local_solver import LocalSolver
 from fl_lightning.client.memory import ClientMemory
 from fl_lightning.core.space import Space
@@ -93,7 +92,7 @@ class Corrector:
         """Return a client's term for this round."""
         return self.correction.term(self._recalled(client), self._mean)
 
-    def contrast(self, client: int, start: Tensor, space: Space) -> Contrast | None:
+    def contrast(self, client: int, start: Tensor, space: Space) -> AddedLoss | None:
         """Return what a client adds to its loss in this round; None if nothing.
 
         Args:
@@ -101,12 +100,10 @@ class Corrector:
             start: the global model, shape (k,).
             space: of its coordinates.
         """
-        if not isinstance(self.correction, Moon):
-            return None
-        last = self._recalled(client)
+        last = self._recalled(client) if self.correction.changes_loss else None
         if last is None:
             return None
-        return Contrast(self.correction, self._module, space, start, last)
+        return self.correction.added_loss(self._module, space, start, last)
 
     def accept(
         self, update: ClientUpdate, start: Tensor, space: Space, gradient: Callable[[], Tensor]

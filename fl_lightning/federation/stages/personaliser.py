@@ -18,7 +18,7 @@ from fl_lightning.client.corrections.added_term import AddedTerm
 from fl_lightning.client.corrections.correction import GradientTerm
 from fl_lightning.client.local_training import GlobalModel, LocalTrainer
 from fl_lightning.client.memory import ClientMemory
-from fl_lightning.client.personal.apfl import APFL, Mixing
+from fl_lightning.client.personal.apfl import Mixing
 from fl_lightning.client.personal.personalisation import AllShared, Personalisation
 from fl_lightning.client.work import ClientWork
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
@@ -131,7 +131,7 @@ class Personaliser:
         if not (self.names and self._rule.beside):
             return
         self._local.host(self.recalled(work.client_id))
-        if isinstance(self._rule, APFL):
+        if self._rule.mixture is not None:
             before = self._memory.get(MIXTURE, work.client_id)
             mixture = self._rule.mixture if before is None else float(before)
             self._step.term = mixing = Mixing(self._local.space, model.params - delta, mixture)
@@ -143,7 +143,7 @@ class Personaliser:
         finally:
             self._step.term = None
             self._local.host(None)  # the module is the shared model's again
-        if mixing is not None and isinstance(self._rule, APFL):
+        if mixing is not None:
             self._mixture = torch.tensor(
                 [mixing.adapted(self._rule.mixture_rate)], dtype=torch.float64
             )

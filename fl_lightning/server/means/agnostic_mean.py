@@ -57,6 +57,7 @@ class AFL(WeightedMean):
     """
 
     exchanges = True
+    reads_losses = True
 
     def __init__(self, step: float = 0.1) -> None:
         if not 0 <= step < float("inf"):

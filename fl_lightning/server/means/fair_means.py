@@ -58,6 +58,8 @@ class QFedAvg(WeightedMean):
         tensor([0.3571])
     """
 
+    reads_losses = True
+
     def __init__(
         self, q: float = 1.0, local_lr: float | None = None, weight_by_examples: bool = False
     ) -> None:
@@ -69,6 +71,11 @@ class QFedAvg(WeightedMean):
                 "that of the clients' optimizer"
             )
         self.q, self.local_lr, self.weight_by_examples = q, local_lr, weight_by_examples
+
+    @property
+    def divides_by_steps(self) -> bool:
+        """Unless q is 0."""
+        return self.q > 0
 
     def of_clients(self, optimizer: Optimizer) -> QFedAvg:
         """Return it with the learning rate of the clients' optimizer.
@@ -176,6 +183,8 @@ class TiltedMean(WeightedMean):
         >>> aggregator.close()
         tensor([1.2500])
     """
+
+    reads_losses = True
 
     def __init__(self, tilt: float = 1.0, weight_by_examples: bool = True) -> None:
         if not 0 <= tilt < math.inf:

@@ -55,6 +55,11 @@ class RobustRule(ABC):
     by_coordinate: ClassVar[bool] = False
 
     @property
+    def trusted_client(self) -> int | None:
+        """The client by whose update it judges, so that it must be in every round; None if there is none."""
+        return None
+
+    @property
     def min_updates(self) -> int:
         """With fewer the rule means nothing, ≥ 1."""
         return 1
