@@ -83,9 +83,9 @@ class ClientMeans:
 
     def add(self, values: Mapping[str, Tensor], num_examples: int, client_id: int = 0) -> None:
         """Take in one client's scalars; results do not depend on the order of different clients."""
-        self.add_group(values, [num_examples], [client_id])
+        self.add_rows(values, [num_examples], [client_id])
 
-    def add_group(
+    def add_rows(
         self,
         values: Mapping[str, Tensor],
         num_examples: Sequence[int],

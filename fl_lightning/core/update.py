@@ -1,17 +1,18 @@
-"""What a client sends: a delta, how many examples it stands for, and a few numbers about it."""
+"""What clients send: deltas, how many examples each stands for, and a few numbers about them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
 Rows = slice | list[int]
+T = TypeVar("T")
 
 
 class LazyDeltas(Protocol):
@@ -52,7 +53,7 @@ class LazyDeltas(Protocol):
 
 @dataclass(frozen=True)
 class ClientUpdate:
-    """One client's contribution to a round.
+    """One client's contribution to a round: a row of `Updates`, for rules that want one at a time.
 
     Attributes:
         client_id: whose it is.
@@ -89,23 +90,26 @@ class ClientUpdate:
 
 
 @dataclass(frozen=True)
-class GroupUpdate:
-    """The contributions of m clients that trained together: a row each.
+class Updates:
+    """The contributions of m ≥ 1 clients, a row each: what travels through a round.
 
-    Those that a generator yields are to be used before the next ones are asked for.
+    Those that a generator yields are to be used before the next ones are asked for. Iterating gives
+    each client's as a `ClientUpdate`.
 
     Attributes:
         client_ids: whose they are, m of them.
         deltas: shape (m, k), where they are multiplied out, see `whole`.
         buffers: shape (m, b).
         num_examples: aggregation weights.
-        num_steps: local steps, all of which the optimizer took.
-        metrics: means over each client's local steps by name, each of shape (m,).
+        num_steps: local steps.
+        metrics: means over each client's local steps by name, each of m elements.
         effective_steps: of each client, as in `ClientUpdate`.
+        optimizer_steps: of each client, as in `ClientUpdate`; None for all local steps.
+        active: of each client, as in `ClientUpdate`; None for all coordinates.
 
     Example:
-        >>> group = GroupUpdate([4, 7], torch.eye(2), torch.empty(2, 0), [10, 20], [1, 2])
-        >>> [update.delta for update in group]
+        >>> updates = Updates([4, 7], torch.eye(2), torch.empty(2, 0), [10, 20], [1, 2])
+        >>> [update.delta for update in updates]
         [tensor([1., 0.]), tensor([0., 1.])]
     """
 
@@ -116,37 +120,72 @@ class GroupUpdate:
     num_steps: list[int]
     metrics: dict[str, Tensor] = field(default_factory=dict)
     effective_steps: list[float] | None = None
+    optimizer_steps: list[int | tuple[int, ...] | None] | None = None
+    active: list[Tensor | None] | None = None
+
+    @staticmethod
+    def of(update: ClientUpdate | Updates) -> Updates:
+        """Return one client's update as a row; several in this form as they are."""
+        if isinstance(update, Updates):
+            return update
+        steps = update.effective_steps
+        row = Updates(
+            [update.client_id],
+            update.delta.unsqueeze(0),
+            update.buffers.unsqueeze(0),
+            [update.num_examples],
+            [update.num_steps],
+            update.metrics,
+            None if steps is None else [steps],
+            [update.optimizer_steps],
+            [update.active],
+        )
+        vars(row)["_views"] = [update]  # whose norm may be known
+        return row
 
     def __iter__(self) -> Iterator[ClientUpdate]:
+        return iter(self._views)
+
+    @cached_property
+    def _views(self) -> list[ClientUpdate]:
         whole = self.whole
-        for row, client_id in enumerate(self.client_ids):
-            yield ClientUpdate(
+        return [
+            ClientUpdate(
                 client_id,
                 whole[row],
                 self.buffers[row],
                 self.num_examples[row],
                 self.num_steps[row],
-                {name: values[row] for name, values in self.metrics.items()},
+                {name: values.reshape(-1)[row] for name, values in self.metrics.items()},
+                active=None if self.active is None else self.active[row],
                 effective_steps=None if self.effective_steps is None else self.effective_steps[row],
+                optimizer_steps=None if self.optimizer_steps is None else self.optimizer_steps[row],
             )
+            for row, client_id in enumerate(self.client_ids)
+        ]
 
-    def rows(self, kept: list[int]) -> GroupUpdate:
+    def rows(self, kept: list[int]) -> Updates:
         """Return the clients in these rows alone.
 
         Example:
-            >>> group = GroupUpdate([4, 7], torch.eye(2), torch.empty(2, 0), [10, 20], [1, 2])
-            >>> group.rows([1]).client_ids
+            >>> updates = Updates([4, 7], torch.eye(2), torch.empty(2, 0), [10, 20], [1, 2])
+            >>> updates.rows([1]).client_ids
             [7]
         """
-        steps = self.effective_steps
-        return GroupUpdate(
-            client_ids=[self.client_ids[row] for row in kept],
+
+        def some(values: list[T]) -> list[T]:
+            return [values[row] for row in kept]
+
+        return Updates(
+            client_ids=some(self.client_ids),
             deltas=rows_of(self.deltas, kept),
             buffers=self.buffers[kept],
-            num_examples=[self.num_examples[row] for row in kept],
-            num_steps=[self.num_steps[row] for row in kept],
-            metrics={name: values[kept] for name, values in self.metrics.items()},
-            effective_steps=None if steps is None else [steps[row] for row in kept],
+            num_examples=some(self.num_examples),
+            num_steps=some(self.num_steps),
+            metrics={name: values.reshape(-1)[kept] for name, values in self.metrics.items()},
+            effective_steps=self.effective_steps and some(self.effective_steps),
+            optimizer_steps=self.optimizer_steps and some(self.optimizer_steps),
+            active=self.active and some(self.active),
         )
 
     @property
@@ -158,7 +197,7 @@ class GroupUpdate:
         """
         return self.deltas if isinstance(self.deltas, Tensor) else self.deltas.whole
 
-    def multiplied_out(self) -> GroupUpdate:
+    def multiplied_out(self) -> Updates:
         """Return the same with the numbers of the deltas, finite or not."""
         if isinstance(self.deltas, Tensor):
             return self
@@ -173,6 +212,8 @@ class GroupUpdate:
         """
         if not isinstance(self.deltas, Tensor):
             return self.deltas.norms
+        if len(self.client_ids) == 1:  # to the bit the norm of a single update
+            return next(iter(self)).norm.reshape(1)
         norms: Tensor = torch.linalg.vector_norm(self.deltas, dim=1)
         return norms
 

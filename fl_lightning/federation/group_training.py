@@ -25,7 +25,7 @@ from fl_lightning.client.wrapped_optimizers import needs_closure
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.metric_states import MetricStates, kept_apart, metrics_of
 from fl_lightning.core.seeds import seed_global_generators
-from fl_lightning.core.update import ClientUpdate, GroupUpdate
+from fl_lightning.core.update import ClientUpdate, Updates
 from fl_lightning.engines import CannotStack, ExampleGradients, receive_usable
 from fl_lightning.federation.client_work import LocalWork, WorkPlan
 from fl_lightning.federation.execution.engine import EngineChooser
@@ -329,7 +329,8 @@ class GroupTraining:
             self.scaler.end_client()
             self.personal.keep(work.client_id, self.personal.trained)
             self.local.keep_growth(growth)
-            self._intake.receive(update, start, self._trainer.current_epoch, server, record)
+            now = self._trainer.current_epoch
+            self._intake.receive(Updates.of(update), start, now, server, record)
         active = None if masks is None else self.local.space.coordinates(masks)
         record.finish([work.client_id], num_bytes=self._bytes_down(server, active))
 
@@ -364,7 +365,7 @@ class GroupTraining:
         check = self._spot_check.begin(stackable)
         again: list[int] = []
 
-        def receive(usable: GroupUpdate, failures: list[ClientFailure]) -> None:
+        def receive(usable: Updates, failures: list[ClientFailure]) -> None:
             # one after the other they may not fail: example by example there may be a 0 / 0
             again.extend(failure.client_id for failure in failures)
             refused: list[ClientFailure] = []
@@ -376,7 +377,7 @@ class GroupTraining:
             for failure in refused:
                 self._skip_or_raise(failure, record)
             now = self._trainer.current_epoch
-            self._intake.receive_group(usable, start, now, server, record)
+            self._intake.receive(usable, start, now, server, record)
             for client_id in usable.client_ids if slots.kept else ():
                 self.personal.keep(client_id, slots.kept[client_id])
             check.note(usable, slots.kept)
@@ -463,8 +464,8 @@ class GroupTraining:
         self._intake.learn(update, start, self.local.space, gradient)
 
     def _accept_group(
-        self, group: GroupUpdate, work: Mapping[int, ClientWork], start: Start
-    ) -> tuple[GroupUpdate, list[ClientFailure]]:
+        self, group: Updates, work: Mapping[int, ClientWork], start: Start
+    ) -> tuple[Updates, list[ClientFailure]]:
         """Have the correction learn, and return the group without those of whom it cannot."""
         rows, failures = [], []
         for row, update in enumerate(group):

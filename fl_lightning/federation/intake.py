@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fl_lightning.client.memory import ClientMemory
 from fl_lightning.core.space import Space
-from fl_lightning.core.update import ClientUpdate, GroupUpdate, LazyDeltas
+from fl_lightning.core.update import ClientUpdate, LazyDeltas, Updates
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.stages.corrector import Corrector
 from fl_lightning.federation.stages.older_models import Start
@@ -69,56 +69,43 @@ class Intake:
 
     def receive(
         self,
-        update: ClientUpdate,
+        updates: Updates,
         start: Start,
         round_index: int,
         server: Server,
         record: RoundRecord,
     ) -> None:
-        """Send a client's update and fold in what arrives, as stale as it is.
+        """Send clients' updates and fold in what arrives, as stale as it is.
 
         Args:
-            update: of a client.
-            start: what it began from.
-            round_index: the round in which it arrives.
-            server: folds it in.
-            record: notes it.
+            updates: theirs.
+            start: what they began from.
+            round_index: the round in which they arrive.
+            server: folds them in.
+            record: notes them.
         """
         if not self._sends_buffers:
-            update = replace(update, buffers=update.buffers[:0])
-        memory = None
-        if self._path.has_memory:
-            kept = self._memory.get(_FEEDBACK, update.client_id)
-            memory = None if kept is None else kept.to(update.delta.device)
-        arrival = self._path.send(update, round_index, memory)
-        if arrival.memory is not None:
-            self._memory.put(_FEEDBACK, update.client_id, arrival.memory)
-        server.receive(self._corrector.counted(start.counted(arrival.update)))
-        num_bytes = arrival.num_bytes
-        if not self._sends_deltas:
-            num_bytes = bytes_up(replace(update, delta=update.delta[:0]))
-        record.add(update, num_bytes=num_bytes + self.more_bytes_up(update.delta))
-        if not self._path.is_empty:
-            record.add_on_the_way(update, arrival.error)
-
-    def receive_group(
-        self,
-        group: GroupUpdate,
-        start: Start,
-        round_index: int,
-        server: Server,
-        record: RoundRecord,
-    ) -> None:
-        """Send the updates of clients that trained together and fold in what arrives."""
-        if not self._path.is_empty:
-            for update in group:
-                self.receive(update, start, round_index, server, record)
+            updates = replace(updates, buffers=updates.buffers[:, :0])
+        if self._path.is_empty:
+            server.receive(self._corrector.counted(start.counted(updates)))
+            sent = updates
+            if not self._sends_deltas:
+                sent = replace(updates, deltas=updates.whole[:, :0], active=None)
+            num_bytes = bytes_up(sent) + self.more_bytes_up(updates.deltas)
+            record.add(updates, num_bytes=num_bytes)
             return
-        if not self._sends_buffers:
-            group = replace(group, buffers=group.buffers[:, :0])
-        server.receive_group(self._corrector.counted_group(start.counted_group(group)))
-        sent = group if self._sends_deltas else replace(group, deltas=group.whole[:, :0])
-        record.add_group(group, num_bytes=bytes_up(sent) + self.more_bytes_up(group.deltas))
+        for update in updates:
+            memory = None
+            if self._path.has_memory:
+                kept = self._memory.get(_FEEDBACK, update.client_id)
+                memory = None if kept is None else kept.to(update.delta.device)
+            arrival = self._path.send(update, round_index, memory)
+            if arrival.memory is not None:
+                self._memory.put(_FEEDBACK, update.client_id, arrival.memory)
+            arrived = Updates.of(arrival.update)
+            server.receive(self._corrector.counted(start.counted(arrived)))
+            num_bytes = arrival.num_bytes + self.more_bytes_up(update.delta)
+            record.add(Updates.of(update), num_bytes=num_bytes, error=arrival.error)
 
     def more_bytes_up(self, like: Tensor | LazyDeltas) -> int:
         """Return how many bytes a client sends for its correction, see `Corrector.bytes_up`."""

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from fl_lightning.core.metrics import ClientMeans
-from fl_lightning.core.update import ClientUpdate, GroupUpdate
+from fl_lightning.core.update import Updates
 
 
 @dataclass
@@ -63,17 +63,22 @@ class RoundRecord:
         """Those whose update could not be used."""
         return len(self.skipped)
 
-    def add(self, update: ClientUpdate, *, num_bytes: int) -> None:
-        """Take in one client's metrics, the norm and the size of its update."""
-        self.total_bytes_up += num_bytes
-        n, client = update.num_examples, update.client_id
-        self.means.add(update.metrics, n, client)
-        self.norms.add({"round/client_update_norm": update.norm}, n, client)
+    def add(self, updates: Updates, *, num_bytes: int, error: Tensor | None = None) -> None:
+        """Take in clients' metrics, and the norms and sizes of their updates.
 
-    def add_on_the_way(self, update: ClientUpdate, error: Tensor) -> None:
-        """Take in how far what arrived of an update is from what was sent, as a part of it."""
-        n, client = update.num_examples, update.client_id
-        self.norms.add({"round/compression_error": error}, n, client)
+        Args:
+            updates: as the clients made them.
+            num_bytes: of each one's message.
+            error: how far what arrived of a single update is from it, as a part of it; None if
+                updates arrive as they are.
+        """
+        self.total_bytes_up += num_bytes * len(updates.client_ids)
+        counts, clients = updates.num_examples, updates.client_ids
+        self.means.add_rows(updates.metrics, counts, clients)
+        norms = {"round/client_update_norm": updates.norms}
+        if error is not None:
+            norms["round/compression_error"] = error
+        self.norms.add_rows(norms, counts, clients)
 
     def merge(self, other: RoundRecord) -> None:
         """Take in what another process did in the same round, at the same time."""
@@ -91,13 +96,6 @@ class RoundRecord:
         """Count clients that have ended, whether or not they sent an update."""
         self.finished += clients
         self.total_bytes_down += num_bytes * len(clients)
-
-    def add_group(self, group: GroupUpdate, *, num_bytes: int) -> None:
-        """Take in those of clients that trained together."""
-        self.total_bytes_up += num_bytes * len(group.client_ids)
-        counts, clients = group.num_examples, group.client_ids
-        self.means.add_group(group.metrics, counts, clients)
-        self.norms.add_group({"round/client_update_norm": group.norms}, counts, clients)
 
     def withhold(self) -> None:
         """Forget everything about clients that no noise covers."""

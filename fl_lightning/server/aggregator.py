@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fl_lightning.core.update import ClientUpdate, GroupUpdate
+from fl_lightning.core.update import ClientUpdate, Updates
 from fl_lightning.server.means.running_mean import new_mean
 
 # Replaces a tensor by its sum over all processes, in place
@@ -81,9 +81,9 @@ class Aggregator(ABC):
     def add(self, update: ClientUpdate) -> None:
         """Take in one update."""
 
-    def add_group(self, group: GroupUpdate) -> None:
-        """Take in the updates of clients that trained together, one after the other."""
-        for update in group:
+    def receive(self, updates: Updates) -> None:
+        """Take in some updates, one after the other."""
+        for update in updates:
             self.add(update)
 
     def exchange(self, gather: Gather, all_reduce: AllReduce) -> None:

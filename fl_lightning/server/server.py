@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.core.update import ClientUpdate, GroupUpdate
+from fl_lightning.core.update import ClientUpdate, Updates
 from fl_lightning.server.aggregator import Aggregator, AllReduce, Gather
 from fl_lightning.server.means.mean import Mean
 from fl_lightning.server.means.running_mean import new_mean
@@ -148,24 +148,18 @@ class Server:
         self._aggregator.open(self._params.detach())
         self._mean_buffers = new_mean(self._buffers, exact=self._aggregator.exact)
 
-    def receive(self, update: ClientUpdate) -> None:
-        """Fold in one update; only its sums are kept."""
-        self._aggregator.add(update)
-        if update.buffers.numel():
-            self._mean_buffers.add(update.buffers, update.num_examples)
-        self.num_replies += 1
-
-    def receive_group(self, group: GroupUpdate) -> None:
-        """Fold in the updates of clients that trained together.
+    def receive(self, updates: ClientUpdate | Updates) -> None:
+        """Fold in updates; only their sums are kept.
 
         Raises:
             NotFinite: if the first look at their numbers finds one that is not; nothing is folded in
-                then. An aggregator's ``add_group`` looks before it changes anything.
+                then. An aggregator's ``receive`` looks before it changes anything.
         """
-        self._aggregator.add_group(group)
-        if group.buffers.shape[1]:
-            self._mean_buffers.add_group(group.buffers, group.num_examples)
-        self.num_replies += len(group.client_ids)
+        updates = Updates.of(updates)
+        self._aggregator.receive(updates)
+        if updates.buffers.shape[1]:
+            self._mean_buffers.add_rows(updates.buffers, updates.num_examples)
+        self.num_replies += len(updates.client_ids)
 
     def reduce(self, all_reduce: AllReduce, gather: Gather) -> None:
         """Take the updates that the servers of all processes received for one's own.

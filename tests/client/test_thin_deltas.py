@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fl_lightning.core.errors import NotFinite
-from fl_lightning.core.update import GroupUpdate
+from fl_lightning.core.update import Updates
 from fl_lightning.engines.slots.results import receive_usable
 from fl_lightning.engines.slots.thin_deltas import Factors, Numbers, ThinDeltas
 from fl_lightning.kernels.layers import reason_against_direct_layers
@@ -42,7 +42,7 @@ def thin(*parts):
 def group(deltas, counts):
     m = deltas.shape[0]
     losses = {"train/loss": torch.ones(m)}
-    return GroupUpdate(list(range(m)), deltas, torch.empty(m, 0), counts, [1] * m, losses)
+    return Updates(list(range(m)), deltas, torch.empty(m, 0), counts, [1] * m, losses)
 
 
 SOME = Factors(draws(3, 4, 5), draws(3, 4, 9, seed=1)), Numbers(draws(3, 2, seed=2))
@@ -132,7 +132,7 @@ def received(update, mean):
     calls = []
 
     def receive(usable, failures):
-        mean.add_group(usable.deltas, usable.num_examples)
+        mean.add_rows(usable.deltas, usable.num_examples)
         calls.append((usable.client_ids, [failure.client_id for failure in failures]))
 
     receive_usable(update, receive)
@@ -154,8 +154,8 @@ def test_a_client_that_is_not_finite_leaves_no_trace(place, bad, zeros, exact):
     first = thin(*SOME).whole[:1, :21]
     mean, expected = (new_mean(torch.empty(21), exact=exact) for _ in range(2))
     for some in (mean, expected):
-        some.add_group(first, [3])
-    expected.add_group(thin(*parts).of([0, 2]), [1, 4])
+        some.add_rows(first, [3])
+    expected.add_rows(thin(*parts).of([0, 2]), [1, 4])
     tensors[place][1, 2] = bad
     assert received(group(thin(*parts), [1, 2, 4]), mean) == ([0, 2], [1])
     assert torch.equal(mean.value(), expected.value())
@@ -197,15 +197,15 @@ def test_every_mean_has_the_bits_of_the_numbers(by_examples, exact):
     for some, first in ((deltas, deltas.of([0, 1])), (deltas.whole, deltas.whole[:2])):
         mean = Mean(weight_by_examples=by_examples, exact=exact)
         mean.open(torch.empty(47))
-        mean.add_group(some, [3, 1, 7])
-        mean.add_group(first, [2, 2])
+        mean.receive(group(some, [3, 1, 7]))
+        mean.receive(group(first, [2, 2]))
         means.append(mean.close())
     assert torch.equal(*means)
 
 
 def test_clients_without_weight_count_for_nothing():
     mean = RunningMean(torch.empty(47))
-    mean.add_group(thin(*SOME), [0, 0, 0])
+    mean.add_rows(thin(*SOME), [0, 0, 0])
     assert torch.equal(mean.value(), torch.zeros(47))
 
 

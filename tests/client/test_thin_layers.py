@@ -190,8 +190,8 @@ def test_updates_of_one_step_stay_factors(optimizer, is_thin):
         assert isinstance(group.deltas, ThinDeltas) == is_thin
         torch.testing.assert_close(group.norms, group.whole.norm(dim=1))
         mean, expected = RunningMean(local.read().params), RunningMean(local.read().params)
-        mean.add_group(group.deltas, group.num_examples)
-        expected.add_group(group.whole, group.num_examples)
+        mean.add_rows(group.deltas, group.num_examples)
+        expected.add_rows(group.whole, group.num_examples)
         assert torch.equal(mean.value(), expected.value())
 
 

@@ -17,7 +17,7 @@ from fl_lightning import ConfigurationError, Federation, Mean, Scaffold, Uniform
 from fl_lightning.client import Devices, GivenSpeeds, LogNormalSpeeds
 from fl_lightning.client.devices import Fate
 from fl_lightning.client.local_training import GlobalModel
-from fl_lightning.core.update import ClientUpdate, GroupUpdate
+from fl_lightning.core.update import ClientUpdate, Updates
 from fl_lightning.federation.stages.older_models import Start
 from fl_lightning.federation.stages.schedule import Arrivals
 from fl_lightning.server import FedAsync, FedBuff, HingeStaleness, PolynomialStaleness
@@ -35,7 +35,7 @@ def test_the_published_weights():
     rule = FedBuff(concurrency=3, buffer_size=3)
     for delta, tau in (([-1.0, 0], 0), ([0, -2.0], 1), ([1.0, -1], 3)):
         update = ClientUpdate(0, torch.tensor(delta), torch.empty(0), 10, 1)
-        server.receive(Start(model, model, tau, rule).counted(update))
+        server.receive(Start(model, model, tau, rule).counted(Updates.of(update)))
     server.close_round()
     expected = torch.tensor([0.166667, 0.638071])
     torch.testing.assert_close(server.model.params, expected, rtol=0, atol=5e-7)
@@ -64,10 +64,10 @@ def test_buffers_are_mixed_by_the_same_weight(rule, tau, share):
     start = Start(first if tau else present, present, tau, rule)
     buffers = torch.tensor([[3.0, 2.0], [0.1, 7.0]])
     expected = (1 - share) * present.buffers + share * buffers
-    group = start.counted_group(GroupUpdate([0, 1], torch.zeros(2, 1), buffers, [1, 1], [1, 1]))
+    group = start.counted(Updates([0, 1], torch.zeros(2, 1), buffers, [1, 1], [1, 1]))
     torch.testing.assert_close(group.buffers, expected)
-    one = start.counted(ClientUpdate(0, torch.zeros(1), buffers[1], 1, 1))
-    assert torch.equal(one.buffers, group.buffers[1])
+    one = start.counted(Updates.of(ClientUpdate(0, torch.zeros(1), buffers[1], 1, 1)))
+    assert torch.equal(one.buffers[0], group.buffers[1])
     if share == 1:
         assert torch.equal(group.buffers, buffers)
 

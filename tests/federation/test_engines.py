@@ -559,11 +559,11 @@ class Stopping(Mean):
 
     groups = 0
 
-    def add_group(self, group):
-        super().add_group(group)  # raises where a client is not finite
+    def receive(self, updates):
+        super().receive(updates)  # raises where a client is not finite
         self.groups += 1
         if self.groups == 3:
-            assert len(group.client_ids) == 2
+            assert len(updates.client_ids) == 2
             raise Stop
 
 

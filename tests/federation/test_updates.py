@@ -33,16 +33,16 @@ def run(updates, callbacks=(), ckpt_path=None, module=None, cohort=3, trainer=No
     return module, federation
 
 
-class Updates(Callback):
+class NoteUpdates(Callback):
     """Notes what the server receives, and its model at every round's start."""
 
     def __init__(self, monkeypatch):
         self.received = []
         original = Server.receive
 
-        def receive(server, update):
-            self.received.append(update)
-            original(server, update)
+        def receive(server, updates):
+            self.received.extend(updates)
+            original(server, updates)
 
         monkeypatch.setattr(Server, "receive", receive)
 
@@ -78,7 +78,7 @@ def test_the_server_gets_what_a_real_message_brings_and_bytes_are_its_own(transf
         return original(chain, payload, seed)
 
     monkeypatch.setattr(Chain, "on_client", on_client)
-    noted = Updates(monkeypatch)
+    noted = NoteUpdates(monkeypatch)
     module, federation = run(transforms, callbacks=[noted], trainer={"max_epochs": 1})
     shapes = Space.of_parameters(module).shapes
     chain, num_bytes = Chain(tuple(transforms)).with_shapes(shapes), 0
@@ -99,10 +99,10 @@ def test_the_server_gets_what_a_real_message_brings_and_bytes_are_its_own(transf
 
 
 def test_slots_send_what_one_after_the_other_sends(monkeypatch):
-    alone = Updates(monkeypatch)
+    alone = NoteUpdates(monkeypatch)
     run(COMPRESSED, callbacks=[alone], module=ToyModule)
     first = {(u.client_id, i // 3): u.delta for i, u in enumerate(alone.received)}
-    together = Updates(monkeypatch)
+    together = NoteUpdates(monkeypatch)
     _, federation = run(
         COMPRESSED, callbacks=[together], module=ToyModule, engine="slots", clients_per_group=3
     )
@@ -116,7 +116,7 @@ def test_slots_send_what_one_after_the_other_sends(monkeypatch):
 
 def test_with_feedback_what_arrived_is_what_was_sent_but_for_the_memory(monkeypatch):
     """Of every client: Σ Δ = Σ Δ' + memory."""
-    noted, deltas = Updates(monkeypatch), []
+    noted, deltas = NoteUpdates(monkeypatch), []
     original = ErrorFeedback.on_client
 
     def on_client(feedback, update, memory, seed):
@@ -208,7 +208,7 @@ class TestLowRank:
 
     @pytest.mark.parametrize("engine", ["sequential", "slots"])
     def test_a_block_a_tensor_gives_each_tensor_levels_of_its_own(self, engine, monkeypatch):
-        noted, ways = Updates(monkeypatch), {"download": [QSGD(8, block="tensor")]}
+        noted, ways = NoteUpdates(monkeypatch), {"download": [QSGD(8, block="tensor")]}
         module, _ = run([Affine(2, block="tensor")], callbacks=[noted], engine=engine, **ways)
         space = Space.of_parameters(module)
         assert noted.received
@@ -279,7 +279,7 @@ class TestDownload:
         assert federation.rounds.record.update_norm == 0
 
     def test_clients_train_from_what_arrives_and_bytes_are_those_of_the_message(self, monkeypatch):
-        noted, begun = Updates(monkeypatch), []
+        noted, begun = NoteUpdates(monkeypatch), []
         original = LocalTrainer.train
 
         def train(trainer, start, **options):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fl_lightning.core.errors import RoundFailure
-from fl_lightning.core.update import ClientUpdate, GroupUpdate
+from fl_lightning.core.update import ClientUpdate, Updates
 from fl_lightning.server.means.exact_mean import ExactMean
 from fl_lightning.server.means.mean import Mean
 from fl_lightning.server.means.running_mean import RunningMean
@@ -39,7 +39,7 @@ def added_up(means):
 def grouped(entries, kind=ExactMean):
     mean = kind(torch.empty(3))
     vectors, weights = zip(*entries, strict=True)
-    mean.add_group(torch.tensor(vectors), weights)
+    mean.add_rows(torch.tensor(vectors), weights)
     return mean
 
 
@@ -118,7 +118,7 @@ def test_the_aggregator_takes_groups(exact, by_examples):
     deltas = torch.tensor([[2.0], [4.0]])
     aggregator = Mean(weight_by_examples=by_examples, exact=exact)
     aggregator.open(torch.empty(1))
-    aggregator.add_group(GroupUpdate([0, 1], deltas, torch.empty(2, 0), [1, 3], [1, 1]))
+    aggregator.add_rows(Updates([0, 1], deltas, torch.empty(2, 0), [1, 3], [1, 1]))
     assert aggregator.close().tolist() == [3.5 if by_examples else 3.0]
 
 

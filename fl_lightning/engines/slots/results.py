@@ -17,7 +17,7 @@ from fl_lightning.client.local_training import GlobalModel, check_finite
 from fl_lightning.client.work import GroupWork, Integers
 from fl_lightning.core.errors import ClientFailure, NotFinite
 from fl_lightning.core.space import Space
-from fl_lightning.core.update import GroupUpdate, LazyDeltas
+from fl_lightning.core.update import LazyDeltas, Updates
 from fl_lightning.engines.functional.functional_step import OWN_LOSS, Tensors
 from fl_lightning.engines.slots.rows import SlotRows
 from fl_lightning.engines.slots.stacked_step import StackedStep
@@ -103,7 +103,7 @@ class SlotResults:
         pairs = zip(self._rows.of(slots), self._indices * len(slots), strict=True)
         return [row if index is None else row.index_select(0, index) for row, index in pairs]
 
-    def hand_on(self) -> Iterator[GroupUpdate]:
+    def hand_on(self) -> Iterator[Updates]:
         """Yield what was taken over since the last time, if anything was."""
         if not self._clients:
             return
@@ -114,7 +114,7 @@ class SlotResults:
         self._clear()
         yield group
 
-    def group(self, clients: Integers, deltas: Tensor | LazyDeltas, sums: Tensors) -> GroupUpdate:
+    def group(self, clients: Integers, deltas: Tensor | LazyDeltas, sums: Tensors) -> Updates:
         """Return clients' updates.
 
         Args:
@@ -126,7 +126,7 @@ class SlotResults:
         means = {name: total[:, 0] / total[:, 1] for name, total in sums.items()}
         own = {"train/loss": means.pop(OWN_LOSS)}  # a module may log a train/loss of its own
         final = self._final_buffers
-        return GroupUpdate(
+        return Updates(
             client_ids=work.client_ids[clients].tolist(),
             deltas=deltas,
             buffers=torch.cat(final) if final else self._start.buffers.expand(count, -1),
@@ -139,9 +139,7 @@ class SlotResults:
         self._clients, self._sums, self._final_buffers = [], [], []
 
 
-def receive_usable(
-    group: GroupUpdate, receive: Callable[[GroupUpdate, list[ClientFailure]], None]
-) -> None:
+def receive_usable(group: Updates, receive: Callable[[Updates, list[ClientFailure]], None]) -> None:
     """Hand on the clients whose update is finite, and what is wrong with the others.
 
     Args:
@@ -159,7 +157,7 @@ def receive_usable(
     receive(*_usable(group))  # not while handling an error: what it raises has no other cause
 
 
-def _usable(group: GroupUpdate) -> tuple[GroupUpdate, list[ClientFailure]]:
+def _usable(group: Updates) -> tuple[Updates, list[ClientFailure]]:
     """Return the group without those whose update cannot be used, as far as it is known, and why."""
     others = group.metrics["train/loss"].sum() + group.buffers.sum()
     is_open = not isinstance(group.deltas, Tensor)  # who asks for the numbers will tell

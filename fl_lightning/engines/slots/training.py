@@ -21,7 +21,7 @@ from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.client.work import ClientWork, GroupWork, Integers
 from fl_lightning.core.devices import sent
 from fl_lightning.core.space import Space
-from fl_lightning.core.update import GroupUpdate, rows_of
+from fl_lightning.core.update import Updates, rows_of
 from fl_lightning.engines.cannot_stack import CannotStack
 from fl_lightning.engines.compiler.compiling import HasChanged
 from fl_lightning.engines.functional.functional_step import Tensors
@@ -97,7 +97,7 @@ class SlotTrainer:
         clients: Iterable[ClientWork],
         term: TermOf | None = None,
         own: OwnOf | None = None,
-    ) -> Iterator[GroupUpdate]:
+    ) -> Iterator[Updates]:
         """Train the clients and yield their updates, about as many at once as there are slots.
 
         When all are yielded, the module's torchmetrics objects hold their examples, without those
@@ -126,7 +126,7 @@ class SlotTrainer:
 
     def _train(
         self, start: GlobalModel, work: GroupWork, term: TermOf | None, own: OwnOf | None
-    ) -> Iterator[GroupUpdate]:
+    ) -> Iterator[Updates]:
         self._step.read_options()
         sizes = {self._batch_size, *work.sizes.tolist()}
         rehearsal = self._step.rehearse(partial(self._inputs.batch_like, work[0]), sizes)
@@ -230,7 +230,7 @@ class SlotTrainer:
         for guest in guests:
             self._own.enter(guest.slot, guest.work.client_id)
 
-    def _only(self, start: Tensors, batch: Any, valid: Tensor, clients: Integers) -> GroupUpdate:
+    def _only(self, start: Tensors, batch: Any, valid: Tensor, clients: Integers) -> Updates:
         """Return the updates of clients whose first step is their last."""
         deltas, sums = self._step.only(start, batch, valid, self._space.active)
         count = len(clients)
@@ -241,7 +241,7 @@ class SlotTrainer:
 
     def _take_over(
         self, slots: list[int], clients: list[int], work: GroupWork
-    ) -> Iterator[GroupUpdate]:
+    ) -> Iterator[Updates]:
         """Take over the results of clients that end; yield those of others to make room."""
         if not slots:
             return

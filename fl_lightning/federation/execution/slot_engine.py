@@ -24,7 +24,7 @@ from fl_lightning.client.local_training import GlobalModel, LocalTrainer
 from fl_lightning.client.work import ClientWork, GroupWork
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.metric_states import MetricStates, metrics_of
-from fl_lightning.core.update import ClientUpdate, GroupUpdate
+from fl_lightning.core.update import ClientUpdate, Updates
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.engines import (
     CannotStack,
@@ -155,7 +155,7 @@ class SlotEngine:
         work: Sequence[ClientWork],
         term: TermOf | None = None,
         own: OwnOf | None = None,
-    ) -> Iterator[GroupUpdate]:
+    ) -> Iterator[Updates]:
         """Train clients and yield their updates as they end.
 
         Args:
@@ -173,7 +173,7 @@ class SlotEngine:
         for name, metric in rehearsal.metrics.items() if rehearsal is not None else ():
             self._collector.add_metric(name, names.get(name, name), metric)
 
-    def _as_far_as_possible(self, groups: Iterator[GroupUpdate]) -> Iterator[GroupUpdate]:
+    def _as_far_as_possible(self, groups: Iterator[Updates]) -> Iterator[Updates]:
         """Have whatever stops slots be a reason for doing without them.
 
         What is the user's own mistake will be met again, one client after the other, and told there.

@@ -224,7 +224,7 @@ def _train_all(engine: SlotEngine, model: GlobalModel, work: Sequence[ClientWork
     """Train clients as a round does: their updates are looked at and folded in, none is kept."""
     mean = RunningMean(model.params)
     for group in engine.train(model, work):
-        receive_usable(group, lambda usable, _: mean.add_group(usable.deltas, usable.num_examples))
+        receive_usable(group, lambda usable, _: mean.add_rows(usable.deltas, usable.num_examples))
 
 
 def _times_faster(

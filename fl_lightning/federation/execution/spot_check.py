@@ -28,7 +28,7 @@ from fl_lightning.client.work import ClientWork, GroupWork
 from fl_lightning.core.errors import ClientFailure, EnginesDiffer
 from fl_lightning.core.metric_states import MetricStates, metrics_of
 from fl_lightning.core.seeds import preserve_global_generators
-from fl_lightning.core.update import ClientUpdate, GroupUpdate
+from fl_lightning.core.update import ClientUpdate, Updates
 from fl_lightning.federation.execution.spot_rate import SpotRate, drawn
 from fl_lightning.federation.execution.update_differences import (
     UPDATE,
@@ -161,7 +161,7 @@ class GroupCheck:
         self._metrics = check.metrics if self._work else None
         self._began = time.perf_counter()
 
-    def note(self, usable: GroupUpdate, kept: Mapping[int, Tensor]) -> None:
+    def note(self, usable: Updates, kept: Mapping[int, Tensor]) -> None:
         """Keep what slots have made of the clients that were drawn.
 
         Args:
@@ -202,7 +202,7 @@ class GroupCheck:
         self._check.note(in_slots, spent / max(1, num_steps))
 
 
-def _alone(group: GroupUpdate, row: int) -> ClientUpdate:
+def _alone(group: Updates, row: int) -> ClientUpdate:
     """Return one client's update; of lazy deltas, no other is multiplied out."""
     deltas = group.deltas
     if isinstance(deltas, Tensor):

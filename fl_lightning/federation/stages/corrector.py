@@ -20,7 +20,7 @@ from fl_lightning.client.corrections.fedprox import FedProx
 from fl_lightning.client.local_solver import LocalSolver
 from fl_lightning.client.memory import ClientMemory
 from fl_lightning.core.space import Space
-from fl_lightning.core.update import ClientUpdate, GroupUpdate, LazyDeltas
+from fl_lightning.core.update import ClientUpdate, LazyDeltas, Updates
 from fl_lightning.server.aggregator import Aggregator, AllReduce
 from fl_lightning.server.means.exact_mean import ExactMean
 from fl_lightning.server.means.running_mean import RunningMean, new_mean
@@ -129,20 +129,14 @@ class Corrector:
             self._changes.add(after if before is None else after - before, 1)
             self._num_changes += 1
 
-    def counted(self, update: ClientUpdate) -> ClientUpdate:
-        """Have an update say how many gradients it adds up to, where the aggregator asks for it."""
+    def counted(self, updates: Updates) -> Updates:
+        """Have updates say how many gradients they add up to, where the aggregator asks for it."""
         if not self._counts_steps:
-            return update
-        return replace(
-            update, effective_steps=self._solver.effective_steps(_optimizer_steps(update))
-        )
-
-    def counted_group(self, group: GroupUpdate) -> GroupUpdate:
-        """Have each update of a group say so."""
-        if not self._counts_steps:
-            return group
-        steps = [self._solver.effective_steps(number) for number in group.num_steps]
-        return replace(group, effective_steps=steps)
+            return updates
+        taken = updates.optimizer_steps or [None] * len(updates.num_steps)
+        pairs = zip(updates.num_steps, taken, strict=True)
+        steps = [self._solver.effective_steps(n if own is None else own) for n, own in pairs]
+        return replace(updates, effective_steps=steps)
 
     def bytes_up(self, like: Tensor | LazyDeltas, *, is_lossy: bool) -> int:
         """Return how many bytes a client sends besides its update: the change of its memory.

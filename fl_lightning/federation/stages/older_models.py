@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.core.update import ClientUpdate, GroupUpdate
+from fl_lightning.core.update import Updates
 from fl_lightning.federation.stages.schedule import Arrivals, ServerStep
 from fl_lightning.server.staleness import AsyncRule
 
@@ -32,19 +32,12 @@ class Start:
     staleness: int = 0
     rule: AsyncRule | None = None
 
-    def counted(self, update: ClientUpdate) -> ClientUpdate:
-        """Return an update as the server takes it in."""
+    def counted(self, updates: Updates) -> Updates:
+        """Return updates as the server takes them in."""
         if self.rule is None:
-            return update
-        delta = self.rule.weighed(update.delta, self.staleness, self._drift())
-        return replace(update, delta=delta, buffers=self._mixed(update.buffers))
-
-    def counted_group(self, group: GroupUpdate) -> GroupUpdate:
-        """Return updates of clients that trained together likewise."""
-        if self.rule is None:
-            return group
-        deltas = self.rule.weighed(group.whole, self.staleness, self._drift())
-        return replace(group, deltas=deltas, buffers=self._mixed(group.buffers))
+            return updates
+        deltas = self.rule.weighed(updates.whole, self.staleness, self._drift())
+        return replace(updates, deltas=deltas, buffers=self._mixed(updates.buffers))
 
     def _mixed(self, buffers: Tensor) -> Tensor:
         """Return the present buffers with as much of these as counts; variances stay positive."""

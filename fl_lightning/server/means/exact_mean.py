@@ -68,7 +68,7 @@ class ExactMean:
         self._low += product.sub_(high.div_(_HIGH)).mul_(_LOW).round_().long()
         self._weight += weight if isinstance(weight, int) else torch.as_tensor(weight).long()
 
-    def add_group(self, vectors: Tensor | LazyDeltas, weights: Sequence[float]) -> None:
+    def add_rows(self, vectors: Tensor | LazyDeltas, weights: Sequence[float]) -> None:
         """Take in m vectors, shape (m, k)."""
         whole = vectors if isinstance(vectors, Tensor) else vectors.whole
         for vector, weight in zip(whole, weights, strict=True):

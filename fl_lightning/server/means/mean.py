@@ -10,7 +10,7 @@ processes each fold the updates of their own clients; what they have then is add
 
 from __future__ import annotations
 
-from fl_lightning.core.update import ClientUpdate, GroupUpdate
+from fl_lightning.core.update import ClientUpdate, Updates
 from fl_lightning.server.aggregator import WeightedMean
 
 
@@ -41,7 +41,8 @@ class Mean(WeightedMean):
         """Return its examples, or 1."""
         return update.num_examples if self.weight_by_examples else 1
 
-    def add_group(self, group: GroupUpdate) -> None:
-        """Add the updates of several clients at once, with the bits of one after the other."""
-        alike = [1] * len(group.num_examples)
-        self._mean.add_group(group.deltas, group.num_examples if self.weight_by_examples else alike)
+    def receive(self, updates: Updates) -> None:
+        """Add some updates at once, with the bits of one after the other."""
+        alike = [1] * len(updates.num_examples)
+        weights = updates.num_examples if self.weight_by_examples else alike
+        self._mean.add_rows(updates.deltas, weights)

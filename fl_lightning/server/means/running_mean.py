@@ -35,7 +35,7 @@ class RunningMean:
         self._weight += weight
         self._mean.lerp_(vector, weight / self._weight if weight else 0.0)
 
-    def add_group(self, vectors: Tensor | LazyDeltas, weights: Sequence[float]) -> None:
+    def add_rows(self, vectors: Tensor | LazyDeltas, weights: Sequence[float]) -> None:
         """Take in m vectors, shape (m, k), with the bits of one after the other."""
         if isinstance(vectors, Tensor):
             for vector, weight in zip(vectors, weights, strict=True):

@@ -11,7 +11,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from fl_lightning.core.update import ClientUpdate, GroupUpdate, LazyDeltas
+from fl_lightning.core.update import ClientUpdate, LazyDeltas, Updates
 from fl_lightning.updates.payload import Dense
 from fl_lightning.updates.wire.codec import encoded_size
 from fl_lightning.updates.wire.message import Kind, Message
@@ -19,8 +19,8 @@ from fl_lightning.updates.wire.message import Kind, Message
 Shape = tuple[int, torch.dtype]
 
 
-def bytes_up(update: ClientUpdate | GroupUpdate) -> int:
-    """Return the length of a client's update as a message; of a group, of each of its clients.
+def bytes_up(updates: ClientUpdate | Updates) -> int:
+    """Return the length of a client's update as a message; of several, which are alike, of each.
 
     Of an update with coordinates that its client may not move, the others travel.
 
@@ -29,11 +29,10 @@ def bytes_up(update: ClientUpdate | GroupUpdate) -> int:
         >>> bytes_up(update)  # 4 bytes a number and 109 for everything else
         509
     """
-    if isinstance(update, ClientUpdate):
-        delta = _shape(update.delta, update.active)
-    else:
-        delta = _shape(update.deltas)
-    return _dense_size("update", delta, _shape(update.buffers), tuple(update.metrics))
+    updates = Updates.of(updates)
+    active = None if updates.active is None else updates.active[0]
+    delta = _shape(updates.deltas, active)
+    return _dense_size("update", delta, _shape(updates.buffers), tuple(updates.metrics))
 
 
 def bytes_down(params: Tensor, buffers: Tensor, active: Tensor | None = None) -> int:
