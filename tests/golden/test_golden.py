@@ -1,0 +1,48 @@
+"""Results of runs stay what they were: to the bit where they were recorded, nearly so elsewhere."""
+
+import pytest
+
+from golden.runs import NAMES, VARIANTS, result
+from golden.values import machine, read
+
+FAST = ("plain", "adamw", "mask", "compressed", "distributed privacy", "scaffold", "median", "fedbuff")
+VALUES = read()
+RUNS = [
+    pytest.param(
+        name,
+        variant,
+        id=f"{name}, {variant}",
+        marks=[] if name in FAST and variant.devices == 1 else pytest.mark.slow,
+    )
+    for name in NAMES
+    for variant in VARIANTS
+]
+
+
+@pytest.mark.parametrize(("name", "variant"), RUNS)
+def test_a_run_gives_what_it_gave(name, variant, tmp_path):
+    before, now = VALUES["runs"][name][str(variant)], result(name, variant, tmp_path)
+    assert now.keys() == before.keys()
+    if "refused" in now:
+        assert now["refused"] == before["refused"]
+    elif VALUES["machine"] == machine():
+        assert now == before
+    else:
+        assert now["rough"] == pytest.approx(before["rough"], rel=1e-3, abs=1e-4)
+
+
+def test_every_run_is_known():
+    assert VALUES["runs"].keys() == set(NAMES)
+    assert all(list(found) == [str(v) for v in VARIANTS] for found in VALUES["runs"].values())
+    results = [value for found in VALUES["runs"].values() for value in found.values()]
+    assert sum("bits" in value for value in results) > 160
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "not exact"])
+def test_two_processes_give_the_bits_of_one(name):
+    """So the configurations say, by an exact mean, or because their sums have one order."""
+    runs = VALUES["runs"][name]
+    for engine in ("sequential", "slots"):
+        one, two = runs[f"{engine}, 1"], runs[f"{engine}, 2"]
+        if "bits" in one and "bits" in two:
+            assert one["rough"] == pytest.approx(two["rough"], rel=1e-4, abs=1e-6)
