@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,15 @@ from fl_lightning.core.seeds import torch_generator
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.data.shards import local_order
 from fl_lightning.federation.processes.shares import local_work
-from fl_lightning.federation.stages.example_rounds import ExampleRounds
+
+
+class DrawsBatches(Protocol):
+    """Draws the examples of a client's local steps by coins."""
+
+    def batches(
+        self, shard: Tensor, batch_size: int, num_steps: int, client: int, round_index: int
+    ) -> tuple[Tensor, list[int]]:
+        """Return indices of examples in the order of the steps, and how many each step takes."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +47,7 @@ class LocalWork:
     local_epochs: int | None
     accumulate: int
     seed: int
-    examples: ExampleRounds | None = None
+    examples: DrawsBatches | None = None
 
 
 class WorkPlan:

@@ -1,7 +1,7 @@
 """The ``federation:`` block: a callback that turns a Lightning run into a federated one.
 
 With it among the Trainer's callbacks an epoch is a round: `RoundGroups` gives the clients of each
-round, `FederatedLoop` trains them, `RoundRunner` holds the server, and this class keeps
+round, `FederatedLoop` trains them, `Round` holds the server, and this class keeps
 Lightning's calendar: set up, log, save, restore, clean up.
 """
 
@@ -34,6 +34,7 @@ from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.engines import Speedup
 from fl_lightning.federation.aggregation import run_aggregator
 from fl_lightning.federation.checkpoints.atomic_checkpoint import AtomicCheckpointIO
+from fl_lightning.federation.checkpoints.run_state import load_run_state, run_state
 from fl_lightning.federation.checks.by_hand import check_by_hand, check_several
 from fl_lightning.federation.checks.compatibility import (
     check_asynchronous,
@@ -51,6 +52,7 @@ from fl_lightning.federation.checks.options import (
 )
 from fl_lightning.federation.checks.privacy import check_monitors
 from fl_lightning.federation.checks.zero_rate import zero_rate_line
+from fl_lightning.federation.client_work import LocalWork
 from fl_lightning.federation.execution.engine_options import (
     EngineName,
     EngineOptions,
@@ -61,13 +63,15 @@ from fl_lightning.federation.groups import RoundGroups, Share
 from fl_lightning.federation.hooks import GroupsPassBy
 from fl_lightning.federation.loop import begin_next_round, install, renumber_groups
 from fl_lightning.federation.processes.shares import local_work
+from fl_lightning.federation.round import Round
 from fl_lightning.federation.round_hooks import have_rounds_for_batches
 from fl_lightning.federation.round_log import log_round
-from fl_lightning.federation.round_options import RoundOptions
-from fl_lightning.federation.rounds import RoundRunner
+from fl_lightning.federation.run import Run, RunOptions
+from fl_lightning.federation.stage import Stage
 from fl_lightning.federation.stages.attackers import Attackers
 from fl_lightning.federation.stages.clock import VirtualTime
 from fl_lightning.federation.stages.example_rounds import ExampleRounds
+from fl_lightning.federation.stages.order import stages_of
 from fl_lightning.federation.stages.personal_models import PersonalModels
 from fl_lightning.federation.stages.personal_recall import recalled_models, state_to_bring_home
 from fl_lightning.federation.stages.privacy_run import (
@@ -91,6 +95,7 @@ from fl_lightning.privacy.protected import (
 from fl_lightning.server.aggregator import Aggregator
 from fl_lightning.server.robust.collect import RobustRule
 from fl_lightning.server.server import (
+    Server,
     ServerOptimizer,
     ServerSchedule,
     as_aggregator,
@@ -140,6 +145,7 @@ class Federation(Callback):
         server_schedule: builds the schedule of that optimizer's learning rate over rounds, e.g. of
             `torch.optim.lr_scheduler`; None for a constant one.
         attackers: clients that attack, to test defences; nobody if None.
+        stages: what else happens in a round, of your own: see `fl_lightning.federation.stage.Stage`.
         on_client_failure: what to do when a client's step raises, its loss or update is not
             finite, or it has no examples: ``raise``, naming it, or ``skip`` it and count it.
         min_replies: a round with fewer valid updates stops the run.
@@ -201,6 +207,7 @@ class Federation(Callback):
         asynchronous: AsyncRule | None = None,
         server_schedule: ServerSchedule | None = None,
         attackers: Attackers | None = None,
+        stages: list[Stage] | None = None,
         on_client_failure: Literal["raise", "skip"] = "raise",
         min_replies: int = 1,
         engine: EngineName = "auto",
@@ -270,7 +277,9 @@ class Federation(Callback):
         self.client_memory_gb = client_memory_gb
         self.client_state = list(client_state or [])
         self.seed = run_seed(seed)
-        self.rounds: RoundRunner | None = None
+        self.stages: list[Stage] = list(stages or [])
+        self.rounds: Round | None = None
+        self.private: PrivateRounds | ExampleRounds | None = None
         self._saved: dict[str, Any] = {}
         self._personal_state: dict[str, Any] = {}
         self._accumulate = 1
@@ -354,34 +363,36 @@ class Federation(Callback):
             if isinstance(private, PrivateRounds)
             else run_aggregator(trainer, self.aggregator, self.attackers)
         )
-        options = RoundOptions(
-            local_steps=self.local_steps,
-            local_epochs=self.local_epochs,
-            accumulate=self._accumulate,
-            on_client_failure=self.on_client_failure,
-            min_replies=self.min_replies,
-            seed=self.seed,
-            engine=self.engine,
-            correction=self.correction,
-            personal=self.personal,
-            updates=self.updates,
-            download=self.download,
-            client_memory_bytes=self.client_memory_gb * 1e9,
-            num_clients=len(data.clients),
-            fleet=self._time.fleet,
-            versions=self._time.versions(),
-            examples=private if isinstance(private, ExampleRounds) else None,
-            client_state=self.client_state,
-        )
-        earlier = self.rounds
-        self.rounds = RoundRunner(
+        run = Run.of(
             trainer,
-            options,
+            RunOptions(
+                accumulate=self._accumulate,
+                on_client_failure=self.on_client_failure,
+                min_replies=self.min_replies,
+                seed=self.seed,
+                engine=self.engine,
+                correction=self.correction,
+                personal=self.personal,
+                client_memory_bytes=self.client_memory_gb * 1e9,
+                client_state=self.client_state,
+            ),
             self._groups,
-            aggregator,
-            self.server_optimizer,
-            self.server_schedule,
-            private,
+            LocalWork(
+                self.local_steps,
+                self.local_epochs,
+                self._accumulate,
+                self.seed,
+                private if isinstance(private, ExampleRounds) else None,
+            ),
+        )
+        stages = stages_of(
+            run, aggregator, self._time, self.updates, self.download, self.stages, private
+        )
+        earlier, self.private = self.private, private
+        self.rounds = Round(
+            run,
+            stages,
+            lambda model: Server(model, aggregator, self.server_optimizer, self.server_schedule),
         )
         if self.correction is not None:
             self.correction.check_server(self.rounds.server.optimizer)
@@ -389,11 +400,11 @@ class Federation(Callback):
             trainer.strategy.checkpoint_io.files = self.rounds.memory.files_of_checkpoint
         self._groups_before = self._saved.get("groups", len(self._groups))
         if self._saved:
-            self.rounds.load_state_dict(self._saved)
+            load_run_state(self.rounds, self._saved)
             self._saved = {}
         elif trainer.current_epoch > 0:
-            count_on(self.rounds, earlier)
-        self._cleanup.callback(self.rounds.clients.step.use, ())
+            count_on(private, earlier)
+        self._cleanup.callback(run.step.use, ())
         install(trainer, self.rounds)
         self._cleanup.enter_context(preserve_global_generators())
         for owner in (pl_module, data):
@@ -413,7 +424,7 @@ class Federation(Callback):
         if self._groups_before != len(self._groups):
             renumber_groups(trainer, self._groups_before, len(self._groups))
         assert self.rounds is not None
-        announce_privacy(trainer, self.privacy, self.rounds)
+        announce_privacy(trainer, self.privacy, self.private, self.rounds)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Follow new masks, and let what hooks draw between rounds depend on the round alone."""
@@ -441,9 +452,9 @@ class Federation(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the round: the clients' metrics and what else is known of it."""
         assert self.rounds is not None
-        record, private = self.rounds.record, self.rounds.private
+        record, private = self.rounds.record, self.private
         if private is not None and self.rounds.server.is_open:  # it was broken off
-            private.note(record)
+            private.close(record)
         if private is not None:
             check_monitors(trainer, record.unprotected_names())
         metrics = record.metrics()
@@ -464,7 +475,7 @@ class Federation(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the server's state for the checkpoint."""
-        return self._saved if self.rounds is None else self.rounds.state_dict()
+        return self._saved if self.rounds is None else run_state(self.rounds)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep a checkpoint's state until the fit starts."""

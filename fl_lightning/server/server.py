@@ -13,7 +13,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable
 from functools import reduce
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,11 +35,8 @@ ServerSchedule = Callable[[Optimizer], LRScheduler]
 _FEW_NUMBERS = 1000
 
 
-class Corrects(Protocol):
-    """What may change an aggregate before the server steps on it."""
-
-    def pseudo_gradient(self, aggregate: Tensor) -> Tensor | None:
-        """Return what the server descends, shape (k,); None if it is to stay where it is."""
+# Makes of an aggregate what the server descends, shape (k,); None if it is to stay where it is.
+PseudoGradient = Callable[[Tensor], Tensor | None]
 
 
 def fedavg_optimizer(params: Iterable[Any]) -> Optimizer:
@@ -180,18 +177,18 @@ class Server:
         self._mean_buffers.load_sums(sums[len(deltas) :])
         self.num_replies = int(replies)
 
-    def close_round(self, corrector: Corrects | None = None) -> Tensor:
+    def close_round(self, change: PseudoGradient | None = None) -> Tensor:
         """Step on the aggregate and return the pseudo-gradient's L2 norm.
 
         Without a reply the model stays, unless the aggregator is private: that nobody replied is
         not to be seen.
 
         Args:
-            corrector: makes the pseudo-gradient of the aggregate; they are the same if None.
+            change: makes the pseudo-gradient of the aggregate; they are the same if None.
         """
         self.is_open = False
         norm = (
-            self._step(corrector)
+            self._step(change)
             if self.num_replies or self._aggregator.is_private
             else torch.zeros(())
         )
@@ -201,9 +198,9 @@ class Server:
                 self._schedule.step()
         return norm
 
-    def _step(self, corrector: Corrects | None) -> Tensor:
+    def _step(self, change: PseudoGradient | None) -> Tensor:
         aggregate = self._aggregator.close()
-        pseudo_gradient = aggregate if corrector is None else corrector.pseudo_gradient(aggregate)
+        pseudo_gradient = aggregate if change is None else change(aggregate)
         if pseudo_gradient is None:
             return torch.zeros(())
         untouched = self._aggregator.untouched

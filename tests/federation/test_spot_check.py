@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torchmetrics
+from fl_lightning.federation.group_training import GroupTraining
 from lightning.pytorch import Callback
 from quadratics import ByOwner
 from torch import nn
@@ -45,7 +46,6 @@ from fl_lightning.federation.execution.update_differences import (
     differences,
     nudged,
 )
-from fl_lightning.federation.group_training import GroupTraining
 from fl_lightning.server import FedBuff
 from fl_lightning.updates import QSGD, TopK
 

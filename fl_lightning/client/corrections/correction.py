@@ -38,6 +38,14 @@ class GradientTerm:
         """Whether there is nothing to add."""
         return self.pull == 0 and self.shift is None
 
+    def __add__(self, other: GradientTerm) -> GradientTerm:
+        """Return both terms together."""
+        if self.shift is None or other.shift is None:
+            shift = self.shift if other.shift is None else other.shift
+        else:
+            shift = self.shift + other.shift
+        return GradientTerm(self.pull + other.pull, shift)
+
 
 @dataclass(frozen=True)
 class Outcome:

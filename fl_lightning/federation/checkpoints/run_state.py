@@ -2,131 +2,97 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
-from lightning.pytorch import LightningModule
-
+from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.client.state.state_tensors import buffer_names
-from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.federation.checkpoints.run_memory import RunMemory
-from fl_lightning.federation.group_training import GroupTraining
-from fl_lightning.federation.groups import RoundGroups
-from fl_lightning.federation.processes.ranks import Ranks
-from fl_lightning.federation.round_options import RoundOptions
+from fl_lightning.federation.round import Round
 from fl_lightning.federation.round_record import RoundRecord
-from fl_lightning.federation.stages.corrector import Corrector
-from fl_lightning.federation.stages.example_rounds import ExampleRounds
-from fl_lightning.federation.stages.private_rounds import PrivateRounds
-from fl_lightning.federation.stages.secure_rounds import SecureRounds
-from fl_lightning.server.server import Server
-from fl_lightning.updates.path import UpdatePath
+from fl_lightning.federation.stage import check_same
+
+# What a run either has or has not: key of its stage, and how it is called.
+_CHOICES = {"versions": "choice of federation.asynchronous", "privacy": "privacy"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunState:
-    """The parts of a run that have something to keep, as `RoundRunner` has them."""
+def run_state(rounds: Round) -> dict[str, Any]:
+    """Return what a run has to keep, and what is known of the present round.
 
-    module: LightningModule
-    options: RoundOptions
-    clients: GroupTraining
-    server: Server
-    corrector: Corrector
-    memory: RunMemory
-    groups: RoundGroups
-    ranks: Ranks
-    path: UpdatePath
-    private: PrivateRounds | ExampleRounds | None
-    secure: SecureRounds | None
-
-    def state_dict(self, record: RoundRecord) -> dict[str, Any]:
-        """Return what they have to keep, and what is known of the present round.
-
-        Of several processes one writes the checkpoint: it leaves out the open round, which is then
-        trained again from its start. So does a private run, because the sums of an open round have no
-        noise.
-        """
-        clients, corrector, versions = self.clients, self.corrector, self.options.versions
-        is_open, is_private = self.server.is_open, isinstance(self.private, PrivateRounds)
-        restarts = is_private or (self.secure is not None and self.secure.aggregator.restarts)
-        open_here = is_open and self.ranks.size == 1 and not restarts
-        hides_record = is_open and is_private
-        state = {
-            "space": clients.local.space.fingerprint(),
-            "mask": clients.local.space.mask_fingerprint(),
-            "seed": self.options.seed,
-            "server": self.server.state_dict(with_round=open_here),
-            "record": (RoundRecord() if hides_record else record).state_dict(),
-            "scaler": clients.scaler.state_dict() if open_here else {},
-            "metrics": clients.collector.metric_states(self.module) if open_here else {},
-            "prog_bar": sorted(clients.collector.prog_bar),
-            "ranks": self.ranks.size,
-            "groups": len(self.groups),
-            "inside": is_open,
-            "engine": clients.engine.state_dict(),
-            "client_state": clients.local.state_names,
-            "updates": self._on_the_way,
-            "personal": clients.personal.state_dict(),
-            "memory": self.memory.state_dict(with_round=open_here),
-            "population": self.groups.population.state_dict(),
-            "versions": None if versions is None else versions.state_dict(),
-        }
-        if corrector.correction.remembers:
-            state["correction"] = corrector.state_dict(with_round=open_here)
-        if self.private is not None:
-            state["privacy"] = self.private.state_dict()
-        return state
-
-    def check(self, state: dict[str, Any]) -> None:
-        """Refuse what another run has kept, before anything is taken but which parameters are personal.
-
-        Raises:
-            ConfigurationError: saying what differs.
-        """
-        space, versions = self.clients.local.space, self.options.versions
-        self.clients.personal.load_state_dict(state.get("personal"))  # says itself what differs
-        _check_same("model", state["space"], space.fingerprint())
-        _check_same("mask", state["mask"], space.mask_fingerprint())
-        names = state.get("client_state", buffer_names(self.module))  # older runs sent all of them
-        if names is not None:
-            self.clients.local.settle_state(names)
-        _check_same("seed", state["seed"], self.options.seed)
-        kind = state.get("correction", {}).get("kind")
-        _check_same("correction", kind, self.corrector.kind)
-        _check_same("updates", state["updates"], self._on_the_way)
-        choice = "choice of federation.asynchronous"
-        _check_same(choice, state["versions"] is not None, versions is not None)
-        _check_same("privacy", "privacy" in state, self.private is not None)
-        if state["inside"]:
-            _check_same("number of processes", state["ranks"], self.ranks.size)
-            _check_same("number of groups of clients", state["groups"], len(self.groups))
-
-    def load_state_dict(self, state: dict[str, Any], record: RoundRecord) -> None:
-        """Have what was kept, once the server has its model and the module as well."""
-        clients, versions = self.clients, self.options.versions
-        self.server.load_state_dict(state["server"])
-        self.corrector.load_state_dict(state.get("correction", {}), self.server.model.params)
-        if self.private is not None:
-            self.private.load_state_dict(state["privacy"])
-        record.load_state_dict(state["record"])
-        clients.scaler.load_state_dict(state["scaler"])
-        clients.collector.load_metric_states(self.module, state["metrics"])
-        clients.collector.prog_bar |= set(state["prog_bar"])
-        clients.engine.load_state_dict(state["engine"])
-        self.memory.load_state_dict(state.get("memory", {}))
-        self.groups.population.load_state_dict(state["population"])
-        if versions is not None:
-            versions.load_state_dict(state["versions"])
-
-    @property
-    def _on_the_way(self) -> list[str]:
-        """What happens to updates and to what clients get."""
-        return [*self.path.names, "down:", *self.clients.broadcast.names]
+    Of several processes one writes the checkpoint: it leaves out the open round, which is then
+    trained again from its start. So does a private run, because the sums of an open round have no
+    noise.
+    """
+    run, server, stages = rounds.run, rounds.server, rounds.stages
+    with_round = server.is_open and run.ranks.size == 1 and not stages.restarts
+    hides_record = server.is_open and stages.hides_round
+    state = {
+        "space": run.local.space.fingerprint(),
+        "mask": run.local.space.mask_fingerprint(),
+        "seed": run.options.seed,
+        "server": server.state_dict(with_round=with_round),
+        "record": (RoundRecord() if hides_record else rounds.record).state_dict(),
+        "metrics": run.collector.metric_states(run.module) if with_round else {},
+        "prog_bar": sorted(run.collector.prog_bar),
+        "ranks": run.ranks.size,
+        "groups": len(run.groups),
+        "inside": server.is_open,
+        "engine": rounds.clients.engine.state_dict(),
+        "client_state": run.local.state_names,
+        "memory": run.memory.state_dict(with_round=with_round),
+        "population": run.groups.population.state_dict(),
+    }
+    for stage in stages:
+        if stage.key is not None:
+            state[stage.key] = stage.state_dict(with_round=with_round)
+    if not rounds.is_kept_by_lightning:
+        state["model"] = vars(server.model)
+    return state
 
 
-def _check_same(what: str, saved: Any, present: Any) -> None:
-    if saved != present:
-        raise ConfigurationError(
-            f"the checkpoint belongs to a run with another {what} ({saved} instead of {present}): "
-            "resume with the configuration of the run that wrote it, or start without ckpt_path"
-        )
+def load_run_state(rounds: Round, state: dict[str, Any]) -> None:
+    """Go on from a checkpoint, taken between rounds or inside one.
+
+    Raises:
+        ConfigurationError: if the checkpoint is of another model or of another seed.
+    """
+    _check(rounds, state)
+    run, server = rounds.run, rounds.server
+    rounds.follow_state()
+    if "model" in state:
+        server.replace_model(GlobalModel(**state["model"]))
+        run.local.restore(server.model)
+    if rounds.clients.add_named_state(inside=state["inside"]):
+        rounds.follow_state()
+    server.load_state_dict(state["server"])
+    for stage in rounds.stages:
+        if stage.key is not None:
+            stage.load_state_dict(state.get(stage.key), server.model)
+    rounds.record.load_state_dict(state["record"])
+    run.collector.load_metric_states(run.module, state["metrics"])
+    run.collector.prog_bar |= set(state["prog_bar"])
+    rounds.clients.engine.load_state_dict(state["engine"])
+    run.memory.load_state_dict(state.get("memory", {}))
+    run.groups.population.load_state_dict(state["population"])
+
+
+def _check(rounds: Round, state: dict[str, Any]) -> None:
+    """Refuse what another run has kept, before anything is taken but which parameters are personal.
+
+    Raises:
+        ConfigurationError: saying what differs.
+    """
+    run = rounds.run
+    for key, what in _CHOICES.items():
+        has = any(stage.key == key for stage in rounds.stages)
+        check_same(what, state.get(key) is not None, has)
+    for stage in rounds.stages:
+        if stage.key is not None:
+            stage.check(state.get(stage.key))
+    check_same("model", state["space"], run.local.space.fingerprint())
+    check_same("mask", state["mask"], run.local.space.mask_fingerprint())
+    names = state.get("client_state", buffer_names(run.module))  # older runs sent all of them
+    if names is not None:
+        run.local.settle_state(names)
+    check_same("seed", state["seed"], run.options.seed)
+    if state["inside"]:
+        check_same("number of processes", state["ranks"], run.ranks.size)
+        check_same("number of groups of clients", state["groups"], len(run.groups))

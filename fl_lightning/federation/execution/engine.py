@@ -13,17 +13,14 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from fl_lightning.client.corrections.correction import Correction
-from fl_lightning.client.local_training import GlobalModel, LocalTrainer
-from fl_lightning.client.personal.personalisation import Personalisation
+from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.client.work import ClientWork
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.metric_states import MetricStates, metrics_of
 from fl_lightning.engines import CannotStack, NotByExample
-from fl_lightning.federation.execution.engine_options import FULL_PRECISIONS, EngineOptions
+from fl_lightning.federation.execution.engine_options import FULL_PRECISIONS
 from fl_lightning.federation.execution.slot_engine import (
     SlotEngine,
     Stacking,
@@ -33,20 +30,16 @@ from fl_lightning.federation.execution.slot_engine import (
 from fl_lightning.federation.execution.slot_trial import SlotTrial
 from fl_lightning.federation.execution.speedup_trial import SpeedupTrial
 from fl_lightning.federation.execution.spot_rate import SpotRate
-from fl_lightning.federation.visits.lightning_step import LightningStep
+from fl_lightning.federation.run import Run
+from fl_lightning.federation.stage import Stages
 
 
 class EngineChooser:
     """Chooses once in a run.
 
     Args:
-        trainer: set up for fitting.
-        local: the sequential engine.
-        step: its local step.
-        options: what was asked for.
-        accumulate: batches per local step.
-        correction: what clients add to their gradients; None for nothing.
-        personal: what they have for themselves; None for nothing.
+        run: whose clients train.
+        stages: some of which may need one client at a time.
 
     Raises:
         ConfigurationError: if a speedup was asked for that does not apply.
@@ -57,26 +50,19 @@ class EngineChooser:
         spot_rate: how many clients of slots are trained both ways.
     """
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        local: LocalTrainer,
-        step: LightningStep,
-        options: EngineOptions,
-        accumulate: int,
-        correction: Correction | None = None,
-        personal: Personalisation | None = None,
-    ) -> None:
-        self._apart = personal is not None and (personal.beside or personal.own_epochs is not None)
+    def __init__(self, run: Run, stages: Stages) -> None:
+        correction, personal = run.options.correction, run.options.personal
+        trainer, local, step, options = run.trainer, run.local, run.step, run.options.engine
+        self._stages = stages
         stacking = Stacking(
             num_slots=1,
             has_pull=correction is not None and correction.pull > 0,
             has_shift=correction is not None and correction.has_shift,
         )
         self._trial = SlotTrial(trainer, local, stacking, options.num_slots)
-        self._changes_loss = correction is not None and correction.changes_loss
+        changes_loss = correction is not None and correction.changes_loss
         self._trainer, self._local, self._step = trainer, local, step
-        self._speedups = SpeedupTrial(trainer, step, adds_to_loss=self._changes_loss)
+        self._speedups = SpeedupTrial(trainer, step, adds_to_loss=changes_loss)
         self._needs_plain_steps = personal is not None and (
             personal.own_epochs is not None or personal.mixture is not None
         )
@@ -88,7 +74,7 @@ class EngineChooser:
         if options.speedups is not None:
             self._speedups.force(options.speedups)
         self._kept = step.speedups  # after the fit the step itself has none
-        self._options, self._accumulate = options, accumulate
+        self._options, self._accumulate = options, run.options.accumulate
         self.is_settled = options.engine == "sequential"
         self.slots: SlotEngine | None = None
         self.spot_rate = SpotRate(options.spot_check)
@@ -143,10 +129,8 @@ class EngineChooser:
 
     def _one_at_a_time(self) -> str | None:
         """Return what in the configuration is done for one client at a time; None if nothing."""
-        if self._changes_loss:
-            return "its correction changes the loss of one model at a time"
-        if self._apart:
-            return "clients take steps of their own (federation.personal)"
+        if self._stages.one_at_a_time is not None:
+            return self._stages.one_at_a_time
         buffers = dict(self._trainer.lightning_module.named_buffers())
         frozen = [name for name in self._local.buffers.names if name not in buffers]
         return f"its clients change the frozen parameter {frozen[0]}" if frozen else None

@@ -38,8 +38,7 @@ from fl_lightning.engines import (
     stacked_rule,
 )
 from fl_lightning.federation.execution.engine_options import FULL_PRECISIONS, tolerance
-from fl_lightning.federation.execution.state_rehearsal import NOT_THE_USERS
-from fl_lightning.federation.stages.client_masks import client_masks
+from fl_lightning.federation.run import NOT_THE_USERS
 from fl_lightning.federation.visits.batches import batch_preparation, has_batch_hooks, takes_index
 from fl_lightning.federation.visits.lightning_step import extra_work, step_context
 from fl_lightning.kernels import reason_against_direct_layers
@@ -214,8 +213,6 @@ def raise_if_impossible(
         raise CannotStack(f"the precision is {trainer.precision}")
     if one_at_a_time is not None:
         raise CannotStack(one_at_a_time)
-    if client_masks(trainer) is not None:
-        raise CannotStack("clients have masks of their own")
     if extra := extra_work(trainer):
         raise CannotStack(extra)
     if has_batch_hooks(trainer):

@@ -11,25 +11,15 @@ from contextlib import contextmanager
 from itertools import islice
 
 import torch
-from lightning.pytorch import LightningModule
-from torch import nn
 
-from fl_lightning.client.local_training import LocalTrainer
 from fl_lightning.client.state.python_state import PythonState
 from fl_lightning.client.state.same_values import same_numbers
 from fl_lightning.client.state.state_tensors import candidates, known_state, matching, whole_numbers
 from fl_lightning.client.work import ClientWork
 from fl_lightning.core.metric_states import MetricStates, metrics_of
 from fl_lightning.core.seeds import preserve_global_generators, seed_global_generators
-from fl_lightning.federation.client_work import WorkPlan
-from fl_lightning.federation.hooks import BATCH_HOOKS
-from fl_lightning.federation.stages.client_scaler import ClientScaler
-from fl_lightning.federation.visits.lightning_step import LightningStep
+from fl_lightning.federation.run import NOT_THE_USERS, Run
 
-# Attributes that Lightning and a federation set on a module: no client's.
-NOT_THE_USERS = frozenset(
-    {*vars(LightningModule()).keys() - vars(nn.Module()).keys(), "log", *BATCH_HOOKS}
-)
 # A first step may only prepare what later ones do.
 _NUM_STEPS = 2
 
@@ -38,29 +28,17 @@ class StateRehearsal:
     """Takes local steps that leave nothing behind.
 
     Args:
-        module: that trains.
-        local: the sequential engine.
-        step: its local step.
-        plan: knows the clients' shards.
-        scaler: the fp16 scale.
-        patterns: of what is state besides.
+        run: whose clients take them.
 
     Raises:
         ConfigurationError: if a pattern finds nothing.
     """
 
-    def __init__(
-        self,
-        module: LightningModule,
-        local: LocalTrainer,
-        step: LightningStep,
-        plan: WorkPlan,
-        scaler: ClientScaler,
-        patterns: Sequence[str],
-    ) -> None:
-        self._module, self._local, self._step = module, local, step
-        self._plan, self._scaler = plan, scaler
-        self._patterns = [*matching(module, patterns), *known_state(module)]
+    def __init__(self, run: Run) -> None:
+        self._module, self._local, self._step = run.module, run.local, run.step
+        self._plan, self._scaler = run.plan, run.scaler
+        patterns = run.options.client_state
+        self._patterns = [*matching(run.module, patterns), *known_state(run.module)]
 
     @property
     def known(self) -> list[str]:

@@ -7,10 +7,12 @@ every process knows the same and does the same.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lightning.fabric.utilities import move_data_to_device
 from torch import nn
 from torchmetrics import Metric
 
@@ -18,7 +20,11 @@ from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.metric_states import pool
 from fl_lightning.federation.checkpoints.run_memory import Waiting
+from fl_lightning.federation.interruption import interruption_of
 from fl_lightning.federation.round_record import RoundRecord
+from fl_lightning.federation.run import Run
+from fl_lightning.federation.stage import Stages
+from fl_lightning.server.server import Server
 
 Failure = ClientFailure | ConfigurationError
 
@@ -30,7 +36,7 @@ class Report:
     Attributes:
         failure: what stopped its clients.
         record: its counts and its clients' metrics.
-        scaler: the fp16 scaler's state.
+        shares: what each stage tells the others.
         logged: every logged torchmetrics object's name, its name per epoch, its place in the module.
         metric_states: the states of those objects by place.
         prog_bar: names of values that are shown beside the progress bar.
@@ -40,12 +46,80 @@ class Report:
 
     failure: Failure | None
     record: dict[str, Any]
-    scaler: dict[str, Any]
+    shares: list[Any]
     logged: list[tuple[str, str, str]]
     metric_states: dict[str, Any]
     prog_bar: set[str]
     memories: list[Waiting]
     stops: bool
+
+
+class Meeting:
+    """Meets once per round.
+
+    Args:
+        run: with its processes.
+        stages: which have something to tell as well.
+
+    Attributes:
+        failure: what stopped this process's clients; it is kept until the meeting.
+    """
+
+    def __init__(self, run: Run, stages: Stages) -> None:
+        self._run, self._stages = run, stages
+        self._interruption = interruption_of(run.trainer)
+        self.failure: Failure | None = None
+
+    def fail(self, failure: Failure) -> None:
+        """Keep what has stopped clients until all meet; alone, raise it."""
+        if self._run.ranks.size == 1:
+            raise failure
+        self.failure = self.failure or failure
+
+    def hold(self, record: RoundRecord, server: Server) -> tuple[RoundRecord, float]:
+        """Have what each process did become what all did.
+
+        Returns:
+            The record of all together, and when this process began to work on.
+
+        Raises:
+            ClientFailure: in all processes, if a client failed in one.
+            ConfigurationError: likewise, if a client changed what was taken for a constant.
+        """
+        try:
+            self._run.local.check_constants()
+        except ConfigurationError as failure:
+            self.fail(failure)
+        if self._run.ranks.size == 1:
+            return record, time.perf_counter()
+        reports = self._run.ranks.gather(self._report(record))
+        began = time.perf_counter()  # waiting for other processes is no work
+        first = first_failure(reports)
+        if first is not None:
+            own = self.failure  # knows its cause
+            raise own if own is not None and own.args == first.args else first
+        if self._interruption is not None and any(report.stops for report in reports):
+            self._interruption.agree()
+        pool_metrics(reports, self._run.collector, self._run.module)
+        ranks, memory = self._run.ranks, self._run.memory
+        server.reduce(ranks.all_reduce, ranks.gather)
+        for place, stage in enumerate(self._stages):
+            stage.take_in([report.shares[place] for report in reports], ranks.all_reduce)
+        memory.share([report.memories for report in reports], self._run.local.space.device)
+        return merged_record(reports), began
+
+    def _report(self, record: RoundRecord) -> Report:
+        collector, module = self._run.collector, self._run.module
+        return Report(
+            failure=self.failure,
+            record=record.state_dict(),
+            shares=[stage.share() for stage in self._stages],
+            logged=logged_metrics(collector, module),
+            metric_states=move_data_to_device(collector.metric_states(module), "cpu"),
+            prog_bar=collector.prog_bar,
+            memories=self._run.memory.waiting(),
+            stops=self._interruption is not None and self._interruption.is_asked,
+        )
 
 
 def first_failure(reports: Sequence[Report]) -> Failure | None:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeAlias, runtime_checkable
 
 from lightning.pytorch import Trainer
 from torch import Tensor
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.federation.run import Run
+from fl_lightning.federation.stage import Stage, Turn
+from fl_lightning.updates.path import Step
+from fl_lightning.updates.transform import UpdateTransform, needs_shapes
+from fl_lightning.updates.wire.traffic import bytes_down
 
 # A client's mask: bool tensors by parameter name, True where it may move. When it is asked for, the
 # module holds the model that the client is sent.
@@ -32,3 +39,55 @@ def client_masks(trainer: Trainer) -> MaskOfClient | None:
         if masks is not None:
             return masks
     return None
+
+
+class MaskedClients(Stage):
+    """Has every client train under a mask of its own.
+
+    Args:
+        run: in whose module.
+        masks: gives them.
+        updates: what happens to updates.
+        download: what happens to models.
+        is_waiting: whether the server waits for its cohort.
+
+    Raises:
+        ConfigurationError: for what makes no sense with such masks.
+    """
+
+    one_at_a_time = "clients have masks of their own"
+
+    def __init__(
+        self,
+        run: Run,
+        masks: MaskOfClient,
+        updates: Sequence[Step],
+        download: Sequence[UpdateTransform],
+        *,
+        is_waiting: bool,
+    ) -> None:
+        self._local, self._masks = run.local, masks
+        if not is_waiting:
+            raise ConfigurationError(
+                "federation: asynchronous does not work with masks of the clients' own, which are "
+                "found on the present model: use one mask for all"
+            )
+        if any(map(needs_shapes, updates)):
+            raise ConfigurationError(
+                "federation.updates: PowerSGD and blocks of a tensor do not work with masks of the "
+                "clients' own, who each send other entries: use TopK or QSGD with a block of fixed "
+                "size, or one mask for all"
+            )
+        if download:
+            raise ConfigurationError(
+                "federation: download does not work with masks of the clients' own, who each get "
+                "other coordinates: leave it out, or use one mask for all"
+            )
+
+    def begin(self, turn: Turn) -> None:
+        """Find the client's mask, with the model in the module that it is sent."""
+        model = turn.start.present
+        self._local.restore(model)
+        turn.masks = self._masks(turn.work.client_id)
+        active = self._local.space.coordinates(turn.masks)
+        turn.num_bytes = bytes_down(model.params, model.buffers, active)

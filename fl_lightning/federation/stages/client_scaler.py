@@ -8,18 +8,26 @@ trained before it, and the scale still falls where gradients overflow and grows 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch.amp import GradScaler
 
+from fl_lightning.client.local_training import GlobalModel
+from fl_lightning.federation.round_record import RoundRecord
+from fl_lightning.federation.stage import Stage, Turn
+from fl_lightning.server.aggregator import AllReduce
 
-class ClientScaler:
+
+class ClientScaler(Stage):
     """Winds one scaler back before each client; does nothing where there is none.
 
     Args:
         scaler: the precision plugin's, or None.
     """
+
+    key = "scaler"
 
     def __init__(self, scaler: GradScaler | None) -> None:
         self._scaler = scaler
@@ -31,8 +39,17 @@ class ClientScaler:
         if self._scaler is not None:
             self._start = self._scaler.state_dict()
 
-    def end_client(self) -> None:
+    @contextmanager
+    def around(self, turn: Turn) -> Iterator[None]:
         """Note where a client ended and wind back for the next."""
+        if not turn.counts:
+            yield
+            return
+        try:
+            yield
+        except BaseException:  # also an interruption, after which a checkpoint may follow
+            self.wind_back()
+            raise
         if self._scaler is None:
             return
         end = self._scaler.state_dict()
@@ -58,22 +75,26 @@ class ClientScaler:
                 self._scaler.update(state["scale"])
                 self._scaler.load_state_dict(state)
 
-    def merge(self, states: Iterable[dict[str, Any]]) -> None:
-        """Take in how low the scale fell in every process, given their `state_dict`."""
-        ends = [state["lowest"] for state in states if "lowest" in state]
+    def share(self) -> dict[str, Any]:
+        """Return the lowest scale so far."""
+        return self.state_dict(with_round=True)
+
+    def take_in(self, shares: Sequence[dict[str, Any]], all_reduce: AllReduce) -> None:
+        """Know how low the scale fell in every process."""
+        ends = [state["lowest"] for state in shares if "lowest" in state]
         self._lowest = min(ends, key=_rank, default=None)
 
-    def end_round(self) -> None:
+    def close(self, record: RoundRecord) -> None:
         """Go on with the lowest scale of the round."""
         if self._scaler is not None and self._lowest is not None:
             self._scaler.load_state_dict(self._lowest)
             self._lowest = None
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, with_round: bool) -> dict[str, Any]:
         """Return the lowest scale so far; the present one is in the precision plugin's state."""
-        return {} if self._lowest is None else {"lowest": self._lowest}
+        return {"lowest": self._lowest} if with_round and self._lowest is not None else {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], model: GlobalModel) -> None:
         """Go on from there."""
         self._lowest = state.get("lowest")
 

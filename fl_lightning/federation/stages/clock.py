@@ -8,7 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from fl_lightning.client.devices import Devices, Fate, Fleet
-from fl_lightning.federation.stages.older_models import Versions
+from fl_lightning.federation.stage import Stage
+from fl_lightning.federation.stages.devices import SimulatedDevices
+from fl_lightning.federation.stages.older_models import Staleness, Versions
 from fl_lightning.federation.stages.schedule import Arrivals, ArrivingCohort
 from fl_lightning.server.staleness import AsyncRule
 
@@ -55,15 +57,23 @@ class VirtualTime:
         counts = len(num_steps), rule.concurrency, rule.buffer_size
         return cls(fleet, rule, Arrivals(fate_of, *counts, seed))
 
+    def who_sends(self, accumulate: int) -> list[Stage]:
+        """Return what decides whose updates come, and of which model.
+
+        Args:
+            accumulate: batches per local step.
+        """
+        if self.arrivals is not None:
+            return [Versions(self.arrivals)]
+        return [] if self.fleet is None else [SimulatedDevices(self.fleet, accumulate)]
+
+    def how_it_counts(self) -> list[Stage]:
+        """Return what weighs updates that arrive."""
+        return [] if self.rule is None else [Staleness(self.rule)]
+
     @property
     def cohort(self) -> ArrivingCohort | None:
         """Whose updates arrive for each step of an asynchronous server."""
         if self.rule is None or self.arrivals is None:
             return None
         return ArrivingCohort(self.arrivals, self.rule.buffer_size)
-
-    def versions(self) -> Versions | None:
-        """Return the models that clients begin from, of a server that takes its first step."""
-        if self.rule is None or self.arrivals is None:
-            return None
-        return Versions(self.rule, self.arrivals)

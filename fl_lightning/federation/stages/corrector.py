@@ -7,20 +7,26 @@ A client's new memory counts from the round's end on, as its update does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
-from fl_lightning.client.corrections.correction import AddedLoss, Correction, GradientTerm, Outcome
+from fl_lightning.client.corrections.added_term import AddedTerm
+from fl_lightning.client.corrections.correction import Correction, GradientTerm, Outcome
 from fl_lightning.client.corrections.fedprox import FedProx
 from fl_lightning.client.local_solver import LocalSolver
-from fl_lightning.client.memory import ClientMemory
-from fl_lightning.core.space import Space
-from fl_lightning.core.update import ClientUpdate, LazyDeltas, Updates
+from fl_lightning.client.local_training import GlobalModel
+from fl_lightning.client.work import ClientWork, GroupWork
+from fl_lightning.core.update import ClientUpdate, LazyDeltas
+from fl_lightning.federation.round_record import RoundRecord
+from fl_lightning.federation.run import Run
+from fl_lightning.federation.stage import Sent, Stage, Start, Turn, check_same
+from fl_lightning.federation.visits.shard_gradient import ShardGradient
 from fl_lightning.server.aggregator import Aggregator, AllReduce
 from fl_lightning.server.means.exact_mean import ExactMean
 from fl_lightning.server.means.running_mean import RunningMean, new_mean
@@ -29,15 +35,12 @@ from fl_lightning.server.server import added_up
 _NAME = "correction"
 
 
-class Corrector:
+class Corrector(Stage):
     """Holds what a correction needs between rounds.
 
     Args:
-        correction: what clients add to their objective; nothing if None.
-        memory: where clients' memories are.
-        num_clients: all of them, N.
-        module: that trains.
-        optimizers: the clients'.
+        run: whose clients correct their steps, if it has a correction.
+        is_lossy: whether what arrives of an update is not what was sent.
         aggregator: says whether sums must have the same bits over any number of processes, and
             whether updates must say how many gradients they add up to.
 
@@ -49,31 +52,34 @@ class Corrector:
         correction: as given; one that does nothing if None.
     """
 
-    def __init__(
-        self,
-        correction: Correction | None,
-        memory: ClientMemory,
-        num_clients: int,
-        module: nn.Module,
-        optimizers: Sequence[Optimizer],
-        aggregator: Aggregator,
-    ) -> None:
-        self.correction: Correction = correction or FedProx(mu=0.0)
+    key = "correction"
+    corrects = True
+
+    def __init__(self, run: Run, aggregator: Aggregator, *, is_lossy: bool) -> None:
+        self.correction: Correction = run.options.correction or FedProx(mu=0.0)
+        optimizers = run.trainer.optimizers
         for optimizer in optimizers:
-            self.correction.check(module, optimizer)
-        self._memory, self._num_clients = memory, num_clients
+            self.correction.check(run.module, optimizer)
+        self._memory, self._num_clients = run.memory.clients, len(run.data.clients)
+        self._step, self._local, self._plan = run.step, run.local, run.plan
+        self._gradient = ShardGradient(run.module, run.local, run.step, run.plan)
+        self._collector, self._is_lossy = run.collector, is_lossy
         # rules that see all updates give the same bits over any number of processes as well
         self._exact = aggregator.exact or aggregator.exchanges
-        self._module = module
+        self._module = run.module
         self._solver = LocalSolver(*optimizers, pull=self.correction.pull)
         self._counts_steps = aggregator.needs_effective_steps
         if self._counts_steps:
             # refuses what has no such number; after one step all momenta are alike
             self._solver.effective_steps(2)
         self._mean: Tensor | None = None
+        self.learns = self.remembers = self.correction.remembers
+        if self.correction.changes_loss:
+            self.one_at_a_time = "its correction changes the loss of one model at a time"
 
-    def open_round(self, like: Tensor) -> None:
-        """Forget what an unfinished round has learnt; ``like`` is a vector of shape (k,)."""
+    def open(self, round_index: int, model: GlobalModel) -> None:
+        """Forget what an unfinished round has learnt."""
+        like = model.params
         self._device = like.device
         self._changes = self._new_mean(like)
         self._num_changes = 0
@@ -92,35 +98,55 @@ class Corrector:
         """Return a client's term for this round."""
         return self.correction.term(self._recalled(client), self._mean)
 
-    def contrast(self, client: int, start: Tensor, space: Space) -> AddedLoss | None:
-        """Return what a client adds to its loss in this round; None if nothing.
+    @contextmanager
+    def around(self, turn: Turn) -> Iterator[None]:
+        """Have the module's logits be those that this client trains with."""
+        labels = partial(self._plan.labels, turn.work)
+        logits = self.correction.calibrated(self._module, labels)
+        if logits is None:
+            yield
+            return
+        has_trained = False
+        try:
+            yield
+            has_trained = bool(turn.work.sizes)
+        finally:
+            logits.close(has_trained=has_trained)
 
-        Args:
-            client: its id.
-            start: the global model, shape (k,).
-            space: of its coordinates.
-        """
+    @contextmanager
+    def steps(self, turn: Turn) -> Iterator[None]:
+        """Have local steps add to gradients and losses what this client adds."""
+        if not turn.is_corrected:
+            yield
+            return
+        client, start, space = turn.work.client_id, turn.start.model.params, self._local.space
         last = self._recalled(client) if self.correction.changes_loss else None
-        if last is None:
-            return None
-        return self.correction.added_loss(self._module, space, start, last)
+        if last is not None:
+            added = self.correction.added_loss(self._module, space, start, last)
+            self._step.contrast = added
+        term = self.term(client)
+        if not term.is_nothing:
+            self._step.term = AddedTerm(space, start, term)
+        try:
+            yield
+        finally:
+            self._step.term = self._step.contrast = None
 
-    def accept(
-        self, update: ClientUpdate, start: Tensor, space: Space, gradient: Callable[[], Tensor]
-    ) -> None:
-        """Remember a client's round; one whose optimizer took no step has shown nothing.
-
-        Args:
-            update: what it sent.
-            start: the global model, shape (k,).
-            space: of its coordinates.
-            gradient: gives the gradient of its whole shard at ``start``.
-        """
+    def learn(self, update: ClientUpdate, work: ClientWork, start: Start) -> None:
+        """Remember a client's round; one whose optimizer took no step has shown nothing."""
         num_steps = _optimizer_steps(update)
         if not (self.correction.remembers and _any(num_steps)):
             return
+
+        def gradient() -> Tensor:
+            with self._collector.listening_to(self._module):
+                return self._gradient(start.model, work)
+
         outcome = Outcome(
-            start, update.delta, lambda: self._solver.travel(num_steps, space), gradient
+            start.model.params,
+            update.delta,
+            lambda: self._solver.travel(num_steps, self._local.space),
+            gradient,
         )
         before = self._recalled(update.client_id)
         after = self.correction.remember(before, self._mean, outcome)
@@ -129,32 +155,39 @@ class Corrector:
             self._changes.add(after if before is None else after - before, 1)
             self._num_changes += 1
 
-    def counted(self, updates: Updates) -> Updates:
+    def up(self, sent: Sent, start: Start) -> Iterable[Sent]:
         """Have updates say how many gradients they add up to, where the aggregator asks for it."""
+        num_bytes = sent.num_bytes + self._bytes_up(sent.arrived.deltas)
+        sent = sent._replace(num_bytes=num_bytes)
         if not self._counts_steps:
-            return updates
+            return (sent,)
+        updates = sent.arrived
         taken = updates.optimizer_steps or [None] * len(updates.num_steps)
         pairs = zip(updates.num_steps, taken, strict=True)
         steps = [self._solver.effective_steps(n if own is None else own) for n, own in pairs]
-        return replace(updates, effective_steps=steps)
+        return (sent._replace(arrived=replace(updates, effective_steps=steps)),)
 
-    def bytes_up(self, like: Tensor | LazyDeltas, *, is_lossy: bool) -> int:
-        """Return how many bytes a client sends besides its update: the change of its memory.
-
-        Args:
-            like: updates, shape (…, k).
-            is_lossy: whether what arrives of an update is not what was sent.
-        """
+    def _bytes_up(self, like: Tensor | LazyDeltas) -> int:
+        """Return how many bytes a client sends besides its update: the change of its memory."""
         rule = self.correction
-        travels = rule.needs_mean and (is_lossy or not rule.shows_change)
+        travels = rule.needs_mean and (self._is_lossy or not rule.shows_change)
         return _num_bytes(like) if travels else 0
 
-    def bytes_down(self, like: Tensor) -> int:
+    def _bytes_down(self, like: Tensor) -> int:
         """Return how many bytes a client gets besides the model, shape (k,): the mean."""
         rule = self.correction
         return _num_bytes(like) if rule.needs_mean and rule.reads_mean else 0
 
-    def reduce(self, all_reduce: AllReduce) -> None:
+    def down(self, start: Start, work: GroupWork) -> list[tuple[Start, GroupWork]]:
+        """Have clients get the mean of memories, where they need it."""
+        num_bytes = start.num_bytes + self._bytes_down(start.present.params)
+        return [(start._replace(num_bytes=num_bytes), work)]
+
+    def more_bytes(self, model: GlobalModel, num_clients: int) -> tuple[int, int]:
+        """Return what travels of memories."""
+        return self._bytes_up(model.params), self._bytes_down(model.params)
+
+    def take_in(self, shares: Sequence[Any], all_reduce: AllReduce) -> None:
         """Add up what the clients of all processes have learnt."""
         if not self.correction.needs_mean:
             return
@@ -164,14 +197,14 @@ class Corrector:
         self._changes.load_sums(sums)
         self._num_changes = int(count)
 
-    def close_round(self) -> None:
+    def settle(self, record: RoundRecord) -> None:
         """Let what the clients have learnt count; their memories are committed by themselves."""
         if self._num_changes:
             change = self._changes.value() * (self._num_changes / self._num_clients)
             self._mean = change if self._mean is None else self._mean + change
 
-    def pseudo_gradient(self, aggregate: Tensor) -> Tensor:
-        """Return what the server descends; to be called after `close_round`."""
+    def on_server(self, aggregate: Tensor) -> Tensor:
+        """Return what the server descends; to be called after `settle`."""
         return self.correction.pseudo_gradient(aggregate, self._mean)
 
     def relocate(self, positions: Tensor) -> None:
@@ -193,16 +226,23 @@ class Corrector:
         vector = self._memory.get(_NAME, client)
         return None if vector is None else vector.to(self._device)
 
-    def state_dict(self, *, with_round: bool = True) -> dict[str, Any]:
+    def state_dict(self, *, with_round: bool) -> dict[str, Any] | None:
         """Return the mean and, inside a round, what has been learnt so far; not the memories."""
+        if not self.correction.remembers:
+            return None
         state: dict[str, Any] = {"kind": self.kind, "mean": self._mean}
         return state | {"round": self.round_state()} if with_round else state
 
-    def load_state_dict(self, state: dict[str, Any], like: Tensor) -> None:
+    def check(self, state: dict[str, Any] | None) -> None:
+        """Refuse the memories of another correction."""
+        check_same("correction", (state or {}).get("kind"), self.kind)
+
+    def load_state_dict(self, state: dict[str, Any] | None, model: GlobalModel) -> None:
         """Take up where `state_dict` left off."""
-        self.open_round(like)
-        mean = state.get("mean")  # nothing is saved of a correction without memories
-        self._mean = None if mean is None else mean.to(like.device)
+        self.open(0, model)
+        state = state or {}  # nothing is saved of a correction without memories
+        mean = state.get("mean")
+        self._mean = None if mean is None else mean.to(self._device)
         if "round" in state:
             self.load_round_state(state["round"])
 

@@ -8,21 +8,27 @@ by everybody in its cohort the moment it opens, whether or not their updates arr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.poisson_batches import poisson_batches
+from fl_lightning.client.wrapped_optimizers import needs_closure
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.space import Space
 from fl_lightning.core.whole_numbers import Draw, Integers
 from fl_lightning.engines import ExampleGradients, nothing
 from fl_lightning.federation.round_record import RoundRecord
+from fl_lightning.federation.run import Run as FitRun
+from fl_lightning.federation.stage import Stage, Turn
 from fl_lightning.federation.stages.privacy_ledger import PrivacyLedger
+from fl_lightning.federation.visits.batches import takes_index
 from fl_lightning.privacy.example import ExampleDP, ExampleGaussian
 from fl_lightning.privacy.noise.grid import Grid
 from fl_lightning.privacy.noise.noise_source import coins, noise_source
@@ -32,7 +38,7 @@ from fl_lightning.privacy.run import Run
 _NOISE = 1
 
 
-class ExampleRounds:
+class ExampleRounds(Stage):
     """Makes the local steps of every client private.
 
     Args:
@@ -46,19 +52,47 @@ class ExampleRounds:
         ledger: what was spent.
     """
 
+    key = "privacy"
+
     def __init__(self, privacy: ExampleDP, run: Run) -> None:
         self.privacy = privacy
+        self.hides_clients = not privacy.log_unprotected
         self.ledger: PrivacyLedger[ExampleGaussian] = PrivacyLedger(
             privacy, run, lambda noise: privacy.mechanism(run, noise)
         )
         self._source = noise_source(run.seed, secure=privacy.secure_noise)
         self._coins = coins(run.seed)
 
-    def announce(self) -> None:
+    def announce_cost(self) -> None:
         """Say, before training, what the run will have cost."""
         self.ledger.announce(f"{self.privacy.clip_norm:g} of an example's gradient")
 
-    def open_round(self, round_index: int) -> None:
+    def enter(self, run: FitRun) -> None:
+        """Have local steps take private gradients."""
+        if needs_closure(optimizer := run.trainer.optimizers[0]):
+            raise ConfigurationError(
+                "federation.privacy ExampleDP pays for one gradient per step, and the step of "
+                f"{type(optimizer).__name__} asks for a closure, to take several: use SGD or Adam"
+            )
+        collector = run.collector if self.privacy.log_unprotected else None
+        gradients = ExampleGradients(
+            run.module,
+            run.step.loss,
+            takes_index=takes_index(run.module.training_step),
+            collector=collector,
+        )
+        self._gradients = PrivateGradients(
+            self, gradients, run.step.loss, lambda: run.local.space, collector
+        )
+        run.step.examples = self._gradients
+
+    @contextmanager
+    def steps(self, turn: Turn) -> Iterator[None]:
+        """Say whose steps come next."""
+        self._gradients.begin(turn.work.client_id, turn.work.round_index)
+        yield
+
+    def open(self, round_index: int, model: GlobalModel) -> None:
         """Spend a round.
 
         Raises:
@@ -67,7 +101,7 @@ class ExampleRounds:
         self.ledger.check_open(round_index)
         self.ledger.release(round_index)
 
-    def note(self, record: RoundRecord) -> None:
+    def close(self, record: RoundRecord) -> None:
         """Put what was spent into a round's record, and take out what may not be seen."""
         noise = self.ledger.mechanism.noise_of_gradients
         facts = {"privacy/clip_norm": self.privacy.clip_norm}
@@ -75,11 +109,11 @@ class ExampleRounds:
             facts["privacy/noise_stddev"] = noise * self.privacy.clip_norm
         self.ledger.note(record, self.ledger.spent() | facts)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, with_round: bool = False) -> dict[str, Any]:
         """Return what was spent."""
         return self.ledger.state_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], model: GlobalModel | None = None) -> None:
         """Go on from a checkpoint, see `PrivacyLedger.load_state_dict`."""
         self.ledger.load_state_dict(state)
 

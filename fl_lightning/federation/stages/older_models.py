@@ -2,94 +2,117 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fl_lightning.client.local_training import GlobalModel
+from fl_lightning.client.work import GroupWork
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.update import Updates
-from fl_lightning.federation.stages.schedule import Arrivals, ServerStep
+from fl_lightning.federation.round_record import RoundRecord
+from fl_lightning.federation.stage import Sent, Stage, Start
+from fl_lightning.federation.stages.schedule import Arrivals
 from fl_lightning.server.staleness import AsyncRule
 
 
-@dataclass(frozen=True)
-class Start:
-    """What clients begin from, and how their updates count.
+def counted(updates: Updates, start: Start, rule: AsyncRule) -> Updates:
+    """Return updates as the server takes them in, which are as stale as their start.
 
-    Attributes:
-        model: what they are sent.
-        present: the server's model when their updates arrive.
-        staleness: how many steps the server took between; 0 in a synchronous round.
-        rule: how stale updates count; None leaves them as they are.
+    Args:
+        updates: of clients.
+        start: what they began from.
+        rule: how stale updates count.
+    """
+    drift = start.present.params - start.model.params if start.staleness else None
+    deltas, buffers = rule.weighed(updates.whole, start.staleness, drift), updates.buffers
+    if (
+        buffers.numel()
+    ):  # the present ones, with as much of these as counts: variances stay positive
+        share = rule.weighed(buffers.new_ones(()), start.staleness, None)
+        buffers = torch.lerp(start.present.buffers.expand_as(buffers), buffers, share)
+    return replace(updates, deltas=deltas, buffers=buffers)
+
+
+class Staleness(Stage):
+    """Has updates count less, the staler they are.
+
+    Args:
+        rule: by how much.
     """
 
-    model: GlobalModel
-    present: GlobalModel
-    staleness: int = 0
-    rule: AsyncRule | None = None
+    def __init__(self, rule: AsyncRule) -> None:
+        self._rule = rule
 
-    def counted(self, updates: Updates) -> Updates:
+    def up(self, sent: Sent, start: Start) -> Iterable[Sent]:
         """Return updates as the server takes them in."""
-        if self.rule is None:
-            return updates
-        deltas = self.rule.weighed(updates.whole, self.staleness, self._drift())
-        return replace(updates, deltas=deltas, buffers=self._mixed(updates.buffers))
-
-    def _mixed(self, buffers: Tensor) -> Tensor:
-        """Return the present buffers with as much of these as counts; variances stay positive."""
-        if self.rule is None or not buffers.numel():
-            return buffers
-        share = self.rule.weighed(buffers.new_ones(()), self.staleness, None)
-        return torch.lerp(self.present.buffers.expand_as(buffers), buffers, share)
-
-    def _drift(self) -> Any:
-        return self.present.params - self.model.params if self.staleness else None
+        return (sent._replace(arrived=counted(sent.arrived, start, self._rule)),)
 
 
-class Versions:
+class Versions(Stage):
     """The versions of the global model that an asynchronous run still needs.
 
     Args:
-        rule: how stale updates count.
         arrivals: who arrives when, and from which version.
     """
 
-    def __init__(self, rule: AsyncRule, arrivals: Arrivals) -> None:
-        self._rule, self._arrivals = rule, arrivals
+    key = "versions"
+
+    def __init__(self, arrivals: Arrivals) -> None:
+        self._arrivals = arrivals
         self._models: dict[int, GlobalModel] = {}
         self._present = 0
 
-    def open_round(self, version: int, model: GlobalModel) -> None:
+    def open(self, round_index: int, model: GlobalModel) -> None:
         """Keep the present version if it will be needed later, and forget what will not."""
-        self._present, step = version, self._arrivals.step(version)
+        version = self._present = round_index
+        step = self._arrivals.step(version)
         if version in step.in_flight:
             self._models[version] = GlobalModel(model.params.clone(), model.buffers.clone())
         needed = step.in_flight | set(step.versions.values())
         self._models = {v: kept for v, kept in self._models.items() if v in needed}
 
-    @property
-    def keeps_any(self) -> bool:
-        """Whether clients are at work that began from an older version."""
-        return bool(self._models)
+    def versions(self, clients: Sequence[int], rounds: list[int]) -> list[int]:
+        """Return from which version each client was started."""
+        began = self._arrivals.step(rounds[0]).versions if rounds else {}
+        pairs = zip(clients, rounds, strict=True)
+        return [began.get(client, present) for client, present in pairs]
 
-    def step(self, version: int) -> ServerStep:
-        """Return what the server's step from a version takes in."""
-        return self._arrivals.step(version)
+    def down(self, start: Start, work: GroupWork) -> list[tuple[Start, GroupWork]]:
+        """Return the older models from which clients began, those together that began alike."""
+        return [
+            (self._start(version, start), work.where(work.rounds == version))
+            for version in sorted(set(work.rounds.tolist()))
+        ]
 
-    def start(self, version: int, present_version: int, present: GlobalModel) -> Start:
-        """Return what clients began from that were started at a version."""
-        model = present
-        if version != present_version:
-            kept = self._models[version]  # out of a checkpoint it is on the CPU
-            params, buffers = kept.params.to(present.params), kept.buffers.to(present.buffers)
-            model = GlobalModel(params, buffers)
-        return Start(model, present, present_version - version, self._rule)
+    def _start(self, version: int, start: Start) -> Start:
+        if version == self._present:
+            return start
+        kept, present = self._models[version], start.present  # out of a checkpoint on the CPU
+        model = GlobalModel(kept.params.to(present.params), kept.buffers.to(present.buffers))
+        return start._replace(model=model, staleness=self._present - version)
 
-    def state_dict(self) -> dict[str, Any]:
+    def settle(self, record: RoundRecord) -> None:
+        """Let virtual time go on until the server's step."""
+        step = self._arrivals.step(self._present)
+        record.durations, record.ended_at = dict(step.durations), step.seconds
+
+    def relocate(self, positions: Tensor) -> None:
+        """Refuse other coordinates while clients are at work.
+
+        Raises:
+            ConfigurationError: if there are such clients.
+        """
+        if self._models:
+            raise ConfigurationError(
+                "federation: asynchronous does not work with masks that change during the run: "
+                "clients at work would send other entries than the server expects"
+            )
+
+    def state_dict(self, *, with_round: bool) -> dict[str, Any]:
         """Return the models that are kept, by version, and who arrived last."""
         return {
             "models": {version: dict(vars(model)) for version, model in self._models.items()},
@@ -98,7 +121,7 @@ class Versions:
             "in_flight": sorted(self._arrivals.step(self._present).in_flight),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], model: GlobalModel) -> None:
         """Go on from there.
 
         Raises:

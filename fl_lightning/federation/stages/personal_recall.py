@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from fl_lightning.client.memory import ClientMemory
 from fl_lightning.client.personal.personalisation import Personalisation
 from fl_lightning.federation.checkpoints.run_memory import saved_memory
-from fl_lightning.federation.rounds import RoundRunner
+from fl_lightning.federation.round import Round
 from fl_lightning.federation.stages.personal_models import PersonalModels
 from fl_lightning.federation.visits.fine_tuning import FineTuning
 
@@ -20,7 +20,7 @@ def recalled_models(
     trainer: Trainer,
     personal: Personalisation | None,
     seed: int,
-    rounds: RoundRunner | None,
+    rounds: Round | None,
     saved: Mapping[str, Any],
 ) -> PersonalModels | None:
     """Return what clients have for themselves; None if nothing.
@@ -41,15 +41,15 @@ def recalled_models(
         names = (saved.get("personal") or {"names": []})["names"]
         memory = saved_memory(saved["memory"], trainer.ckpt_path)
     elif rounds is not None:
-        names, memory = rounds.clients.personal.names, rounds.memory.clients
+        names, memory = rounds.run.local.own.names, rounds.memory.clients
     else:
         names, memory = [], ClientMemory()
     return PersonalModels(module, names, memory, tune) if names or tune else None
 
 
-def state_to_bring_home(rounds: RoundRunner | None) -> dict[str, Any]:
+def state_to_bring_home(rounds: Round | None) -> dict[str, Any]:
     """Return what another process needs to evaluate personal models, unless it is large."""
-    if rounds is None or rounds.clients.personal.kind is None:
+    if rounds is None or not rounds.run.local.own.names:
         return {}
     memory = rounds.memory.clients
     if not memory.is_small:
@@ -59,6 +59,6 @@ def state_to_bring_home(rounds: RoundRunner | None) -> dict[str, Any]:
         )
         return {}
     return {
-        "personal": rounds.clients.personal.state_dict(),
+        "personal": {"names": list(rounds.run.local.own.names)},
         "memory": memory.state_dict(with_round=False),
     }

@@ -11,22 +11,20 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from fl_lightning.client.corrections.added_term import AddedTerm
 from fl_lightning.client.corrections.correction import GradientTerm
-from fl_lightning.client.local_training import GlobalModel, LocalTrainer
-from fl_lightning.client.memory import ClientMemory
+from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.client.personal.apfl import Mixing
 from fl_lightning.client.personal.personalisation import AllShared, Personalisation
 from fl_lightning.client.work import ClientWork
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.metric_states import MetricStates, metrics_of
 from fl_lightning.core.seeds import derive_seed, seed_global_generators
-from fl_lightning.federation.client_work import WorkPlan
-from fl_lightning.federation.stages.client_scaler import ClientScaler
-from fl_lightning.federation.visits.lightning_step import LightningStep
+from fl_lightning.core.update import ClientUpdate
+from fl_lightning.federation.run import Run
+from fl_lightning.federation.stage import Stage, Turn
 
 MEMORY = "personal"
 MIXTURE = "mixture"
@@ -34,42 +32,33 @@ _PURPOSE = "own epochs"
 Masks = Mapping[str, Tensor]
 
 
-class Personaliser:
+class Personaliser(Stage):
     """Hosts clients' own tensors in the module of a fit.
 
     Args:
-        rule: what clients have for themselves.
-        memory: where it is between rounds.
-        module: that trains.
-        local: the sequential engine, which is told what is own.
-        step: its local step.
-        plan: knows the clients' shards.
-        scaler: the fp16 scale.
+        run: in whose module; its sequential engine is told what is own.
 
     Attributes:
         names: of the tensors that clients have for themselves.
-        trained: what the last client that was hosted now has for itself; None if nothing.
     """
 
-    def __init__(
-        self,
-        rule: Personalisation | None,
-        memory: ClientMemory,
-        module: LightningModule,
-        local: LocalTrainer,
-        step: LightningStep,
-        plan: WorkPlan,
-        scaler: ClientScaler,
-    ) -> None:
-        self._rule: Personalisation = rule or AllShared()
-        self._memory, self._local, self._step, self._plan = memory, local, step, plan
-        self._module, self._scaler = module, scaler
-        self._metrics = metrics_of(module)
-        self.names = self._rule.names(module)
-        self.trained: Tensor | None = None
+    key = "personal"
+    keeps_own = True
+
+    def __init__(self, run: Run) -> None:
+        self._rule: Personalisation = run.options.personal or AllShared()
+        self._memory, self._local = run.memory.clients, run.local
+        self._step, self._plan, self._scaler = run.step, run.plan, run.scaler
+        self._module = run.module
+        self._metrics = metrics_of(run.module)
+        self.names = self._rule.names(run.module)
+        self._trained: Tensor | None = None
         self._mixture: Tensor | None = None
         if self.names:
-            local.keep_own(self.names, beside=self._rule.beside)
+            self._local.keep_own(self.names, beside=self._rule.beside)
+        self.remembers = bool(self.names)
+        if self.names and (self._rule.beside or self._rule.own_epochs is not None):
+            self.one_at_a_time = "clients take steps of their own (federation.personal)"
 
     @property
     def kind(self) -> str | None:
@@ -77,18 +66,20 @@ class Personaliser:
         return type(self._rule).__name__ if self.names else None
 
     @contextmanager
-    def hosted(self, client: int) -> Iterator[None]:
+    def around(self, turn: Turn) -> Iterator[None]:
         """Have this client's own part in the module inside this block, then the global one's."""
-        self.trained = None
+        client, self._trained = turn.work.client_id, None
         if self.names and not self._rule.beside:
-            self._local.host(self.recalled(client))
+            self._local.host(self.own(client))
         try:
             yield
         finally:
             if self.names:
                 self._local.host(None)
+        if turn.counts:
+            self._keep(client, self._trained)
 
-    def train_own_part(self, model: GlobalModel, work: ClientWork, masks: Masks | None) -> None:
+    def begin(self, turn: Turn) -> None:
         """Train a hosted client's own part alone, if it is to be.
 
         Raises:
@@ -96,13 +87,14 @@ class Personaliser:
         """
         if not self._rule.own_epochs:
             return
+        model, work, masks = turn.start.model, turn.work, turn.masks
         epochs = self._plan.more_epochs(work, self._rule.own_epochs, _PURPOSE)
         seed = derive_seed(work.root_seed, _PURPOSE, work.round_index, work.client_id)
         with frozen(self._module, self._local.space.names):
-            self._local.host(self._trained(model, epochs, seed, masks))
+            self._local.host(self._train(model, epochs, seed, masks))
 
     @contextmanager
-    def sharing(self) -> Iterator[None]:
+    def steps(self, turn: Turn) -> Iterator[None]:
         """Train the shared part alone inside this block, if the own one trained by itself."""
         if self._rule.own_epochs is None:
             yield
@@ -110,27 +102,20 @@ class Personaliser:
         with frozen(self._module, self.names):
             yield
 
-    def train_beside(
-        self, model: GlobalModel, work: ClientWork, masks: Masks | None, delta: Tensor
-    ) -> None:
+    def end(self, turn: Turn, update: ClientUpdate) -> None:
         """Train a client's copy of the model, if it has one, and note what it is to keep.
 
         Its steps are those of the client's share: the same batches, draws and masks.
 
-        Args:
-            model: with which the client's round began.
-            work: its.
-            masks: its own.
-            delta: of its share, shape (k,).
-
         Raises:
             ClientFailure: if that fails.
         """
-        self.trained, self._mixture = self._local.kept, None
+        self._trained, self._mixture = self._local.kept, None
+        model, work, delta = turn.start.model, turn.work, update.delta
         mixing: Mixing | None = None
         if not (self.names and self._rule.beside):
             return
-        self._local.host(self.recalled(work.client_id))
+        self._local.host(self.own(work.client_id))
         if self._rule.mixture is not None:
             before = self._memory.get(MIXTURE, work.client_id)
             mixture = self._rule.mixture if before is None else float(before)
@@ -139,7 +124,7 @@ class Personaliser:
             term = GradientTerm(self._rule.pull)
             self._step.term = AddedTerm(self._local.space, model.params, term)
         try:
-            self.trained = self._trained(model, work, work.seed, masks, mixing)
+            self._trained = self._train(model, work, work.seed, turn.masks, mixing)
         finally:
             self._step.term = None
             self._local.host(None)  # the module is the shared model's again
@@ -148,7 +133,7 @@ class Personaliser:
                 [mixing.adapted(self._rule.mixture_rate)], dtype=torch.float64
             )
 
-    def _trained(
+    def _train(
         self,
         model: GlobalModel,
         work: ClientWork,
@@ -177,23 +162,26 @@ class Personaliser:
             self._scaler.go_on_from(scale)
         return self._local.kept
 
-    def keep(self, client: int, own: Tensor | None) -> None:
-        """Have a client whose update is used remember what it now has for itself."""
+    def keep(self, client: int, own: Tensor) -> None:
+        """Have a client of slots whose update is used remember what it now has for itself."""
+        self._keep(client, own)
+
+    def _keep(self, client: int, own: Tensor | None) -> None:
         if self.names and own is not None:
             self._memory.put(MEMORY, client, own)
             if self._mixture is not None:
                 self._memory.put(MIXTURE, client, self._mixture)
 
-    def recalled(self, client: int) -> Tensor | None:
+    def own(self, client: int) -> Tensor | None:
         """Return what a client has for itself, shape (o,); None if it never took part."""
         vector = self._memory.get(MEMORY, client)
         return None if vector is None else vector.to(self._local.space.device)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, with_round: bool) -> dict[str, Any]:
         """Return what is own; the tensors are in the memory."""
         return {"kind": self.kind, "names": list(self.names)}
 
-    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+    def check(self, state: dict[str, Any] | None) -> None:
         """Go on from there: a copy keeps the parameters that trained when its run began.
 
         Raises:
@@ -203,7 +191,7 @@ class Personaliser:
         if saved["kind"] != self.kind or (saved["names"] != self.names and not self._rule.beside):
             raise ConfigurationError(
                 f"the checkpoint belongs to a run in which {_said(saved)} was personal, and here "
-                f"it is {_said(self.state_dict())}: resume with the configuration of the run that "
+                f"it is {_said(self.state_dict(with_round=False))}: resume with the configuration of the run that "
                 "wrote it, or start without ckpt_path"
             )
         if saved["names"] != self.names:

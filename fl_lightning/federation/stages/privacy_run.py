@@ -31,7 +31,7 @@ from fl_lightning.federation.checks.privacy import (
 )
 from fl_lightning.federation.execution.engine_options import EngineOptions
 from fl_lightning.federation.processes.ranks import Ranks
-from fl_lightning.federation.rounds import RoundRunner
+from fl_lightning.federation.round import Round
 from fl_lightning.federation.stages.example_rounds import ExampleRounds
 from fl_lightning.federation.stages.private_rounds import PrivateRounds
 from fl_lightning.privacy.example import ExampleDP
@@ -122,12 +122,15 @@ def privacy_at_work(
 
 
 def announce_privacy(
-    trainer: Trainer, privacy: Privacy | ExampleDP | None, rounds: RoundRunner
+    trainer: Trainer,
+    privacy: Privacy | ExampleDP | None,
+    private: PrivateRounds | ExampleRounds | None,
+    rounds: Round,
 ) -> None:
     """Say before the first round what is promised and what is not; stop where nothing is left."""
-    if privacy is None or rounds.private is None:
+    if privacy is None or private is None:
         return
-    rounds.private.announce()
+    private.announce_cost()
     if isinstance(privacy, ExampleDP):
         warn_of_unprotected(trainer, privacy)
     else:
@@ -136,30 +139,32 @@ def announce_privacy(
             privacy,
             num_clients=len(trainer.datamodule.clients),  # type: ignore[attr-defined]
             num_buffers=rounds.server.model.buffers.numel(),
-            has_memory=rounds.has_memory,
+            has_memory=rounds.stages.remembers,
         )
-    rounds.private.ledger.stop_within_budget(trainer, trainer.current_epoch)
+    private.ledger.stop_within_budget(trainer, trainer.current_epoch)
 
 
-def count_on(rounds: RoundRunner, earlier: RoundRunner | None) -> None:
+def count_on(
+    private: PrivateRounds | ExampleRounds | None, earlier: PrivateRounds | ExampleRounds | None
+) -> None:
     """Count what rounds of an earlier fit of the same Trainer have spent.
 
     Args:
-        rounds: of the fit that begins.
+        private: of the fit that begins; None if nothing is private.
         earlier: of the same Federation's fit before it; None if there was none.
 
     Raises:
         ConfigurationError: if nobody here knows what they cost, or these cost something else.
     """
-    if rounds.private is None:
+    if private is None:
         return
-    if earlier is None or earlier.private is None:
+    if earlier is None:
         raise ConfigurationError(
             "federation.privacy: this Trainer has trained before, with another Federation or "
             "without privacy, and what that cost is not known here: keep to one Federation, go on "
             "from a private run's checkpoint with ckpt_path, or begin with a new Trainer"
         )
-    rounds.private.load_state_dict(earlier.private.state_dict())
+    private.load_state_dict(earlier.state_dict())
 
 
 def private_rounds(

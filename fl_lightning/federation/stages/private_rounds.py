@@ -17,10 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.core.errors import RoundFailure
 from fl_lightning.core.whole_numbers import Integers
 from fl_lightning.federation.processes.ranks import Ranks
 from fl_lightning.federation.round_record import RoundRecord
+from fl_lightning.federation.stage import Stage
 from fl_lightning.federation.stages.privacy_ledger import PrivacyLedger
 from fl_lightning.privacy.mechanism import Mechanism, NoiseShares, Privacy
 from fl_lightning.privacy.noise.grid import Grid, noise_of
@@ -33,7 +35,7 @@ from fl_lightning.privacy.run import Run
 _COUNT, _COUNT_STEP = 1, 2.0**-20
 
 
-class PrivateRounds:
+class PrivateRounds(Stage):
     """Makes the aggregate of every round private.
 
     Args:
@@ -50,6 +52,9 @@ class PrivateRounds:
         aggregator: the fold over the round's updates.
         ledger: what was spent.
     """
+
+    key = "privacy"
+    buffers_stay = hides_round = restarts = True
 
     def __init__(
         self,
@@ -71,6 +76,7 @@ class PrivateRounds:
             self.aggregator = PrivateMean(self._mechanism.expected, exact=exact)
         else:
             self.aggregator = secure.with_noise_shares(self._shares)
+        self.hides_clients = not privacy.log_unprotected
         self._clip_norm = privacy.clip_norm
         self._round_index = 0
         self._facts: dict[str, float] = {}
@@ -84,12 +90,12 @@ class PrivateRounds:
         assert isinstance(mechanism, NoiseShares)
         return mechanism
 
-    def announce(self) -> None:
+    def announce_cost(self) -> None:
         """Say, before training, what the run will have cost."""
         adaptive = ", adaptive" if self._privacy.adaptive_clip else ""
         self.ledger.announce(f"{self._clip_norm:g}{adaptive}")
 
-    def open_round(self, round_index: int) -> None:
+    def open(self, round_index: int, model: GlobalModel) -> None:
         """Set the round's clip norm.
 
         Raises:
@@ -106,7 +112,7 @@ class PrivateRounds:
             if self._has_server_noise:
                 self.aggregator.coins = partial(self._coins.stream, round_index)
 
-    def pseudo_gradient(self, aggregate: Tensor) -> Tensor | None:
+    def on_server(self, aggregate: Tensor) -> Tensor | None:
         """Return the aggregate with the round's noise, shape (k,): what is released.
 
         None where clients add the noise, and there was none: nothing is to be released.
@@ -185,15 +191,15 @@ class PrivateRounds:
         self._facts["privacy/noisy_clip_fraction"] = 1 - share
         self._clip_norm = adaptive.next_norm(self._clip_norm, share)
 
-    def note(self, record: RoundRecord) -> None:
+    def close(self, record: RoundRecord) -> None:
         """Put what was spent into a round's record, and take out what may not be seen."""
         self.ledger.note(record, self.ledger.spent() | self._facts)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, with_round: bool = False) -> dict[str, Any]:
         """Return what was spent and what later rounds depend on."""
         return self.ledger.state_dict() | {"clip_norm": self._clip_norm}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], model: GlobalModel | None = None) -> None:
         """Go on from a checkpoint, see `PrivacyLedger.load_state_dict`."""
         self.ledger.load_state_dict(state)
         self._clip_norm = state["clip_norm"]

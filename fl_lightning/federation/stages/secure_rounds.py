@@ -6,21 +6,26 @@ is said before training, models with the second are refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
-from lightning.pytorch import Trainer
+from torch import Tensor
 
 from fl_lightning.client.corrections.correction import Correction
+from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.data.federated import FederatedDataModule
+from fl_lightning.core.update import ClientUpdate
 from fl_lightning.federation.checks.privacy import shown_by
 from fl_lightning.federation.round_record import RoundRecord
+from fl_lightning.federation.run import Run
+from fl_lightning.federation.stage import Sent, Stage, Start
 from fl_lightning.federation.stages.attackers import Attackers
 from fl_lightning.federation.stages.client_masks import client_masks
 from fl_lightning.privacy.protected import Protected
 from fl_lightning.server.staleness import AsyncRule
 from fl_lightning.updates.path import Step
 from fl_lightning.updates.random_k import RandomK
+from fl_lightning.updates.wire.traffic import bytes_up
 
 
 def check_secure(
@@ -73,31 +78,27 @@ def _update_problems(name: str, updates: Sequence[Step]) -> Iterator[str]:
             )
 
 
-class SecureRounds:
+class SecureRounds(Stage):
     """What one fit's rounds need around an aggregator that hides updates.
 
     Args:
         aggregator: which has begun.
-        trainer: whose callbacks, and transforms of inputs, may show something of clients.
-        num_buffers: numbers in buffers that are known to travel.
+        run: whose callbacks, and transforms of inputs, may show something of clients.
 
     Raises:
-        ConfigurationError: for buffers, and for masks of the clients' own.
+        ConfigurationError: for masks of the clients' own.
     """
 
-    def __init__(self, aggregator: Protected, trainer: Trainer, num_buffers: int) -> None:
-        self.aggregator = aggregator
-        name = type(aggregator).__name__
-        self.refuse_buffers(num_buffers)
-        if client_masks(trainer) is not None:
+    def __init__(self, aggregator: Protected, run: Run) -> None:
+        self._aggregator, self.restarts = aggregator, aggregator.restarts
+        if client_masks(run.trainer) is not None:
             raise ConfigurationError(
-                f"federation.aggregator {name} adds up whole updates, and masks of the clients' own "
-                "tell of their data: set per_client of MaskCalibration to false"
+                f"federation.aggregator {type(aggregator).__name__} adds up whole updates, and masks "
+                "of the clients' own tell of their data: set per_client of MaskCalibration to false"
             )
-        data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
-        self._shown = shown_by([*trainer.callbacks, *data.transforms])  # type: ignore[attr-defined]
+        self._shown = shown_by([*run.trainer.callbacks, *run.data.transforms])  # type: ignore[attr-defined]
 
-    def refuse_buffers(self, num_buffers: int) -> None:
+    def check_buffers(self, num_buffers: int) -> None:
         """Refuse a model of which more than the update would travel.
 
         Raises:
@@ -105,30 +106,47 @@ class SecureRounds:
         """
         if num_buffers:
             raise ConfigurationError(
-                f"federation.aggregator {type(self.aggregator).__name__} hides deltas, and the model "
+                f"federation.aggregator {type(self._aggregator).__name__} hides deltas, and the model "
                 f"has {num_buffers} numbers in buffers (statistics of batch norm), or in frozen "
                 "parameters that clients change, which would travel in clear: use group or layer "
                 "norm, or track_running_stats: false"
             )
 
-    def announcement(self) -> str:
-        """Return one line on what the server sees and what it does not."""
+    def announce(self) -> Iterator[str]:
+        """Give one line on what the server sees and what it does not."""
         clear = [
             "who takes part and who fails",
             "the metrics that clients log, with the number of examples they are means over",
             *self._shown,
         ]
-        return f"secure: {self.aggregator.hides}; in clear go " + ", ".join(clear)
+        yield f"secure: {self._aggregator.hides}; in clear go " + ", ".join(clear)
 
-    def miss(self, record: RoundRecord) -> None:
+    def up(self, sent: Sent, start: Start) -> Iterable[Sent]:
+        """Count no deltas: what travels instead is told by the aggregator when it is done."""
+        whole, arrived = bytes_up(sent.arrived), sent.arrived
+        rest = bytes_up(replace(arrived, deltas=arrived.whole[:, :0]))
+        return (sent._replace(num_bytes=sent.num_bytes + rest - whole),)
+
+    def more_bytes(self, model: GlobalModel, num_clients: int) -> tuple[int, int]:
+        """Return what hidden updates are larger than others, and what else a client gets."""
+        up, down = self._aggregator.typical_bytes(len(model.params), max(2, num_clients))
+        dense, empty = (_message_bytes(params) for params in (model.params, model.params[:0]))
+        return up + empty - dense, down
+
+    def settle(self, record: RoundRecord) -> None:
         """Tell the aggregator whose updates will not come."""
-        self.aggregator.miss(record.skipped.keys() | set(record.lost))
+        self._aggregator.miss(record.skipped.keys() | set(record.lost))
 
-    def note(self, record: RoundRecord) -> None:
+    def close(self, record: RoundRecord) -> None:
         """Put what the round has cost into its record."""
-        expense = self.aggregator.expense
+        expense = self._aggregator.expense
         absent = record.skipped.keys() | set(record.lost)
         record.total_bytes_up += sum(expense.bytes_up.values())
         record.total_bytes_down += sum(expense.bytes_down.values())
         record.bytes_up_of_absent += sum(n for c, n in expense.bytes_up.items() if c in absent)
         record.protection = {f"secure/{name}": value for name, value in expense.seconds.items()}
+
+
+def _message_bytes(params: Tensor) -> int:
+    """Return the length of a message without metrics; such models have no buffers."""
+    return bytes_up(ClientUpdate(0, params, params[:0], 1, 1))

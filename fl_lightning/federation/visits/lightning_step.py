@@ -31,10 +31,12 @@ from fl_lightning.client.wrapped_optimizers import stepped_with_closure, takes_c
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.engines import CompiledGradients, FasterStep, Forwards, Speedup, StepContext
 from fl_lightning.federation.hooks import STEP_HOOKS, overrides
-from fl_lightning.federation.stages.example_rounds import PrivateGradients
 from fl_lightning.federation.visits.batches import batch_preparation, takes_index
 from fl_lightning.federation.visits.steps_by_hand import TermByHand, loss_by_hand, outputs_by_hand
 from fl_lightning.kernels import direct_layers
+
+# Sets the gradients of a batch, given its size and its number, and returns the loss if it may be known.
+PrivateGradients = Callable[[Any, int, int], Tensor | None]
 
 
 class LightningStep:

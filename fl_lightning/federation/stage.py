@@ -1,0 +1,390 @@
+"""What else happens in a round: the seam through which features take part in it.
+
+    what clients get:      x → down of each stage, in order → training
+    what clients send:     Δ → up of each stage, in order → the server
+    what the server steps on:  aggregate → on_server of each stage, in reverse → step
+
+A stage is one feature: corrections, personal models, compression, staleness, privacy, … It overrides
+what it needs of `Stage`, whose every method does nothing, and brings its own state, bytes and log
+lines. Methods are grouped by the side of a round on which they run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
+
+from fl_lightning.client.corrections.correction import GradientTerm
+from fl_lightning.client.local_training import GlobalModel
+from fl_lightning.client.work import ClientWork, GroupWork
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.space import Space
+from fl_lightning.core.update import ClientUpdate, Updates
+from fl_lightning.federation.round_record import RoundRecord
+from fl_lightning.server.aggregator import AllReduce
+
+if TYPE_CHECKING:
+    from fl_lightning.federation.run import Run
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
+_NO_TERM = GradientTerm()
+
+
+class Start(NamedTuple):
+    """What clients begin from.
+
+    Attributes:
+        model: what they are sent.
+        present: the server's model when their updates arrive.
+        staleness: how many steps the server took between; 0 in a synchronous round.
+        num_bytes: of what is sent to one of them.
+    """
+
+    model: GlobalModel
+    present: GlobalModel
+    staleness: int = 0
+    num_bytes: int = 0
+
+
+@dataclass
+class Turn:
+    """One client's turn in the module.
+
+    Attributes:
+        work: what it has to do.
+        start: what it begins from.
+        counts: whether its update will; not where an engine is tried or checked.
+        is_corrected: whether its gradients and losses are those of the run's correction.
+        masks: which entries it may move, by parameter name; None for the optimizer's masks.
+        num_bytes: of what it was sent.
+    """
+
+    work: ClientWork
+    start: Start
+    counts: bool = True
+    is_corrected: bool = True
+    masks: Mapping[str, Tensor] | None = None
+    num_bytes: int = 0
+
+
+class Sent(NamedTuple):
+    """Updates on their way.
+
+    Attributes:
+        made: as the clients made them.
+        arrived: what has become of them so far.
+        num_bytes: of each one's message so far.
+        error: how far the arrived one is from the one that was made, as a part of it, where it is
+            one that was compressed.
+    """
+
+    made: Updates
+    arrived: Updates
+    num_bytes: int = 0
+    error: Tensor | None = None
+
+
+class Stage:
+    """One feature of a run's rounds; every method does nothing.
+
+    Attributes:
+        key: under which a checkpoint holds its state; None without one.
+        buffers_stay: whether clients keep their buffers to themselves.
+        hides_clients: whether nothing may be said of single clients.
+        hides_round: whether what is known of an open round may not be written down.
+        restarts: whether a round that is resumed begins with its first client.
+        corrects: whether clients add something to their gradients, see `term`.
+        learns: whether clients learn from their own updates, see `learn`.
+        remembers: whether clients remember something from round to round.
+        keeps_own: whether clients have something for themselves, see `own`.
+        one_at_a_time: why slots cannot serve it; None if they can.
+
+    Example:
+        >>> class HalfTheWay(Stage):
+        ...     def on_server(self, aggregate):
+        ...         return aggregate / 2
+        >>> import torch
+        >>> HalfTheWay().on_server(torch.tensor([3.0]))
+        tensor([1.5000])
+    """
+
+    key: str | None = None
+    buffers_stay: bool = False
+    hides_clients: bool = False
+    hides_round: bool = False
+    restarts: bool = False
+    corrects: bool = False
+    learns: bool = False
+    remembers: bool = False
+    keeps_own: bool = False
+    one_at_a_time: str | None = None
+
+    def enter(self, run: Run) -> None:
+        """Learn in which run it takes part, when a fit starts."""
+
+    # On the server's side.
+
+    def open(self, round_index: int, model: GlobalModel) -> None:
+        """Begin a round; one that is resumed has begun already."""
+
+    def versions(self, clients: Sequence[int], rounds: list[int]) -> list[int]:
+        """Return of which round's model each client begins."""
+        return rounds
+
+    def work(self, work: GroupWork, record: RoundRecord) -> GroupWork:
+        """Return what clients manage of their work, without those whose updates will not come."""
+        return work
+
+    def down(self, start: Start, work: GroupWork) -> list[tuple[Start, GroupWork]]:
+        """Return what clients get, those together that get the same."""
+        return [(start, work)]
+
+    def on_server(self, aggregate: Tensor) -> Tensor | None:
+        """Return what the server descends, shape (k,); None for not stepping."""
+        return aggregate
+
+    def settle(self, record: RoundRecord) -> None:
+        """Know that all updates of the round are there; the server has not stepped yet."""
+
+    def close(self, record: RoundRecord) -> None:
+        """End the round; the server has stepped."""
+
+    # On the clients' side.
+
+    def start_round(self) -> None:
+        """Note what all clients of a round begin with; also when one is resumed."""
+
+    def around(self, turn: Turn) -> AbstractContextManager[None]:
+        """Be in the module while it is a client's."""
+        return _NOTHING
+
+    def begin(self, turn: Turn) -> None:
+        """Do what a client does before the steps that it shares."""
+
+    def steps(self, turn: Turn) -> AbstractContextManager[None]:
+        """Take part in the steps that a client shares."""
+        return _NOTHING
+
+    def end(self, turn: Turn, update: ClientUpdate) -> None:
+        """Do what a client does after them."""
+
+    def learn(self, update: ClientUpdate, work: ClientWork, start: Start) -> None:
+        """Have a client learn from its own update.
+
+        Raises:
+            ClientFailure: if it cannot; its update is not used then.
+        """
+
+    def up(self, sent: Sent, start: Start) -> Iterable[Sent]:
+        """Return what becomes of updates on their way, together or one by one."""
+        return (sent,)
+
+    def term(self, client: int) -> GradientTerm:
+        """Return what a client of slots adds to its gradients in this round."""
+        return _NO_TERM
+
+    def own(self, client: int) -> Tensor | None:
+        """Return what a client of slots has for itself, shape (o,); None for the global one's."""
+        return None
+
+    def keep(self, client: int, own: Tensor) -> None:
+        """Have a client of slots whose update is used remember what it now has for itself."""
+
+    # On both.
+
+    def place(self, space: Space) -> None:
+        """Learn which tensors make the vectors that travel from here on."""
+
+    def relocate(self, positions: Tensor) -> None:
+        """Go on in other coordinates, see `Server.relocate`.
+
+        Raises:
+            ConfigurationError: if it cannot.
+        """
+
+    def more_bytes(self, model: GlobalModel, num_clients: int) -> tuple[int, int]:
+        """Return how many bytes a client sends and gets about, besides those of other stages."""
+        return 0, 0
+
+    def check_buffers(self, num_buffers: int) -> None:
+        """Refuse a model of which so many numbers travel besides those that train.
+
+        Raises:
+            ConfigurationError: saying why.
+        """
+
+    def announce(self) -> Iterator[str]:
+        """Give lines to say before the first round."""
+        return iter(())
+
+    def share(self) -> Any:
+        """Return what other processes must know at a round's end."""
+        return None
+
+    def take_in(self, shares: Sequence[Any], all_reduce: AllReduce) -> None:
+        """Know what all processes have shared; all of them call it."""
+
+    def round_state(self) -> Any:
+        """Return what the open round has brought so far; what is to be kept must be copied."""
+        return None
+
+    def load_round_state(self, state: Any) -> None:
+        """Go back to what `round_state` returned."""
+
+    def state_dict(self, *, with_round: bool) -> Any:
+        """Return what a checkpoint is to hold, for a stage with a `key`."""
+        return None
+
+    def check(self, state: Any) -> None:
+        """Refuse the state of another run, before anything is taken.
+
+        Args:
+            state: as `state_dict` returned it; None if the checkpoint has none.
+
+        Raises:
+            ConfigurationError: saying what differs.
+        """
+
+    def load_state_dict(self, state: Any, model: GlobalModel) -> None:
+        """Go on from a checkpoint, with the global model as it was."""
+
+
+class Stages(Sequence[Stage]):
+    """The stages of a run, in the order in which updates pass them.
+
+    Args:
+        stages: in this order.
+    """
+
+    def __init__(self, stages: Iterable[Stage]) -> None:
+        self._stages = tuple(stages)
+        self._correcting = [stage for stage in self._stages if stage.corrects]
+        self._learning = [stage for stage in self._stages if stage.learns]
+        self._keeping = [stage for stage in self._stages if stage.keeps_own]
+        self.learns = bool(self._learning)
+        self.remembers = any(stage.remembers for stage in self._stages)
+        self.buffers_stay = any(stage.buffers_stay for stage in self._stages)
+        self.hides_clients = any(stage.hides_clients for stage in self._stages)
+        self.hides_round = any(stage.hides_round for stage in self._stages)
+        self.restarts = any(stage.restarts for stage in self._stages)
+
+    def __len__(self) -> int:
+        return len(self._stages)
+
+    def __getitem__(self, at: Any) -> Any:
+        return self._stages[at]
+
+    def __iter__(self) -> Iterator[Stage]:
+        return iter(self._stages)
+
+    @property
+    def one_at_a_time(self) -> str | None:
+        """Why slots cannot serve one of them."""
+        return next((s.one_at_a_time for s in self._stages if s.one_at_a_time is not None), None)
+
+    def versions(self, clients: Sequence[int], round_index: int) -> list[int]:
+        """Return of which round's model each client begins."""
+        rounds = [round_index] * len(clients)
+        for stage in self._stages:
+            rounds = stage.versions(clients, rounds)
+        return rounds
+
+    def work(self, work: GroupWork, record: RoundRecord) -> GroupWork:
+        """Return what clients manage of their work, in order."""
+        for stage in self._stages:
+            work = stage.work(work, record)
+        return work
+
+    def down(self, model: GlobalModel, work: GroupWork) -> list[tuple[Start, GroupWork]]:
+        """Return what clients get of the server's model."""
+        found = [(Start(model, model), work)]
+        for stage in self._stages:
+            found = [piece for start, some in found for piece in stage.down(start, some)]
+        return found
+
+    def up(self, updates: Updates, start: Start) -> Iterable[Sent]:
+        """Return what becomes of updates, each piece when it is asked for."""
+        pieces: Iterable[Sent] = (Sent(updates, updates),)
+        for stage in self._stages:
+            pieces = chain.from_iterable(map(partial(stage.up, start=start), pieces))
+        return pieces
+
+    def on_server(self, aggregate: Tensor) -> Tensor | None:
+        """Return what the server descends, in reverse order."""
+        gradient: Tensor | None = aggregate
+        for stage in reversed(self._stages):
+            if gradient is None:
+                break
+            gradient = stage.on_server(gradient)
+        return gradient
+
+    def more_bytes(self, model: GlobalModel, num_clients: int) -> tuple[int, int]:
+        """Return how many bytes a client sends and gets about."""
+        pairs = [stage.more_bytes(model, num_clients) for stage in self._stages]
+        return sum(up for up, _ in pairs), sum(down for _, down in pairs)
+
+    def around(self, turn: Turn) -> ExitStack:
+        """Be in the module while it is a client's, in order."""
+        return _entered(stage.around(turn) for stage in self._stages)
+
+    def begin(self, turn: Turn) -> None:
+        """Do what a client does before the steps that it shares."""
+        for stage in self._stages:
+            stage.begin(turn)
+
+    def steps(self, turn: Turn) -> ExitStack:
+        """Take part in the steps that a client shares."""
+        return _entered(stage.steps(turn) for stage in self._stages)
+
+    def end(self, turn: Turn, update: ClientUpdate) -> None:
+        """Do what a client does after them."""
+        for stage in self._stages:
+            stage.end(turn, update)
+
+    def learn(self, update: ClientUpdate, work: ClientWork, start: Start) -> None:
+        """Have a client learn from its own update."""
+        for stage in self._learning:
+            stage.learn(update, work, start)
+
+    def term(self, client: int) -> GradientTerm:
+        """Return what a client of slots adds to its gradients: all terms together."""
+        terms = [stage.term(client) for stage in self._correcting]
+        return terms[0] if len(terms) == 1 else sum(terms, _NO_TERM)  # to the bit, if it is one
+
+    def own(self, client: int) -> Tensor | None:
+        """Return what a client of slots has for itself."""
+        found = (stage.own(client) for stage in self._keeping)
+        return next((own for own in found if own is not None), None)
+
+    def keep(self, client: int, own: Tensor) -> None:
+        """Have a client of slots remember what it now has for itself."""
+        for stage in self._keeping:
+            stage.keep(client, own)
+
+
+def _entered(contexts: Iterable[AbstractContextManager[None]]) -> ExitStack:
+    """Return contexts that have been entered, to be left together."""
+    with ExitStack() as stack:
+        for context in contexts:
+            if context is not _NOTHING:
+                stack.enter_context(context)
+        return stack.pop_all()
+
+
+def check_same(what: str, saved: Any, present: Any) -> None:
+    """Refuse a checkpoint of a run that differs in something.
+
+    Raises:
+        ConfigurationError: saying in what.
+    """
+    if saved != present:
+        raise ConfigurationError(
+            f"the checkpoint belongs to a run with another {what} ({saved} instead of {present}): "
+            "resume with the configuration of the run that wrote it, or start without ckpt_path"
+        )

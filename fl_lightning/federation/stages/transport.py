@@ -1,0 +1,101 @@
+"""What happens to models on their way down and to updates on their way up, and the bytes of both.
+
+x → download → x'        Δ → updates, with what a client kept from its last round → Δ'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from fl_lightning.client.local_training import GlobalModel
+from fl_lightning.client.work import GroupWork
+from fl_lightning.core.space import Space
+from fl_lightning.core.update import ClientUpdate, Updates
+from fl_lightning.federation.run import Run
+from fl_lightning.federation.stage import Sent, Stage, Start, check_same
+from fl_lightning.updates.broadcast import Broadcast
+from fl_lightning.updates.path import Step, UpdatePath
+from fl_lightning.updates.transform import UpdateTransform
+from fl_lightning.updates.wire.traffic import bytes_up
+
+_FEEDBACK = "error feedback"
+
+
+class Transport(Stage):
+    """Sends models and updates.
+
+    Args:
+        run: whose clients remember what did not arrive, with error feedback.
+        updates: what happens to updates, in order.
+        download: what happens to models, in order.
+    """
+
+    key = "updates"
+
+    def __init__(
+        self, run: Run, updates: Sequence[Step], download: Sequence[UpdateTransform]
+    ) -> None:
+        self._run, self._memory = run, run.memory.clients
+        self._path = UpdatePath(updates, run.options.seed)
+        self._broadcast = Broadcast(download, run.options.seed)
+        self.remembers = self._path.has_memory
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether what arrives of an update is not what was sent."""
+        return not self._path.is_empty
+
+    def place(self, space: Space) -> None:
+        """Learn which tensors make the vectors that travel from here on."""
+        self._path.place(space.shapes)
+        self._broadcast.place(space.shapes)
+
+    def down(self, start: Start, work: GroupWork) -> list[tuple[Start, GroupWork]]:
+        """Return what clients get of a model."""
+        model = start.model
+        sent = self._broadcast.send(model.params, model.buffers, self._run.round_index)
+        if sent.params is not model.params:
+            model = GlobalModel(sent.params, model.buffers)
+        return [(start._replace(model=model, num_bytes=start.num_bytes + sent.num_bytes), work)]
+
+    def up(self, sent: Sent, start: Start) -> Iterable[Sent]:
+        """Return what arrives of updates: one by one, where something happens to them."""
+        if self._path.is_empty:
+            return (sent._replace(num_bytes=sent.num_bytes + bytes_up(sent.arrived)),)
+        return self._one_by_one(sent)
+
+    def _one_by_one(self, sent: Sent) -> Iterator[Sent]:
+        for made, update in zip(sent.made, sent.arrived, strict=True):
+            arrival = self._path.send(update, self._run.round_index, self._kept(update))
+            if arrival.memory is not None:
+                self._memory.put(_FEEDBACK, update.client_id, arrival.memory)
+            num_bytes = sent.num_bytes + arrival.num_bytes
+            yield Sent(Updates.of(made), Updates.of(arrival.update), num_bytes, arrival.error)
+
+    def _kept(self, update: ClientUpdate) -> Tensor | None:
+        """Return what a client kept from its last round."""
+        if not self._path.has_memory:
+            return None
+        kept = self._memory.get(_FEEDBACK, update.client_id)
+        return None if kept is None else kept.to(update.delta.device)
+
+    def relocate(self, positions: Tensor) -> None:
+        """Go on in other coordinates; what is new of a memory is 0."""
+        if self._path.has_memory:
+            self._memory.relocate(_FEEDBACK, positions)
+
+    def more_bytes(self, model: GlobalModel, num_clients: int) -> tuple[int, int]:
+        """Return about how long messages are, without metrics."""
+        up = self._path.typical_bytes(model.params, model.buffers.numel())
+        return up, self._broadcast.send(model.params, model.buffers, 0).num_bytes
+
+    def state_dict(self, *, with_round: bool) -> list[str]:
+        """Return what happens to updates and to models."""
+        return [*self._path.names, "down:", *self._broadcast.names]
+
+    def check(self, state: Any) -> None:
+        """Refuse a run in which something else happened."""
+        check_same("updates", state, self.state_dict(with_round=False))
