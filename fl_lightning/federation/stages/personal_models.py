@@ -12,7 +12,10 @@ from torch import Tensor, nn
 
 from fl_lightning.client.memory import ClientMemory
 from fl_lightning.core.space import Space
-from fl_lightning.federation.stages.personaliser import MEMORY, MIXTURE
+
+# Under which names clients remember what they have for themselves.
+MEMORY = "personal"
+MIXTURE = "mixture"
 
 
 class PersonalModels:

@@ -25,9 +25,8 @@ from fl_lightning.core.seeds import derive_seed, seed_global_generators
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Stage, Turn
+from fl_lightning.federation.stages.personal_models import MEMORY, MIXTURE
 
-MEMORY = "personal"
-MIXTURE = "mixture"
 _PURPOSE = "own epochs"
 Masks = Mapping[str, Tensor]
 
