@@ -94,7 +94,9 @@ def _classes(option: str) -> dict[type, str]:
             continue
         for name in module.__all__:
             exported = getattr(module, name)
-            if inspect.isclass(exported) and any(_is_a(exported, kind) for kind in kinds):
+            if not inspect.isclass(exported) or inspect.isabstract(exported):
+                continue
+            if any(_is_a(exported, kind) for kind in kinds):
                 found.setdefault(exported, f"{package}.{name}")
     return found
 

@@ -1,7 +1,13 @@
 """Whose examples are whose, and who takes part in a round."""
 
 from fl_lightning.data.cohorts.availability import Availability, AvailableCohort, Diurnal, Stretches
-from fl_lightning.data.cohorts.cohort import AllClients, CohortSampler, PoissonCohort, UniformCohort
+from fl_lightning.data.cohorts.cohort import (
+    AllClients,
+    Cohort,
+    CohortSampler,
+    PoissonCohort,
+    UniformCohort,
+)
 from fl_lightning.data.cohorts.oort import OortCohort
 from fl_lightning.data.cohorts.population import Population
 from fl_lightning.data.cohorts.turns import LeastRecentCohort, RoundRobinCohort
@@ -16,7 +22,12 @@ from fl_lightning.data.partitions.dirichlet_labels import DirichletPerClass, Dir
 from fl_lightning.data.partitions.flat_shards import FlatShards
 from fl_lightning.data.partitions.label_shards import LabelShards
 from fl_lightning.data.partitions.mcmahan_shards import McMahanShards
-from fl_lightning.data.partitions.partition import IID, NaturalPartition, Partition
+from fl_lightning.data.partitions.partition import (
+    IID,
+    NaturalPartition,
+    Partition,
+    PartitionRule,
+)
 from fl_lightning.data.partitions.quantity_skew import DirichletSizes, PowerLawSizes
 from fl_lightning.data.poisoning import LabelFlip, Poison, Trigger
 from fl_lightning.data.sources.digits import Digits
@@ -36,6 +47,7 @@ __all__ = [
     "AvailableCohort",
     "ByLossCohort",
     "BySizeCohort",
+    "Cohort",
     "CohortSampler",
     "Digits",
     "DirichletPerClass",
@@ -58,6 +70,7 @@ __all__ = [
     "Normalize",
     "OortCohort",
     "Partition",
+    "PartitionRule",
     "PartitionSummary",
     "Poison",
     "PoissonCohort",
