@@ -236,7 +236,11 @@ class Halves:
         return Dense(payload.to_dense() * 2)
 
 
-@pytest.mark.parametrize("updates", [[Halves()], [ErrorFeedback([Halves()])]], ids=str)
+@pytest.mark.parametrize(
+    "updates",
+    [[Halves()], [ErrorFeedback([Halves()])]],
+    ids=["alone", "with feedback"],
+)
 def test_a_transform_that_derives_from_nothing_takes_part(updates):
     plain, _ = run(None)
     module, _ = run(updates, download=[Halves()])
