@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import warnings
 from contextlib import redirect_stderr
 from dataclasses import dataclass
 from io import StringIO
@@ -156,7 +157,8 @@ def result(name: str, variant: Variant, folder: Path) -> dict[str, Any]:
     words += ["--trainer.max_epochs", str(ROUNDS), "--trainer.default_root_dir", str(folder)]
     said = StringIO()
     try:
-        with redirect_stderr(said):
+        with redirect_stderr(said), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a run may say that it goes another way, and go on
             main(["fit", *words])
     except SystemExit as refusal:
         sentence = refusal.code if isinstance(refusal.code, str) else said.getvalue().strip()
