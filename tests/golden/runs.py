@@ -1,6 +1,6 @@
 """The runs whose results are frozen: every algorithm's configuration and more, over one small base.
 
-    PYTHONPATH=tests python -m golden.record [NAME …]      # anew, after a change of results on purpose
+PYTHONPATH=tests python -m golden.record [NAME …]      # anew, after a change of results on purpose
 """
 
 from __future__ import annotations
@@ -104,7 +104,9 @@ OTHERS: dict[str, dict[str, Any]] = {
     "mask": masked(0.1),
     "compressed": {"file": "compressed.yaml"},
     "low rank": {"file": "low_rank.yaml"},
-    "signs": updates(("ErrorFeedback", {"transforms": [{"class_path": "fl_lightning.updates.Sign"}]})),
+    "signs": updates(
+        ("ErrorFeedback", {"transforms": [{"class_path": "fl_lightning.updates.Sign"}]})
+    ),
     "random k": updates(("RandomK", {"fraction": 0.2})),
     "central privacy": private("CentralDP"),
     "local privacy": private("LocalDP"),

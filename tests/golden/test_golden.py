@@ -5,7 +5,16 @@ import pytest
 from golden.runs import NAMES, VARIANTS, result
 from golden.values import machine, read
 
-FAST = ("plain", "adamw", "mask", "compressed", "distributed privacy", "scaffold", "median", "fedbuff")
+FAST = (
+    "plain",
+    "adamw",
+    "mask",
+    "compressed",
+    "distributed privacy",
+    "scaffold",
+    "median",
+    "fedbuff",
+)
 VALUES = read()
 RUNS = [
     pytest.param(
