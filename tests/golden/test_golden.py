@@ -7,13 +7,9 @@ from golden.values import machine, read
 
 FAST = (
     "plain",
-    "adamw",
     "mask",
     "compressed",
-    "distributed privacy",
     "scaffold",
-    "median",
-    "fedbuff",
 )
 VALUES = read()
 RUNS = [
