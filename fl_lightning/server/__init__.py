@@ -1,6 +1,6 @@
 """From many updates to a model."""
 
-from fl_lightning.server.aggregator import Aggregator
+from fl_lightning.server.aggregator import Aggregator, WeightedMean
 from fl_lightning.server.attacks.alone import GaussianNoise, Scaling, SignFlip
 from fl_lightning.server.attacks.forged import Forgery
 from fl_lightning.server.attacks.together import ALIE, InnerProductManipulation, MinMax
@@ -13,7 +13,7 @@ from fl_lightning.server.optimizers.adaptive import FedAdagrad, FedAdam, FedYogi
 from fl_lightning.server.optimizers.lion import FedLion
 from fl_lightning.server.robust.bulyan import Bulyan
 from fl_lightning.server.robust.centred_clipping import CentredClipping
-from fl_lightning.server.robust.collect import Collected, RobustRule
+from fl_lightning.server.robust.collect import Collected, RobustRule, RuleContext
 from fl_lightning.server.robust.fltrust import FLTrust
 from fl_lightning.server.robust.geometric_median import GeometricMedian
 from fl_lightning.server.robust.krum import Krum, MultiKrum
@@ -61,10 +61,12 @@ __all__ = [
     "PolynomialStaleness",
     "QFedAvg",
     "RobustRule",
+    "RuleContext",
     "Scaling",
     "Server",
     "SignFlip",
     "Staleness",
     "TiltedMean",
     "TrimmedMean",
+    "WeightedMean",
 ]

@@ -15,7 +15,7 @@ import numpy as np
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import numpy_generator
-from fl_lightning.data.cohorts.cohort_size import check_cohort_size, check_fraction, cohort_size
+from fl_lightning.data.cohorts.cohort_size import SizedCohort, check_fraction
 from fl_lightning.data.cohorts.population import ClientIds, Population
 
 # An empty Poisson draw is repeated at most this often: beyond, the expected size is hopeless.
@@ -49,7 +49,7 @@ class NeedsFreshLosses(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class UniformCohort:
+class UniformCohort(SizedCohort):
     """A fixed number of clients, uniformly at random without replacement.
 
     Source: McMahan et al. 2017, Algorithm 1: m = max(C · K, 1).
@@ -65,22 +65,10 @@ class UniformCohort:
         [20, 48, 99]
     """
 
-    fraction: float | None = None
-    size: int | None = None
-    min_size: int = 1
-
-    def __post_init__(self) -> None:
-        check_cohort_size("UniformCohort", self.fraction, self.size, self.min_size)
-
-    def expected_size(self, num_clients: int) -> int:
-        """Return the number of clients in every round."""
-        return cohort_size(self.fraction, self.size, self.min_size, num_clients)
-
     def sample(self, round_index: int, population: Population, seed: int) -> ClientIds:
         """Return `expected_size` distinct client ids, or all that are available."""
         generator = numpy_generator(seed, "cohort", round_index)
-        there = population.num_available
-        size = min(self.expected_size(population.num_clients), there)
+        there, size = population.num_available, self.size_among(population)
         # of a cohort below a fiftieth of the clients NumPy draws only the cohort (Floyd's algorithm)
         drawn = np.sort(generator.choice(there, size, replace=False))
         return drawn if population.is_available is None else population.available_ids[drawn]

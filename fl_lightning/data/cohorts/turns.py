@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from fl_lightning.core.seeds import numpy_generator
-from fl_lightning.data.cohorts.cohort_size import check_cohort_size, cohort_size
+from fl_lightning.data.cohorts.cohort_size import SizedCohort
 from fl_lightning.data.cohorts.population import ClientIds, Population
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoundRobinCohort:
+class RoundRobinCohort(SizedCohort):
     """A fixed number of clients, one after the other in the order of their ids.
 
     Who is not available is passed over.
@@ -29,17 +29,6 @@ class RoundRobinCohort:
         [[0, 1], [2, 3], [0, 4]]
     """
 
-    fraction: float | None = None
-    size: int | None = None
-    min_size: int = 1
-
-    def __post_init__(self) -> None:
-        check_cohort_size("RoundRobinCohort", self.fraction, self.size, self.min_size)
-
-    def expected_size(self, num_clients: int) -> int:
-        """Return the number of clients in every round."""
-        return cohort_size(self.fraction, self.size, self.min_size, num_clients)
-
     def sample(self, round_index: int, population: Population, seed: int) -> ClientIds:
         """Return `expected_size` distinct client ids, or all that are available."""
         size = self.expected_size(population.num_clients)
@@ -50,7 +39,7 @@ class RoundRobinCohort:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LeastRecentCohort:
+class LeastRecentCohort(SizedCohort):
     """A fixed number of clients: those that have waited longest, by lot among equals.
 
     Of n clients nobody waits longer than n / m rounds, also where clients come and go.
@@ -64,21 +53,10 @@ class LeastRecentCohort:
         [0, 2]
     """
 
-    fraction: float | None = None
-    size: int | None = None
-    min_size: int = 1
-
-    def __post_init__(self) -> None:
-        check_cohort_size("LeastRecentCohort", self.fraction, self.size, self.min_size)
-
-    def expected_size(self, num_clients: int) -> int:
-        """Return the number of clients in every round."""
-        return cohort_size(self.fraction, self.size, self.min_size, num_clients)
-
     def sample(self, round_index: int, population: Population, seed: int) -> ClientIds:
         """Return `expected_size` distinct client ids, or all that are available."""
         ids = population.available_ids
-        size = min(self.expected_size(population.num_clients), len(ids))
+        size = self.size_among(population)
         if not size:
             return ids
         # lots lie in [0, 1): they decide only among clients with the same last round
