@@ -17,9 +17,11 @@ from fl_lightning.server.robust.collect import Collected, RobustRule, RuleContex
 from fl_lightning.server.robust.fltrust import FLTrust
 from fl_lightning.server.robust.geometric_median import GeometricMedian
 from fl_lightning.server.robust.krum import Krum, MultiKrum
+from fl_lightning.server.robust.matrix import Floats, Rows
 from fl_lightning.server.robust.median import Median, TrimmedMean
 from fl_lightning.server.robust.mixing import Bucketing, NearestNeighbourMixing
 from fl_lightning.server.robust.norm_bounding import NormBounding
+from fl_lightning.server.robust.passes import combined, row_norms
 from fl_lightning.server.server import Server
 from fl_lightning.server.staleness import (
     FedAsync,
@@ -45,6 +47,7 @@ __all__ = [
     "FedBuff",
     "FedLion",
     "FedYogi",
+    "Floats",
     "Forgery",
     "GaussianNoise",
     "GeometricMedian",
@@ -61,6 +64,7 @@ __all__ = [
     "PolynomialStaleness",
     "QFedAvg",
     "RobustRule",
+    "Rows",
     "RuleContext",
     "Scaling",
     "Server",
@@ -69,4 +73,6 @@ __all__ = [
     "TiltedMean",
     "TrimmedMean",
     "WeightedMean",
+    "combined",
+    "row_norms",
 ]
