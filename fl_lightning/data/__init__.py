@@ -1,8 +1,14 @@
 """Whose examples are whose, and who takes part in a round."""
 
 from fl_lightning.data.cohorts.availability import Availability, AvailableCohort, Diurnal, Stretches
-from fl_lightning.data.cohorts.cohort import AllClients, CohortSampler, PoissonCohort, UniformCohort
-from fl_lightning.data.cohorts.cohort_size import SizedCohort
+from fl_lightning.data.cohorts.cohort import (
+    AllClients,
+    Cohort,
+    CohortSampler,
+    PoissonCohort,
+    SizedCohort,
+    UniformCohort,
+)
 from fl_lightning.data.cohorts.oort import OortCohort
 from fl_lightning.data.cohorts.population import ClientIds, Population
 from fl_lightning.data.cohorts.turns import LeastRecentCohort, RoundRobinCohort
@@ -21,6 +27,7 @@ from fl_lightning.data.partitions.partition import (
     IID,
     NaturalPartition,
     Partition,
+    PartitionRule,
     check_sizes,
     shards_of,
 )
@@ -44,6 +51,7 @@ __all__ = [
     "ByLossCohort",
     "BySizeCohort",
     "ClientIds",
+    "Cohort",
     "CohortSampler",
     "Digits",
     "DirichletPerClass",
@@ -66,6 +74,7 @@ __all__ = [
     "Normalize",
     "OortCohort",
     "Partition",
+    "PartitionRule",
     "PartitionSummary",
     "Poison",
     "PoissonCohort",

@@ -48,7 +48,7 @@ from fl_lightning.federation.visits.lightning_step import LightningStep
 from fl_lightning.federation.visits.shard_gradient import ShardGradient
 from fl_lightning.server.server import Server
 from fl_lightning.updates.broadcast import Broadcast
-from fl_lightning.updates.transform import needs_shapes
+from fl_lightning.updates.transform import as_step
 from fl_lightning.updates.wire.traffic import bytes_down
 
 
@@ -146,7 +146,9 @@ class GroupTraining:
             trainer.precision,
         )
         self.broadcast = Broadcast(options.download, options.seed)
-        if self._client_masks is not None and any(map(needs_shapes, options.updates)):
+        if self._client_masks is not None and any(
+            as_step(step).needs_shapes for step in options.updates
+        ):
             raise ConfigurationError(
                 "federation.updates: PowerSGD and blocks of a tensor do not work with masks of the "
                 "clients' own, who each send other entries: use TopK or QSGD with a block of fixed "

@@ -9,7 +9,7 @@ from fl_lightning.updates.qsgd import QSGD
 from fl_lightning.updates.random_k import RandomK
 from fl_lightning.updates.sign import Sign, ternary
 from fl_lightning.updates.top_k import TopK
-from fl_lightning.updates.transform import Chain, UpdateTransform
+from fl_lightning.updates.transform import Chain, Transform, UpdateTransform
 
 __all__ = [
     "QSGD",
@@ -25,6 +25,7 @@ __all__ = [
     "Sign",
     "Sparse",
     "TopK",
+    "Transform",
     "UpdateTransform",
     "ternary",
 ]

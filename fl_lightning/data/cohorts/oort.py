@@ -19,16 +19,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import final
 
 import numpy as np
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import numpy_generator
-from fl_lightning.data.cohorts.cohort_size import SizedCohort
+from fl_lightning.data.cohorts.cohort import SizedCohort
 from fl_lightning.data.cohorts.population import NEVER, ClientIds, Numbers, Population
 from fl_lightning.data.cohorts.weighted_draw import log_of, weighted_draw
 
 
+@final
 @dataclass(frozen=True, kw_only=True)
 class OortCohort(SizedCohort):
     """Clients of high utility, and some that were never seen.

@@ -7,14 +7,16 @@ least recent:   the m clients whose last round is longest ago; among equals by l
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar, final
 
 import numpy as np
 
 from fl_lightning.core.seeds import numpy_generator
-from fl_lightning.data.cohorts.cohort_size import SizedCohort
+from fl_lightning.data.cohorts.cohort import SizedCohort
 from fl_lightning.data.cohorts.population import ClientIds, Population
 
 
+@final
 @dataclass(frozen=True, kw_only=True)
 class RoundRobinCohort(SizedCohort):
     """A fixed number of clients, one after the other in the order of their ids.
@@ -29,6 +31,8 @@ class RoundRobinCohort(SizedCohort):
         [[0, 1], [2, 3], [0, 4]]
     """
 
+    is_fixed_in_advance: ClassVar[bool] = True
+
     def sample(self, round_index: int, population: Population, seed: int) -> ClientIds:
         """Return `expected_size` distinct client ids, or all that are available."""
         size = self.expected_size(population.num_clients)
@@ -38,6 +42,7 @@ class RoundRobinCohort(SizedCohort):
         return np.sort(in_turn[:size])
 
 
+@final
 @dataclass(frozen=True, kw_only=True)
 class LeastRecentCohort(SizedCohort):
     """A fixed number of clients: those that have waited longest, by lot among equals.

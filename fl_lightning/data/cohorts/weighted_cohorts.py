@@ -17,19 +17,20 @@ with the highest loss, so that everybody has a turn.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, final
 
 import numpy as np
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import numpy_generator
-from fl_lightning.data.cohorts.cohort_size import SizedCohort
+from fl_lightning.data.cohorts.cohort import SizedCohort
 from fl_lightning.data.cohorts.population import ClientIds, Population
 from fl_lightning.data.cohorts.weighted_draw import log_of, weighted_draw
 
 Losses = Literal["last_known", "fresh"]
 
 
+@final
 @dataclass(frozen=True, kw_only=True)
 class BySizeCohort(SizedCohort):
     """A fixed number of clients, drawn with probability proportional to their examples.
@@ -48,6 +49,7 @@ class BySizeCohort(SizedCohort):
         return _draw_by_size(size, round_index, population, seed)
 
 
+@final
 @dataclass(frozen=True, kw_only=True)
 class ByLossCohort(SizedCohort):
     """A fixed number of clients, drawn with probability proportional to exp(loss / temperature).
@@ -81,6 +83,11 @@ class ByLossCohort(SizedCohort):
                 "has all clients count alike"
             )
 
+    @property
+    def needs_fresh_losses(self) -> bool:
+        """Unless the last known ones will do."""
+        return self.losses == "fresh"
+
     def candidates(self, round_index: int, population: Population, seed: int) -> ClientIds:
         """Return whose losses must be fresh: everybody's, or nobody's."""
         return population.available_ids if self.losses == "fresh" else np.empty(0, np.int64)
@@ -95,6 +102,7 @@ class ByLossCohort(SizedCohort):
         return ids[weighted_draw(logs, size, numpy_generator(seed, "cohort", round_index))]
 
 
+@final
 @dataclass(frozen=True, kw_only=True)
 class PowerOfChoiceCohort(SizedCohort):
     """Of d candidates, drawn by their sizes, the m with the highest loss; by lot among equals.
@@ -145,6 +153,11 @@ class PowerOfChoiceCohort(SizedCohort):
                 f"number of clients, got {self.num_candidates}: the cohort is chosen among them"
             )
         return size
+
+    @property
+    def needs_fresh_losses(self) -> bool:
+        """Unless the last known ones will do."""
+        return self.losses == "fresh"
 
     def candidates(self, round_index: int, population: Population, seed: int) -> ClientIds:
         """Return whose losses must be fresh."""
