@@ -3,6 +3,7 @@
 import importlib
 import re
 import sys
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -25,9 +26,10 @@ from fl_lightning import (
     UniformCohort,
 )
 from fl_lightning.cli.command import main
+from fl_lightning.client import Correction, GradientTerm
 from fl_lightning.core.update import ClientUpdate
-from fl_lightning.data import Population
-from fl_lightning.server import Collected
+from fl_lightning.data import Cohort, Population
+from fl_lightning.server import Collected, WeightedMean
 from fl_lightning.sparsity import EmpiricalFisher, SparseSGDM
 from fl_lightning.updates import Dense
 
@@ -342,3 +344,103 @@ class TestASensitivity:
         moved = (before.net[0].weight != after.net[0].weight).detach()
         assert 0 < moved.sum() <= 0.4 * moved.numel()
         assert not (moved & ~sparse.mask["net.0.weight"]).any()
+
+
+class Odd(WeightedMean):
+    def __init__(self, weight):
+        self.odd = weight
+
+    def weight(self, update):
+        return self.odd
+
+
+@dataclass(frozen=True)
+class OfOnes(Cohort):
+    """Draws whatever it is told."""
+
+    ids: tuple
+
+    def expected_size(self, num_clients):
+        return 2
+
+    def sample(self, round_index, population, seed):
+        return np.array(self.ids)
+
+
+class TwoPulls(Correction):
+    pull = 0.5
+
+    def term(self, memory, mean):
+        return GradientTerm(pull=0.1)
+
+
+class Halves:
+    def assign(self, labels, num_clients, seed):
+        return np.array_split(np.arange(len(labels)), 2)
+
+
+UNFINISHED = '''
+from fl_lightning.data import SizedCohort
+from fl_lightning.server import WeightedMean
+
+class Nothing(WeightedMean):
+    """A mean without a weight."""
+
+class Bare(SizedCohort):
+    """A cohort without annotations."""
+    def sample(self, round_index, population, seed):
+        return population.available_ids
+'''
+
+
+class TestWhatIsRefused:
+    @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
+    def test_a_weight_that_is_none(self, weight):
+        with pytest.raises(ConfigurationError, match=f"Odd weighs .* client 0 by {weight}"):
+            run(aggregator=Odd(weight), cohort=None)
+
+    @pytest.mark.parametrize(
+        ("ids", "says"),
+        [
+            ((3, 1), "increasing order, got .3, 1."),
+            ((1, 1), "distinct"),
+            ((0.0, 1.0), "whole numbers"),
+            ((-1, 2), "ids from 0 to 5, got -1 to 2"),
+            ((2, 6), "ids from 0 to 5, got 2 to 6"),
+        ],
+    )
+    def test_a_cohort_that_is_none(self, ids, says):
+        with pytest.raises(ConfigurationError, match=says):
+            run(cohort=OfOnes(ids))
+
+    @both_engines
+    def test_a_term_with_a_pull_of_its_own(self, engine):
+        with pytest.raises(ConfigurationError, match=r"has the pull 0\.1, and its pull is 0\.5"):
+            run(engine=engine, correction=TwoPulls())
+
+    def test_shards_of_other_clients(self):
+        with pytest.raises(ConfigurationError, match="a shard for each of 3 clients, got 2"):
+            run(data=toy_data(num_clients=3, partition=Halves()))
+
+    @pytest.mark.parametrize(
+        ("option", "value", "says"),
+        [
+            ("aggregator", "my_federation.Nothing", "is unfinished, it lacks weight"),
+            (
+                "cohort",
+                "my_federation.Bare",
+                "once it has, annotations and all: sample(self, round_index: int, population: ",
+            ),
+        ],
+    )
+    def test_the_command_line_says_what_a_class_lacks(
+        self, option, value, says, tmp_path, monkeypatch, capsys
+    ):
+        monkeypatch.setitem(CODE, "Unfinished", UNFINISHED)
+        written_to(tmp_path, monkeypatch, "Unfinished")
+        monkeypatch.setattr(sys, "argv", ["fl-lightning"])
+        quick = str(ROOT / "configs" / "quickstart.yaml")
+        with pytest.raises(SystemExit) as end:
+            main(["fit", "--config", quick, f"--federation.{option}={value}", "--print_config"])
+        assert end.value.code == 2
+        assert says in capsys.readouterr().err

@@ -14,11 +14,12 @@ from typing import Any, get_type_hints
 
 from typing_extensions import get_protocol_members, is_protocol
 
+# the parser leaves out a path that is the whole value
 _UNLIKE = re.compile(
-    r"(?:Import path |\")(?P<path>[\w.]+)\"? (?:does not implement|is not a subclass or implementer of) "
+    r"(?:\"(?P<path>[\w.]+)\" is not a subclass or implementer of|does not implement) "
     r"protocol \{?(?P<protocols>[\w,]+)"
 )
-_ABSTRACT = re.compile(r"Expected an instantiatable class, but .*is abstract")
+_ABSTRACT = "Expected an instantiatable class, but "
 # of a value: a class's path, or a mapping that names it
 _GIVEN = re.compile(r"(?:.*class_path['\"]?[=:] ?['\"])?(?P<path>[\w.]+)")
 # where protocols that users write classes for are exported
@@ -39,23 +40,29 @@ def what_is_missing(reason: str, given: str) -> str | None:
         >>> what_is_missing(said, "fl_lightning.Mean") is None
         True
     """
-    if _ABSTRACT.search(reason) and (match := _GIVEN.match(given)):
-        names = ", ".join(sorted(_imported(match["path"]).__abstractmethods__))
-        return f"{match['path']} is unfinished, it lacks {names}: write a class that has it"
-    if match := _UNLIKE.search(reason):
-        own = _imported(match["path"])
-        for name in match["protocols"].split(","):
-            protocol = _protocol(name)
-            if protocol is None or not any(hasattr(own, member) for member in _members(protocol)):
-                continue
-            if written := "; ".join(_unlike(own, protocol)):
-                return f"{match['path']} is a {name} once it has, annotations and all: {written}"
+    unlike, named = _UNLIKE.search(reason), _GIVEN.match(given)
+    path = (unlike and unlike["path"]) or (named and named["path"])
+    own = _imported(path or "")
+    if own is None:
+        return None
+    if reason.startswith(_ABSTRACT) and inspect.isabstract(own):
+        names = ", ".join(sorted(own.__abstractmethods__))
+        return f"{path} is unfinished, it lacks {names}: write a class that has it"
+    for name in unlike["protocols"].split(",") if unlike else ():
+        protocol = _protocol(name)
+        if protocol is None or not any(hasattr(own, member) for member in _members(protocol)):
+            continue
+        if written := "; ".join(_unlike(own, protocol)):
+            return f"{path} is a {name} once it has, annotations and all: {written}"
     return None
 
 
 def _imported(path: str) -> Any:
     module, _, name = path.rpartition(".")
-    return getattr(import_module(module), name)
+    try:
+        return getattr(import_module(module), name, None)
+    except (ImportError, ValueError):
+        return None
 
 
 def _protocol(name: str) -> type | None:
