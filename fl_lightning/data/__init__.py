@@ -6,10 +6,11 @@ from fl_lightning.data.cohorts.cohort import (
     Cohort,
     CohortSampler,
     PoissonCohort,
+    SizedCohort,
     UniformCohort,
 )
 from fl_lightning.data.cohorts.oort import OortCohort
-from fl_lightning.data.cohorts.population import Population
+from fl_lightning.data.cohorts.population import ClientIds, Population
 from fl_lightning.data.cohorts.turns import LeastRecentCohort, RoundRobinCohort
 from fl_lightning.data.cohorts.weighted_cohorts import (
     ByLossCohort,
@@ -27,6 +28,8 @@ from fl_lightning.data.partitions.partition import (
     NaturalPartition,
     Partition,
     PartitionRule,
+    check_sizes,
+    shards_of,
 )
 from fl_lightning.data.partitions.quantity_skew import DirichletSizes, PowerLawSizes
 from fl_lightning.data.poisoning import LabelFlip, Poison, Trigger
@@ -47,6 +50,7 @@ __all__ = [
     "AvailableCohort",
     "ByLossCohort",
     "BySizeCohort",
+    "ClientIds",
     "Cohort",
     "CohortSampler",
     "Digits",
@@ -79,7 +83,10 @@ __all__ = [
     "PowerOfChoiceCohort",
     "Reshape",
     "RoundRobinCohort",
+    "SizedCohort",
     "Stretches",
     "Trigger",
     "UniformCohort",
+    "check_sizes",
+    "shards_of",
 ]

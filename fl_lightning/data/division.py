@@ -44,6 +44,10 @@ def divide(
     if num_clients is None:
         raise ConfigurationError(f"FederatedDataModule needs num_clients with {name}")
     shards = FlatShards.of(rule.assign(column, num_clients, seed))
+    if len(shards) != num_clients:
+        raise ConfigurationError(
+            f"{name}.assign must return a shard for each of {num_clients} clients, got {len(shards)}"
+        )
     last = int(shards.indices.max(initial=-1))
     if last >= len(column):
         raise ConfigurationError(

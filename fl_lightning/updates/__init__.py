@@ -3,6 +3,7 @@
 from fl_lightning.updates.affine import Affine
 from fl_lightning.updates.cast import Cast
 from fl_lightning.updates.error_feedback import ErrorFeedback
+from fl_lightning.updates.payload import Dense, Payload, Quantised, Sparse
 from fl_lightning.updates.power_sgd import PowerSGD
 from fl_lightning.updates.qsgd import QSGD
 from fl_lightning.updates.random_k import RandomK
@@ -15,10 +16,14 @@ __all__ = [
     "Affine",
     "Cast",
     "Chain",
+    "Dense",
     "ErrorFeedback",
+    "Payload",
     "PowerSGD",
+    "Quantised",
     "RandomK",
     "Sign",
+    "Sparse",
     "TopK",
     "Transform",
     "UpdateTransform",

@@ -179,6 +179,10 @@ class SizedCohort(Cohort):
         """Return the number of clients in every round."""
         return cohort_size(self.fraction, self.size, self.min_size, num_clients)
 
+    def size_among(self, population: Population) -> int:
+        """Return `expected_size`, or how many are available where these are fewer."""
+        return min(self.expected_size(population.num_clients), population.num_available)
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
@@ -204,8 +208,7 @@ class UniformCohort(SizedCohort):
     def sample(self, round_index: int, population: Population, seed: int) -> ClientIds:
         """Return `expected_size` distinct client ids, or all that are available."""
         generator = numpy_generator(seed, "cohort", round_index)
-        there = population.num_available
-        size = min(self.expected_size(population.num_clients), there)
+        there, size = population.num_available, self.size_among(population)
         # of a cohort below a fiftieth of the clients NumPy draws only the cohort (Floyd's algorithm)
         drawn = np.sort(generator.choice(there, size, replace=False))
         return drawn if population.is_available is None else population.available_ids[drawn]

@@ -84,7 +84,7 @@ class OortCohort(SizedCohort):
     def sample(self, round_index: int, population: Population, seed: int) -> ClientIds:
         """Return `expected_size` distinct client ids, or all that are available."""
         ids = population.available_ids
-        size = min(self.expected_size(population.num_clients), len(ids))
+        size = self.size_among(population)
         is_seen = population.last_rounds[ids] != NEVER
         seen, unseen = ids[is_seen], ids[~is_seen]
         explore = max(self.min_exploration, self.exploration * self.exploration_decay**round_index)

@@ -61,7 +61,7 @@ class LeastRecentCohort(SizedCohort):
     def sample(self, round_index: int, population: Population, seed: int) -> ClientIds:
         """Return `expected_size` distinct client ids, or all that are available."""
         ids = population.available_ids
-        size = min(self.expected_size(population.num_clients), len(ids))
+        size = self.size_among(population)
         if not size:
             return ids
         # lots lie in [0, 1): they decide only among clients with the same last round

@@ -19,6 +19,7 @@ from fl_lightning.client.corrections.correction import AddedLoss, Correction, Gr
 from fl_lightning.client.corrections.fedprox import FedProx
 from fl_lightning.client.local_solver import LocalSolver
 from fl_lightning.client.memory import ClientMemory
+from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.space import Space
 from fl_lightning.core.update import ClientUpdate, LazyDeltas, Updates
 from fl_lightning.server.aggregator import Aggregator, AllReduce
@@ -89,8 +90,19 @@ class Corrector:
         return type(self.correction).__name__ if self.correction.remembers else None
 
     def term(self, client: int) -> GradientTerm:
-        """Return a client's term for this round."""
-        return self.correction.term(self._recalled(client), self._mean)
+        """Return a client's term for this round.
+
+        Raises:
+            ConfigurationError: if it has another pull than the correction says, which slots go by.
+        """
+        term = self.correction.term(self._recalled(client), self._mean)
+        if term.pull != self.correction.pull:
+            name = type(self.correction).__name__
+            raise ConfigurationError(
+                f"federation.correction {name}: its term for client {client} has the pull {term.pull}, "
+                f"and its pull is {self.correction.pull}: let both be the same number"
+            )
+        return term
 
     def contrast(self, client: int, start: Tensor, space: Space) -> AddedLoss | None:
         """Return what a client adds to its loss in this round; None if nothing.
