@@ -1,7 +1,8 @@
 """What there is for an option of the ``federation`` block: ``--federation.correction.help``.
 
 The option's types say it: classes that are exported and either have a protocol's methods or are
-derived from a class. With a class's name after it, the parser shows that class's own options.
+derived from a class, but for bases. With a class's name after it, the parser shows that class's own
+options; the class may be anybody's.
 """
 
 from __future__ import annotations
@@ -94,7 +95,9 @@ def _classes(option: str) -> dict[type, str]:
             continue
         for name in module.__all__:
             exported = getattr(module, name)
-            if inspect.isclass(exported) and any(_is_a(exported, kind) for kind in kinds):
+            if not inspect.isclass(exported) or exported in kinds or inspect.isabstract(exported):
+                continue  # a base is nobody's option
+            if any(_is_a(exported, kind) for kind in kinds):
                 found.setdefault(exported, f"{package}.{name}")
     return found
 

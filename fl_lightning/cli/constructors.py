@@ -102,6 +102,7 @@ class Noting:
 
     def __call__(self, kind: Any, /, *args: Any, **options: Any) -> Any:
         """Return the object."""
+        _refuse_what_was_not_built(options)
         try:
             if self._builds is None:
                 options.pop(
@@ -114,6 +115,16 @@ class Noting:
             if watch is not None:
                 watch.refusals.append(Refusal(kind, options, error))
             raise
+
+
+def _refuse_what_was_not_built(options: Mapping[str, Any]) -> None:
+    """Raise anew what a class has refused, where the parser passes on its description instead."""
+    watch = _WATCH.get() or Watch()
+    refused = {refusal.kind: refusal.error for refusal in watch.refusals}
+    for value in options.values() if refused else ():
+        kind = named(value.get("class_path") or "") if isinstance(value, Namespace) else None
+        if kind in refused:
+            raise refused[kind]
 
 
 class NotingWithLinks(Noting):

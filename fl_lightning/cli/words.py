@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import Any
 
 from fl_lightning.cli.complaints import Complaint, complaint
+from fl_lightning.cli.unfinished import what_is_missing
 
 MOST_CHARACTERS = 500
 
@@ -65,7 +66,7 @@ def sentence(message: str, options: Sequence[str] = ()) -> str:
         given = f", got {unknown['rest']}" if unknown["rest"] else ""
         return f"{name}: {name!r} is not accepted{given}. {close_to(name, options, most=0)}"
     found = complaint(message)
-    for words in (_unknown_option, _missing_option, _unknown_class, _wrong_class, _wrong_type):
+    for words in _WORDS:
         said = words(found)
         if said:
             return shortened(said)
@@ -162,6 +163,13 @@ def _other_name(module: str, name: str) -> str:
     return f"Did you mean {module}.{close[0]}?" if close else ""
 
 
+def _unfinished_class(found: Complaint) -> str | None:
+    for reason in found.reasons:
+        if said := what_is_missing(reason, found.given or ""):
+            return f"{found.path}: {said}"
+    return None
+
+
 def _wrong_class(found: Complaint) -> str | None:
     if not any(_NO_CLASS.match(reason) for reason in found.reasons):
         return None
@@ -225,3 +233,9 @@ def _catalogue(path: str) -> str:
     """Return where the classes of an option are listed."""
     match = re.match(r"federation\.\w+", path)
     return f"--{match[0]}.help lists what there is." if match else "See --help for what there is."
+
+
+_WORDS = (
+    *(_unknown_option, _missing_option, _unknown_class),
+    *(_unfinished_class, _wrong_class, _wrong_type),
+)

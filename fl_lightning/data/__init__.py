@@ -1,9 +1,16 @@
 """Whose examples are whose, and who takes part in a round."""
 
 from fl_lightning.data.cohorts.availability import Availability, AvailableCohort, Diurnal, Stretches
-from fl_lightning.data.cohorts.cohort import AllClients, CohortSampler, PoissonCohort, UniformCohort
+from fl_lightning.data.cohorts.cohort import (
+    AllClients,
+    Cohort,
+    CohortSampler,
+    PoissonCohort,
+    SizedCohort,
+    UniformCohort,
+)
 from fl_lightning.data.cohorts.oort import OortCohort
-from fl_lightning.data.cohorts.population import Population
+from fl_lightning.data.cohorts.population import ClientIds, Population
 from fl_lightning.data.cohorts.turns import LeastRecentCohort, RoundRobinCohort
 from fl_lightning.data.cohorts.weighted_cohorts import (
     ByLossCohort,
@@ -16,7 +23,14 @@ from fl_lightning.data.partitions.dirichlet_labels import DirichletPerClass, Dir
 from fl_lightning.data.partitions.flat_shards import FlatShards
 from fl_lightning.data.partitions.label_shards import LabelShards
 from fl_lightning.data.partitions.mcmahan_shards import McMahanShards
-from fl_lightning.data.partitions.partition import IID, NaturalPartition, Partition
+from fl_lightning.data.partitions.partition import (
+    IID,
+    NaturalPartition,
+    Partition,
+    PartitionRule,
+    check_sizes,
+    shards_of,
+)
 from fl_lightning.data.partitions.quantity_skew import DirichletSizes, PowerLawSizes
 from fl_lightning.data.poisoning import LabelFlip, Poison, Trigger
 from fl_lightning.data.sources.digits import Digits
@@ -36,6 +50,8 @@ __all__ = [
     "AvailableCohort",
     "ByLossCohort",
     "BySizeCohort",
+    "ClientIds",
+    "Cohort",
     "CohortSampler",
     "Digits",
     "DirichletPerClass",
@@ -58,6 +74,7 @@ __all__ = [
     "Normalize",
     "OortCohort",
     "Partition",
+    "PartitionRule",
     "PartitionSummary",
     "Poison",
     "PoissonCohort",
@@ -66,7 +83,10 @@ __all__ = [
     "PowerOfChoiceCohort",
     "Reshape",
     "RoundRobinCohort",
+    "SizedCohort",
     "Stretches",
     "Trigger",
     "UniformCohort",
+    "check_sizes",
+    "shards_of",
 ]

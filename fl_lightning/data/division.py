@@ -11,7 +11,7 @@ import numpy.typing as npt
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.columns import read_column
 from fl_lightning.data.partitions.flat_shards import FlatShards
-from fl_lightning.data.partitions.partition import Partition
+from fl_lightning.data.partitions.partition import Partition, PartitionRule, as_rule
 from fl_lightning.data.training_set import TrainingSet
 
 
@@ -34,19 +34,24 @@ def divide(
     Raises:
         ConfigurationError: if there is no number of clients, or the partition cannot do it.
     """
-    rule, drawn = type(partition).__name__, examples.drawn.indices
-    column = _column(examples, partition, classes)
+    name, drawn = type(partition).__name__, examples.drawn.indices
+    rule = as_rule(partition)
+    column = _column(examples, rule, name, classes)
     if drawn is not None:
         column = column[drawn.numpy()]
-    if num_clients is None and getattr(partition, "attribute", None) is not None:
+    if num_clients is None and rule.owners is not None:
         num_clients = len(np.unique(column))
     if num_clients is None:
-        raise ConfigurationError(f"FederatedDataModule needs num_clients with {rule}")
-    shards = FlatShards.of(partition.assign(column, num_clients, seed))
+        raise ConfigurationError(f"FederatedDataModule needs num_clients with {name}")
+    shards = FlatShards.of(rule.assign(column, num_clients, seed))
+    if len(shards) != num_clients:
+        raise ConfigurationError(
+            f"{name}.assign must return a shard for each of {num_clients} clients, got {len(shards)}"
+        )
     last = int(shards.indices.max(initial=-1))
     if last >= len(column):
         raise ConfigurationError(
-            f"{rule}.assign must return indices below the number of training examples, {len(column)}, "
+            f"{name}.assign must return indices below the number of training examples, {len(column)}, "
             f"got {last}"
         )
     # a partition counts the examples that are drawn
@@ -54,18 +59,20 @@ def divide(
 
 
 def _column(
-    examples: TrainingSet, partition: Partition, classes: Callable[[], npt.NDArray[Any]]
+    examples: TrainingSet,
+    rule: PartitionRule,
+    name: str,
+    classes: Callable[[], npt.NDArray[Any]],
 ) -> npt.NDArray[Any]:
-    """Return what a partition looks at, one value per example of the data set."""
-    attribute = getattr(partition, "attribute", None)
-    if attribute is not None:
-        return read_column(examples.dataset, attribute, "partition.attribute")
-    if not getattr(partition, "uses_labels", True):
+    """Return what a partition of a name looks at, one value per example of the data set."""
+    if rule.owners is not None:
+        return read_column(examples.dataset, rule.owners, "partition.attribute")
+    if not rule.uses_labels:
         return np.zeros(len(examples), np.int8)
     labels = classes()
     if labels.ndim > 1:
         raise ConfigurationError(
-            f"{type(partition).__name__} needs one label per example, got rows of {labels.shape[1]} "
+            f"{name} needs one label per example, got rows of {labels.shape[1]} "
             "numbers that are not one-hot: set data.labels to what names one class, e.g. a function of "
             "the data set"
         )

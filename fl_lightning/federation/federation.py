@@ -28,7 +28,7 @@ from fl_lightning.core.seeds import (
     run_seed,
     seed_global_generators,
 )
-from fl_lightning.data.cohorts.cohort import AllClients, CohortSampler, UniformCohort
+from fl_lightning.data.cohorts.cohort import AllClients, CohortSampler, UniformCohort, as_cohort
 from fl_lightning.data.cohorts.population import Population
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.engines import Speedup
@@ -551,5 +551,5 @@ class Federation(Callback):
         return Share(self._local_batches(data), trainer.global_rank, trainer.world_size)
 
     def _most_clients(self, groups: RoundGroups, population: Population) -> int:
-        fixed = isinstance(self.cohort, (AllClients, UniformCohort))
+        fixed = as_cohort(self.cohort).has_fixed_size
         return groups.num_clients if fixed else population.num_clients

@@ -156,7 +156,8 @@ class RoundGroups:
             self._round, self._position = epoch, 0
 
     def _drawn(self, round_index: int) -> ClientIds:
-        ids = self._sampler.sample(round_index, self.population, self._seed)
+        ids = np.asarray(self._sampler.sample(round_index, self.population, self._seed))
+        check_cohort(ids, self.population, type(self._sampler).__name__)
         return ids[: limited(len(ids), self._limit)]
 
     def num_left_out(self, round_index: int) -> int:
@@ -201,6 +202,27 @@ class RoundGroups:
         is_done = state["position"] == state.get("groups", self._num_groups)
         self._round = state["round"]
         self._position = self._num_groups if is_done else state["position"]
+
+
+def check_cohort(ids: ClientIds, population: Population, sampler: str) -> None:
+    """Refuse what is no cohort: shares of processes and sums go by its order.
+
+    Raises:
+        ConfigurationError: with what the sampler has returned.
+    """
+    if not len(ids):
+        return
+    is_whole = ids.ndim == 1 and np.issubdtype(ids.dtype, np.integer)
+    if not is_whole or not (ids[1:] > ids[:-1]).all():
+        raise ConfigurationError(
+            f"federation.cohort: {sampler}.sample must return distinct client ids, whole numbers in "
+            f"increasing order, got {ids.tolist()[:10]}: return np.sort of them"
+        )
+    if ids[0] < 0 or ids[-1] >= population.num_clients:
+        raise ConfigurationError(
+            f"federation.cohort: {sampler}.sample must return ids from 0 to "
+            f"{population.num_clients - 1}, got {ids[0]} to {ids[-1]}"
+        )
 
 
 def limited(count: int, limit: float) -> int:

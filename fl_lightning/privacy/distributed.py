@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.whole_numbers import Draw, Integers
-from fl_lightning.data.cohorts.cohort import CohortSampler, PoissonCohort
+from fl_lightning.data.cohorts.cohort import CohortSampler, as_cohort
 from fl_lightning.privacy.accounting.noise_for_budget import noise_for_budget
 from fl_lightning.privacy.accounting.skellam import skellam_epsilon
 from fl_lightning.privacy.mechanism import Mechanism, check_options
@@ -121,10 +121,10 @@ class DistributedDP:
     def check_cohort(self, cohort: CohortSampler) -> None:
         """Refuse cohorts that depend on what happens in the run."""
         check_fixed_in_advance(cohort)
-        if isinstance(cohort, PoissonCohort) and self.min_shares is None:
+        if not as_cohort(cohort).has_fixed_size and self.min_shares is None:
             raise ConfigurationError(
-                "federation.privacy: the size of a PoissonCohort varies, and with it the noise that "
-                "clients add: set min_shares to the fewest replies that shall be released"
+                f"federation.privacy: the size of a {type(cohort).__name__} varies, and with it the noise "
+                "that clients add: set min_shares to the fewest replies that shall be released"
             )
 
     def mechanism(

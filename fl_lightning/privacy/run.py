@@ -9,12 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.data.cohorts.cohort import AllClients, CohortSampler, PoissonCohort, UniformCohort
+from fl_lightning.data.cohorts.cohort import CohortSampler, as_cohort
 from fl_lightning.data.cohorts.population import ClientIds, Population
-from fl_lightning.data.cohorts.turns import RoundRobinCohort
-
-# Cohorts that depend on the seed and the round, and on nothing that clients do.
-_FIXED_IN_ADVANCE = (AllClients, PoissonCohort, RoundRobinCohort, UniformCohort)
 
 
 def check_fixed_in_advance(cohort: CohortSampler) -> None:
@@ -23,11 +19,11 @@ def check_fixed_in_advance(cohort: CohortSampler) -> None:
     Raises:
         ConfigurationError: saying which do not.
     """
-    if type(cohort) not in _FIXED_IN_ADVANCE:
-        names = ", ".join(kind.__name__ for kind in _FIXED_IN_ADVANCE)
+    if not as_cohort(cohort).is_fixed_in_advance:
         raise ConfigurationError(
             f"federation.privacy: with {type(cohort).__name__} nobody knows in advance how often a "
-            f"client takes part: set federation.cohort to one of {names}"
+            "client takes part: set federation.cohort to one of AllClients, PoissonCohort, "
+            "RoundRobinCohort, UniformCohort"
         )
 
 
@@ -41,6 +37,7 @@ class Participation:
             nobody has two turns.
 
     Example:
+        >>> from fl_lightning.data.cohorts.turns import RoundRobinCohort
         >>> run = Run(RoundRobinCohort(size=2), 6, 7, seed=0)
         >>> participation = run.participation()
         >>> participation.most.tolist(), participation.separation
@@ -121,8 +118,9 @@ class Run:
     @property
     def expected_cohort(self) -> float:
         """The expected number of clients in a round, > 0, which need not be whole."""
-        if isinstance(self.cohort, PoissonCohort):
-            return self.cohort.fraction * self.num_clients
+        coin = as_cohort(self.cohort).coin
+        if coin is not None:
+            return coin * self.num_clients
         return float(self.cohort.expected_size(self.num_clients))
 
     def cohorts(self, num_rounds: int) -> Iterator[ClientIds]:

@@ -6,6 +6,7 @@ together is a `RobustRule`; anything else derives from `Aggregator`.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.update import ClientUpdate, Updates
 from fl_lightning.server.means.running_mean import new_mean
 
@@ -148,8 +150,18 @@ class WeightedMean(Aggregator):
         self._mean = new_mean(like, exact=self.exact)
 
     def add(self, update: ClientUpdate) -> None:
-        """Add one update."""
-        self._mean.add(update.delta, self.weight(update))
+        """Add one update.
+
+        Raises:
+            ConfigurationError: if its weight is none.
+        """
+        weight = self.weight(update)
+        if not 0 <= weight < math.inf:
+            raise ConfigurationError(
+                f"{type(self).__name__} weighs the update of client {update.client_id} by {weight}: "
+                "have weight return a finite number that is at least 0"
+            )
+        self._mean.add(update.delta, weight)
 
     def sums(self) -> list[Tensor]:
         """Return what adds up over processes."""

@@ -26,6 +26,7 @@ from fl_lightning.sparsity.optimizers.sparse_adamw import SparseAdamW
 from fl_lightning.sparsity.optimizers.sparse_sgdm import SparseSGDM
 from fl_lightning.sparsity.sensitivity.fisher import EmpiricalFisher, ExactFisher, SampledFisher
 from fl_lightning.sparsity.sensitivity.logits import log_probabilities, raw_logits
+from fl_lightning.sparsity.sensitivity.per_example import SquaredGradients
 from fl_lightning.sparsity.sensitivity.protocol import Scores, Sensitivity
 from fl_lightning.sparsity.sensitivity.scoring import Scoring
 from fl_lightning.sparsity.sensitivity.squared_mean_gradient import SquaredMeanGradient
@@ -59,6 +60,7 @@ __all__ = [
     "Similarity",
     "SparseAdamW",
     "SparseSGDM",
+    "SquaredGradients",
     "SquaredMeanGradient",
     "TaskVector",
     "calibrate",

@@ -10,6 +10,7 @@ zero point, so that blocks far from zero lose nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import final
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from fl_lightning.updates.payload import Payload, Quantised, per_member
 from fl_lightning.updates.transform import with_values
 
 
+@final
 @dataclass(frozen=True)
 class Affine(InBlocks):
     """Rounds to the nearest of 2^bits levels. Biased: use it with `ErrorFeedback`.

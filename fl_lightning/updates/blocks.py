@@ -5,20 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.updates.payload import Block, Payload, num_blocks
-from fl_lightning.updates.transform import Shapes, UpdateTransform
+from fl_lightning.updates.payload import Block, num_blocks
+from fl_lightning.updates.transform import Shapes, Transform
 
 # What a user says of blocks, and what it becomes once the tensors are known.
 BlockOption = Block | Literal["tensor"]
 
 
-class InBlocks:
+class InBlocks(Transform):
     """What transforms have in common that round numbers block by block; subclasses are dataclasses.
 
     Attributes:
@@ -32,17 +32,9 @@ class InBlocks:
         """Whether the blocks are tensors that are not known yet."""
         return self.block == "tensor"
 
-    def with_shapes(self, shapes: Shapes) -> UpdateTransform:
+    def with_shapes(self, shapes: Shapes) -> Self:
         """Return the transform with a block for each of these tensors."""
-        return replace(self, block=sizes_of(shapes))  # type: ignore[type-var, return-value]
-
-    def sent_size(self, size: int) -> int:
-        """Return ``size``: each number has its code."""
-        return size
-
-    def on_server(self, payload: Payload, seed: int, size: int) -> Payload:
-        """Return the payload: it knows its own levels."""
-        return payload
+        return replace(self, block=sizes_of(shapes)) if self.needs_shapes else self  # type: ignore[type-var]
 
 
 def checked_block(block: BlockOption) -> None:

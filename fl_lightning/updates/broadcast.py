@@ -17,8 +17,7 @@ from torch import Tensor
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import derive_seed
 from fl_lightning.updates.payload import Dense, Sparse
-from fl_lightning.updates.power_sgd import PowerSGD
-from fl_lightning.updates.transform import Chain, Shapes, UpdateTransform, placed
+from fl_lightning.updates.transform import Chain, Shapes, Transform, UpdateTransform, as_transform
 from fl_lightning.updates.wire.codec import encoded_size
 from fl_lightning.updates.wire.message import Message
 from fl_lightning.updates.wire.traffic import bytes_down
@@ -57,7 +56,7 @@ class Broadcast:
         self._chain = self._unplaced = Chain(tuple(steps))
         self._seed = seed
         for step in steps:
-            _refuse_what_leaves_out(step)
+            _refuse_what_leaves_out(as_transform(step))
         self._last: tuple[int, Tensor, Sent] | None = None
 
     def place(self, shapes: Shapes) -> None:
@@ -101,13 +100,13 @@ class Broadcast:
         return Sent(arrived.to(params.dtype), encoded_size(message))
 
 
-def _refuse_what_leaves_out(step: UpdateTransform) -> None:
-    if isinstance(step, PowerSGD):
+def _refuse_what_leaves_out(step: Transform) -> None:
+    if step.approximates:
         raise ConfigurationError(
             f"federation.download: {step.name} approximates, and a model has no memory that makes up "
             "for it: use quantisers like QSGD or Affine, and keep it for federation.updates"
         )
-    payload = placed(step, ((8, 8),)).on_client(Dense(torch.arange(1.0, 65.0)), seed=0)
+    payload = step.with_shapes(((8, 8),)).on_client(Dense(torch.arange(1.0, 65.0)), seed=0)
     if isinstance(payload, Sparse) or payload.size != 64:
         raise ConfigurationError(
             f"federation.download: {step.name} leaves numbers out, and clients would take them for "

@@ -8,16 +8,18 @@ What is beyond the format's range becomes its largest number, so that everything
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, final
 
 import torch
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.updates.payload import Dense, Payload, Sparse
+from fl_lightning.updates.transform import Transform
 
 
+@final
 @dataclass(frozen=True)
-class Cast:
+class Cast(Transform):
     """Sends numbers in half precision; after a choice like `TopK` or `PowerSGD`, those chosen.
 
     Args:
@@ -44,10 +46,6 @@ class Cast:
         """What it is."""
         return self.dtype
 
-    def sent_size(self, size: int) -> int:
-        """Return ``size``."""
-        return size
-
     def on_client(self, payload: Payload, seed: int) -> Payload:
         """Round."""
         if isinstance(payload, Dense):
@@ -59,7 +57,3 @@ class Cast:
             assert isinstance(values, Dense)
             return replace(payload, values=values)
         raise ValueError(f"{self.name}: the numbers are quantised already, quantise once")
-
-    def on_server(self, payload: Payload, seed: int, size: int) -> Payload:
-        """Nothing is to be done: the payload says of which dtype it is."""
-        return payload

@@ -11,18 +11,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import final
 
 import torch
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.updates.payload import Dense, Payload
-from fl_lightning.updates.random_k import RandomK
-from fl_lightning.updates.transform import Chain, Shapes, UpdateTransform
+from fl_lightning.updates.transform import (
+    Chain,
+    Shapes,
+    Transform,
+    UpdateStep,
+    UpdateTransform,
+    as_transform,
+)
 
 
+@final
 @dataclass(frozen=True)
-class ErrorFeedback:
+class ErrorFeedback(UpdateStep):
     """Wraps transforms; the client's memory is given and returned.
 
     Args:
@@ -54,12 +62,37 @@ class ErrorFeedback:
             raise ConfigurationError(
                 "ErrorFeedback: transforms must hold at least one, got []: without any nothing is left out"
             )
-        _refuse_scaling(self._chain)
+        if scaling := self._chain.scaling:
+            raise ConfigurationError(
+                f"error feedback around {scaling.name} diverges, because it scales what it keeps: "
+                "set unbiased: false"
+            )
 
     @property
     def names(self) -> tuple[str, ...]:
         """Those of the transforms: how a memory came into the numbers need not be known."""
         return self._chain.names
+
+    @property
+    def parts(self) -> tuple[Transform, ...]:
+        """The transforms."""
+        return tuple(map(as_transform, self.transforms))
+
+    @property
+    def feedback(self) -> ErrorFeedback:
+        """It."""
+        return self
+
+    @property
+    def reason_against_privacy(self) -> str | None:
+        """Memories, unless the user says that they stay with the clients."""
+        if self.under_privacy:
+            return None
+        return (
+            "ErrorFeedback has clients remember what their examples add up to over rounds, and no "
+            "noise covers that: if these memories stay with the clients, set its under_privacy to "
+            "true, or use QSGD or RandomK, which need none"
+        )
 
     @property
     def needs_shapes(self) -> bool:
@@ -98,13 +131,3 @@ class ErrorFeedback:
     def on_server(self, payload: Payload, seed: int, size: int) -> Payload:
         """Return what the server takes a payload for, of ``size`` numbers."""
         return self._chain.on_server(payload, seed, size)
-
-
-def _refuse_scaling(transform: UpdateTransform) -> None:
-    for each in transform.transforms if isinstance(transform, Chain) else ():
-        _refuse_scaling(each)
-    if isinstance(transform, RandomK) and transform.unbiased and transform.fraction < 1:
-        raise ConfigurationError(
-            f"error feedback around {transform.name} diverges, because it scales what it keeps: "
-            "set unbiased: false"
-        )

@@ -19,7 +19,7 @@ from fl_lightning.core.seeds import derive_seed
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.updates.error_feedback import ErrorFeedback
 from fl_lightning.updates.payload import Dense, Payload
-from fl_lightning.updates.transform import Chain, Shapes, UpdateTransform, needs_shapes
+from fl_lightning.updates.transform import Chain, Shapes, UpdateStep, UpdateTransform, as_step
 from fl_lightning.updates.wire.codec import encoded_size
 from fl_lightning.updates.wire.message import Message
 from fl_lightning.updates.wire.traffic import bytes_up
@@ -71,20 +71,23 @@ class UpdatePath:
     """
 
     def __init__(self, steps: Sequence[Step], seed: int) -> None:
-        feedbacks = [step for step in steps if isinstance(step, ErrorFeedback)]
-        if feedbacks and steps[-1] is not feedbacks[0]:
+        asked = [as_step(step) for step in steps]
+        feedbacks = [step.feedback for step in asked if step.feedback is not None]
+        if feedbacks and asked[-1] is not feedbacks[0]:
             raise ConfigurationError(
                 "federation.updates: ErrorFeedback must come last, and once: what follows it would "
                 "lose what it cannot remember. Put those transforms inside it"
             )
-        self._before = Chain(tuple(s for s in steps if not isinstance(s, ErrorFeedback)))
+        self._before = Chain(
+            tuple(part for step in asked if step.feedback is None for part in step.parts)
+        )
         self._feedback = feedbacks[0] if feedbacks else None
         self._unplaced = self._before, self._feedback
         self._seed = seed
         self.is_empty = not steps
         self.has_memory = bool(feedbacks)
-        self.needs_shapes = any(map(needs_shapes, steps))
-        _check_order(steps)
+        self.needs_shapes = any(step.needs_shapes for step in asked)
+        _check_order(asked)
 
     def place(self, shapes: Shapes) -> None:
         """Learn which tensors make the vectors that are sent from here on.
@@ -163,10 +166,9 @@ class UpdatePath:
         return self.send(update, 0, None).num_bytes
 
 
-def _check_order(steps: Sequence[Step]) -> None:
+def _check_order(steps: Sequence[UpdateStep]) -> None:
     """Have a small update go through, which tells what cannot follow what."""
-    chains = [step.transforms if isinstance(step, ErrorFeedback) else (step,) for step in steps]
-    chain = Chain(tuple(transform for chain in chains for transform in chain))
+    chain = Chain(tuple(part for step in steps for part in step.parts))
     try:
         chain.with_shapes(((8, 8),)).on_client(Dense(torch.arange(1.0, 65.0)), seed=0)
     except ValueError as error:

@@ -21,17 +21,19 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import final
 
 import torch
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.updates.payload import Dense, Payload
-from fl_lightning.updates.transform import Shapes, only_dense
+from fl_lightning.updates.transform import Shapes, Transform, only_dense
 
 
+@final
 @dataclass(frozen=True)
-class PowerSGD:
+class PowerSGD(Transform):
     """Sends matrices of low rank. Biased: use it with `ErrorFeedback`.
 
     It comes before every other compression; a quantiser in blocks may follow. With a mask, tensors
@@ -78,6 +80,11 @@ class PowerSGD:
     def with_shapes(self, shapes: Shapes) -> PowerSGD:
         """Return the same for vectors of these tensors."""
         return replace(self, shapes=shapes)
+
+    @property
+    def approximates(self) -> bool:
+        """Always."""
+        return True
 
     def sent_size(self, size: int) -> int:
         """Return how many numbers are sent."""

@@ -11,7 +11,7 @@ are of fixed width: the paper's Elias code gains for few large numbers, for whic
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, final
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from fl_lightning.updates.payload import Block, Payload, Quantised, per_member
 from fl_lightning.updates.transform import with_values
 
 
+@final
 @dataclass(frozen=True)
 class QSGD(InBlocks):
     """Rounds at random to one of 2^bits - 1 levels (of 2, for one bit).

@@ -9,17 +9,19 @@ Unbiased, because every place is drawn with probability k / d. Source: Konečný
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import final
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fl_lightning.updates.payload import Dense, Payload, Sparse
-from fl_lightning.updates.transform import checked_fraction, num_kept, only_dense
+from fl_lightning.updates.transform import Transform, checked_fraction, num_kept, only_dense
 
 
+@final
 @dataclass(frozen=True)
-class RandomK:
+class RandomK(Transform):
     """Keeps random numbers.
 
     Args:
@@ -50,6 +52,16 @@ class RandomK:
     def name(self) -> str:
         """What it is."""
         return f"random-k {self.fraction:g}{'' if self.unbiased else ' unscaled'}"
+
+    @property
+    def scaling(self) -> RandomK | None:
+        """It, where it makes up for what it leaves out."""
+        return self if self.unbiased and self.fraction < 1 else None
+
+    @property
+    def option_of_sums(self) -> str:
+        """The one that draws the same coordinates for all clients."""
+        return "random_k"
 
     def sent_size(self, size: int) -> int:
         """Return how many numbers are sent."""

@@ -9,6 +9,7 @@ is sparse ternary compression, Sattler et al. 2019 (1903.02891), Algorithm 1. Th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import final
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from fl_lightning.updates.top_k import TopK
 from fl_lightning.updates.transform import Chain, with_values
 
 
+@final
 @dataclass(frozen=True)
 class Sign(InBlocks):
     """Sends signs. Biased: use it with `ErrorFeedback`.

@@ -10,17 +10,19 @@ numbers that are exactly zero are never sent.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import final
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fl_lightning.updates.payload import Dense, Payload, Sparse
-from fl_lightning.updates.transform import checked_fraction, num_kept, only_dense
+from fl_lightning.updates.transform import Transform, checked_fraction, num_kept, only_dense
 
 
+@final
 @dataclass(frozen=True)
-class TopK:
+class TopK(Transform):
     """Keeps the largest numbers. Biased: use it with `ErrorFeedback`.
 
     Args:
@@ -46,10 +48,6 @@ class TopK:
         """What it is."""
         return f"top-k {self.fraction:g}"
 
-    def sent_size(self, size: int) -> int:
-        """Return ``size``: a sparse payload stands for all."""
-        return size
-
     def on_client(self, payload: Payload, seed: int) -> Payload:
         """Choose."""
         if self.fraction == 1:
@@ -66,10 +64,6 @@ class TopK:
             ties = ((sizes == least) & (sizes > 0)).nonzero().flatten()[: kept - len(sure)]
             indices = torch.cat([sure, ties]).sort().values
         return Sparse(indices, Dense(values[indices]), values.numel())
-
-    def on_server(self, payload: Payload, seed: int, size: int) -> Payload:
-        """Nothing is to be done: the payload says what is where."""
-        return payload
 
 
 def _smallest_kept(sizes: Tensor, kept: int) -> Tensor:

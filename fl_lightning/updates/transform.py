@@ -8,9 +8,11 @@ result. Both sides know the seed, so that what is drawn need not be sent.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
+from functools import cached_property
+from typing import TYPE_CHECKING, Protocol, Self, final
 
 from torch import Tensor
 
@@ -18,11 +20,14 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import derive_seed
 from fl_lightning.updates.payload import Dense, Payload, Quantised, Sparse
 
+if TYPE_CHECKING:
+    from fl_lightning.updates.error_feedback import ErrorFeedback
+
 Shapes = tuple[tuple[int, ...], ...]
 
 
 class UpdateTransform(Protocol):
-    """One step; implementations are frozen dataclasses.
+    """One step, as a user may write it; ours derive from `Transform`, which has defaults.
 
     Attributes:
         name: what it is and with which options, e.g. ``"top-k 0.1"``. It travels in the header.
@@ -51,34 +56,133 @@ class UpdateTransform(Protocol):
         """
 
 
-@runtime_checkable
-class NeedsShapes(Protocol):
-    """A transform that may look at tensors, and not at one vector.
+class UpdateStep(ABC):
+    """What a federation's `updates` consist of; what a leaf does not need it inherits."""
 
-    Attributes:
-        needs_shapes: whether it does, so that it must be told their shapes.
-    """
+    @property
+    @abstractmethod
+    def parts(self) -> tuple[Transform, ...]:
+        """What a client applies, in order."""
+
+    @property
+    def feedback(self) -> ErrorFeedback | None:
+        """The error feedback that it is, for which clients keep a memory; None if it is none."""
+        return None
 
     @property
     def needs_shapes(self) -> bool:
-        """Whether it must be told the tensors' shapes."""
+        """Whether it looks at tensors, and not at one vector, so that it must be told their shapes."""
+        return False
 
-    def with_shapes(self, shapes: Shapes) -> UpdateTransform:
-        """Return the transform for vectors that such tensors make, one after the other."""
+    def with_shapes(self, shapes: Shapes) -> Self:
+        """Return the step for vectors that such tensors make, one after the other."""
+        return self
+
+    @property
+    def reason_against_privacy(self) -> str | None:
+        """Why the noise of `federation.privacy` does not cover it; None if it does."""
+        return None
+
+    @property
+    def option_of_sums(self) -> str | None:
+        """The option of `SecureMean` that does the same to all updates at once; None if there is none."""
+        return None
 
 
-def placed(transform: UpdateTransform, shapes: Shapes) -> UpdateTransform:
-    """Return the transform for vectors of these tensors; most do not care."""
-    return transform.with_shapes(shapes) if needs_shapes(transform) else transform  # type: ignore[attr-defined]
+class Transform(UpdateStep):
+    """One step that keeps nothing; leaves are frozen dataclasses.
+
+    Example:
+        >>> import torch
+        >>> class Halves(Transform):
+        ...     name = "halves"
+        ...     def on_client(self, payload, seed):
+        ...         return Dense(payload.to_dense() / 2)
+        ...     def on_server(self, payload, seed, size):
+        ...         return Dense(payload.to_dense() * 2)
+        >>> chain = Chain((Halves(),))
+        >>> payload = chain.on_client(Dense(torch.tensor([1.0, 3.0])), seed=0)
+        >>> payload.to_dense(), chain.on_server(payload, seed=0, size=2).to_dense()
+        (tensor([0.5000, 1.5000]), tensor([1., 3.]))
+    """
+
+    @property
+    def name(self) -> str:
+        """What it is and with which options, as the message's header has it."""
+        return type(self).__name__
+
+    @property
+    def parts(self) -> tuple[Transform, ...]:
+        """It alone."""
+        return (self,)
+
+    @property
+    def scaling(self) -> Transform | None:
+        """What of it makes numbers larger, so that error feedback around it diverges; None if nothing."""
+        return None
+
+    @property
+    def approximates(self) -> bool:
+        """Whether more is lost of all numbers together than by rounding each."""
+        return False
+
+    def sent_size(self, size: int) -> int:
+        """Return how many numbers the payload stands for that is made of ``size`` numbers."""
+        return size
+
+    @abstractmethod
+    def on_client(self, payload: Payload, seed: int) -> Payload:
+        """Return what is sent instead of ``payload``, see `UpdateTransform`."""
+
+    def on_server(self, payload: Payload, seed: int, size: int) -> Payload:
+        """Return the payload: it says itself what its numbers are."""
+        return payload
 
 
-def needs_shapes(step: object) -> bool:
-    """Return whether a step looks at tensors."""
-    return isinstance(step, NeedsShapes) and step.needs_shapes
+def as_step(given: UpdateTransform | UpdateStep) -> UpdateStep:
+    """Return a step that can be asked; a user's own transform need not derive from `Transform`."""
+    return given if isinstance(given, UpdateStep) else _OwnTransform(given)
 
 
+def as_transform(given: UpdateTransform) -> Transform:
+    """Return a transform that can be asked, see `as_step`."""
+    return given if isinstance(given, Transform) else _OwnTransform(given)
+
+
+@final
 @dataclass(frozen=True)
-class Chain:
+class _OwnTransform(Transform):
+    """A user's transform that derives from nothing; it may have `needs_shapes` and `with_shapes`."""
+
+    given: UpdateTransform
+
+    @property
+    def name(self) -> str:
+        return self.given.name
+
+    @property
+    def needs_shapes(self) -> bool:
+        return bool(getattr(self.given, "needs_shapes", False))
+
+    def with_shapes(self, shapes: Shapes) -> _OwnTransform:
+        placed: Callable[[Shapes], UpdateTransform] | None = getattr(
+            self.given, "with_shapes", None
+        )
+        return _OwnTransform(placed(shapes)) if placed is not None and self.needs_shapes else self
+
+    def sent_size(self, size: int) -> int:
+        return self.given.sent_size(size)
+
+    def on_client(self, payload: Payload, seed: int) -> Payload:
+        return self.given.on_client(payload, seed)
+
+    def on_server(self, payload: Payload, seed: int, size: int) -> Payload:
+        return self.given.on_server(payload, seed, size)
+
+
+@final
+@dataclass(frozen=True)
+class Chain(Transform):
     """Several transforms, one after the other; none is the identity.
 
     Args:
@@ -106,16 +210,26 @@ class Chain:
     @property
     def names(self) -> tuple[str, ...]:
         """The names in order, as the header has them."""
-        return tuple(transform.name for transform in self.transforms)
+        return tuple(step.name for step in self._steps)
 
     @property
     def needs_shapes(self) -> bool:
         """Whether one of them looks at tensors."""
-        return any(map(needs_shapes, self.transforms))
+        return any(step.needs_shapes for step in self._steps)
 
     def with_shapes(self, shapes: Shapes) -> Chain:
         """Return the chain for vectors of these tensors."""
-        return Chain(tuple(placed(transform, shapes) for transform in self.transforms))
+        return Chain(tuple(step.with_shapes(shapes) for step in self._steps))
+
+    @property
+    def scaling(self) -> Transform | None:
+        """The first that does."""
+        return next((step.scaling for step in self._steps if step.scaling is not None), None)
+
+    @property
+    def approximates(self) -> bool:
+        """Whether one of them does."""
+        return any(step.approximates for step in self._steps)
 
     def sent_size(self, size: int) -> int:
         """Return how many numbers the payload stands for."""
@@ -123,28 +237,30 @@ class Chain:
 
     def on_client(self, payload: Payload, seed: int) -> Payload:
         """Apply all in order."""
-        for place, transform in enumerate(self.transforms):
-            payload = transform.on_client(payload, _seed_of(transform, seed, place))
+        for place, step in enumerate(self._steps):
+            payload = step.on_client(payload, _seed_of(step, seed, place))
         return payload
 
     def on_server(self, payload: Payload, seed: int, size: int) -> Payload:
         """Undo all in reverse order."""
         sizes = self._sizes(size)
-        for place, transform in reversed(list(enumerate(self.transforms))):
-            payload = transform.on_server(
-                payload, _seed_of(transform, seed, place), size=sizes[place]
-            )
+        for place, step in reversed(list(enumerate(self._steps))):
+            payload = step.on_server(payload, _seed_of(step, seed, place), size=sizes[place])
         return payload
+
+    @cached_property
+    def _steps(self) -> tuple[Transform, ...]:
+        return tuple(map(as_transform, self.transforms))
 
     def _sizes(self, size: int) -> list[int]:
         sizes = [size]
-        for transform in self.transforms:
-            sizes.append(transform.sent_size(sizes[-1]))
+        for step in self._steps:
+            sizes.append(step.sent_size(sizes[-1]))
         return sizes
 
 
-def _seed_of(transform: UpdateTransform, seed: int, place: int) -> int:
-    return derive_seed(seed, transform.name, place)
+def _seed_of(step: Transform, seed: int, place: int) -> int:
+    return derive_seed(seed, step.name, place)
 
 
 def checked_fraction(fraction: float) -> None:

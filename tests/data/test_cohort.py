@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.cohorts.availability import AvailableCohort, Diurnal, Stretches
-from fl_lightning.data.cohorts.cohort import AllClients, PoissonCohort, UniformCohort
+from fl_lightning.data.cohorts.cohort import AllClients, PoissonCohort, UniformCohort, as_cohort
 from fl_lightning.data.cohorts.oort import OortCohort
 from fl_lightning.data.cohorts.population import Population
 from fl_lightning.data.cohorts.turns import LeastRecentCohort, RoundRobinCohort
@@ -34,7 +34,7 @@ SAMPLERS = [
     RoundRobinCohort(size=4),
     AllClients(),
 ]
-FIXED = [sampler for sampler in SAMPLERS if getattr(sampler, "size", None)]
+FIXED = [s for s in SAMPLERS if s.has_fixed_size and s.expected_size(100) == 4]
 
 
 def population(num_clients):
@@ -443,3 +443,70 @@ class TestTurns:
             clients.note(ids, round_index=round_index, losses={})
             if round_index >= longest - 1:
                 assert clients.last_rounds.min() > round_index - longest
+
+
+class First:
+    """A user's sampler that derives from nothing."""
+
+    def expected_size(self, num_clients):
+        return 1
+
+    def sample(self, round_index, population, seed):
+        return population.available_ids[:1]
+
+
+class Highest(First):
+    """One that looks at losses."""
+
+    loss_batches = 3
+
+    def __init__(self, losses="fresh"):
+        self.losses = losses
+
+    def candidates(self, round_index, population, seed):
+        return population.available_ids[-2:]
+
+
+class TestWhatASamplerSaysOfItself:
+    def test_of_one_that_derives_from_nothing_nothing_is_known(self):
+        cohort = as_cohort(First())
+        assert (cohort.coin, cohort.is_uniform, cohort.has_fixed_size) == (None, False, False)
+        assert not cohort.needs_fresh_losses
+        assert cohort.candidates(0, population(5), 0).tolist() == []
+        assert cohort.sample(0, population(5), 0).tolist() == [0]
+
+    @pytest.mark.parametrize("wrap", [as_cohort, lambda s: AvailableCohort(s, Stretches(length=1))])
+    def test_one_that_derives_from_nothing_may_ask_for_losses(self, wrap):
+        cohort = wrap(Highest())
+        assert (cohort.needs_fresh_losses, cohort.loss_batches) == (True, 3)
+        there = [c for r in range(9) for c in cohort.candidates(r, population(50), 0).tolist()]
+        assert len(there) == 18
+        assert not wrap(Highest("last_known")).needs_fresh_losses
+        assert not wrap(UniformCohort(size=1)).needs_fresh_losses
+
+    def test_another_draw_inherits_nothing_that_privacy_counts_on(self):
+        class Ours(UniformCohort):
+            def sample(self, round_index, population, seed):
+                return population.available_ids[:1]
+
+        class Firsts:
+            def sample(self, round_index, population, seed):
+                return population.available_ids[:1]
+
+        class Mixed(Firsts, PoissonCohort):
+            pass
+
+        class Same(PoissonCohort):
+            pass
+
+        class Said(Ours):
+            is_fixed_in_advance = True
+
+            def sample(self, round_index, population, seed):
+                return population.available_ids[-1:]
+
+        assert not Ours(size=1).is_uniform
+        assert not Ours(size=1).is_fixed_in_advance
+        assert (Mixed(fraction=0.5).coin, Same(fraction=0.5).coin) == (None, 0.5)
+        assert (Said(size=1).is_fixed_in_advance, Said(size=1).is_uniform) == (True, False)
+        assert UniformCohort(size=1).is_uniform

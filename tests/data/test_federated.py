@@ -1,5 +1,6 @@
 """A data module around another: whose examples are whose, and what is handed through."""
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule
@@ -55,6 +56,28 @@ class TestShards:
         data = federated(DataLoader(Letters()), num_clients=None, partition=partition)
         assert owned(data) == [[1, 3, 5, 7, 9, 11], [0, 4, 8], [2, 6, 10]]
         assert data.labels.tolist() == [0, 1, 2, 3] * 3
+
+    def test_a_rule_that_derives_from_nothing_says_what_it_looks_at(self):
+        class ByOwner:
+            attribute = "writer"
+
+            def assign(self, labels, num_clients, seed):
+                return [np.flatnonzero(labels == value) for value in np.unique(labels)]
+
+        class Unseen:
+            uses_labels = False
+
+            def assign(self, labels, num_clients, seed):
+                assert not labels.any()
+                return np.array_split(np.arange(len(labels)), num_clients)
+
+        letters = DataLoader(Letters())
+        natural = federated(letters, num_clients=None, partition=NaturalPartition("writer"))
+        assert owned(federated(letters, num_clients=None, partition=ByOwner())) == owned(natural)
+        assert owned(federated(letters, num_clients=2, partition=Unseen())) == [
+            [*range(6)],
+            [*range(6, 12)],
+        ]
 
     def test_natural_owners_through_a_subset(self):
         loader = DataLoader(Subset(Letters(), [0, 1, 3, 4]))

@@ -176,7 +176,7 @@ def from_yaml(class_name, **init_args):
     def build(source: ImageSource):
         return source
 
-    source = {"class_path": f"fl_lightning.data.{class_name}", "init_args": init_args}
+    source = {"class_path": f"fl_lightning.data.sources.{class_name}", "init_args": init_args}
     return auto_cli(build, args=[json.dumps(source)])
 
 

@@ -15,6 +15,7 @@ from fl_lightning import (
     Scaffold,
     UniformCohort,
 )
+from fl_lightning.data.cohorts.turns import RoundRobinCohort
 
 
 class Sabotaged(ToyModule):
@@ -155,7 +156,12 @@ def test_settings_out_of_range(options, message):
 
 @pytest.mark.parametrize(
     ("cohort", "most"),
-    [(UniformCohort(size=2), 2), (AllClients(), 6), (PoissonCohort(fraction=0.1), 6)],
+    [
+        (UniformCohort(size=2), 2),
+        (RoundRobinCohort(size=2), 2),
+        (AllClients(), 6),
+        (PoissonCohort(fraction=0.1), 6),
+    ],
 )
 def test_more_replies_than_a_round_has_clients(cohort, most):
     with pytest.raises(ConfigurationError, match=f"at most {most} clients"):

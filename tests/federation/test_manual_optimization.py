@@ -30,6 +30,7 @@ from fl_lightning import (
 )
 from fl_lightning.client.personal.fine_tuned import FineTuned
 from fl_lightning.core.seeds import derive_seed
+from fl_lightning.data.cohorts.availability import AvailableCohort, Stretches
 from fl_lightning.data.cohorts.weighted_cohorts import PowerOfChoiceCohort
 from fl_lightning.privacy.example import ExampleDP
 from fl_lightning.server.means.fair_means import QFedAvg
@@ -664,6 +665,12 @@ REFUSED = {
 def test_what_cannot_be_says_so(name):
     with pytest.raises(ConfigurationError, match=name):
         fit(new(GAN), **REFUSED[name])
+
+
+def test_who_is_available_needs_no_loss():
+    there = AvailableCohort(UniformCohort(size=2), Stretches(fraction=0.9))
+    _, _, federation = fit(new(GAN), max_epochs=1, cohort=there)
+    assert federation.rounds.server.round_index == 0
 
 
 @pytest.mark.parametrize("setting", ["gradient_clip_val", "accumulate_grad_batches"])

@@ -221,6 +221,32 @@ class TestLowRank:
             Federation(download=[PowerSGD()])
 
 
+class Halves:
+    """A user's own transform, which derives from nothing."""
+
+    name = "halves"
+
+    def sent_size(self, size):
+        return size
+
+    def on_client(self, payload, seed):
+        return Dense(payload.to_dense() / 2)
+
+    def on_server(self, payload, seed, size):
+        return Dense(payload.to_dense() * 2)
+
+
+@pytest.mark.parametrize(
+    "updates",
+    [[Halves()], [ErrorFeedback([Halves()])]],
+    ids=["alone", "with feedback"],
+)
+def test_a_transform_that_derives_from_nothing_takes_part(updates):
+    plain, _ = run(None)
+    module, _ = run(updates, download=[Halves()])
+    assert torch.equal(weights(plain), weights(module))
+
+
 @pytest.mark.parametrize(
     ("updates", "says"),
     [

@@ -5,16 +5,9 @@ import pytest
 from golden.runs import NAMES, VARIANTS, result
 from golden.values import machine, read
 
-FAST = (
-    "plain",
-    "adamw",
-    "mask",
-    "compressed",
-    "distributed privacy",
-    "scaffold",
-    "median",
-    "fedbuff",
-)
+FAST = ("plain", "mask", "compressed", "scaffold")
+# Their weights depend on losses, for which there is no exact sum.
+NOT_EXACT = ("not exact", "afl", "qfedavg", "tilted_mean")
 VALUES = read()
 RUNS = [
     pytest.param(
@@ -47,11 +40,15 @@ def test_every_run_is_known():
     assert sum("bits" in value for value in results) > 160
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "not exact"])
-def test_two_processes_give_the_bits_of_one(name):
-    """So the configurations say, by an exact mean, or because their sums have one order."""
+@pytest.mark.parametrize("name", NAMES)
+def test_what_was_recorded_of_two_processes_is_what_one_gave(name):
+    """One after the other to the bit; in slots other clients train together, which rounds otherwise."""
     runs = VALUES["runs"][name]
     for engine in ("sequential", "slots"):
         one, two = runs[f"{engine}, 1"], runs[f"{engine}, 2"]
-        if "bits" in one and "bits" in two:
-            assert one["rough"] == pytest.approx(two["rough"], rel=1e-4, abs=1e-6)
+        assert one.keys() == two.keys()
+        if "refused" in one:
+            continue
+        assert one["rough"] == pytest.approx(two["rough"], rel=1e-4, abs=1e-6)
+        if engine == "sequential" and name not in NOT_EXACT:
+            assert one["bits"] == two["bits"]

@@ -147,9 +147,17 @@ def test_the_sampler_that_is_used_is_accounted():
     assert sampling_of(PoissonCohort(fraction=0.26), 10) == Sampling("poisson", 10, 2.6)
 
 
+class Firsts(UniformCohort):
+    """Draws in another way than the cohort from which it derives."""
+
+    def sample(self, round_index, population, seed):
+        return population.available_ids[: self.size]
+
+
 @pytest.mark.parametrize(
     ("cohort", "reason"),
     [
+        (Firsts(size=2), "Firsts cannot be accounted for"),
         (RoundRobinCohort(size=2), "RoundRobinCohort cannot be accounted for"),
         (BySizeCohort(size=2), "BySizeCohort cannot be accounted for"),
         (PoissonCohort(fraction=0.5, min_size=1), "do not join independently"),

@@ -348,3 +348,52 @@ def test_bytes_do_not_depend_on_the_device(transform):
         for each in (values, values.cuda())
     )
     assert here == there
+
+
+class Halves:
+    """A transform that derives from nothing; it may look at tensors."""
+
+    name = "halves"
+
+    def __init__(self, shapes=None, needs_shapes=True):
+        self.shapes, self.needs_shapes = shapes, needs_shapes
+
+    def with_shapes(self, shapes):
+        return Halves(shapes)
+
+    def sent_size(self, size):
+        return size
+
+    def on_client(self, payload, seed):
+        assert self.shapes == ((2, 2), (4,)) or not self.needs_shapes
+        return Dense(payload.to_dense() / 2)
+
+    def on_server(self, payload, seed, size):
+        return Dense(payload.to_dense() * 2)
+
+
+class WithoutTensors:
+    """One that does not."""
+
+    name, sent_size = "without tensors", Halves.sent_size
+
+    def on_client(self, payload, seed):
+        return payload
+
+    def on_server(self, payload, seed, size):
+        return payload
+
+
+def test_a_transform_that_derives_from_nothing_is_asked_nothing():
+    chain = Chain((WithoutTensors(), Halves(), Chain((Halves(needs_shapes=False),))))
+    assert chain.needs_shapes
+    assert not Chain((WithoutTensors(), Halves(needs_shapes=False))).needs_shapes
+    assert chain.names == ("without tensors", "halves", "halves")
+    placed = chain.with_shapes(((2, 2), (4,)))
+    payload = placed.on_client(Dense(torch.ones(8)), seed=0)
+    assert payload.to_dense().tolist() == [0.25] * 8
+    assert placed.on_server(payload, seed=0, size=8).to_dense().tolist() == [1.0] * 8
+    _, memory = (
+        ErrorFeedback([chain]).with_shapes(((2, 2), (4,))).on_client(torch.ones(8), None, seed=0)
+    )
+    assert memory.tolist() == [0.0] * 8

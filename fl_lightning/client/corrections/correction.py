@@ -84,13 +84,14 @@ class Calibrated(Protocol):
 class Correction:
     """How clients correct their gradients; leaves are frozen dataclasses without state.
 
-    One that only pulls, or shifts, has a `term`; one that remembers has `remember` as well.
+    One that only pulls has a `pull`; one that shifts a `term`; one that remembers has `remember` as
+    well. What it does follows from the methods that it has.
 
     Example:
         >>> class Halved(Correction):
         ...     pull = 0.5
-        >>> Halved().term(None, None)
-        GradientTerm(pull=0.5, shift=None)
+        >>> Halved().term(None, None), Halved().remembers
+        (GradientTerm(pull=0.5, shift=None), False)
     """
 
     @property
@@ -100,13 +101,13 @@ class Correction:
 
     @property
     def remembers(self) -> bool:
-        """Whether clients have a memory."""
-        return False
+        """Whether clients have a memory: with a `remember` of its own."""
+        return type(self).remember is not Correction.remember
 
     @property
     def has_shift(self) -> bool:
-        """Whether terms may have a shift."""
-        return False
+        """Whether terms may have a shift: with a `term` of its own."""
+        return type(self).term is not Correction.term
 
     @property
     def needs_mean(self) -> bool:
@@ -129,7 +130,9 @@ class Correction:
     @property
     def changes_loss(self) -> bool:
         """Whether clients train with another loss: then slots cannot serve it."""
-        return False
+        own = type(self)
+        base = Correction
+        return own.added_loss is not base.added_loss or own.calibrated is not base.calibrated
 
     @property
     def reads_examples(self) -> bool:
@@ -158,7 +161,10 @@ class Correction:
         return
 
     def term(self, memory: Tensor | None, mean: Tensor | None) -> GradientTerm:
-        """Return a client's term for this round; a memory or a mean that is None is 0."""
+        """Return a client's term for this round, with the same `pull` for all.
+
+        A memory or a mean that is None is 0.
+        """
         return GradientTerm(self.pull)
 
     def remember(self, memory: Tensor | None, mean: Tensor | None, outcome: Outcome) -> Tensor:

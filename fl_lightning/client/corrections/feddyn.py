@@ -44,8 +44,6 @@ class FedDyn(Correction):
 
     alpha: float = 0.01
 
-    remembers = True
-    has_shift = True
     needs_mean = True
 
     def __post_init__(self) -> None:

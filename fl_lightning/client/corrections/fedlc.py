@@ -48,8 +48,6 @@ class FedLC(Correction):
 
     tau: float = 1.0
 
-    changes_loss = True
-
     def __post_init__(self) -> None:
         if not 0 <= self.tau < float("inf"):
             raise ConfigurationError(f"FedLC: tau must be at least 0 and finite, got {self.tau}")

@@ -60,8 +60,6 @@ class Moon(Correction):
     mu: float = 1.0
     temperature: float = 0.5
 
-    remembers = True
-    changes_loss = True
     reason_against_manual_steps = "Moon, which adds to the loss: use FedProx, Scaffold or FedDyn"
 
     def __post_init__(self) -> None:

@@ -54,8 +54,6 @@ class Scaffold(Correction):
 
     option: Literal["I", "II"] = "II"
 
-    remembers = True
-    has_shift = True
     needs_mean = True
     reads_mean = True
 

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, final
 
 import numpy as np
 import numpy.typing as npt
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import numpy_generator
-from fl_lightning.data.cohorts.cohort import CohortSampler, NeedsFreshLosses
+from fl_lightning.data.cohorts.cohort import Cohort, CohortSampler, as_cohort
 from fl_lightning.data.cohorts.population import ClientIds, Population
 
 WhoIsThere = npt.NDArray[np.bool_]
@@ -114,8 +114,9 @@ class Diurnal:
         return coins < probabilities
 
 
+@final
 @dataclass(frozen=True)
-class AvailableCohort:
+class AvailableCohort(Cohort):
     """Draws with any sampler among the clients that are there.
 
     Where fewer are there than the sampler takes, all of them take part; where nobody is, the round
@@ -136,10 +137,14 @@ class AvailableCohort:
     availability: Availability
 
     @property
+    def needs_fresh_losses(self) -> bool:
+        """Whether the sampler does."""
+        return as_cohort(self.sampler).needs_fresh_losses
+
+    @property
     def loss_batches(self) -> int | None:
-        """Over how many batches of a client its fresh loss is taken; None is all."""
-        inner = self.sampler
-        return inner.loss_batches if isinstance(inner, NeedsFreshLosses) else None
+        """The sampler's."""
+        return as_cohort(self.sampler).loss_batches
 
     def expected_size(self, num_clients: int) -> int:
         """Return the sampler's."""
@@ -147,10 +152,8 @@ class AvailableCohort:
 
     def candidates(self, round_index: int, population: Population, seed: int) -> ClientIds:
         """Return whose losses the sampler needs fresh."""
-        if not isinstance(self.sampler, NeedsFreshLosses):
-            return np.empty(0, np.int64)
         there = self._there(round_index, population, seed)
-        return self.sampler.candidates(round_index, there, seed)
+        return as_cohort(self.sampler).candidates(round_index, there, seed)
 
     def sample(self, round_index: int, population: Population, seed: int) -> ClientIds:
         """Return distinct ids of clients that are there.

@@ -8,8 +8,9 @@ which their updates are added up, does not depend on the draw.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import ClassVar, Protocol, final, runtime_checkable
 
 import numpy as np
 
@@ -23,7 +24,7 @@ MAX_REDRAWS = 1000
 
 
 class CohortSampler(Protocol):
-    """Draws the clients of a round."""
+    """Draws the clients of a round, as a user may write it; ours derive from `Cohort`."""
 
     def expected_size(self, num_clients: int) -> int:
         """Return the usual number of clients in a round, ≥ 1."""
@@ -34,7 +35,7 @@ class CohortSampler(Protocol):
 
 @runtime_checkable
 class NeedsFreshLosses(Protocol):
-    """A sampler that looks at clients' losses on the present global model.
+    """A user's sampler that derives from nothing, and looks at losses on the present global model.
 
     Before it draws, the federation measures those that it asks for and puts them into
     `Population.losses`. A forward pass over a client's training examples each.
@@ -48,8 +49,144 @@ class NeedsFreshLosses(Protocol):
         """Return whose losses are needed, maybe nobody's; a pure function."""
 
 
+class Cohort(ABC):
+    """Draws the clients of a round; what a leaf does not need it inherits.
+
+    What it says of its draw is what ε is computed from. A class that draws in another way than the
+    one from which it derives inherits nothing of that, and may say it anew.
+
+    Attributes:
+        is_uniform: whether all sets of `expected_size` clients are equally likely.
+        is_fixed_in_advance: whether it depends on the seed and the round, and on nothing that
+            clients do.
+        has_fixed_size: whether `expected_size` clients take part in every round.
+
+    Example:
+        >>> class Evens(Cohort):
+        ...     def expected_size(self, num_clients):
+        ...         return max(1, num_clients // 2)
+        ...     def sample(self, round_index, population, seed):
+        ...         return population.available_ids[::2]
+        >>> Evens().sample(0, Population(np.full(5, 10)), seed=0).tolist()
+        [0, 2, 4]
+    """
+
+    is_uniform: ClassVar[bool] = False
+    is_fixed_in_advance: ClassVar[bool] = False
+    has_fixed_size: ClassVar[bool] = False
+
+    def __init_subclass__(cls) -> None:
+        """Take back what was said of another class's draw."""
+        super().__init_subclass__()
+        for name in _SAID_OF_THE_DRAW:
+            if _place(cls, "sample") < _place(cls, name):
+                setattr(cls, name, vars(Cohort)[name])
+
+    @property
+    def coin(self) -> float | None:
+        """The chance with which each client joins by its own coin, in (0, 1]; None if there are none."""
+        return None
+
+    @property
+    def redrawn_below(self) -> int:
+        """With fewer clients all coins are thrown again, so that they are not independent; 0 is never."""
+        return 0
+
+    @property
+    def needs_fresh_losses(self) -> bool:
+        """Whether losses are measured for it before it draws, see `candidates`."""
+        return False
+
+    @property
+    def loss_batches(self) -> int | None:
+        """Over how many batches of a client its fresh loss is taken; None is all."""
+        return None
+
+    @abstractmethod
+    def expected_size(self, num_clients: int) -> int:
+        """Return the usual number of clients in a round, ≥ 1."""
+
+    def candidates(self, round_index: int, population: Population, seed: int) -> ClientIds:
+        """Return whose losses on the present global model it needs: nobody's; a pure function."""
+        return np.empty(0, np.int64)
+
+    @abstractmethod
+    def sample(self, round_index: int, population: Population, seed: int) -> ClientIds:
+        """Return the ids of the round's clients, increasing and distinct; a pure function."""
+
+
+_SAID_OF_THE_DRAW = ("coin", "redrawn_below", "is_uniform", "is_fixed_in_advance")
+
+
+def _place(cls: type, name: str) -> int:
+    """Return how far up a class has something from."""
+    return next(place for place, parent in enumerate(cls.__mro__) if name in vars(parent))
+
+
+def as_cohort(given: CohortSampler) -> Cohort:
+    """Return a cohort that can be asked; a user's own sampler need not derive from `Cohort`."""
+    return given if isinstance(given, Cohort) else _OwnCohort(given)
+
+
+@final
+@dataclass(frozen=True)
+class _OwnCohort(Cohort):
+    """A user's sampler that derives from nothing; of its draw nothing is known."""
+
+    given: CohortSampler
+
+    @property
+    def needs_fresh_losses(self) -> bool:
+        fresh = getattr(self.given, "losses", "fresh") == "fresh"
+        return fresh and isinstance(self.given, NeedsFreshLosses)
+
+    @property
+    def loss_batches(self) -> int | None:
+        return self.given.loss_batches if isinstance(self.given, NeedsFreshLosses) else None
+
+    def expected_size(self, num_clients: int) -> int:
+        return self.given.expected_size(num_clients)
+
+    def candidates(self, round_index: int, population: Population, seed: int) -> ClientIds:
+        if isinstance(self.given, NeedsFreshLosses):
+            return self.given.candidates(round_index, population, seed)
+        return super().candidates(round_index, population, seed)
+
+    def sample(self, round_index: int, population: Population, seed: int) -> ClientIds:
+        return self.given.sample(round_index, population, seed)
+
+
 @dataclass(frozen=True, kw_only=True)
-class UniformCohort:
+class SizedCohort(Cohort):
+    """What cohorts of a fixed number of clients have in common.
+
+    Args:
+        fraction: share of all clients, in (0, 1]; rounded to the nearest number of clients.
+        size: the number itself, ≥ 1; instead of ``fraction``.
+        min_size: at least so many clients when ``fraction`` gives fewer.
+    """
+
+    has_fixed_size: ClassVar[bool] = True
+
+    fraction: float | None = None
+    size: int | None = None
+    min_size: int = 1
+
+    def __post_init__(self) -> None:
+        check_cohort_size(type(self).__name__, self.fraction, self.size, self.min_size)
+
+    def expected_size(self, num_clients: int) -> int:
+        """Return the number of clients in every round."""
+        return cohort_size(self.fraction, self.size, self.min_size, num_clients)
+
+    def size_among(self, population: Population) -> int:
+        """Return `expected_size`, or how many are available where these are fewer."""
+        return min(self.expected_size(population.num_clients), population.num_available)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class UniformCohort(SizedCohort):
     """A fixed number of clients, uniformly at random without replacement.
 
     Source: McMahan et al. 2017, Algorithm 1: m = max(C · K, 1).
@@ -65,29 +202,21 @@ class UniformCohort:
         [20, 48, 99]
     """
 
-    fraction: float | None = None
-    size: int | None = None
-    min_size: int = 1
-
-    def __post_init__(self) -> None:
-        check_cohort_size("UniformCohort", self.fraction, self.size, self.min_size)
-
-    def expected_size(self, num_clients: int) -> int:
-        """Return the number of clients in every round."""
-        return cohort_size(self.fraction, self.size, self.min_size, num_clients)
+    is_uniform: ClassVar[bool] = True
+    is_fixed_in_advance: ClassVar[bool] = True
 
     def sample(self, round_index: int, population: Population, seed: int) -> ClientIds:
         """Return `expected_size` distinct client ids, or all that are available."""
         generator = numpy_generator(seed, "cohort", round_index)
-        there = population.num_available
-        size = min(self.expected_size(population.num_clients), there)
+        there, size = population.num_available, self.size_among(population)
         # of a cohort below a fiftieth of the clients NumPy draws only the cohort (Floyd's algorithm)
         drawn = np.sort(generator.choice(there, size, replace=False))
         return drawn if population.is_available is None else population.available_ids[drawn]
 
 
+@final
 @dataclass(frozen=True, kw_only=True)
-class PoissonCohort:
+class PoissonCohort(Cohort):
     """Every client joins by its own coin: the cohort's size varies from round to round.
 
     The sampling that the usual privacy amplification theorems assume.
@@ -104,6 +233,8 @@ class PoissonCohort:
         [10, 13, 17, 13, 13]
     """
 
+    is_fixed_in_advance: ClassVar[bool] = True
+
     fraction: float
     min_size: int = 0
 
@@ -111,6 +242,16 @@ class PoissonCohort:
         check_fraction(self.fraction)
         if self.min_size < 0:
             raise ConfigurationError(f"min_size must not be negative, got {self.min_size}")
+
+    @property
+    def coin(self) -> float:
+        """The fraction."""
+        return self.fraction
+
+    @property
+    def redrawn_below(self) -> int:
+        """The least size."""
+        return self.min_size
 
     def expected_size(self, num_clients: int) -> int:
         """Return the expected number of clients, at least 1."""
@@ -136,9 +277,14 @@ class PoissonCohort:
         )
 
 
+@final
 @dataclass(frozen=True)
-class AllClients:
+class AllClients(Cohort):
     """Everybody, every round."""
+
+    is_uniform: ClassVar[bool] = True
+    is_fixed_in_advance: ClassVar[bool] = True
+    has_fixed_size: ClassVar[bool] = True
 
     def expected_size(self, num_clients: int) -> int:
         """Return the number of clients."""

@@ -19,18 +19,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import final
 
 import numpy as np
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import numpy_generator
-from fl_lightning.data.cohorts.cohort_size import check_cohort_size, cohort_size
+from fl_lightning.data.cohorts.cohort import SizedCohort
 from fl_lightning.data.cohorts.population import NEVER, ClientIds, Numbers, Population
 from fl_lightning.data.cohorts.weighted_draw import log_of, weighted_draw
 
 
+@final
 @dataclass(frozen=True, kw_only=True)
-class OortCohort:
+class OortCohort(SizedCohort):
     """Clients of high utility, and some that were never seen.
 
     Args:
@@ -54,9 +56,6 @@ class OortCohort:
         [1, 3]
     """
 
-    fraction: float | None = None
-    size: int | None = None
-    min_size: int = 1
     exploration: float = 0.9
     exploration_decay: float = 0.98
     min_exploration: float = 0.2
@@ -66,7 +65,7 @@ class OortCohort:
     clip_quantile: float = 0.95
 
     def __post_init__(self) -> None:
-        check_cohort_size("OortCohort", self.fraction, self.size, self.min_size)
+        super().__post_init__()
         problems = [
             f"{name} must be in [0, 1], got {getattr(self, name)}"
             for name in ("exploration", "min_exploration")
@@ -82,14 +81,10 @@ class OortCohort:
         if problems:
             raise ConfigurationError("OortCohort: " + "; ".join(problems))
 
-    def expected_size(self, num_clients: int) -> int:
-        """Return the number of clients in every round."""
-        return cohort_size(self.fraction, self.size, self.min_size, num_clients)
-
     def sample(self, round_index: int, population: Population, seed: int) -> ClientIds:
         """Return `expected_size` distinct client ids, or all that are available."""
         ids = population.available_ids
-        size = min(self.expected_size(population.num_clients), len(ids))
+        size = self.size_among(population)
         is_seen = population.last_rounds[ids] != NEVER
         seen, unseen = ids[is_seen], ids[~is_seen]
         explore = max(self.min_exploration, self.exploration * self.exploration_decay**round_index)

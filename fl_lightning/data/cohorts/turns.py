@@ -7,16 +7,18 @@ least recent:   the m clients whose last round is longest ago; among equals by l
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar, final
 
 import numpy as np
 
 from fl_lightning.core.seeds import numpy_generator
-from fl_lightning.data.cohorts.cohort_size import check_cohort_size, cohort_size
+from fl_lightning.data.cohorts.cohort import SizedCohort
 from fl_lightning.data.cohorts.population import ClientIds, Population
 
 
+@final
 @dataclass(frozen=True, kw_only=True)
-class RoundRobinCohort:
+class RoundRobinCohort(SizedCohort):
     """A fixed number of clients, one after the other in the order of their ids.
 
     Who is not available is passed over.
@@ -29,16 +31,7 @@ class RoundRobinCohort:
         [[0, 1], [2, 3], [0, 4]]
     """
 
-    fraction: float | None = None
-    size: int | None = None
-    min_size: int = 1
-
-    def __post_init__(self) -> None:
-        check_cohort_size("RoundRobinCohort", self.fraction, self.size, self.min_size)
-
-    def expected_size(self, num_clients: int) -> int:
-        """Return the number of clients in every round."""
-        return cohort_size(self.fraction, self.size, self.min_size, num_clients)
+    is_fixed_in_advance: ClassVar[bool] = True
 
     def sample(self, round_index: int, population: Population, seed: int) -> ClientIds:
         """Return `expected_size` distinct client ids, or all that are available."""
@@ -49,8 +42,9 @@ class RoundRobinCohort:
         return np.sort(in_turn[:size])
 
 
+@final
 @dataclass(frozen=True, kw_only=True)
-class LeastRecentCohort:
+class LeastRecentCohort(SizedCohort):
     """A fixed number of clients: those that have waited longest, by lot among equals.
 
     Of n clients nobody waits longer than n / m rounds, also where clients come and go.
@@ -64,21 +58,10 @@ class LeastRecentCohort:
         [0, 2]
     """
 
-    fraction: float | None = None
-    size: int | None = None
-    min_size: int = 1
-
-    def __post_init__(self) -> None:
-        check_cohort_size("LeastRecentCohort", self.fraction, self.size, self.min_size)
-
-    def expected_size(self, num_clients: int) -> int:
-        """Return the number of clients in every round."""
-        return cohort_size(self.fraction, self.size, self.min_size, num_clients)
-
     def sample(self, round_index: int, population: Population, seed: int) -> ClientIds:
         """Return `expected_size` distinct client ids, or all that are available."""
         ids = population.available_ids
-        size = min(self.expected_size(population.num_clients), len(ids))
+        size = self.size_among(population)
         if not size:
             return ids
         # lots lie in [0, 1): they decide only among clients with the same last round

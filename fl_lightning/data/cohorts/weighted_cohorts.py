@@ -17,21 +17,22 @@ with the highest loss, so that everybody has a turn.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, final
 
 import numpy as np
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import numpy_generator
-from fl_lightning.data.cohorts.cohort_size import check_cohort_size, cohort_size
+from fl_lightning.data.cohorts.cohort import SizedCohort
 from fl_lightning.data.cohorts.population import ClientIds, Population
 from fl_lightning.data.cohorts.weighted_draw import log_of, weighted_draw
 
 Losses = Literal["last_known", "fresh"]
 
 
+@final
 @dataclass(frozen=True, kw_only=True)
-class BySizeCohort:
+class BySizeCohort(SizedCohort):
     """A fixed number of clients, drawn with probability proportional to their examples.
 
     Args: those of `UniformCohort`.
@@ -42,25 +43,15 @@ class BySizeCohort:
         [3, 4]
     """
 
-    fraction: float | None = None
-    size: int | None = None
-    min_size: int = 1
-
-    def __post_init__(self) -> None:
-        check_cohort_size("BySizeCohort", self.fraction, self.size, self.min_size)
-
-    def expected_size(self, num_clients: int) -> int:
-        """Return the number of clients in every round."""
-        return cohort_size(self.fraction, self.size, self.min_size, num_clients)
-
     def sample(self, round_index: int, population: Population, seed: int) -> ClientIds:
         """Return `expected_size` distinct client ids, or all that are available."""
         size = self.expected_size(population.num_clients)
         return _draw_by_size(size, round_index, population, seed)
 
 
+@final
 @dataclass(frozen=True, kw_only=True)
-class ByLossCohort:
+class ByLossCohort(SizedCohort):
     """A fixed number of clients, drawn with probability proportional to exp(loss / temperature).
 
     Args:
@@ -79,15 +70,12 @@ class ByLossCohort:
         [1]
     """
 
-    fraction: float | None = None
-    size: int | None = None
-    min_size: int = 1
     temperature: float = 1.0
     losses: Losses = "last_known"
     loss_batches: int | None = None
 
     def __post_init__(self) -> None:
-        check_cohort_size("ByLossCohort", self.fraction, self.size, self.min_size)
+        super().__post_init__()
         _check_losses(self.losses, self.loss_batches)
         if not 0 < self.temperature < np.inf:
             raise ConfigurationError(
@@ -95,9 +83,10 @@ class ByLossCohort:
                 "has all clients count alike"
             )
 
-    def expected_size(self, num_clients: int) -> int:
-        """Return the number of clients in every round."""
-        return cohort_size(self.fraction, self.size, self.min_size, num_clients)
+    @property
+    def needs_fresh_losses(self) -> bool:
+        """Unless the last known ones will do."""
+        return self.losses == "fresh"
 
     def candidates(self, round_index: int, population: Population, seed: int) -> ClientIds:
         """Return whose losses must be fresh: everybody's, or nobody's."""
@@ -113,8 +102,9 @@ class ByLossCohort:
         return ids[weighted_draw(logs, size, numpy_generator(seed, "cohort", round_index))]
 
 
+@final
 @dataclass(frozen=True, kw_only=True)
-class PowerOfChoiceCohort:
+class PowerOfChoiceCohort(SizedCohort):
     """Of d candidates, drawn by their sizes, the m with the highest loss; by lot among equals.
 
     An unknown loss counts as the highest.
@@ -141,15 +131,12 @@ class PowerOfChoiceCohort:
         [1, 3]
     """
 
-    fraction: float | None = None
-    size: int | None = None
-    min_size: int = 1
     num_candidates: int
     losses: Losses = "fresh"
     loss_batches: int | None = None
 
     def __post_init__(self) -> None:
-        check_cohort_size("PowerOfChoiceCohort", self.fraction, self.size, self.min_size)
+        super().__post_init__()
         _check_losses(self.losses, self.loss_batches)
         if self.num_candidates < 1:
             raise ConfigurationError(
@@ -159,13 +146,18 @@ class PowerOfChoiceCohort:
 
     def expected_size(self, num_clients: int) -> int:
         """Return the number of clients in every round."""
-        size = cohort_size(self.fraction, self.size, self.min_size, num_clients)
+        size = super().expected_size(num_clients)
         if not size <= self.num_candidates <= num_clients:
             raise ConfigurationError(
                 f"num_candidates must be from {size}, the cohort's size, to {num_clients}, the "
                 f"number of clients, got {self.num_candidates}: the cohort is chosen among them"
             )
         return size
+
+    @property
+    def needs_fresh_losses(self) -> bool:
+        """Unless the last known ones will do."""
+        return self.losses == "fresh"
 
     def candidates(self, round_index: int, population: Population, seed: int) -> ClientIds:
         """Return whose losses must be fresh."""

@@ -12,6 +12,7 @@ steers examples away from clients that are already large, and gives up with a me
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import final
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from fl_lightning.core.seeds import numpy_generator
 from fl_lightning.data.classes import classes_of
 from fl_lightning.data.partitions.flat_shards import FlatShards
 from fl_lightning.data.partitions.partition import (
+    PartitionRule,
     check_at_least,
     check_concentration,
     check_sizes,
@@ -31,8 +33,9 @@ MAX_REDRAWS = 10_000  # of DirichletPerClass, fewer where a draw is large: secon
 MAX_DRAWN_SHARES = 20_000_000
 
 
+@final
 @dataclass(frozen=True, kw_only=True)
-class DirichletPerClass:
+class DirichletPerClass(PartitionRule):
     """Every class is spread over the clients with its own draw from Dir_K(alpha).
 
     Clients differ in size as well as in classes. The draw is repeated until every client has
@@ -85,8 +88,9 @@ class DirichletPerClass:
         return np.asarray(np.diff(cuts, axis=1, prepend=0).T)
 
 
+@final
 @dataclass(frozen=True, kw_only=True)
-class DirichletPerClient:
+class DirichletPerClient(PartitionRule):
     """Every client draws its own mix of classes from Dir(alpha · prior); sizes within one.
 
     One client after the other draws its examples without replacement; when a class runs out, the

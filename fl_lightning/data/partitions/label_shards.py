@@ -9,6 +9,7 @@ How it is done: `fl_lightning.data.partitions.class_graph`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import final
 
 import numpy as np
 
@@ -22,13 +23,14 @@ from fl_lightning.data.partitions.class_graph import (
     size_excess,
 )
 from fl_lightning.data.partitions.flat_shards import FlatShards
-from fl_lightning.data.partitions.partition import check_at_least, check_sizes, deal
+from fl_lightning.data.partitions.partition import PartitionRule, check_at_least, check_sizes, deal
 
 MAX_GRAPHS = 16  # nearly always the first or second will do
 
 
+@final
 @dataclass(frozen=True, kw_only=True)
-class LabelShards:
+class LabelShards(PartitionRule):
     """Every client holds exactly ``classes_per_client`` classes, and all are equally large.
 
     Classes get clients in proportion to their size, a random bipartite graph says which. Sizes

@@ -8,17 +8,24 @@ Differs: all examples are used, also where their number is no multiple of K · s
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import final
 
 import numpy as np
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import numpy_generator
 from fl_lightning.data.partitions.flat_shards import FlatShards
-from fl_lightning.data.partitions.partition import check_at_least, check_sizes, shards_of
+from fl_lightning.data.partitions.partition import (
+    PartitionRule,
+    check_at_least,
+    check_sizes,
+    shards_of,
+)
 
 
+@final
 @dataclass(frozen=True, kw_only=True)
-class McMahanShards:
+class McMahanShards(PartitionRule):
     """Sort the examples by label, cut them into equal pieces, deal the pieces out at random.
 
     A client sees few classes, but not a fixed number: a piece may straddle two classes, and two

@@ -12,8 +12,9 @@ uneven sizes in `quantity_skew`.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, final
 
 import numpy as np
 
@@ -26,9 +27,9 @@ MIN_ALPHA, MAX_ALPHA = 1e-100, 1e100  # floating point holds; far beyond any vis
 
 
 class Partition(Protocol):
-    """A rule that gives every example to exactly one client.
+    """A rule that gives every example to exactly one client, as a user may write it.
 
-    A rule that only counts examples may say so with a class attribute ``uses_labels = False``:
+    Ours derive from `PartitionRule`, which has defaults. A rule that only counts examples may say so with a class attribute ``uses_labels = False``:
     then data without labels can be divided as well.
     """
 
@@ -49,8 +50,61 @@ class Partition(Protocol):
         ...
 
 
+class PartitionRule(ABC):
+    """A rule that gives every example to exactly one client; what a leaf does not need it inherits.
+
+    Attributes:
+        uses_labels: whether it looks at labels; else data without any can be divided as well.
+
+    Example:
+        >>> class InTurn(PartitionRule):
+        ...     uses_labels = False
+        ...     def assign(self, labels, num_clients, seed):
+        ...         return [np.arange(k, len(labels), num_clients) for k in range(num_clients)]
+        >>> InTurn().assign(np.zeros(5), num_clients=2, seed=0)
+        [array([0, 2, 4]), array([1, 3])]
+    """
+
+    uses_labels: ClassVar[bool] = True
+
+    @property
+    def owners(self) -> Column | None:
+        """What it looks at in the place of labels, each value a client; None if at labels."""
+        return None
+
+    @abstractmethod
+    def assign(self, labels: np.ndarray, num_clients: int, seed: int) -> Any:
+        """Return the shards, as `Partition.assign` says."""
+
+
+def as_rule(given: Partition) -> PartitionRule:
+    """Return a rule that can be asked; a user's own need not derive from `PartitionRule`."""
+    return given if isinstance(given, PartitionRule) else _OwnRule(given)
+
+
+@final
 @dataclass(frozen=True)
-class IID:
+class _OwnRule(PartitionRule):
+    """A user's rule that derives from nothing; it may have `uses_labels` and `attribute`."""
+
+    given: Partition
+
+    @property
+    def uses_labels(self) -> bool:  # type: ignore[override]
+        return bool(getattr(self.given, "uses_labels", True))
+
+    @property
+    def owners(self) -> Column | None:
+        owners: Column | None = getattr(self.given, "attribute", None)
+        return owners
+
+    def assign(self, labels: np.ndarray, num_clients: int, seed: int) -> Any:
+        return self.given.assign(labels, num_clients, seed)
+
+
+@final
+@dataclass(frozen=True)
+class IID(PartitionRule):
     """Every client gets a random sample of the examples; sizes differ by at most one.
 
     Example:
@@ -68,8 +122,9 @@ class IID:
         return shards_of(rng.permutation(len(labels)) % num_clients, num_clients)
 
 
+@final
 @dataclass(frozen=True)
-class NaturalPartition:
+class NaturalPartition(PartitionRule):
     """One client per distinct value of an attribute of the examples, e.g. the writer of a letter.
 
     Clients are numbered in the sorted order of the values; nothing is drawn.
@@ -90,6 +145,11 @@ class NaturalPartition:
     def __post_init__(self) -> None:
         if isinstance(self.attribute, str) and not self.attribute:
             raise ConfigurationError("attribute must name a column of the data, got an empty name")
+
+    @property
+    def owners(self) -> Column:
+        """The attribute."""
+        return self.attribute
 
     def assign(self, labels: np.ndarray, num_clients: int, seed: int) -> FlatShards:
         """Return the shards, as `Partition.assign` says; ``labels`` are the attribute's values."""

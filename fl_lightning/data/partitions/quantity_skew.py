@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, final
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import numpy_generator
 from fl_lightning.data.partitions.flat_shards import FlatShards
 from fl_lightning.data.partitions.partition import (
+    PartitionRule,
     check_at_least,
     check_concentration,
     check_sizes,
@@ -32,8 +33,9 @@ from fl_lightning.data.partitions.partition import (
 )
 
 
+@final
 @dataclass(frozen=True, kw_only=True)
-class DirichletSizes:
+class DirichletSizes(PartitionRule):
     """Sizes drawn from a symmetric Dirichlet distribution, examples IID.
 
     Args:
@@ -63,8 +65,9 @@ class DirichletSizes:
         return _deal_sizes(proportional_sizes(shares, len(labels), self.min_examples), rng)
 
 
+@final
 @dataclass(frozen=True, kw_only=True)
-class PowerLawSizes:
+class PowerLawSizes(PartitionRule):
     """Sizes that fall as a power of the client's rank, examples IID; ranks are drawn.
 
     Args:

@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 from fl_lightning.client.corrections.correction import Correction
 from fl_lightning.client.personal.personalisation import Personalisation
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.data.cohorts.cohort import CohortSampler, NeedsFreshLosses
+from fl_lightning.data.cohorts.cohort import CohortSampler, as_cohort
 from fl_lightning.privacy.example import ExampleDP
 from fl_lightning.server.aggregator import Aggregator
 from fl_lightning.server.robust.collect import RobustRule
@@ -72,7 +72,7 @@ def _problems(
             "federation.personal FineTuned, which takes steps of its own on the loss: use Ditto or "
             "Personal"
         )
-    if isinstance(cohort, NeedsFreshLosses) and getattr(cohort, "losses", "fresh") == "fresh":
+    if as_cohort(cohort).needs_fresh_losses:
         yield (
             f"federation.cohort {type(cohort).__name__}, which measures the loss of training_step: "
             "set its losses to last_known, or use UniformCohort"

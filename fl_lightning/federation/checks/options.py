@@ -8,7 +8,7 @@ from lightning.pytorch import Trainer
 from fl_lightning.client.corrections.correction import Correction
 from fl_lightning.client.personal.personalisation import Personalisation
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.data.cohorts.cohort import CohortSampler, PoissonCohort, UniformCohort
+from fl_lightning.data.cohorts.cohort import CohortSampler, as_cohort
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.stages.client_masks import client_masks
 from fl_lightning.server.aggregator import Aggregator
@@ -102,9 +102,10 @@ def check_trusted(
         ConfigurationError: if cohorts are drawn at random.
     """
     rule = aggregator.rule if isinstance(aggregator, Collected) else aggregator
-    is_drawn = isinstance(cohort, (UniformCohort, PoissonCohort))
     if not isinstance(rule, RobustRule) or rule.trusted_client is None:
         return
+    asked = as_cohort(cohort)
+    is_drawn = asked.is_uniform or asked.coin is not None
     if is_drawn and cohort.expected_size(num_clients) < num_clients:
         raise ConfigurationError(
             f"federation.aggregator: {type(rule).__name__} judges by the update of client {rule.trusted_client}, "

@@ -18,8 +18,8 @@ from fl_lightning.privacy.local import LocalDP
 from fl_lightning.privacy.mechanism import Privacy
 from fl_lightning.privacy.protected import TakesNoiseShares
 from fl_lightning.server.means.mean import Mean
-from fl_lightning.updates.error_feedback import ErrorFeedback
 from fl_lightning.updates.path import Step
+from fl_lightning.updates.transform import as_step
 
 
 @runtime_checkable
@@ -56,12 +56,9 @@ def check_private(
             f"with {type(privacy).__name__} clients send noisy numbers, which federation.updates "
             "would change after the noise was accounted: leave updates out, or use CentralDP"
         )
-    elif any(isinstance(step, ErrorFeedback) and not step.under_privacy for step in updates or ()):
-        problems.append(
-            "ErrorFeedback has clients remember what their examples add up to over rounds, and no "
-            "noise covers that: if these memories stay with the clients, set its under_privacy to "
-            "true, or use QSGD or RandomK, which need none"
-        )
+    else:
+        reasons = (as_step(step).reason_against_privacy for step in updates or ())
+        problems += [reason for reason in reasons if reason is not None]
     if correction is not None and correction.needs_mean:
         problems.append(
             f"{type(correction).__name__} sends the mean of clients' memories to everybody, without "

@@ -12,7 +12,7 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Stage, Turn
 from fl_lightning.updates.path import Step
-from fl_lightning.updates.transform import UpdateTransform, needs_shapes
+from fl_lightning.updates.transform import UpdateTransform, as_step
 from fl_lightning.updates.wire.traffic import bytes_down
 
 # A client's mask: bool tensors by parameter name, True where it may move. When it is asked for, the
@@ -72,7 +72,7 @@ class MaskedClients(Stage):
                 "federation: asynchronous does not work with masks of the clients' own, which are "
                 "found on the present model: use one mask for all"
             )
-        if any(map(needs_shapes, updates)):
+        if any(as_step(step).needs_shapes for step in updates):
             raise ConfigurationError(
                 "federation.updates: PowerSGD and blocks of a tensor do not work with masks of the "
                 "clients' own, who each send other entries: use TopK or QSGD with a block of fixed "

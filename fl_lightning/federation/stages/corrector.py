@@ -22,6 +22,7 @@ from fl_lightning.client.corrections.fedprox import FedProx
 from fl_lightning.client.local_solver import LocalSolver
 from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.client.work import ClientWork, GroupWork
+from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.update import ClientUpdate, LazyDeltas
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
@@ -95,8 +96,19 @@ class Corrector(Stage):
         return type(self.correction).__name__ if self.correction.remembers else None
 
     def term(self, client: int) -> GradientTerm:
-        """Return a client's term for this round."""
-        return self.correction.term(self._recalled(client), self._mean)
+        """Return a client's term for this round.
+
+        Raises:
+            ConfigurationError: if it has another pull than the correction says, which slots go by.
+        """
+        term = self.correction.term(self._recalled(client), self._mean)
+        if term.pull != self.correction.pull:
+            name = type(self.correction).__name__
+            raise ConfigurationError(
+                f"federation.correction {name}: its term for client {client} has the pull {term.pull}, "
+                f"and its pull is {self.correction.pull}: let both be the same number"
+            )
+        return term
 
     @contextmanager
     def around(self, turn: Turn) -> Iterator[None]:

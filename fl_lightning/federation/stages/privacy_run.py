@@ -14,7 +14,7 @@ from lightning.pytorch import Trainer
 from fl_lightning.client.corrections.correction import Correction
 from fl_lightning.client.personal.personalisation import Personalisation
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.data.cohorts.cohort import CohortSampler, PoissonCohort
+from fl_lightning.data.cohorts.cohort import CohortSampler, as_cohort
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.checks.examples import (
     check_examples_private,
@@ -191,7 +191,7 @@ def private_rounds(
     check_one_mask(trainer)
     secure = aggregator if isinstance(aggregator, TakesNoiseShares) else None
     fewest = None
-    if secure is not None and not isinstance(cohort, PoissonCohort):
+    if secure is not None and as_cohort(cohort).has_fixed_size:
         fewest = secure.fewest_survivors(cohort_size)
     run = _run(trainer, cohort, seed, fewest_survivors=fewest)
     exact = as_aggregator(aggregator).exact

@@ -24,7 +24,7 @@ from fl_lightning.federation.stages.client_masks import client_masks
 from fl_lightning.privacy.protected import Protected
 from fl_lightning.server.staleness import AsyncRule
 from fl_lightning.updates.path import Step
-from fl_lightning.updates.random_k import RandomK
+from fl_lightning.updates.transform import as_step
 from fl_lightning.updates.wire.traffic import bytes_up
 
 
@@ -66,9 +66,12 @@ def check_secure(
 
 def _update_problems(name: str, updates: Sequence[Step]) -> Iterator[str]:
     for step in updates:
-        if isinstance(step, RandomK) and name == "SecureMean":
-            advice = "give it to the aggregator, as random_k of SecureMean, which draws the same"
-            yield f"updates: RandomK draws other coordinates for every client: {advice} for all"
+        option = as_step(step).option_of_sums
+        if option is not None and name == "SecureMean":
+            yield (
+                f"updates: {type(step).__name__} draws other coordinates for every client: give it to "
+                f"the aggregator, as {option} of SecureMean, which draws the same for all"
+            )
         else:
             yield (
                 f"updates: {type(step).__name__} makes something of each update that does not add "

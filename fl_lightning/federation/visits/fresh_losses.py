@@ -20,7 +20,7 @@ from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.core.metric_states import MetricStates, kept_apart, metrics_of
 from fl_lightning.core.metrics import weighted_mean
 from fl_lightning.core.seeds import derive_seed, seed_global_generators
-from fl_lightning.data.cohorts.cohort import CohortSampler, NeedsFreshLosses
+from fl_lightning.data.cohorts.cohort import CohortSampler, as_cohort
 from fl_lightning.data.cohorts.population import ClientIds, Population
 from fl_lightning.federation.processes.ranks import Ranks
 from fl_lightning.federation.visits.batches import batch_preparation, takes_index
@@ -41,12 +41,13 @@ def refresh_losses(
     To be called by all processes, with the global model in the module; ``having`` as in
     `measured_losses`.
     """
-    if not isinstance(sampler, NeedsFreshLosses):
+    cohort = as_cohort(sampler)
+    clients = cohort.candidates(trainer.current_epoch, population, seed)
+    if not len(clients):
         return
-    clients = sampler.candidates(trainer.current_epoch, population, seed)
     ranks = Ranks(trainer)
     share = clients[ranks.rank :: ranks.size]
-    own = measured_losses(trainer, share, sampler.loss_batches, seed, having)
+    own = measured_losses(trainer, share, cohort.loss_batches, seed, having)
     for losses in ranks.gather(own):
         population.losses[list(losses)] = list(losses.values())
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.data.cohorts.cohort import AllClients, CohortSampler, PoissonCohort, UniformCohort
+from fl_lightning.data.cohorts.cohort import CohortSampler, as_cohort
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class Sampling:
         expected: clients of a round, qN, in (0, N].
 
     Example:
+        >>> from fl_lightning.data.cohorts.cohort import PoissonCohort
         >>> sampling = sampling_of(PoissonCohort(fraction=0.1), num_clients=50)
         >>> sampling.expected, sampling.rate, sampling.sensitivity, sampling.relation
         (5.0, 0.1, 1.0, 'one client added or removed')
@@ -66,16 +67,18 @@ def check_sampler(cohort: CohortSampler) -> None:
     Raises:
         ConfigurationError: saying which are known.
     """
-    if type(cohort) not in (AllClients, PoissonCohort, UniformCohort):
+    asked = as_cohort(cohort)
+    if asked.coin is None and not asked.is_uniform:
         raise ConfigurationError(
             f"federation.privacy: {type(cohort).__name__} cannot be accounted for, because a "
             "client's chance of taking part is not known: set federation.cohort to PoissonCohort, "
             "UniformCohort or AllClients, or use BandedMatrixDP for cohorts that take turns"
         )
-    if isinstance(cohort, PoissonCohort) and cohort.min_size > 0:
+    if asked.redrawn_below > 0:
         raise ConfigurationError(
-            f"federation.privacy: with min_size={cohort.min_size} clients of a PoissonCohort do not "
-            "join independently, which amplification by sampling needs: set min_size to 0"
+            f"federation.privacy: with min_size={asked.redrawn_below} clients of a "
+            f"{type(cohort).__name__} do not join independently, which amplification by sampling "
+            "needs: set min_size to 0"
         )
 
 
@@ -86,7 +89,8 @@ def sampling_of(cohort: CohortSampler, num_clients: int) -> Sampling:
         ConfigurationError: for samplers that no accountant knows.
     """
     check_sampler(cohort)
-    if isinstance(cohort, PoissonCohort) and cohort.fraction < 1:
-        return Sampling("poisson", num_clients, cohort.fraction * num_clients)
-    size = num_clients if isinstance(cohort, PoissonCohort) else cohort.expected_size(num_clients)
+    coin = as_cohort(cohort).coin
+    if coin is not None and coin < 1:
+        return Sampling("poisson", num_clients, coin * num_clients)
+    size = cohort.expected_size(num_clients) if coin is None else num_clients
     return Sampling("all" if size == num_clients else "fixed", num_clients, float(size))

@@ -16,7 +16,7 @@ import numpy as np
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.server.robust.collect import RobustRule, RuleContext
 from fl_lightning.server.robust.matrix import Floats, Rows
-from fl_lightning.server.robust.passes import combined
+from fl_lightning.server.robust.passes import combined, row_norms
 
 
 @final
@@ -50,12 +50,3 @@ class NormBounding(RobustRule):
         weights = rows.num_examples if self.weight_by_examples else np.ones(len(rows))
         factors = bound / np.maximum(norms, bound)
         return combined(rows, factors * weights / weights.sum())
-
-
-def row_norms(rows: Rows) -> Floats:
-    """Return the L2 norm of every row, float64, shape (n,)."""
-    squares = np.zeros(len(rows))
-    for _, block in rows.blocks():
-        squares += np.einsum("ij,ij->i", block, block, dtype=np.float64)
-    norms: Floats = np.sqrt(squares)
-    return norms

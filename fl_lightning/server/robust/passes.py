@@ -81,6 +81,15 @@ def distances_of(gram: Floats) -> Floats:
     return distances
 
 
+def row_norms(rows: Rows) -> Floats:
+    """Return the L2 norm of every row, float64, shape (n,)."""
+    squares = np.zeros(len(rows))
+    for _, block in rows.blocks():
+        squares += np.einsum("ij,ij->i", block, block, dtype=np.float64)
+    norms: Floats = np.sqrt(squares)
+    return norms
+
+
 def combined(rows: Rows, coefficients: Floats) -> Floats:
     """Return Σ c_i x_i, shape (k,); rows with coefficient 0 are not read."""
     used = np.flatnonzero(coefficients)

@@ -11,23 +11,21 @@ its log-probability: ``scoring: {quantity: fl_lightning.sparsity.raw_logits}``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import numpy_generator
 from fl_lightning.sparsity.sensitivity.logits import Labels, batch_labels
-from fl_lightning.sparsity.sensitivity.per_example import sum_of_squares
-from fl_lightning.sparsity.sensitivity.protocol import Scores
+from fl_lightning.sparsity.sensitivity.per_example import Given, SquaredGradients
 from fl_lightning.sparsity.sensitivity.scoring import Scoring
 
 
 @dataclass(frozen=True)
-class SampledFisher:
+class SampledFisher(SquaredGradients):
     """True Fisher diagonal with labels sampled from the model's own prediction; unbiased.
 
     The label of an example belongs to (seed, position of the example), whatever the batch size.
@@ -40,7 +38,7 @@ class SampledFisher:
         ConfigurationError: if num_samples is below 1.
 
     Example:
-        >>> module, batches = nn.Linear(2, 3), [torch.ones(4, 2)]
+        >>> module, batches = torch.nn.Linear(2, 3), [torch.ones(4, 2)]
         >>> scores = SampledFisher()(module, batches, seed=0)
         >>> scores.num_examples, scores.sums["bias"].shape
         (4, torch.Size([3]))
@@ -55,33 +53,32 @@ class SampledFisher:
                 f"num_samples must be at least 1 label per example, got {self.num_samples}"
             )
 
-    def __call__(
-        self,
-        module: nn.Module,
-        batches: Iterable[Any],
-        *,
-        parameters: Mapping[str, Tensor] | None = None,
-        seed: int = 0,
-    ) -> Scores:
-        """Return the scores; see `Sensitivity`."""
+    def given(self, seed: int) -> Given:
+        """Return draws from [0, 1), one a label."""
         generator = numpy_generator(seed, "sampled labels")  # read in the order of the examples
 
         def draws(_: Any, size: int) -> Tensor:
             return torch.from_numpy(generator.random((size, self.num_samples))).float()
 
-        return sum_of_squares(self.scoring, module, batches, parameters, draws, _sample)
+        return draws
+
+    def choose(self, logits: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
+        """Return labels of the model's own prediction."""
+        cumulative = logits.softmax(dim=-1).cumsum(dim=-1)
+        labels = (cumulative <= given.unsqueeze(-1)).sum(dim=-1).clamp(max=len(logits) - 1)
+        return labels, torch.full_like(given, 1 / len(given))
 
 
 @dataclass(frozen=True)
-class ExactFisher:
+class ExactFisher(SquaredGradients):
     """True Fisher diagonal: the expectation over all labels, a backward pass per class.
 
     Args:
         scoring: what is scored, on how many examples, in how much memory.
 
     Example:
-        >>> module, batches = nn.Linear(1, 2, bias=False), [torch.ones(1, 1)]
-        >>> _ = nn.init.zeros_(module.weight)
+        >>> module, batches = torch.nn.Linear(1, 2, bias=False), [torch.ones(1, 1)]
+        >>> _ = torch.nn.init.zeros_(module.weight)
         >>> ExactFisher()(module, batches).mean()["weight"]  # p (1 - p) of two even classes
         tensor([[0.2500],
                 [0.2500]])
@@ -89,20 +86,13 @@ class ExactFisher:
 
     scoring: Scoring = field(default_factory=Scoring)
 
-    def __call__(
-        self,
-        module: nn.Module,
-        batches: Iterable[Any],
-        *,
-        parameters: Mapping[str, Tensor] | None = None,
-        seed: int = 0,
-    ) -> Scores:
-        """Return the scores; see `Sensitivity`. Nothing is drawn."""
-        return sum_of_squares(self.scoring, module, batches, parameters, _nothing, _all_labels)
+    def choose(self, logits: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
+        """Return all labels, each with its probability."""
+        return torch.arange(len(logits), device=logits.device), logits.softmax(dim=-1)
 
 
 @dataclass(frozen=True)
-class EmpiricalFisher:
+class EmpiricalFisher(SquaredGradients):
     """Squared per-example gradients of the given labels' log-probabilities.
 
     Often called "the Fisher"; it is not: Kunstner et al. 2019, NeurIPS, section 3.
@@ -115,35 +105,10 @@ class EmpiricalFisher:
     labels: Labels = batch_labels
     scoring: Scoring = field(default_factory=Scoring)
 
-    def __call__(
-        self,
-        module: nn.Module,
-        batches: Iterable[Any],
-        *,
-        parameters: Mapping[str, Tensor] | None = None,
-        seed: int = 0,
-    ) -> Scores:
-        """Return the scores; see `Sensitivity`. Nothing is drawn."""
+    def given(self, seed: int) -> Given:
+        """Return the labels of a batch."""
+        return lambda batch, _: self.labels(batch)
 
-        def labels(batch: Any, _: int) -> Tensor:
-            return self.labels(batch)
-
-        return sum_of_squares(self.scoring, module, batches, parameters, labels, _given_label)
-
-
-def _nothing(_: Any, size: int) -> Tensor:
-    return torch.empty(size, 0)
-
-
-def _sample(logits: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
-    cumulative = logits.softmax(dim=-1).cumsum(dim=-1)
-    labels = (cumulative <= draws.unsqueeze(-1)).sum(dim=-1).clamp(max=len(logits) - 1)
-    return labels, torch.full_like(draws, 1 / len(draws))
-
-
-def _all_labels(logits: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.arange(len(logits), device=logits.device), logits.softmax(dim=-1)
-
-
-def _given_label(logits: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
-    return label.reshape(1), logits.new_ones(1)
+    def choose(self, logits: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the label."""
+        return given.reshape(1), logits.new_ones(1)

@@ -12,6 +12,7 @@ limit); one by one through plain autograd where vmap cannot run the module.
 from __future__ import annotations
 
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -41,6 +42,59 @@ _Linearise = Callable[
 ]
 
 
+class SquaredGradients(ABC):
+    """An estimator of squared gradients of single examples; a leaf chooses their labels.
+
+    Leaves are frozen dataclasses; the `Sensitivity` that MaskCalibration asks for is here.
+
+    Attributes:
+        scoring: what is scored, on how many examples, in how much memory. It is an option of leaves
+            that name it among their fields.
+
+    Example:
+        >>> class First(SquaredGradients):
+        ...     def choose(self, logits, given):
+        ...         return torch.tensor([0]), torch.ones(1)
+        >>> module, batches = nn.Linear(1, 2, bias=False), [torch.ones(1, 1)]
+        >>> _ = nn.init.zeros_(module.weight)
+        >>> First()(module, batches).mean()["weight"]  # (1 - p)² and p²
+        tensor([[0.2500],
+                [0.2500]])
+    """
+
+    scoring: Scoring = Scoring()
+
+    def given(self, seed: int) -> Given:
+        """Return what gives, of a batch and its size, what each example's labels are chosen by.
+
+        It is asked in the order of the examples; nothing is given if a leaf has none.
+        """
+        return _nothing
+
+    @abstractmethod
+    def choose(self, logits: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the labels of one example, shape (S,), and their weights, shape (S,), ≥ 0.
+
+        It runs under `torch.vmap`: no ``if`` on values, shapes that do not depend on them.
+
+        Args:
+            logits: shape (classes,).
+            given: the example's own part of what `given` has given.
+        """
+
+    def __call__(
+        self,
+        module: nn.Module,
+        batches: Iterable[Any],
+        *,
+        parameters: Mapping[str, Tensor] | None = None,
+        seed: int = 0,
+    ) -> Scores:
+        """Return the scores; see `Sensitivity`."""
+        given = self.given(seed)
+        return sum_of_squares(self.scoring, module, batches, parameters, given, self.choose)
+
+
 def sum_of_squares(
     scoring: Scoring,
     module: nn.Module,
@@ -64,6 +118,10 @@ def sum_of_squares(
             num_examples += size
     check_scores(squares.sums, num_examples)
     return Scores(squares.sums, num_examples)
+
+
+def _nothing(_: Any, size: int) -> Tensor:
+    return torch.empty(size, 0)
 
 
 def check_scores(sums: Mapping[str, Tensor], num_examples: int) -> None:

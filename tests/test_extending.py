@@ -1,0 +1,446 @@
+"""Every example of docs/extending.md: short, found by the command line, trained, and right."""
+
+import importlib
+import re
+import sys
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from lightning.pytorch import seed_everything
+from readme import ROOT
+from torch import nn
+from torch.nn import functional
+from toys import SaveEverywhere, ToyData, ToyModule, toy_data, toy_trainer, weights
+
+from fl_lightning import (
+    ConfigurationError,
+    FederatedDataModule,
+    Federation,
+    MaskCalibration,
+    Mean,
+    UniformCohort,
+)
+from fl_lightning.cli.command import main
+from fl_lightning.client import Correction, GradientTerm
+from fl_lightning.core.update import ClientUpdate
+from fl_lightning.data import Cohort, Population
+from fl_lightning.server import Collected, WeightedMean
+from fl_lightning.sparsity import EmpiricalFisher, SparseSGDM
+from fl_lightning.updates import Dense
+
+PAGE = (ROOT / "docs" / "extending.md").read_text()
+MOST_LINES = 30
+CODE = {
+    re.search(r"^class (\w+)", block, re.MULTILINE)[1]: block
+    for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+}
+YAML = {
+    re.search(r"my_federation\.(\w+)", block)[1]: block
+    for block in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+}
+# what asks for a class's own options
+HELP = {
+    "ByNorm": ["--federation.aggregator.help"],
+    "Shortest": ["--federation.aggregator.help"],
+    "KeptMomentum": ["--federation.correction.help"],
+    "Threshold": ["--federation.updates.help"],
+    "Shifts": ["--federation.cohort.help"],
+    "HomeClass": ["--data", "fl_lightning.FederatedDataModule", "--data.partition.help"],
+    "OwnAnswer": [
+        *("--trainer.callbacks", "fl_lightning.MaskCalibration"),
+        "--trainer.callbacks.sensitivity.help",
+    ],
+}
+both_engines = pytest.mark.parametrize("engine", ["sequential", "slots"])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _my_federation(tmp_path_factory):
+    """All examples in a file that Python finds."""
+    with pytest.MonkeyPatch.context() as patch:
+        written_to(tmp_path_factory.mktemp("mine"), patch, *CODE)
+        yield
+
+
+def written_to(folder, monkeypatch, *names):
+    (folder / "my_federation.py").write_text("\n\n".join(CODE[name] for name in names))
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setitem(sys.modules, "my_federation", None)  # put back in the end
+    monkeypatch.delitem(sys.modules, "my_federation")
+
+
+def part(name):
+    return getattr(importlib.import_module("my_federation"), name)
+
+
+def run(*callbacks, engine="sequential", devices=1, rounds=2, data=None, module=None, **block):
+    """Return a module after two rounds of three of six clients; another option replaces ours."""
+    seed_everything(0, verbose=False)
+    module = (module or ToyModule)()
+    ckpt_path = block.pop("ckpt_path", None)
+    defaults = {"cohort": UniformCohort(size=3), "local_steps": 2, "seed": 4, "engine": engine}
+    federation = Federation(**defaults | block)
+    trainer = toy_trainer(
+        *(*callbacks, federation),
+        max_epochs=rounds,
+        devices=devices,
+        strategy="federated" if devices > 1 else "auto",
+    )
+    trainer.fit(module, datamodule=data or toy_data(batch_size=4), ckpt_path=ckpt_path)
+    if engine == "slots":
+        assert federation.rounds.clients.engine.slots is not None
+    return module
+
+
+def same(one, other):
+    return torch.equal(weights(one), weights(other))
+
+
+def updates(*deltas):
+    for client, delta in enumerate(deltas):
+        yield ClientUpdate(client, torch.tensor(delta), torch.empty(0), 10, 1)
+
+
+class TestThePage:
+    def test_there_is_an_example_of_every_part_with_its_yaml(self):
+        assert CODE.keys() == YAML.keys() == HELP.keys()
+
+    @pytest.mark.parametrize("name", CODE)
+    def test_an_example_is_short(self, name):
+        lines = [line for line in CODE[name].splitlines() if line.strip()]
+        assert len(lines) <= MOST_LINES
+
+    @pytest.mark.parametrize("name", HELP)
+    def test_by_itself_it_shows_its_options(self, name, tmp_path, monkeypatch, capsys):
+        written_to(tmp_path, monkeypatch, name)
+        self.ends(monkeypatch, [*HELP[name], f"my_federation.{name}"])
+        shown = " ".join(capsys.readouterr().out.split())
+        assert f"my_federation.{name}" in shown
+        explained = re.search(r"Args:\n(.*?)\n    \"\"\"", CODE[name], re.DOTALL)[1]
+        options = dict(re.findall(r"^ {8}(\w+): (.*)", explained, re.MULTILINE))
+        assert options.keys() <= part(name).__dataclass_fields__.keys()
+        for option, text in options.items():
+            assert f".{option}" in shown
+            assert text[:30] in shown
+
+    @pytest.mark.parametrize("left_out", ["ByNorm", "Shortest"])  # there is one aggregator
+    def test_the_yaml_is_accepted(self, left_out, tmp_path, monkeypatch, capsys):
+        layers = ["--config", str(ROOT / "configs" / "quickstart.yaml")]
+        names = [name for name in YAML if name != left_out]
+        for name in names:
+            (tmp_path / f"{name}.yaml").write_text(YAML[name])
+            layers += ["--config", str(tmp_path / f"{name}.yaml")]
+        self.ends(monkeypatch, [*layers, "--print_config"])
+        config = yaml.safe_dump(yaml.safe_load(capsys.readouterr().out))
+        for name in names:
+            assert f"class_path: my_federation.{name}\n" in config
+
+    def ends(self, monkeypatch, words):
+        monkeypatch.setattr(sys, "argv", ["fl-lightning"])
+        with pytest.raises(SystemExit) as end:
+            main(["fit", *words])
+        assert end.value.code == 0
+
+
+class TestAnAggregator:
+    @both_engines
+    def test_with_power_0_it_is_the_mean_that_counts_clients_alike(self, engine):
+        own = run(engine=engine, aggregator=part("ByNorm")(power=0.0))
+        assert same(own, run(engine=engine, aggregator=Mean(weight_by_examples=False)))
+
+    def test_with_power_minus_1_updates_count_as_if_of_one_length(self):
+        mean = part("ByNorm")(power=-1.0)
+        mean.open(torch.empty(2))
+        for update in updates([30.0, 40.0], [0.0, -2.0], [0.0, 0.0]):
+            mean.add(update)
+        # the directions are (0.6, 0.8) and (0, -1), the weights 1/50 and 1/2
+        torch.testing.assert_close(mean.close(), torch.tensor([0.6, -0.2]) / (1 / 50 + 1 / 2))
+
+    def test_two_processes_give_the_bits_of_one(self):
+        make = part("ByNorm")
+        one, two = (run(aggregator=make(exact=True), devices=n) for n in (1, 2))
+        assert same(one, two)
+        assert not same(one, run(aggregator=Mean(exact=True)))
+
+
+class TestARobustRule:
+    def test_it_is_the_mean_of_the_shortest(self):
+        rows = np.random.default_rng(0).normal(size=(7, 5)).astype(np.float32)
+        rows *= 10.0 ** np.arange(7)[::-1, None]  # the last ones are the shortest
+        rule = Collected(part("Shortest")(share=3 / 7))
+        rule.open(torch.empty(5))
+        for update in updates(*rows.tolist()):
+            rule.add(update)
+        expected = torch.from_numpy(rows[-3:].mean(0))
+        torch.testing.assert_close(rule.close(), expected)
+
+    @both_engines
+    def test_with_share_1_it_is_the_mean_of_alike_clients(self, engine):
+        own = run(engine=engine, aggregator=part("Shortest")(share=1.0))
+        mean = run(engine=engine, aggregator=Mean(weight_by_examples=False))
+        torch.testing.assert_close(weights(own), weights(mean), rtol=1e-5, atol=1e-6)
+
+    def test_two_processes_give_the_bits_of_one(self):
+        rule = part("Shortest")()
+        assert same(run(aggregator=rule), run(aggregator=rule, devices=2))
+
+    def test_it_refuses_a_share_that_is_none(self):
+        with pytest.raises(ConfigurationError, match="share must be in"):
+            part("Shortest")(share=0.0)
+
+
+def plain():
+    return ToyModule(momentum=0.0, scheduler=False).double()
+
+
+class TestACorrection:
+    @both_engines
+    def test_without_momentum_it_is_no_correction(self, engine):
+        off = part("KeptMomentum")(momentum=0.0)
+        assert same(run(engine=engine), run(engine=engine, correction=off))
+
+    @both_engines
+    def test_one_client_with_a_step_a_round_is_sgd_with_momentum(self, engine):
+        source = ToyData(batch_size=60, dtype=torch.float64)
+        own = run(
+            correction=part("KeptMomentum")(momentum=0.5),
+            data=FederatedDataModule(source, num_clients=1),
+            cohort=None,
+            local_steps=1,
+            engine=engine,
+            rounds=4,
+            module=plain,
+        )
+        seed_everything(0, verbose=False)
+        expected = plain()
+        optimizer = torch.optim.SGD(expected.parameters(), lr=0.1, momentum=0.5)
+        x, y = source.train.tensors
+        for _ in range(4):
+            optimizer.zero_grad()
+            functional.cross_entropy(expected.net(x), y).backward()
+            optimizer.step()
+        torch.testing.assert_close(weights(own), weights(expected), rtol=1e-10, atol=1e-12)
+
+    def test_a_resumed_run_remembers(self, tmp_path):
+        block = {"correction": part("KeptMomentum")(), "rounds": 3}
+        whole = run(SaveEverywhere(tmp_path), **block)
+        assert same(whole, run(**block, ckpt_path=tmp_path / "1-end.ckpt"))
+        assert not same(whole, run(rounds=3))
+
+
+class TestATransform:
+    @both_engines
+    def test_with_share_0_everything_arrives(self, engine):
+        assert same(run(engine=engine), run(engine=engine, updates=[part("Threshold")(share=0.0)]))
+
+    def test_what_is_large_arrives_as_it_is(self):
+        step = part("Threshold")(share=0.5)
+        sent = torch.tensor([3.0, -0.1, 0.2, -4.0])  # of norm 5.005
+        arrived = step.on_server(step.on_client(Dense(sent), seed=0), seed=0, size=4)
+        assert arrived.to_dense().tolist() == [3.0, 0.0, 0.0, -4.0]
+
+    def test_less_travels(self):
+        facts = {}
+        for share in (0.0, 0.2):
+            federation = Federation(local_steps=1, updates=[part("Threshold")(share=share)])
+            trainer = toy_trainer(federation, max_epochs=1)
+            trainer.fit(ToyModule(), datamodule=toy_data())
+            facts[share] = federation.rounds.record.facts()
+        assert facts[0.0]["round/compression_error"] == 0.0
+        assert 0.0 < facts[0.2]["round/compression_error"] < 1.0
+        assert facts[0.2]["round/bytes_up"] < facts[0.0]["round/bytes_up"] / 2
+
+
+class TestACohort:
+    @pytest.mark.parametrize("round_index", range(4))
+    def test_it_is_a_pure_function_of_seed_and_round(self, round_index):
+        population, make = Population(np.full(100, 10)), part("Shifts")
+        first, again = (make(size=9).sample(round_index, population, seed=3) for _ in range(2))
+        assert first.tolist() == again.tolist()
+        assert len(first) == 9
+        assert (np.diff(first) > 0).all()
+        assert set(first % 2) == {round_index % 2}
+        assert first.tolist() != make(size=9).sample(round_index, population, seed=4).tolist()
+
+    def test_who_is_not_there_is_not_drawn(self):
+        there = np.arange(10) < 5
+        population = Population(np.full(10, 10), is_available=there)
+        assert part("Shifts")(size=4).sample(0, population, seed=0).tolist() == [0, 2, 4]
+
+    @both_engines
+    def test_with_one_shift_it_is_uniform(self, engine):
+        own = run(engine=engine, cohort=part("Shifts")(size=3, num_shifts=1))
+        assert same(own, run(engine=engine, cohort=UniformCohort(size=3)))
+
+    def test_two_processes_train_the_same_clients(self):
+        block = {"cohort": part("Shifts")(fraction=0.5), "aggregator": Mean(exact=True)}
+        assert same(run(**block), run(**block, devices=2))
+
+
+labels = st.lists(st.integers(0, 4), min_size=8, max_size=60).map(np.array)
+
+
+class TestAPartition:
+    @given(labels, st.integers(1, 8), st.floats(0, 1), st.integers(0, 9))
+    def test_every_example_has_one_client(self, labels, num_clients, share, seed):
+        shards = part("HomeClass")(share).assign(labels, num_clients, seed)
+        assert len(shards) == num_clients
+        assert sorted(np.concatenate(list(shards)).tolist()) == list(range(len(labels)))
+
+    @given(labels, st.integers(1, 8))
+    def test_with_share_1_a_class_is_at_home(self, labels, num_clients):
+        shards = part("HomeClass")(1.0).assign(labels, num_clients, seed=0)
+        for name in np.unique(labels):
+            assert sum(name in labels[shard] for shard in shards) == 1
+
+    @given(labels)
+    def test_with_share_0_classes_do_not_matter(self, labels):
+        rule = part("HomeClass")(0.0)
+        one, other = rule.assign(labels, 3, seed=0), rule.assign(labels[::-1], 3, seed=0)
+        assert all(map(np.array_equal, one, other))
+
+    @both_engines
+    def test_a_federation_trains_on_it(self, engine):
+        data = toy_data(num_clients=3, partition=part("HomeClass")(share=0.8), batch_size=4)
+        own = run(engine=engine, data=data)
+        assert not same(own, run(engine=engine, data=toy_data(num_clients=3, batch_size=4)))
+        classes = data.source.train.tensors[1]
+        assert [int(classes[shard].mode().values) for shard in data.clients] == [0, 1, 2]
+
+
+class Masked(ToyModule):
+    def forward(self, x):
+        return self.net(x)
+
+    def configure_optimizers(self):
+        return SparseSGDM(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class TestASensitivity:
+    def test_it_is_the_square_of_single_gradients(self):
+        seed_everything(0, verbose=False)
+        module, x = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)), torch.randn(9, 4)
+        scores = part("OwnAnswer")()(module, [x[:4], x[4:]])
+        expected = torch.zeros(5, 4)
+        for example in x:
+            answer = module(example).log_softmax(0).max()
+            expected += torch.autograd.grad(answer, module[0].weight)[0].square()
+        assert scores.num_examples == 9
+        torch.testing.assert_close(scores.sums["0.weight"], expected)
+        answers = EmpiricalFisher(labels=lambda batch: module(batch).argmax(1))(module, [x])
+        torch.testing.assert_close(scores.sums, answers.sums)
+
+    @both_engines
+    def test_a_mask_is_found_and_kept(self, engine):
+        seed_everything(0, verbose=False)
+        before = Masked()
+        sparse = MaskCalibration(density=0.3, head_name="net.4", sensitivity=part("OwnAnswer")())
+        after = run(sparse, engine=engine, module=Masked)
+        moved = (before.net[0].weight != after.net[0].weight).detach()
+        assert 0 < moved.sum() <= 0.4 * moved.numel()
+        assert not (moved & ~sparse.mask["net.0.weight"]).any()
+
+
+class Odd(WeightedMean):
+    def __init__(self, weight):
+        self.odd = weight
+
+    def weight(self, update):
+        return self.odd
+
+
+@dataclass(frozen=True)
+class OfOnes(Cohort):
+    """Draws whatever it is told."""
+
+    ids: tuple
+
+    def expected_size(self, num_clients):
+        return 2
+
+    def sample(self, round_index, population, seed):
+        return np.array(self.ids)
+
+
+class TwoPulls(Correction):
+    pull = 0.5
+
+    def term(self, memory, mean):
+        return GradientTerm(pull=0.1)
+
+
+class Halves:
+    def assign(self, labels, num_clients, seed):
+        return np.array_split(np.arange(len(labels)), 2)
+
+
+UNFINISHED = '''
+from fl_lightning.data import SizedCohort
+from fl_lightning.server import WeightedMean
+
+class Nothing(WeightedMean):
+    """A mean without a weight."""
+
+class Bare(SizedCohort):
+    """A cohort without annotations."""
+    def sample(self, round_index, population, seed):
+        return population.available_ids
+'''
+
+
+class TestWhatIsRefused:
+    @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
+    def test_a_weight_that_is_none(self, weight):
+        with pytest.raises(ConfigurationError, match=f"Odd weighs .* client 0 by {weight}"):
+            run(aggregator=Odd(weight), cohort=None)
+
+    @pytest.mark.parametrize(
+        ("ids", "says"),
+        [
+            ((3, 1), "increasing order, got .3, 1."),
+            ((1, 1), "distinct"),
+            ((0.0, 1.0), "whole numbers"),
+            ((-1, 2), "ids from 0 to 5, got -1 to 2"),
+            ((2, 6), "ids from 0 to 5, got 2 to 6"),
+        ],
+    )
+    def test_a_cohort_that_is_none(self, ids, says):
+        with pytest.raises(ConfigurationError, match=says):
+            run(cohort=OfOnes(ids))
+
+    @both_engines
+    def test_a_term_with_a_pull_of_its_own(self, engine):
+        with pytest.raises(ConfigurationError, match=r"has the pull 0\.1, and its pull is 0\.5"):
+            run(engine=engine, correction=TwoPulls())
+
+    def test_shards_of_other_clients(self):
+        with pytest.raises(ConfigurationError, match="a shard for each of 3 clients, got 2"):
+            run(data=toy_data(num_clients=3, partition=Halves()))
+
+    @pytest.mark.parametrize(
+        ("option", "value", "says"),
+        [
+            ("aggregator", "my_federation.Nothing", "is unfinished, it lacks weight"),
+            (
+                "cohort",
+                "my_federation.Bare",
+                "once it has, annotations and all: sample(self, round_index: int, population: ",
+            ),
+        ],
+    )
+    def test_the_command_line_says_what_a_class_lacks(
+        self, option, value, says, tmp_path, monkeypatch, capsys
+    ):
+        monkeypatch.setitem(CODE, "Unfinished", UNFINISHED)
+        written_to(tmp_path, monkeypatch, "Unfinished")
+        monkeypatch.setattr(sys, "argv", ["fl-lightning"])
+        quick = str(ROOT / "configs" / "quickstart.yaml")
+        with pytest.raises(SystemExit) as end:
+            main(["fit", "--config", quick, f"--federation.{option}={value}", "--print_config"])
+        assert end.value.code == 2
+        assert says in capsys.readouterr().err
