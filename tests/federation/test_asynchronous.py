@@ -18,7 +18,8 @@ from fl_lightning.client import Devices, GivenSpeeds, LogNormalSpeeds
 from fl_lightning.client.devices import Fate
 from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.core.update import ClientUpdate, Updates
-from fl_lightning.federation.stages.older_models import Start
+from fl_lightning.federation.stage import Start
+from fl_lightning.federation.stages.older_models import counted
 from fl_lightning.federation.stages.schedule import Arrivals
 from fl_lightning.server import FedAsync, FedBuff, HingeStaleness, PolynomialStaleness
 from fl_lightning.server.server import Server
@@ -35,7 +36,7 @@ def test_the_published_weights():
     rule = FedBuff(concurrency=3, buffer_size=3)
     for delta, tau in (([-1.0, 0], 0), ([0, -2.0], 1), ([1.0, -1], 3)):
         update = ClientUpdate(0, torch.tensor(delta), torch.empty(0), 10, 1)
-        server.receive(Start(model, model, tau, rule).counted(Updates.of(update)))
+        server.receive(counted(Updates.of(update), Start(model, model, tau), rule))
     server.close_round()
     expected = torch.tensor([0.166667, 0.638071])
     torch.testing.assert_close(server.model.params, expected, rtol=0, atol=5e-7)
@@ -61,12 +62,12 @@ def test_fedasync_mixes_models(x, y, start, tau):
 )
 def test_buffers_are_mixed_by_the_same_weight(rule, tau, share):
     first, present = (GlobalModel(torch.zeros(1), torch.tensor([v, 2.0])) for v in (9.0, 1.0))
-    start = Start(first if tau else present, present, tau, rule)
+    start = Start(first if tau else present, present, tau)
     buffers = torch.tensor([[3.0, 2.0], [0.1, 7.0]])
     expected = (1 - share) * present.buffers + share * buffers
-    group = start.counted(Updates([0, 1], torch.zeros(2, 1), buffers, [1, 1], [1, 1]))
+    group = counted(Updates([0, 1], torch.zeros(2, 1), buffers, [1, 1], [1, 1]), start, rule)
     torch.testing.assert_close(group.buffers, expected)
-    one = start.counted(Updates.of(ClientUpdate(0, torch.zeros(1), buffers[1], 1, 1)))
+    one = counted(Updates.of(ClientUpdate(0, torch.zeros(1), buffers[1], 1, 1)), start, rule)
     assert torch.equal(one.buffers[0], group.buffers[1])
     if share == 1:
         assert torch.equal(group.buffers, buffers)

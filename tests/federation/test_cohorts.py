@@ -58,14 +58,14 @@ def test_resumed_anywhere_a_run_draws_the_same_clients(tmp_path, cohort):
     for moment in ("0-group0", "1-end", "2-group1", "3-validation"):
         module, resumed = run(cohort, ckpt_path=tmp_path / f"{moment}.ckpt")
         assert torch.equal(weights(module), weights(expected)), moment
-        population, other = rounds._groups.population, resumed._groups.population
+        population, other = rounds.run.groups.population, resumed.run.groups.population
         np.testing.assert_array_equal(population.losses, other.losses)
         np.testing.assert_array_equal(population.last_rounds, other.last_rounds)
 
 
 def test_what_is_known_is_the_last_training_loss():
     _, rounds = run(UniformCohort(size=3), max_epochs=3)
-    population = rounds._groups.population
+    population = rounds.run.groups.population
     last = {}
     for number in range(3):
         for client in UniformCohort(size=3).sample(number, population, 3).tolist():

@@ -489,7 +489,7 @@ class TestMemories:
         for moment in ("0-group1", "0-end", "1-group0", "1-end", "2-group1"):
             module, resumed = run(ckpt_path=tmp_path / f"{moment}.ckpt", **options)
             assert torch.equal(weights(module), weights(expected)), moment
-            first, second = (f.rounds.state_dict() for f in (federation, resumed))
+            first, second = (f.state_dict() for f in (federation, resumed))
             assert torch.equal(first["correction"]["mean"], second["correction"]["mean"])
 
     def test_missing_and_foreign_files_are_refused(self, tmp_path, monkeypatch):
@@ -535,7 +535,7 @@ class TestMemories:
         federation = Federation(engine="slots", slots=2, correction=Scaffold(), seed=4)
         with pytest.raises(RuntimeError, match="client 5"):
             toy_trainer(federation, precision="64-true").fit(Fails().double(), datamodule=data)
-        state = federation.rounds.state_dict()
+        state = federation.state_dict()
         finished = state["record"]["finished"]
         assert finished == [0, 1, 2, 3, 4]
         assert state["correction"]["round"]["num_changes"] == 5

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 import torchmetrics
-from fl_lightning.federation.group_training import GroupTraining
 from lightning.pytorch import Callback
 from quadratics import ByOwner
 from torch import nn
@@ -46,6 +45,7 @@ from fl_lightning.federation.execution.update_differences import (
     differences,
     nudged,
 )
+from fl_lightning.federation.training import Training
 from fl_lightning.server import FedBuff
 from fl_lightning.updates import QSGD, TopK
 
@@ -76,7 +76,7 @@ def checked(monkeypatch):
 
     ``again`` has an entry for everyone who was trained again, at a look or at a closer one.
     """
-    looked, look, train = Looked(), SpotCheck.look, GroupTraining._train_again
+    looked, look, train = Looked(), SpotCheck.look, Training._train_again
 
     def train_again(self, work, model):
         looked.again.append(work.client_id)
@@ -86,7 +86,7 @@ def checked(monkeypatch):
         looked.append((work.round_index, work.client_id))
         look(self, work, found, start)
 
-    monkeypatch.setattr(GroupTraining, "_train_again", train_again)
+    monkeypatch.setattr(Training, "_train_again", train_again)
     monkeypatch.setattr(SpotCheck, "look", note)
     return looked
 
@@ -191,7 +191,7 @@ class TestWhatDiffersStopsTheRun:
         module = toy(Measured)
         with pytest.raises(EnginesDiffer, match="round 1"):
             toy_trainer(federation).fit(module, datamodule=toy_data())
-        state = federation.rounds.state_dict()
+        state = federation.state_dict()
         assert state["memory"]["new"] == []
         assert state["correction"]["round"]["num_changes"] == 0
         assert state["record"]["finished"] == []
