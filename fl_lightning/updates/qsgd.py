@@ -81,7 +81,7 @@ class QSGD(InBlocks):
             codes = _rounded(values, 2 * norms, draws, block, shift=0.5).clamp_(0, 1)
             return Quantised(codes.to(torch.uint8), 1, 2 * norms, -norms, block)
         levels = 2 ** (self.bits - 1) - 1
-        steps = norms / levels
+        steps = norms / torch.full_like(norms, levels)  # GPUs take 1 / levels of a Python number
         codes = _rounded(values, steps, draws, block).clamp_(-levels, levels)
         return Quantised(codes.to(torch.int8), self.bits, steps, None, block)
 

@@ -28,7 +28,9 @@ class SaveInside(Callback):
 def run(*callbacks, precision="32-true", accelerator="gpu", ckpt_path=None):
     seed_everything(0, verbose=False)
     module = ToyModule(dropout=0.3 if accelerator == "gpu" else 0.0)
-    federation = Federation(cohort=UniformCohort(size=3), local_epochs=2, seed=0)
+    federation = Federation(
+        cohort=UniformCohort(size=3), clients_per_group=1, local_epochs=2, seed=0
+    )
     trainer = toy_trainer(
         *(federation, *callbacks), precision=precision, accelerator=accelerator, devices=1
     )
