@@ -31,8 +31,9 @@ from fl_lightning.federation.client_work import LocalWork, WorkPlan
 from fl_lightning.federation.execution.engine import EngineChooser
 from fl_lightning.federation.execution.slot_engine import SlotEngine
 from fl_lightning.federation.execution.spot_check import SpotCheck
-from fl_lightning.federation.execution.state_rehearsal import NOT_THE_USERS, StateRehearsal
+from fl_lightning.federation.execution.state_rehearsal import StateRehearsal
 from fl_lightning.federation.execution.update_differences import Trained
+from fl_lightning.federation.hooks import NOT_THE_USERS
 from fl_lightning.federation.intake import Intake
 from fl_lightning.federation.processes.ranks import Ranks
 from fl_lightning.federation.round_options import RoundOptions

@@ -10,26 +10,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 
-import torch
 from lightning.pytorch import LightningModule
-from torch import nn
 
 from fl_lightning.client.local_training import LocalTrainer
-from fl_lightning.client.state.python_state import PythonState
-from fl_lightning.client.state.same_values import same_numbers
-from fl_lightning.client.state.state_tensors import candidates, known_state, matching, whole_numbers
+from fl_lightning.client.state.state_tensors import candidates, known_state, matching
 from fl_lightning.client.work import ClientWork
-from fl_lightning.core.metric_states import MetricStates, metrics_of
-from fl_lightning.core.seeds import preserve_global_generators, seed_global_generators
+from fl_lightning.core.seeds import seed_global_generators
 from fl_lightning.federation.client_work import WorkPlan
-from fl_lightning.federation.hooks import BATCH_HOOKS
 from fl_lightning.federation.stages.client_scaler import ClientScaler
 from fl_lightning.federation.visits.lightning_step import LightningStep
+from fl_lightning.federation.visits.visiting import Visit, visiting
 
-# Attributes that Lightning and a federation set on a module: no client's.
-NOT_THE_USERS = frozenset(
-    {*vars(LightningModule()).keys() - vars(nn.Module()).keys(), "log", *BATCH_HOOKS}
-)
 # A first step may only prepare what later ones do.
 _NUM_STEPS = 2
 
@@ -85,11 +76,12 @@ class StateRehearsal:
         for client in work:
             if client.sizes:
                 try:
-                    with self._nothing_left() as before:
+                    with self._nothing_left() as visit:
                         self._take_steps(client)
                         self._local.bring_home()
-                        now = candidates(self._module)
-                        return [n for n, t in now.items() if not same_numbers(t.cpu(), before[n])]
+                        names = candidates(self._module)
+                        changed = visit.changed(names)
+                        return [name for name in names if name in changed]
                 except Exception:  # noqa: BLE001, S112 - whatever the user's step raises
                     continue
         return None
@@ -108,31 +100,14 @@ class StateRehearsal:
             self._step.examples = examples
 
     @contextmanager
-    def _nothing_left(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Yield copies of what may be state; put everything back after the block."""
-        module, local = self._module, self._local
+    def _nothing_left(self) -> Iterator[Visit]:
+        """Put everything back after the block, the optimizers and the fp16 scale as well."""
+        local = self._local
         local.start_round()
         model, scale = local.read(), self._scaler.present()
-        metrics = MetricStates(metrics_of(module))
-        python = PythonState(module, ignore=NOT_THE_USERS, global_generators=False)
-        tensors, whole = candidates(module), whole_numbers(module)
-        before = {name: t.detach().to("cpu", copy=True) for name, t in tensors.items()}
-        numbers = [tensor.clone() for tensor in whole]
-        with preserve_global_generators():
+        with visiting(self._step.trainer, logs=local.collector) as visit:
             try:
-                yield before
+                yield visit
             finally:
-                with torch.no_grad():
-                    for name, tensor in tensors.items():
-                        if not same_numbers(tensor.cpu(), before[name]):
-                            tensor.copy_(before[name])
-                    for tensor, value in zip(whole, numbers, strict=True):
-                        tensor.copy_(value)
-                metrics.put_back()
-                local.collector.discard()
-                self._step.forget_gradients()
                 self._scaler.go_on_from(scale)
-                try:
-                    local.restore(model)
-                finally:
-                    python.put_back()
+                local.restore(model)
