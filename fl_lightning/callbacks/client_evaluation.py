@@ -34,14 +34,14 @@ from fl_lightning.callbacks.client_examples import (
 )
 from fl_lightning.callbacks.evaluated_model import ModelOrigin
 from fl_lightning.callbacks.spread_over_clients import jains_index, worst_decile
-from fl_lightning.client.log_collector import LogCollector
+from fl_lightning.client.local_training import SizedBatch
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.core.metric_states import MetricStates, kept_apart, metrics_of
+from fl_lightning.core.metric_states import metrics_of
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.checkpoints.run_folder import run_folder
 from fl_lightning.federation.processes.ranks import Ranks
 from fl_lightning.federation.stages.personal_models import personal_models
-from fl_lightning.federation.visits.batches import batch_preparation, takes_index
+from fl_lightning.federation.visits.visiting import Stage, Visit, visiting
 
 _PERSONAL = "personal/"
 # Parts of the names of metrics of which less is better.
@@ -112,7 +112,7 @@ class ClientEvaluation(Callback):
         """Evaluate in the ``test`` command."""
         self._report(trainer, pl_module, "test")
 
-    def _report(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
+    def _report(self, trainer: Trainer, module: LightningModule, stage: StepOf) -> None:
         data = trainer.datamodule  # type: ignore[attr-defined]
         if not isinstance(data, FederatedDataModule) or not is_overridden(
             f"{stage}_step", module, LightningModule
@@ -127,7 +127,7 @@ class ClientEvaluation(Callback):
         self._write(trainer, stage, examples, self._evaluate(trainer, module, stage, examples))
 
     def _evaluate(
-        self, trainer: Trainer, module: LightningModule, stage: str, examples: ClientExamples
+        self, trainer: Trainer, module: LightningModule, stage: StepOf, examples: ClientExamples
     ) -> dict[int, dict[str, Tensor]]:
         """Return this process's clients' metrics, of the global model and of their own ones."""
         data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
@@ -148,7 +148,7 @@ class ClientEvaluation(Callback):
     def _write(
         self,
         trainer: Trainer,
-        stage: str,
+        stage: StepOf,
         examples: ClientExamples,
         found: dict[int, dict[str, Tensor]],
     ) -> None:
@@ -167,7 +167,7 @@ class ClientEvaluation(Callback):
 
 
 def _why_not(
-    trainer: Trainer, data: FederatedDataModule, stage: str, examples: ClientExamples
+    trainer: Trainer, data: FederatedDataModule, stage: StepOf, examples: ClientExamples
 ) -> str | None:
     """Return why clients cannot be evaluated; None if they can."""
     if examples.are_common:
@@ -194,7 +194,7 @@ def evaluate_clients(
     trainer: Trainer,
     module: LightningModule,
     data: FederatedDataModule,
-    stage: str,
+    stage: StepOf,
     clients: npt.NDArray[np.int64] | None = None,
     having: Callable[[int], AbstractContextManager[None]] | None = None,
     examples: ClientExamples | None = None,
@@ -216,51 +216,31 @@ def evaluate_clients(
     """
     examples = examples or held_out_examples(data, stage)
     ids = (examples.clients if clients is None else clients).tolist()
-    step = getattr(module, f"{stage}_step")
-    prepare = batch_preparation(trainer) or (lambda batch: batch)
-    short = "val" if stage == "validation" else stage
-    context = getattr(trainer.precision_plugin, f"{short}_step_context")
-    collector = LogCollector()
-    was_training = {m: m.training for m in module.modules()}
     metrics = metrics_of(module)
-    before = MetricStates(metrics)
     values = {}
-    module.eval()
-    try:
-        with collector.listening_to(module), kept_apart(metrics), context():
-            for client in ids[trainer.global_rank :: trainer.world_size]:
-                for metric in metrics:  # of the global set, of the client before, logged or not
-                    metric.reset()
-                with nullcontext() if having is None else having(client):
-                    batches = ((prepare(batch), size) for batch, size in examples.batches(client))
-                    logged = _logged(step, batches, collector, client)
-                if logged:
-                    values[client] = logged
-    finally:
-        before.put_back()  # the clients' examples are no part of the module's own validation
-        for submodule, training in was_training.items():
-            submodule.training = training
+    # the clients' examples are no part of the module's own validation
+    with visiting(trainer, stage, mode="eval") as visit:
+        for client in ids[trainer.global_rank :: trainer.world_size]:
+            for metric in metrics:  # of the global set, of the client before, logged or not
+                metric.reset()
+            with nullcontext() if having is None else having(client):
+                logged = _logged(visit, examples.batches(client), client)
+            if logged:
+                values[client] = logged
     return values
 
 
-def _logged(
-    step: Callable[..., Any],
-    batches: Iterator[tuple[Any, int]],
-    collector: LogCollector,
-    client: int,
-) -> dict[str, Tensor]:
+def _logged(visit: Visit, batches: Iterator[SizedBatch], client: int) -> dict[str, Tensor]:
     """Return what a step logs on a client's batches; empty if it fails on a batch of one example."""
-    size = 0
     try:
-        for index, (batch, size) in enumerate(batches):
-            collector.start_step(size)
-            step(*((batch, index) if takes_index(step) else (batch,)))
-        logged = {name: value.cpu() for name, value in collector.collect().items()}
-        return logged | {k: torch.tensor(v) for k, v in collector.collect_metrics().items()}
+        for _ in visit.steps(batches):
+            pass
+        logged = {name: value.cpu() for name, value in visit.logs.collect().items()}
+        return logged | {k: torch.tensor(v) for k, v in visit.logs.collect_metrics().items()}
     except (ValueError, RuntimeError, IndexError) as error:
-        if size != 1:
+        if visit.size != 1:
             raise
-        collector.forget()
+        visit.logs.forget()
         warnings.warn(
             f"per-client evaluation: client {client} is left out, whose last batch has one example: "
             f"{type(error).__name__}: {error} Have clients hold out more examples, by larger "

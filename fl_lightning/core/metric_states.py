@@ -30,7 +30,8 @@ class MetricStates:
 
     def __init__(self, metrics: Iterable[Metric]) -> None:
         # its states, and whether it was updated and computed, are plain attributes of a metric
-        self._saved = [(metric, _attributes(metric)) for metric in metrics]
+        with torch.inference_mode(False):  # whose tensors may not be written outside it
+            self._saved = [(metric, _attributes(metric)) for metric in metrics]
 
     def put_back(self) -> None:
         """Give every object the state it had."""

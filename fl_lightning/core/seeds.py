@@ -123,6 +123,7 @@ class GlobalGenerators:
     def __init__(self, *, only_torch: bool = False) -> None:
         self._torch = torch.get_rng_state()
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+        self._mps = torch.mps.get_rng_state() if torch.backends.mps.is_available() else None
         self._others = None if only_torch else (np.random.get_state(), random.getstate())
 
     def put_back(self) -> None:
@@ -130,6 +131,8 @@ class GlobalGenerators:
         torch.set_rng_state(self._torch)
         if self._cuda is not None:
             torch.cuda.set_rng_state_all(self._cuda)
+        if self._mps is not None:
+            torch.mps.set_rng_state(self._mps)
         if self._others is not None:
             np.random.set_state(self._others[0])
             random.setstate(self._others[1])

@@ -13,6 +13,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
 
 from fl_lightning.federation.groups import ClientGroup
 
@@ -22,6 +23,10 @@ BATCH_HOOKS = (
     "on_after_batch_transfer",
     "on_train_batch_start",
     "on_train_batch_end",
+)
+# Attributes that Lightning and a federation set on a module: no client's.
+NOT_THE_USERS = frozenset(
+    {*vars(LightningModule()).keys() - vars(nn.Module()).keys(), "log", *BATCH_HOOKS}
 )
 # Overriding one of these means that a plain forward, backward, step would leave something out.
 STEP_HOOKS = (

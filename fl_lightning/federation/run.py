@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning.pytorch import LightningModule, Trainer
-from torch import nn
 
 from fl_lightning.client.corrections.correction import Correction
 from fl_lightning.client.local_training import LocalTrainer
@@ -19,15 +18,10 @@ from fl_lightning.federation.checkpoints.run_memory import RunMemory
 from fl_lightning.federation.client_work import LocalWork, WorkPlan
 from fl_lightning.federation.execution.engine_options import EngineOptions
 from fl_lightning.federation.groups import RoundGroups
-from fl_lightning.federation.hooks import BATCH_HOOKS
+from fl_lightning.federation.hooks import NOT_THE_USERS
 from fl_lightning.federation.processes.ranks import Ranks
 from fl_lightning.federation.stages.client_scaler import ClientScaler
 from fl_lightning.federation.visits.lightning_step import LightningStep
-
-# Attributes that Lightning and a federation set on a module: no client's.
-NOT_THE_USERS = frozenset(
-    {*vars(LightningModule()).keys() - vars(nn.Module()).keys(), "log", *BATCH_HOOKS}
-)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,9 +6,6 @@ frozen backbone once and keeps the features; what it sends are the sums that `He
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import numpy as np
 import torch
 from lightning.pytorch import Trainer
@@ -19,6 +16,7 @@ from fl_lightning.callbacks.calibration.progress import progress_bar
 from fl_lightning.callbacks.calibration.shares import own_share, visit_together
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.federation.processes.ranks import Ranks
+from fl_lightning.federation.visits.visiting import visiting
 from fl_lightning.sparsity.heads.head_fit import (
     Features,
     FittedHead,
@@ -67,10 +65,10 @@ def _features(trainer: Trainer, head: nn.Linear, fit: HeadFit) -> list[Features]
     num_batches = sum(-(-int(owners.num_examples[i]) // owners.batch_size) for i in mine)
     found: list[Features] = []
 
-    def visit() -> None:
+    def find() -> None:
         for owner in mine:
             parts = []
-            for batch in owners.batches(owners.indices(owner)):
+            for batch in map(visit.prepared, owners.batches(owners.indices(owner))):
                 parts.append((head_features(module, head, batch, fit.logits), fit.labels(batch)))
                 tick()
             features, labels = zip(*parts, strict=True)
@@ -80,23 +78,11 @@ def _features(trainer: Trainer, head: nn.Linear, fit: HeadFit) -> list[Features]
 
     with (
         progress_bar(trainer, "Features for the head", num_batches) as tick,
-        evaluating(module),
+        visiting(trainer, mode="eval") as visit,
         scoring_context(trainer),
     ):
-        visit_together(trainer, visit)
+        visit_together(trainer, find)
     return found
-
-
-@contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """Have a module in eval mode inside this block."""
-    modes = [(child, child.training) for child in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
-        for child, mode in modes:
-            child.training = mode
 
 
 def _linear(module: nn.Module, names: list[str]) -> nn.Linear:

@@ -24,7 +24,6 @@ from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.data.reading import evaluation_reader, loader_option
 from fl_lightning.federation.federation import Federation
 from fl_lightning.federation.loop import training_loader
-from fl_lightning.federation.visits.batches import batch_preparation
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class ExampleOwners:
     Attributes:
         num_examples: of each owner, shape (owners,).
         indices: an owner's examples.
-        read: from indices, shape (B,), to a batch.
+        read: from indices, shape (B,), to a batch, as it is ahead of `Visit.prepared`.
         batch_size: examples per batch.
     """
 
@@ -55,34 +54,23 @@ def federation_of(trainer: Trainer) -> Federation | None:
 
 
 def example_owners(trainer: Trainer) -> ExampleOwners:
-    """Return the owners of the examples that a fit trains on, on the module's device.
+    """Return the owners of the examples that a fit trains on.
 
     Raises:
         ConfigurationError: in a central run whose training data are not one `DataLoader` over a
             map-style data set.
     """
-    prepare = batch_preparation(trainer) or (lambda batch: batch)
     data = trainer.datamodule  # type: ignore[attr-defined]
     if federation_of(trainer) is not None:
-        clients = data.clients
-        return ExampleOwners(
-            clients.num_examples,
-            clients.__getitem__,
-            lambda indices: prepare(data.evaluation_batch(indices)),
-            data.batch_size,
-        )
+        clients, read = data.clients, data.evaluation_batch
+        return ExampleOwners(clients.num_examples, clients.__getitem__, read, data.batch_size)
     if isinstance(data, FederatedDataModule):
         size, read, everything = data.batch_size, data.evaluation_batch, data.train_indices
     else:
         loader = _checked(training_loader(trainer))
         size, read = int(loader_option(loader, "batch_size") or 32), evaluation_reader(loader)
         everything = torch.arange(len(loader.dataset))  # type: ignore[arg-type]
-    return ExampleOwners(
-        np.array([len(everything)]),
-        lambda _: everything,
-        lambda indices: prepare(read(indices)),
-        size,
-    )
+    return ExampleOwners(np.array([len(everything)]), lambda _: everything, read, size)
 
 
 def scoring_context(trainer: Trainer) -> AbstractContextManager[None]:

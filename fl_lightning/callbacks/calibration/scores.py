@@ -32,13 +32,13 @@ from fl_lightning.callbacks.calibration.progress import progress_bar
 from fl_lightning.callbacks.calibration.shares import Numbers, own_share, visit_together
 from fl_lightning.core.seeds import (
     derive_seed,
-    preserve_global_generators,
     seed_global_generators,
     torch_generator,
 )
 from fl_lightning.data.cohorts.cohort import AllClients, CohortSampler
 from fl_lightning.data.cohorts.population import Population
 from fl_lightning.federation.processes.ranks import Ranks
+from fl_lightning.federation.visits.visiting import Visit, visiting
 from fl_lightning.sparsity.calibration.calibrate import Calibration
 from fl_lightning.sparsity.calibration.plan import CalibrationPlan
 from fl_lightning.sparsity.calibration.selection import apportion
@@ -91,10 +91,10 @@ class OwnerScores:
         rounds = range(len(calibration.num_kept))
         visits = [self._visits(trainer, owners, version, number) for number in rounds]
         batches = [-(-n // owners.batch_size) for v in visits for n in v.num_examples.tolist()]
-        with progress_bar(trainer, "Calibration", sum(batches)) as tick, _scoring(trainer):
+        with progress_bar(trainer, "Calibration", sum(batches)) as tick, _scoring(trainer) as visit:
             for number in rounds:
                 values = calibration.soft_parameters()
-                score = self._score(trainer, owners, values, (version, number), tick)
+                score = self._score(visit, owners, values, (version, number), tick)
                 calibration.step(_summed(trainer, values, visits[number], score))
         return calibration.mask.to("cpu")
 
@@ -121,10 +121,10 @@ class OwnerScores:
         owners = example_owners(trainer)
         most = self.max_examples or int(owners.num_examples[owner])
         count = min(most, int(owners.num_examples[owner]))
-        with _scoring(trainer):
+        with _scoring(trainer) as visit:
             while not calibration.is_done:
                 values = calibration.soft_parameters()
-                score = self._score(trainer, owners, values, (0, calibration.round), lambda: None)
+                score = self._score(visit, owners, values, (0, calibration.round), lambda: None)
                 calibration.step(score(owner, count) if calibration.needs_scores else None)
         return calibration.mask.to("cpu")
 
@@ -156,7 +156,7 @@ class OwnerScores:
 
     def _score(
         self,
-        trainer: Trainer,
+        visit: Visit,
         owners: ExampleOwners,
         values: Mapping[str, Tensor],
         ids: tuple[int, int],
@@ -167,7 +167,7 @@ class OwnerScores:
 
         def ticking(batches: Iterator[Any]) -> Iterator[Any]:
             for batch in batches:
-                yield batch
+                yield visit.prepared(batch)
                 tick()
 
         def score(owner: int, num_examples: int) -> Scores:
@@ -179,15 +179,15 @@ class OwnerScores:
             own = derive_seed(self.seed, _PURPOSE, *ids, owner)
             seed_global_generators(own)  # for modules that draw in eval mode
             batches = ticking(owners.batches(indices))
-            return sensitivity(trainer.lightning_module, batches, parameters=values, seed=own)
+            return sensitivity(visit.module, batches, parameters=values, seed=own)
 
         return score
 
 
 @contextmanager
-def _scoring(trainer: Trainer) -> Iterator[None]:
-    with preserve_global_generators(), scoring_context(trainer):
-        yield
+def _scoring(trainer: Trainer) -> Iterator[Visit]:
+    with visiting(trainer) as visit, scoring_context(trainer):
+        yield visit
 
 
 def _summed(

@@ -38,7 +38,7 @@ from fl_lightning.engines import (
     stacked_rule,
 )
 from fl_lightning.federation.execution.engine_options import FULL_PRECISIONS, tolerance
-from fl_lightning.federation.run import NOT_THE_USERS
+from fl_lightning.federation.hooks import NOT_THE_USERS
 from fl_lightning.federation.visits.batches import batch_preparation, has_batch_hooks, takes_index
 from fl_lightning.federation.visits.lightning_step import extra_work, step_context
 from fl_lightning.kernels import reason_against_direct_layers

@@ -10,15 +10,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 
-import torch
-
-from fl_lightning.client.state.python_state import PythonState
-from fl_lightning.client.state.same_values import same_numbers
-from fl_lightning.client.state.state_tensors import candidates, known_state, matching, whole_numbers
+from fl_lightning.client.state.state_tensors import candidates, known_state, matching
 from fl_lightning.client.work import ClientWork
-from fl_lightning.core.metric_states import MetricStates, metrics_of
-from fl_lightning.core.seeds import preserve_global_generators, seed_global_generators
-from fl_lightning.federation.run import NOT_THE_USERS, Run
+from fl_lightning.core.seeds import seed_global_generators
+from fl_lightning.federation.run import Run
+from fl_lightning.federation.visits.visiting import Visit, visiting
 
 # A first step may only prepare what later ones do.
 _NUM_STEPS = 2
@@ -35,7 +31,8 @@ class StateRehearsal:
     """
 
     def __init__(self, run: Run) -> None:
-        self._module, self._local, self._step = run.module, run.local, run.step
+        self._trainer, self._module = run.trainer, run.module
+        self._local, self._step = run.local, run.step
         self._plan, self._scaler = run.plan, run.scaler
         patterns = run.options.client_state
         self._patterns = [*matching(run.module, patterns), *known_state(run.module)]
@@ -63,11 +60,12 @@ class StateRehearsal:
         for client in work:
             if client.sizes:
                 try:
-                    with self._nothing_left() as before:
+                    with self._nothing_left() as visit:
                         self._take_steps(client)
                         self._local.bring_home()
-                        now = candidates(self._module)
-                        return [n for n, t in now.items() if not same_numbers(t.cpu(), before[n])]
+                        names = candidates(self._module)
+                        changed = visit.changed(names)
+                        return [name for name in names if name in changed]
                 except Exception:  # noqa: BLE001, S112 - whatever the user's step raises
                     continue
         return None
@@ -86,31 +84,14 @@ class StateRehearsal:
             self._step.examples = examples
 
     @contextmanager
-    def _nothing_left(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Yield copies of what may be state; put everything back after the block."""
-        module, local = self._module, self._local
+    def _nothing_left(self) -> Iterator[Visit]:
+        """Put everything back after the block, the optimizers and the fp16 scale as well."""
+        local = self._local
         local.start_round()
         model, scale = local.read(), self._scaler.present()
-        metrics = MetricStates(metrics_of(module))
-        python = PythonState(module, ignore=NOT_THE_USERS, global_generators=False)
-        tensors, whole = candidates(module), whole_numbers(module)
-        before = {name: t.detach().to("cpu", copy=True) for name, t in tensors.items()}
-        numbers = [tensor.clone() for tensor in whole]
-        with preserve_global_generators():
+        with visiting(self._trainer, logs=local.collector) as visit:
             try:
-                yield before
+                yield visit
             finally:
-                with torch.no_grad():
-                    for name, tensor in tensors.items():
-                        if not same_numbers(tensor.cpu(), before[name]):
-                            tensor.copy_(before[name])
-                    for tensor, value in zip(whole, numbers, strict=True):
-                        tensor.copy_(value)
-                metrics.put_back()
-                local.collector.discard()
-                self._step.forget_gradients()
                 self._scaler.go_on_from(scale)
-                try:
-                    local.restore(model)
-                finally:
-                    python.put_back()
+                local.restore(model)

@@ -11,19 +11,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fl_lightning.client.local_training import loss_of
-from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.wrapped_optimizers import stepped_with_closure, takes_closure
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.core.metric_states import MetricStates, metrics_of
-from fl_lightning.core.seeds import (
-    derive_seed,
-    preserve_global_generators,
-    seed_global_generators,
-    torch_generator,
-)
+from fl_lightning.core.seeds import derive_seed, seed_global_generators, torch_generator
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.data.shards import local_order
-from fl_lightning.federation.visits.batches import batch_preparation, takes_index
+from fl_lightning.federation.visits.visiting import Visit, visiting
 
 _PURPOSE = "fine-tuning"
 
@@ -41,11 +34,8 @@ class FineTuning:
     def __init__(
         self, trainer: Trainer, data: FederatedDataModule, num_steps: int, seed: int
     ) -> None:
-        self._module: LightningModule = trainer.lightning_module
-        self._data, self._num_steps, self._seed = data, num_steps, seed
-        self._prepare = batch_preparation(trainer) or (lambda batch: batch)
-        self._context = trainer.precision_plugin.train_step_context
-        self._takes_index = takes_index(self._module.training_step)
+        self._trainer, self._data = trainer, data
+        self._num_steps, self._seed = num_steps, seed
 
     def __call__(self, client: int) -> None:
         """Fine-tune the module as it is, in place; a client without examples changes nothing."""
@@ -60,41 +50,31 @@ class FineTuning:
             drop_last=self._data.drop_last,
             weights=self._data.weights_of(shard),
         )
-        module, metrics = self._module, MetricStates(metrics_of(self._module))
-        modes = [(child, child.training) for child in module.modules()]
         with (
             torch.inference_mode(False),
             torch.enable_grad(),
-            preserve_global_generators(),
-            LogCollector().listening_to(module),
+            visiting(self._trainer, mode="train", in_place=True) as visit,
         ):
             seed_global_generators(derive_seed(self._seed, _PURPOSE, client))
-            optimizer = made_optimizer(module)
-            module.train()
-            try:
-                for index, indices in enumerate(order.split(sizes)):
-                    self._step(optimizer, self._prepare(self._data.train_batch(indices)), index)
-            finally:
-                optimizer.zero_grad()
-                metrics.put_back()
-                for child, mode in modes:
-                    child.training = mode
+            optimizer = made_optimizer(self._trainer.lightning_module)
+            for index, indices in enumerate(order.split(sizes)):
+                _step(visit, optimizer, visit.prepared(self._data.train_batch(indices)), index)
 
-    def _step(self, optimizer: Optimizer, batch: Any, index: int) -> None:
-        if takes_closure(optimizer):
-            stepped_with_closure(optimizer, lambda: self._gradients(optimizer, batch, index))
-        elif self._gradients(optimizer, batch, index) is not None:
-            optimizer.step()
 
-    def _gradients(self, optimizer: Optimizer, batch: Any, index: int) -> Tensor | None:
-        optimizer.zero_grad()
-        with self._context():
-            arguments = (batch, index) if self._takes_index else (batch,)
-            loss = loss_of(self._module.training_step(*arguments))
-        if loss is None:
-            return None
-        loss.backward()
-        return loss.detach()
+def _step(visit: Visit, optimizer: Optimizer, batch: Any, index: int) -> None:
+    if takes_closure(optimizer):
+        stepped_with_closure(optimizer, lambda: _gradients(visit, optimizer, batch, index))
+    elif _gradients(visit, optimizer, batch, index) is not None:
+        optimizer.step()
+
+
+def _gradients(visit: Visit, optimizer: Optimizer, batch: Any, index: int) -> Tensor | None:
+    optimizer.zero_grad()
+    loss = loss_of(visit.step(batch, index))
+    if loss is None:
+        return None
+    loss.backward()
+    return loss.detach()
 
 
 def made_optimizer(module: LightningModule) -> Optimizer:

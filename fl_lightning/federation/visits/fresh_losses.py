@@ -9,21 +9,21 @@ each measures its share.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
 
 import torch
 from lightning.pytorch import Trainer
 
-from fl_lightning.client.local_training import loss_of
-from fl_lightning.client.log_collector import LogCollector
-from fl_lightning.core.metric_states import MetricStates, kept_apart, metrics_of
+from fl_lightning.client.local_training import SizedBatch, loss_of
 from fl_lightning.core.metrics import weighted_mean
 from fl_lightning.core.seeds import derive_seed, seed_global_generators
 from fl_lightning.data.cohorts.cohort import CohortSampler, as_cohort
 from fl_lightning.data.cohorts.population import ClientIds, Population
+from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.processes.ranks import Ranks
-from fl_lightning.federation.visits.batches import batch_preparation, takes_index
+from fl_lightning.federation.visits.visiting import Visit, visiting
 
 # Has the module hold a client's model.
 Having = Callable[[int], AbstractContextManager[None]]
@@ -71,37 +71,30 @@ def measured_losses(
     """
     if not len(clients):
         return {}
-    module, data = trainer.lightning_module, trainer.datamodule  # type: ignore[attr-defined]
-    prepare = batch_preparation(trainer) or (lambda batch: batch)
-    step = module.training_step
-    was_training = {m: m.training for m in module.modules()}
-    metrics = metrics_of(module)
-    before, found = MetricStates(metrics), {}
-    module.eval()
-    try:
-        with (
-            LogCollector().listening_to(module),
-            kept_apart(metrics),
-            trainer.precision_plugin.train_step_context(),
-        ):
-            for client in clients.tolist():
-                seed_global_generators(
-                    derive_seed(seed, "fresh loss", trainer.current_epoch, client)
-                )
-                losses, sizes = [], []
-                batches = data.clients[client].split(data.batch_size)
-                with nullcontext() if having is None else having(client):
-                    for index, indices in enumerate(batches[:max_batches]):
-                        batch = prepare(data.evaluation_batch(indices))
-                        output = step(batch, index) if takes_index(step) else step(batch)
-                        loss = loss_of(output)
-                        if loss is not None and len(indices):
-                            losses.append(loss)
-                            sizes.append(len(indices))
-                if losses:
-                    found[client] = float(weighted_mean(losses, sizes))
-    finally:
-        before.put_back()
-        for submodule, training in was_training.items():
-            submodule.training = training
+    data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
+    found = {}
+    with visiting(trainer, mode="eval") as visit:
+        for client in clients.tolist():
+            seed_global_generators(derive_seed(seed, "fresh loss", trainer.current_epoch, client))
+            batches = islice(_batches(data, client), max_batches)
+            with nullcontext() if having is None else having(client):
+                loss = _mean_loss(visit, batches)
+            if loss is not None:
+                found[client] = loss
     return found
+
+
+def _batches(data: FederatedDataModule, client: int) -> Iterator[SizedBatch]:
+    for indices in data.clients[client].split(data.batch_size):
+        if len(indices):
+            yield data.evaluation_batch(indices), len(indices)
+
+
+def _mean_loss(visit: Visit, batches: Iterator[SizedBatch]) -> float | None:
+    losses, sizes = [], []
+    for output in visit.steps(batches):
+        loss = loss_of(output)
+        if loss is not None:
+            losses.append(loss)
+            sizes.append(visit.size)
+    return float(weighted_mean(losses, sizes)) if losses else None

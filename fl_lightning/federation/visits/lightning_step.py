@@ -48,6 +48,7 @@ class LightningStep:
         accumulate: the number of batches that a full step accumulates.
 
     Attributes:
+        trainer: the same.
         term: what the present client adds to its gradients, or makes of them; None if nothing.
         contrast: what it adds to its loss, given a batch; None if nothing.
         examples: makes the gradients private; None where they are plain.
@@ -55,7 +56,7 @@ class LightningStep:
     """
 
     def __init__(self, trainer: Trainer, collector: LogCollector, accumulate: int = 1) -> None:
-        self._trainer = trainer
+        self.trainer = trainer
         self._module: LightningModule = trainer.lightning_module
         self._optimizer: Optimizer = trainer.optimizers[0]
         self._params = [
@@ -181,7 +182,7 @@ class LightningStep:
         if not isinstance(self.term, AddedTerm):
             return nullcontext()
         if self._term_by_hand is None or self._term_by_hand.term is not self.term:
-            self._term_by_hand = TermByHand(self._trainer, self.term, lambda: self.scale)
+            self._term_by_hand = TermByHand(self.trainer, self.term, lambda: self.scale)
         return self._term_by_hand.at_work()
 
     def _private(
@@ -193,9 +194,9 @@ class LightningStep:
         loss = examples(self._prepared(batch, size, index) if size else None, size, index)
         if self.term is not None:
             self.term.add()
-        bound = self._trainer.gradient_clip_val
+        bound = self.trainer.gradient_clip_val
         if bound:
-            how = GradClipAlgorithmType(self._trainer.gradient_clip_algorithm or "norm")
+            how = GradClipAlgorithmType(self.trainer.gradient_clip_algorithm or "norm")
             self._precision.clip_gradients(self._optimizer, bound, how)
         self._optimizer.step()
         return loss
@@ -279,7 +280,7 @@ class LightningStep:
                     self._zero_grad(index)
                 if loss is not None:
                     scaled = loss / self._accumulate if self._accumulate > 1 else loss
-                    self._trainer.strategy.backward(scaled, self._optimizer)
+                    self.trainer.strategy.backward(scaled, self._optimizer)
                     losses.append(loss.detach() * size)
                     sizes.append(size)
                     values.append(scaled.detach())
@@ -293,14 +294,14 @@ class LightningStep:
             return value
 
         optimizer = self._module.optimizers()
-        self._module.optimizer_step(self._trainer.current_epoch, index, optimizer, closure)  # type: ignore[arg-type]
+        self._module.optimizer_step(self.trainer.current_epoch, index, optimizer, closure)  # type: ignore[arg-type]
         return torch.stack(losses).sum() / sum(sizes) if losses else None
 
     def _zero_grad(self, index: int) -> None:
-        for callback in self._trainer.callbacks:  # type: ignore[attr-defined]
-            callback.on_before_zero_grad(self._trainer, self._module, self._optimizer)
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+            callback.on_before_zero_grad(self.trainer, self._module, self._optimizer)
         self._module.on_before_zero_grad(self._optimizer)
-        self._module.optimizer_zero_grad(self._trainer.current_epoch, index, self._optimizer)
+        self._module.optimizer_zero_grad(self.trainer.current_epoch, index, self._optimizer)
 
 
 def step_context(trainer: Trainer) -> StepContext:

@@ -4,7 +4,7 @@
 
 b: the batches of one pass; where the data's loader has ``drop_last``, full ones only, as in training.
 Random draws (dropout, augmentation) are the client's own for this pass, keyed by seed, round and
-client. Nothing of the pass is left in the module but gradients.
+client.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from fl_lightning.client.local_training import GlobalModel, LocalTrainer
 from fl_lightning.client.work import ClientWork
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.lonely_example import help_with_one_example
-from fl_lightning.core.metric_states import MetricStates, metrics_of
 from fl_lightning.core.seeds import derive_seed, seed_global_generators
 from fl_lightning.federation.client_work import WorkPlan
 from fl_lightning.federation.visits.lightning_step import LightningStep
+from fl_lightning.federation.visits.visiting import visiting
 
 # A scale at which fp16's gradients overflow is lowered so much before the next try.
 _LOWER = 16.0
@@ -48,31 +48,33 @@ class ShardGradient:
             ClientFailure: if a step raised, or the gradient is not finite.
         """
         local, step = self._local, self._step
-        metrics = MetricStates(metrics_of(self._module))
-        seed = derive_seed(work.root_seed, "shard gradient", work.round_index, work.client_id)
-        scale = step.scale
-        try:
-            while True:
+        step.forget_gradients()  # of the last step, which would only take memory
+        with visiting(step.trainer, logs=local.collector, in_place=True):
+            try:
+                return self._finite(model, work)
+            except (ClientFailure, ConfigurationError):
+                raise
+            except Exception as error:
+                located = f"in the gradient of its whole shard: {type(error).__name__}: {error}"
+                located += help_with_one_example(error, [self._size], work.num_examples)
+                raise ClientFailure(work.client_id, located) from error
+            finally:
                 local.restore(model)
-                seed_global_generators(seed)
-                gradient = self._scaled(work, scale) / scale
-                if bool(gradient.isfinite().all()):
-                    return gradient
-                if scale <= 1.0:
-                    reason = "the gradient of its whole shard holds NaN or infinite values"
-                    raise ClientFailure(work.client_id, reason)
-                scale = max(1.0, scale / _LOWER)
-        except (ClientFailure, ConfigurationError):
-            raise
-        except Exception as error:
-            located = f"in the gradient of its whole shard: {type(error).__name__}: {error}"
-            located += help_with_one_example(error, [self._size], work.num_examples)
-            raise ClientFailure(work.client_id, located) from error
-        finally:
-            local.collector.discard()
-            metrics.put_back()
-            step.forget_gradients()
-            local.restore(model)
+
+    def _finite(self, model: GlobalModel, work: ClientWork) -> Tensor:
+        """Return the gradient at the largest scale, of a loss before it goes backward, that fits."""
+        seed = derive_seed(work.root_seed, "shard gradient", work.round_index, work.client_id)
+        scale = self._step.scale
+        while True:
+            self._local.restore(model)
+            seed_global_generators(seed)
+            gradient = self._scaled(work, scale) / scale
+            if bool(gradient.isfinite().all()):
+                return gradient
+            if scale <= 1.0:
+                reason = "the gradient of its whole shard holds NaN or infinite values"
+                raise ClientFailure(work.client_id, reason)
+            scale = max(1.0, scale / _LOWER)
 
     def _scaled(self, work: ClientWork, scale: float) -> Tensor:
         self._step.forget_gradients()

@@ -13,6 +13,7 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.modes import modes_kept
 from fl_lightning.sparsity.masks.mask import some
 from fl_lightning.sparsity.sensitivity.logits import (
     Logits,
@@ -134,15 +135,12 @@ def zero_sums(parameters: Tensors) -> dict[str, Tensor]:
 @contextlib.contextmanager
 def scoring_mode(module: nn.Module) -> Iterator[None]:
     """Score inside this block: the module in eval mode, restored after it."""
-    modes = [(child, child.training) for child in module.modules()]
     caches = torch.is_autocast_cache_enabled()
-    module.eval()
     # a weight cast inside one transform must not be found again outside it
     torch.set_autocast_cache_enabled(False)
     try:
-        with torch.inference_mode(False):
+        with torch.inference_mode(False), modes_kept(module):
+            module.eval()
             yield
     finally:
         torch.set_autocast_cache_enabled(caches)
-        for child, mode in modes:
-            child.training = mode

@@ -1,0 +1,156 @@
+"""A visit: a module takes steps on some client's batches, and nothing is left of it.
+
+Who measures, tunes or rehearses in the module that trains asks for a visit, and writes down its own
+formula alone. What a visit puts back is said in one place, `visiting`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal
+
+from lightning.pytorch import Trainer
+from torch import nn
+
+from fl_lightning.client.local_training import SizedBatch
+from fl_lightning.client.log_collector import LogCollector
+from fl_lightning.client.state.module_tensors import ModuleTensors
+from fl_lightning.client.state.python_state import PythonState
+from fl_lightning.core.metric_states import MetricStates, kept_apart, metrics_of
+from fl_lightning.core.modes import modes_kept
+from fl_lightning.core.seeds import preserve_global_generators
+from fl_lightning.federation.hooks import NOT_THE_USERS
+from fl_lightning.federation.visits.batches import batch_preparation, takes_index
+
+StepOf = Literal["train", "validation", "test"]
+# The name of such a step, and the precision plugin's context for it.
+_STEPS = {
+    "train": ("training_step", "train_step_context"),
+    "validation": ("validation_step", "val_step_context"),
+    "test": ("test_step", "test_step_context"),
+}
+
+
+class Visit:
+    """The steps of a module during a visit, as Lightning would take them.
+
+    A batch goes through the precision plugin, the hooks around its transfer and the transfer; the
+    step runs under the precision's context, and nothing else does.
+
+    Args:
+        trainer: with its module on its device.
+        kind: of step.
+        logs: what ``self.log`` is.
+        before: parameters and buffers at the visit's start; None if they are not to be put back.
+
+    Attributes:
+        module: that is visited.
+        logs: what the steps logged.
+        size: examples in the batch of the step at work, or of the last one.
+    """
+
+    def __init__(
+        self, trainer: Trainer, kind: StepOf, logs: LogCollector, before: ModuleTensors | None
+    ) -> None:
+        step, context = _STEPS[kind]
+        self.module = trainer.lightning_module
+        self._step = getattr(self.module, step)
+        self._context = getattr(trainer.precision_plugin, context)
+        self._takes_index = takes_index(self._step)
+        self._prepare = batch_preparation(trainer)
+        self._before = before
+        self.logs, self.size = logs, 0
+
+    def steps(self, batches: Iterable[SizedBatch]) -> Iterator[Any]:
+        """Take a step on every batch and yield what it returns.
+
+        Args:
+            batches: as they are read, with their numbers of examples.
+        """
+        self.size = 0
+        for index, (batch, self.size) in enumerate(batches):
+            yield self.step(self.prepared(batch), index)
+
+    def step(self, batch: Any, index: int) -> Any:
+        """Take one step on a batch that is prepared and return what it returns."""
+        self.logs.start_step(self.size)
+        arguments = (batch, index) if self._takes_index else (batch,)
+        with self._context():
+            return self._step(*arguments)
+
+    def prepared(self, batch: Any) -> Any:
+        """Return a batch as steps take it."""
+        return batch if self._prepare is None else self._prepare(batch)
+
+    def changed(self, names: Collection[str]) -> list[str]:
+        """Return those of some parameters and buffers that differ from the visit's start."""
+        assert self._before is not None, "a visit in place does not remember it"
+        return self._before.changed(names)
+
+
+@contextmanager
+def visiting(
+    trainer: Trainer,
+    kind: StepOf = "train",
+    *,
+    mode: Literal["train", "eval"] | None = None,
+    logs: LogCollector | None = None,
+    in_place: bool = False,
+) -> Iterator[Visit]:
+    """Have a Trainer's module take steps inside this block; afterwards all is as it was.
+
+    However the block ends, it puts back:
+
+    - the mode of the module and of each of its parts,
+    - the states of its torchmetrics objects; inside, they exchange nothing between processes,
+    - the gradients of its parameters, the very tensors; inside, there are none at first,
+    - the global generators of torch, NumPy and Python; inside, the block may seed them,
+    - ``module.log``; inside, it is ``logs``, and what is not collected there is forgotten,
+    - parameters and buffers, and what Python holds of the module (`PythonState`).
+
+    The precision's context surrounds single steps only. Visits may be inside one another.
+
+    Args:
+        trainer: with its module on its device.
+        kind: which step of the module is taken.
+        mode: of the module inside the block; None leaves it as it is.
+        logs: what the steps log to; None is one that nobody reads.
+        in_place: leave parameters, buffers and what Python holds as the steps made them: for those
+            who want that, or put it back themselves.
+
+    Raises:
+        ConfigurationError: at the end, if the steps advanced a generator that is kept in the
+            module and cannot be wound back.
+    """
+    module = trainer.lightning_module
+    logs, metrics = LogCollector() if logs is None else logs, metrics_of(module)
+    before = None if in_place else ModuleTensors(module)
+    with ExitStack() as stack:
+        if before is not None:
+            stack.callback(before.put_back)
+            python = PythonState(module, ignore=NOT_THE_USERS, global_generators=False)
+            stack.callback(python.put_back)
+        stack.callback(MetricStates(metrics).put_back)
+        stack.enter_context(kept_apart(metrics))
+        stack.enter_context(preserve_global_generators())
+        stack.enter_context(modes_kept(module))
+        stack.enter_context(_gradients_kept(module))
+        stack.callback(logs.discard)
+        stack.enter_context(logs.listening_to(module))
+        if mode is not None:
+            module.train(mode == "train")
+        yield Visit(trainer, kind, logs, before)
+
+
+@contextmanager
+def _gradients_kept(module: nn.Module) -> Iterator[None]:
+    """Take the gradients away, so that nothing is added to them, and put them back."""
+    gradients = [(param, param.grad) for param in module.parameters()]
+    for param, _ in gradients:
+        param.grad = None
+    try:
+        yield
+    finally:
+        for param, gradient in gradients:
+            param.grad = gradient
