@@ -41,7 +41,7 @@ from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.checkpoints.run_folder import run_folder
 from fl_lightning.federation.processes.ranks import Ranks
 from fl_lightning.federation.stages.personal_models import personal_models
-from fl_lightning.federation.visits.visiting import Stage, Visit, visiting
+from fl_lightning.federation.visits.visiting import StepOf, Visit, visiting
 
 _PERSONAL = "personal/"
 # Parts of the names of metrics of which less is better.
