@@ -1,6 +1,7 @@
 """What can go wrong, by who can mend it."""
 
 import signal
+from collections.abc import Callable
 from typing import Any
 
 
@@ -9,6 +10,40 @@ class ConfigurationError(ValueError):
 
     The command line prints the message alone, without a traceback.
     """
+
+
+def raise_together(*checks: Callable[[], object]) -> None:
+    """Run all checks, and raise what they refuse as one error, a line for each.
+
+    A check that stumbles over what an earlier one has refused ends the list.
+
+    Raises:
+        ConfigurationError: with all problems.
+
+    Example:
+        >>> def refuse(what):
+        ...     raise ConfigurationError(f"no {what}")
+        >>> raise_together(lambda: refuse("clients"), lambda: None, lambda: refuse("rounds"))
+        Traceback (most recent call last):
+        ...
+        fl_lightning.core.errors.ConfigurationError: no clients
+        no rounds
+    """
+    problems: list[ConfigurationError] = []
+    for check in checks:
+        try:
+            check()
+        except ConfigurationError as problem:
+            problems.append(problem)
+        except Exception:
+            if not problems:
+                raise
+            break
+    if len(problems) == 1:
+        raise problems[0]
+    if problems:
+        said = dict.fromkeys(map(str, problems))  # once, if two checks say the same
+        raise ConfigurationError("\n".join(said))
 
 
 class ClientFailure(RuntimeError):  # noqa: N818 - "failure" is the field's word

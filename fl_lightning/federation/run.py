@@ -3,45 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from lightning.pytorch import LightningModule, Trainer
 
-from fl_lightning.client.corrections.correction import Correction
 from fl_lightning.client.local_training import LocalTrainer
 from fl_lightning.client.log_collector import LogCollector
-from fl_lightning.client.personal.personalisation import Personalisation
 from fl_lightning.data.federated import FederatedDataModule
+from fl_lightning.federation.calendar import Calendar
 from fl_lightning.federation.checkpoints.run_memory import RunMemory
-from fl_lightning.federation.client_work import LocalWork, WorkPlan
-from fl_lightning.federation.execution.engine_options import EngineOptions
+from fl_lightning.federation.client_work import DrawsBatches, LocalWork, WorkPlan
 from fl_lightning.federation.groups import RoundGroups
 from fl_lightning.federation.hooks import NOT_THE_USERS
+from fl_lightning.federation.options import Options
 from fl_lightning.federation.processes.ranks import Ranks
 from fl_lightning.federation.stages.client_scaler import ClientScaler
 from fl_lightning.federation.visits.lightning_step import LightningStep
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunOptions:
-    """What a run does, as far as its parts have to know; names are those of `Federation`.
-
-    Attributes:
-        accumulate: batches per local step.
-        client_memory_bytes: of what clients remember, kept in RAM.
-    """
-
-    accumulate: int
-    on_client_failure: Literal["raise", "skip"]
-    min_replies: int
-    seed: int
-    engine: EngineOptions
-    correction: Correction | None = None
-    personal: Personalisation | None = None
-    client_memory_bytes: float
-    client_state: Sequence[str] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +27,9 @@ class Run:
 
     Attributes:
         trainer: set up, with its optimizer built and its module on its device.
-        options: what a round does.
+        options: what was asked for.
         groups: who takes part in a round.
+        accumulate: batches per local step.
         ranks: the processes.
         memory: what clients remember.
         plan: what each client does.
@@ -62,8 +40,9 @@ class Run:
     """
 
     trainer: Trainer
-    options: RunOptions
+    options: Options
     groups: RoundGroups
+    accumulate: int
     ranks: Ranks
     memory: RunMemory
     plan: WorkPlan
@@ -73,10 +52,27 @@ class Run:
     scaler: ClientScaler
 
     @classmethod
-    def of(cls, trainer: Trainer, options: RunOptions, groups: RoundGroups, work: LocalWork) -> Run:
-        """Return the run of a Trainer that is about to fit."""
+    def of(
+        cls,
+        trainer: Trainer,
+        options: Options,
+        calendar: Calendar,
+        examples: DrawsBatches | None = None,
+    ) -> Run:
+        """Return the run of a Trainer that is about to fit.
+
+        Args:
+            trainer: set up.
+            options: what was asked for.
+            calendar: who trains when.
+            examples: draws clients' batches by coins, for privacy; None for passes over their shards.
+        """
         module, collector, ranks = trainer.lightning_module, LogCollector(), Ranks(trainer)
-        step = LightningStep(trainer, collector, options.accumulate)
+        accumulate = calendar.accumulate
+        work = LocalWork(
+            options.local_steps, options.local_epochs, accumulate, options.seed, examples
+        )
+        step = LightningStep(trainer, collector, accumulate)
         local = LocalTrainer(
             module,
             trainer.optimizers,
@@ -89,9 +85,10 @@ class Run:
         return cls(
             trainer=trainer,
             options=options,
-            groups=groups,
+            groups=calendar.groups,
+            accumulate=accumulate,
             ranks=ranks,
-            memory=RunMemory(trainer, ranks, options.client_memory_bytes),
+            memory=RunMemory(trainer, ranks, options.client_memory_gb * 1e9),
             plan=WorkPlan(trainer.datamodule, work),  # type: ignore[attr-defined]
             collector=collector,
             step=step,

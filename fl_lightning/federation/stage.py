@@ -125,6 +125,13 @@ class Stage:
     keeps_own: bool = False
     one_at_a_time: str | None = None
 
+    def problems(self, run: Run) -> Iterator[str]:
+        """Say with what in a run it does not go together, a sentence each.
+
+        They are raised together with those of the other stages, before any of them enters.
+        """
+        return iter(())
+
     def enter(self, run: Run) -> None:
         """Learn in which run it takes part, when a fit starts."""
 

@@ -15,10 +15,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 
-from fl_lightning.client.corrections.correction import Correction
-from fl_lightning.client.devices import Devices
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.data.cohorts.cohort import CohortSampler
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.strategy import FederatedStrategy
 
@@ -56,44 +53,6 @@ def _module_problems(module: LightningModule) -> Iterator[str]:
     name = type(module).__name__
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:
         yield f"{name}.training_step takes a dataloader_iter: take (batch, batch_idx) instead"
-
-
-def check_asynchronous(
-    cohort: CohortSampler | None,
-    devices: Devices | None,
-    correction: Correction | None,
-    download: object = None,
-) -> None:
-    """Refuse what makes no sense where the server waits for nobody.
-
-    Raises:
-        ConfigurationError: one line for each.
-    """
-    problems = []
-    if cohort is not None:
-        problems.append(
-            "asynchronous starts clients by itself, uniformly at random among those that are idle: "
-            "leave cohort out"
-        )
-    if devices is None:
-        problems.append(
-            "asynchronous needs devices: without speeds nobody would ever be late. Use "
-            "fl_lightning.client.Devices"
-        )
-    elif devices.deadline is not None:
-        problems.append("asynchronous has no rounds to wait for: leave devices.deadline out")
-    if correction is not None and correction.remembers:
-        problems.append(
-            f"{type(correction).__name__} compares clients that began from the same model, which "
-            "asynchronous ones do not: use FedProx, or leave asynchronous out"
-        )
-    if download:
-        problems.append(
-            "download rounds the model of a round, and asynchronous clients begin from models of "
-            "several: leave download out"
-        )
-    if problems:
-        raise ConfigurationError("federation: " + "; ".join(problems))
 
 
 def check_strategy(trainer: Trainer) -> None:
@@ -163,3 +122,16 @@ def check_set_up(trainer: Trainer) -> None:
             "SyncBatchNorm averages over processes, where clients train apart: set "
             "trainer.sync_batchnorm to false"
         )
+
+
+# of what is added to a gradient
+ADDED_TO_LOSS = (
+    "is added to the gradient of what is minimised, and the clients' optimizer has maximize: leave that "
+    "out and return the negative loss"
+)
+
+
+def maximises(trainer: Trainer) -> bool:
+    """Return whether an optimizer goes up."""
+    groups = (group for each in trainer.optimizers for group in each.param_groups)
+    return any(group.get("maximize") for group in groups)

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
-from lightning.pytorch import Trainer
 
 from fl_lightning.client.corrections.correction import Correction
+from fl_lightning.client.devices import Devices
 from fl_lightning.client.personal.personalisation import Personalisation
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.cohorts.cohort import CohortSampler, as_cohort
 from fl_lightning.data.federated import FederatedDataModule
-from fl_lightning.federation.stages.client_masks import client_masks
+from fl_lightning.federation.checks.examples import check_examples_private
+from fl_lightning.federation.checks.privacy import check_nothing_else, check_private
+from fl_lightning.federation.execution.engine_options import EngineOptions
+from fl_lightning.privacy.example import ExampleDP
+from fl_lightning.privacy.mechanism import Privacy
 from fl_lightning.server.aggregator import Aggregator
 from fl_lightning.server.robust.collect import Collected, RobustRule
-from fl_lightning.sparsity.optimizers.masked_optimizer import MaskedOptimizer
+from fl_lightning.server.staleness import AsyncRule
+from fl_lightning.updates.path import Step
 
 
 def check_values(
@@ -49,6 +56,73 @@ def check_values(
         problems.append(f"client_memory_gb must be at least 0 and finite, got {client_memory_gb}")
     if problems:
         raise ConfigurationError("federation: " + "; ".join(problems))
+
+
+def check_asynchronous(
+    asynchronous: AsyncRule | None,
+    cohort: CohortSampler | None,
+    devices: Devices | None,
+    correction: Correction | None,
+    download: object = None,
+) -> None:
+    """Refuse what makes no sense where the server waits for nobody.
+
+    Raises:
+        ConfigurationError: one line for each.
+    """
+    problems: list[str] = []
+    if asynchronous is None:
+        return
+    if cohort is not None:
+        problems.append(
+            "asynchronous starts clients by itself, uniformly at random among those that are idle: "
+            "leave cohort out"
+        )
+    if devices is None:
+        problems.append(
+            "asynchronous needs devices: without speeds nobody would ever be late. Use "
+            "fl_lightning.client.Devices"
+        )
+    elif devices.deadline is not None:
+        problems.append("asynchronous has no rounds to wait for: leave devices.deadline out")
+    if correction is not None and correction.remembers:
+        problems.append(
+            f"{type(correction).__name__} compares clients that began from the same model, which "
+            "asynchronous ones do not: use FedProx, or leave asynchronous out"
+        )
+    if download:
+        problems.append(
+            "download rounds the model of a round, and asynchronous clients begin from models of "
+            "several: leave download out"
+        )
+    if problems:
+        raise ConfigurationError("federation: " + "; ".join(problems))
+
+
+def check_privacy(
+    privacy: Privacy | ExampleDP | None,
+    *,
+    cohort: CohortSampler,
+    aggregator: Aggregator | RobustRule | None,
+    correction: Correction | None,
+    personal: Personalisation | None,
+    updates: Sequence[Step],
+    asynchronous: object,
+    attackers: object,
+    engine: EngineOptions,
+) -> None:
+    """Refuse options of a federation for which nothing is proved.
+
+    Raises:
+        ConfigurationError: naming them.
+    """
+    if isinstance(privacy, ExampleDP):
+        check_examples_private(
+            privacy, cohort, aggregator, correction, personal, asynchronous, engine
+        )
+    elif privacy is not None:
+        check_private(privacy, cohort, aggregator, correction, updates)
+        check_nothing_else(asynchronous, attackers)
 
 
 def check_shards(data: FederatedDataModule, on_client_failure: str) -> None:
@@ -110,36 +184,4 @@ def check_trusted(
         raise ConfigurationError(
             f"federation.aggregator: {type(rule).__name__} judges by the update of client {rule.trusted_client}, "
             f"which {cohort} would often leave out: let all clients take part (cohort: null)"
-        )
-
-
-def check_correction(
-    trainer: Trainer, correction: Correction | None, personal: Personalisation | None
-) -> None:
-    """Refuse corrections and personal models that would give a wrong result.
-
-    Raises:
-        ConfigurationError: saying with what they do not go together.
-    """
-    pull = personal.pull if personal else 0.0
-    tunes = personal is not None and personal.tuning_steps > 0
-    if tunes and any(isinstance(each, MaskedOptimizer) for each in trainer.optimizers):
-        raise ConfigurationError(
-            "federation.personal: FineTuned takes its steps with a new optimizer, which knows "
-            "no masks: use Personal or Ditto with SparseSGDM and SparseAdamW"
-        )
-    if correction is None and not pull:
-        return
-    if correction is not None and correction.remembers and client_masks(trainer) is not None:
-        raise ConfigurationError(
-            f"federation.correction {type(correction).__name__} remembers a number for every "
-            "coordinate, and with masks of their own clients do not move the same ones: use one "
-            "mask for all, or FedProx"
-        )
-    groups = (group for each in trainer.optimizers for group in each.param_groups)
-    if any(group.get("maximize") for group in groups):
-        raise ConfigurationError(
-            f"federation.{'personal.pull' if correction is None else 'correction'} is added to "
-            "the gradient of what is minimised, and the clients' optimizer has maximize: leave that "
-            "out and return the negative loss"
         )

@@ -14,6 +14,7 @@ from fl_lightning.data.cohorts.cohort import CohortSampler
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.stages.client_masks import client_masks
 from fl_lightning.privacy.distributed import DistributedDP
+from fl_lightning.privacy.example import ExampleDP
 from fl_lightning.privacy.local import LocalDP
 from fl_lightning.privacy.mechanism import Privacy
 from fl_lightning.privacy.protected import TakesNoiseShares
@@ -101,6 +102,18 @@ def check_nothing_else(asynchronous: object, attackers: object) -> None:
             raise ConfigurationError(
                 f"federation.privacy: nothing is proved with federation.{name}: set it to null"
             )
+
+
+def check_trainer_private(trainer: Trainer, privacy: Privacy | ExampleDP | None) -> None:
+    """Refuse settings of Trainer and data under which ε would not hold; to be asked before set-up.
+
+    Raises:
+        ConfigurationError: naming them.
+    """
+    if privacy is not None:
+        check_inputs(trainer)
+    if privacy is not None and not isinstance(privacy, ExampleDP):
+        check_whole_cohorts(trainer)
 
 
 def check_whole_cohorts(trainer: Trainer) -> None:

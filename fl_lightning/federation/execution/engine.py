@@ -52,7 +52,7 @@ class EngineChooser:
 
     def __init__(self, run: Run, stages: Stages) -> None:
         correction, personal = run.options.correction, run.options.personal
-        trainer, local, step, options = run.trainer, run.local, run.step, run.options.engine
+        trainer, local, step, options = run.trainer, run.local, run.step, run.options.execution
         self._stages = stages
         stacking = Stacking(
             num_slots=1,
@@ -74,7 +74,7 @@ class EngineChooser:
         if options.speedups is not None:
             self._speedups.force(options.speedups)
         self._kept = step.speedups  # after the fit the step itself has none
-        self._options, self._accumulate = options, run.options.accumulate
+        self._options, self._accumulate = options, run.accumulate
         self.is_settled = options.engine == "sequential"
         self.slots: SlotEngine | None = None
         self.spot_rate = SpotRate(options.spot_check)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, TypeAlias, runtime_checkable
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
 from lightning.pytorch import Trainer
 from torch import Tensor
 
-from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Stage, Turn
-from fl_lightning.updates.path import Step
-from fl_lightning.updates.transform import UpdateTransform, as_step
+from fl_lightning.updates.transform import as_step
 from fl_lightning.updates.wire.traffic import bytes_down
+
+if TYPE_CHECKING:
+    from fl_lightning.federation.run import Run
 
 # A client's mask: bool tensors by parameter name, True where it may move. When it is asked for, the
 # module holds the model that the client is sent.
@@ -45,44 +45,44 @@ class MaskedClients(Stage):
     """Has every client train under a mask of its own.
 
     Args:
-        run: in whose module.
         masks: gives them.
-        updates: what happens to updates.
-        download: what happens to models.
         is_waiting: whether the server waits for its cohort.
-
-    Raises:
-        ConfigurationError: for what makes no sense with such masks.
     """
 
     one_at_a_time = "clients have masks of their own"
 
-    def __init__(
-        self,
-        run: Run,
-        masks: MaskOfClient,
-        updates: Sequence[Step],
-        download: Sequence[UpdateTransform],
-        *,
-        is_waiting: bool,
-    ) -> None:
-        self._local, self._masks = run.local, masks
-        if not is_waiting:
-            raise ConfigurationError(
+    def __init__(self, masks: MaskOfClient, *, is_waiting: bool) -> None:
+        self._masks, self._is_waiting = masks, is_waiting
+
+    def problems(self, run: Run) -> Iterator[str]:
+        """Say what makes no sense with such masks."""
+        if not self._is_waiting:
+            yield (
                 "federation: asynchronous does not work with masks of the clients' own, which are "
                 "found on the present model: use one mask for all"
             )
-        if any(as_step(step).needs_shapes for step in updates):
-            raise ConfigurationError(
+        if any(as_step(step).needs_shapes for step in run.options.updates):
+            yield (
                 "federation.updates: PowerSGD and blocks of a tensor do not work with masks of the "
                 "clients' own, who each send other entries: use TopK or QSGD with a block of fixed "
                 "size, or one mask for all"
             )
-        if download:
-            raise ConfigurationError(
+        if run.options.download:
+            yield (
                 "federation: download does not work with masks of the clients' own, who each get "
                 "other coordinates: leave it out, or use one mask for all"
             )
+        correction = run.options.correction
+        if correction is not None and correction.remembers:
+            yield (
+                f"federation.correction {type(correction).__name__} remembers a number for every "
+                "coordinate, and with masks of their own clients do not move the same ones: use one "
+                "mask for all, or FedProx"
+            )
+
+    def enter(self, run: Run) -> None:
+        """Learn whose module trains."""
+        self._local = run.local
 
     def begin(self, turn: Turn) -> None:
         """Find the client's mask, with the model in the module that it is sent."""

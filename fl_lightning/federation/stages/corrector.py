@@ -24,6 +24,7 @@ from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.client.work import ClientWork, GroupWork
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.update import ClientUpdate, LazyDeltas
+from fl_lightning.federation.checks.compatibility import ADDED_TO_LOSS, maximises
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Sent, Stage, Start, Turn, check_same
@@ -77,6 +78,11 @@ class Corrector(Stage):
         self.learns = self.remembers = self.correction.remembers
         if self.correction.changes_loss:
             self.one_at_a_time = "its correction changes the loss of one model at a time"
+
+    def problems(self, run: Run) -> Iterator[str]:
+        """Say that what is maximised cannot be corrected."""
+        if run.options.correction is not None and maximises(run.trainer):
+            yield f"federation.correction {ADDED_TO_LOSS}"
 
     def open(self, round_index: int, model: GlobalModel) -> None:
         """Forget what an unfinished round has learnt."""

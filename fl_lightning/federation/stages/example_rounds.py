@@ -67,13 +67,16 @@ class ExampleRounds(Stage):
         """Say, before training, what the run will have cost."""
         self.ledger.announce(f"{self.privacy.clip_norm:g} of an example's gradient")
 
-    def enter(self, run: FitRun) -> None:
-        """Have local steps take private gradients."""
+    def problems(self, run: FitRun) -> Iterator[str]:
+        """Say that a step may take one gradient only."""
         if needs_closure(optimizer := run.trainer.optimizers[0]):
-            raise ConfigurationError(
+            yield (
                 "federation.privacy ExampleDP pays for one gradient per step, and the step of "
                 f"{type(optimizer).__name__} asks for a closure, to take several: use SGD or Adam"
             )
+
+    def enter(self, run: FitRun) -> None:
+        """Have local steps take private gradients."""
         collector = run.collector if self.privacy.log_unprotected else None
         gradients = ExampleGradients(
             run.module,

@@ -23,9 +23,11 @@ from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.metric_states import MetricStates, metrics_of
 from fl_lightning.core.seeds import derive_seed, seed_global_generators
 from fl_lightning.core.update import ClientUpdate
+from fl_lightning.federation.checks.compatibility import ADDED_TO_LOSS, maximises
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Stage, Turn
 from fl_lightning.federation.stages.personal_models import MEMORY, MIXTURE
+from fl_lightning.sparsity.optimizers.masked_optimizer import MaskedOptimizer
 
 _PURPOSE = "own epochs"
 Masks = Mapping[str, Tensor]
@@ -58,6 +60,17 @@ class Personaliser(Stage):
         self.remembers = bool(self.names)
         if self.names and (self._rule.beside or self._rule.own_epochs is not None):
             self.one_at_a_time = "clients take steps of their own (federation.personal)"
+
+    def problems(self, run: Run) -> Iterator[str]:
+        """Say which optimizers cannot train personal models."""
+        optimizers = run.trainer.optimizers
+        if self._rule.tuning_steps and any(isinstance(o, MaskedOptimizer) for o in optimizers):
+            yield (
+                "federation.personal: FineTuned takes its steps with a new optimizer, which knows "
+                "no masks: use Personal or Ditto with SparseSGDM and SparseAdamW"
+            )
+        if self._rule.pull and run.options.correction is None and maximises(run.trainer):
+            yield f"federation.personal.pull {ADDED_TO_LOSS}"
 
     @property
     def kind(self) -> str | None:

@@ -6,12 +6,11 @@ is said before training, models with the second are refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from torch import Tensor
 
-from fl_lightning.client.corrections.correction import Correction
 from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.update import ClientUpdate
@@ -19,66 +18,9 @@ from fl_lightning.federation.checks.privacy import shown_by
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Sent, Stage, Start
-from fl_lightning.federation.stages.attackers import Attackers
 from fl_lightning.federation.stages.client_masks import client_masks
 from fl_lightning.privacy.protected import Protected
-from fl_lightning.server.staleness import AsyncRule
-from fl_lightning.updates.path import Step
-from fl_lightning.updates.transform import as_step
 from fl_lightning.updates.wire.traffic import bytes_up
-
-
-def check_secure(
-    aggregator: object,
-    *,
-    updates: Sequence[Step],
-    correction: Correction | None,
-    asynchronous: AsyncRule | None,
-    attackers: Attackers | None,
-) -> None:
-    """Refuse what needs single updates, if the aggregator does not show them.
-
-    Raises:
-        ConfigurationError: one line for each.
-    """
-    if not isinstance(aggregator, Protected):
-        return
-    name = type(aggregator).__name__
-    problems = [*_update_problems(name, updates)]
-    if correction is not None and correction.needs_mean:
-        problems.append(
-            f"with {type(correction).__name__} each client sends the change of what it remembers "
-            f"besides its update, which {name} does not hide: use FedProx, or no correction"
-        )
-    if asynchronous is not None:
-        problems.append(
-            f"asynchronous weighs each update by its staleness, and with {name} the server sees "
-            "only sums of whole cohorts: leave asynchronous out"
-        )
-    if attackers is not None and attackers.forge is not None:
-        problems.append(
-            f"attackers.forge makes updates by looking at those of all clients, which nobody sees "
-            f"with {name}: use attackers.poison, or the aggregator Mean"
-        )
-    if problems:
-        raise ConfigurationError("federation: " + "; ".join(problems))
-
-
-def _update_problems(name: str, updates: Sequence[Step]) -> Iterator[str]:
-    for step in updates:
-        option = as_step(step).option_of_sums
-        if option is not None and name == "SecureMean":
-            yield (
-                f"updates: {type(step).__name__} draws other coordinates for every client: give it to "
-                f"the aggregator, as {option} of SecureMean, which draws the same for all"
-            )
-        else:
-            yield (
-                f"updates: {type(step).__name__} makes something of each update that does not add "
-                f"up (coordinates chosen by value, other levels for every client), and with {name} "
-                "only sums arrive: leave it out"
-                + ("; SecureMean has random_k, levels and bits" if name == "SecureMean" else "")
-            )
 
 
 class SecureRounds(Stage):
@@ -87,19 +29,19 @@ class SecureRounds(Stage):
     Args:
         aggregator: which has begun.
         run: whose callbacks, and transforms of inputs, may show something of clients.
-
-    Raises:
-        ConfigurationError: for masks of the clients' own.
     """
 
     def __init__(self, aggregator: Protected, run: Run) -> None:
         self._aggregator, self.restarts = aggregator, aggregator.restarts
-        if client_masks(run.trainer) is not None:
-            raise ConfigurationError(
-                f"federation.aggregator {type(aggregator).__name__} adds up whole updates, and masks "
-                "of the clients' own tell of their data: set per_client of MaskCalibration to false"
-            )
         self._shown = shown_by([*run.trainer.callbacks, *run.data.transforms])  # type: ignore[attr-defined]
+
+    def problems(self, run: Run) -> Iterator[str]:
+        """Say that masks of the clients' own would show something of them."""
+        if client_masks(run.trainer) is not None:
+            yield (
+                f"federation.aggregator {type(self._aggregator).__name__} adds up whole updates, and "
+                "masks of the clients' own tell of their data: set per_client of MaskCalibration to false"
+            )
 
     def check_buffers(self, num_buffers: int) -> None:
         """Refuse a model of which more than the update would travel.

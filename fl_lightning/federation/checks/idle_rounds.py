@@ -1,10 +1,39 @@
-"""Rounds that move nothing because a learning rate has reached 0: told, since they cost like others."""
+"""Rounds that move nothing: told, since they cost like others."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch.optim import Optimizer
 
+from fl_lightning.federation.calendar import Calendar
+from fl_lightning.federation.options import Options
+
 _NOTHING = 1e-9  # of the rate at the beginning; torch's cosines end at 1e-18 as well as at 0
+
+
+def idle_lines(
+    round_index: int, options: Options, calendar: Calendar, clients: Optimizer, server: Optimizer
+) -> Iterator[str]:
+    """Give what to tell before a round in which nobody trains or nothing moves.
+
+    Args:
+        round_index: of the round that begins.
+        options: what was asked for.
+        calendar: who trains when.
+        clients: their optimizer, as its schedule left it.
+        server: its optimizer, likewise.
+    """
+    if num_left_out := calendar.groups.num_left_out(round_index):
+        yield (
+            f"round {round_index}: a cohort of {num_left_out} is too small for "
+            f"{type(options.aggregator).__name__}, which hides updates among those of "
+            f"{calendar.fewest_clients} clients or more: nobody trains, the model stays as it is"
+        )
+    is_private = options.privacy is not None
+    line = zero_rate_line(round_index, clients, server, is_private=is_private)
+    if line is not None:
+        yield line
 
 
 def zero_rate_line(

@@ -1,0 +1,150 @@
+"""Who trains in which round of a fit, and how Lightning counts it.
+
+a round is an epoch, a group of clients a batch; an optimizer step of Lightning's is a server's
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from lightning.pytorch import LightningModule, Trainer
+
+from fl_lightning.core.errors import raise_together
+from fl_lightning.data.cohorts.cohort import as_cohort
+from fl_lightning.data.cohorts.population import Population
+from fl_lightning.data.federated import FederatedDataModule
+from fl_lightning.federation.checks.compatibility import check_validation_interval
+from fl_lightning.federation.checks.options import check_cohort_size, check_trusted
+from fl_lightning.federation.execution.engine_options import trains_in_large_groups
+from fl_lightning.federation.execution.group_size import num_short_clients
+from fl_lightning.federation.groups import RoundGroups, Share
+from fl_lightning.federation.options import Options
+from fl_lightning.federation.processes.shares import local_work
+from fl_lightning.federation.stages.clock import VirtualTime
+from fl_lightning.privacy.example import ExampleDP
+from fl_lightning.privacy.protected import FEWEST_CLIENTS, Protected, Terms
+from fl_lightning.server.server import as_aggregator
+
+
+@dataclass(frozen=True)
+class Calendar:
+    """The rounds of one fit.
+
+    Attributes:
+        groups: of clients, round by round.
+        num_steps: local steps of every client's round, shape (num_clients,).
+        accumulate: batches of a local step.
+        time: what is simulated of it.
+        fewest_clients: of a cohort whose updates are not to be seen; a smaller one would show them.
+    """
+
+    groups: RoundGroups
+    num_steps: npt.NDArray[np.int64]
+    accumulate: int
+    time: VirtualTime
+    fewest_clients: int
+
+    @classmethod
+    def of(cls, trainer: Trainer, module: LightningModule, options: Options) -> Calendar:
+        """Return the calendar of a Trainer whose data are set up.
+
+        Raises:
+            ConfigurationError: for cohorts that can never be large enough, and validation that would
+                never come.
+        """
+        data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
+        accumulate, population = (
+            trainer.accumulate_grad_batches,
+            Population(data.clients.num_examples),
+        )
+        batches = _local_batches(options, data)
+        num_steps = batches if options.local_steps else -(-batches // accumulate)
+        time = VirtualTime.of(options.devices, options.asynchronous, num_steps, options.seed)
+        fewest = _fewest_clients(options)
+        groups = RoundGroups(
+            time.cohort or options.cohort,
+            population,
+            options.seed,
+            share=_share(trainer, batches),
+            clients_per_group=_clients_per_group(trainer, module, options, data),
+            restarts=options.protects_clients or as_aggregator(options.aggregator).restarts,
+            limit=trainer.limit_train_batches or 1.0,  # with 0 Lightning does not train
+            fewest=fewest,
+        )
+        fixed = as_cohort(options.cohort).has_fixed_size
+        most = groups.num_clients if fixed else population.num_clients
+        raise_together(
+            lambda: check_validation_interval(trainer, len(groups)),
+            lambda: check_cohort_size(most, options.min_replies, options.aggregator),
+            lambda: check_trusted(options.aggregator, options.cohort, population.num_clients),
+        )
+        if isinstance(options.aggregator, Protected):
+            terms = Terms(most_clients=most, seed=options.seed, num_processes=trainer.world_size)
+            options.aggregator.begin(terms)
+        return cls(groups, num_steps, accumulate, time, fewest)
+
+    def settings_of(self, trainer: Trainer) -> dict[str, Any]:
+        """Return settings of the Trainer under which Lightning counts rounds.
+
+        A client accumulates its own batches. For Lightning a round accumulates its groups: so
+        global_step, step-wise schedules and the loggers' x axis advance once per round.
+        """
+        settings: dict[str, Any] = {
+            "accumulate_grad_batches": len(self.groups),
+            "log_every_n_steps": 1,
+        }
+        if trainer.limit_train_batches:  # which counts clients and not groups of them
+            settings["limit_train_batches"] = 1.0
+        return settings
+
+
+def _local_batches(options: Options, data: FederatedDataModule) -> npt.NDArray[np.int64]:
+    """Return the batches, or with ``local_steps`` the steps, of every client's round."""
+    return local_work(
+        data.clients.num_examples,
+        data.batch_size,
+        drop_last=data.drop_last and not isinstance(options.privacy, ExampleDP),
+        num_epochs=options.local_epochs,
+        num_steps=options.local_steps,
+    )
+
+
+def _fewest_clients(options: Options) -> int:
+    if not isinstance(options.aggregator, Protected):
+        return 1
+    return max(FEWEST_CLIENTS, getattr(options.privacy, "min_shares", None) or 0)
+
+
+def _share(trainer: Trainer, batches: npt.NDArray[np.int64]) -> Share | None:
+    """Return which part of every cohort this process trains; None for the whole."""
+    if trainer.world_size == 1:
+        return None
+    return Share(batches, trainer.global_rank, trainer.world_size)
+
+
+def _clients_per_group(
+    trainer: Trainer, module: LightningModule, options: Options, data: FederatedDataModule
+) -> int:
+    """Return how many clients make up a group."""
+    if options.clients_per_group is not None:
+        return options.clients_per_group
+    per_epoch = data.clients.num_examples.mean() / data.batch_size
+    per_client = float(options.local_steps or per_epoch * (options.local_epochs or 1))
+    rounds: float | None = trainer.max_epochs
+    rounds = math.inf if rounds is None or rounds < 0 else rounds
+    cohort = options.cohort.expected_size(len(data.clients))
+    by_hand = not module.automatic_optimization  # never in slots
+    if not by_hand and trains_in_large_groups(
+        options.execution, module, rounds * cohort * per_client
+    ):
+        return cohort
+    interval = trainer.val_check_interval  # counts groups; 1.0, unlike 1, is the whole round
+    if isinstance(interval, int) or interval != 1.0:
+        return 1
+    return num_short_clients(
+        module, max(1.0, per_client * trainer.accumulate_grad_batches), data.batch_size
+    )

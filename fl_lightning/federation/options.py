@@ -1,0 +1,218 @@
+"""What a federation is asked for: every option, with its meaning, in one place.
+
+What an option may be is checked here, when it is given; what it does not go together with in a
+Trainer, a module or data is checked where these are known, see `fl_lightning.federation.checks`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Literal
+
+from fl_lightning.client.corrections.correction import Correction
+from fl_lightning.client.devices import Devices
+from fl_lightning.client.personal.personalisation import Personalisation
+from fl_lightning.core.errors import raise_together
+from fl_lightning.core.seeds import check_seed, run_seed
+from fl_lightning.data.cohorts.cohort import AllClients, CohortSampler, UniformCohort
+from fl_lightning.engines import Speedup
+from fl_lightning.federation.checks.options import check_asynchronous, check_privacy, check_values
+from fl_lightning.federation.checks.secure import check_secure
+from fl_lightning.federation.execution.engine_options import EngineName, EngineOptions
+from fl_lightning.federation.stage import Stage
+from fl_lightning.federation.stages.attackers import Attackers
+from fl_lightning.privacy.example import ExampleDP
+from fl_lightning.privacy.mechanism import Privacy
+from fl_lightning.server.aggregator import Aggregator
+from fl_lightning.server.robust.collect import RobustRule
+from fl_lightning.server.server import ServerOptimizer, ServerSchedule, fedavg_optimizer
+from fl_lightning.server.staleness import AsyncRule
+from fl_lightning.updates.broadcast import Broadcast
+from fl_lightning.updates.error_feedback import ErrorFeedback
+from fl_lightning.updates.path import UpdatePath
+from fl_lightning.updates.transform import UpdateTransform
+
+
+class Options:
+    """What a federation is asked for; attributes are what was given, or what stands for None.
+
+    Attributes:
+        execution: how clients are to be trained.
+        protects_clients: whether it is clients whose taking part is hidden.
+    """
+
+    def __init__(
+        self,
+        *,
+        cohort: CohortSampler | None = None,
+        local_steps: int | None = None,
+        local_epochs: int | None = None,
+        correction: Correction | None = None,
+        personal: Personalisation | None = None,
+        updates: list[UpdateTransform | ErrorFeedback] | None = None,
+        download: list[UpdateTransform] | None = None,
+        aggregator: Aggregator | RobustRule | None = None,
+        privacy: Privacy | ExampleDP | None = None,
+        server_optimizer: ServerOptimizer | None = None,
+        devices: Devices | None = None,
+        asynchronous: AsyncRule | None = None,
+        server_schedule: ServerSchedule | None = None,
+        attackers: Attackers | None = None,
+        stages: list[Stage] | None = None,
+        on_client_failure: Literal["raise", "skip"] = "raise",
+        min_replies: int = 1,
+        engine: EngineName = "auto",
+        slots: int | None = None,
+        speedups: list[Speedup] | None = None,
+        spot_check: float | None = None,
+        clients_per_group: int | None = None,
+        client_memory_gb: float = 2.0,
+        client_state: list[str] | None = None,
+        seed: int | None = None,
+    ) -> None:
+        """Keep what is given.
+
+        Args:
+            cohort: who takes part in a round; everybody if None.
+            local_steps: optimizer steps of a client per round; or
+            local_epochs: passes over its shard per round. One pass if neither is given.
+            correction: what clients add to their gradients so that they do not drift apart: `FedProx`,
+                `Scaffold`, `FedDyn`, …; nothing if None.
+            personal: what clients have for themselves: layers (`Personal`: FedPer, FedBN, FedRep), a
+                model beside the shared one (`Ditto`), or the global model fine-tuned before it is
+                evaluated (`FineTuned`); nothing if None.
+            updates: what happens to a client's update on its way, in order: `TopK`, `QSGD`, …, and
+                `ErrorFeedback` around them; nothing if None.
+            download: what happens to the global model on its way down: quantisers; nothing if None.
+            aggregator: how updates become one; the mean weighted by examples if None, over the clients
+                that may move a coordinate where they have masks of their own. Or a robust rule, like
+                `Krum`, that looks at all updates of the round together.
+            privacy: differential privacy of clients, `CentralDP`, `LocalDP`, …, or of their single
+                examples, `ExampleDP`; none if None.
+            server_optimizer: builds the `torch.optim.Optimizer` that descends the aggregated delta;
+                SGD with learning rate 1, which is FedAvg, if None.
+            devices: how fast clients are, how reliable, and how long the server waits for them, in
+                virtual time; if None there is no such time, and all arrive.
+            asynchronous: instead of waiting for a cohort the server steps whenever so many updates are
+                there (`FedBuff`, `FedAsync`), in the virtual time of ``devices``. A round is a step of
+                the server.
+            server_schedule: builds the schedule of that optimizer's learning rate over rounds, e.g. of
+                `torch.optim.lr_scheduler`; None for a constant one.
+            attackers: clients that attack, to test defences; nobody if None.
+            stages: what else happens in a round, of your own: see `fl_lightning.federation.stage.Stage`.
+            on_client_failure: what to do when a client's step raises, its loss or update is not
+                finite, or it has no examples: ``raise``, naming it, or ``skip`` it and count it.
+            min_replies: a round with fewer valid updates stops the run.
+            engine: ``sequential`` trains clients one after the other, ``slots`` many at once, which is
+                faster for small models; ``auto`` measures and says in one line what it chose.
+            slots: how many clients at once; chosen by the model's size if None.
+            speedups: of the steps of clients that train one after the other, any of
+                ``direct_layers``, ``channels_last``, ``fused_optimizer``, ``thin_gradients``,
+                ``math_attention`` and ``compiled``, see `fl_lightning.engines.compiler.speedups`;
+                updates are the same but for rounding. If None, ``engine: auto`` measures which pay, if
+                the run is long, and other engines use none.
+            spot_check: fraction of the clients in slots that are trained one after the other as well, to
+                see that both ways give the same: drawn by seed, in any round, without a trace in the
+                result. A difference beyond rounding stops the run before the server steps. If None, one
+                in 200, or fewer where that would take more than 1 % of the time; 0 is none, 1 all.
+                Where clients train one after the other there is nothing to check.
+            clients_per_group: how many clients Lightning's loop takes for a batch: so often the
+                progress bar moves and a checkpoint inside a round can be saved. Results do not depend on
+                it: for other callbacks a round is one batch, unless they have an attribute
+                ``sees_groups`` that is true.
+                If None, one after the other as many as take about 0.2 s, in slots the whole cohort.
+            client_memory_gb: of what clients remember between rounds (see ``correction``), so many
+                gigabytes (1e9 bytes) are kept in RAM, the rest in files of which pages are read as
+                needed. Checkpoints hold up to 64 MB of it, more lies in ``client_memory`` beside them.
+            client_state: patterns (``*``, ``?``) of names of buffers and frozen parameters that clients
+                change while they train, which are then averaged as buffers are. What changes in the first
+                local steps of the run is found without it, and so are statistics of batch and instance
+                norm; name what changes later only. Other buffers are constants and do not travel.
+            seed: root of every draw (cohorts, shuffling, dropout, augmentation); the run's seed,
+                as given to `lightning.seed_everything`, if None.
+
+        Raises:
+            ConfigurationError: for values out of range, and for what does not go together; all of
+                them at once.
+        """
+        super().__init__()
+        self.cohort = AllClients() if cohort is None else cohort
+        self.local_steps, self.local_epochs = local_steps, local_epochs
+        self.correction, self.personal = correction, personal
+        self.updates, self.download = list(updates or []), list(download or [])
+        self.aggregator, self.privacy = aggregator, privacy
+        self.server_optimizer = server_optimizer or fedavg_optimizer
+        self.server_schedule = server_schedule
+        self.devices, self.asynchronous = devices, asynchronous
+        self.attackers, self.stages = attackers, list(stages or [])
+        self.on_client_failure, self.min_replies = on_client_failure, min_replies
+        self.engine, self.slots, self.spot_check = engine, slots, spot_check
+        self.speedups = None if speedups is None else tuple(speedups)
+        self.clients_per_group = clients_per_group
+        self.client_memory_gb, self.client_state = client_memory_gb, list(client_state or [])
+        self._check(cohort, seed)
+        self.seed = run_seed(seed)
+        if asynchronous is not None:  # who calibrates a mask, e.g.
+            self.cohort = UniformCohort(size=asynchronous.buffer_size)
+        if not local_steps and not local_epochs:
+            self.local_epochs = 1
+
+    def _check(self, cohort: CohortSampler | None, seed: int | None) -> None:
+        """Refuse what cannot be, all at once; see `Options`."""
+        raise_together(
+            partial(
+                check_values,
+                local_steps=self.local_steps,
+                local_epochs=self.local_epochs,
+                on_client_failure=self.on_client_failure,
+                min_replies=self.min_replies,
+                clients_per_group=self.clients_per_group,
+                client_memory_gb=self.client_memory_gb,
+            ),
+            partial(
+                check_asynchronous,
+                self.asynchronous,
+                cohort,
+                self.devices,
+                self.correction,
+                self.download,
+            ),
+            partial(check_seed, "federation", seed),
+            self._asked_for,
+            lambda: check_privacy(
+                self.privacy,
+                cohort=self.cohort,
+                aggregator=self.aggregator,
+                correction=self.correction,
+                personal=self.personal,
+                updates=self.updates,
+                asynchronous=self.asynchronous,
+                attackers=self.attackers,
+                engine=self._asked_for(),
+            ),
+            partial(
+                check_secure,
+                self.aggregator,
+                updates=self.updates,
+                correction=self.correction,
+                asynchronous=self.asynchronous,
+                attackers=self.attackers,
+            ),
+            partial(UpdatePath, self.updates, 0),  # these refuse what does not go together
+            partial(Broadcast, self.download, 0),
+        )
+
+    def _asked_for(self) -> EngineOptions:
+        return EngineOptions(self.engine, self.slots, self.speedups, self.spot_check)
+
+    @property
+    def execution(self) -> EngineOptions:
+        """How clients are to be trained."""
+        if isinstance(self.privacy, ExampleDP):  # it has a local step of its own
+            return EngineOptions("sequential")
+        return self._asked_for()
+
+    @property
+    def protects_clients(self) -> bool:
+        """Whether it is clients whose taking part is hidden."""
+        return self.privacy is not None and not isinstance(self.privacy, ExampleDP)

@@ -1,0 +1,130 @@
+"""How a fit starts: from options, a Trainer, a module and data to the rounds that the loop drives."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch import LightningModule, Trainer
+
+from fl_lightning.core.errors import raise_together
+from fl_lightning.core.freed_memory import keep_freed_memory
+from fl_lightning.core.seeds import preserve_global_generators
+from fl_lightning.data.federated import FederatedDataModule
+from fl_lightning.federation.aggregation import run_aggregator
+from fl_lightning.federation.calendar import Calendar
+from fl_lightning.federation.checkpoints.atomic_checkpoint import AtomicCheckpointIO
+from fl_lightning.federation.checks.by_hand import check_by_hand, check_several
+from fl_lightning.federation.checks.compatibility import check_compatible, check_set_up
+from fl_lightning.federation.checks.first_look import check_data_fits
+from fl_lightning.federation.checks.options import check_shards
+from fl_lightning.federation.checks.privacy import check_trainer_private
+from fl_lightning.federation.hooks import GroupsPassBy
+from fl_lightning.federation.loop import install
+from fl_lightning.federation.options import Options
+from fl_lightning.federation.round import Round
+from fl_lightning.federation.round_hooks import have_rounds_for_batches
+from fl_lightning.federation.run import Run
+from fl_lightning.federation.stages.example_rounds import ExampleRounds
+from fl_lightning.federation.stages.order import stages_of
+from fl_lightning.federation.stages.privacy_run import PrivateStage, privacy_at_work
+from fl_lightning.federation.stages.private_rounds import PrivateRounds
+from fl_lightning.server.server import Server
+
+
+def prepare(
+    trainer: Trainer, module: LightningModule, options: Options, cleanup: ExitStack
+) -> Calendar:
+    """Have Lightning ask for groups of clients instead of batches, until the fit is over.
+
+    Args:
+        trainer: whose loop is about to be set up.
+        module: that trains.
+        options: what was asked for.
+        cleanup: gives Trainer and data back as they were.
+
+    Raises:
+        ConfigurationError: for what cannot be federated, all at once.
+    """
+    data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
+    raise_together(
+        lambda: check_compatible(trainer, module),
+        lambda: check_by_hand(
+            module,
+            cohort=options.cohort,
+            correction=options.correction,
+            personal=options.personal,
+            privacy=options.privacy,
+        ),
+        lambda: check_trainer_private(trainer, options.privacy),
+        lambda: check_shards(data, options.on_client_failure),
+    )
+    if trainer.strategy.root_device.type == "cpu":
+        keep_freed_memory()
+    if options.attackers is not None:
+        options.attackers.enter(data)
+        cleanup.callback(data.poison, [], None)
+    calendar = Calendar.of(trainer, module, options)
+    data.train_in_rounds(calendar.groups)
+    cleanup.callback(data.train_in_rounds, None)
+    for name, value in calendar.settings_of(trainer).items():
+        cleanup.callback(setattr, trainer, name, getattr(trainer, name))
+        setattr(trainer, name, value)
+    if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
+        trainer.strategy.checkpoint_io = AtomicCheckpointIO()
+    return calendar
+
+
+def begin(
+    trainer: Trainer, options: Options, calendar: Calendar
+) -> tuple[Round, PrivateStage | None]:
+    """Return the rounds of a fit, on the weights and the optimizer that are now in place.
+
+    Args:
+        trainer: set up.
+        options: what was asked for.
+        calendar: who trains when.
+
+    Returns:
+        The rounds, and what makes them private, if anything.
+
+    Raises:
+        ConfigurationError: for what does not go together, all at once.
+    """
+    raise_together(
+        lambda: check_set_up(trainer),
+        lambda: check_several(trainer, options.aggregator),
+        lambda: check_data_fits(trainer),
+    )
+    for config in trainer.lr_scheduler_configs:
+        config.interval = "epoch"  # a step is a round, however many groups of clients it has
+    private = privacy_at_work(trainer, options, calendar)
+    by_example = private if isinstance(private, ExampleRounds) else None
+    aggregator = (
+        private.aggregator
+        if isinstance(private, PrivateRounds)
+        else run_aggregator(trainer, options.aggregator, options.attackers)
+    )
+    run = Run.of(trainer, options, calendar, by_example)
+    rounds = Round(
+        run,
+        stages_of(run, aggregator, calendar.time, private),
+        lambda model: Server(model, aggregator, options.server_optimizer, options.server_schedule),
+    )
+    if options.correction is not None:
+        options.correction.check_server(rounds.server.optimizer)
+    if isinstance(trainer.strategy.checkpoint_io, AtomicCheckpointIO):
+        trainer.strategy.checkpoint_io.files = rounds.memory.files_of_checkpoint
+    return rounds, private
+
+
+def take_over(trainer: Trainer, rounds: Round, cleanup: ExitStack) -> None:
+    """Have Lightning's loop drive rounds, and hooks see them, until the fit is over."""
+    cleanup.callback(rounds.run.step.use, ())
+    install(trainer, rounds)
+    cleanup.enter_context(preserve_global_generators())
+    owners: tuple[Any, ...] = (rounds.run.module, rounds.run.data)
+    for owner in owners:
+        cleanup.callback(GroupsPassBy(owner).remove)
+    cleanup.callback(have_rounds_for_batches(trainer, rounds.run.groups))
