@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from fl_lightning.data.cohorts.cohort import AllClients, PoissonCohort, UniformCohort
     from fl_lightning.data.federated import FederatedDataModule
     from fl_lightning.federation.federation import Federation
-    from fl_lightning.federation.strategy import FederatedStrategy
+    from fl_lightning.federation.processes.strategy import FederatedStrategy
     from fl_lightning.models.image_classifier import ImageClassifier
     from fl_lightning.privacy.adaptive_clip import AdaptiveClip
     from fl_lightning.privacy.banded import BandedMatrixDP
@@ -111,7 +111,7 @@ _HOMES = {
     "FedLC": "fl_lightning.client.corrections.fedlc",
     "FedProx": "fl_lightning.client.corrections.fedprox",
     "FederatedDataModule": "fl_lightning.data.federated",
-    "FederatedStrategy": "fl_lightning.federation.strategy",
+    "FederatedStrategy": "fl_lightning.federation.processes.strategy",
     "Federation": "fl_lightning.federation.federation",
     "FineTuned": "fl_lightning.client.personal.fine_tuned",
     "ImageClassifier": "fl_lightning.models.image_classifier",

@@ -12,7 +12,6 @@ from fl_lightning.core.errors import raise_together
 from fl_lightning.core.freed_memory import keep_freed_memory
 from fl_lightning.core.seeds import preserve_global_generators
 from fl_lightning.data.federated import FederatedDataModule
-from fl_lightning.federation.aggregation import run_aggregator
 from fl_lightning.federation.calendar import Calendar
 from fl_lightning.federation.checkpoints.atomic_checkpoint import AtomicCheckpointIO
 from fl_lightning.federation.checks.by_hand import check_by_hand, check_several
@@ -27,7 +26,7 @@ from fl_lightning.federation.round import Round
 from fl_lightning.federation.round_hooks import have_rounds_for_batches
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stages.example_rounds import ExampleRounds
-from fl_lightning.federation.stages.order import stages_of
+from fl_lightning.federation.stages.order import run_aggregator, stages_of
 from fl_lightning.federation.stages.privacy_run import PrivateStage, privacy_at_work
 from fl_lightning.federation.stages.private_rounds import PrivateRounds
 from fl_lightning.server.server import Server

@@ -17,7 +17,7 @@ from torch import nn
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.federated import FederatedDataModule
-from fl_lightning.federation.strategy import FederatedStrategy
+from fl_lightning.federation.processes.strategy import FederatedStrategy
 
 _CALLBACKS = {
     GradientAccumulationScheduler: "set accumulate_grad_batches, which counts a client's batches",

@@ -1,4 +1,4 @@
-"""The stages of a run, in the one order that makes sense.
+"""The stages of a run, in the one order that makes sense, and the aggregator that goes with them.
 
 devices, older models    who will send, and what they begin from
 fp16 scale, masks, personal models, corrections    how clients train
@@ -10,9 +10,12 @@ secure sums, privacy     what it may see; what it releases is made private befor
 
 from __future__ import annotations
 
+from lightning.pytorch import Trainer
+
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Stage, Stages
+from fl_lightning.federation.stages.attackers import Attackers
 from fl_lightning.federation.stages.client_masks import MaskedClients, client_masks
 from fl_lightning.federation.stages.clock import VirtualTime
 from fl_lightning.federation.stages.corrector import Corrector
@@ -21,6 +24,9 @@ from fl_lightning.federation.stages.secure_rounds import SecureRounds
 from fl_lightning.federation.stages.transport import Transport
 from fl_lightning.privacy.protected import Protected
 from fl_lightning.server.aggregator import Aggregator
+from fl_lightning.server.means.overlap_mean import OverlapMean
+from fl_lightning.server.robust.collect import Collected, RobustRule
+from fl_lightning.server.server import as_aggregator
 
 
 def stages_of(run: Run, aggregator: Aggregator, time: VirtualTime, private: Stage | None) -> Stages:
@@ -54,3 +60,45 @@ def stages_of(run: Run, aggregator: Aggregator, time: VirtualTime, private: Stag
     for stage in stages:
         stage.enter(run)
     return Stages(stages)
+
+
+def run_aggregator(
+    trainer: Trainer, given: Aggregator | RobustRule | None, attackers: Attackers | None
+) -> Aggregator:
+    """Return what folds the updates of a run.
+
+    Args:
+        trainer: set up; its callbacks say whether clients have masks of their own.
+        given: what was asked for; None for the mean that fits.
+        attackers: who send something else.
+
+    Raises:
+        ConfigurationError: for a rule that means nothing under masks of the clients' own, or with
+            their optimizer.
+    """
+    if isinstance(given, Protected):
+        return given  # `SecureRounds` refuses such masks
+    masks_differ = client_masks(trainer) is not None
+    aggregator = OverlapMean() if masks_differ and given is None else as_aggregator(given)
+    if masks_differ and not aggregator.takes_masks:
+        raise ConfigurationError(f"federation: {_why_not(aggregator)}")
+    for optimizer in trainer.optimizers[:1]:
+        aggregator = aggregator.of_clients(optimizer)
+    if attackers is None:
+        return aggregator
+    num_clients = len(trainer.datamodule.clients)  # type: ignore[attr-defined]
+    return attackers.wrap(aggregator, num_clients)
+
+
+def _why_not(aggregator: Aggregator) -> str:
+    """Return why a mean that does not know of masks means nothing under the clients' own."""
+    if isinstance(aggregator, Collected):
+        return (
+            "robust rules compare whole updates, and with masks of the clients' own "
+            "they have different coordinates: share one mask, or set aggregator to OverlapMean"
+        )
+    return (
+        f"with masks of the clients' own, {type(aggregator).__name__} "
+        "counts a client that may not move an entry as one that wants it to stay: set "
+        "aggregator to OverlapMean, or leave it out"
+    )
