@@ -205,7 +205,7 @@ class RoundGroups:
 
 
 def check_cohort(ids: ClientIds, population: Population, sampler: str) -> None:
-    """Refuse what is no cohort: shares of processes and sums go by its order.
+    """Refuse what is no cohort: somebody who is in it twice would count twice.
 
     Raises:
         ConfigurationError: with what the sampler has returned.
@@ -213,15 +213,16 @@ def check_cohort(ids: ClientIds, population: Population, sampler: str) -> None:
     if not len(ids):
         return
     is_whole = ids.ndim == 1 and np.issubdtype(ids.dtype, np.integer)
-    if not is_whole or not (ids[1:] > ids[:-1]).all():
+    if not is_whole or len(np.unique(ids)) < len(ids):
         raise ConfigurationError(
-            f"federation.cohort: {sampler}.sample must return distinct client ids, whole numbers in "
-            f"increasing order, got {ids.tolist()[:10]}: return np.sort of them"
+            f"federation.cohort: {sampler}.sample must return distinct client ids, an array of whole "
+            f"numbers, got {ids.tolist()[:10]}: return np.unique of them"
         )
-    if ids[0] < 0 or ids[-1] >= population.num_clients:
+    first, last = ids.min(), ids.max()
+    if first < 0 or last >= population.num_clients:
         raise ConfigurationError(
             f"federation.cohort: {sampler}.sample must return ids from 0 to "
-            f"{population.num_clients - 1}, got {ids[0]} to {ids[-1]}"
+            f"{population.num_clients - 1}, got {first} to {last}"
         )
 
 
