@@ -40,7 +40,7 @@ from fl_lightning.core.metric_states import metrics_of
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.checkpoints.run_folder import run_folder
 from fl_lightning.federation.processes.ranks import Ranks
-from fl_lightning.federation.stages.personal_models import personal_models
+from fl_lightning.federation.visits.personal_models import personal_models
 from fl_lightning.federation.visits.visiting import StepOf, Visit, visiting
 
 _PERSONAL = "personal/"

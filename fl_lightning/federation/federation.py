@@ -21,12 +21,6 @@ from fl_lightning.federation.loop import begin_next_round, renumber_groups
 from fl_lightning.federation.options import Options
 from fl_lightning.federation.round import Round
 from fl_lightning.federation.round_log import log_round
-from fl_lightning.federation.stages.personal_models import PersonalModels
-from fl_lightning.federation.stages.personal_recall import (
-    own_layers,
-    recalled_models,
-    state_to_bring_home,
-)
 from fl_lightning.federation.stages.privacy_run import (
     PrivateStage,
     announce_privacy,
@@ -35,6 +29,12 @@ from fl_lightning.federation.stages.privacy_run import (
 )
 from fl_lightning.federation.start import begin, prepare, take_over
 from fl_lightning.federation.visits.fresh_losses import refresh_losses
+from fl_lightning.federation.visits.personal_models import PersonalModels
+from fl_lightning.federation.visits.personal_recall import (
+    own_layers,
+    recalled_models,
+    state_to_bring_home,
+)
 
 
 @final

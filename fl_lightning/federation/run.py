@@ -12,10 +12,10 @@ from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.calendar import Calendar
 from fl_lightning.federation.checkpoints.run_memory import RunMemory
-from fl_lightning.federation.client_work import DrawsBatches, LocalWork, WorkPlan
 from fl_lightning.federation.groups import RoundGroups
 from fl_lightning.federation.hooks import NOT_THE_USERS
 from fl_lightning.federation.options import Options
+from fl_lightning.federation.plan import DrawsBatches, LocalWork, WorkPlan
 from fl_lightning.federation.processes.ranks import Ranks
 from fl_lightning.federation.stages.client_scaler import ClientScaler
 from fl_lightning.federation.visits.lightning_step import LightningStep

@@ -12,7 +12,7 @@ from toys import LoaderData
 
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.data.partitions.partition import IID
-from fl_lightning.federation.client_work import LocalWork, WorkPlan
+from fl_lightning.federation.plan import LocalWork, WorkPlan
 
 LENGTHS = torch.randint(1, 9, (24,), generator=torch.Generator().manual_seed(1)).tolist()
 WORDS = [torch.arange(1, length + 1) + 10 * i for i, length in enumerate(LENGTHS)]

@@ -26,8 +26,8 @@ from fl_lightning.data.cohorts.cohort import AllClients
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.data.partitions.label_shards import LabelShards
 from fl_lightning.data.shards import local_order
-from fl_lightning.federation.client_work import LocalWork, WorkPlan
 from fl_lightning.federation.federation import Federation
+from fl_lightning.federation.plan import LocalWork, WorkPlan
 
 X, Y = torch.arange(40.0)[:, None], (torch.arange(40) % 10 == 0).long()
 SET = TensorDataset(X, Y)

@@ -11,7 +11,7 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerState
 from torch import Tensor
 
 from fl_lightning.federation.loop import load_progress, progress
-from fl_lightning.federation.stages.personal_models import HasPersonalModels
+from fl_lightning.federation.visits.personal_models import HasPersonalModels
 
 # What a ModelCheckpoint knows of the files it wrote.
 _PATHS = ("dirpath", "best_model_path", "best_model_score", "last_model_path")

@@ -26,7 +26,7 @@ from fl_lightning.core.update import ClientUpdate
 from fl_lightning.federation.checks.compatibility import ADDED_TO_LOSS, maximises
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Stage, Turn
-from fl_lightning.federation.stages.personal_models import MEMORY, MIXTURE
+from fl_lightning.federation.visits.personal_models import MEMORY, MIXTURE
 from fl_lightning.sparsity.optimizers.masked_optimizer import MaskedOptimizer
 
 _PURPOSE = "own epochs"

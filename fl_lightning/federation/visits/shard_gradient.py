@@ -17,7 +17,7 @@ from fl_lightning.client.work import ClientWork
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.lonely_example import help_with_one_example
 from fl_lightning.core.seeds import derive_seed, seed_global_generators
-from fl_lightning.federation.client_work import WorkPlan
+from fl_lightning.federation.plan import WorkPlan
 from fl_lightning.federation.visits.lightning_step import LightningStep
 from fl_lightning.federation.visits.visiting import visiting
 

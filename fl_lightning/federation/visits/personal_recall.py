@@ -13,8 +13,8 @@ from fl_lightning.client.memory import ClientMemory
 from fl_lightning.client.personal.personalisation import Personalisation
 from fl_lightning.federation.checkpoints.run_memory import saved_memory
 from fl_lightning.federation.round import Round
-from fl_lightning.federation.stages.personal_models import PersonalModels
 from fl_lightning.federation.visits.fine_tuning import FineTuning
+from fl_lightning.federation.visits.personal_models import PersonalModels
 
 
 def recalled_models(

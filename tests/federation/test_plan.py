@@ -10,7 +10,7 @@ from toys import ToyData
 from fl_lightning import FederatedDataModule
 from fl_lightning.core.seeds import torch_generator
 from fl_lightning.data.shards import local_order
-from fl_lightning.federation.client_work import LocalWork, WorkPlan
+from fl_lightning.federation.plan import LocalWork, WorkPlan
 
 SEED = 5
 BATCH = 4
