@@ -118,7 +118,7 @@ def test_the_aggregator_takes_groups(exact, by_examples):
     deltas = torch.tensor([[2.0], [4.0]])
     aggregator = Mean(weight_by_examples=by_examples, exact=exact)
     aggregator.open(torch.empty(1))
-    aggregator.add_rows(Updates([0, 1], deltas, torch.empty(2, 0), [1, 3], [1, 1]))
+    aggregator.receive(Updates([0, 1], deltas, torch.empty(2, 0), [1, 3], [1, 1]))
     assert aggregator.close().tolist() == [3.5 if by_examples else 3.0]
 
 
