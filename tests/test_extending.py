@@ -18,17 +18,20 @@ from torch.nn import functional
 from toys import SaveEverywhere, ToyData, ToyModule, toy_data, toy_trainer, weights
 
 from fl_lightning import (
+    CentralDP,
     ConfigurationError,
     FederatedDataModule,
     Federation,
     MaskCalibration,
     Mean,
+    PoissonCohort,
     UniformCohort,
 )
 from fl_lightning.cli.command import main
 from fl_lightning.client import Correction, GradientTerm
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.data import Cohort, Population
+from fl_lightning.federation import Stage
 from fl_lightning.server import Collected, WeightedMean
 from fl_lightning.sparsity import EmpiricalFisher, SparseSGDM
 from fl_lightning.updates import Dense
@@ -50,6 +53,7 @@ HELP = {
     "KeptMomentum": ["--federation.correction.help"],
     "Threshold": ["--federation.updates.help"],
     "Shifts": ["--federation.cohort.help"],
+    "SlowStart": ["--federation.stages.help"],
     "HomeClass": ["--data", "fl_lightning.FederatedDataModule", "--data.partition.help"],
     "OwnAnswer": [
         *("--trainer.callbacks", "fl_lightning.MaskCalibration"),
@@ -391,6 +395,52 @@ class Bare(SizedCohort):
     def sample(self, round_index, population, seed):
         return population.available_ids
 '''
+
+
+class TestAStage:
+    @both_engines
+    def test_with_0_rounds_every_step_is_whole(self, engine):
+        assert same(run(engine=engine), run(engine=engine, stages=[part("SlowStart")(rounds=0)]))
+
+    @both_engines
+    def test_the_first_of_two_steps_is_half_as_long(self, engine):
+        start, _, half = run(rounds=0), None, part("SlowStart")(rounds=1)
+        whole, own = (
+            run(engine=engine, rounds=1, module=plain, stages=s, data=toy_data(dtype=torch.float64))
+            for s in ([], [half])
+        )
+        start = weights(start).double()
+        middle = (start + weights(whole)) / 2
+        torch.testing.assert_close(weights(own), middle, rtol=1e-12, atol=1e-12)
+
+    def test_it_goes_on_inside_a_round_and_is_logged(self, tmp_path):
+        block = {"clients_per_group": 1, "rounds": 3}
+        whole = run(SaveEverywhere(tmp_path), stages=[part("SlowStart")(rounds=4)], **block)
+        for moment in ("1-group1", "1-end"):
+            stages = [part("SlowStart")(rounds=4)]
+            assert same(whole, run(stages=stages, **block, ckpt_path=tmp_path / f"{moment}.ckpt"))
+        logged = torch.load(tmp_path / "2-end.ckpt", weights_only=False)["callbacks"]["Federation"]
+        assert logged["record"]["more"] == {"round/share_of_step": 3 / 5}
+
+    def test_two_processes_give_the_bits_of_one(self):
+        mean = Mean(exact=True)
+        one, two = (run(stages=[part("SlowStart")()], aggregator=mean, devices=n) for n in (1, 2))
+        assert same(one, two)
+
+    def test_its_problems_are_told_with_those_of_others(self):
+        class Picky(Stage):
+            def problems(self, run):
+                yield f"Picky does not like {run.num_rounds:g} rounds"
+
+        with pytest.raises(ConfigurationError, match=r"(?s)likes?.* 2 rounds.*likes?.* 2 rounds"):
+            run(stages=[Picky(), type("More", (Picky,), {})()])
+
+    def test_privacy_is_refused_unless_the_stage_says_why_not(self):
+        private = CentralDP(clip_norm=1.0, noise_multiplier=1.0, delta=1e-3)
+        block = {"privacy": private, "cohort": PoissonCohort(fraction=0.5)}
+        with pytest.raises(ConfigurationError, match="ε may not hold with the stage Stage"):
+            Federation(**block, stages=[Stage()])
+        Federation(**block, stages=[part("SlowStart")()])
 
 
 class TestWhatIsRefused:

@@ -188,6 +188,7 @@ class Options:
                 updates=self.updates,
                 asynchronous=self.asynchronous,
                 attackers=self.attackers,
+                stages=self.stages,
                 engine=self._asked_for(),
             ),
             partial(

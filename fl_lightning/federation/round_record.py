@@ -30,7 +30,7 @@ class RoundRecord:
         norms: L2 norm of each client's update.
         pooled: metrics over the examples of all clients together.
         privacy: what a private round has cost.
-        protection: seconds that hiding the updates has taken, by what they are.
+        more: what stages have to say of the round, by name, e.g. seconds that hiding updates took.
         bytes_up_of_absent: of the bytes up, those of clients whose update is not in the aggregate.
         is_withheld: whether nothing else is known that depends on clients.
     """
@@ -49,7 +49,7 @@ class RoundRecord:
     norms: ClientMeans = field(default_factory=ClientMeans)
     pooled: dict[str, float] = field(default_factory=dict)
     privacy: dict[str, float] = field(default_factory=dict)
-    protection: dict[str, float] = field(default_factory=dict)
+    more: dict[str, float] = field(default_factory=dict)
     bytes_up_of_absent: int = 0
     is_withheld: bool = False
 
@@ -126,7 +126,7 @@ class RoundRecord:
             "round/total_bytes_down": float(self.total_bytes_down),
             **self._virtual_time(),
             **self.privacy,
-            **self.protection,
+            **self.more,
             **{name: self.norms.mean(name) for name in self.norms.names},
             **{f"{name}_spread": self.means.spread(name) for name in self.means.names},
         }

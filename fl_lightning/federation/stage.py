@@ -104,6 +104,8 @@ class Stage:
         remembers: whether clients remember something from round to round.
         keeps_own: whether clients have something for themselves, see `own`.
         one_at_a_time: why slots cannot serve it; None if they can.
+        reason_against_privacy: why ε would not hold with it; None for a stage that neither reads
+            single updates nor changes what clients do. Of one of the user's own nothing is known.
 
     Example:
         >>> class HalfTheWay(Stage):
@@ -124,6 +126,7 @@ class Stage:
     remembers: bool = False
     keeps_own: bool = False
     one_at_a_time: str | None = None
+    reason_against_privacy: str | None = "nobody knows what it shows of single clients"
 
     def problems(self, run: Run) -> Iterator[str]:
         """Say with what in a run it does not go together, a sentence each.

@@ -15,6 +15,7 @@ from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.checks.examples import check_examples_private
 from fl_lightning.federation.checks.privacy import check_nothing_else, check_private
 from fl_lightning.federation.execution.engine_options import EngineOptions
+from fl_lightning.federation.stage import Stage
 from fl_lightning.privacy.example import ExampleDP
 from fl_lightning.privacy.mechanism import Privacy
 from fl_lightning.server.aggregator import Aggregator
@@ -109,6 +110,7 @@ def check_privacy(
     updates: Sequence[Step],
     asynchronous: object,
     attackers: object,
+    stages: Sequence[Stage],
     engine: EngineOptions,
 ) -> None:
     """Refuse options of a federation for which nothing is proved.
@@ -123,6 +125,13 @@ def check_privacy(
     elif privacy is not None:
         check_private(privacy, cohort, aggregator, correction, updates)
         check_nothing_else(asynchronous, attackers)
+    for stage in () if privacy is None else stages:
+        if (reason := stage.reason_against_privacy) is not None:
+            raise ConfigurationError(
+                f"federation.privacy: ε may not hold with the stage {type(stage).__name__}, of which "
+                f"{reason}: leave it out, or set its reason_against_privacy to None if it neither reads "
+                "single updates nor changes what clients do"
+            )
 
 
 def check_shards(data: FederatedDataModule, on_client_failure: str) -> None:

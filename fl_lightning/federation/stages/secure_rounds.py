@@ -89,7 +89,7 @@ class SecureRounds(Stage):
         record.total_bytes_up += sum(expense.bytes_up.values())
         record.total_bytes_down += sum(expense.bytes_down.values())
         record.bytes_up_of_absent += sum(n for c, n in expense.bytes_up.items() if c in absent)
-        record.protection = {f"secure/{name}": value for name, value in expense.seconds.items()}
+        record.more |= {f"secure/{name}": value for name, value in expense.seconds.items()}
 
 
 def _message_bytes(params: Tensor) -> int:
