@@ -133,6 +133,7 @@ _HOMES = {
 }
 _ROOMS = (
     "callbacks",
+    "cli",
     "client",
     "core",
     "data",

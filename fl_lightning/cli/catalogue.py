@@ -41,7 +41,7 @@ def asked_for(words: Sequence[str]) -> str | None:
     """
     for word, following in zip(words, [*words[1:], "--"], strict=False):
         asked = _ASKED.fullmatch(word)
-        if asked and following.startswith("--") and _lines(asked["option"]):
+        if asked and following.startswith("--") and _kinds(asked["option"]):
             return asked["option"]
     return None
 
@@ -59,6 +59,9 @@ def catalogue(option: str) -> str:
         ...
     """
     lines, example = _lines(option), next(iter(_classes(option).values()), "CLASS_PATH")
+    if not lines:
+        bases = " or ".join(kind.__name__ for kind in _kinds(option))
+        lines = [f"  a class of your own that derives from {bases}: see docs/extending.md"]
     return "\n".join(
         [
             f"federation.{option} takes one of",

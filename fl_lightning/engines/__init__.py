@@ -13,7 +13,7 @@ from fl_lightning.engines.functional.example_gradients import (
     nothing,
 )
 from fl_lightning.engines.functional.functional_step import StepContext
-from fl_lightning.engines.functional.other_forwards import Forwards
+from fl_lightning.engines.functional.other_forwards import Forwards, other_forwards
 from fl_lightning.engines.slots.own import OwnOf, SlotOwn
 from fl_lightning.engines.slots.results import receive_usable
 from fl_lightning.engines.slots.stacked_optimizers import stacked_rule
@@ -40,6 +40,7 @@ __all__ = [
     "TermOf",
     "check_examples_apart",
     "nothing",
+    "other_forwards",
     "reason_against",
     "receive_usable",
     "stacked_rule",
