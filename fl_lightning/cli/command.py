@@ -59,7 +59,7 @@ from fl_lightning.federation.checkpoints.run_folder import checkpoint_folders
 from fl_lightning.federation.checks.checkpoint_file import check_checkpoint
 from fl_lightning.federation.checks.compatibility import check_strategy
 from fl_lightning.federation.federation import Federation
-from fl_lightning.federation.interruption import Interruption
+from fl_lightning.federation.processes.interruption import Interruption
 
 _EXPECTED_WARNINGS = (
     # the data sets here build whole batches in the main process: workers would only slow them

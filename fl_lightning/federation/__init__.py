@@ -1,7 +1,8 @@
 """Rounds inside Lightning's fit loop."""
 
+from fl_lightning.federation.plain_rounds import plain_rounds
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Sent, Stage, Start, Turn
 
-__all__ = ["RoundRecord", "Run", "Sent", "Stage", "Start", "Turn"]
+__all__ = ["RoundRecord", "Run", "Sent", "Stage", "Start", "Turn", "plain_rounds"]

@@ -20,7 +20,7 @@ from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.metric_states import pool
 from fl_lightning.federation.checkpoints.run_memory import Waiting
-from fl_lightning.federation.interruption import interruption_of
+from fl_lightning.federation.processes.interruption import interruption_of
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Stages

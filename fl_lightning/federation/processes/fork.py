@@ -29,7 +29,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.multiprocessing.spawn import start_processes
 
 from fl_lightning.core.errors import ConfigurationError, Interrupted, ProcessFailure
-from fl_lightning.federation.interruption import interruption_of
+from fl_lightning.federation.processes.interruption import interruption_of
 from fl_lightning.federation.processes.last_words import (
     call_on_exception,
     forget_checkpoints,
