@@ -34,6 +34,7 @@ class Availability(Protocol):
         """Return for every client whether it is there, shape (num_clients,); a pure function."""
 
 
+@final
 @dataclass(frozen=True, kw_only=True)
 class Stretches:
     """Clients that stay, or stay away, for some rounds at a time.
@@ -69,6 +70,7 @@ class Stretches:
         return drawn < self.fraction
 
 
+@final
 @dataclass(frozen=True, kw_only=True)
 class Diurnal:
     """Clients that follow a day: each is there with a probability that rises and falls.

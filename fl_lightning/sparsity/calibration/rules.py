@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, final
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ class Rule(Protocol):
         """Return what entries are sorted by, ascending."""
 
 
+@final
 @dataclass(frozen=True)
 class LeastSensitive:
     """Entries with the lowest sensitivity train.
@@ -52,6 +53,7 @@ class LeastSensitive:
         return dict(scores)
 
 
+@final
 @dataclass(frozen=True)
 class MostSensitive:
     """Entries with the highest sensitivity train."""
@@ -63,6 +65,7 @@ class MostSensitive:
         return {name: -score for name, score in scores.items()}
 
 
+@final
 @dataclass(frozen=True)
 class LowestMagnitude:
     """Entries with the lowest absolute value train."""
@@ -74,6 +77,7 @@ class LowestMagnitude:
         return {name: parameter.detach().abs() for name, parameter in parameters.items()}
 
 
+@final
 @dataclass(frozen=True)
 class HighestMagnitude:
     """Entries with the highest absolute value train."""
@@ -85,6 +89,7 @@ class HighestMagnitude:
         return {name: -parameter.detach().abs() for name, parameter in parameters.items()}
 
 
+@final
 @dataclass(frozen=True)
 class RandomEntries:
     """Entries drawn uniformly from all, not tensor by tensor, train.
