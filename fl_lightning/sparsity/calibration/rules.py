@@ -56,7 +56,13 @@ class LeastSensitive:
 @final
 @dataclass(frozen=True)
 class MostSensitive:
-    """Entries with the highest sensitivity train."""
+    """Entries with the highest sensitivity train.
+
+    Example:
+        >>> scores = {"weight": torch.tensor([0.1, 0.9])}
+        >>> MostSensitive().order_by({}, scores, seed=0)
+        {'weight': tensor([-0.1000, -0.9000])}
+    """
 
     needs_scores: ClassVar[bool] = True
 
@@ -68,7 +74,13 @@ class MostSensitive:
 @final
 @dataclass(frozen=True)
 class LowestMagnitude:
-    """Entries with the lowest absolute value train."""
+    """Entries with the lowest absolute value train.
+
+    Example:
+        >>> parameters = {"weight": torch.tensor([-2.0, 1.0])}
+        >>> LowestMagnitude().order_by(parameters, {}, seed=0)
+        {'weight': tensor([2., 1.])}
+    """
 
     needs_scores: ClassVar[bool] = False
 
@@ -80,7 +92,13 @@ class LowestMagnitude:
 @final
 @dataclass(frozen=True)
 class HighestMagnitude:
-    """Entries with the highest absolute value train."""
+    """Entries with the highest absolute value train.
+
+    Example:
+        >>> parameters = {"weight": torch.tensor([-2.0, 1.0])}
+        >>> HighestMagnitude().order_by(parameters, {}, seed=0)
+        {'weight': tensor([-2., -1.])}
+    """
 
     needs_scores: ClassVar[bool] = False
 

@@ -103,6 +103,13 @@ class EmpiricalFisher(SquaredGradients):
     Args:
         labels: takes the labels (B,) out of a batch.
         scoring: what is scored, on how many examples, in how much memory.
+
+    Example:
+        >>> module, batch = torch.nn.Linear(1, 2, bias=False), (torch.ones(2, 1), torch.tensor([0, 0]))
+        >>> _ = torch.nn.init.zeros_(module.weight)
+        >>> EmpiricalFisher()(module, [batch]).mean()["weight"]  # (1 - p)² and p²
+        tensor([[0.2500],
+                [0.2500]])
     """
 
     labels: Labels = batch_labels
