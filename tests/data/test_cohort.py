@@ -245,6 +245,15 @@ class TestAvailability:
             assert len(ids) == min(4, there.sum())
 
 
+def test_patterns_of_availability_may_be_nested():
+    """Whoever keeps to both can be asked."""
+    night, away = Diurnal(mean=0.5, amplitude=0.3), Stretches(fraction=0.6, length=3)
+    sampler = AvailableCohort(AvailableCohort(AllClients(), away), night)
+    for index in range(20):
+        there = night.available(index, 30, seed=2) & away.available(index, 30, seed=2)
+        assert sampler.sample(index, population(30), 2).tolist() == np.flatnonzero(there).tolist()
+
+
 def test_who_draws_clients_that_are_not_there_is_refused():
     class First:
         def expected_size(self, num_clients):
