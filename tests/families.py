@@ -61,7 +61,7 @@ TABLE = {
         server.Collected: {"rule": server.Median(), "memory_gb": 1e-7},  # most of it in a file
         server.QFedAvg: {"q": 0.5, "local_lr": 0.1},
         server.TiltedMean: {"tilt": 0.5},
-        secure.EncryptedMean: {},
+        secure.EncryptedMean: {"fraction": 0.5},
         secure.SecureMean: {"clip": 4.0, "levels": 1 << 20},
     },
     "robust rule": {

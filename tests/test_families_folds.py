@@ -7,6 +7,7 @@ does not matter, all of it holds to the bit, else to rounding.
 import inspect
 import io
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cached_property, partial
 from threading import Barrier
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 from families import ROWS, made
 
-from fl_lightning import ConfigurationError
+from fl_lightning import ConfigurationError, RoundFailure
 from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.core.update import ClientUpdate, Updates
 from fl_lightning.privacy.protected import Protected, Terms
@@ -59,12 +60,12 @@ class Way:
 
     @property
     def in_one_order(self):
-        """What has the same bits where updates come in the same order: parameters, buffers."""
+        """What has the same bits in one order: parameters and memory, buffers."""
         return not self.restarts, True
 
     @property
     def in_any_order(self):
-        """What has the same bits in any order: parameters, buffers."""
+        """What has the same bits in any order: parameters and memory, buffers."""
         exact = self.probe.exact
         return exact or self.is_sorted, exact or self.sorts_buffers
 
@@ -116,12 +117,20 @@ def ways():
 
 
 def assert_same(one, other, to_the_bit):
-    """Compare the models of two servers: parameters and buffers, to the bit or to rounding."""
-    for part, exactly in zip(("params", "buffers"), to_the_bit, strict=True):
-        found, expected = getattr(one.model, part), getattr(other.model, part)
-        assert float(found.norm()) > 0
+    """Compare two servers: parameters and memory, and buffers, to the bit or to rounding."""
+    vectors, buffers = to_the_bit
+    for found, expected, exactly in (
+        (one.model.params, other.model.params, vectors),
+        (one.model.buffers, other.model.buffers, buffers),
+        (memory_of(one), memory_of(other), vectors),
+    ):
         tolerance = {"rtol": 0, "atol": 0} if exactly else {"rtol": 1e-4, "atol": 1e-5}
         torch.testing.assert_close(found, expected, **tolerance)
+    assert float(one.model.params.norm()) > 0
+
+
+def memory_of(server):
+    return dict(server.state_dict().get("memory", {}))
 
 
 every_way = pytest.mark.parametrize("way", list(ways()), ids=str)
@@ -178,6 +187,33 @@ def test_updates_stay_as_they_are(way):
         assert torch.equal(update.delta, before.delta)
         assert torch.equal(update.buffers, before.buffers)
         assert update.metrics == before.metrics
+
+
+@every_way
+def test_it_says_what_it_reads(way):
+    """Losses and steps: without them it is as before, or refuses."""
+    reads = {"metrics": way.probe.reads_losses, "effective_steps": way.probe.needs_effective_steps}
+    nothing = {"metrics": {}, "effective_steps": None}
+    for name, is_read in reads.items():
+
+        def without(updates, name=name):
+            return [replace(update, **{name: nothing[name]}) for update in updates]
+
+        if is_read:
+            with pytest.raises((ConfigurationError, RoundFailure), match="client 0"):
+                trained(way, without)
+        else:
+            assert_same(trained(way), trained(way, without), way.in_one_order)
+
+
+@every_way
+def test_what_it_remembers_changes_between_rounds_alone(way):
+    server, before = way.server(), {}
+    for step in steps(way):
+        step(server)
+        if server.is_open:
+            torch.testing.assert_close(memory_of(server), before, rtol=0, atol=0)
+        before = {name: value.clone() for name, value in memory_of(server).items()}
 
 
 class Pair:

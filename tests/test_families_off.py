@@ -220,23 +220,33 @@ RUNS = [
     (data.LabelFlip(3, share=0.0), {}),
     (data.Trigger(1, share=0.0), {}),
 ]
+ONE_AT_A_TIME = (fl.FedLC, fl.Moon, fl.APFL, fl.Ditto, fl.ExampleDP)  # slots decline them
 
 
 def run(*, rounds=2, batch_size=4, **block):
     """Return the model after some rounds of three of six clients; other options replace ours."""
     seed_everything(0, verbose=False)
     module, source = Seeing(), toy_data(batch_size=batch_size)
-    defaults = {"cohort": fl.UniformCohort(size=3), "local_steps": 2, "engine": "sequential"}
-    federation = fl.Federation(**defaults | {"seed": 4, **block})
+    defaults = {"cohort": fl.UniformCohort(size=3), "local_steps": 2, "seed": 4}
+    federation = fl.Federation(**defaults | block)
     toy_trainer(federation, max_epochs=rounds).fit(module, datamodule=source)
     return weights(module)
 
 
 @pytest.mark.filterwarnings("ignore:privacy:UserWarning")
-@pytest.mark.parametrize("case", RUNS, ids=named)
-def test_a_run_with_a_member_that_is_off_is_the_run_without(case):
+@pytest.mark.parametrize(
+    ("case", "engine"),
+    [
+        pytest.param(case, engine, id=f"{named(case)}-{engine}")
+        for case in RUNS
+        for engine in ("sequential", "slots")
+        if engine == "sequential" or type(case[0]) not in ONE_AT_A_TIME
+    ],
+)
+def test_a_run_with_a_member_that_is_off_is_the_run_without(case, engine):
     member, others = case
     [family] = (family for family, cls in ROWS if cls is type(member))
+    others = {"engine": engine, **others}
     assert torch.equal(run(**others, **OPTION[family](member)), run(**others))
 
 
