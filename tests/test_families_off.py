@@ -15,6 +15,7 @@ from toys import ToyModule, toy_data, toy_trainer, weights
 
 import fl_lightning as fl
 from fl_lightning import client, data, secure, server, updates
+from fl_lightning.client import Correction
 from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.data import Population
@@ -220,6 +221,7 @@ RUNS = [
     (data.LabelFlip(3, share=0.0), {}),
     (data.Trigger(1, share=0.0), {}),
 ]
+CORRECTIONS = [member for member, _ in RUNS if isinstance(member, Correction)]
 ONE_AT_A_TIME = (fl.FedLC, fl.Moon, fl.APFL, fl.Ditto, fl.ExampleDP)  # slots decline them
 
 
@@ -231,6 +233,12 @@ def run(*, rounds=2, batch_size=4, **block):
     federation = fl.Federation(**defaults | block)
     toy_trainer(federation, max_epochs=rounds).fit(module, datamodule=source)
     return weights(module)
+
+
+@pytest.mark.parametrize("rule", CORRECTIONS, ids=repr)
+def test_a_correction_that_is_off_adds_nothing_to_gradients(rule):
+    """A run without a correction is one with such a rule: both could be wrong."""
+    assert rule.term(None, None).is_nothing
 
 
 @pytest.mark.filterwarnings("ignore:privacy:UserWarning")
