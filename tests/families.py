@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import io
 import pkgutil
 from importlib import import_module
 
@@ -252,3 +253,15 @@ def answers(cls, name, part):
 
 def parameters(function):
     return list(inspect.signature(function).parameters)
+
+
+def vector(size=12, seed=0):
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed))
+
+
+def through_a_file(state):
+    """Return a state as a checkpoint brings it back."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)

@@ -5,7 +5,6 @@ does not matter, all of it holds to the bit, else to rounding.
 """
 
 import inspect
-import io
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property, partial
@@ -13,7 +12,7 @@ from threading import Barrier
 
 import pytest
 import torch
-from families import ROWS, made
+from families import ROWS, made, through_a_file
 
 from fl_lightning import ConfigurationError, RoundFailure
 from fl_lightning.client.local_training import GlobalModel
@@ -266,11 +265,8 @@ def test_it_goes_on_from_a_checkpoint(way, cut):
     todo, begin, is_open = steps(way), CLIENTS + 2, cut < CLIENTS + 2
     for step in todo[: begin + cut]:
         step(first)
-    file = io.BytesIO()
-    torch.save(first.state_dict(with_round=not way.restarts), file)
-    file.seek(0)
     second.replace_model(first.model)
-    second.load_state_dict(torch.load(file, weights_only=True))
+    second.load_state_dict(through_a_file(first.state_dict(with_round=not way.restarts)))
     again = way.restarts and is_open  # such a round begins anew
     assert second.is_open == (is_open and not again)
     for step in todo[begin if again else begin + cut :]:
