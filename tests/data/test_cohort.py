@@ -82,11 +82,6 @@ class TestEverySampler:
         restored.load_state_dict(some.state_dict())
         np.testing.assert_array_equal(ids, sampler.sample(round_index, restored, seed))
 
-    def test_leaves_the_global_generator_alone(self, sampler):
-        before = np.random.get_state()[1].copy()
-        sampler.sample(0, population(20), 0)
-        np.testing.assert_array_equal(np.random.get_state()[1], before)
-
 
 @pytest.mark.parametrize("sampler", SAMPLERS[:-2], ids=repr)
 def test_rounds_and_seeds_draw_differently(sampler):
