@@ -123,6 +123,7 @@ class AvailableCohort(Cohort):
 
     Where fewer are there than the sampler takes, all of them take part; where nobody is, the round
     is empty and leaves the model as it is. With everybody there it is the sampler itself.
+    It can be the sampler of another one: a client must then be there by both availabilities.
 
     Args:
         sampler: draws the cohort.
