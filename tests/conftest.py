@@ -13,6 +13,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 import hypothesis
+import numpy as np
 import pytest
 import torch
 
@@ -40,3 +41,12 @@ def _a_level_of_ones_own():
     before = logger.level
     yield
     logger.setLevel(before)
+
+
+@pytest.fixture
+def global_generators_stay():
+    """Fail a test that draws from NumPy's or torch's global generator."""
+    before = np.random.get_state()[1].copy(), torch.get_rng_state()
+    yield
+    np.testing.assert_array_equal(np.random.get_state()[1], before[0])
+    assert torch.equal(torch.get_rng_state(), before[1])

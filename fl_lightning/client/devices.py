@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, final
 
 from fl_lightning.client.speeds import Speeds
 from fl_lightning.core.errors import ConfigurationError
@@ -35,6 +35,7 @@ class Fate:
     is_lost: bool
 
 
+@final
 @dataclass(frozen=True, kw_only=True)
 class Devices:
     """Clients' devices: how fast they are, how reliable, and how long the server waits for them.

@@ -6,7 +6,7 @@ Drawn once in a run, from its seed; how much a device varies from round to round
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, final
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,7 @@ class Speeds(Protocol):
         """Return seconds > 0 for a local step, shape (num_clients,); a pure function."""
 
 
+@final
 @dataclass(frozen=True, kw_only=True)
 class LogNormalSpeeds:
     """Devices whose step times are log-normal: many alike, a few very slow.
@@ -60,6 +61,7 @@ class LogNormalSpeeds:
         return seconds
 
 
+@final
 @dataclass(frozen=True, kw_only=True)
 class SpeedTiers:
     """Devices of a few kinds.
@@ -94,6 +96,7 @@ class SpeedTiers:
         return np.array(self.seconds, dtype=np.float64)[kinds]
 
 
+@final
 @dataclass(frozen=True)
 class GivenSpeeds:
     """Devices that were measured.

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import final
 
 from fl_lightning.core.errors import ConfigurationError
 
@@ -49,6 +50,7 @@ def update_noise_multiplier(noise_multiplier: float, bits_stddev: float) -> floa
     return 1 / math.sqrt(left)
 
 
+@final
 @dataclass(frozen=True, kw_only=True)
 class AdaptiveClip:
     """How the clip norm follows the updates; ``clip_norm`` is where it starts.

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, final
 
 from torch import Tensor
 
@@ -38,6 +38,7 @@ from fl_lightning.privacy.run import Participation, Run, check_fixed_in_advance
 _MOST_BANDS = 32
 
 
+@final
 @dataclass(frozen=True, kw_only=True)
 class BandedMatrixDP:
     """Protects each client as `CentralDP` does, without amplification by sampling.

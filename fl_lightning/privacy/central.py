@@ -9,7 +9,7 @@ Source: McMahan et al. 2018 (1710.06963), Algorithm 1, with accounting by privac
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, final
 
 from torch import Tensor
 
@@ -30,6 +30,7 @@ from fl_lightning.privacy.private_mean import Release
 from fl_lightning.privacy.run import Run
 
 
+@final
 @dataclass(frozen=True, kw_only=True)
 class CentralDP:
     """Protects each client, with all its examples, from everybody who sees the models.

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 from torch import Tensor
@@ -76,6 +76,7 @@ class IntegerCode:
         return (2 * num_clients * one).bit_length()
 
 
+@final
 @dataclass(frozen=True, kw_only=True)
 class DistributedDP:
     """Protects each client from everybody, as long as the server sees only the sum of updates.

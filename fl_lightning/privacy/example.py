@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from hashlib import blake2b
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +33,7 @@ from fl_lightning.privacy.run import LocalSampling, Run, check_fixed_in_advance
 Work = tuple[int, int, int]
 
 
+@final
 @dataclass(frozen=True, kw_only=True)
 class ExampleDP:
     """Protects each single example from everybody, the server included, by DP-SGD in the clients.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 from torch import Tensor
@@ -27,6 +27,7 @@ from fl_lightning.privacy.private_mean import Release
 from fl_lightning.privacy.run import Participation, Run, check_fixed_in_advance
 
 
+@final
 @dataclass(frozen=True, kw_only=True)
 class LocalDP:
     """Protects each client's data from everybody, the server included.

@@ -18,7 +18,7 @@ are mixed with the present ones by the same weight, b ← (1 - w) b + w b_i, w =
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, final
 
 from torch import Tensor
 
@@ -32,6 +32,7 @@ class Staleness(Protocol):
         """Return s(τ) in (0, 1], 1 at τ = 0; τ ≥ 0 in steps of the server."""
 
 
+@final
 @dataclass(frozen=True)
 class PolynomialStaleness:
     """s(τ) = (1 + τ)^-a.
@@ -55,6 +56,7 @@ class PolynomialStaleness:
         return float((1 + staleness) ** -self.exponent)
 
 
+@final
 @dataclass(frozen=True)
 class HingeStaleness:
     """s(τ) = 1 up to τ = b, then 1 / (a (τ - b) + 1).
@@ -103,6 +105,7 @@ class AsyncRule(Protocol):
         """
 
 
+@final
 @dataclass(frozen=True, kw_only=True)
 class FedBuff:
     """The server steps whenever a buffer of updates is full.
@@ -132,6 +135,7 @@ class FedBuff:
         return deltas if weight == 1 else deltas * weight
 
 
+@final
 @dataclass(frozen=True, kw_only=True)
 class FedAsync:
     """The server mixes every client's model in as it arrives.

@@ -82,11 +82,6 @@ class TestEverySampler:
         restored.load_state_dict(some.state_dict())
         np.testing.assert_array_equal(ids, sampler.sample(round_index, restored, seed))
 
-    def test_leaves_the_global_generator_alone(self, sampler):
-        before = np.random.get_state()[1].copy()
-        sampler.sample(0, population(20), 0)
-        np.testing.assert_array_equal(np.random.get_state()[1], before)
-
 
 @pytest.mark.parametrize("sampler", SAMPLERS[:-2], ids=repr)
 def test_rounds_and_seeds_draw_differently(sampler):
@@ -243,6 +238,15 @@ class TestAvailability:
         assert there[ids].all()
         if sampler in FIXED:
             assert len(ids) == min(4, there.sum())
+
+
+def test_patterns_of_availability_may_be_nested():
+    """Whoever keeps to both can be asked."""
+    night, away = Diurnal(mean=0.5, amplitude=0.3), Stretches(fraction=0.6, length=3)
+    sampler = AvailableCohort(AvailableCohort(AllClients(), away), night)
+    for index in range(20):
+        there = night.available(index, 30, seed=2) & away.available(index, 30, seed=2)
+        assert sampler.sample(index, population(30), 2).tolist() == np.flatnonzero(there).tolist()
 
 
 def test_who_draws_clients_that_are_not_there_is_refused():

@@ -301,11 +301,6 @@ def run(
 
 
 class TestReductions:
-    def test_no_pull_is_no_correction_bit_for_bit(self):
-        plain, _ = run(precision="32-true")
-        off, _ = run(precision="32-true", correction=FedProx(mu=0.0))
-        assert torch.equal(weights(plain), weights(off))
-
     @pytest.mark.parametrize("name", ["Scaffold", "Scaffold I"])
     @pytest.mark.parametrize("engine", ["sequential", "slots"])
     def test_the_first_round_of_scaffold_is_fedavg_bit_for_bit(self, name, engine):
@@ -590,11 +585,6 @@ class TestMoon:
                 p.data = s - 0.5 * rate * g
             rate *= 0.9
         torch.testing.assert_close(found, weights(module), rtol=1e-6, atol=1e-7)
-
-    def test_no_weight_is_no_contrast(self):
-        plain, _ = run(Seeing)
-        off, _ = run(Seeing, correction=Moon(mu=0.0))
-        torch.testing.assert_close(weights(plain), weights(off), rtol=1e-12, atol=1e-14)
 
     def test_masks_that_change_let_it_start_anew(self):
         class Both(Masked, Seeing):

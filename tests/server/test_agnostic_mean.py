@@ -1,7 +1,5 @@
 """AFL: the projection by scipy, the minimax point of two quadratics, and the mean where it is off."""
 
-import io
-
 import numpy as np
 import pytest
 import torch
@@ -10,10 +8,9 @@ from hypothesis import strategies as st
 from scipy.optimize import LinearConstraint, minimize
 from test_fair_means import clients, opened, updates
 
-from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.core.errors import ConfigurationError, RoundFailure
 from fl_lightning.core.update import ClientUpdate
-from fl_lightning.server import AFL, Server
+from fl_lightning.server import AFL
 from fl_lightning.server.means.agnostic_mean import on_simplex
 from fl_lightning.server.means.mean import Mean
 
@@ -101,54 +98,6 @@ def test_clients_without_weight_leave_the_model_where_it_is():
     opened(aggregator, [([1.0, 0.0], 0.0, 1), ([0.0, 1.0], 1.0, 1)]).close()
     assert aggregator.weights == {0: 0.0, 1: 1.0}
     assert opened(aggregator, [([5.0, 5.0], 1.0, 1)]).close().tolist() == [0.0, 0.0]
-
-
-ENTRIES = [([1.0, 2.0], 0.5, 3), ([3.0, -1.0], 1.5, 5), ([0.0, 4.0], 2.5, 7)]
-
-
-def test_processes_add_up():
-    alone, first, second = AFL(0.1), AFL(0.1), AFL(0.1)
-    for _ in range(2):
-        expected = opened(alone, ENTRIES).close()
-        one, two, three = updates(ENTRIES)
-        told: list = []
-        for share, mine in ((first, [one, three]), (second, [two])):
-            opened(share)
-            for update in mine:
-                share.add(update)
-            share.exchange(lambda losses, told=told: told.append(losses) or [losses], None)
-        total = [a + b for a, b in zip(first.sums(), second.sums(), strict=True)]
-        for share in (first, second):
-            share.exchange(lambda _, told=told: told, None)
-            share.load_sums([part.clone() for part in total])
-            torch.testing.assert_close(share.close(), expected)
-            assert share.weights == pytest.approx(alone.weights)
-
-
-def test_a_servers_state_has_the_weights_and_the_open_round():
-    def fresh():
-        return Server(GlobalModel(torch.zeros(2), torch.empty(0)), AFL(0.1))
-
-    first, whole = fresh(), updates(ENTRIES)
-    first.open_round()
-    for update in whole:
-        first.receive(update)
-    first.close_round()
-    first.open_round(1)
-    one, *others = updates(ENTRIES)
-    first.receive(one)
-    file = io.BytesIO()
-    torch.save(first.state_dict(), file)
-    file.seek(0)
-    second = fresh()
-    second.replace_model(first.model)
-    second.load_state_dict(torch.load(file, weights_only=True))
-    for server in (first, second):
-        for update in others:
-            server.receive(update)
-        server.close_round()
-    assert torch.equal(first.model.params, second.model.params)
-    assert str(first.state_dict()) == str(second.state_dict())
 
 
 def test_refuses():

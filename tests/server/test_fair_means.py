@@ -70,21 +70,6 @@ def test_a_large_tilt_follows_the_client_that_is_worst_off():
     assert opened(TiltedMean(100.0), entries).close().tolist() == pytest.approx([0.0, 1.0])
 
 
-@pytest.mark.parametrize("make", [lambda: QFedAvg(2.0, 0.1), lambda: TiltedMean(0.5)])
-def test_they_go_on_from_their_state_and_add_up_over_processes(make):
-    entries = [([1.0, 2.0], 0.5, 3), ([3.0, -1.0], 1.5, 5), ([0.0, 4.0], 2.5, 7)]
-    expected = opened(make(), entries).close()
-    resumed, first = opened(make()), opened(make(), entries[:2])
-    resumed.load_state_dict(first.state_dict())
-    for update in updates(entries[2:]):
-        resumed.add(update)
-    assert torch.equal(resumed.close(), expected)
-    shares = [opened(make(), entries[:1]), opened(make(), entries[1:])]
-    total = opened(make())
-    total.load_sums([sum(parts) for parts in zip(*(share.sums() for share in shares), strict=True)])
-    torch.testing.assert_close(total.close(), expected)
-
-
 def test_losses_that_cannot_be_used_are_told():
     with pytest.raises(RoundFailure, match="client 0's is -1"):
         opened(QFedAvg(1.0, 0.1), [([0.0, 0.0], -1.0, 1)])

@@ -34,6 +34,7 @@ class Availability(Protocol):
         """Return for every client whether it is there, shape (num_clients,); a pure function."""
 
 
+@final
 @dataclass(frozen=True, kw_only=True)
 class Stretches:
     """Clients that stay, or stay away, for some rounds at a time.
@@ -69,6 +70,7 @@ class Stretches:
         return drawn < self.fraction
 
 
+@final
 @dataclass(frozen=True, kw_only=True)
 class Diurnal:
     """Clients that follow a day: each is there with a probability that rises and falls.
@@ -121,6 +123,7 @@ class AvailableCohort(Cohort):
 
     Where fewer are there than the sampler takes, all of them take part; where nobody is, the round
     is empty and leaves the model as it is. With everybody there it is the sampler itself.
+    It can be the sampler of another one: a client must then be there by both availabilities.
 
     Args:
         sampler: draws the cohort.

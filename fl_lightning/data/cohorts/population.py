@@ -79,7 +79,9 @@ class Population:
         return np.flatnonzero(self.is_available)
 
     def restricted(self, is_available: npt.NDArray[np.bool_]) -> Population:
-        """Return the same knowledge where only some of the clients can be asked."""
+        """Return the same knowledge where only some of those who can be asked still can."""
+        if self.is_available is not None:
+            is_available = is_available & self.is_available
         other = Population(self.num_examples, is_available)
         other.losses, other.last_rounds = self.losses, self.last_rounds
         other.durations = self.durations

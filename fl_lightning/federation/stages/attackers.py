@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import final
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from fl_lightning.server.attacks.forged import Forged, Forgery
 from fl_lightning.server.robust.collect import Collected
 
 
+@final
 @dataclass(frozen=True, kw_only=True)
 class Attackers:
     """Which clients attack, and how: on their examples, on their updates or on both.

@@ -25,7 +25,8 @@ class NormBounding(RobustRule):
     """The mean of updates of bounded norm.
 
     Args:
-        bound: M, > 0, the largest L2 norm of an update; the median of the round's norms if None.
+        bound: M, > 0, the largest L2 norm of an update, ∞ for the plain mean; the median of the
+            round's norms if None.
         weight_by_examples: weigh updates by their examples, which clients claim to have.
 
     Raises:
@@ -48,5 +49,5 @@ class NormBounding(RobustRule):
         if not bound:  # most updates are 0
             return np.zeros(rows.num_columns, rows.dtype)
         weights = rows.num_examples if self.weight_by_examples else np.ones(len(rows))
-        factors = bound / np.maximum(norms, bound)
+        factors = np.divide(bound, norms, out=np.ones_like(norms), where=norms > bound)
         return combined(rows, factors * weights / weights.sum())

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, final
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ class Rule(Protocol):
         """Return what entries are sorted by, ascending."""
 
 
+@final
 @dataclass(frozen=True)
 class LeastSensitive:
     """Entries with the lowest sensitivity train.
@@ -52,9 +53,16 @@ class LeastSensitive:
         return dict(scores)
 
 
+@final
 @dataclass(frozen=True)
 class MostSensitive:
-    """Entries with the highest sensitivity train."""
+    """Entries with the highest sensitivity train.
+
+    Example:
+        >>> scores = {"weight": torch.tensor([0.1, 0.9])}
+        >>> MostSensitive().order_by({}, scores, seed=0)
+        {'weight': tensor([-0.1000, -0.9000])}
+    """
 
     needs_scores: ClassVar[bool] = True
 
@@ -63,9 +71,16 @@ class MostSensitive:
         return {name: -score for name, score in scores.items()}
 
 
+@final
 @dataclass(frozen=True)
 class LowestMagnitude:
-    """Entries with the lowest absolute value train."""
+    """Entries with the lowest absolute value train.
+
+    Example:
+        >>> parameters = {"weight": torch.tensor([-2.0, 1.0])}
+        >>> LowestMagnitude().order_by(parameters, {}, seed=0)
+        {'weight': tensor([2., 1.])}
+    """
 
     needs_scores: ClassVar[bool] = False
 
@@ -74,9 +89,16 @@ class LowestMagnitude:
         return {name: parameter.detach().abs() for name, parameter in parameters.items()}
 
 
+@final
 @dataclass(frozen=True)
 class HighestMagnitude:
-    """Entries with the highest absolute value train."""
+    """Entries with the highest absolute value train.
+
+    Example:
+        >>> parameters = {"weight": torch.tensor([-2.0, 1.0])}
+        >>> HighestMagnitude().order_by(parameters, {}, seed=0)
+        {'weight': tensor([-2., -1.])}
+    """
 
     needs_scores: ClassVar[bool] = False
 
@@ -85,6 +107,7 @@ class HighestMagnitude:
         return {name: -parameter.detach().abs() for name, parameter in parameters.items()}
 
 
+@final
 @dataclass(frozen=True)
 class RandomEntries:
     """Entries drawn uniformly from all, not tensor by tensor, train.

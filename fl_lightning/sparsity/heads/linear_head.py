@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import final
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ from fl_lightning.sparsity.heads.head_fit import (
 from fl_lightning.sparsity.sensitivity.logits import Labels, Logits, batch_labels, module_logits
 
 
+@final
 @dataclass(frozen=True, kw_only=True)
 class LinearHead:
     """Fit the head by logistic regression over all classes.

@@ -8,7 +8,7 @@ ICLR, algorithm 2, as in torch; the mask gates step and decay as in Iurada et al
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch.optim.optimizer import ParamsT
 from fl_lightning.sparsity.optimizers.masked_optimizer import MaskedOptimizer, Masks
 
 
+@final
 class SparseAdamW(MaskedOptimizer, AdamW):
     """`torch.optim.AdamW`, bit for bit, on the active entries; the others stay as they are.
 

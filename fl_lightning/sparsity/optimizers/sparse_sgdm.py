@@ -10,7 +10,7 @@ moves the frozen entries.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, final
 
 from torch import Tensor
 from torch.optim import SGD
@@ -21,6 +21,7 @@ from fl_lightning.kernels import sgd_in_one_pass
 from fl_lightning.sparsity.optimizers.masked_optimizer import MaskedOptimizer, Masks
 
 
+@final
 class SparseSGDM(MaskedOptimizer, SGD):
     """`torch.optim.SGD` on the active entries; the others stay as they are for ever.
 

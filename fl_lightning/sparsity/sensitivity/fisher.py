@@ -12,7 +12,7 @@ its log-probability: ``scoring: {quantity: fl_lightning.sparsity.raw_logits}``.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from fl_lightning.sparsity.sensitivity.per_example import Given, SquaredGradient
 from fl_lightning.sparsity.sensitivity.scoring import Scoring
 
 
+@final
 @dataclass(frozen=True)
 class SampledFisher(SquaredGradients):
     """True Fisher diagonal with labels sampled from the model's own prediction; unbiased.
@@ -69,6 +70,7 @@ class SampledFisher(SquaredGradients):
         return labels, torch.full_like(given, 1 / len(given))
 
 
+@final
 @dataclass(frozen=True)
 class ExactFisher(SquaredGradients):
     """True Fisher diagonal: the expectation over all labels, a backward pass per class.
@@ -91,6 +93,7 @@ class ExactFisher(SquaredGradients):
         return torch.arange(len(logits), device=logits.device), logits.softmax(dim=-1)
 
 
+@final
 @dataclass(frozen=True)
 class EmpiricalFisher(SquaredGradients):
     """Squared per-example gradients of the given labels' log-probabilities.
@@ -100,6 +103,13 @@ class EmpiricalFisher(SquaredGradients):
     Args:
         labels: takes the labels (B,) out of a batch.
         scoring: what is scored, on how many examples, in how much memory.
+
+    Example:
+        >>> module, batch = torch.nn.Linear(1, 2, bias=False), (torch.ones(2, 1), torch.tensor([0, 0]))
+        >>> _ = torch.nn.init.zeros_(module.weight)
+        >>> EmpiricalFisher()(module, [batch]).mean()["weight"]  # (1 - p)² and p²
+        tensor([[0.2500],
+                [0.2500]])
     """
 
     labels: Labels = batch_labels

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from fl_lightning.sparsity.sensitivity.scoring import (
 )
 
 
+@final
 @dataclass(frozen=True)
 class SquaredMeanGradient:
     """The squared gradient of each batch's mean, batches weighted by their sizes.

@@ -263,11 +263,6 @@ class TestBucketing:
         assert len(found) > 3
         assert all(1 < value < 60 for value in found)
 
-    def test_buckets_of_one_are_the_rule(self):
-        rows = sines()
-        expected = aggregate(Krum(2), rows)
-        assert (aggregate(Bucketing(Krum(2), bucket_size=1, seed=0), rows) == expected).all()
-
     @few
     @given(rows=rounds, size=st.integers(1, 5))
     def test_of_means_it_is_the_mean_where_buckets_are_equal(self, rows, size):

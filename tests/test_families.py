@@ -1,0 +1,68 @@
+"""What every exported member of every family keeps to: it has a row, is explained, final and frozen.
+
+What the members of a family keep to besides is in `test_families_folds` (aggregators and robust rules),
+`test_families_draws`, `test_families_vectors` and `test_families_scores`; that those that are switched
+off change nothing, in `test_families_off`.
+"""
+
+import copy
+import dataclasses
+import inspect
+import pickle
+import re
+
+import pytest
+from families import FAMILIES, TABLE, every_member, exported, is_member, made, of
+from readme import ROOT
+
+from fl_lightning import Mean
+
+PAGES = "".join(page.read_text() for page in sorted((ROOT / "docs").glob("*.md")))
+NOT_FINAL = {Mean}  # a test derives from it
+FROZEN = FAMILIES.keys() - {"aggregator", "optimizer"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_exported_member_has_a_row(family):
+    found = {cls for cls in exported() if is_member(cls, FAMILIES[family])}
+    assert found == set(TABLE[family])
+
+
+@every_member()
+def test_a_member_is_shown_in_an_example_or_on_a_page(cls):
+    assert "Example:" in cls.__doc__ or re.search(rf"\b{cls.__name__}\b", PAGES)
+
+
+@every_member()
+def test_a_members_options_are_in_its_signature_and_explained(cls):
+    options = inspect.signature(cls).parameters
+    for option in options.values():
+        assert option.kind not in (option.VAR_POSITIONAL, option.VAR_KEYWORD)
+        assert option.annotation is not option.empty
+    if "Args: those of" not in cls.__doc__:
+        explained = re.search(r"Args:\n(.*?)(\n\n|$)", inspect.getdoc(cls), re.DOTALL)
+        names = re.findall(r"^    (\w+): ", explained[1], re.MULTILINE) if explained else []
+        assert names == list(options)
+
+
+@every_member()
+def test_a_member_is_final(cls):
+    assert getattr(cls, "__final__", False) != (cls in NOT_FINAL)
+
+
+@every_member()
+def test_a_member_can_be_pickled_and_copied(cls):
+    member = made(cls)
+    for other in (pickle.loads(pickle.dumps(member)), copy.deepcopy(member)):
+        assert type(other) is cls
+        if dataclasses.is_dataclass(cls):
+            assert other == member
+
+
+@of(*FROZEN)
+def test_a_member_is_frozen_and_equal_to_one_that_is_made_alike(cls):
+    member = made(cls)
+    for name in inspect.signature(cls).parameters:
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(member, name, None)
+    assert member == made(cls)
