@@ -20,6 +20,7 @@ FLOORS = {
     "engines": 4,
     "privacy": 5,
     "secure": 6,
+    "nas": 5,
     "federation": 7,
     "callbacks": 8,
     "experiments": 8,

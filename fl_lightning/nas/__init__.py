@@ -1,0 +1,1 @@
+"""Architecture search: spaces, relaxations, elastic layers, searches, costs, the supernet."""
