@@ -157,6 +157,8 @@ class Round:
             self._note_clients()
         self.memory.clients.commit()
         self.record.update_norm = float(self.server.close_round(self.stages.on_server))
+        for stage in self.stages:
+            stage.stepped(self.server.model.params)
         with self.clients.metrics_kept_apart():
             self.record.pooled = self.run.collector.collect_metrics()
         self._has_come = False
