@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import numpy_generator, run_seed
@@ -32,6 +33,7 @@ from fl_lightning.data.inputs import (
 )
 from fl_lightning.data.partitions.partition import IID, Partition
 from fl_lightning.data.poisoning import Poison, check_poison, poisoned_examples, poisoned_reader
+from fl_lightning.data.search_half import SearchHalf
 from fl_lightning.data.shards import ClientShards
 from fl_lightning.data.summary import PartitionSummary, partition_fingerprint
 from fl_lightning.data.training_set import TrainingSet
@@ -71,6 +73,9 @@ class FederatedDataModule(ForwardingDataModule):
             and that per-client validation uses.
         client_test_fraction: the same for per-client tests: further examples, in neither of the other
             two parts.
+        search_fraction: for a search over architectures: share of what each client trains on, in
+            (0, 0.5], that its weights do not learn from and its choices do; 0 for none. Batches
+            then hold both, see `SearchHalf`, in a central run as well.
         transforms: what is done to the inputs of every batch, in training and in evaluation, e.g.
             `FederatedNormalize`; in a central run as well.
         labels: one label per example: the name of an attribute of the data set, of a column (as in
@@ -105,6 +110,7 @@ class FederatedDataModule(ForwardingDataModule):
         batch_size: int | None = None,
         client_val_fraction: float = 0.0,
         client_test_fraction: float = 0.0,
+        search_fraction: float = 0.0,
         transforms: list[InputTransform] | None = None,
         labels: Column | None = None,
         bins: int | None = None,
@@ -113,11 +119,12 @@ class FederatedDataModule(ForwardingDataModule):
     ) -> None:
         super().__init__(source)
         _check(num_clients, batch_size, bins)
-        _check_fractions(client_val_fraction, client_test_fraction)
+        _check_fractions(client_val_fraction, client_test_fraction, search_fraction)
         self.num_clients = num_clients
         self.partition = partition if partition is not None else IID()
         self.client_val_fraction = client_val_fraction
         self.client_test_fraction = client_test_fraction
+        self.search_fraction = search_fraction
         self.transforms = list(transforms or [])
         self.label_column, self.bins, self.ignore_sampler = labels, bins, ignore_sampler
         self.seed = run_seed(seed)
@@ -154,10 +161,23 @@ class FederatedDataModule(ForwardingDataModule):
         self._is_set_up = self._is_set_up or stage == "fit"
 
     def train_dataloader(self) -> Any:
-        """Return the rounds' client groups in a federation, else the source's own loader."""
+        """Return the rounds' client groups in a federation, else the loader of a central run."""
         if self._rounds is not None:
             return self._rounds
+        if self.search_fraction:
+            return self._paired_loader()
         return self._transformed(self.source.train_dataloader())
+
+    def _paired_loader(self) -> DataLoader[Any]:
+        """Return a central run's loader: all clients' examples, each with its partner."""
+        examples: Any = self.clients.flat.indices.tolist()
+        return DataLoader(
+            examples,
+            batch_size=self.batch_size,
+            shuffle=True,
+            drop_last=self.drop_last,
+            collate_fn=lambda some: self.train_batch(torch.tensor(some)),
+        )
 
     def train_in_rounds(self, rounds: Any) -> None:
         """Have `train_dataloader` return these groups of clients; None for central training."""
@@ -245,8 +265,16 @@ class FederatedDataModule(ForwardingDataModule):
 
     @property
     def clients(self) -> ClientShards:
-        """What each client trains on."""
-        return self._split[0]
+        """What each client trains on; in a search, what its weights learn from."""
+        return self._halves[0]
+
+    @cached_property
+    def _halves(self) -> tuple[ClientShards, ClientShards]:
+        """What weights learn from, and what choices do."""
+        if not self.search_fraction:
+            return self._split[0], ClientShards([])
+        generator = numpy_generator(self.seed, "search half")
+        return self._split[0].hold_out(self.search_fraction, generator)
 
     @property
     def held_out(self) -> ClientShards:
@@ -283,11 +311,15 @@ class FederatedDataModule(ForwardingDataModule):
     def train_batch(self) -> Callable[[Tensor], Any]:
         """The function from indices, shape (B,), to a training batch."""
         read = self._reader(self._examples.read)
-        if self._poison is None:
-            return read
+        if self._poison is not None:
+            read = self._poisoned(read)
+        return SearchHalf(*self._halves).paired(read) if self.search_fraction else read
+
+    def _poisoned(self, read: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+        assert self._poison is not None
         clients, poison, seed = self._poison
         total = len(self._examples)
-        chosen = poisoned_examples(self.clients, clients, poison.share, total, seed)
+        chosen = poisoned_examples(self._split[0], clients, poison.share, total, seed)
         return poisoned_reader(read, chosen, poison)
 
     def _reader(self, read: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
@@ -305,7 +337,7 @@ class FederatedDataModule(ForwardingDataModule):
         Raises:
             ConfigurationError: if they share an example with others, who would train on it as well.
         """
-        flat = self.clients.flat
+        flat = self._split[0].flat  # both halves of a search
         is_changed = np.repeat(np.isin(np.arange(len(flat)), list(clients)), flat.sizes)
         shared = np.intersect1d(flat.indices[is_changed], flat.indices[~is_changed])
         if len(shared):
@@ -368,7 +400,12 @@ def _check(num_clients: int | None, batch_size: int | None, bins: int | None) ->
         raise ConfigurationError(f"batch_size must be at least 1 example, got {batch_size}")
 
 
-def _check_fractions(validation: float, test: float) -> None:
+def _check_fractions(validation: float, test: float, search: float) -> None:
+    if not 0 <= search <= 0.5:
+        raise ConfigurationError(
+            f"search_fraction must be 0 or in (0, 0.5], got {search}: it is the share of its examples "
+            "that a client's choices learn from, and its weights do not"
+        )
     for name, fraction in (("client_val_fraction", validation), ("client_test_fraction", test)):
         if not 0 <= fraction < 1:
             raise ConfigurationError(
