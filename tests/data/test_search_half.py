@@ -79,8 +79,8 @@ def test_a_central_run_sees_the_same_pairs():
 
 
 def test_a_client_with_one_example_is_refused():
+    data = federated(num_clients=12, search_fraction=0.5)
     with pytest.raises(ConfigurationError, match="client 0 has one example"):
-        data = federated(num_clients=12, search_fraction=0.5)
         _ = data.train_batch
 
 
