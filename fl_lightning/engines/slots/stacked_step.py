@@ -397,9 +397,8 @@ class StackedStep:
 
     def _run_in_place(self, kind: _Kind, *arguments: Any) -> Any:
         run = getattr(self._run, kind)
-        if isinstance(run, Compiled) and run.is_recorded:
-            return run(*arguments)
-        with self._call.in_place():
+        is_settled = isinstance(run, Compiled) and run.is_settled
+        with self._call.stand_ins.in_place() if is_settled else self._call.in_place():
             return run(*arguments)
 
     def _add(self, logged: Tensors) -> None:
