@@ -435,6 +435,37 @@ class TestAStage:
         with pytest.raises(ConfigurationError, match=r"(?s)likes?.* 2 rounds.*likes?.* 2 rounds"):
             run(stages=[Picky(), type("More", (Picky,), {})()])
 
+    @pytest.mark.filterwarnings("ignore:engine. sequential and not slots:UserWarning")
+    @both_engines
+    def test_what_acts_in_the_module_is_called_for_every_client(self, engine):
+        called = []
+
+        class Acts(Stage):
+            def begin(self, turn):
+                called.append(turn.work.client_id)
+
+            def learn(self, update, work, start):
+                called.append(-work.client_id)
+
+        federation = Federation(engine=engine, stages=[Acts()], local_steps=1, seed=0)
+        toy_trainer(federation, max_epochs=1).fit(ToyModule(), datamodule=toy_data())
+        assert federation.rounds.clients.engine.slots is None
+        assert called == [sign * client for client in range(6) for sign in (1, -1)]
+
+    def test_a_term_of_its_own_is_refused(self):
+        class Pulls(Stage):
+            def term(self, client):
+                return GradientTerm(pull=1.0)
+
+        with pytest.raises(ConfigurationError, match="Pulls has a method term"):
+            run(stages=[Pulls()])
+
+    @pytest.mark.parametrize("key", ["server", "updates", "mine"])
+    def test_a_key_that_is_taken_is_refused(self, key):
+        kind = type("Keeps", (Stage,), {"key": key})
+        with pytest.raises(ConfigurationError, match=f"the key '{key}' of Keeps is taken"):
+            run(stages=[kind(), kind()])
+
     def test_privacy_is_refused_unless_the_stage_says_why_not(self):
         private = CentralDP(clip_norm=1.0, noise_multiplier=1.0, delta=1e-3)
         block = {"privacy": private, "cohort": PoissonCohort(fraction=0.5)}

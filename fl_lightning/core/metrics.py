@@ -155,5 +155,7 @@ class ClientMeans:
 
 def _joined(values: Sequence[Tensor]) -> Tensor:
     """Return vectors end to end, in float64 on the CPU."""
+    if len({value.device for value in values}) > 1:  # those of a checkpoint are on the CPU
+        values = [value.cpu() for value in values]
     whole = values[0] if len(values) == 1 else torch.cat(tuple(values))
     return whole.to("cpu", torch.float64)

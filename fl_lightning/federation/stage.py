@@ -275,7 +275,7 @@ class Stages(Sequence[Stage]):
     def __init__(self, stages: Iterable[Stage]) -> None:
         self._stages = tuple(stages)
         self._correcting = [stage for stage in self._stages if stage.corrects]
-        self._learning = [stage for stage in self._stages if stage.learns]
+        self._learning = [s for s in self._stages if s.learns or _learns_untold(s)]
         self._keeping = [stage for stage in self._stages if stage.keeps_own]
         self.learns = bool(self._learning)
         self.remembers = any(stage.remembers for stage in self._stages)
@@ -376,6 +376,23 @@ class Stages(Sequence[Stage]):
         """Have a client of slots remember what it now has for itself."""
         for stage in self._keeping:
             stage.keep(client, own)
+
+
+def overridden(stage: Stage, *names: str) -> list[str]:
+    """Return which of some methods a stage has of its own.
+
+    Example:
+        >>> class Learns(Stage):
+        ...     def learn(self, update, work, start): ...
+        >>> overridden(Learns(), "learn", "own")
+        ['learn']
+    """
+    return [name for name in names if getattr(type(stage), name) is not getattr(Stage, name)]
+
+
+def _learns_untold(stage: Stage) -> bool:
+    """Return whether a stage has a `learn` and does not say that it is not to be called."""
+    return "learns" not in vars(stage) and bool(overridden(stage, "learn"))
 
 
 def _entered(contexts: Iterable[AbstractContextManager[None]]) -> ExitStack:

@@ -157,7 +157,7 @@ def test_with_equal_devices_nobody_is_late_and_it_is_fedavg():
 def test_fedasync_of_one_client_at_a_time_is_fedavg_of_it():
     rule = FedAsync(concurrency=1, mixing=1.0)
     mixed, _, federation = run(EQUAL, asynchronous=rule, local_steps=3)
-    order = [list(federation._time.arrivals.step(n).versions) for n in range(3)]
+    order = [list(federation._calendar.time.arrivals.step(n).versions) for n in range(3)]
 
     class Replay:
         def expected_size(self, num_clients):
@@ -178,7 +178,7 @@ def test_fedasync_of_one_client_at_a_time_is_fedavg_of_it():
 def test_resumes_anywhere_to_the_same_bits(tmp_path, rule):
     settings = {"asynchronous": rule, "local_steps": 2, "max_epochs": 6}
     expected, rows, federation = run(UNEQUAL, SaveEverywhere(tmp_path), **settings)
-    steps = [federation._time.arrivals.step(n) for n in range(6)]
+    steps = [federation._calendar.time.arrivals.step(n) for n in range(6)]
     assert any(v < n for n, step in enumerate(steps) for v in step.versions.values())
     for moment in ("1-group0", "2-end", "4-group0", "5-validation"):
         module, again, _ = run(UNEQUAL, ckpt_path=tmp_path / f"{moment}.ckpt", **settings)
@@ -222,7 +222,7 @@ def test_stale_starts_by_a_plain_loop(engine):
     versions = [0.0]
     for number in range(8):
         x = versions[-1]
-        for client, version in federation._time.arrivals.step(number).versions.items():
+        for client, version in federation._calendar.time.arrivals.step(number).versions.items():
             moved = 0.5 * (means[client] - versions[version])
             x += moved * (1 + number - version) ** -0.5 / 2
         versions.append(x)

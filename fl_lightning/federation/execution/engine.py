@@ -31,7 +31,7 @@ from fl_lightning.federation.execution.slot_trial import SlotTrial
 from fl_lightning.federation.execution.speedup_trial import SpeedupTrial
 from fl_lightning.federation.execution.spot_rate import SpotRate
 from fl_lightning.federation.run import Run
-from fl_lightning.federation.stage import Stages
+from fl_lightning.federation.stage import Stages, overridden
 
 
 class EngineChooser:
@@ -53,7 +53,7 @@ class EngineChooser:
     def __init__(self, run: Run, stages: Stages) -> None:
         correction, personal = run.options.correction, run.options.personal
         trainer, local, step, options = run.trainer, run.local, run.step, run.options.execution
-        self._stages = stages
+        self._stages, self._own_stages = stages, run.options.stages
         stacking = Stacking(
             num_slots=1,
             has_pull=correction is not None and correction.pull > 0,
@@ -131,6 +131,9 @@ class EngineChooser:
         """Return what in the configuration is done for one client at a time; None if nothing."""
         if self._stages.one_at_a_time is not None:
             return self._stages.one_at_a_time
+        for stage in self._own_stages:
+            if overridden(stage, "around", "begin", "steps", "end"):
+                return f"the stage {type(stage).__name__} acts while one client trains"
         buffers = dict(self._trainer.lightning_module.named_buffers())
         frozen = [name for name in self._local.buffers.names if name not in buffers]
         return f"its clients change the frozen parameter {frozen[0]}" if frozen else None

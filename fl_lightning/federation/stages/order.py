@@ -10,11 +10,13 @@ secure sums, privacy     what it may see; what it releases is made private befor
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 from lightning.pytorch import Trainer
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.federation.run import Run
-from fl_lightning.federation.stage import Stage, Stages
+from fl_lightning.federation.stage import Stage, Stages, overridden
 from fl_lightning.federation.stages.attackers import Attackers
 from fl_lightning.federation.stages.client_masks import MaskedClients, client_masks
 from fl_lightning.federation.stages.clock import VirtualTime
@@ -27,6 +29,23 @@ from fl_lightning.server.aggregator import Aggregator
 from fl_lightning.server.means.overlap_mean import OverlapMean
 from fl_lightning.server.robust.collect import Collected, RobustRule
 from fl_lightning.server.server import as_aggregator
+
+# under which checkpoints hold what is no stage's
+RUN_KEYS: set[str | None] = {
+    *(
+        "space",
+        "mask",
+        "seed",
+        "server",
+        "record",
+        "metrics",
+        "prog_bar",
+        "ranks",
+        "groups",
+        "inside",
+    ),
+    *("engine", "client_state", "memory", "population", "model"),
+}
 
 
 def stages_of(run: Run, aggregator: Aggregator, time: VirtualTime, private: Stage | None) -> Stages:
@@ -55,11 +74,32 @@ def stages_of(run: Run, aggregator: Aggregator, time: VirtualTime, private: Stag
         stages.append(SecureRounds(aggregator, run))
     if private is not None:
         stages.append(private)
-    if problems := [problem for stage in stages for problem in stage.problems(run)]:
+    problems = [problem for stage in stages for problem in stage.problems(run)]
+    problems += _own_problems(stages, options.stages)
+    if problems:
         raise ConfigurationError("\n".join(problems))
     for stage in stages:
         stage.enter(run)
     return Stages(stages)
+
+
+def _own_problems(stages: Sequence[Stage], own: Sequence[Stage]) -> Iterator[str]:
+    """Say what the user's own stages may not have."""
+    ids = set(map(id, own))
+    taken = RUN_KEYS | {stage.key for stage in stages if id(stage) not in ids}
+    for stage in own:
+        name = type(stage).__name__
+        if stage.key is not None and stage.key in taken:
+            yield (
+                f"federation.stages: the key {stage.key!r} of {name} is taken in checkpoints: give it "
+                "another"
+            )
+        taken.add(stage.key)
+        for method in overridden(stage, "term", "own", "keep"):
+            yield (
+                f"federation.stages {name} has a method {method}, which is for the block's corrections "
+                "and personal models: derive from Correction or Personalisation for that"
+            )
 
 
 def run_aggregator(
