@@ -42,7 +42,7 @@ class Compiled:
         otherwise: what runs where it cannot be compiled; the function itself if None. If given,
             there is one graph, and what would need another one is not compiled any more.
         is_alone: between two checks nothing changes but the tensors in the first argument, so that
-            later calls check no more than that these are of the same kinds.
+            later calls check no more than that these are of kinds seen since.
 
     Example:
         >>> twice = Compiled(lambda x: 2 * x)
@@ -64,24 +64,21 @@ class Compiled:
         self._has_one_graph = otherwise is not None
         self._is_alone = is_alone
         self._function = function
-        self._compile(leaves_out=True)
-        self._kinds: Any = None  # of what may go to the graph unchecked
+        # kinds of first arguments: of those with a graph, and of those that go to it unchecked
+        self._made: list[Any] = []
+        self._checked: list[Any] = []
         self.is_given_up = self._refuses = False
+        self._compile(leaves_out=True)
 
     def _compile(self, *, leaves_out: bool) -> None:
         self._leaves_out = leaves_out
-        self._has_graph = self._is_checked = False
+        self._made, self._checked = [], []
         self._compiled = torch.compile(
             _with_own_code(self._function),
             fullgraph=True,
             dynamic=False,
             options={"guard_filter_fn": _checks} if leaves_out else None,
         )
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether the next call goes to a graph that is there, and reads no Python on its way."""
-        return self._is_checked and not self.is_given_up
 
     def recheck(self, *, refuse: bool = False) -> None:
         """Have the next call find out whether what Python reads has changed.
@@ -90,17 +87,14 @@ class Compiled:
             refuse: whether it then raises `HasChanged`, having done nothing, until told otherwise;
                 else it makes another graph.
         """
-        self._is_checked, self._refuses, self._kinds = False, refuse, None
+        self._checked, self._refuses = [], refuse
 
     def __call__(self, *args: Any) -> Any:
         """Run it.
 
         Raises:
-            HasChanged: if told to refuse changes, or if it checks no more and the first argument is of
-                another kind; nothing is done then.
+            HasChanged: if told to refuse changes; nothing is done then.
         """
-        if self._kinds is not None and kinds_of(args[0]) != self._kinds:
-            raise HasChanged("its first argument is of another kind than before")
         if not self.is_given_up:
             try:
                 return self._run(*args)
@@ -124,19 +118,21 @@ class Compiled:
         warnings.warn(message, NotCompiled, stacklevel=3)
 
     def _run(self, *args: Any) -> Any:
-        if self._is_checked:
+        kind = kinds_of(args[0]) if self._is_alone else None
+        if kind in self._checked:
             with torch.compiler.set_stance(skip_guard_eval_unsafe=True):
                 return self._compiled(*args)
-        if self._refuses or (self._has_one_graph and self._has_graph):
+        if self._refuses or (self._has_one_graph and self._made):
             result = self._run_unchanged(*args)
-            self._relies_on(args)
+            self._checked.append(kind)
             return result
         with self._as_compiled():
             result = self._compiled(*args)
         # what a first call changes (a counter, say) shows only in a second one
-        if not self._has_one_graph and (self._has_graph or not self._is_alone):
-            self._relies_on(args)
-        self._has_graph = True
+        if not self._has_one_graph and (kind in self._made or not self._is_alone):
+            self._checked.append(kind)
+        if kind not in self._made:
+            self._made.append(kind)
         return result
 
     def _as_compiled(self) -> AbstractContextManager[None]:
@@ -146,12 +142,8 @@ class Compiled:
         )
         return patched
 
-    def _relies_on(self, args: Sequence[Any]) -> None:
-        self._is_checked = True
-        self._kinds = kinds_of(args[0]) if self._is_alone else None
-
     def _run_unchanged(self, *args: Any) -> Any:
-        if not self._has_graph:
+        if not self._made:
             raise HasChanged("it has no graph yet")
         with self._as_compiled(), torch.compiler.set_stance("fail_on_recompile"):
             try:

@@ -396,10 +396,8 @@ class StackedStep:
         self._recheck(refuse=False)
 
     def _run_in_place(self, kind: _Kind, *arguments: Any) -> Any:
-        run = getattr(self._run, kind)
-        is_settled = isinstance(run, Compiled) and run.is_settled
-        with self._call.stand_ins.in_place() if is_settled else self._call.in_place():
-            return run(*arguments)
+        with self._call.in_place():
+            return getattr(self._run, kind)(*arguments)
 
     def _add(self, logged: Tensors) -> None:
         for name, sums in logged.items():
