@@ -1,9 +1,12 @@
 """A compiled step is a matter of speed: without a graph the same function runs as it is."""
 
+import gc
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -149,6 +152,141 @@ def test_a_value_that_changes_every_round_is_given_up_in_time():
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="Triton's processes are for GPUs")
 @pytest.mark.skipif(not CHILDREN.exists(), reason="/proc does not tell a process's children")
+class Pair(NamedTuple):
+    one: torch.Tensor
+    other: list[torch.Tensor]
+
+
+class Layer:
+    def __init__(self):
+        self.weight = torch.full((4,), 2.0)
+
+    def run(self, given):
+        """Return parts of every kind, in an order of their own, and move the state."""
+        state, pair, number = given
+        total = pair.one + sum(pair.other)
+        state["count"].add_(1)
+        return {
+            "weighted": total * self.weight,
+            "given": pair.one,  # as it came in
+            "pair": Pair(total - 1, [total, total]),
+            "plain": (None, number),
+        }
+
+
+def arguments(seed):
+    draws = torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))
+    return {"count": torch.zeros(())}, Pair(draws[0].clone(), list(draws[1:].clone())), 7
+
+
+class TestAFunctionThatIsAlone:
+    """Between two checks nothing is looked at but the kinds of its first argument."""
+
+    def run(self):
+        layer = Layer()
+        run = Compiled(layer.run, is_alone=True)
+        for seed in range(2):  # the second call is checked
+            run(arguments(seed))
+        return layer, run
+
+    def test_other_arguments_give_what_the_function_gives(self):
+        layer, run = self.run()
+        for seed in (1, 2):
+            args, others = arguments(seed), arguments(seed)
+            found, expected = run(args), layer.run(others)
+            torch.testing.assert_close(found, expected)
+            assert type(found["pair"]) is Pair
+            assert found["given"] is args[1].one
+            assert args[0]["count"] == others[0]["count"] == 1
+
+    def test_what_python_holds_may_change_its_numbers(self):
+        layer, run = self.run()
+        layer.weight.fill_(5.0)
+        torch.testing.assert_close(run(arguments(1)), layer.run(arguments(1)))
+
+    def test_it_looks_at_nothing_until_it_is_to_be_checked(self):
+        scaled = Scaled(2)
+        run = Compiled(scaled.times, is_alone=True)
+        for _ in range(2):
+            run(X)
+        scaled.factor = 5
+        assert torch.equal(run(X), 2 * X)
+        run.recheck()
+        for _ in range(3):
+            assert torch.equal(run(X), 5 * X)
+
+    def test_of_several_graphs_the_right_one_runs(self):
+        layer, run = self.run()
+        for factor in (3.0, 2.0, 3.0):
+            layer.weight = torch.full((4,), factor)
+            run.recheck()
+            for seed in range(3):
+                torch.testing.assert_close(run(arguments(seed)), layer.run(arguments(seed)))
+
+    @pytest.mark.parametrize(
+        "other",
+        [
+            {"x": torch.ones(4), "y": torch.full((4,), 3.0, dtype=torch.float64)},
+            {"x": torch.ones(4), "y": torch.full((1,), 3.0)},
+            {"y": torch.full((4,), 3.0), "x": torch.ones(4)},
+            {"x": torch.ones(4), "y": torch.full((4,), 3.0), "z": None},
+            dict.fromkeys("xy", torch.full((4,), 3.0)),
+        ],
+        ids=range(5),
+    )
+    def test_arguments_of_two_kinds_may_alternate(self, other):
+        scaled = Scaled(2)
+        run = Compiled(lambda b: scaled.times(b["x"] - 2 * b["y"]), is_alone=True)
+        one = {"x": torch.ones(4), "y": torch.ones(4)}
+        for _ in range(3):
+            for batch in (one, other):
+                torch.testing.assert_close(run(batch), 2 * (batch["x"] - 2 * batch["y"]))
+        scaled.factor = 5  # both are seen as they were, until they are to be checked
+        for _ in range(2):
+            for batch in (one, other):
+                torch.testing.assert_close(run(batch), 2 * (batch["x"] - 2 * batch["y"]))
+            assert not run.is_given_up
+
+    def test_told_to_refuse_it_makes_no_graph_of_another_kind(self):
+        layer, run = self.run()
+        state, pair, number = arguments(1)
+        doubles = Pair(pair.one.double(), pair.other)
+        run.recheck(refuse=True)
+        with pytest.raises(HasChanged):
+            run([state, doubles, number])
+        assert state["count"] == 0
+        run.recheck()
+        expected = layer.run([{"count": torch.zeros(())}, doubles, number])
+        torch.testing.assert_close(run([state, doubles, number]), expected)
+
+    def test_a_tensor_made_for_one_call_is_that_calls(self):
+        """An array's tensor is the graph's input, and there is another one at every call."""
+        run = Compiled(lambda x, array: x * torch.as_tensor(array), is_alone=True)
+        for factor in (2.0, 3.0, 5.0):
+            assert torch.equal(run(X, np.full(4, factor, np.float32)), factor * X)
+
+    def test_whose_steps_are_not_alone_is_checked_by_kind(self):
+        """A hook may replace what a step reads, e.g. how examples are mixed."""
+        layer = Layer()
+        run = Compiled(layer.run)
+        for factor in range(4):
+            layer.weight = torch.full((4,), float(factor))
+            torch.testing.assert_close(run(arguments(1)), layer.run(arguments(1)))
+
+    def test_it_holds_no_calls_tensors(self):
+        _, run = self.run()
+        held = []
+        for check in (True, False):
+            args = arguments(2)
+            if check:
+                run.recheck()
+            result = run(args)
+            held += [weakref.ref(args[1].other[0]), weakref.ref(result["weighted"])]
+            del args, result
+        gc.collect()
+        assert [reference() for reference in held] == [None] * 4
+
+
 def test_compiling_starts_no_process_that_stays():
     code = f"""
 import torch

@@ -7,12 +7,13 @@ import re
 import types
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch._dynamo import exc
 
-from fl_lightning.engines.compiler.recorded_graph import OtherArguments, RecordedGraph, Watch
+from fl_lightning.engines.compiler.kinds import kinds_of
 
 _FAILURES = (exc.TorchDynamoException, exc.FailOnRecompileLimitHit)
 # As it writes what it finds in modules of PyTorch's and of ours
@@ -41,7 +42,7 @@ class Compiled:
         otherwise: what runs where it cannot be compiled; the function itself if None. If given,
             there is one graph, and what would need another one is not compiled any more.
         is_alone: between two checks nothing changes but the tensors in the first argument, so that
-            the second call and later ones may go straight to the graph, see `RecordedGraph`.
+            later calls check no more than that these are of kinds seen since.
 
     Example:
         >>> twice = Compiled(lambda x: 2 * x)
@@ -61,29 +62,23 @@ class Compiled:
         _start_no_processes()
         self._name, self._plain = name, otherwise or function
         self._has_one_graph = otherwise is not None
-        self._watch = Watch() if is_alone else None
+        self._is_alone = is_alone
         self._function = function
-        self._compile(leaves_out=True)
-        self._recorded: RecordedGraph | None = None
-        self._num_calls = 0  # since it was last to be checked
-        self._is_repeated = True
+        # kinds of first arguments: of those with a graph, and of those that go to it unchecked
+        self._made: list[Any] = []
+        self._checked: list[Any] = []
         self.is_given_up = self._refuses = False
+        self._compile(leaves_out=True)
 
     def _compile(self, *, leaves_out: bool) -> None:
         self._leaves_out = leaves_out
-        self._has_graph = self._is_checked = False
+        self._made, self._checked = [], []
         self._compiled = torch.compile(
             _with_own_code(self._function),
             fullgraph=True,
             dynamic=False,
-            backend=self._watch or "inductor",
             options={"guard_filter_fn": _checks} if leaves_out else None,
         )
-
-    @property
-    def is_recorded(self) -> bool:
-        """Whether the next call reads nothing but its first argument."""
-        return self._recorded is not None
 
     def recheck(self, *, refuse: bool = False) -> None:
         """Have the next call find out whether what Python reads has changed.
@@ -92,23 +87,14 @@ class Compiled:
             refuse: whether it then raises `HasChanged`, having done nothing, until told otherwise;
                 else it makes another graph.
         """
-        self._is_checked, self._refuses, self._recorded = False, refuse, None
-        # who was called once is not called straight, and recording it takes as long as a small step
-        self._is_repeated, self._num_calls = self._num_calls != 1, 0
+        self._checked, self._refuses = [], refuse
 
     def __call__(self, *args: Any) -> Any:
         """Run it.
 
         Raises:
-            HasChanged: if told to refuse changes, or if the graph runs straight and the arguments are
-                of another kind; nothing is done then.
+            HasChanged: if told to refuse changes; nothing is done then.
         """
-        self._num_calls += 1
-        if self._recorded is not None:
-            try:
-                return self._recorded(*args)
-            except OtherArguments as error:
-                raise HasChanged(str(error)) from error
         if not self.is_given_up:
             try:
                 return self._run(*args)
@@ -132,35 +118,40 @@ class Compiled:
         warnings.warn(message, NotCompiled, stacklevel=3)
 
     def _run(self, *args: Any) -> Any:
-        if self._is_checked and self._watch is None:
+        kind = kinds_of(args[0]) if self._is_alone else None
+        if kind in self._checked:
             with torch.compiler.set_stance(skip_guard_eval_unsafe=True):
                 return self._compiled(*args)
-        if self._refuses or (self._has_one_graph and self._has_graph):
+        if self._refuses or (self._has_one_graph and self._made):
             result = self._run_unchanged(*args)
-            self._is_checked = True
+            self._checked.append(kind)
             return result
+        with self._as_compiled():
+            result = self._compiled(*args)
         # what a first call changes (a counter, say) shows only in a second one
-        self._is_checked = not self._has_one_graph
-        result = self._watched(*args)
-        self._has_graph = True
+        if not self._has_one_graph and (kind in self._made or not self._is_alone):
+            self._checked.append(kind)
+        if kind not in self._made:
+            self._made.append(kind)
         return result
 
+    def _as_compiled(self) -> AbstractContextManager[None]:
+        """Have what Python holds be part of the graph, instead of found again for every call."""
+        patched: AbstractContextManager[None] = torch._dynamo.config.patch(
+            install_free_tensors=self._is_alone
+        )
+        return patched
+
     def _run_unchanged(self, *args: Any) -> Any:
-        if not self._has_graph:
+        if not self._made:
             raise HasChanged("it has no graph yet")
-        with torch.compiler.set_stance("fail_on_recompile"):
+        with self._as_compiled(), torch.compiler.set_stance("fail_on_recompile"):
             try:
-                return self._watched(*args)
+                return self._compiled(*args)
             except RuntimeError as error:
                 if "recompile" not in str(error):
                     raise
                 raise HasChanged(_what_changed(error)) from error
-
-    def _watched(self, *args: Any) -> Any:
-        if self._watch is None or not self._is_repeated:
-            return self._compiled(*args)
-        result, self._recorded = self._watch.record(self._compiled, args)
-        return result
 
 
 def _checks(entries: Sequence[Any]) -> list[bool]:

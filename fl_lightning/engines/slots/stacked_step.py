@@ -396,11 +396,8 @@ class StackedStep:
         self._recheck(refuse=False)
 
     def _run_in_place(self, kind: _Kind, *arguments: Any) -> Any:
-        run = getattr(self._run, kind)
-        if isinstance(run, Compiled) and run.is_recorded:
-            return run(*arguments)
         with self._call.in_place():
-            return run(*arguments)
+            return getattr(self._run, kind)(*arguments)
 
     def _add(self, logged: Tensors) -> None:
         for name, sums in logged.items():
