@@ -68,7 +68,13 @@ def count(module: nn.Module, *inputs: Any) -> Cost:
         Cost(flops=15, params=15, activations=3)
     """
     counter = FlopCounterMode(display=False, custom_mapping=_COUNTS)
-    exactly = _ContiguousLinear(), _unfused_attention(), _evaluating(module), torch.no_grad(), counter
+    exactly = (
+        _ContiguousLinear(),
+        _unfused_attention(),
+        _evaluating(module),
+        torch.no_grad(),
+        counter,
+    )
     with ExitStack() as stack:
         outputs = stack.enter_context(_outputs())
         for context in exactly:
@@ -88,7 +94,9 @@ def _convolution(
 
 def _product_and_bias(bias: Any, left: Any, right: Any, *args: Any, **kwargs: Any) -> int:
     """Of (…, n, k) by (…, k, m)."""
-    return 2 * math.prod(left) * right[-1] + 2 * math.prod(left[:-1]) * right[-1]
+    product = 2 * math.prod(left) * right[-1]
+    added = 2 * math.prod(left[:-1]) * right[-1]
+    return int(product + added)
 
 
 # twice what we mean: the counter counts multiplications and additions, and is halved at the end
@@ -167,7 +175,7 @@ def _outputs() -> Iterator[list[int]]:
 
 
 def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _tensors(values: Any) -> list[Tensor]:

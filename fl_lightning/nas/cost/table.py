@@ -86,7 +86,7 @@ def cost_table(
         ConfigurationError: if a number is not positive.
     """
     shape = {"channels": channels, "cells": cells}
-    given = {name: value for name, value in shape.items() if value is not None}
+    given: dict[str, Any] = {name: value for name, value in shape.items() if value is not None}
     numbers = {"side": side, "in_channels": in_channels, "num_classes": num_classes, **given}
     for name, value in numbers.items():
         if value < 1:

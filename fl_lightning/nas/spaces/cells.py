@@ -82,8 +82,7 @@ class CellSpace(SearchSpace):
         starts = [
             row
             for row, edge in enumerate(rows)
-            if row == 0
-            or (edge.cell, edge.target) != (rows[row - 1].cell, rows[row - 1].target)
+            if row == 0 or (edge.cell, edge.target) != (rows[row - 1].cell, rows[row - 1].target)
         ]
         return tuple(tuple(range(*ends)) for ends in pairwise([*starts, len(rows)]))
 
@@ -94,6 +93,10 @@ class CellSpace(SearchSpace):
     @abstractmethod
     def node_names(self, cell: str) -> tuple[str, ...]:
         """Return the names of a cell's nodes, in the order of their numbers, for pictures."""
+
+    def concatenated(self, cell: str) -> tuple[tuple[int, int], ...]:
+        """Return the edges (source, target) that no operation is on: by default none."""
+        return ()
 
     @abstractmethod
     def network(
@@ -141,7 +144,11 @@ class CellSpace(SearchSpace):
         chosen = self.operations_of(architecture)
 
         def make_edge(
-            row: int, candidates: Sequence[Candidate], channels_in: int, channels_out: int, stride: int
+            row: int,
+            candidates: Sequence[Candidate],
+            channels_in: int,
+            channels_out: int,
+            stride: int,
         ) -> nn.Module | None:
             if chosen[row] == self.none:
                 return None

@@ -93,12 +93,18 @@ class DARTS(CellSpace):
         """Return the published ones, with the output as the last."""
         return ("c_{k-2}", "c_{k-1}", "0", "1", "2", "3", "c_{k}")
 
+    def concatenated(self, cell: str) -> tuple[tuple[int, int], ...]:
+        """Return the edges from the four nodes to the output."""
+        return tuple((node, NODES[-1] + 1) for node in NODES)
+
     def text(self, choices: Sequence[int]) -> str:
         """Return ``normal:|op~source|op~source|+…;reduction:…``, a pair for each of four nodes."""
         cells = self.inputs(self.architecture(choices))
         return ";".join(
             f"{cell}:"
-            + "+".join("|" + "".join(f"{name}~{source}|" for name, source in pair) for pair in nodes)
+            + "+".join(
+                "|" + "".join(f"{name}~{source}|" for name, source in pair) for pair in nodes
+            )
             for cell, nodes in cells.items()
         )
 
@@ -121,7 +127,9 @@ class DARTS(CellSpace):
             name = self.operations[1 + reader.word(self.operations[1:], "operation")]
             reader.expect("~")
             free = [source for source in range(node) if source not in [taken for _, taken in pair]]
-            pair.append((name, reader.number(free, f"an earlier node, another than the first")))
+            pair.append(
+                (name, reader.number(free, "an earlier node, not the other input of this one"))
+            )
             reader.expect("|")
         return pair[0], pair[1]
 

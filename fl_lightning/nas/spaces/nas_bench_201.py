@@ -189,7 +189,8 @@ class ResidualReduction(nn.Module):
     def __init__(self, channels_in: int, channels_out: int) -> None:
         super().__init__()
         self.block = nn.Sequential(
-            ReLUConvBN(channels_in, channels_out, 3, 2), ReLUConvBN(channels_out, channels_out, 3, 1)
+            ReLUConvBN(channels_in, channels_out, 3, 2),
+            ReLUConvBN(channels_out, channels_out, 3, 1),
         )
         self.shortcut = nn.Sequential(
             nn.AvgPool2d(2, ceil_mode=True), nn.Conv2d(channels_in, channels_out, 1, bias=False)

@@ -74,7 +74,9 @@ def depthwise(channels: int, kernel: int, stride: int, dilation: int = 1) -> nn.
     )
 
 
-def separable(channels_in: int, channels_out: int, kernel: int, stride: int, affine: bool) -> nn.Module:
+def separable(
+    channels_in: int, channels_out: int, kernel: int, stride: int, affine: bool
+) -> nn.Module:
     """Return a separable convolution, twice: the published one."""
     return nn.Sequential(
         nn.ReLU(),
@@ -88,7 +90,9 @@ def separable(channels_in: int, channels_out: int, kernel: int, stride: int, aff
     )
 
 
-def dilated(channels_in: int, channels_out: int, kernel: int, stride: int, affine: bool) -> nn.Module:
+def dilated(
+    channels_in: int, channels_out: int, kernel: int, stride: int, affine: bool
+) -> nn.Module:
     """Return a separable convolution over every second pixel."""
     return nn.Sequential(
         nn.ReLU(),
