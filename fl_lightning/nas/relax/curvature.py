@@ -54,7 +54,7 @@ def largest_eigenvalue(
         return _by_power(product, like, generator)
     hessian = torch.stack([product(unit) for unit in torch.eye(len(like)).to(like)])
     if not hessian.isfinite().all():
-        raise ValueError("the Hessian by α holds a number that is not finite")
+        raise ValueError("the Hessian by alpha holds a number that is not finite")
     # of both triangles' mean: rounding leaves them a little apart
     return float(torch.linalg.eigvalsh((hessian + hessian.T) / 2)[-1])
 
@@ -96,7 +96,7 @@ def _dominant(product: Product, vector: Tensor) -> float:
         before, eigenvalue = eigenvalue, float(vector @ image)
         norm = image.norm()
         if not norm.isfinite():
-            raise ValueError("the Hessian by α holds a number that is not finite")
+            raise ValueError("the Hessian by alpha holds a number that is not finite")
         if norm == 0 or abs(eigenvalue - before) <= TOLERANCE * abs(eigenvalue):
             break
         vector = image / norm

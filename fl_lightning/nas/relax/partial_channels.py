@@ -91,6 +91,8 @@ class PartialChannels(Relaxation):
         ConfigurationError: if a setting is out of its range.
     """
 
+    draws = False
+
     def __init__(
         self, part: int = 4, edge_weights: bool = True, alpha_from: float = 15 / 50
     ) -> None:

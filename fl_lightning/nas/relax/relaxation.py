@@ -83,7 +83,7 @@ class MixedEdge(nn.Module):
             ValueError: if there are no weights, or not one for each operation.
         """
         if weights is None:
-            raise ValueError("an edge of a search needs the weights that a rule makes of α")
+            raise ValueError("an edge of a search needs the weights that a rule makes of alpha")
         h = weights.operations[self.row]
         if len(h) != len(self.operations):
             raise ValueError(
@@ -104,10 +104,12 @@ class Relaxation(ABC):
     Attributes:
         alpha_from: progress from which α moves; before, weights alone learn.
         has_beta: whether the rule has logits β of whole edges, (num_rows,), besides α.
+        draws: whether its weights depend on draws, so that no network is the mean of all.
     """
 
     alpha_from: float = 0.0
     has_beta: bool = False
+    draws: bool = True
 
     @abstractmethod
     def weights(

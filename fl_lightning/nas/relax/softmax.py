@@ -25,6 +25,8 @@ class Softmax(Relaxation):
         tensor([[0.2500, 0.2500, 0.2500, 0.2500]])
     """
 
+    draws = False
+
     def weights(
         self,
         alpha: Tensor,
