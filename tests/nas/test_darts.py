@@ -85,7 +85,10 @@ OURS = str(SPACE.parse(DARTS_V2))
         ("", "it ends there; expected 'normal:'"),
         (OURS.replace("dil_conv_3x3", "dil_conv_7x7"), "is 'dil_conv_7x7'; expected an operation"),
         (OURS.replace("none", "").replace("sep_conv_3x3", "none", 1), "character 9 is 'none'"),
-        (OURS.replace("~1", "~0", 1), "expected an earlier node, not the other input of this one: 1"),
+        (
+            OURS.replace("~1", "~0", 1),
+            "expected an earlier node, not the other input of this one: 1",
+        ),
         (OURS.replace("~2|;", "~5|;"), "is '5'; expected an earlier node"),
         (OURS.replace("reduction", "reduce"), "expected ';reduction:'"),
         (OURS + "|", "expected its end"),

@@ -34,23 +34,6 @@ def shuffle_channels(x: Tensor, num_groups: int) -> Tensor:
     return grouped.transpose(1, 2).reshape(x.shape)
 
 
-def edge_shares(beta: Tensor, incoming: Sequence[Sequence[int]]) -> Tensor:
-    """Return the softmax of β over the edges that enter each node, (num_rows,).
-
-    Args:
-        beta: (num_rows,).
-        incoming: for every node, its rows; every row once.
-
-    Raises:
-        ValueError: if not every row enters one node.
-    """
-    rows = [row for node in incoming for row in node]
-    if sorted(rows) != list(range(len(beta))):
-        raise ValueError(f"each of {len(beta)} rows must enter one node, got {list(incoming)}")
-    shares = torch.cat([beta[list(node)].softmax(0) for node in incoming])
-    return shares[torch.tensor(rows, device=beta.device).argsort()]
-
-
 class PartialEdge(nn.Module):
     """An edge that mixes operations on its first 1/K of the channels.
 
@@ -101,23 +84,18 @@ class PartialChannels(Relaxation):
         self._part, self.has_beta, self.alpha_from = part, edge_weights, alpha_from
 
     def weights(
-        self,
-        alpha: Tensor,
-        step: SearchStep,
-        *,
-        beta: Tensor | None = None,
-        incoming: Sequence[Sequence[int]] = (),
+        self, alpha: Tensor, step: SearchStep, *, edge_shares: Tensor | None = None
     ) -> EdgeWeights:
         """Return the softmax of every row and the shares of the edges.
 
         Raises:
-            ValueError: if the rule has β and got none.
+            ValueError: if the rule has β and got no shares.
         """
         if not self.has_beta:
             return EdgeWeights(alpha.softmax(1))
-        if beta is None:
-            raise ValueError("partial channels with edge_weights need beta, (num_rows,)")
-        return EdgeWeights(alpha.softmax(1), edges=edge_shares(beta, incoming))
+        if edge_shares is None:
+            raise ValueError("partial channels with edge_weights need edge_shares, (num_rows,)")
+        return EdgeWeights(alpha.softmax(1), edges=edge_shares)
 
     def edge(
         self,
