@@ -89,7 +89,7 @@ class BinaryGates(Relaxation):
         return gate_weights(alpha, paths, paths.gather(1, drawn_operations(among, 1, generator)))
 
     def stepped(self, before: Tensor, after: Tensor, weights: EdgeWeights) -> Tensor:
-        """Return α, the logits of the paths that ran shifted."""
+        """Return α, the logits of the paths that ran shifted, the others as they were."""
         if weights.running is None:
             return after
         moved = torch.zeros_like(before, dtype=torch.bool)

@@ -11,8 +11,8 @@ In GDAS, what does not run has no output to multiply h by, and its α still has 
     all       runs                                       dL/dy · o(x)
     none      does not run                               none
 
-Source: Dong, Yang 2019, GDAS, eq. 4 to 7, and its code for NAS-Bench-201, whose rule is ``bare``; Wu
-et al. 2019, FBNet, eq. 6 and section 4.1.
+Source: Dong, Yang 2019, GDAS, section 3.2, and its code for NAS-Bench-201, whose rule is ``bare``; Wu
+et al. 2019, FBNet, section 3.3.
 Differs: the released code computes (onehot - p) + p, which is one-hot up to rounding; here
 onehot + (p - p), which always is.
 """

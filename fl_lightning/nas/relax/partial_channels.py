@@ -4,7 +4,7 @@
 
 The rest is pooled where the operations halve the side. The shuffle lets the next edge see other
 channels. β' steadies which edges win, since α of an edge moves with the channels that it saw.
-Source: Xu et al. 2020, PC-DARTS, eq. 2 and 3, and its code. α waits 15 of the 50 epochs.
+Source: Xu et al. 2020, PC-DARTS, sections 3.2 and 3.3, and its code. α waits 15 of the 50 epochs.
 Differs: the pool of the rest rounds odd sides up, as strided convolutions do.
 """
 
