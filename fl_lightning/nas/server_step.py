@@ -35,7 +35,7 @@ class ServerStep(Stage):
         local_lr: learning rate η > 0 of the plain SGD by which clients move them.
 
     Example:
-        >>> from fl_lightning.core.space import Space
+        >>> import torch
         >>> step = ServerStep(["alpha"], lambda p: torch.optim.Adam(p, lr=0.1), local_lr=0.5)
         >>> step.place(Space({"alpha": torch.zeros(1), "weight": torch.zeros(1)}))
         >>> params = torch.tensor([0.0, 1.0])
