@@ -196,7 +196,15 @@ def test_alpha_without_influence_has_no_gradient():
         assert gradient(to_one, to_one, 0.3, WeightStep(lr=0.1), order) == 0
 
 
+def test_a_shorter_difference_is_closer_to_the_derivative():
+    options = {"w": 0.7, "step": WeightStep(lr=0.1), "order": "finite", "step_length": 1e-4}
+    actual = gradient(curved, curved_validation, **options)
+    assert actual == pytest.approx(0.043790985, abs=1e-9)
+
+
 def test_bad_settings_are_refused():
+    with pytest.raises(ConfigurationError, match="step_length"):
+        gradient(pulled, to_one, 0.0, WeightStep(lr=0.1), "finite", step_length=0.0)
     with pytest.raises(ConfigurationError, match="lr must be"):
         WeightStep(lr=-0.1)
     with pytest.raises(ConfigurationError, match="first, finite or exact"):

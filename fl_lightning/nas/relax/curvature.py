@@ -89,7 +89,8 @@ def _projected(product: Product, first: Tensor) -> Tensor:
             break  # the space is closed: nothing beyond has to do with the vector
         basis = torch.cat([basis, (rest / rest.norm())[:, None]], 1)
         images = torch.cat([images, product(basis[:, -1])[:, None]], 1)
-    return basis.T @ images
+    projected: Tensor = basis.T @ images
+    return projected
 
 
 def _largest(matrix: Tensor) -> float:
