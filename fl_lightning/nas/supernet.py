@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from lightning.pytorch import Callback, LightningModule
@@ -36,6 +36,7 @@ from fl_lightning.models.schedule import Schedule
 from fl_lightning.nas.alpha_gradients import AlphaGradient, Gradient, Situation
 from fl_lightning.nas.cost.penalties import NoPenalty, Penalty
 from fl_lightning.nas.cost.table import CostTable, Measure, cost_table
+from fl_lightning.nas.kept_state import keep, num_kept, recall
 from fl_lightning.nas.relax.bilevel import Tensors, WeightStep
 from fl_lightning.nas.relax.relaxation import EdgeWeights, Relaxation, SearchStep
 from fl_lightning.nas.relax.single_path import weights_of
@@ -45,7 +46,7 @@ from fl_lightning.nas.spaces.cells import CellSpace
 from fl_lightning.nas.spaces.space import Architecture
 
 Batch = tuple[Tensor, Tensor]
-Place = Literal["server", "clients"]
+Place = Literal["server", "clients", "none"]
 
 
 class Supernet(LightningModule):
@@ -64,9 +65,10 @@ class Supernet(LightningModule):
         measure: the cost that it is of.
         optimizer: of the weights.
         architecture_optimizer: of α.
-        architecture_on: whose the optimizer of α is in a federation: the ``server``'s, which
-            matches a central search, or the ``clients``', who begin every round with a new one, as
-            in FedNAS.
+        architecture_state: where the state of α's optimizer is in a federation. ``server``: the
+            server steps α, as a central search does. ``clients``: clients step it, and send its state
+            with their buffers; it is averaged, or a client's own if named in ``federation.personal``.
+            ``none``: clients step it and begin every round with a fresh optimizer, as in FedNAS.
         schedule: the learning rate of the weights over rounds, i.e. epochs; None leaves it constant.
         clip_norm: of the weights' gradient, > 0.
         same_draws: whether all clients draw the same operations in the same local step.
@@ -83,6 +85,7 @@ class Supernet(LightningModule):
     """
 
     baseline: Tensor
+    kept_state: Tensor
 
     def __init__(
         self,
@@ -103,13 +106,13 @@ class Supernet(LightningModule):
         architecture_optimizer: OptimizerCallable = lambda p: torch.optim.Adam(
             p, lr=3e-4, betas=(0.5, 0.999), weight_decay=1e-3
         ),
-        architecture_on: Place = "server",
+        architecture_state: Place = "server",
         schedule: Schedule | None = None,
         clip_norm: float = 5.0,
         same_draws: bool = False,
         seed: int | None = None,
     ) -> None:
-        _check(num_classes, clip_norm, architecture_on)
+        _check(num_classes, clip_norm, architecture_state)
         super().__init__()
         self.automatic_optimization = False
         self.space, self.rule = space, rule or Softmax()
@@ -129,7 +132,11 @@ class Supernet(LightningModule):
         self.alpha = nn.Parameter(1e-3 * start)
         self.beta = nn.Parameter(torch.zeros(space.num_rows)) if self.rule.has_beta else None
         self.register_buffer("baseline", torch.zeros(()))
-        self.architecture_on = architecture_on
+        kept = 0
+        if architecture_state == "clients":
+            kept = num_kept(architecture_optimizer, list(self.alphas.values()))
+        self.register_buffer("kept_state", torch.zeros(kept))
+        self.architecture_state = architecture_state
         self.is_stepped_by_server = False
         self._learn, self._penalty = learn or Gradient(), penalty or NoPenalty()
         self._optimizer, self._architecture_optimizer = optimizer, architecture_optimizer
@@ -183,8 +190,9 @@ class Supernet(LightningModule):
 
     def _mixed(self, alphas: Tensors, step: SearchStep) -> EdgeWeights:
         """Return what the rule makes of architecture parameters."""
-        incoming = self.space.incoming
-        return self.rule.weights(alphas["alpha"], step, beta=alphas.get("beta"), incoming=incoming)
+        beta = alphas.get("beta")
+        shares = None if beta is None else self.space.edge_shares(beta)
+        return self.rule.weights(alphas["alpha"], step, edge_shares=shares)
 
     # Training: α on one half of a batch, then w on the other.
 
@@ -242,7 +250,9 @@ class Supernet(LightningModule):
         gradients = self._learn(self._situation(batch, draws, of_weights.optimizer))
         for name, param in self.alphas.items():
             param.grad = gradients[name]
+        recall(optimizer.optimizer, self.kept_state)
         optimizer.step()
+        keep(optimizer.optimizer, self.kept_state)
         if not self.is_stepped_by_server:  # which sees a sum of gradients
             self.alpha.data.copy_(self.rule.stepped(before, self.alpha.detach(), weights))
 
@@ -372,12 +382,12 @@ def _use_batch_statistics(network: nn.Module) -> None:
             layer.running_mean = layer.running_var = layer.num_batches_tracked = None
 
 
-def _check(num_classes: int, clip_norm: float, architecture_on: str) -> None:
+def _check(num_classes: int, clip_norm: float, state: str) -> None:
+    places = get_args(Place)
     rules = {
         f"num_classes must be at least 2, got {num_classes}": num_classes >= 2,
         f"clip_norm must be positive, got {clip_norm}": clip_norm > 0,
-        f"architecture_on must be server or clients, got {architecture_on!r}": architecture_on
-        in ("server", "clients"),
+        f"architecture_state must be {', '.join(places)}, got {state!r}": state in places,
     }
     broken = [message for message, holds in rules.items() if not holds]
     if broken:
