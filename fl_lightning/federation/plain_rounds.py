@@ -21,7 +21,7 @@ from fl_lightning.data.cohorts.population import Population
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.plan import LocalWork, WorkPlan
 from fl_lightning.server.aggregator import Aggregator
-from fl_lightning.server.robust.collect import RobustRule
+from fl_lightning.server.robust.rule import RobustRule
 from fl_lightning.server.server import Server, ServerOptimizer, fedavg_optimizer
 
 

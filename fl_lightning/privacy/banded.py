@@ -28,7 +28,7 @@ from fl_lightning.privacy.banded_matrix import (
     banded_factor,
     noise_of_rounds,
 )
-from fl_lightning.privacy.mechanism import Mechanism, check_options
+from fl_lightning.privacy.mechanism import ClientPrivacy, Mechanism, check_options
 from fl_lightning.privacy.noise.grid import GRID_COST, Grid, noise_of
 from fl_lightning.privacy.noise.noise_source import NoiseSource
 from fl_lightning.privacy.private_mean import Release
@@ -40,7 +40,7 @@ _MOST_BANDS = 32
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class BandedMatrixDP:
+class BandedMatrixDP(ClientPrivacy):
     """Protects each client as `CentralDP` does, without amplification by sampling.
 
     Compared are data sets with and without one client, whose rounds are known to everybody. It must
@@ -76,11 +76,6 @@ class BandedMatrixDP:
     bands: int | None = None
     secure_noise: bool = True
     log_unprotected: bool = True
-
-    @property
-    def adaptive_clip(self) -> None:
-        """The clip norm is fixed: noise of earlier rounds is taken back in its units."""
-        return
 
     def __post_init__(self) -> None:
         check_options(self.clip_norm, self.noise_multiplier, self.epsilon, self.delta)
@@ -136,7 +131,7 @@ class BandedGaussian:
     noise_per_round: float = field(init=False)
     bits_stddev: None = None
     fewest_replies: int = 0
-    server_draws: bool = True
+    shares: None = None
     rounding: float = GRID_COST
 
     def __post_init__(self) -> None:

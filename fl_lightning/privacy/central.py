@@ -23,7 +23,7 @@ from fl_lightning.privacy.adaptive_clip import (
     quantile_noise,
     update_noise_multiplier,
 )
-from fl_lightning.privacy.mechanism import Mechanism, check_options
+from fl_lightning.privacy.mechanism import ClientPrivacy, Mechanism, check_options
 from fl_lightning.privacy.noise.grid import GRID_COST, Grid, wide
 from fl_lightning.privacy.noise.noise_source import NoiseSource
 from fl_lightning.privacy.private_mean import Release
@@ -32,7 +32,7 @@ from fl_lightning.privacy.run import Run
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class CentralDP:
+class CentralDP(ClientPrivacy):
     """Protects each client, with all its examples, from everybody who sees the models.
 
     The server sees updates in clear. Two data sets are compared that differ in one client: added or
@@ -121,7 +121,7 @@ class CentralGaussian:
     noise_per_round: float = field(init=False)
     expected: float = field(init=False)
     fewest_replies: int = 0
-    server_draws: bool = True
+    shares: None = None
     rounding: float = GRID_COST
 
     def __post_init__(self) -> None:

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from fl_lightning.core.errors import RoundFailure
 from fl_lightning.core.seeds import derive_seed
-from fl_lightning.privacy.protected import Expense
 from fl_lightning.secure.protocol.session import AbortedError, Stage
 from fl_lightning.secure.ring import Integers, Ring
 from fl_lightning.secure.secure_sum import SecureSum
 from fl_lightning.secure.simulation import Outcome
 from fl_lightning.secure.unit_seconds import UnitSeconds
+from fl_lightning.server.protected import Expense
 
 
 class RoundSum:

@@ -12,12 +12,12 @@ from fl_lightning.privacy.accounting.skellam import skellam_epsilon
 from fl_lightning.privacy.distributed import IntegerCode
 from fl_lightning.privacy.noise.noise_source import SeededNoise
 from fl_lightning.privacy.noise.skellam_noise import largest_noise, skellam_noise
-from fl_lightning.privacy.protected import Terms
 from fl_lightning.privacy.run import Run
 from fl_lightning.secure import SecureMean
 from fl_lightning.secure.private_sum import SecurePrivateSum, from_ring, to_ring
 from fl_lightning.secure.protocol.graph import SparseGraph
 from fl_lightning.secure.ring import Ring
+from fl_lightning.server.protected import Terms
 
 SIZE, CLIP, ROUND = 200, 0.5, 3
 

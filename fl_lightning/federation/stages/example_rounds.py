@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from lightning.pytorch import Trainer
 from torch import Tensor
 
 from fl_lightning.client.local_training import GlobalModel
@@ -24,6 +25,8 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.space import Space
 from fl_lightning.core.whole_numbers import Draw, Integers
 from fl_lightning.engines import ExampleGradients, nothing
+from fl_lightning.federation.checks.examples import warn_of_unprotected
+from fl_lightning.federation.round import Round
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run as FitRun
 from fl_lightning.federation.stage import Stage, Turn
@@ -50,9 +53,12 @@ class ExampleRounds(Stage):
 
     Attributes:
         ledger: what was spent.
+        aggregator: None: what the server gets is private by itself.
+        draws: itself, which draws clients' batches.
     """
 
     key = "privacy"
+    aggregator: None = None
 
     def __init__(self, privacy: ExampleDP, run: Run) -> None:
         self.privacy = privacy
@@ -63,9 +69,15 @@ class ExampleRounds(Stage):
         self._source = noise_source(run.seed, secure=privacy.secure_noise)
         self._coins = coins(run.seed)
 
-    def announce_cost(self) -> None:
-        """Say, before training, what the run will have cost."""
+    @property
+    def draws(self) -> ExampleRounds:
+        """Itself."""
+        return self
+
+    def say_cost(self, trainer: Trainer, rounds: Round) -> None:
+        """Say, before training, what the run will have cost, and what ε does not cover."""
         self.ledger.announce(f"{self.privacy.clip_norm:g} of an example's gradient")
+        warn_of_unprotected(trainer, self.privacy)
 
     def problems(self, run: FitRun) -> Iterator[str]:
         """Say that a step may take one gradient only."""

@@ -117,7 +117,7 @@ def canary_scores(
         mean.clip_norm = privacy.clip_norm
         for index in range(run.planned_rounds):
             mean.release = mechanism.client_release(index, privacy.clip_norm)
-            if mechanism.server_draws and mechanism.noise_multiplier:
+            if not privacy.clients_add_noise and mechanism.noise_multiplier:
                 mean.coins = partial(coins(root).stream, index)
             mean.open(canary)
             for client in run.cohort.sample(index, everybody, root).tolist():
