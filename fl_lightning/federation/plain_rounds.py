@@ -12,7 +12,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from fl_lightning.client.local_training import GlobalModel, LocalTrainer, plain_step
+from fl_lightning.client.local_step import plain_step
+from fl_lightning.client.local_training import GlobalModel, LocalTrainer
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.core.seeds import seed_global_generators
 from fl_lightning.core.update import Updates

@@ -93,6 +93,10 @@ class Budgeted(Protocol):
         """L2 norm that updates, or gradients, are clipped to."""
 
     @property
+    def noise_multiplier(self) -> float | None:
+        """z, in clip norms; None where it is found for the budget."""
+
+    @property
     def epsilon(self) -> float | None:
         """The budget; None for none."""
 
@@ -164,6 +168,11 @@ class ClientPrivacy:
     @property
     def adaptive_clip(self) -> AdaptiveClip | None:
         """The clip norm is fixed."""
+        return None
+
+    @property
+    def noise_multiplier(self) -> float | None:
+        """Noise is found for the budget."""
         return None
 
     @property

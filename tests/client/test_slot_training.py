@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 from toys import ToyModule
 
-from fl_lightning.client.local_training import LocalTrainer, plain_step
+from fl_lightning.client.local_step import plain_step
+from fl_lightning.client.local_training import LocalTrainer
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.work import ClientWork
 from fl_lightning.core.seeds import preserve_global_generators, seed_global_generators

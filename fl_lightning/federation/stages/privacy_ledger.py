@@ -149,7 +149,7 @@ class PrivacyLedger(Generic[M]):
         Raises:
             ConfigurationError: if they had another kind of privacy, another noise or other cohorts.
         """
-        given = getattr(self._privacy, "noise_multiplier", None)
+        given = self._privacy.noise_multiplier
         saved, cohort = state["noise_multiplier"], state.get("cohort")
         same = state["kind"] == type(self._privacy).__name__ and given in (None, saved)
         if not same or (state["setting"], cohort) != (str(self.mechanism), self._cohort):
