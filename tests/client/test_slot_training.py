@@ -18,7 +18,7 @@ from fl_lightning.core.seeds import preserve_global_generators, seed_global_gene
 from fl_lightning.engines.cannot_stack import CannotStack
 from fl_lightning.engines.slots import results as slot_results
 from fl_lightning.engines.slots.packing import pack
-from fl_lightning.engines.slots.stacked_options import StackedOptions
+from fl_lightning.engines.slots.stacked_functions import StackedOptions
 from fl_lightning.engines.slots.stacked_step import StackedStep
 from fl_lightning.engines.slots.training import SlotTrainer
 from fl_lightning.sparsity.optimizers.sparse_adamw import SparseAdamW
