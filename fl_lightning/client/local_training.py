@@ -24,7 +24,7 @@ from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.optimizer_masks import OptimizerMasks
 from fl_lightning.client.optimizer_steps import OptimizerSteps
 from fl_lightning.client.state.python_state import Growth, PythonState
-from fl_lightning.client.state.round_start import RoundStart, Schedule
+from fl_lightning.client.state.round_start import RateSchedule, RoundStart
 from fl_lightning.client.state.state_tensors import (
     Constants,
     Homes,
@@ -101,7 +101,7 @@ class LocalTrainer:
         optimizers: Optimizer | Sequence[Optimizer],
         step: LocalStep,
         collector: LogCollector | None = None,
-        schedules: Sequence[Schedule] = (),
+        schedules: Sequence[RateSchedule] = (),
         *,
         by_hand: bool = False,
         ignore: Collection[str] = (),

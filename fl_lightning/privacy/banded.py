@@ -32,7 +32,7 @@ from fl_lightning.privacy.mechanism import ClientPrivacy, Mechanism, check_optio
 from fl_lightning.privacy.noise.grid import GRID_COST, Grid, noise_of
 from fl_lightning.privacy.noise.noise_source import NoiseSource
 from fl_lightning.privacy.private_mean import Release
-from fl_lightning.privacy.run import Participation, Run, check_fixed_in_advance
+from fl_lightning.privacy.run import AccountedRun, Participation, check_fixed_in_advance
 
 # Each band costs a vector of the model's size.
 _MOST_BANDS = 32
@@ -64,7 +64,7 @@ class BandedMatrixDP(ClientPrivacy):
         >>> from fl_lightning.data.cohorts.turns import RoundRobinCohort
         >>> from fl_lightning.privacy.noise.noise_source import SeededNoise
         >>> privacy = BandedMatrixDP(clip_norm=1.0, noise_multiplier=4.0)
-        >>> run = Run(RoundRobinCohort(size=10), num_clients=100, num_rounds=20, seed=0)
+        >>> run = AccountedRun(RoundRobinCohort(size=10), num_clients=100, num_rounds=20, seed=0)
         >>> print(privacy.mechanism(run, SeededNoise(0)))
         unit: client, one client added or removed; turns of 2 in 20 rounds at least 10 apart, 10 bands
     """
@@ -89,7 +89,7 @@ class BandedMatrixDP(ClientPrivacy):
         check_fixed_in_advance(cohort)
 
     def mechanism(
-        self, run: Run, source: NoiseSource, noise_multiplier: float | None = None
+        self, run: AccountedRun, source: NoiseSource, noise_multiplier: float | None = None
     ) -> Mechanism:
         """Return the matrix mechanism of a run.
 

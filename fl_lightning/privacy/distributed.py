@@ -34,7 +34,7 @@ from fl_lightning.privacy.noise.integer_vector import (
 from fl_lightning.privacy.noise.noise_source import NoiseSource
 from fl_lightning.privacy.noise.skellam_noise import largest_noise, skellam_noise
 from fl_lightning.privacy.private_mean import Release
-from fl_lightning.privacy.run import Participation, Run, check_fixed_in_advance
+from fl_lightning.privacy.run import AccountedRun, Participation, check_fixed_in_advance
 
 # A share's noise has this standard deviation in steps at least, and the ball this radius in √k.
 _FINENESS, _RADIUS = 64.0, 16.0
@@ -126,7 +126,7 @@ class DistributedDP(ClientPrivacy):
             )
 
     def mechanism(
-        self, run: Run, source: NoiseSource, noise_multiplier: float | None = None
+        self, run: AccountedRun, source: NoiseSource, noise_multiplier: float | None = None
     ) -> Mechanism:
         """Return the clients' mechanism."""
         turns = run.participation()

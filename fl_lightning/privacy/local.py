@@ -24,7 +24,7 @@ from fl_lightning.privacy.mechanism import ClientPrivacy, Mechanism, check_optio
 from fl_lightning.privacy.noise.grid import GRID_COST, Grid, noisy, wide
 from fl_lightning.privacy.noise.noise_source import NoiseSource
 from fl_lightning.privacy.private_mean import Release
-from fl_lightning.privacy.run import Participation, Run, check_fixed_in_advance
+from fl_lightning.privacy.run import AccountedRun, Participation, check_fixed_in_advance
 
 
 @final
@@ -50,7 +50,7 @@ class LocalDP(ClientPrivacy):
         >>> from fl_lightning.data.cohorts.cohort import AllClients
         >>> from fl_lightning.privacy.noise.noise_source import SeededNoise
         >>> privacy = LocalDP(clip_norm=1.0, noise_multiplier=10.0)
-        >>> run = Run(AllClients(), num_clients=100, num_rounds=25, seed=0)
+        >>> run = AccountedRun(AllClients(), num_clients=100, num_rounds=25, seed=0)
         >>> round(privacy.mechanism(run, SeededNoise(0)).epsilon(rounds=25), 6)
         4.377178
     """
@@ -72,7 +72,7 @@ class LocalDP(ClientPrivacy):
         check_fixed_in_advance(cohort)
 
     def mechanism(
-        self, run: Run, source: NoiseSource, noise_multiplier: float | None = None
+        self, run: AccountedRun, source: NoiseSource, noise_multiplier: float | None = None
     ) -> Mechanism:
         """Return the clients' mechanism."""
         turns = run.participation()

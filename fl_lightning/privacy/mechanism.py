@@ -13,7 +13,7 @@ from fl_lightning.privacy.adaptive_clip import AdaptiveClip
 from fl_lightning.privacy.noise.grid import Grid
 from fl_lightning.privacy.noise.noise_source import NoiseSource
 from fl_lightning.privacy.private_mean import Release
-from fl_lightning.privacy.run import Run
+from fl_lightning.privacy.run import AccountedRun
 from fl_lightning.server.protected import NoiseShares
 from fl_lightning.updates.clip import check_clip_norm
 
@@ -140,7 +140,7 @@ class Privacy(Budgeted, Protocol):
         """Whether clients send whole numbers with a share of the noise, for a sum that hides them."""
 
     def mechanism(
-        self, run: Run, source: NoiseSource, noise_multiplier: float | None = None
+        self, run: AccountedRun, source: NoiseSource, noise_multiplier: float | None = None
     ) -> Mechanism:
         """Return the mechanism of a run.
 

@@ -21,8 +21,7 @@ from torch import Tensor
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.core.whole_numbers import Integers
-from fl_lightning.secure.ring import Integers as RingIntegers
-from fl_lightning.secure.ring import Ring
+from fl_lightning.secure.ring import Ring, RingIntegers
 from fl_lightning.secure.round_sum import RoundSum
 from fl_lightning.secure.secure_sum import SecureSum
 from fl_lightning.server.aggregator import PrivateAggregator

@@ -24,7 +24,7 @@ from fl_lightning.engines.slots.rehearsal import Rehearsal
 from fl_lightning.engines.slots.stacked_functions import Slots, StackedOptions, StackedTerm
 from fl_lightning.engines.slots.stacked_gradients import Inputs
 from fl_lightning.engines.slots.stacked_optimizers import stacked_rule
-from fl_lightning.engines.slots.step_graphs import Kind, StepGraphs
+from fl_lightning.engines.slots.step_graphs import StepGraphs, StepKind
 from fl_lightning.engines.slots.step_records import BatchOf
 from fl_lightning.engines.slots.thin_steps import ThinSteps
 from fl_lightning.sparsity.optimizers.masked_optimizer import MaskedOptimizer
@@ -187,7 +187,7 @@ class StackedStep:
         draws = [] if rehearsal is None else rehearsal.draws.numbers
         return Inputs(batch, valid, self.count, draws)
 
-    def _done(self, kind: Kind, inputs: Inputs, *arguments: Any) -> Any:
+    def _done(self, kind: StepKind, inputs: Inputs, *arguments: Any) -> Any:
         """Run a kind of step, and keep what it gives to metrics."""
         result = self.graphs.run(kind, inputs, *arguments)
         self.given = result[0].given

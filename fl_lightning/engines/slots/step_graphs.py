@@ -37,7 +37,7 @@ MOST_GRAPHS = 3
 MOST_KINDS = 4
 
 _T = TypeVar("_T")
-Kind = Literal["step", "first", "only"]
+StepKind = Literal["step", "first", "only"]
 
 
 class _Graphs(NamedTuple):
@@ -162,7 +162,7 @@ class StepGraphs:
         """Whether a parameter that trains is not among what the loss depends on."""
         return bool(self.functions.unused)
 
-    def run(self, kind: Kind, inputs: Inputs, *arguments: Any) -> Any:
+    def run(self, kind: StepKind, inputs: Inputs, *arguments: Any) -> Any:
         """Run a kind of step, or a graph of it.
 
         Raises:

@@ -20,7 +20,7 @@ from fl_lightning.federation.stages.example_rounds import ExampleRounds
 from fl_lightning.federation.stages.private_rounds import PrivateRounds
 from fl_lightning.privacy.example import ExampleDP
 from fl_lightning.privacy.mechanism import Privacy
-from fl_lightning.privacy.run import LocalSampling, Run
+from fl_lightning.privacy.run import AccountedRun, LocalSampling
 from fl_lightning.server.server import as_aggregator
 
 # What makes rounds private.
@@ -113,9 +113,9 @@ def _accounted(
     *,
     local: LocalSampling | None = None,
     fewest_survivors: int | None = None,
-) -> Run:
+) -> AccountedRun:
     rounds, params = trainer.max_epochs, trainer.lightning_module.parameters()
-    return Run(
+    return AccountedRun(
         options.cohort,
         num_clients=len(trainer.datamodule.clients),  # type: ignore[attr-defined]
         num_rounds=None if rounds is None or rounds < 0 else rounds,

@@ -31,7 +31,7 @@ from fl_lightning.privacy.mechanism import Mechanism, Privacy
 from fl_lightning.privacy.noise.grid import Grid, noise_of
 from fl_lightning.privacy.noise.noise_source import coins, noise_source
 from fl_lightning.privacy.private_mean import PrivateMean
-from fl_lightning.privacy.run import Run
+from fl_lightning.privacy.run import AccountedRun
 from fl_lightning.server.aggregator import PrivateAggregator, TakesNoiseShares
 from fl_lightning.server.protected import NoiseShares
 
@@ -65,7 +65,7 @@ class PrivateRounds(Stage):
     def __init__(
         self,
         privacy: Privacy,
-        run: Run,
+        run: AccountedRun,
         ranks: Ranks,
         *,
         exact: bool,

@@ -25,7 +25,7 @@ from fl_lightning.data.cohorts.population import Population
 from fl_lightning.privacy.mechanism import Privacy
 from fl_lightning.privacy.noise.noise_source import SeededNoise, coins
 from fl_lightning.privacy.private_mean import PrivateMean
-from fl_lightning.privacy.run import Run
+from fl_lightning.privacy.run import AccountedRun
 
 
 def epsilon_lower_bound(
@@ -87,7 +87,13 @@ def _log_ratio(chance: float, other: float) -> float:
 
 
 def canary_scores(
-    privacy: Privacy, run: Run, *, has_canary: bool, num_worlds: int, size: int = 32, seed: int = 0
+    privacy: Privacy,
+    run: AccountedRun,
+    *,
+    has_canary: bool,
+    num_worlds: int,
+    size: int = 32,
+    seed: int = 0,
 ) -> list[float]:
     """Return how much of a canary is in what is released, one number for each world.
 
