@@ -137,11 +137,6 @@ class SecureMean(Aggregator):
             )
         return told
 
-    @property
-    def reason_against_privacy(self) -> None:
-        """ε holds with it: it adds up what privacy gives it, see `with_noise_shares`."""
-        return
-
     def begin(self, terms: Terms) -> None:
         """Learn about the run.
 

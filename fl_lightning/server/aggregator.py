@@ -86,8 +86,11 @@ class Aggregator(ABC):
         return None
 
     @property
-    def reason_against_privacy(self) -> str | None:
-        """Why ε of clients may not hold with it, and what to do; None if it holds."""
+    def reason_against_private_mean(self) -> str | None:
+        """Why privacy of clients cannot have its mean of clipped updates in its place, and what to do.
+
+        None only where that mean, of which each client is one part, is what it comes to.
+        """
         return (
             f"nothing is proved for {type(self.robust_rule or self).__name__}, by how much one client "
             "moves it: leave federation.aggregator out for the mean of clipped updates"

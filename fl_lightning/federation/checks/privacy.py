@@ -72,12 +72,13 @@ def _aggregator_problems(given: Aggregator | RobustRule | None, privacy: Privacy
     if given is None:
         return
     aggregator = as_aggregator(given)
-    if aggregator.noise_shares is not None and not privacy.is_for_sums:
-        yield (
-            f"{type(aggregator).__name__} shows sums only, and {type(privacy).__name__} is not made for "
-            "sums of whole numbers: use DistributedDP, whose clients add the noise"
-        )
-    elif (reason := aggregator.reason_against_privacy) is not None:
+    if aggregator.noise_shares is not None:
+        if not privacy.is_for_sums:
+            yield (
+                f"{type(aggregator).__name__} shows sums only, and {type(privacy).__name__} is not made "
+                "for sums of whole numbers: use DistributedDP, whose clients add the noise"
+            )
+    elif (reason := aggregator.reason_against_private_mean) is not None:
         yield reason
 
 

@@ -38,7 +38,7 @@ class Mean(WeightedMean):
         self.exact = exact
 
     @property
-    def reason_against_privacy(self) -> str | None:
+    def reason_against_private_mean(self) -> str | None:
         """That weights by examples have no bound."""
         if not self.weight_by_examples:
             return None
