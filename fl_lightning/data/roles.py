@@ -1,0 +1,71 @@
+"""What a client's examples are for: training, or what it is validated and tested on.
+
+shard = train ∪ validation ∪ test, disjoint; parts are held out one after the other, at random
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.seeds import numpy_generator
+from fl_lightning.data.shards import ClientShards
+
+# of a client's examples: what is left to train on is a tenth at least
+_MOST_HELD_OUT = 0.9
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Every client's examples by what they are for.
+
+    Attributes:
+        train: what each client trains on.
+        validation: what it is validated on; empty shards where nothing is held out for it.
+        test: what it is tested on; likewise.
+
+    Example:
+        >>> import numpy as np
+        >>> roles = Roles.of(ClientShards([np.arange(10)]), validation=0.2, test=0.3, seed=0)
+        >>> [len(shards[0]) for shards in (roles.train, roles.validation, roles.test)]
+        [5, 2, 3]
+    """
+
+    train: ClientShards
+    validation: ClientShards
+    test: ClientShards
+
+    @classmethod
+    def of(cls, shards: ClientShards, *, validation: float, test: float, seed: int) -> Self:
+        """Hold parts of every client's examples out.
+
+        Args:
+            shards: all examples of each client.
+            validation: share of them to be validated on, in [0, 1).
+            test: share of them to be tested on, in [0, 1).
+            seed: of the choice.
+        """
+        rest, validated = shards.hold_out(validation, numpy_generator(seed, "client validation"))
+        share_of_rest = test / (1 - validation)
+        train, tested = rest.hold_out(share_of_rest, numpy_generator(seed, "client test"))
+        return cls(train, validated, tested)
+
+
+def check_fractions(validation: float, test: float) -> None:
+    """Refuse shares of examples that cannot be held out.
+
+    Raises:
+        ConfigurationError: naming the option.
+    """
+    for name, fraction in (("client_val_fraction", validation), ("client_test_fraction", test)):
+        if not 0 <= fraction < 1:
+            raise ConfigurationError(
+                f"{name} must be in [0, 1), got {fraction}: "
+                "it is the share of its examples that a client never trains on"
+            )
+    if validation + test > _MOST_HELD_OUT:
+        raise ConfigurationError(
+            f"client_val_fraction and client_test_fraction must be at most {_MOST_HELD_OUT} together, got "
+            f"{validation} and {test}: clients train on the rest"
+        )
