@@ -1,0 +1,80 @@
+"""The channels that count most first, so that a narrow sub-network keeps them.
+
+    importance of channel j = Σ |W_next[:, j]|,   the L1 norm of what the next layer makes of it
+
+Permuting the channels inside a block, in all tensors that number them, changes nothing that the
+largest network computes. Source: Cai et al. 2020, ICLR (Once-for-All), section 3.2, "elastic width".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Channels:
+    """Channels inside a block.
+
+    Attributes:
+        places: the tensors that number them, each with the dimension that does.
+        ranked_by: the next layer's weights, with the dimension.
+        widths: of sub-networks that are trained already, rising: channels do not move across them.
+    """
+
+    places: tuple[tuple[Tensor, int], ...]
+    ranked_by: tuple[Tensor, int]
+    widths: tuple[int, ...] = ()
+
+    @property
+    def importance(self) -> Tensor:
+        """The L1 norm of each channel, shape (channels,)."""
+        weights, dimension = self.ranked_by
+        return weights.detach().abs().transpose(0, dimension).flatten(1).sum(1)
+
+
+def ranking(importance: Tensor, widths: Sequence[int] = ()) -> Tensor:
+    """Return the channels by falling importance; of equal ones the earlier first.
+
+    Args:
+        importance: of each channel, shape (channels,).
+        widths: rising; channels stay on their side of each.
+
+    Example:
+        >>> ranking(torch.tensor([1.0, 3.0, 2.0, 4.0])).tolist()
+        [3, 1, 2, 0]
+        >>> ranking(torch.tensor([1.0, 3.0, 2.0, 4.0]), [2]).tolist()
+        [1, 0, 3, 2]
+    """
+    ends = [0, *(width for width in widths if 0 < width < len(importance)), len(importance)]
+    groups = [
+        importance[start:end].argsort(descending=True, stable=True) + start
+        for start, end in pairwise(ends)
+    ]
+    return torch.cat(groups)
+
+
+def sort_channels(network: nn.Module) -> None:
+    """Sort the channels inside every block of a supernet, in place.
+
+    The largest network computes the same; smaller ones now use what counts most. An optimizer's
+    memory is not permuted: start it anew.
+
+    Args:
+        network: whose blocks say by `hidden_channels` where channels live.
+    """
+    with torch.no_grad():
+        for block in network.modules():
+            if hasattr(block, "hidden_channels"):
+                for channels in block.hidden_channels():
+                    _permute(channels)
+
+
+def _permute(channels: Channels) -> None:
+    order = ranking(channels.importance, channels.widths)
+    for tensor, dimension in channels.places:
+        tensor.copy_(tensor.index_select(dimension, order.to(tensor.device)))
