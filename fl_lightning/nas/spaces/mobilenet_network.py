@@ -106,14 +106,17 @@ class InvertedResidual(nn.Module):
     Args:
         shape: of the block.
         kernels: to choose from, in a supernet; None: plain layers of the block's own kernel.
+        affine: whether its plain batch norms scale and shift.
     """
 
-    def __init__(self, shape: Block, kernels: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, shape: Block, kernels: Sequence[int] | None = None, *, affine: bool = True
+    ) -> None:
         super().__init__()
         hidden, width, stride = shape.hidden, shape.channels_out, shape.stride
         elastic = kernels is not None
         convolution_ = partial(ElasticConv2d if elastic else nn.Conv2d, kernel_size=1, bias=False)
-        norm = ElasticBatchNorm2d if elastic else nn.BatchNorm2d
+        norm = ElasticBatchNorm2d if elastic else partial(nn.BatchNorm2d, affine=affine)
         activation = nn.Hardswish if shape.swish else nn.ReLU
         self.channels_in = shape.channels_in
         self.adds = stride == 1 and shape.channels_in == width
