@@ -37,6 +37,12 @@ class Channels:
         return weights.detach().abs().transpose(0, dimension).flatten(1).sum(1)
 
 
+def norm_tensors(norm: nn.BatchNorm2d) -> list[Tensor]:
+    """Return what a batch norm has a number a channel of."""
+    candidates = (norm.weight, norm.bias, norm.running_mean, norm.running_var)
+    return [tensor for tensor in candidates if tensor is not None]
+
+
 def ranking(importance: Tensor, widths: Sequence[int] = ()) -> Tensor:
     """Return the channels by falling importance; of equal ones the earlier first.
 

@@ -20,7 +20,7 @@ from fl_lightning.nas.cost.count import Cost
 from fl_lightning.nas.cost.layers import convolution, halved, linear, normalised, outputs
 from fl_lightning.nas.elastic.depth import ElasticDepth
 from fl_lightning.nas.elastic.kernel import ElasticDepthwise
-from fl_lightning.nas.elastic.sorting import Channels
+from fl_lightning.nas.elastic.sorting import Channels, norm_tensors
 from fl_lightning.nas.elastic.width import (
     ElasticBatchNorm2d,
     ElasticConv2d,
@@ -150,7 +150,7 @@ class InvertedResidual(nn.Module):
         """Return where the channels inside live: those of the block, those of the squeeze."""
         if not hasattr(self, "conv_pw"):
             return []
-        norms = [tensor for norm in (self.bn1, self.bn2) for tensor in _tensors(norm)]
+        norms = [tensor for norm in (self.bn1, self.bn2) for tensor in norm_tensors(norm)]
         places = [(tensor, 0) for tensor in (self.conv_pw.weight, self.conv_dw.weight, *norms)]
         places.append((self.conv_pwl.weight, 1))
         if isinstance(self.se, nn.Identity):
@@ -172,11 +172,6 @@ def _squeeze(channels: int, elastic: bool) -> nn.Module:
     squeezed = squeezed_channels(channels)
     plain: nn.Module = SqueezeExcite(channels, rd_channels=squeezed, gate_layer="hard_sigmoid")
     return plain
-
-
-def _tensors(norm: nn.BatchNorm2d) -> list[Tensor]:
-    statistics = [tensor for tensor in (norm.running_mean, norm.running_var) if tensor is not None]
-    return [norm.weight, norm.bias, *statistics]
 
 
 def stem(channels_in: int, channels: int, stride: int) -> nn.Sequential:
