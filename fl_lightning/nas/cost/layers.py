@@ -1,9 +1,9 @@
 """What one example costs a layer, by formulas: they give what `count` finds when it runs the layer.
 
-    convolution   flops = k² · in / groups · out · area (+ out · area with bias)
-    linear        flops = tokens · in · out (+ tokens · out)
-    attention     flops = 2 · tokens² · heads · features of a head, besides its linear layers
-    batch norm, layer norm, activations, pools: no flops, their outputs are activations
+convolution   flops = k² · in / groups · out · area (+ out · area with bias)
+linear        flops = tokens · in · out (+ tokens · out)
+attention     flops = 2 · tokens² · heads · features of a head, besides its linear layers
+batch norm, layer norm, activations, pools: no flops, their outputs are activations
 """
 
 from __future__ import annotations

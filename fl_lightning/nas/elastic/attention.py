@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 from fl_lightning.nas.elastic.width import ElasticLinear
 
@@ -30,16 +30,20 @@ class ElasticQKV(nn.Linear):
     def forward(self, x: Tensor, heads: int | None = None) -> Tensor:
         """Return (batch, tokens, 3 · heads · head_features)."""
         features = x.shape[-1]
-        if heads in (None, self.heads):
-            return F.linear(x, self.weight[:, :features], self.bias)
-        rows = heads * self.head_features  # type: ignore[operator]  # not None here
+        if heads is None or heads == self.heads:
+            return functional.linear(x, self.weight[:, :features], self.bias)
+        rows = heads * self.head_features
         # three products: the blocks' rows are apart, and one matrix of them would be a copy
         blocks = zip(self.weight.chunk(3), self.bias.chunk(3), strict=True)
-        return torch.cat([F.linear(x, w[:rows, :features], b[:rows]) for w, b in blocks], -1)
+        return torch.cat(
+            [functional.linear(x, w[:rows, :features], b[:rows]) for w, b in blocks], -1
+        )
 
     def held_by(self, part: nn.Linear) -> dict[str, Tensor]:
         """Return which coordinates a plain layer of fewer heads holds, by parameter."""
-        held = {name: torch.zeros(own.shape, dtype=torch.bool) for name, own in self.named_parameters()}
+        held = {
+            name: torch.zeros(own.shape, dtype=torch.bool) for name, own in self.named_parameters()
+        }
         rows = part.out_features // 3
         held["weight"].unflatten(0, (3, -1))[:, :rows, : part.in_features] = True
         held["bias"].unflatten(0, (3, -1))[:, :rows] = True
@@ -79,7 +83,9 @@ class Attention(nn.Module):
         """Return the shape of x, (batch, tokens, features); of the first heads, or all."""
         qkv = self.qkv(x) if heads is None else self.qkv(x, heads)
         query, key, value = qkv.unflatten(-1, (3, -1, self.head_features)).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+        mixed = (
+            functional.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+        )
         if heads is None:
             return self.proj(mixed)  # type: ignore[no-any-return]
         return self.proj(mixed, x.shape[-1])  # type: ignore[no-any-return]

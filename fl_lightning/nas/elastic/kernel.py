@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 from fl_lightning.core.errors import ConfigurationError
 
@@ -56,7 +56,7 @@ class ElasticDepthwise(nn.Conv2d):
         kernel = kernel or self.kernels[0]
         channels = x.shape[1]
         weight = self.kernel(kernel, channels)
-        return F.conv2d(x, weight, None, self.stride, kernel // 2, self.dilation, channels)
+        return functional.conv2d(x, weight, None, self.stride, kernel // 2, self.dilation, channels)
 
     def kernel(self, size: int, channels: int) -> Tensor:
         """Return the kernels of the first channels, (channels, 1, size, size).
@@ -69,7 +69,7 @@ class ElasticDepthwise(nn.Conv2d):
             if smaller < size:
                 break
             centre = _centre(weight, larger, smaller).flatten(1)
-            weight = F.linear(centre, self.matrices[str(smaller)])
+            weight = functional.linear(centre, self.matrices[str(smaller)])
             weight = weight.view(channels, 1, smaller, smaller)
         return weight
 
@@ -79,7 +79,9 @@ class ElasticDepthwise(nn.Conv2d):
         Of a matrix on the way those rows count that the next centre reads.
         """
         size, channels = part.kernel_size[0], part.out_channels
-        held = {name: torch.zeros(own.shape, dtype=torch.bool) for name, own in self.named_parameters()}
+        held = {
+            name: torch.zeros(own.shape, dtype=torch.bool) for name, own in self.named_parameters()
+        }
         first = next((kernel for kernel in self.kernels[1:] if kernel >= size), self.kernels[0])
         _centre(held["weight"], self.kernels[0], first)[:channels] = True
         passed = [kernel for kernel in self.kernels[1:] if kernel >= size]

@@ -10,10 +10,8 @@ Sources: Cai et al. 2020, ICLR (Once-for-All), section 3; Yu & Huang 2019 (slimm
 
 from __future__ import annotations
 
-import torch
-from timm.layers import make_divisible
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 
 class ElasticConv2d(nn.Conv2d):
@@ -28,7 +26,7 @@ class ElasticConv2d(nn.Conv2d):
     def forward(self, x: Tensor, channels_out: int | None = None) -> Tensor:
         """Return (batch, channels_out, height, width); without a number, of all of them."""
         weight, bias = _first(self.weight, self.bias, channels_out, x.shape[1])
-        return F.conv2d(x, weight, bias, self.stride, self.padding, self.dilation)
+        return functional.conv2d(x, weight, bias, self.stride, self.padding, self.dilation)
 
 
 class ElasticLinear(nn.Linear):
@@ -36,7 +34,7 @@ class ElasticLinear(nn.Linear):
 
     def forward(self, x: Tensor, features_out: int | None = None) -> Tensor:
         """Return (..., features_out); without a number, all of them."""
-        return F.linear(x, *_first(self.weight, self.bias, features_out, x.shape[-1]))
+        return functional.linear(x, *_first(self.weight, self.bias, features_out, x.shape[-1]))
 
 
 class ElasticLayerNorm(nn.LayerNorm):
@@ -46,7 +44,7 @@ class ElasticLayerNorm(nn.LayerNorm):
         """Return the same shape."""
         features = x.shape[-1]
         weight, bias = self.weight[:features], self.bias[:features]
-        return F.layer_norm(x, (features,), weight, bias, self.eps)
+        return functional.layer_norm(x, (features,), weight, bias, self.eps)
 
 
 class ElasticBatchNorm2d(nn.BatchNorm2d):
@@ -63,10 +61,12 @@ class ElasticBatchNorm2d(nn.BatchNorm2d):
         if channels == self.num_features:
             return super().forward(x)
         mean, variance = self.running_mean, self.running_var
-        assert mean is not None and variance is not None and self.momentum is not None
+        assert mean is not None
+        assert variance is not None
+        assert self.momentum is not None
         if self.training and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
-        return F.batch_norm(
+        return functional.batch_norm(
             x,
             mean[:channels],
             variance[:channels],
@@ -97,12 +97,23 @@ class ElasticSqueezeExcite(nn.Module):
         """Return the same shape."""
         channels = x.shape[1]
         squeezed = self.conv_reduce(x.mean((2, 3), keepdim=True), squeezed_channels(channels))
-        return x * F.hardsigmoid(self.conv_expand(squeezed.relu(), channels))
+        return x * functional.hardsigmoid(self.conv_expand(squeezed.relu(), channels))
 
 
 def squeezed_channels(channels: int) -> int:
     """Return a quarter of the channels, as a multiple of 8 that is not much less."""
-    return int(make_divisible(channels / 4, 8))
+    return multiple_of_8(channels / 4)
+
+
+def multiple_of_8(channels: float) -> int:
+    """Return the nearest multiple of 8, at least 8, that is not a tenth less.
+
+    Example:
+        >>> [multiple_of_8(channels) for channels in (3, 20, 30, 35, 166.4)]
+        [8, 24, 32, 40, 168]
+    """
+    nearest = max(8, int(channels + 4) // 8 * 8)
+    return nearest if nearest >= 0.9 * channels else nearest + 8
 
 
 def _first(

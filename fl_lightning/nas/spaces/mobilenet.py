@@ -66,7 +66,10 @@ class MobileNet(SizeSpace):
         for field in fields(self):  # lists of a YAML file
             object.__setattr__(self, field.name, tuple(getattr(self, field.name)))
         stages = len(self.widths) - 4
-        if stages < 1 or not len(self.strides) == len(self.squeeze) == len(self.swish) == stages + 1:
+        if (
+            stages < 1
+            or not len(self.strides) == len(self.squeeze) == len(self.swish) == stages + 1
+        ):
             raise ConfigurationError(
                 f"{self.name}: for n stages give n + 4 widths and n + 1 strides, squeeze and swish, got "
                 f"{len(self.widths)}, {len(self.strides)}, {len(self.squeeze)} and {len(self.swish)}"
@@ -101,7 +104,12 @@ class MobileNet(SizeSpace):
         return MobileNetNetwork(self, plan, num_classes, in_channels, kernels)
 
     def cost(
-        self, architecture: Architecture, *, side: int = 32, in_channels: int = 3, num_classes: int = 10
+        self,
+        architecture: Architecture,
+        *,
+        side: int = 32,
+        in_channels: int = 3,
+        num_classes: int = 10,
     ) -> Cost:
         """Return what one image costs, by formulas."""
         plan = self.plan(self.sizes(architecture))

@@ -15,10 +15,10 @@ from functools import cached_property
 from itertools import product
 from typing import Any, ClassVar, final
 
-from timm.layers import make_divisible
 from torch import Tensor, nn
 
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.nas.elastic.width import multiple_of_8
 from fl_lightning.nas.spaces.cells import Candidate, CellSpace, MakeEdge, Row
 from fl_lightning.nas.spaces.mobilenet import MobileNet, small_mobilenet
 from fl_lightning.nas.spaces.mobilenet_network import (
@@ -63,17 +63,21 @@ class MobileNetLayers(CellSpace):
         return self.sizes.depths[-1]
 
     @cached_property
-    def rows(self) -> tuple[Row, ...]:  # type: ignore[override]
+    def rows(self) -> tuple[Row, ...]:
         """The layers, stage by stage."""
         stages = range(1, len(self.sizes.parts) + 1)
         return tuple(
-            Row(f"stage {stage}", layer, layer + 1) for stage in stages for layer in range(self.depth)
+            Row(f"stage {stage}", layer, layer + 1)
+            for stage in stages
+            for layer in range(self.depth)
         )
 
     @cached_property
-    def decisions(self) -> tuple[Decision, ...]:  # type: ignore[override]
+    def decisions(self) -> tuple[Decision, ...]:
         """An operation for every layer."""
-        return tuple(Decision(f"{row.cell} layer {row.target}", self.operations) for row in self.rows)
+        return tuple(
+            Decision(f"{row.cell} layer {row.target}", self.operations) for row in self.rows
+        )
 
     def operations_of(self, architecture: Architecture) -> tuple[int, ...]:
         """Return the choices: a decision is a row."""
@@ -139,7 +143,7 @@ class MobileNetLayers(CellSpace):
 
 def _scaled(shapes: MobileNet, channels: int) -> MobileNet:
     ratio = channels / shapes.widths[0]
-    widths = tuple(int(make_divisible(width * ratio, 8)) for width in shapes.widths[1:])
+    widths = tuple(multiple_of_8(width * ratio) for width in shapes.widths[1:])
     return replace(shapes, widths=(channels, *widths))
 
 
@@ -168,7 +172,12 @@ class LayeredNetwork(nn.Module):
     """Stem, a fixed block, the layers, head."""
 
     def __init__(
-        self, shapes: MobileNet, make_edge: MakeEdge, num_classes: int, in_channels: int, affine: bool
+        self,
+        shapes: MobileNet,
+        make_edge: MakeEdge,
+        num_classes: int,
+        in_channels: int,
+        affine: bool,
     ) -> None:
         super().__init__()
         plan = shapes.plan(shapes.sizes(shapes.largest))

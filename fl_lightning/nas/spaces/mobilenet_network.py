@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from timm.layers import make_divisible
 from timm.models._efficientnet_blocks import SqueezeExcite
 from torch import Tensor, nn
 
@@ -25,6 +24,7 @@ from fl_lightning.nas.elastic.width import (
     ElasticBatchNorm2d,
     ElasticConv2d,
     ElasticSqueezeExcite,
+    multiple_of_8,
     squeezed_channels,
 )
 from fl_lightning.nas.spaces.space import Architecture
@@ -69,7 +69,7 @@ class Plan:
 
 def hidden_channels(channels: int, expansion: float) -> int:
     """Return ``expansion`` times the channels, as a multiple of 8 that is not much less."""
-    return int(make_divisible(round(channels * expansion), 8))
+    return multiple_of_8(round(channels * expansion))
 
 
 def plan_stages(
@@ -92,11 +92,12 @@ def plan_stages(
     """
     first = Block(widths[0], widths[1], 1, squeeze, swish, Chosen(3, 1), expands=False)
     stages = []
-    for number, ((stride, *kind), blocks) in enumerate(zip(settings, chosen, strict=True)):
+    for number, (setting, blocks) in enumerate(zip(settings, chosen, strict=True)):
+        stride, excites, swishes = setting
         before, width = widths[number + 1], widths[number + 2]
         shapes = [(before, width, stride), *[(width, width, 1)] * (len(blocks) - 1)]
         pairs = zip(shapes, blocks, strict=True)
-        stages.append(tuple(Block(*shape, *kind, block) for shape, block in pairs))
+        stages.append(tuple(Block(*shape, excites, swishes, block) for shape, block in pairs))
     return Plan(widths[0], stem_stride, first, tuple(stages), (widths[-2], widths[-1]))
 
 
@@ -131,13 +132,13 @@ class InvertedResidual(nn.Module):
         )
         self.bn2 = norm(hidden)
         self.act2 = activation()
-        self.se = _squeeze(hidden, elastic) if shape.squeeze else nn.Identity()
+        self.se: nn.Module = _squeeze(hidden, elastic) if shape.squeeze else nn.Identity()
         self.conv_pwl = convolution_(hidden, width)
         self.bn3 = norm(width)
 
     def forward(self, x: Tensor, kernel: int | None = None, expansion: float = 0) -> Tensor:
         """Return the block's output; with sizes, that of the part of a supernet's block."""
-        inside = x
+        inside: Tensor = x
         if hasattr(self, "conv_pw"):
             width = () if kernel is None else (hidden_channels(self.channels_in, expansion),)
             inside = self.act1(self.bn1(self.conv_pw(x, *width)))
@@ -148,6 +149,8 @@ class InvertedResidual(nn.Module):
 
     def hidden_channels(self) -> list[Channels]:
         """Return where the channels inside live: those of the block, those of the squeeze."""
+        reduce: Any
+        expand: Any
         if not hasattr(self, "conv_pw"):
             return []
         norms = [tensor for norm in (self.bn1, self.bn2) for tensor in norm_tensors(norm)]
@@ -209,7 +212,12 @@ class MobileNetNetwork(nn.Module):
     """
 
     def __init__(
-        self, space: Any, plan: Plan, num_classes: int, in_channels: int, kernels: Sequence[int] | None
+        self,
+        space: Any,
+        plan: Plan,
+        num_classes: int,
+        in_channels: int,
+        kernels: Sequence[int] | None,
     ) -> None:
         super().__init__()
         self.space, self.num_classes, self.in_channels = space, num_classes, in_channels

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import ClassVar, final
 
-from timm.layers import make_divisible
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.nas.cost.count import Cost
 from fl_lightning.nas.cost.layers import halved, linear, outputs
+from fl_lightning.nas.elastic.width import multiple_of_8
 from fl_lightning.nas.spaces.resnet_network import (
     Bottleneck,
     ResNetNetwork,
@@ -47,7 +47,7 @@ class ResNet(SizeSpace):
         >>> str(space.smallest)
         'w0.65:e0.2-e0.2|w0.65:e0.2-e0.2|w0.65:e0.2-e0.2-e0.2-e0.2|w0.65:e0.2-e0.2'
         >>> space.cost(space.largest, side=224, num_classes=1000).params
-        38352424
+        48086760
     """
 
     name: ClassVar[str] = "resnet"
@@ -85,7 +85,7 @@ class ResNet(SizeSpace):
 
     def stage_channels(self, stage: int, width: Number) -> int:
         """Return the channels of a stage of this width, a multiple of 8."""
-        return int(make_divisible(self.channels[stage] * width, 8))
+        return multiple_of_8(self.channels[stage] * width)
 
     def blocks(self, architecture: Architecture) -> list[list[Bottleneck]]:
         """Return the shapes of the blocks, stage by stage."""
@@ -109,7 +109,12 @@ class ResNet(SizeSpace):
         return ResNetNetwork(self, self.blocks(architecture), num_classes, in_channels, elastic)
 
     def cost(
-        self, architecture: Architecture, *, side: int = 32, in_channels: int = 3, num_classes: int = 10
+        self,
+        architecture: Architecture,
+        *,
+        side: int = 32,
+        in_channels: int = 3,
+        num_classes: int = 10,
     ) -> Cost:
         """Return what one image costs, by formulas."""
         cost, side = stem_cost(self.stem, self.stem_strides, side, in_channels)

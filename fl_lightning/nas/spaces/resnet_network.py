@@ -7,14 +7,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from timm.layers import make_divisible
 from torch import Tensor, nn
 
 from fl_lightning.nas.cost.count import Cost
 from fl_lightning.nas.cost.layers import convolution, halved, normalised, outputs
 from fl_lightning.nas.elastic.depth import ElasticDepth
 from fl_lightning.nas.elastic.sorting import Channels, norm_tensors
-from fl_lightning.nas.elastic.width import ElasticBatchNorm2d, ElasticConv2d, ElasticLinear
+from fl_lightning.nas.elastic.width import (
+    ElasticBatchNorm2d,
+    ElasticConv2d,
+    ElasticLinear,
+    multiple_of_8,
+)
 from fl_lightning.nas.spaces.space import Architecture
 
 
@@ -44,7 +48,7 @@ class Bottleneck:
 
 def hidden_channels(channels: int, expansion: float) -> int:
     """Return this share of the channels, as a multiple of 8 that is not much less."""
-    return int(make_divisible(round(channels * expansion), 8))
+    return multiple_of_8(round(channels * expansion))
 
 
 class BottleneckBlock(nn.Module):
@@ -68,9 +72,7 @@ class BottleneckBlock(nn.Module):
         if shape.opens:
             pool = nn.AvgPool2d(2, 2, ceil_mode=True, count_include_pad=False)
             averaged = nn.Identity() if shape.stride == 1 else pool
-            self.downsample = nn.ModuleList(
-                [averaged, convolution_(before, width, 1), norm(width)]
-            )
+            self.downsample = nn.ModuleList([averaged, convolution_(before, width, 1), norm(width)])
 
     def forward(self, x: Tensor, expansion: float | None = None, width: int = 0) -> Tensor:
         """Return the block's output; with sizes, that of the part of a supernet's block."""

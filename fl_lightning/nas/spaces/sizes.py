@@ -109,7 +109,12 @@ class SizeSpace(SearchSpace):
 
     @abstractmethod
     def cost(
-        self, architecture: Architecture, *, side: int = 32, in_channels: int = 3, num_classes: int = 10
+        self,
+        architecture: Architecture,
+        *,
+        side: int = 32,
+        in_channels: int = 3,
+        num_classes: int = 10,
     ) -> Cost:
         """Return what one image costs the network of an architecture, by formulas, exactly.
 
@@ -126,7 +131,7 @@ class SizeSpace(SearchSpace):
         return tuple(named for part in self.parts for named in part.sizes)
 
     @cached_property
-    def decisions(self) -> tuple[Decision, ...]:  # type: ignore[override]
+    def decisions(self) -> tuple[Decision, ...]:
         """A decision for every size."""
         return tuple(
             Decision(name, tuple(f"{option:g}" for option in size.options))
@@ -144,7 +149,7 @@ class SizeSpace(SearchSpace):
         return self.architecture([len(decision.options) - 1 for decision in self.decisions])
 
     @cached_property
-    def size(self) -> int:  # type: ignore[override]
+    def size(self) -> int:
         """How many different networks there are."""
         return math.prod(_count(part) for part in self.parts)
 
@@ -313,4 +318,4 @@ def _read_size(reader: Reader, part: str, size: Size) -> int:
         if reader.text.startswith(option, reader.place):
             reader.expect(option)
             return options.index(option)
-    reader.refuse(f"expected the {size.name} of a block of {part}: {', '.join(options)}")
+    return reader.refuse(f"expected the {size.name} of a block of {part}: {', '.join(options)}")

@@ -37,7 +37,7 @@ class ViT(SizeSpace):
         (60, 'd192:h3m3.5')
         >>> space = ViT(image_side=224, patch=16)
         >>> space.cost(space.smallest, side=224, num_classes=1000).params
-        4982440
+        5273896
     """
 
     name: ClassVar[str] = "vit"
@@ -78,12 +78,15 @@ class ViT(SizeSpace):
         self, architecture: Architecture, *, num_classes: int, in_channels: int, elastic: bool
     ) -> ViTNetwork:
         """Return the network of an architecture, of plain layers or of elastic ones."""
-        return ViTNetwork(
-            self, self.shape(architecture), num_classes, in_channels, elastic=elastic
-        )
+        return ViTNetwork(self, self.shape(architecture), num_classes, in_channels, elastic=elastic)
 
     def cost(
-        self, architecture: Architecture, *, side: int = 32, in_channels: int = 3, num_classes: int = 10
+        self,
+        architecture: Architecture,
+        *,
+        side: int = 32,
+        in_channels: int = 3,
+        num_classes: int = 10,
     ) -> Cost:
         """Return what one image costs, by formulas.
 
@@ -100,5 +103,9 @@ class ViT(SizeSpace):
 def small_vit() -> ViT:
     """Return a space that trains on a laptop: 32 pixels, heads of 16 features, up to 6 blocks."""
     return ViT(
-        features=(32, 48, 64), heads=(2, 3, 4), ratios=(1.0, 2.0), depths=(2, 4, 6), head_features=16
+        features=(32, 48, 64),
+        heads=(2, 3, 4),
+        ratios=(1.0, 2.0),
+        depths=(2, 4, 6),
+        head_features=16,
     )
