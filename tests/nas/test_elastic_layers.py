@@ -102,7 +102,8 @@ def test_batch_norm_moves_the_first_statistics_alone():
     assert torch.equal(layer(x), plain(x))
     assert torch.equal(layer.running_mean[:4], plain.running_mean)
     assert torch.equal(layer.running_var[:4], plain.running_var)
-    assert layer.running_mean[4:].tolist() == [0, 0] and layer.running_var[4:].tolist() == [1, 1]
+    assert layer.running_mean[4:].tolist() == [0, 0]
+    assert layer.running_var[4:].tolist() == [1, 1]
     assert layer.num_batches_tracked == 1
 
 

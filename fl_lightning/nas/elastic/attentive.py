@@ -113,7 +113,7 @@ class AttentiveDraw:
         number = int(torch.multinomial(self.pool.shares, 1, generator=generator))
         members = self.pool.bins[number]
         rows = torch.randint(len(members), (self.num_candidates,), generator=generator)
-        candidates = [members[row] for row in rows.tolist()]
+        candidates: list[Architecture] = [members[row] for row in rows.tolist()]
         scores = np.asarray(self.predict(candidates))
         return candidates[int(scores.argmax() if self.keep == "best" else scores.argmin())]
 

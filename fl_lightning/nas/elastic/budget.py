@@ -87,8 +87,8 @@ def _space(architecture: Architecture) -> SizeSpace:
 def _check(space: SizeSpace, smallest: float, budget: float) -> None:
     if smallest > budget:
         raise ConfigurationError(
-            f"no network of {space.name} is within {budget:,g}: the smallest, {space.smallest}, costs "
-            f"{smallest:,g}"
+            f"no network of {space.name} is within {budget:,.10g}: the smallest, {space.smallest}, "
+            f"costs {smallest:,.10g}"
         )
 
 

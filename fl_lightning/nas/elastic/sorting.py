@@ -8,9 +8,10 @@ largest network computes. Source: Cai et al. 2020, ICLR (Once-for-All), section 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +24,16 @@ class Channels:
     Attributes:
         places: the tensors that number them, each with the dimension that does.
         ranked_by: the next layer's weights, with the dimension.
-        widths: of sub-networks that are trained already, rising: channels do not move across them.
     """
 
     places: tuple[tuple[Tensor, int], ...]
     ranked_by: tuple[Tensor, int]
-    widths: tuple[int, ...] = ()
+
+    @property
+    def number(self) -> int:
+        """How many channels there are."""
+        weights, dimension = self.ranked_by
+        return weights.shape[dimension]
 
     @property
     def importance(self) -> Tensor:
@@ -64,7 +69,7 @@ def ranking(importance: Tensor, widths: Sequence[int] = ()) -> Tensor:
     return torch.cat(groups)
 
 
-def sort_channels(network: nn.Module) -> None:
+def sort_channels(network: nn.Module, trained: Iterable[nn.Module] = ()) -> None:
     """Sort the channels inside every block of a supernet, in place.
 
     The largest network computes the same; smaller ones now use what counts most. An optimizer's
@@ -72,15 +77,19 @@ def sort_channels(network: nn.Module) -> None:
 
     Args:
         network: whose blocks say by `hidden_channels` where channels live.
+        trained: plain networks of sub-networks that keep computing the same (`SizeSpace.build`; the
+            numbers in them do not matter): no channel leaves or enters them.
     """
+    smaller = [dict(plain.named_modules()) for plain in trained]
     with torch.no_grad():
-        for block in network.modules():
-            if hasattr(block, "hidden_channels"):
-                for channels in block.hidden_channels():
-                    _permute(channels)
+        for name, block in network.named_modules():
+            parts = [_channels(plain[name]) for plain in smaller if name in plain]
+            for index, channels in enumerate(_channels(block)):
+                widths = sorted({part[index].number for part in parts})
+                order = ranking(channels.importance, widths)
+                for tensor, dimension in channels.places:
+                    tensor.copy_(tensor.index_select(dimension, order.to(tensor.device)))
 
 
-def _permute(channels: Channels) -> None:
-    order = ranking(channels.importance, channels.widths)
-    for tensor, dimension in channels.places:
-        tensor.copy_(tensor.index_select(dimension, order.to(tensor.device)))
+def _channels(block: Any) -> list[Channels]:
+    return block.hidden_channels() if hasattr(block, "hidden_channels") else []

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import ClassVar, final
 
-
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.nas.cost.count import Cost
 from fl_lightning.nas.cost.layers import halved, linear, outputs

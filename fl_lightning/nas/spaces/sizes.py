@@ -267,7 +267,7 @@ def _depths(part: Part) -> Iterator[int]:
 def _count(part: Part) -> int:
     own = math.prod(len(size.options) for size in part.own)
     block = math.prod(len(size.options) for size in part.block)
-    return own * sum(block**depth for depth in _depths(part))
+    return own * sum(int(block**depth) for depth in _depths(part))
 
 
 def _choices(part: Part) -> Iterator[tuple[int, ...]]:
