@@ -271,7 +271,7 @@ def test_a_privacy_of_ones_own_says_what_it_is():
             raise NotImplementedError
 
     with pytest.raises(ConfigurationError, match="Mine lacks .* derive it from .*ClientPrivacy"):
-        Federation(cohort=PoissonCohort(0.5), privacy=Mine())
+        Federation(cohort=PoissonCohort(fraction=0.5), privacy=Mine())
 
 
 def test_a_correction_that_stays_with_the_client_is_allowed():
