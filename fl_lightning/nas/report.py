@@ -1,7 +1,7 @@
 """What a search shows while it runs, and what it leaves behind.
 
 While it runs: ``search/entropy`` of the operations' probabilities (nats a row, at most log of the number
-of operations), ``search/expected_flops``, and in TensorBoard the present cell and the probabilities.
+of operations), ``search/expected_flops``, ``search/table/…`` where there is a table, and in TensorBoard the present cell and the probabilities.
 At the end, in the run's folder:
 
     cell.png, cell.svg      the architecture as a graph
@@ -16,6 +16,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -63,6 +64,9 @@ class SearchReport(Callback):
         entropy = -(shares * shares.clamp_min(1e-38).log()).sum(1).mean()
         expected = module.costs.expected(shares, "flops")
         values = {"search/entropy": entropy, "search/expected_flops": expected}
+        if module.table is not None:
+            truth = module.table.lookup(module.architecture)
+            values |= {f"search/table/{name}": torch.tensor(value) for name, value in truth.items()}
         module.log_dict(
             {name: value.float() for name, value in values.items()}, rank_zero_only=True
         )

@@ -45,6 +45,8 @@ from fl_lightning.nas.relax.single_path import weights_of
 from fl_lightning.nas.relax.softmax import Softmax
 from fl_lightning.nas.report import SearchReport
 from fl_lightning.nas.spaces.cells import CellSpace
+from fl_lightning.nas.spaces.nas_bench_201 import NASBench201
+from fl_lightning.nas.spaces.nas_bench_201_table import NASBench201Table
 from fl_lightning.nas.spaces.space import Architecture
 
 Batch = tuple[Tensor, Tensor]
@@ -73,6 +75,8 @@ class Supernet(LightningModule):
             ``none``: clients step it and begin every round with a fresh optimizer, as in FedNAS.
         schedule: the learning rate of the weights over rounds, i.e. epochs; None leaves it constant.
         clip_norm: of the weights' gradient, > 0.
+        table: a file of NAS-Bench-201's truth, see `NASBench201Table`: what it says of the present cell
+            is logged; the search does not see it.
         same_draws: whether all clients draw the same operations in the same local step.
         seed: of draws that are the same for all, and of α at the start; the run's seed if None.
 
@@ -111,6 +115,7 @@ class Supernet(LightningModule):
         architecture_state: Place = "server",
         schedule: Schedule | None = None,
         clip_norm: float = 5.0,
+        table: str | None = None,
         same_draws: bool = False,
         seed: int | None = None,
     ) -> None:
@@ -144,6 +149,11 @@ class Supernet(LightningModule):
         self._optimizer, self._architecture_optimizer = optimizer, architecture_optimizer
         self._schedule, self._clip_norm = schedule, clip_norm
         self._same_draws = same_draws
+        if table is not None and not isinstance(space, NASBench201):
+            raise ConfigurationError(
+                f"model.table is NAS-Bench-201's, and model.space is {space.name}: leave one of them out"
+            )
+        self.table = None if table is None else NASBench201Table.read(table)
 
     # What is searched for.
 
