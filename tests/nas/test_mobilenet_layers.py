@@ -134,3 +134,8 @@ def test_what_does_not_parse_says_where(text, message):
 def test_another_number_of_layers_is_refused():
     with pytest.raises(ConfigurationError, match=r"has 2 layers a stage.*got cells=5"):
         TINY.network(Mixed, num_classes=5, cells=5)
+
+
+def test_the_default_is_the_space_for_small_images():
+    assert MobileNetLayers() == MobileNetLayers(small_mobilenet())
+    assert MobileNetLayers() != MobileNetLayers(MobileNet())
