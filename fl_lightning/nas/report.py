@@ -44,7 +44,7 @@ class SearchReport(Callback):
         """Have the server of a federation step α."""
         module: Any = pl_module
         federations = [c for c in trainer.callbacks if isinstance(c, Federation)]  # type: ignore[attr-defined]
-        by_server = bool(federations) and module.architecture_on == "server"
+        by_server = bool(federations) and module.architecture_state == "server"
         module.is_stepped_by_server = by_server
         if stage == "fit" and by_server:
             federations[0].add(

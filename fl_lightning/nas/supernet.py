@@ -1,7 +1,7 @@
 """A network of all architectures of a space of cells, searched while it trains.
 
-    α ← optimizer(α, ∇_α L_search)        on a batch of the half that is for the search
-    w ← optimizer(w, ∇_w L_train(w, α))   on a batch of the other half
+    w ← optimizer(w, ∇_w L_train(w, α))    on a batch of one half of the training data
+    α ← optimizer(α, ∇_α L_search(w, α))   on a batch of the other half
 
 A rule of relaxation says how many architectures run in one network; data come from a
 `FederatedDataModule` with a ``search_fraction``. It is a LightningModule like any other: with a
@@ -10,7 +10,9 @@ travel in one update; the server steps α by the optimizer that a central search
 
 Batch normalisation has the statistics of the batch, in evaluation as well: those that it would gather
 are of no single architecture. Source: Liu et al. 2019, DARTS, Algorithm 1; He et al. 2020, FedNAS, for the
-halves at clients. Differs from FedNAS: α never sees evaluation data, and its mean is the mean.
+halves at clients. Differs: both gradients are taken where w and α were before the step, so that N clients
+with one step on a full batch each take the step of the pooled data (theirs takes that of w where α is
+after its own); and from FedNAS, whose α sees test data and whose mean is the first client's.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from lightning.pytorch import Callback, LightningModule
@@ -36,6 +38,7 @@ from fl_lightning.models.schedule import Schedule
 from fl_lightning.nas.alpha_gradients import AlphaGradient, Gradient, Situation
 from fl_lightning.nas.cost.penalties import NoPenalty, Penalty
 from fl_lightning.nas.cost.table import CostTable, Measure, cost_table
+from fl_lightning.nas.kept_state import keep, num_kept, recall
 from fl_lightning.nas.relax.bilevel import Tensors, WeightStep
 from fl_lightning.nas.relax.relaxation import EdgeWeights, Relaxation, SearchStep
 from fl_lightning.nas.relax.single_path import weights_of
@@ -45,7 +48,7 @@ from fl_lightning.nas.spaces.cells import CellSpace
 from fl_lightning.nas.spaces.space import Architecture
 
 Batch = tuple[Tensor, Tensor]
-Place = Literal["server", "clients"]
+Place = Literal["server", "clients", "none"]
 
 
 class Supernet(LightningModule):
@@ -64,9 +67,10 @@ class Supernet(LightningModule):
         measure: the cost that it is of.
         optimizer: of the weights.
         architecture_optimizer: of α.
-        architecture_on: whose the optimizer of α is in a federation: the ``server``'s, which
-            matches a central search, or the ``clients``', who begin every round with a new one, as
-            in FedNAS.
+        architecture_state: where the state of α's optimizer is in a federation. ``server``: the
+            server steps α, as a central search does. ``clients``: clients step it, and send its state
+            with their buffers; it is averaged, or a client's own if named in ``federation.personal``.
+            ``none``: clients step it and begin every round with a fresh optimizer, as in FedNAS.
         schedule: the learning rate of the weights over rounds, i.e. epochs; None leaves it constant.
         clip_norm: of the weights' gradient, > 0.
         same_draws: whether all clients draw the same operations in the same local step.
@@ -83,6 +87,7 @@ class Supernet(LightningModule):
     """
 
     baseline: Tensor
+    kept_state: Tensor
 
     def __init__(
         self,
@@ -103,13 +108,13 @@ class Supernet(LightningModule):
         architecture_optimizer: OptimizerCallable = lambda p: torch.optim.Adam(
             p, lr=3e-4, betas=(0.5, 0.999), weight_decay=1e-3
         ),
-        architecture_on: Place = "server",
+        architecture_state: Place = "server",
         schedule: Schedule | None = None,
         clip_norm: float = 5.0,
         same_draws: bool = False,
         seed: int | None = None,
     ) -> None:
-        _check(num_classes, clip_norm, architecture_on)
+        _check(num_classes, clip_norm, architecture_state)
         super().__init__()
         self.automatic_optimization = False
         self.space, self.rule = space, rule or Softmax()
@@ -129,7 +134,11 @@ class Supernet(LightningModule):
         self.alpha = nn.Parameter(1e-3 * start)
         self.beta = nn.Parameter(torch.zeros(space.num_rows)) if self.rule.has_beta else None
         self.register_buffer("baseline", torch.zeros(()))
-        self.architecture_on = architecture_on
+        kept = 0
+        if architecture_state == "clients":
+            kept = num_kept(architecture_optimizer, list(self.alphas.values()))
+        self.register_buffer("kept_state", torch.zeros(kept))
+        self.architecture_state = architecture_state
         self.is_stepped_by_server = False
         self._learn, self._penalty = learn or Gradient(), penalty or NoPenalty()
         self._optimizer, self._architecture_optimizer = optimizer, architecture_optimizer
@@ -183,8 +192,9 @@ class Supernet(LightningModule):
 
     def _mixed(self, alphas: Tensors, step: SearchStep) -> EdgeWeights:
         """Return what the rule makes of architecture parameters."""
-        incoming = self.space.incoming
-        return self.rule.weights(alphas["alpha"], step, beta=alphas.get("beta"), incoming=incoming)
+        beta = alphas.get("beta")
+        shares = None if beta is None else self.space.edge_shares(beta)
+        return self.rule.weights(alphas["alpha"], step, edge_shares=shares)
 
     # Training: α on one half of a batch, then w on the other.
 
@@ -207,18 +217,25 @@ class Supernet(LightningModule):
         optimizers: Any = self.optimizers()
         weights_optimizer, alpha_optimizer = optimizers
         draws = self._draws(batch_idx)
-        if self.moves_alpha(self.current_epoch):
-            self._move_alpha(alpha_optimizer, weights_optimizer, batch, draws)
-        images, labels = batch["train"]
+        moves_alpha = self.moves_alpha(self.current_epoch)
+        of_alpha = self._alpha_gradients(batch, draws, weights_optimizer) if moves_alpha else {}
+        loss = self._move_weights(batch["train"], draws, weights_optimizer)
+        if moves_alpha:
+            self._move_alpha(of_alpha, draws, alpha_optimizer)
+        return loss
+
+    def _move_weights(self, batch: Batch, draws: int, optimizer: Any) -> Tensor:
+        images, labels = batch
+        alphas = {name: tensor.detach() for name, tensor in self.alphas.items()}
         step = self._search_step(draws, "weights", moves_alpha=False)
-        weights = self._mixed({name: a.detach() for name, a in self.alphas.items()}, step)
-        logits = self.network(images, weights)
+        logits = self.network(images, self._mixed(alphas, step))
         loss = functional.cross_entropy(logits, labels)
-        weights_optimizer.zero_grad()
+        optimizer.zero_grad()
         self.manual_backward(loss)
-        self.clip_gradients(weights_optimizer, self._clip_norm, "norm")
-        weights_optimizer.step()
-        self._note("train/accuracy", _accuracy(logits, labels), len(labels))
+        self.clip_gradients(optimizer, self._clip_norm, "norm")
+        optimizer.step()
+        accuracy = _accuracy(logits, labels)
+        self.log("train/accuracy", accuracy, on_step=False, on_epoch=True, batch_size=len(labels))
         return loss.detach()
 
     def _draws(self, batch_idx: int) -> int:
@@ -232,23 +249,22 @@ class Supernet(LightningModule):
         progress = self.progress(self.current_epoch)
         return SearchStep(progress, generator, moves_alpha)
 
-    def _move_alpha(
-        self, optimizer: Any, of_weights: Any, batch: Mapping[str, Batch], draws: int
-    ) -> None:
-        """Take a step of α."""
+    def _move_alpha(self, gradients: Tensors, draws: int, optimizer: Any) -> None:
         step = self._search_step(draws, "alpha", moves_alpha=True)
         with torch.no_grad():
             before, weights = self.alpha.clone(), self._mixed(self.alphas, step)
-        gradients = self._learn(self._situation(batch, draws, of_weights.optimizer))
         for name, param in self.alphas.items():
             param.grad = gradients[name]
+        recall(optimizer.optimizer, self.kept_state)
         optimizer.step()
+        keep(optimizer.optimizer, self.kept_state)
         if not self.is_stepped_by_server:  # which sees a sum of gradients
             self.alpha.data.copy_(self.rule.stepped(before, self.alpha.detach(), weights))
 
-    def _situation(
-        self, batch: Mapping[str, Batch], draws: int, of_weights: Optimizer
-    ) -> Situation:
+    def _alpha_gradients(
+        self, batch: Mapping[str, Batch], draws: int, optimizer: Any
+    ) -> dict[str, Tensor]:
+        of_weights: Optimizer = optimizer.optimizer
         here = partial(self._search_step, draws, "alpha", moves_alpha=True)
         params = dict(self.network.named_parameters())
 
@@ -270,7 +286,7 @@ class Supernet(LightningModule):
                 return _accuracy(self.network(images, self._one_each(operations)), labels)
 
         buffers = {n: of_weights.state[p].get("momentum_buffer") for n, p in params.items()}
-        return Situation(
+        situation = Situation(
             train=partial(loss, "train"),
             search=search,
             accuracy=accuracy,
@@ -281,6 +297,7 @@ class Supernet(LightningModule):
             baseline=self.baseline,
             generator=partial(torch_generator, draws, "reward"),
         )
+        return self._learn(situation)
 
     def expected_cost(self, alphas: Tensors) -> Tensor:
         """Return the expected cost of an architecture drawn by softmax(α)."""
@@ -315,9 +332,6 @@ class Supernet(LightningModule):
             mixed = self.network(images, self._mixed(self.alphas, SearchStep()))
             values[f"{stage}/mixed_accuracy"] = _accuracy(mixed, labels)
         self.log_dict(values, prog_bar=True, batch_size=len(labels), sync_dist=True)
-
-    def _note(self, name: str, value: Tensor, size: int) -> None:
-        self.log(name, value, on_step=False, on_epoch=True, batch_size=size)
 
     # Set up.
 
@@ -372,12 +386,12 @@ def _use_batch_statistics(network: nn.Module) -> None:
             layer.running_mean = layer.running_var = layer.num_batches_tracked = None
 
 
-def _check(num_classes: int, clip_norm: float, architecture_on: str) -> None:
+def _check(num_classes: int, clip_norm: float, state: str) -> None:
+    places = get_args(Place)
     rules = {
         f"num_classes must be at least 2, got {num_classes}": num_classes >= 2,
         f"clip_norm must be positive, got {clip_norm}": clip_norm > 0,
-        f"architecture_on must be server or clients, got {architecture_on!r}": architecture_on
-        in ("server", "clients"),
+        f"architecture_state must be {', '.join(places)}, got {state!r}": state in places,
     }
     broken = [message for message, holds in rules.items() if not holds]
     if broken:

@@ -113,20 +113,15 @@ class Relaxation(ABC):
 
     @abstractmethod
     def weights(
-        self,
-        alpha: Tensor,
-        step: SearchStep,
-        *,
-        beta: Tensor | None = None,
-        incoming: Sequence[Sequence[int]] = (),
+        self, alpha: Tensor, step: SearchStep, *, edge_shares: Tensor | None = None
     ) -> EdgeWeights:
         """Return what the edges multiply by in one step.
 
         Args:
             alpha: logits, (num_rows, num_operations); gradients flow.
             step: of the search.
-            beta: logits of edges, (num_rows,), where the rule `has_beta`.
-            incoming: for every node, the rows that enter it (`CellSpace.incoming`).
+            edge_shares: softmax of β over a node's edges (`CellSpace.edge_shares`), (num_rows,),
+                where the rule `has_beta`; gradients flow.
         """
 
     def edge(
