@@ -21,7 +21,7 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.nas.elastic.width import multiple_of_8
 from fl_lightning.nas.spaces.cells import Candidate, CellSpace, MakeEdge, Row
 from fl_lightning.nas.spaces.mobilenet import MobileNet, small_mobilenet
-from fl_lightning.nas.spaces.mobilenet_network import (
+from fl_lightning.nas.spaces.networks.mobilenet import (
     Block,
     Chosen,
     InvertedResidual,
