@@ -20,7 +20,7 @@ from fl_lightning.privacy.central import CentralDP
 from fl_lightning.privacy.example import ExampleDP
 from fl_lightning.privacy.mechanism import Privacy
 from fl_lightning.privacy.noise.noise_source import SeededNoise
-from fl_lightning.privacy.run import Run
+from fl_lightning.privacy.run import AccountedRun
 
 CLIENTS = 4
 # what the audited trainings claim
@@ -53,7 +53,7 @@ def audit_mechanisms(worlds: int, rounds: int) -> None:
     }
     print(f"{'mechanism':26}{'accounted ε':>12}{'at least':>10}   (δ = 1e-5, 95 % confidence)")
     for name, (privacy, cohort) in settings.items():
-        run = Run(cohort, CLIENTS, rounds, seed=0)
+        run = AccountedRun(cohort, CLIENTS, rounds, seed=0)
         accounted = privacy.mechanism(run, SeededNoise(0)).epsilon(rounds)
         present, absent = (
             canary_scores(privacy, run, has_canary=has, num_worlds=worlds) for has in (True, False)

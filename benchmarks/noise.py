@@ -29,7 +29,7 @@ from fl_lightning.data.cohorts.turns import RoundRobinCohort
 from fl_lightning.kernels import rounded_gaussian
 from fl_lightning.privacy.mechanism import Mechanism
 from fl_lightning.privacy.noise.noise_source import SecureNoise, SeededNoise
-from fl_lightning.privacy.run import Run
+from fl_lightning.privacy.run import AccountedRun
 
 STDDEV_IN_STEPS, NUM_CLIENTS, ROUNDS, DELTA, NUM_NUMBERS = 2.0**26, 1000, 60, 1e-4, 14_000
 Draws = Callable[[], object]
@@ -46,7 +46,7 @@ class Setting:
 
     def mechanism(self, noise: float) -> Mechanism:
         """Return the mechanism of a run."""
-        run = Run(self.cohort, NUM_CLIENTS, ROUNDS, seed=0, num_coordinates=NUM_NUMBERS)
+        run = AccountedRun(self.cohort, NUM_CLIENTS, ROUNDS, seed=0, num_coordinates=NUM_NUMBERS)
         return self.made(noise).mechanism(run, SeededNoise(0))
 
     def row(self) -> str:

@@ -24,7 +24,7 @@ from fl_lightning.secure.encryption.ckks import CKKSClient, CKKSServer, generate
 from fl_lightning.secure.encryption.ckks_layout import CKKSLayout
 from fl_lightning.secure.encryption.paillier import PaillierKeys, PaillierSum
 from fl_lightning.secure.protocol.graph import SparseGraph
-from fl_lightning.secure.protocol.session import Session, Stage
+from fl_lightning.secure.protocol.session import ProtocolStage, Session
 from fl_lightning.secure.secure_sum import SecureSum
 from fl_lightning.secure.simulation import simulate
 from fl_lightning.secure.sum_quantiser import SumQuantiser
@@ -63,7 +63,7 @@ def sum_row(num_clients: int, dropped: float, size: int) -> str:
     draw = np.random.default_rng(0).random
     sent, quantise = timed(lambda: quantiser.encode(delta, 1, draw))
     vector = sent[:size]
-    silent = dict.fromkeys(range(round(dropped * num_clients)), Stage.MASK)
+    silent = dict.fromkeys(range(round(dropped * num_clients)), ProtocolStage.MASK)
 
     def plain() -> np.ndarray:
         total = np.zeros_like(vector)

@@ -21,16 +21,16 @@ from fl_lightning.data.cohorts.cohort import AllClients
 from fl_lightning.privacy.local import LocalDP
 from fl_lightning.privacy.mechanism import Mechanism
 from fl_lightning.privacy.noise.noise_source import SeededNoise
-from fl_lightning.privacy.run import Run
+from fl_lightning.privacy.run import AccountedRun
 from fl_lightning.secure.encryption.ckks import CKKSClient, generate_keys
 from fl_lightning.secure.encryption.ckks_layout import CKKSLayout
 from fl_lightning.secure.protocol.client import SecureClient
 from fl_lightning.secure.protocol.messages import MaskedVector
 from fl_lightning.secure.protocol.server import SecureServer
-from fl_lightning.secure.protocol.session import Session, Stage
+from fl_lightning.secure.protocol.session import ProtocolStage, Session
 from fl_lightning.secure.protocol.used_rounds import UsedRounds
 from fl_lightning.secure.protocol.wire import decode as decode_secure
-from fl_lightning.secure.ring import Integers
+from fl_lightning.secure.ring import RingIntegers
 from fl_lightning.secure.secure_sum import SecureSum
 from fl_lightning.secure.sum_quantiser import SumQuantiser
 from fl_lightning.updates.clip import clipped
@@ -93,7 +93,7 @@ class Noisy:
 
     def _mechanism(self, num_clients: int) -> Mechanism:
         privacy = LocalDP(clip_norm=self.clip_norm, noise_multiplier=self.noise_multiplier)
-        run = Run(AllClients(), num_clients=num_clients, num_rounds=1, seed=0)
+        run = AccountedRun(AllClients(), num_clients=num_clients, num_rounds=1, seed=0)
         return privacy.mechanism(run, SeededNoise(0))
 
 
@@ -147,7 +147,7 @@ def _masked(deltas: Sequence[Tensor]) -> list[Tensor]:
     return heard
 
 
-def masked_messages(session: Session, vectors: Sequence[Integers]) -> list[bytes]:
+def masked_messages(session: Session, vectors: Sequence[RingIntegers]) -> list[bytes]:
     """Return the bytes with which each client sends its vector, pads and all."""
     clients = [
         SecureClient(session, place, vector, used=UsedRounds())
@@ -156,7 +156,7 @@ def masked_messages(session: Session, vectors: Sequence[Integers]) -> list[bytes
     server = SecureServer(session)
     answers = [client.advertise() for client in clients]
     for stage in session.stages:
-        if stage == Stage.MASK:
+        if stage == ProtocolStage.MASK:
             break
         for answer in answers:
             server.receive(answer)

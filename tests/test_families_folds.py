@@ -17,8 +17,8 @@ from families import ROWS, made, through_a_file
 from fl_lightning import ConfigurationError, RoundFailure
 from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.core.update import ClientUpdate, Updates
-from fl_lightning.privacy.protected import Protected, Terms
 from fl_lightning.server import Server
+from fl_lightning.server.protected import Terms
 from fl_lightning.server.server import as_aggregator
 
 SIZE, CLIENTS, ROUNDS = 6, 9, 3
@@ -73,9 +73,9 @@ class Way:
 
     def made(self, num_processes=1):
         aggregator = as_aggregator(made(self.cls, **self.options))
-        if isinstance(aggregator, Protected):
+        if aggregator.protection is not None:
             terms = Terms(most_clients=CLIENTS, seed=5, num_processes=num_processes)
-            aggregator.begin(terms)
+            aggregator.protection.begin(terms)
         return aggregator
 
     def server(self, num_processes=1):

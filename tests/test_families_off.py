@@ -20,8 +20,8 @@ from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.data import Population
 from fl_lightning.federation.stages.attackers import Attackers
-from fl_lightning.privacy.protected import Protected, Terms
 from fl_lightning.server import Server
+from fl_lightning.server.protected import Terms
 from fl_lightning.server.server import as_aggregator
 from fl_lightning.updates import Chain, Dense, ErrorFeedback, PowerSGD, RandomK, TopK
 
@@ -56,8 +56,8 @@ ALMOST_THE_SAME = [
 def aggregate(given):
     """Return what a server moves by after a round of seven updates."""
     aggregator, random = as_aggregator(given), torch.Generator().manual_seed(0)
-    if isinstance(aggregator, Protected):
-        aggregator.begin(Terms(most_clients=7))
+    if aggregator.protection is not None:
+        aggregator.protection.begin(Terms(most_clients=7))
     one = Server(GlobalModel(torch.zeros(6), torch.zeros(0)), aggregator)
     one.open_round()
     for number in range(7):

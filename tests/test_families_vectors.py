@@ -19,7 +19,7 @@ from fl_lightning.data import RoundRobinCohort
 from fl_lightning.privacy.mechanism import Privacy
 from fl_lightning.privacy.noise.grid import Grid
 from fl_lightning.privacy.noise.noise_source import SeededNoise
-from fl_lightning.privacy.run import LocalSampling, Run
+from fl_lightning.privacy.run import AccountedRun, LocalSampling
 from fl_lightning.secure import SecureMean
 from fl_lightning.updates import Chain, Dense, ErrorFeedback
 
@@ -137,7 +137,9 @@ def test_a_personalisation_names_what_there_is(cls):
 
 def run_of(num_rounds=6):
     local = LocalSampling(np.full(12, 20), 5, np.full(12, 2))
-    return Run(RoundRobinCohort(size=4), 12, num_rounds, seed=0, num_coordinates=8, local=local)
+    return AccountedRun(
+        RoundRobinCohort(size=4), 12, num_rounds, seed=0, num_coordinates=8, local=local
+    )
 
 
 def mechanism_of(privacy, num_rounds=6):

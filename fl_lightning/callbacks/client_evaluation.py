@@ -34,7 +34,7 @@ from fl_lightning.callbacks.client_examples import (
 )
 from fl_lightning.callbacks.evaluated_model import ModelOrigin
 from fl_lightning.callbacks.spread_over_clients import jains_index, worst_decile
-from fl_lightning.client.local_training import SizedBatch
+from fl_lightning.client.local_step import SizedBatch
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.metric_states import metrics_of
 from fl_lightning.data.federated import FederatedDataModule

@@ -12,18 +12,19 @@ nothing leaves the device before the client is done.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fl_lightning.client.local_step import LocalStep, SizedBatch
 from fl_lightning.client.log_collector import LogCollector
+from fl_lightning.client.optimizer_masks import OptimizerMasks
 from fl_lightning.client.optimizer_steps import OptimizerSteps
 from fl_lightning.client.state.python_state import Growth, PythonState
-from fl_lightning.client.state.round_start import RoundStart, Schedule
+from fl_lightning.client.state.round_start import RateSchedule, RoundStart
 from fl_lightning.client.state.state_tensors import (
     Constants,
     Homes,
@@ -32,19 +33,11 @@ from fl_lightning.client.state.state_tensors import (
     whole_numbers,
 )
 from fl_lightning.client.state.toggling import toggled_back
-from fl_lightning.client.wrapped_optimizers import stepped_with_closure, takes_closure
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.lonely_example import help_with_one_example
 from fl_lightning.core.metrics import weighted_mean
 from fl_lightning.core.space import Space
 from fl_lightning.core.update import ClientUpdate
-from fl_lightning.sparsity.optimizers.masked_optimizer import MaskedOptimizer
-
-# A batch and the number of examples in it.
-SizedBatch = tuple[Any, int]
-# One optimizer step on one batch, or on several whose gradients are accumulated, given its number
-# in the client's round. Returns the mean loss, detached; None if the training step skipped it.
-LocalStep = Callable[[Sequence[SizedBatch], int], Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -108,7 +101,7 @@ class LocalTrainer:
         optimizers: Optimizer | Sequence[Optimizer],
         step: LocalStep,
         collector: LogCollector | None = None,
-        schedules: Sequence[Schedule] = (),
+        schedules: Sequence[RateSchedule] = (),
         *,
         by_hand: bool = False,
         ignore: Collection[str] = (),
@@ -124,6 +117,7 @@ class LocalTrainer:
         self._grown: Growth = []
         one = isinstance(optimizers, Optimizer)
         self._optimizers: list[Optimizer] = [optimizers] if one else list(optimizers)  # type: ignore[list-item, arg-type]
+        self._masks = OptimizerMasks(module, self._optimizers)
         self._optimizer_steps = OptimizerSteps(self._optimizers, by_hand=by_hand)
         self._round_start = RoundStart(self._optimizers, schedules)
         self._step = step
@@ -185,56 +179,14 @@ class LocalTrainer:
 
     def renew_space(self) -> None:
         """Have vectors hold what may move now: parameters that train, as the masks allow."""
-        self.space = Space.of_parameters(self._module, self._active(), without=self._apart)
-        self._masks = self._present_masks()
+        self.space = Space.of_parameters(self._module, self._masks.active(), without=self._apart)
+        self._masks.note()
         self._holds = None
 
     @property
     def has_new_masks(self) -> bool:
         """Whether the optimizer's masks were set since the space was made."""
-        # a callback may have added a parameter group, which `start_round` tells of
-        pairs = zip(self._masks, self._present_masks(), strict=False)
-        return any(known is not present for known, present in pairs)
-
-    @property
-    def _masked(self) -> list[MaskedOptimizer]:
-        return [each for each in self._optimizers if isinstance(each, MaskedOptimizer)]
-
-    def _set_masks(self, masks: Mapping[str, Tensor]) -> None:
-        """Have every optimizer keep to a client's masks of its own parameters."""
-        if not self._masked:
-            raise ConfigurationError(
-                f"masks need an optimizer that keeps to them, like SparseSGDM, the module has "
-                f"{', '.join(type(each).__name__ for each in self._optimizers)}"
-            )
-        params = dict(self._module.named_parameters())
-        given = {params[name]: mask.to(params[name].device) for name, mask in masks.items()}
-        owned = [_parameters(each) for each in self._masked]
-        owned[0] |= given.keys() - set().union(*owned)  # it refuses what belongs to none
-        for optimizer, own in zip(self._masked, owned, strict=True):
-            optimizer.set_masks({p: mask for p, mask in given.items() if p in own})
-
-    def _active(self) -> dict[Tensor, Tensor]:
-        """Return which entries may move of parameters with frozen ones, as indices.
-
-        Raises:
-            ConfigurationError: if one optimizer would move what another one's mask freezes.
-        """
-        active = {p: indices for each in self._masked for p, indices in each.active.items()}
-        for optimizer in self._optimizers if len(self._optimizers) > 1 else ():
-            own = optimizer.active if isinstance(optimizer, MaskedOptimizer) else {}
-            for param in _parameters(optimizer) & active.keys():
-                if param not in own or not torch.equal(own[param], active[param]):
-                    raise ConfigurationError(
-                        "a mask freezes entries of a parameter that another optimizer of the module, "
-                        f"{type(optimizer).__name__}, would move: give a masked parameter to one "
-                        "optimizer alone"
-                    )
-        return active
-
-    def _present_masks(self) -> list[Any]:
-        groups = (group for each in self._optimizers for group in each.param_groups)
-        return [group.get("active") for group in groups]
+        return self._masks.are_new
 
     def read(self) -> GlobalModel:
         """Return the module's present values as a global model."""
@@ -355,15 +307,7 @@ class LocalTrainer:
             ClientFailure: if a step raised (its error is the cause), if there was no step, or if
                 a loss or the delta is not finite.
         """
-        if self._holds is not start:
-            self.restore(start)
-        else:
-            self._python.put_back()
-        self._holds = None
-        active = None
-        if masks is not None:  # until the next `restore`
-            active = self.space.coordinates(masks)
-            self._set_masks(masks)
+        active = self._begin(start, masks)
         try:
             with toggled_back(self._module):
                 num_steps, losses, sizes = self._take_steps(batches)
@@ -392,16 +336,35 @@ class LocalTrainer:
             metrics={"train/loss": weighted_mean(losses, sizes)} if losses else {},
             active=active,
         )
+        self._check(update, losses, sizes)
+        update.metrics.update(logged)  # a module may log a train/loss of its own
+        return update
+
+    def _begin(self, start: GlobalModel, masks: Mapping[str, Tensor] | None) -> Tensor | None:
+        """Have the module hold what a client begins with; return which coordinates it may move."""
+        if self._holds is not start:
+            self.restore(start)
+        else:
+            self._python.put_back()
+        self._holds = None
+        if masks is None:
+            return None
+        active = self.space.coordinates(masks)
+        self._masks.set(masks)  # until the next `restore`
+        return active
+
+    def _check(self, update: ClientUpdate, losses: list[Tensor], sizes: list[int]) -> None:
+        """Refuse numbers that are not finite, with what may have made them so."""
         try:
             check_finite(update)
         except ClientFailure as failure:
             bad = [n for n, loss in zip(sizes, losses, strict=True) if not bool(loss.isfinite())]
-            help_ = help_with_one_example(None, bad[:1], num_examples)
-            raise ClientFailure(client_id, failure.reason + help_) from None
+            help_ = help_with_one_example(None, bad[:1], update.num_examples)
+            raise ClientFailure(update.client_id, failure.reason + help_) from None
         if self.kept.numel() and not bool(self.kept.isfinite().all()):
-            raise ClientFailure(client_id, "its personal parameters hold NaN or infinite values")
-        update.metrics.update(logged)  # a module may log a train/loss of its own
-        return update
+            raise ClientFailure(
+                update.client_id, "its personal parameters hold NaN or infinite values"
+            )
 
     def _take_steps(
         self, steps: Iterable[Sequence[SizedBatch]]
@@ -429,69 +392,6 @@ class LocalTrainer:
         # the client started from the rounded values: only its own movement counts
         self.space.write(start.params)
         return self.space.read().sub_(end)
-
-
-def plain_step(
-    module: Any, optimizer: Optimizer, collector: LogCollector, *, accumulate: int = 1
-) -> LocalStep:
-    """Return the local step of a LightningModule in full precision, without a Trainer.
-
-    The module's ``training_step`` gives the loss; its ``self.log`` must be ``collector``'s, see
-    `LogCollector.listening_to`.
-
-    Args:
-        module: the LightningModule.
-        optimizer: steps once per local step.
-        collector: learns the batch sizes.
-        accumulate: the number of batches that a full step accumulates, by which losses are divided.
-    """
-
-    def gradients(batches: Sequence[SizedBatch], index: int) -> Tensor | None:
-        optimizer.zero_grad()
-        losses = []
-        for batch, size in batches:
-            collector.start_step(size)
-            loss = loss_of(module.training_step(batch, index))
-            if loss is not None:
-                (loss / accumulate if accumulate > 1 else loss).backward()
-                losses.append(loss.detach())
-        if not losses:
-            return None
-        return losses[0] if len(losses) == 1 else torch.stack(losses).mean()
-
-    def step(batches: Sequence[SizedBatch], index: int) -> Tensor | None:
-        if takes_closure(optimizer):
-            return stepped_with_closure(optimizer, lambda: gradients(batches, index))
-        loss = gradients(batches, index)
-        if loss is not None:
-            optimizer.step()
-        return loss
-
-    return step
-
-
-def loss_of(output: Any) -> Tensor | None:
-    """Return the loss in what a ``training_step`` returned: a tensor, a dict with one, or None.
-
-    Raises:
-        ConfigurationError: for anything else.
-    """
-    if type(output) is Tensor and output.ndim == 0:  # what it nearly always is
-        return output
-    loss = output.get("loss") if isinstance(output, Mapping) else output
-    if loss is None and output is None:
-        return None
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        shape = f" with a loss of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""
-        raise ConfigurationError(
-            "training_step must return a loss tensor with one element, a dict with the key 'loss', "
-            f"or None to skip the batch; it returned {type(output).__name__}{shape}"
-        )
-    return loss if loss.ndim == 0 else loss.reshape(())
-
-
-def _parameters(optimizer: Optimizer) -> set[Tensor]:
-    return {param for group in optimizer.param_groups for param in group["params"]}
 
 
 def check_finite(update: ClientUpdate) -> None:

@@ -11,11 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-Words = npt.NDArray[np.uint64]
+from fl_lightning.core.whole_numbers import Words
 
 
 def poisson_batches(

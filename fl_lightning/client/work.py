@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.core.seeds import derive_seed
-
-Integers = npt.NDArray[np.int64]
+from fl_lightning.core.whole_numbers import Integers
 
 
 class ClientWork(NamedTuple):

@@ -10,16 +10,22 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.core.seeds import numpy_generator, run_seed
+from fl_lightning.core.seeds import run_seed
 from fl_lightning.data.classes import are_classes, as_labels, quantile_bins
 from fl_lightning.data.columns import Column, read_column
 from fl_lightning.data.division import divide
@@ -32,7 +38,14 @@ from fl_lightning.data.inputs import (
     with_transforms,
 )
 from fl_lightning.data.partitions.partition import IID, Partition
-from fl_lightning.data.poisoning import Poison, check_poison, poisoned_examples, poisoned_reader
+from fl_lightning.data.poisoning import (
+    Poison,
+    check_apart,
+    check_poison,
+    poisoned_examples,
+    poisoned_reader,
+)
+from fl_lightning.data.roles import Roles, check_fractions
 from fl_lightning.data.search_half import SearchHalf
 from fl_lightning.data.shards import ClientShards
 from fl_lightning.data.summary import PartitionSummary, partition_fingerprint
@@ -50,9 +63,6 @@ _HANDED_THROUGH = (
     "on_after_batch_transfer",
     "on_exception",
 )
-
-# of a client's examples: what is left to train on is a tenth at least
-_MOST_HELD_OUT = 0.9
 
 
 class FederatedDataModule(ForwardingDataModule):
@@ -119,7 +129,7 @@ class FederatedDataModule(ForwardingDataModule):
     ) -> None:
         super().__init__(source)
         _check(num_clients, batch_size, bins)
-        _check_fractions(client_val_fraction, client_test_fraction, search_fraction)
+        check_fractions(client_val_fraction, client_test_fraction, search_fraction)
         self.num_clients = num_clients
         self.partition = partition if partition is not None else IID()
         self.client_val_fraction = client_val_fraction
@@ -170,13 +180,20 @@ class FederatedDataModule(ForwardingDataModule):
 
     def _paired_loader(self) -> DataLoader[Any]:
         """Return a central run's loader: all clients' examples, each with its partner."""
-        examples: Any = self.clients.flat.indices.tolist()
+        examples = torch.from_numpy(self.clients.flat.indices)
+        places: Any = range(len(examples))
+        weights = self.weights_of(examples)
+        sampler: Sampler[int] = RandomSampler(places)
+        if weights is not None:
+            sampler = WeightedRandomSampler(weights.tolist(), len(examples))
+        elif isinstance(self.source.train_dataloader().sampler, SequentialSampler):
+            sampler = SequentialSampler(places)
         return DataLoader(
-            examples,
+            places,
             batch_size=self.batch_size,
-            shuffle=True,
+            sampler=sampler,
             drop_last=self.drop_last,
-            collate_fn=lambda some: self.train_batch(torch.tensor(some)),
+            collate_fn=lambda some: self.train_batch(examples[some]),
         )
 
     def train_in_rounds(self, rounds: Any) -> None:
@@ -251,39 +268,34 @@ class FederatedDataModule(ForwardingDataModule):
         return self.labels if self.bins is None else quantile_bins(self.labels, self.bins)
 
     @cached_property
-    def _split(self) -> tuple[ClientShards, ClientShards, ClientShards]:
+    def _roles(self) -> Roles:
         shards = ClientShards(
             divide(
                 self._examples, self.partition, self.num_clients, lambda: self._classes, self.seed
             )
         )
-        generator = numpy_generator(self.seed, "client validation")
-        rest, validation = shards.hold_out(self.client_val_fraction, generator)
-        generator = numpy_generator(self.seed, "client test")
-        share_of_rest = self.client_test_fraction / (1 - self.client_val_fraction)
-        return *rest.hold_out(share_of_rest, generator), validation
+        validation, test = self.client_val_fraction, self.client_test_fraction
+        return Roles.of(
+            shards,
+            validation=validation,
+            test=test,
+            search=self.search_fraction,
+            seed=self.seed,
+        )
 
     @property
     def clients(self) -> ClientShards:
         """What each client trains on; in a search, what its weights learn from."""
-        return self._halves[0]
-
-    @cached_property
-    def _halves(self) -> tuple[ClientShards, ClientShards]:
-        """What weights learn from, and what choices do."""
-        if not self.search_fraction:
-            return self._split[0], ClientShards([])
-        generator = numpy_generator(self.seed, "search half")
-        return self._split[0].hold_out(self.search_fraction, generator)
+        return self._roles.train
 
     @property
     def held_out(self) -> ClientShards:
         """What each client is validated on; empty shards if ``client_val_fraction`` is 0."""
-        return self._split[2]
+        return self._roles.validation
 
     def held_out_for(self, stage: str) -> ClientShards:
         """Return what each client is evaluated on in ``validation`` or ``test``."""
-        return self._split[1] if stage == "test" else self.held_out
+        return self._roles.test if stage == "test" else self._roles.validation
 
     @property
     def is_foreign_checkpoint(self) -> bool:
@@ -313,13 +325,17 @@ class FederatedDataModule(ForwardingDataModule):
         read = self._reader(self._examples.read)
         if self._poison is not None:
             read = self._poisoned(read)
-        return SearchHalf(*self._halves).paired(read) if self.search_fraction else read
+        return (
+            SearchHalf(self._roles.train, self._roles.search).paired(read)
+            if self.search_fraction
+            else read
+        )
 
     def _poisoned(self, read: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
         assert self._poison is not None
         clients, poison, seed = self._poison
         total = len(self._examples)
-        chosen = poisoned_examples(self._split[0], clients, poison.share, total, seed)
+        chosen = poisoned_examples(self._roles.learning, clients, poison.share, total, seed)
         return poisoned_reader(read, chosen, poison)
 
     def _reader(self, read: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
@@ -337,14 +353,7 @@ class FederatedDataModule(ForwardingDataModule):
         Raises:
             ConfigurationError: if they share an example with others, who would train on it as well.
         """
-        flat = self._split[0].flat  # both halves of a search
-        is_changed = np.repeat(np.isin(np.arange(len(flat)), list(clients)), flat.sizes)
-        shared = np.intersect1d(flat.indices[is_changed], flat.indices[~is_changed])
-        if len(shared):
-            raise ConfigurationError(
-                f"attackers: example {shared[0]} is in shards of attackers and of others, who would "
-                "train on what the former make of it: use a partition whose shards do not overlap"
-            )
+        check_apart(self._roles.learning, clients)
         if poison is not None and len(clients) and are_classes(self._classes):
             batch = self._reader(self._examples.read)(self.clients[clients[0]])
             check_poison(batch, self._classes, poison)
@@ -398,22 +407,3 @@ def _check(num_clients: int | None, batch_size: int | None, bins: int | None) ->
         raise ConfigurationError(f"num_clients must be at least 1, got {num_clients}")
     if batch_size is not None and batch_size < 1:
         raise ConfigurationError(f"batch_size must be at least 1 example, got {batch_size}")
-
-
-def _check_fractions(validation: float, test: float, search: float) -> None:
-    if not 0 <= search <= 0.5:
-        raise ConfigurationError(
-            f"search_fraction must be 0 or in (0, 0.5], got {search}: it is the share of its examples "
-            "that a client's choices learn from, and its weights do not"
-        )
-    for name, fraction in (("client_val_fraction", validation), ("client_test_fraction", test)):
-        if not 0 <= fraction < 1:
-            raise ConfigurationError(
-                f"{name} must be in [0, 1), got {fraction}: "
-                "it is the share of its examples that a client never trains on"
-            )
-    if validation + test > _MOST_HELD_OUT:
-        raise ConfigurationError(
-            f"client_val_fraction and client_test_fraction must be at most {_MOST_HELD_OUT} together, got "
-            f"{validation} and {test}: clients train on the rest"
-        )

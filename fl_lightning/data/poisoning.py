@@ -123,6 +123,22 @@ class Trigger:
         return changed, torch.full_like(labels, self.target)
 
 
+def check_apart(shards: ClientShards, clients: Sequence[int]) -> None:
+    """Refuse attackers that share an example with others, who would train on it as well.
+
+    Raises:
+        ConfigurationError: naming an example.
+    """
+    flat = shards.flat
+    is_changed = np.repeat(np.isin(np.arange(len(flat)), list(clients)), flat.sizes)
+    shared = np.intersect1d(flat.indices[is_changed], flat.indices[~is_changed])
+    if len(shared):
+        raise ConfigurationError(
+            f"attackers: example {shared[0]} is in shards of attackers and of others, who would "
+            "train on what the former make of it: use a partition whose shards do not overlap"
+        )
+
+
 def poisoned_examples(
     shards: ClientShards, clients: Sequence[int], share: float, num_examples: int, seed: int
 ) -> Tensor:

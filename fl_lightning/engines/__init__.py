@@ -16,8 +16,8 @@ from fl_lightning.engines.functional.functional_step import StepContext
 from fl_lightning.engines.functional.other_forwards import Forwards, other_forwards
 from fl_lightning.engines.slots.own import OwnOf, SlotOwn
 from fl_lightning.engines.slots.results import receive_usable
+from fl_lightning.engines.slots.stacked_functions import StackedOptions
 from fl_lightning.engines.slots.stacked_optimizers import stacked_rule
-from fl_lightning.engines.slots.stacked_options import StackedOptions
 from fl_lightning.engines.slots.stacked_step import StackedStep
 from fl_lightning.engines.slots.training import SlotTrainer, TermOf
 

@@ -13,8 +13,8 @@ from jsonargparse.typing import PositiveInt
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.experiments.experiment import BEFORE, Experiment
 from fl_lightning.experiments.figure import draw
-from fl_lightning.experiments.plan import Resolve, Run, plan_runs
-from fl_lightning.experiments.results import Result, read_result, write_csv, write_curves
+from fl_lightning.experiments.plan import PlannedRun, Resolve, plan_runs
+from fl_lightning.experiments.results import RunResult, read_result, write_csv, write_curves
 from fl_lightning.experiments.schedule import train_all
 from fl_lightning.experiments.table import matrix_table, results_table
 from fl_lightning.experiments.training import is_finished
@@ -83,7 +83,7 @@ def _experiment(given: Any) -> Experiment:
     return Experiment(**{key: getattr(given, key) for key in keys})
 
 
-def _wanted(runs: Sequence[Run], names: Sequence[str] | None) -> list[Run]:
+def _wanted(runs: Sequence[PlannedRun], names: Sequence[str] | None) -> list[PlannedRun]:
     """Return the runs of some variants, with those that they start from."""
     if names is None:
         return list(runs)
@@ -97,7 +97,7 @@ def _wanted(runs: Sequence[Run], names: Sequence[str] | None) -> list[Run]:
     return [run for run in runs if run in chosen or run.name in before]
 
 
-def _report(experiment: Experiment, results: Sequence[Result], out: Path) -> None:
+def _report(experiment: Experiment, results: Sequence[RunResult], out: Path) -> None:
     """Write results.csv, curves.csv, results.md and results.png; print the tables."""
     axes = experiment.axes
     text = results_table(results)

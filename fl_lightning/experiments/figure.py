@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from fl_lightning.experiments.results import Result, by_variant, spreads
+from fl_lightning.experiments.results import RunResult, by_variant, spreads
 
 Axes = Mapping[str, Sequence[str]]
 
 
 def draw(
     path: Path,
-    results: Sequence[Result],
+    results: Sequence[RunResult],
     metrics: Sequence[str],
     axes: Axes,
     over: str | None = None,
@@ -49,7 +49,7 @@ def draw(
     figure.savefig(path, dpi=130)
 
 
-def _draw_curves(panel: Any, metric: str, results: Sequence[Result]) -> None:
+def _draw_curves(panel: Any, metric: str, results: Sequence[RunResult]) -> None:
     for number, (name, group) in enumerate(by_variant(results).items()):
         if group[0].clock is not None:
             lines = [np.array(r.curve_over_clock(metric)).reshape(-1, 2).T for r in group]
@@ -72,7 +72,7 @@ def _draw_curves(panel: Any, metric: str, results: Sequence[Result]) -> None:
     panel.legend(frameon=False, fontsize="small")
 
 
-def _draw_bars(panel: Any, metric: str, results: Sequence[Result]) -> None:
+def _draw_bars(panel: Any, metric: str, results: Sequence[RunResult]) -> None:
     rows = {name: spreads(group)[metric] for name, group in by_variant(results).items()}
     colors = [f"C{number}" for number in range(len(rows))]  # those of the curves
     whiskers = np.nan_to_num([row.std for row in rows.values()])
@@ -82,7 +82,7 @@ def _draw_bars(panel: Any, metric: str, results: Sequence[Result]) -> None:
     panel.grid(alpha=0.3, axis="x")
 
 
-def _draw_matrix(panel: Any, metric: str, results: Sequence[Result], axes: Axes) -> None:
+def _draw_matrix(panel: Any, metric: str, results: Sequence[RunResult], axes: Axes) -> None:
     (down, rows), (across, columns) = axes.items()
     values = np.full((len(rows), len(columns)), np.nan)
     for group in by_variant(results).values():

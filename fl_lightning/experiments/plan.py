@@ -24,7 +24,7 @@ Resolve = Callable[[list[str]], str]
 
 
 @dataclass(frozen=True)
-class Run:
+class PlannedRun:
     """One training.
 
     Attributes:
@@ -39,7 +39,7 @@ class Run:
     seed: int
     configuration: str
     folder: Path
-    before: Run | None = None
+    before: PlannedRun | None = None
 
     @property
     def name(self) -> str:
@@ -56,7 +56,7 @@ class Run:
 
 def plan_runs(
     experiment: Experiment, *, out: Path, options: Sequence[str], resolve: Resolve
-) -> list[Run]:
+) -> list[PlannedRun]:
     """Return every run, those before others first; then seed by seed.
 
     Args:
@@ -70,7 +70,7 @@ def plan_runs(
     """
     variants = experiment.all_variants
     texts = [_resolved(experiment, v.name, v.difference, options, resolve) for v in variants]
-    firsts: dict[int, Run] = {}
+    firsts: dict[int, PlannedRun] = {}
     if experiment.first is not None:
         text = _resolved(experiment, BEFORE, [experiment.first], options, resolve)
         if FIRST in text:
@@ -79,14 +79,16 @@ def plan_runs(
                 "from the common configuration to the variants, or set it to null in first."
             )
         for seed in experiment.all_seeds:
-            firsts[seed] = Run(Variant(BEFORE, ()), seed, text, out / BEFORE / f"seed_{seed}")
+            firsts[seed] = PlannedRun(
+                Variant(BEFORE, ()), seed, text, out / BEFORE / f"seed_{seed}"
+            )
     elif wanting := [v.name for v, text in zip(variants, texts, strict=True) if FIRST in text]:
         raise ConfigurationError(
             f"variant {wanting[0]!r}: its configuration says {FIRST}, but the experiment has no "
             "first run: add first, a difference to the common configuration"
         )
     return [*firsts.values()] + [
-        Run(
+        PlannedRun(
             *(variant, seed, text, out / variant.folder / f"seed_{seed}"),
             before=firsts.get(seed) if FIRST in text else None,
         )

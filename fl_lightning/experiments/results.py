@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.experiments.curves import Curve, curves
 from fl_lightning.experiments.experiment import Experiment, Variant
-from fl_lightning.experiments.plan import Run
+from fl_lightning.experiments.plan import PlannedRun
 from fl_lightning.experiments.training import seconds_of
 
 BEST = " (best round)"
@@ -30,7 +30,7 @@ BYTES = {
 
 
 @dataclass(frozen=True)
-class Result:
+class RunResult:
     """One finished run.
 
     Attributes:
@@ -52,7 +52,7 @@ class Result:
 
         Example:
             >>> curves = {"val/loss": {1: 0.9, 2: 0.5, 3: 0.4}}
-            >>> Result(Variant("a", ()), 0, curves, {}, {1: 10.0, 2: 25.0}).curve_over_clock("val/loss")
+            >>> RunResult(Variant("a", ()), 0, curves, {}, {1: 10.0, 2: 25.0}).curve_over_clock("val/loss")
             [(10.0, 0.9), (25.0, 0.5)]
         """
         curve, clock = self.curves[metric], self.clock
@@ -79,7 +79,7 @@ class Spread(NamedTuple):
         return cls(statistics.fmean(values), std, len(values))
 
 
-def read_result(run: Run, experiment: Experiment) -> Result:
+def read_result(run: PlannedRun, experiment: Experiment) -> RunResult:
     """Return what a finished run logged.
 
     Raises:
@@ -100,31 +100,31 @@ def read_result(run: Run, experiment: Experiment) -> Result:
     if virtual := logged.get("round/total_virtual_seconds"):
         columns["virtual seconds"] = _last(virtual)
     clock = None if experiment.over is None else logged[experiment.over]
-    return Result(run.variant, run.seed, reported, columns, clock)
+    return RunResult(run.variant, run.seed, reported, columns, clock)
 
 
-def by_variant(results: Sequence[Result]) -> dict[str, list[Result]]:
+def by_variant(results: Sequence[RunResult]) -> dict[str, list[RunResult]]:
     """Return results by the names of their variants, in the order in which these first occur."""
-    groups: dict[str, list[Result]] = {}
+    groups: dict[str, list[RunResult]] = {}
     for result in results:
         groups.setdefault(result.variant.name, []).append(result)
     return groups
 
 
-def spreads(results: Sequence[Result]) -> dict[str, Spread]:
+def spreads(results: Sequence[RunResult]) -> dict[str, Spread]:
     """Return mean and spread over one variant's runs of every column that all of them have."""
     shared = [name for name in results[0].columns if all(name in r.columns for r in results)]
     return {name: Spread.of([r.columns[name] for r in results]) for name in shared}
 
 
-def write_csv(path: Path, results: Sequence[Result]) -> None:
+def write_csv(path: Path, results: Sequence[RunResult]) -> None:
     """Write one row a run, with as many digits as there are."""
     columns = list(dict.fromkeys(name for r in results for name in r.columns))
     rows = [(r, [r.columns.get(name, "") for name in columns]) for r in results]
     _write(path, columns, rows)
 
 
-def write_curves(path: Path, results: Sequence[Result]) -> None:
+def write_curves(path: Path, results: Sequence[RunResult]) -> None:
     """Write one row a round of every run: the reported metrics, empty where one was not logged."""
     metrics = list(dict.fromkeys(name for r in results for name in r.curves))
     rows = [
@@ -135,7 +135,7 @@ def write_curves(path: Path, results: Sequence[Result]) -> None:
     _write(path, ["round", *metrics], rows)
 
 
-def _write(path: Path, columns: Sequence[str], rows: Sequence[tuple[Result, list[Any]]]) -> None:
+def _write(path: Path, columns: Sequence[str], rows: Sequence[tuple[RunResult, list[Any]]]) -> None:
     """Write numbers in columns, each row after the run that it is of."""
     axes = list(dict.fromkeys(axis for r, _ in rows for axis in r.variant.coordinates))
     with path.open("w", newline="") as file:

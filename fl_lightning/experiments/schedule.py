@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 
-from fl_lightning.experiments.plan import Run
+from fl_lightning.experiments.plan import PlannedRun
 from fl_lightning.experiments.training import RunFailure, is_finished, seconds_of, train
 
 
-def train_all(runs: Sequence[Run], *, workers: int) -> dict[str, str]:
+def train_all(runs: Sequence[PlannedRun], *, workers: int) -> dict[str, str]:
     """Train every run that is not finished, and say so in one line each.
 
     Args:
@@ -48,7 +48,7 @@ def train_all(runs: Sequence[Run], *, workers: int) -> dict[str, str]:
     return failures
 
 
-def _train_after(before: Future[None] | None, run: Run) -> None:
+def _train_after(before: Future[None] | None, run: PlannedRun) -> None:
     # No deadlock: the run that is waited for came into the pool earlier, so it has a worker.
     if before is not None and before.exception() is not None:
         raise RunFailure(f"the run it starts from failed ({run.before and run.before.name})")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from fl_lightning.experiments.results import BYTES, Result, Spread, by_variant, spreads
+from fl_lightning.experiments.results import BYTES, RunResult, Spread, by_variant, spreads
 
 
-def results_table(results: Sequence[Result]) -> str:
+def results_table(results: Sequence[RunResult]) -> str:
     """Return a table with a row for every variant that has a finished run.
 
     The last column counts runs. Bytes are totals over rounds and clients, seconds those of a run.
@@ -22,7 +22,9 @@ def results_table(results: Sequence[Result]) -> str:
     return markdown(["variant", *columns, "runs"], lines)
 
 
-def matrix_table(results: Sequence[Result], metric: str, axes: Mapping[str, Sequence[str]]) -> str:
+def matrix_table(
+    results: Sequence[RunResult], metric: str, axes: Mapping[str, Sequence[str]]
+) -> str:
     """Return the final values of one metric over two axes: rows the first, columns the second."""
     (down, rows), (across, columns) = axes.items()
     cells = {

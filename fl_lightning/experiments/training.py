@@ -23,20 +23,20 @@ from pathlib import Path
 import yaml
 
 from fl_lightning.experiments.experiment import FIRST
-from fl_lightning.experiments.plan import Run
+from fl_lightning.experiments.plan import PlannedRun
 
 
 class RunFailure(RuntimeError):  # noqa: N818
     """A run ended with an error; the message is its last line."""
 
 
-def is_finished(run: Run) -> bool:
+def is_finished(run: PlannedRun) -> bool:
     """Return whether a run with this configuration has ended well."""
     state = _state(run)
     return state.get("fingerprint") == run.fingerprint and "seconds" in state
 
 
-def seconds_of(run: Run) -> float:
+def seconds_of(run: PlannedRun) -> float:
     """Return the wall seconds of a finished run's process, start-up included.
 
     Of a resumed run they are those since it was resumed.
@@ -44,7 +44,7 @@ def seconds_of(run: Run) -> float:
     return float(str(_state(run)["seconds"]))
 
 
-def train(run: Run) -> None:
+def train(run: PlannedRun) -> None:
     """Train and test one run, unless that was done before.
 
     Raises:
@@ -72,7 +72,7 @@ def train(run: Run) -> None:
         _save_state(run, {"seconds": round(time.monotonic() - began, 1)})
 
 
-def checkpoint_of(run: Run) -> Path:
+def checkpoint_of(run: PlannedRun) -> Path:
     """Return a run's last checkpoint: the one named so, or else the newest.
 
     Raises:
@@ -87,11 +87,11 @@ def checkpoint_of(run: Run) -> Path:
     return every[-1]
 
 
-def _last_checkpoint(run: Run) -> Path:
+def _last_checkpoint(run: PlannedRun) -> Path:
     return run.folder / "checkpoints" / "last.ckpt"
 
 
-def _prepare(run: Run) -> list[str]:
+def _prepare(run: PlannedRun) -> list[str]:
     """Write what the run needs; return the words of its command line."""
     resumed = _state(run).get("fingerprint") == run.fingerprint and _last_checkpoint(run).exists()
     if not resumed:
@@ -120,13 +120,13 @@ def _prepare(run: Run) -> list[str]:
     ]
 
 
-def _last_words(run: Run, code: int) -> str:
+def _last_words(run: PlannedRun, code: int) -> str:
     lines = [line for line in (run.folder / "log.txt").read_text().splitlines() if line.strip()]
     said = lines[-1].strip().removeprefix("fl-lightning: ") if lines else f"ended with code {code}"
     return f"{said} ({run.folder / 'log.txt'})"
 
 
-def _state(run: Run) -> dict[str, object]:
+def _state(run: PlannedRun) -> dict[str, object]:
     try:
         state = json.loads((run.folder / "run.json").read_text())
     except (OSError, ValueError):  # never begun, or killed while it was written
@@ -134,7 +134,7 @@ def _state(run: Run) -> dict[str, object]:
     return state if isinstance(state, dict) else {}
 
 
-def _save_state(run: Run, more: dict[str, object]) -> None:
+def _save_state(run: PlannedRun, more: dict[str, object]) -> None:
     path = run.folder / "run.json"
     temporary = path.with_suffix(".part")
     temporary.write_text(json.dumps({"fingerprint": run.fingerprint, **more}))
@@ -142,7 +142,7 @@ def _save_state(run: Run, more: dict[str, object]) -> None:
 
 
 @contextmanager
-def _lock(run: Run) -> Iterator[int]:
+def _lock(run: PlannedRun) -> Iterator[int]:
     """Hold the run alone; the process that trains it inherits the lock."""
     run.folder.parent.mkdir(parents=True, exist_ok=True)
     with run.folder.with_suffix(".lock").open("w") as file:

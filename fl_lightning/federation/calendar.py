@@ -25,8 +25,9 @@ from fl_lightning.federation.groups import RoundGroups, Share
 from fl_lightning.federation.options import Options
 from fl_lightning.federation.processes.shares import local_work
 from fl_lightning.federation.stages.clock import VirtualTime
-from fl_lightning.privacy.example import ExampleDP
-from fl_lightning.privacy.protected import FEWEST_CLIENTS, Protected, Terms
+from fl_lightning.privacy.mechanism import Privacy
+from fl_lightning.server.aggregator import Aggregator
+from fl_lightning.server.protected import FEWEST_CLIENTS, Terms
 from fl_lightning.server.server import as_aggregator
 
 
@@ -64,14 +65,15 @@ class Calendar:
         batches = _local_batches(options, data)
         num_steps = batches if options.local_steps else -(-batches // accumulate)
         time = VirtualTime.of(options.devices, options.asynchronous, num_steps, options.seed)
-        fewest = _fewest_clients(options)
+        aggregator = as_aggregator(options.aggregator)
+        fewest = _fewest_clients(aggregator, options.client_privacy)
         groups = RoundGroups(
             time.cohort or options.cohort,
             population,
             options.seed,
             share=_share(trainer, batches),
             clients_per_group=_clients_per_group(trainer, module, options, data),
-            restarts=options.protects_clients or as_aggregator(options.aggregator).restarts,
+            restarts=options.client_privacy is not None or aggregator.restarts,
             limit=trainer.limit_train_batches or 1.0,  # with 0 Lightning does not train
             fewest=fewest,
         )
@@ -82,9 +84,9 @@ class Calendar:
             lambda: check_cohort_size(most, options.min_replies, options.aggregator),
             lambda: check_trusted(options.aggregator, options.cohort, population.num_clients),
         )
-        if isinstance(options.aggregator, Protected):
+        if aggregator.protection is not None:
             terms = Terms(most_clients=most, seed=options.seed, num_processes=trainer.world_size)
-            options.aggregator.begin(terms)
+            aggregator.protection.begin(terms)
         return cls(groups, num_steps, accumulate, time, fewest)
 
     def settings_of(self, trainer: Trainer) -> dict[str, Any]:
@@ -107,16 +109,17 @@ def _local_batches(options: Options, data: FederatedDataModule) -> npt.NDArray[n
     return local_work(
         data.clients.num_examples,
         data.batch_size,
-        drop_last=data.drop_last and not isinstance(options.privacy, ExampleDP),
+        drop_last=data.drop_last and options.example_privacy is None,
         num_epochs=options.local_epochs,
         num_steps=options.local_steps,
     )
 
 
-def _fewest_clients(options: Options) -> int:
-    if not isinstance(options.aggregator, Protected):
+def _fewest_clients(aggregator: Aggregator, privacy: Privacy | None) -> int:
+    if aggregator.protection is None:
         return 1
-    return max(FEWEST_CLIENTS, getattr(options.privacy, "min_shares", None) or 0)
+    shares = None if privacy is None else privacy.min_shares
+    return max(FEWEST_CLIENTS, shares or 0)
 
 
 def _share(trainer: Trainer, batches: npt.NDArray[np.int64]) -> Share | None:

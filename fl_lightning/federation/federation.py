@@ -107,7 +107,7 @@ class Federation(Options, Callback):
         if self._groups_before != len(self._calendar.groups):
             renumber_groups(trainer, self._groups_before, len(self._calendar.groups))
         assert self.rounds is not None
-        announce_privacy(trainer, self.privacy, self.private, self.rounds)
+        announce_privacy(trainer, self.private, self.rounds)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Follow new masks, and let what hooks draw between rounds depend on the round alone."""

@@ -24,7 +24,7 @@ from fl_lightning.federation.stages.attackers import Attackers
 from fl_lightning.privacy.example import ExampleDP
 from fl_lightning.privacy.mechanism import Privacy
 from fl_lightning.server.aggregator import Aggregator
-from fl_lightning.server.robust.collect import RobustRule
+from fl_lightning.server.robust.rule import RobustRule
 from fl_lightning.server.server import ServerOptimizer, ServerSchedule, fedavg_optimizer
 from fl_lightning.server.staleness import AsyncRule
 from fl_lightning.updates.broadcast import Broadcast
@@ -38,7 +38,8 @@ class Options:
 
     Attributes:
         execution: how clients are to be trained.
-        protects_clients: whether it is clients whose taking part is hidden.
+        client_privacy: privacy of clients, if that was asked for.
+        example_privacy: privacy of their examples, if that was asked for.
     """
 
     def __init__(
@@ -181,7 +182,8 @@ class Options:
             partial(check_seed, "federation", seed),
             self._asked_for,
             lambda: check_privacy(
-                self.privacy,
+                self.client_privacy,
+                self.example_privacy,
                 cohort=self.cohort,
                 aggregator=self.aggregator,
                 correction=self.correction,
@@ -210,11 +212,16 @@ class Options:
     @property
     def execution(self) -> EngineOptions:
         """How clients are to be trained."""
-        if isinstance(self.privacy, ExampleDP):  # it has a local step of its own
+        if self.example_privacy is not None:  # it has a local step of its own
             return EngineOptions("sequential")
         return self._asked_for()
 
     @property
-    def protects_clients(self) -> bool:
-        """Whether it is clients whose taking part is hidden."""
-        return self.privacy is not None and not isinstance(self.privacy, ExampleDP)
+    def example_privacy(self) -> ExampleDP | None:
+        """Privacy of clients' examples, if that was asked for."""
+        return self.privacy if isinstance(self.privacy, ExampleDP) else None
+
+    @property
+    def client_privacy(self) -> Privacy | None:
+        """Privacy of clients, if that was asked for."""
+        return None if isinstance(self.privacy, ExampleDP) else self.privacy

@@ -12,7 +12,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from fl_lightning.client.local_training import GlobalModel, LocalTrainer, plain_step
+from fl_lightning.client.local_step import plain_step
+from fl_lightning.client.local_training import GlobalModel, LocalTrainer
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.core.seeds import seed_global_generators
 from fl_lightning.core.update import Updates
@@ -21,7 +22,7 @@ from fl_lightning.data.cohorts.population import Population
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.plan import LocalWork, WorkPlan
 from fl_lightning.server.aggregator import Aggregator
-from fl_lightning.server.robust.collect import RobustRule
+from fl_lightning.server.robust.rule import RobustRule
 from fl_lightning.server.server import Server, ServerOptimizer, fedavg_optimizer
 
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fl_lightning.client.local_training import SizedBatch
+from fl_lightning.client.local_step import SizedBatch
 from fl_lightning.client.work import ClientWork, GroupWork
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import torch_generator

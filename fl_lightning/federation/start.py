@@ -25,10 +25,9 @@ from fl_lightning.federation.options import Options
 from fl_lightning.federation.round import Round
 from fl_lightning.federation.round_hooks import have_rounds_for_batches
 from fl_lightning.federation.run import Run
-from fl_lightning.federation.stages.example_rounds import ExampleRounds
 from fl_lightning.federation.stages.order import run_aggregator, stages_of
 from fl_lightning.federation.stages.privacy_run import PrivateStage, privacy_at_work
-from fl_lightning.federation.stages.private_rounds import PrivateRounds
+from fl_lightning.server.aggregator import Aggregator
 from fl_lightning.server.server import Server
 
 
@@ -54,9 +53,9 @@ def prepare(
             cohort=options.cohort,
             correction=options.correction,
             personal=options.personal,
-            privacy=options.privacy,
+            example_privacy=options.example_privacy,
         ),
-        lambda: check_trainer_private(trainer, options.privacy),
+        lambda: check_trainer_private(trainer, options.client_privacy, options.example_privacy),
         lambda: check_shards(data, options.on_client_failure),
     )
     if trainer.strategy.root_device.type == "cpu":
@@ -99,13 +98,10 @@ def begin(
     for config in trainer.lr_scheduler_configs:
         config.interval = "epoch"  # a step is a round, however many groups of clients it has
     private = privacy_at_work(trainer, options, calendar)
-    by_example = private if isinstance(private, ExampleRounds) else None
-    aggregator = (
-        private.aggregator
-        if isinstance(private, PrivateRounds)
-        else run_aggregator(trainer, options.aggregator, options.attackers)
-    )
-    run = Run.of(trainer, options, calendar, by_example)
+    aggregator: Aggregator | None = None if private is None else private.aggregator
+    if aggregator is None:
+        aggregator = run_aggregator(trainer, options.aggregator, options.attackers)
+    run = Run.of(trainer, options, calendar, None if private is None else private.draws)
     rounds = Round(
         run,
         stages_of(run, aggregator, calendar.time, private),

@@ -51,6 +51,16 @@ def operator(
     torch.library.register_autocast(f"fl_lightning::{name}", "cpu", torch.float32, lib=_LIBRARY)
     function: Callable[..., Any] = getattr(torch.ops.fl_lightning, name)
     torch.library.register_vmap(f"fl_lightning::{name}", rule(function), lib=_LIBRARY)
+    return _differentiable(function, rule, gradients, joint)
+
+
+def _differentiable(
+    function: Callable[..., Any],
+    rule: VmapRuleOf,
+    gradients: Sequence[Callable[..., Tensor | None] | None],
+    joint: Callable[..., Sequence[Tensor | None]] | None,
+) -> Callable[..., Any]:
+    """Return an operator with gradients, see `operator`."""
 
     class Differentiable(torch.autograd.Function):
         @staticmethod

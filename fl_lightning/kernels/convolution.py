@@ -47,11 +47,11 @@ _WINOGRAD_OUTPUTS = {3: 4, 5: 2}  # of a tile, in a line, by the size of the ker
 _FEWEST_TILES = 8  # of a client's images, for which its weights are worth transforming
 
 
-class _Shape(ctypes.Structure):
+class _ConvolutionShape(ctypes.Structure):
     _fields_ = [(name, ctypes.c_long) for name in ("in", "out", "height", "width", "tall", "wide")]
 
 
-_TYPES = (*(ctypes.c_void_p,) * 3, *(ctypes.c_long,) * 2, _Shape)
+_TYPES = (*(ctypes.c_void_p,) * 3, *(ctypes.c_long,) * 2, _ConvolutionShape)
 _BIASED_TYPES = (ctypes.c_void_p, *_TYPES)
 
 
@@ -117,7 +117,7 @@ def _run(
     (clients, count, height, width, _), (_, out, channels, tall, wide) = sizes
     one, other = one.contiguous(), other.contiguous()
     pointers = (result.data_ptr(), one.data_ptr(), other.data_ptr(), *more)
-    shape = _Shape(channels, out, height, width, tall, wide)
+    shape = _ConvolutionShape(channels, out, height, width, tall, wide)
     source, side_by_side = SOURCE, wide * channels if name == "convolve_images" else out
     if _is_winograd(*sizes):
         source, side_by_side = WINOGRAD, out

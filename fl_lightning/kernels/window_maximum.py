@@ -22,11 +22,11 @@ from fl_lightning.kernels.c_operators import along_first_axis, operator
 SOURCE = Path(__file__).parent / "c" / "window_maximum.c"
 
 
-class _Shape(ctypes.Structure):
+class _WindowShape(ctypes.Structure):
     _fields_ = [(name, ctypes.c_long) for name in ("height", "width", "channels", "tall", "wide")]
 
 
-_TYPES = (*(ctypes.c_void_p,) * 3, ctypes.c_long, _Shape)
+_TYPES = (*(ctypes.c_void_p,) * 3, ctypes.c_long, _WindowShape)
 
 
 def _small(images: Tensor, tall: int, wide: int) -> torch.Size:
@@ -65,7 +65,7 @@ def _run(
 ) -> None:
     count, height, width, channels = images
     pointers = (one.data_ptr(), two.data_ptr(), three.data_ptr())
-    shape = _Shape(height, width, channels, *window)
+    shape = _WindowShape(height, width, channels, *window)
     c_function(SOURCE, (), name, *_TYPES)(*pointers, count, shape)
 
 

@@ -33,6 +33,8 @@ class ServerStep(Stage):
         names: of the parameters.
         make_optimizer: of their optimizer, given parameters of their shapes.
         local_lr: learning rate η > 0 of the plain SGD by which clients move them.
+        is_active: whether they learn in a round; in others they stay, whatever their optimizer
+            would do without a gradient.
 
     Example:
         >>> import torch
@@ -54,8 +56,10 @@ class ServerStep(Stage):
         names: Sequence[str],
         make_optimizer: Callable[[Iterable[Any]], Optimizer],
         local_lr: float,
+        is_active: Callable[[int], bool] = lambda round_index: True,
     ) -> None:
         self._names, self._make_optimizer, self._local_lr = list(names), make_optimizer, local_lr
+        self._is_active, self._round = is_active, 0
         self._params: list[nn.Parameter] = []
         self._optimizer: Optimizer | None = None
         self._gradients: list[Tensor] | None = None
@@ -84,7 +88,7 @@ class ServerStep(Stage):
             self._optimizer = self._make_optimizer(self._params)
         for param, view in zip(self._params, present, strict=True):
             param.data.copy_(view)
-        self._gradients = None
+        self._gradients, self._round = None, round_index
 
     def _views(self, vector: Tensor) -> list[Tensor]:
         views = self._space.named_views(vector)
@@ -99,6 +103,10 @@ class ServerStep(Stage):
         """Put them where their own optimizer takes them; without a reply they have not moved."""
         if self._gradients is None:
             return
+        if not self._is_active(self._round):  # noise of a private run may have moved them
+            for view, param in zip(self._views(params), self._params, strict=True):
+                view.copy_(param.detach())
+            return
         assert self._optimizer is not None
         for param, gradient in zip(self._params, self._gradients, strict=True):
             param.grad = gradient
@@ -108,11 +116,13 @@ class ServerStep(Stage):
 
     def state_dict(self, *, with_round: bool) -> dict[str, Any]:
         """Return the optimizer's state."""
-        return {} if self._optimizer is None else {"optimizer": self._optimizer.state_dict()}
+        if self._optimizer is None:
+            return {}
+        return {"round": self._round, "optimizer": self._optimizer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any] | None, model: GlobalModel) -> None:
         """Take up where `state_dict` left off."""
-        self.open(0, model)
+        self.open((state or {}).get("round", 0), model)
         if state:
             assert self._optimizer is not None
             self._optimizer.load_state_dict(state["optimizer"])

@@ -28,11 +28,11 @@ from fl_lightning.privacy.banded_matrix import (
     banded_factor,
     noise_of_rounds,
 )
-from fl_lightning.privacy.mechanism import Mechanism, check_options
+from fl_lightning.privacy.mechanism import ClientPrivacy, Mechanism, check_options
 from fl_lightning.privacy.noise.grid import GRID_COST, Grid, noise_of
 from fl_lightning.privacy.noise.noise_source import NoiseSource
 from fl_lightning.privacy.private_mean import Release
-from fl_lightning.privacy.run import Participation, Run, check_fixed_in_advance
+from fl_lightning.privacy.run import AccountedRun, Participation, check_fixed_in_advance
 
 # Each band costs a vector of the model's size.
 _MOST_BANDS = 32
@@ -40,7 +40,7 @@ _MOST_BANDS = 32
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class BandedMatrixDP:
+class BandedMatrixDP(ClientPrivacy):
     """Protects each client as `CentralDP` does, without amplification by sampling.
 
     Compared are data sets with and without one client, whose rounds are known to everybody. It must
@@ -64,7 +64,7 @@ class BandedMatrixDP:
         >>> from fl_lightning.data.cohorts.turns import RoundRobinCohort
         >>> from fl_lightning.privacy.noise.noise_source import SeededNoise
         >>> privacy = BandedMatrixDP(clip_norm=1.0, noise_multiplier=4.0)
-        >>> run = Run(RoundRobinCohort(size=10), num_clients=100, num_rounds=20, seed=0)
+        >>> run = AccountedRun(RoundRobinCohort(size=10), num_clients=100, num_rounds=20, seed=0)
         >>> print(privacy.mechanism(run, SeededNoise(0)))
         unit: client, one client added or removed; turns of 2 in 20 rounds at least 10 apart, 10 bands
     """
@@ -76,11 +76,6 @@ class BandedMatrixDP:
     bands: int | None = None
     secure_noise: bool = True
     log_unprotected: bool = True
-
-    @property
-    def adaptive_clip(self) -> None:
-        """The clip norm is fixed: noise of earlier rounds is taken back in its units."""
-        return
 
     def __post_init__(self) -> None:
         check_options(self.clip_norm, self.noise_multiplier, self.epsilon, self.delta)
@@ -94,7 +89,7 @@ class BandedMatrixDP:
         check_fixed_in_advance(cohort)
 
     def mechanism(
-        self, run: Run, source: NoiseSource, noise_multiplier: float | None = None
+        self, run: AccountedRun, source: NoiseSource, noise_multiplier: float | None = None
     ) -> Mechanism:
         """Return the matrix mechanism of a run.
 
@@ -136,7 +131,7 @@ class BandedGaussian:
     noise_per_round: float = field(init=False)
     bits_stddev: None = None
     fewest_replies: int = 0
-    server_draws: bool = True
+    shares: None = None
     rounding: float = GRID_COST
 
     def __post_init__(self) -> None:

@@ -23,16 +23,16 @@ from fl_lightning.privacy.adaptive_clip import (
     quantile_noise,
     update_noise_multiplier,
 )
-from fl_lightning.privacy.mechanism import Mechanism, check_options
+from fl_lightning.privacy.mechanism import ClientPrivacy, Mechanism, check_options
 from fl_lightning.privacy.noise.grid import GRID_COST, Grid, wide
 from fl_lightning.privacy.noise.noise_source import NoiseSource
 from fl_lightning.privacy.private_mean import Release
-from fl_lightning.privacy.run import Run
+from fl_lightning.privacy.run import AccountedRun
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class CentralDP:
+class CentralDP(ClientPrivacy):
     """Protects each client, with all its examples, from everybody who sees the models.
 
     The server sees updates in clear. Two data sets are compared that differ in one client: added or
@@ -62,7 +62,7 @@ class CentralDP:
         >>> from fl_lightning.data.cohorts.cohort import PoissonCohort
         >>> from fl_lightning.privacy.noise.noise_source import SeededNoise
         >>> privacy = CentralDP(clip_norm=0.5, noise_multiplier=1.0)
-        >>> run = Run(PoissonCohort(fraction=0.1), num_clients=1000, num_rounds=100, seed=0)
+        >>> run = AccountedRun(PoissonCohort(fraction=0.1), num_clients=1000, num_rounds=100, seed=0)
         >>> round(privacy.mechanism(run, SeededNoise(0)).epsilon(rounds=100), 4)
         7.0466
     """
@@ -84,7 +84,7 @@ class CentralDP:
         check_sampler(cohort)
 
     def mechanism(
-        self, run: Run, source: NoiseSource, noise_multiplier: float | None = None
+        self, run: AccountedRun, source: NoiseSource, noise_multiplier: float | None = None
     ) -> Mechanism:
         """Return the Gaussian mechanism of a run."""
         sampling = sampling_of(run.cohort, run.num_clients)
@@ -121,7 +121,7 @@ class CentralGaussian:
     noise_per_round: float = field(init=False)
     expected: float = field(init=False)
     fewest_replies: int = 0
-    server_draws: bool = True
+    shares: None = None
     rounding: float = GRID_COST
 
     def __post_init__(self) -> None:

@@ -23,7 +23,7 @@ from fl_lightning.core.whole_numbers import Draw, Integers
 from fl_lightning.data.cohorts.cohort import CohortSampler, as_cohort
 from fl_lightning.privacy.accounting.noise_for_budget import noise_for_budget
 from fl_lightning.privacy.accounting.skellam import skellam_epsilon
-from fl_lightning.privacy.mechanism import Mechanism, check_options
+from fl_lightning.privacy.mechanism import ClientPrivacy, Mechanism, check_options
 from fl_lightning.privacy.noise.grid import Grid, wide
 from fl_lightning.privacy.noise.integer_vector import (
     CHECKED_TO,
@@ -34,7 +34,7 @@ from fl_lightning.privacy.noise.integer_vector import (
 from fl_lightning.privacy.noise.noise_source import NoiseSource
 from fl_lightning.privacy.noise.skellam_noise import largest_noise, skellam_noise
 from fl_lightning.privacy.private_mean import Release
-from fl_lightning.privacy.run import Participation, Run, check_fixed_in_advance
+from fl_lightning.privacy.run import AccountedRun, Participation, check_fixed_in_advance
 
 # A share's noise has this standard deviation in steps at least, and the ball this radius in √k.
 _FINENESS, _RADIUS = 64.0, 16.0
@@ -78,7 +78,7 @@ class IntegerCode:
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class DistributedDP:
+class DistributedDP(ClientPrivacy):
     """Protects each client from everybody, as long as the server sees only the sum of updates.
 
     Compared are a client's data and any other. The server knows who takes part, so that sampling
@@ -99,6 +99,8 @@ class DistributedDP:
         ConfigurationError: for values out of range.
     """
 
+    clients_add_noise = is_for_sums = True
+
     clip_norm: float
     noise_multiplier: float | None = None
     epsilon: float | None = None
@@ -106,11 +108,6 @@ class DistributedDP:
     min_shares: int | None = None
     secure_noise: bool = True
     log_unprotected: bool = False
-
-    @property
-    def adaptive_clip(self) -> None:
-        """The clip norm is fixed: nobody counts clipped updates."""
-        return
 
     def __post_init__(self) -> None:
         check_options(self.clip_norm, self.noise_multiplier, self.epsilon, self.delta)
@@ -129,7 +126,7 @@ class DistributedDP:
             )
 
     def mechanism(
-        self, run: Run, source: NoiseSource, noise_multiplier: float | None = None
+        self, run: AccountedRun, source: NoiseSource, noise_multiplier: float | None = None
     ) -> Mechanism:
         """Return the clients' mechanism."""
         turns = run.participation()
@@ -168,7 +165,11 @@ class DistributedSkellam:
     fewest_replies: int
     size: int
     bits_stddev: None = None
-    server_draws: bool = False
+
+    @property
+    def shares(self) -> DistributedSkellam:
+        """Itself."""
+        return self
 
     @property
     def code(self) -> IntegerCode:

@@ -27,7 +27,7 @@ from fl_lightning.privacy.accounting.noise_for_budget import noise_for_budget
 from fl_lightning.privacy.accounting.sampling import Sampling
 from fl_lightning.privacy.mechanism import check_options
 from fl_lightning.privacy.noise.grid import GRID_COST, Grid
-from fl_lightning.privacy.run import LocalSampling, Run, check_fixed_in_advance
+from fl_lightning.privacy.run import AccountedRun, LocalSampling, check_fixed_in_advance
 
 # Of a client, (examples n, expected batch, steps): what its ε depends on.
 Work = tuple[int, int, int]
@@ -61,7 +61,7 @@ class ExampleDP:
     Example:
         >>> from fl_lightning.data.cohorts.cohort import AllClients
         >>> local = LocalSampling(np.array([100, 200]), 10, np.array([20, 20]))
-        >>> run = Run(AllClients(), num_clients=2, num_rounds=5, seed=0, local=local)
+        >>> run = AccountedRun(AllClients(), num_clients=2, num_rounds=5, seed=0, local=local)
         >>> example = ExampleDP(clip_norm=1.0, noise_multiplier=2.0).mechanism(run)
         >>> round(example.epsilon(rounds=5), 3)
         2.337
@@ -87,7 +87,9 @@ class ExampleDP:
         """Refuse cohorts that depend on what happens in the run."""
         check_fixed_in_advance(cohort)
 
-    def mechanism(self, run: Run, noise_multiplier: float | None = None) -> ExampleGaussian:
+    def mechanism(
+        self, run: AccountedRun, noise_multiplier: float | None = None
+    ) -> ExampleGaussian:
         """Return what the clients of a run release.
 
         Args:
@@ -100,7 +102,7 @@ class ExampleDP:
             noise = self._noise(run, self.epsilon)
         return ExampleGaussian(run, self.delta, noise, self.accountant)
 
-    def _noise(self, run: Run, budget: float) -> float:
+    def _noise(self, run: AccountedRun, budget: float) -> float:
         """Return the least noise that keeps the client that pays most within the budget."""
         rounds, noise = run.planned_rounds, 1.0
         while True:
@@ -120,7 +122,7 @@ class ExampleDP:
 class ExampleGaussian:
     """What the examples of a run's clients pay; `Accounted` says what its parts are."""
 
-    run: Run
+    run: AccountedRun
     delta: float
     noise_multiplier: float
     method: Method = "pld"

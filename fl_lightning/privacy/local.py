@@ -20,16 +20,16 @@ from fl_lightning.core.whole_numbers import Draw, Integers
 from fl_lightning.data.cohorts.cohort import CohortSampler
 from fl_lightning.privacy.accounting.gaussian import gaussian_epsilon
 from fl_lightning.privacy.accounting.noise_for_budget import noise_for_budget
-from fl_lightning.privacy.mechanism import Mechanism, check_options
+from fl_lightning.privacy.mechanism import ClientPrivacy, Mechanism, check_options
 from fl_lightning.privacy.noise.grid import GRID_COST, Grid, noisy, wide
 from fl_lightning.privacy.noise.noise_source import NoiseSource
 from fl_lightning.privacy.private_mean import Release
-from fl_lightning.privacy.run import Participation, Run, check_fixed_in_advance
+from fl_lightning.privacy.run import AccountedRun, Participation, check_fixed_in_advance
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class LocalDP:
+class LocalDP(ClientPrivacy):
     """Protects each client's data from everybody, the server included.
 
     The noise of m clients adds up in their mean to √m times what one client would need under
@@ -50,10 +50,12 @@ class LocalDP:
         >>> from fl_lightning.data.cohorts.cohort import AllClients
         >>> from fl_lightning.privacy.noise.noise_source import SeededNoise
         >>> privacy = LocalDP(clip_norm=1.0, noise_multiplier=10.0)
-        >>> run = Run(AllClients(), num_clients=100, num_rounds=25, seed=0)
+        >>> run = AccountedRun(AllClients(), num_clients=100, num_rounds=25, seed=0)
         >>> round(privacy.mechanism(run, SeededNoise(0)).epsilon(rounds=25), 6)
         4.377178
     """
+
+    clients_add_noise = True
 
     clip_norm: float
     noise_multiplier: float | None = None
@@ -61,11 +63,6 @@ class LocalDP:
     delta: float = 1e-5
     secure_noise: bool = True
     log_unprotected: bool = False
-
-    @property
-    def adaptive_clip(self) -> None:
-        """The clip norm is fixed: nobody may count clipped updates."""
-        return
 
     def __post_init__(self) -> None:
         check_options(self.clip_norm, self.noise_multiplier, self.epsilon, self.delta)
@@ -75,7 +72,7 @@ class LocalDP:
         check_fixed_in_advance(cohort)
 
     def mechanism(
-        self, run: Run, source: NoiseSource, noise_multiplier: float | None = None
+        self, run: AccountedRun, source: NoiseSource, noise_multiplier: float | None = None
     ) -> Mechanism:
         """Return the clients' mechanism."""
         turns = run.participation()
@@ -104,7 +101,7 @@ class LocalGaussian:
     num_coordinates: int = 1
     bits_stddev: None = None
     fewest_replies: int = 0
-    server_draws: bool = False
+    shares: None = None
     rounding: float = GRID_COST
 
     @property

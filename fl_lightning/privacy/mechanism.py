@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -13,7 +13,8 @@ from fl_lightning.privacy.adaptive_clip import AdaptiveClip
 from fl_lightning.privacy.noise.grid import Grid
 from fl_lightning.privacy.noise.noise_source import NoiseSource
 from fl_lightning.privacy.private_mean import Release
-from fl_lightning.privacy.run import Run
+from fl_lightning.privacy.run import AccountedRun
+from fl_lightning.server.protected import NoiseShares
 from fl_lightning.updates.clip import check_clip_norm
 
 
@@ -52,12 +53,14 @@ class Mechanism(Accounted, Protocol):
     Attributes:
         expected: the cohort's size that sums are divided by.
         fewest_replies: with fewer a round has too little noise to be released.
-        server_draws: whether the server adds noise, and not clients.
     """
 
     expected: float
     fewest_replies: int
-    server_draws: bool
+
+    @property
+    def shares(self) -> NoiseShares | None:
+        """What clients send into a secure sum, each with its share of the noise; None for no shares."""
 
     @property
     def bits_stddev(self) -> float | None:
@@ -82,36 +85,16 @@ class Mechanism(Accounted, Protocol):
         """
 
 
-@runtime_checkable
-class NoiseShares(Protocol):
-    """A mechanism whose clients send whole numbers with their share of the noise.
-
-    Attributes:
-        expected: the cohort's size that sums are divided by.
-        fewest_replies: so many shares have enough noise together.
-    """
-
-    expected: float
-    fewest_replies: int
-
-    def num_bits(self, num_clients: int) -> int:
-        """Return b for which no sum of so many clients wraps round modulo 2^b."""
-
-    def client_integers(
-        self, delta: Tensor, clip_norm: float, round_index: int, client: int
-    ) -> Integers:
-        """Return what a client sends of its clipped update, int64 of shape (k,)."""
-
-    def decoded(self, numbers: Integers, clip_norm: float, like: Tensor) -> Tensor:
-        """Return the sum that whole numbers stand for, with the dtype of ``like``."""
-
-
 class Budgeted(Protocol):
     """What every kind of privacy says of itself; frozen."""
 
     @property
     def clip_norm(self) -> float:
         """L2 norm that updates, or gradients, are clipped to."""
+
+    @property
+    def noise_multiplier(self) -> float | None:
+        """z, in clip norms; None where it is found for the budget."""
 
     @property
     def epsilon(self) -> float | None:
@@ -135,14 +118,29 @@ class Budgeted(Protocol):
 
 @runtime_checkable
 class Privacy(Budgeted, Protocol):
-    """Privacy of clients as a user asks for it: ``federation.privacy``; frozen."""
+    """Privacy of clients as a user asks for it: ``federation.privacy``; frozen.
+
+    A class of your own derives from `ClientPrivacy`, which has what most kinds say of themselves.
+    """
 
     @property
     def adaptive_clip(self) -> AdaptiveClip | None:
         """How the clip norm moves; None if it does not."""
 
+    @property
+    def min_shares(self) -> int | None:
+        """The fewest clients whose noise is enough together, where the user says so."""
+
+    @property
+    def clients_add_noise(self) -> bool:
+        """Whether clients add the noise, so that nothing may change what they send; else the server."""
+
+    @property
+    def is_for_sums(self) -> bool:
+        """Whether clients send whole numbers with a share of the noise, for a sum that hides them."""
+
     def mechanism(
-        self, run: Run, source: NoiseSource, noise_multiplier: float | None = None
+        self, run: AccountedRun, source: NoiseSource, noise_multiplier: float | None = None
     ) -> Mechanism:
         """Return the mechanism of a run.
 
@@ -154,6 +152,33 @@ class Privacy(Budgeted, Protocol):
         Raises:
             ConfigurationError: if it cannot be accounted for.
         """
+
+
+class ClientPrivacy:
+    """What a kind of privacy of clients says of itself; it gives what is different.
+
+    Attributes:
+        clients_add_noise: see `Privacy`.
+        is_for_sums: see `Privacy`.
+    """
+
+    clients_add_noise: ClassVar[bool] = False
+    is_for_sums: ClassVar[bool] = False
+
+    @property
+    def adaptive_clip(self) -> AdaptiveClip | None:
+        """The clip norm is fixed."""
+        return None
+
+    @property
+    def noise_multiplier(self) -> float | None:
+        """Noise is found for the budget."""
+        return None
+
+    @property
+    def min_shares(self) -> int | None:
+        """Noise is not shared."""
+        return None
 
 
 def check_options(

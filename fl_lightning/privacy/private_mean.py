@@ -11,7 +11,6 @@ that the bound holds for every compression.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -21,36 +20,12 @@ from torch import Tensor
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.core.whole_numbers import Draw
 from fl_lightning.privacy.noise.grid import Grid
-from fl_lightning.server.aggregator import Aggregator
+from fl_lightning.server.aggregator import PrivateAggregator
 from fl_lightning.server.means.running_mean import new_mean
 from fl_lightning.updates.clip import clipped
 
 # (clipped delta, client) -> what the client sends of it
 Release = Callable[[Tensor, int], Tensor]
-
-
-class PrivateAggregator(Aggregator):
-    """Folds clipped updates.
-
-    Attributes:
-        clip_norm: of the present round, set by whoever opens it.
-        grid: that updates are rounded to; None where they are not, or not in the clear.
-    """
-
-    is_private = True
-
-    clip_norm: float = float("inf")
-    grid: Grid | None = None
-
-    @property
-    @abstractmethod
-    def num_unclipped(self) -> int:
-        """Updates that were within the clip norm."""
-
-    @property
-    @abstractmethod
-    def num_replies(self) -> int:
-        """Updates so far."""
 
 
 class PrivateMean(PrivateAggregator):

@@ -38,7 +38,7 @@ class Participation:
 
     Example:
         >>> from fl_lightning.data.cohorts.turns import RoundRobinCohort
-        >>> run = Run(RoundRobinCohort(size=2), 6, 7, seed=0)
+        >>> run = AccountedRun(RoundRobinCohort(size=2), 6, 7, seed=0)
         >>> participation = run.participation()
         >>> participation.most.tolist(), participation.separation
         ([0, 1, 1, 1, 2, 2, 2, 3], 3)
@@ -79,7 +79,7 @@ class LocalSampling:
 
 
 @dataclass(frozen=True)
-class Run:
+class AccountedRun:
     """A run as its privacy mechanism sees it.
 
     Attributes:

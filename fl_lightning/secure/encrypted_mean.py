@@ -19,7 +19,6 @@ from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError, RoundFailure
 from fl_lightning.core.update import ClientUpdate
-from fl_lightning.privacy.protected import FEWEST_CLIENTS, Expense, Terms
 from fl_lightning.secure.encryption.ckks import CKKSKeys, generate_keys
 from fl_lightning.secure.encryption.ckks_layout import CKKSLayout, most_sensitive
 from fl_lightning.secure.encryption.ckks_parameters import CKKSParameters
@@ -28,6 +27,7 @@ from fl_lightning.secure.paillier_round import Paillier, PaillierRound, Paillier
 from fl_lightning.secure.scheme import CKKSRound, EncryptedRound, ckks_bytes
 from fl_lightning.server.aggregator import Aggregator
 from fl_lightning.server.kept_updates import check_whole
+from fl_lightning.server.protected import FEWEST_CLIENTS, Expense, Terms
 
 _MOVED = "moved"
 _DEGREE = 8192
@@ -97,6 +97,11 @@ class EncryptedMean(Aggregator):
         self.fraction, self.max_examples, self.paillier = fraction, max_examples, paillier
         self.expense = Expense()
         self._round_index = 0
+
+    @property
+    def protection(self) -> EncryptedMean:
+        """Itself."""
+        return self
 
     @property
     def hides(self) -> str:

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import numpy_generator
-from fl_lightning.privacy.protected import FEWEST_CLIENTS, Terms
 from fl_lightning.secure.encryption.ckks_layout import CKKSLayout
 from fl_lightning.secure.encryption.encrypted_update import TAG_SIZE, EncryptedUpdate
 from fl_lightning.secure.encryption.paillier import LEAST_BITS, PaillierKeys, PaillierSum
 from fl_lightning.secure.sum_quantiser import SumQuantiser, fine_levels
+from fl_lightning.server.protected import FEWEST_CLIENTS, Terms
 from fl_lightning.updates.wire.reader import DecodeError
 
 ACCURACY = 1e-6

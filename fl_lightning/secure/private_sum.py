@@ -21,14 +21,12 @@ from torch import Tensor
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.core.whole_numbers import Integers
-from fl_lightning.privacy.mechanism import NoiseShares
-from fl_lightning.privacy.private_mean import PrivateAggregator
-from fl_lightning.privacy.protected import Expense, Terms
-from fl_lightning.secure.ring import Integers as RingIntegers
-from fl_lightning.secure.ring import Ring
+from fl_lightning.secure.ring import Ring, RingIntegers
 from fl_lightning.secure.round_sum import RoundSum
 from fl_lightning.secure.secure_sum import SecureSum
+from fl_lightning.server.aggregator import PrivateAggregator
 from fl_lightning.server.kept_updates import check_whole
+from fl_lightning.server.protected import Expense, NoiseShares, Terms
 from fl_lightning.updates.clip import clipped
 
 # (bits, fewest vectors) -> the protocol
@@ -111,6 +109,11 @@ class SecurePrivateSum(PrivateAggregator):
             raise ConfigurationError(f"SecureMean with DistributedDP: {error}") from error
         self._ring = Ring(bits)
         return secure_sum
+
+    @property
+    def protection(self) -> SecurePrivateSum:
+        """Itself."""
+        return self
 
     @property
     def expense(self) -> Expense:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from fl_lightning.updates.wire.bit_packing import pack, packed_size, unpack
 from fl_lightning.updates.wire.reader import DecodeError
 
-Integers = NDArray[Any]
+RingIntegers = NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Ring:
         """The narrowest unsigned one, little-endian."""
         return np.dtype(next(f"<u{size}" for size in (1, 2, 4, 8) if 8 * size >= self.bits))
 
-    def checked(self, values: Integers) -> Integers:
+    def checked(self, values: RingIntegers) -> RingIntegers:
         """Return the integers in the ring's dtype.
 
         Raises:
@@ -68,7 +68,7 @@ class Ring:
             )
         return values.astype(self.dtype, copy=False)
 
-    def reduced(self, values: Integers) -> Integers:
+    def reduced(self, values: RingIntegers) -> RingIntegers:
         """Return values of the ring's dtype modulo R; in place, where anything is to be done."""
         if self.bits < 8 * self.dtype.itemsize:
             values &= self.dtype.type(self.modulus - 1)
@@ -78,7 +78,7 @@ class Ring:
         """Return the bytes that ``count`` integers fill."""
         return count * (self.bits // 8) + packed_size(count, self.bits % 8)
 
-    def pack(self, values: Integers) -> bytes:
+    def pack(self, values: RingIntegers) -> bytes:
         """Return the integers' bytes.
 
         Args:
@@ -90,7 +90,7 @@ class Ring:
             return planes[:, :whole].tobytes()
         return planes[:, :whole].tobytes() + pack(planes[:, whole].copy(), rest).tobytes()
 
-    def unpack(self, data: bytes | memoryview, count: int) -> Integers:
+    def unpack(self, data: bytes | memoryview, count: int) -> RingIntegers:
         """Return ``count`` integers.
 
         Raises:
@@ -104,7 +104,7 @@ class Ring:
         whole, rest = divmod(self.bits, 8)
         raw = np.frombuffer(data, np.uint8)
         if whole == self.dtype.itemsize:
-            whole_values: Integers = raw.view(self.dtype).copy()
+            whole_values: RingIntegers = raw.view(self.dtype).copy()
             return whole_values
         planes = np.zeros((count, self.dtype.itemsize), np.uint8)
         planes[:, :whole] = raw[: count * whole].reshape(count, whole)
@@ -113,5 +113,5 @@ class Ring:
             planes[:, whole] = unpack(tail, count, rest)
             if not np.array_equal(pack(planes[:, whole].copy(), rest), tail):
                 raise DecodeError("unused bits at the end must be zero")
-        values: Integers = planes.view(self.dtype).ravel()
+        values: RingIntegers = planes.view(self.dtype).ravel()
         return values

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from fl_lightning.core.errors import RoundFailure
 from fl_lightning.core.seeds import derive_seed
-from fl_lightning.privacy.protected import Expense
-from fl_lightning.secure.protocol.session import AbortedError, Stage
-from fl_lightning.secure.ring import Integers, Ring
+from fl_lightning.secure.protocol.session import AbortedError, ProtocolStage
+from fl_lightning.secure.ring import Ring, RingIntegers
 from fl_lightning.secure.secure_sum import SecureSum
-from fl_lightning.secure.simulation import Outcome
+from fl_lightning.secure.simulation import SumOutcome
 from fl_lightning.secure.unit_seconds import UnitSeconds
+from fl_lightning.server.protected import Expense
 
 
 class RoundSum:
@@ -68,9 +68,9 @@ class RoundSum:
         self.clients: list[int] = []
         self._missing: list[int] = []
         # every client's, or only their sum
-        self._vectors: list[Integers] = []
+        self._vectors: list[RingIntegers] = []
 
-    def take(self, client: int, vector: Integers) -> None:
+    def take(self, client: int, vector: RingIntegers) -> None:
         """Take in one client's integers."""
         self.clients.append(client)
         if self._keeps_vectors or not self._vectors:
@@ -102,7 +102,7 @@ class RoundSum:
         """Learn which clients of the cohort sent no vector: they dropped before it was due."""
         self._missing = sorted(clients)
 
-    def total(self) -> Integers:
+    def total(self) -> RingIntegers:
         """Return the sum modulo 2^bits, shape (size,), and forget the vectors.
 
         Raises:
@@ -128,7 +128,7 @@ class RoundSum:
         self._vectors = []
         return outcome.total
 
-    def _outcome(self) -> Outcome:
+    def _outcome(self) -> SumOutcome:
         vectors = self._vectors
         if not self._keeps_vectors and vectors:
             nothing = np.broadcast_to(np.zeros(1, vectors[0].dtype), vectors[0].shape)
@@ -137,7 +137,7 @@ class RoundSum:
             self._unit_seconds = UnitSeconds.measured()
         return self.secure_sum(
             dict(zip(self.clients, vectors, strict=True)),
-            dict.fromkeys(self._missing, Stage.MASK),
+            dict.fromkeys(self._missing, ProtocolStage.MASK),
             round_index=self._round_index,
             seed=derive_seed(self._seed, "secure mean"),
             unit_seconds=self._unit_seconds,

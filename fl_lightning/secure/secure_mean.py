@@ -16,8 +16,6 @@ from torch import Tensor
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import derive_seed, numpy_generator
 from fl_lightning.core.update import ClientUpdate
-from fl_lightning.privacy.mechanism import NoiseShares
-from fl_lightning.privacy.protected import Expense, Terms
 from fl_lightning.secure.private_sum import SecurePrivateSum
 from fl_lightning.secure.protocol.graph import SparseGraph
 from fl_lightning.secure.protocol.session import new_run_id
@@ -26,6 +24,7 @@ from fl_lightning.secure.secure_sum import SecureSum
 from fl_lightning.secure.sum_quantiser import SumQuantiser, fine_levels
 from fl_lightning.server.aggregator import Aggregator
 from fl_lightning.server.kept_updates import check_whole
+from fl_lightning.server.protected import Expense, NoiseShares, Terms
 from fl_lightning.updates.payload import Dense
 from fl_lightning.updates.random_k import RandomK
 
@@ -105,6 +104,16 @@ class SecureMean(Aggregator):
         }
         self._round_index = 0
         self.begin(Terms(most_clients=2))
+
+    @property
+    def protection(self) -> SecureMean:
+        """Itself."""
+        return self
+
+    @property
+    def noise_shares(self) -> SecureMean:
+        """Itself: its protocol adds up any whole numbers."""
+        return self
 
     @property
     def expense(self) -> Expense:

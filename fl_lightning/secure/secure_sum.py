@@ -12,10 +12,10 @@ import numpy as np
 from fl_lightning.core.seeds import derive_seed
 from fl_lightning.secure.entropy import Entropy, seeded_entropy, system_entropy
 from fl_lightning.secure.protocol.graph import SparseGraph
-from fl_lightning.secure.protocol.session import Session, Stage, new_run_id
-from fl_lightning.secure.ring import Integers, Ring
+from fl_lightning.secure.protocol.session import ProtocolStage, Session, new_run_id
+from fl_lightning.secure.ring import Ring, RingIntegers
 from fl_lightning.secure.shortcut import shortcut
-from fl_lightning.secure.simulation import Costs, Outcome, simulate
+from fl_lightning.secure.simulation import Costs, SumOutcome, simulate
 from fl_lightning.secure.unit_seconds import UnitSeconds
 
 Value = TypeVar("Value")
@@ -119,19 +119,19 @@ class SecureSum:
 
     def __call__(
         self,
-        updates: Mapping[int, Integers],
-        dropped: Mapping[int, Stage] | None = None,
+        updates: Mapping[int, RingIntegers],
+        dropped: Mapping[int, ProtocolStage] | None = None,
         *,
         round_index: int,
         seed: int | None = None,
         unit_seconds: UnitSeconds | None = None,
-    ) -> Outcome:
+    ) -> SumOutcome:
         """Return the sum over those who have not dropped before their vector arrived.
 
         Args:
             updates: vectors by client, integers from 0 to 2^bits - 1, all of shape (k,).
             dropped: the first stage at which a client is silent; clients that have no vector are
-                silent at `Stage.MASK` at the latest.
+                silent at `ProtocolStage.MASK` at the latest.
             round_index: ≥ 0.
             seed: makes every secret repeatable, for simulations, and with ``run`` every byte; None
                 for the system's entropy.
@@ -146,7 +146,7 @@ class SecureSum:
         """
         dropped = dropped or {}
         cohort = sorted(updates.keys() | dropped.keys())
-        late = [c for c in cohort if c not in updates and dropped[c] > Stage.MASK]
+        late = [c for c in cohort if c not in updates and dropped[c] > ProtocolStage.MASK]
         if late or not updates:
             raise ValueError(f"clients {late} send a vector and then drop, but have none")
         size = len(next(iter(updates.values())))
@@ -185,12 +185,12 @@ class SecureSum:
         return shortcut(session, dict.fromkeys(range(n), nothing)).costs
 
 
-def _by_client(outcome: Outcome, cohort: list[int]) -> Outcome:
+def _by_client(outcome: SumOutcome, cohort: list[int]) -> SumOutcome:
     def renamed(by_place: Mapping[int, Value]) -> dict[int, Value]:
         return {cohort[place]: value for place, value in by_place.items()}
 
     costs = outcome.costs
-    return Outcome(
+    return SumOutcome(
         outcome.total,
         frozenset(cohort[place] for place in outcome.survivors),
         Costs(

@@ -24,10 +24,10 @@ from fl_lightning.secure.protocol.messages import (
     SignedSurvivors,
     Survivors,
 )
-from fl_lightning.secure.protocol.session import AbortedError, Session, Stage
+from fl_lightning.secure.protocol.session import AbortedError, ProtocolStage, Session
 from fl_lightning.secure.protocol.wire import encoded_size
-from fl_lightning.secure.ring import Integers
-from fl_lightning.secure.simulation import Costs, Outcome, checked_dropouts
+from fl_lightning.secure.ring import RingIntegers
+from fl_lightning.secure.simulation import Costs, SumOutcome, checked_dropouts
 from fl_lightning.secure.unit_seconds import UnitSeconds
 
 Entries = tuple[int, ...]
@@ -35,10 +35,10 @@ Entries = tuple[int, ...]
 
 def shortcut(
     session: Session,
-    vectors: Mapping[int, Integers],
-    dropouts: Mapping[int, Stage] | None = None,
+    vectors: Mapping[int, RingIntegers],
+    dropouts: Mapping[int, ProtocolStage] | None = None,
     unit_seconds: UnitSeconds | None = None,
-) -> Outcome:
+) -> SumOutcome:
     """Return what `simulate` returns, its seconds estimated.
 
     Args:
@@ -55,7 +55,7 @@ def shortcut(
     Example:
         >>> session = Session(run="demo", round_index=0, num_clients=4, size=2, threshold=3)
         >>> vectors = {place: np.array([place, 1], np.uint32) for place in range(4)}
-        >>> outcome = shortcut(session, vectors, {3: Stage.MASK})
+        >>> outcome = shortcut(session, vectors, {3: ProtocolStage.MASK})
         >>> outcome.total, outcome.costs.bytes_up[0], outcome.costs.bytes_up[3]
         (array([3, 3], dtype=uint32), 838, 580)
     """
@@ -69,7 +69,7 @@ def shortcut(
                 f"vectors must have {session.size} numbers, not {vectors[place].shape}"
             )
         total += session.ring.checked(vectors[place])
-    return Outcome(session.ring.reduced(total), survivors, count.costs)
+    return SumOutcome(session.ring.reduced(total), survivors, count.costs)
 
 
 class _Count:
@@ -82,7 +82,7 @@ class _Count:
     """
 
     def __init__(
-        self, session: Session, first_silent: Mapping[int, Stage], unit: UnitSeconds
+        self, session: Session, first_silent: Mapping[int, ProtocolStage], unit: UnitSeconds
     ) -> None:
         self._session, self._first_silent, self._unit = session, first_silent, unit
         self._graph: Graph = {}
@@ -93,15 +93,17 @@ class _Count:
         """Return whose vectors are in the sum."""
         session, least = self._session, self._session.least_survivors
         everyone = frozenset(range(session.num_clients))
-        participants = self._up(Stage.ADVERTISE, Advertisement, dict.fromkeys(everyone, ()), least)
+        participants = self._up(
+            ProtocolStage.ADVERTISE, Advertisement, dict.fromkeys(everyone, ()), least
+        )
         self._graph = neighbours(participants, session.num_neighbours, session.graph_seed)
         near = {place: len(self._graph[place]) for place in participants}
         self._down(Roster, {place: (count + 1,) for place, count in near.items()})
         asked = {p: (near[p], near[p] + 1) for p in self._with_holders(participants, participants)}
-        sharers = self._up(Stage.SHARE, SealedShares, asked, least)
+        sharers = self._up(ProtocolStage.SHARE, SealedShares, asked, least)
         self._down(Mailbox, {p: (len(self._graph[p] & sharers),) * 2 for p in sharers})
         safe = self._with_holders(sharers, sharers)
-        survivors = self._up(Stage.MASK, MaskedVector, dict.fromkeys(safe, ()), least)
+        survivors = self._up(ProtocolStage.MASK, MaskedVector, dict.fromkeys(safe, ()), least)
         self._reveal(sharers, survivors)
         self._add_seconds(participants, sharers, survivors)
         if session.active:
@@ -113,7 +115,7 @@ class _Count:
         if self._session.active:
             self._down(Survivors, dict.fromkeys(there, ()))
             asked = dict.fromkeys(there, ())
-            there = self._up(Stage.AGREE, SignedSurvivors, asked, self._session.threshold)
+            there = self._up(ProtocolStage.AGREE, SignedSurvivors, asked, self._session.threshold)
             signatures = self._session.threshold
         self._down(RevealRequest, dict.fromkeys(there, (signatures,)))
         shares = {
@@ -124,7 +126,7 @@ class _Count:
             for place in self._with_holders(there, survivors)
         }
         least = self._session.threshold if self._session.num_neighbours is None else 0
-        told = self._up(Stage.REVEAL, RevealedShares, shares, least)
+        told = self._up(ProtocolStage.REVEAL, RevealedShares, shares, least)
         for place in sharers:
             needed = place in survivors or bool(self._graph[place] & told)
             if needed and len(self._held(place) & told) < self._session.threshold:
@@ -140,7 +142,11 @@ class _Count:
         return frozenset(p for p in places if len(self._held(p) & alive) >= least)
 
     def _up(
-        self, stage: Stage, kind: type[AnyMessage], entries: Mapping[int, Entries], least: int
+        self,
+        stage: ProtocolStage,
+        kind: type[AnyMessage],
+        entries: Mapping[int, Entries],
+        least: int,
     ) -> Places:
         there = frozenset(p for p in entries if self._first_silent.get(p, stage + 1) > stage)
         for place in there:

@@ -15,10 +15,10 @@ from fl_lightning.secure.protocol.client import SecureClient
 from fl_lightning.secure.protocol.keys import KEY_SIZE, SigningKey
 from fl_lightning.secure.protocol.messages import Places
 from fl_lightning.secure.protocol.server import SecureServer
-from fl_lightning.secure.protocol.session import RefusedError, Session, Stage
+from fl_lightning.secure.protocol.session import ProtocolStage, RefusedError, Session
 from fl_lightning.secure.protocol.signing import Directory
 from fl_lightning.secure.protocol.used_rounds import UsedRounds
-from fl_lightning.secure.ring import Integers
+from fl_lightning.secure.ring import RingIntegers
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Costs:
 
 
 @dataclass(frozen=True, eq=False)
-class Outcome:
+class SumOutcome:
     """How a secure sum ended.
 
     Attributes:
@@ -48,17 +48,17 @@ class Outcome:
         costs: bytes and seconds.
     """
 
-    total: Integers
+    total: RingIntegers
     survivors: Places
     costs: Costs
 
 
 def simulate(
     session: Session,
-    vectors: Mapping[int, Integers],
-    dropouts: Mapping[int, Stage] | None = None,
+    vectors: Mapping[int, RingIntegers],
+    dropouts: Mapping[int, ProtocolStage] | None = None,
     entropy_of: Callable[[int], Entropy] | None = None,
-) -> Outcome:
+) -> SumOutcome:
     """Run a secure sum.
 
     Args:
@@ -75,10 +75,10 @@ def simulate(
         >>> import numpy as np
         >>> session = Session(run="demo", round_index=0, num_clients=4, size=2, threshold=3)
         >>> vectors = {place: np.array([place, 1], np.uint32) for place in range(4)}
-        >>> outcome = simulate(session, vectors, {3: Stage.MASK})
+        >>> outcome = simulate(session, vectors, {3: ProtocolStage.MASK})
         >>> outcome.total, sorted(outcome.survivors)
         (array([3, 3], dtype=uint32), [0, 1, 2])
-        >>> simulate(session, vectors, {2: Stage.SHARE, 3: Stage.MASK})
+        >>> simulate(session, vectors, {2: ProtocolStage.SHARE, 3: ProtocolStage.MASK})
         Traceback (most recent call last):
         ...
         fl_lightning.secure.protocol.session.AbortedError: 2 clients answered at stage MASK, at \
@@ -109,10 +109,12 @@ least 3 must: have more clients in a cohort, a longer time to answer, or a lower
         began = time.process_time()
         incoming = server.close_stage()
         costs.server_seconds += time.process_time() - began
-    return Outcome(server.total, server.survivors, costs)
+    return SumOutcome(server.total, server.survivors, costs)
 
 
-def checked_dropouts(session: Session, dropouts: Mapping[int, Stage]) -> dict[int, Stage]:
+def checked_dropouts(
+    session: Session, dropouts: Mapping[int, ProtocolStage]
+) -> dict[int, ProtocolStage]:
     """Return a copy.
 
     Raises:
@@ -128,7 +130,7 @@ def checked_dropouts(session: Session, dropouts: Mapping[int, Stage]) -> dict[in
 
 
 def _parties(
-    session: Session, vectors: Mapping[int, Integers], entropy_of: Callable[[int], Entropy]
+    session: Session, vectors: Mapping[int, RingIntegers], entropy_of: Callable[[int], Entropy]
 ) -> tuple[dict[int, SecureClient], SecureServer]:
     sources = {place: entropy_of(place) for place in sorted(vectors)}
     signing, directory = {}, None

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.secure.entropy import Draws
-from fl_lightning.secure.ring import Integers, Ring
+from fl_lightning.secure.ring import Ring, RingIntegers
 
 MOST_LEVELS = 1 << 48
 CHUNK = 1 << 14  # numbers at a time, so that what happens between the steps stays in the cache
@@ -93,7 +93,7 @@ class SumQuantiser:
         """What one level is worth."""
         return 2 * self.clip / self.levels
 
-    def levels_of(self, delta: Tensor, draw: Draws) -> Integers:
+    def levels_of(self, delta: Tensor, draw: Draws) -> RingIntegers:
         """Return the level of each number, uint64 from 0 to ``levels``, rounded at random.
 
         Raises:
@@ -113,7 +113,7 @@ class SumQuantiser:
             levels[part] = low.clip(0, self.levels, out=low)
         return levels
 
-    def encode(self, delta: Tensor, num_examples: int, draw: Draws) -> Integers:
+    def encode(self, delta: Tensor, num_examples: int, draw: Draws) -> RingIntegers:
         """Return what a client adds to the sum, of the ring's dtype, shape (k + 1,).
 
         Args:
@@ -131,7 +131,7 @@ class SumQuantiser:
         sent *= np.uint64(counted)
         return sent.astype(self.ring.dtype)
 
-    def sum(self, total: Integers) -> tuple[Tensor, int]:
+    def sum(self, total: RingIntegers) -> tuple[Tensor, int]:
         """Return Σ w x, float64 of shape (k,), and Σ w.
 
         Args:
@@ -151,7 +151,7 @@ class SumQuantiser:
         values = total[:-1].astype(np.float64) * self.step - self.clip * counted
         return torch.from_numpy(values), counted
 
-    def mean(self, total: Integers) -> Tensor:
+    def mean(self, total: RingIntegers) -> Tensor:
         """Return Σ w x / Σ w, float64 of shape (k,)."""
         values, counted = self.sum(total)
         return values / counted

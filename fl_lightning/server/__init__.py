@@ -13,7 +13,7 @@ from fl_lightning.server.optimizers.adaptive import FedAdagrad, FedAdam, FedYogi
 from fl_lightning.server.optimizers.lion import FedLion
 from fl_lightning.server.robust.bulyan import Bulyan
 from fl_lightning.server.robust.centred_clipping import CentredClipping
-from fl_lightning.server.robust.collect import Collected, RobustRule, RuleContext
+from fl_lightning.server.robust.collect import Collected
 from fl_lightning.server.robust.fltrust import FLTrust
 from fl_lightning.server.robust.geometric_median import GeometricMedian
 from fl_lightning.server.robust.krum import Krum, MultiKrum
@@ -22,6 +22,7 @@ from fl_lightning.server.robust.median import Median, TrimmedMean
 from fl_lightning.server.robust.mixing import Bucketing, NearestNeighbourMixing
 from fl_lightning.server.robust.norm_bounding import NormBounding
 from fl_lightning.server.robust.passes import combined, row_norms
+from fl_lightning.server.robust.rule import RobustRule, RuleContext
 from fl_lightning.server.server import Server
 from fl_lightning.server.staleness import (
     FedAsync,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -17,6 +17,9 @@ from torch.optim import Optimizer
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.update import ClientUpdate, Updates
 from fl_lightning.server.means.running_mean import new_mean
+from fl_lightning.server.protected import NoiseShares, Protected
+from fl_lightning.server.robust.matrix import UpdateRows
+from fl_lightning.server.robust.rule import RobustRule
 
 # Replaces a tensor by its sum over all processes, in place
 AllReduce = Callable[[Tensor], None]
@@ -67,6 +70,32 @@ class Aggregator(ABC):
         """Whether the length of a client's steps is divided by; it needs one optimizer."""
         return self.needs_effective_steps
 
+    @property
+    def robust_rule(self) -> RobustRule | None:
+        """The rule that judges a round's updates; None where there is no such rule."""
+        return None
+
+    @property
+    def protection(self) -> Protected | None:
+        """What hides updates from the server: itself, or None where the server sees them."""
+        return None
+
+    @property
+    def noise_shares(self) -> TakesNoiseShares | None:
+        """What adds up whole numbers with clients' noise: itself, or None where it cannot."""
+        return None
+
+    @property
+    def reason_against_private_mean(self) -> str | None:
+        """Why privacy of clients cannot have its mean of clipped updates in its place, and what to do.
+
+        None only where that mean, of which each client is one part, is what it comes to.
+        """
+        return (
+            f"nothing is proved for {type(self.robust_rule or self).__name__}, by how much one client "
+            "moves it: leave federation.aggregator out for the mean of clipped updates"
+        )
+
     def of_clients(self, optimizer: Optimizer) -> Aggregator:
         """Return what aggregates the updates of clients that train with such an optimizer: itself."""
         return self
@@ -87,6 +116,10 @@ class Aggregator(ABC):
         """Take in some updates, one after the other."""
         for update in updates:
             self.add(update)
+
+    def new_rows(self, like: Tensor) -> UpdateRows:
+        """Return a place for a round's updates, side by side."""
+        return UpdateRows(like)
 
     def exchange(self, gather: Gather, all_reduce: AllReduce) -> None:
         """Take the updates of all processes for one's own; to be called by all of them."""
@@ -182,3 +215,35 @@ class WeightedMean(Aggregator):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""
         self._mean.load_state_dict(state)
+
+
+class PrivateAggregator(Aggregator):
+    """Folds clipped updates.
+
+    Attributes:
+        clip_norm: of the present round, set by whoever opens it.
+    """
+
+    is_private = True
+
+    clip_norm: float = float("inf")
+
+    @property
+    @abstractmethod
+    def num_unclipped(self) -> int:
+        """Updates that were within the clip norm."""
+
+    @property
+    @abstractmethod
+    def num_replies(self) -> int:
+        """Updates so far."""
+
+
+class TakesNoiseShares(Protocol):
+    """An aggregator that can add up whole numbers with clients' noise."""
+
+    def fewest_survivors(self, num_clients: int) -> int:
+        """Return how many vectors a sum over a cohort has at least."""
+
+    def with_noise_shares(self, shares: Callable[[], NoiseShares]) -> PrivateAggregator:
+        """Return what adds up whole numbers with noise; to be called after `Protected.begin`."""

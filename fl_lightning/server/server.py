@@ -26,7 +26,8 @@ from fl_lightning.core.update import ClientUpdate, Updates
 from fl_lightning.server.aggregator import Aggregator, AllReduce, Gather
 from fl_lightning.server.means.mean import Mean
 from fl_lightning.server.means.running_mean import new_mean
-from fl_lightning.server.robust.collect import Collected, RobustRule
+from fl_lightning.server.robust.collect import Collected
+from fl_lightning.server.robust.rule import RobustRule
 
 ServerOptimizer = Callable[[Iterable[Any]], Optimizer]
 # Of the server optimizer's learning rate, from round to round

@@ -23,7 +23,7 @@ from fl_lightning.updates.wire.message import Message
 from fl_lightning.updates.wire.traffic import bytes_down
 
 
-class Sent(NamedTuple):
+class SentModel(NamedTuple):
     """What the clients of a round get.
 
     Attributes:
@@ -57,7 +57,7 @@ class Broadcast:
         self._seed = seed
         for step in steps:
             _refuse_what_leaves_out(as_transform(step))
-        self._last: tuple[int, Tensor, Sent] | None = None
+        self._last: tuple[int, Tensor, SentModel] | None = None
 
     def place(self, shapes: Shapes) -> None:
         """Learn which tensors make the vectors that are sent from here on, as `UpdatePath`."""
@@ -68,7 +68,7 @@ class Broadcast:
         """What is done to a model, in order."""
         return self._chain.names
 
-    def send(self, params: Tensor, buffers: Tensor, round_index: int) -> Sent:
+    def send(self, params: Tensor, buffers: Tensor, round_index: int) -> SentModel:
         """Return what arrives of the global model of a round.
 
         Args:
@@ -77,14 +77,14 @@ class Broadcast:
             round_index: the round.
         """
         if not self._chain.transforms:
-            return Sent(params, bytes_down(params, buffers))
+            return SentModel(params, bytes_down(params, buffers))
         known = self._last
         if known is None or known[0] != round_index or known[1] is not params:
             sent = self._sent(params, buffers, round_index)
             known = self._last = round_index, params, sent
         return known[2]
 
-    def _sent(self, params: Tensor, buffers: Tensor, round_index: int) -> Sent:
+    def _sent(self, params: Tensor, buffers: Tensor, round_index: int) -> SentModel:
         seed = derive_seed(self._seed, "broadcast", round_index)
         payload = self._chain.on_client(Dense(params), seed)
         arrived = self._chain.on_server(payload, seed, len(params)).to_dense()
@@ -97,7 +97,7 @@ class Broadcast:
             buffers=Dense(buffers),
             transforms=self.names,
         )
-        return Sent(arrived.to(params.dtype), encoded_size(message))
+        return SentModel(arrived.to(params.dtype), encoded_size(message))
 
 
 def _refuse_what_leaves_out(step: Transform) -> None:

@@ -14,11 +14,12 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import TensorDataset
 from toys import ToyModule
 
-from fl_lightning.client.local_training import LocalTrainer, plain_step
+from fl_lightning.client.local_step import plain_step
+from fl_lightning.client.local_training import LocalTrainer
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.data.shards import batch_reader
 from fl_lightning.data.transforms import PixelPipeline
-from fl_lightning.engines.slots.stacked_options import StackedOptions
+from fl_lightning.engines.slots.stacked_functions import StackedOptions
 from fl_lightning.engines.slots.stacked_step import StackedStep
 from fl_lightning.engines.slots.training import SlotTrainer
 

@@ -10,14 +10,15 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 from toys import ToyModule
 
-from fl_lightning.client.local_training import LocalTrainer, plain_step
+from fl_lightning.client.local_step import plain_step
+from fl_lightning.client.local_training import LocalTrainer
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.work import ClientWork
 from fl_lightning.core.seeds import preserve_global_generators, seed_global_generators
 from fl_lightning.engines.cannot_stack import CannotStack
 from fl_lightning.engines.slots import results as slot_results
 from fl_lightning.engines.slots.packing import pack
-from fl_lightning.engines.slots.stacked_options import StackedOptions
+from fl_lightning.engines.slots.stacked_functions import StackedOptions
 from fl_lightning.engines.slots.stacked_step import StackedStep
 from fl_lightning.engines.slots.training import SlotTrainer
 from fl_lightning.sparsity.optimizers.sparse_adamw import SparseAdamW

@@ -17,7 +17,7 @@ from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.work import ClientWork
 from fl_lightning.engines.cannot_stack import CannotStack
 from fl_lightning.engines.compiler.compiling import Compiled
-from fl_lightning.engines.slots.stacked_options import StackedOptions
+from fl_lightning.engines.slots.stacked_functions import StackedOptions
 from fl_lightning.engines.slots.stacked_step import StackedStep
 from fl_lightning.engines.slots.thin_deltas import ThinDeltas
 from fl_lightning.engines.slots.training import SlotTrainer
@@ -146,11 +146,11 @@ def train(module, make, sizes, num_slots=3, rounds=1, step=None, reads=None, **o
 
 
 def thin_names(step):
-    return list(step._functions.gradients.thin)
+    return list(step.graphs.functions.gradients.thin)
 
 
 def is_compiled(step):
-    return all(isinstance(run, Compiled) and not run.is_given_up for run in step._run)
+    return all(isinstance(run, Compiled) and not run.is_given_up for run in step.graphs.present)
 
 
 def assert_alike(found, expected, tolerance=1e-5):
@@ -426,11 +426,11 @@ def test_a_part_in_the_loss_that_comes_and_goes():
     """Either kind of step keeps its graph."""
     module, make = Late(), OPTIMIZERS["sgd"]
     _, step = train(module, make, (5, 17), direct=True, compiled=True)
-    graphs = {False: step._run}
+    graphs = {False: step.graphs.present}
     for module.is_late in (True, False, True):
         found, _ = train(module, make, (5, 17), step=step)
         assert thin_names(step) == ["first.weight", "second.weight"][module.is_late :]
-        assert step._run is graphs.setdefault(module.is_late, step._run)
+        assert step.graphs.present is graphs.setdefault(module.is_late, step.graphs.present)
         assert is_compiled(step)
         assert_alike(found, train(module, make, (5, 17))[0])
 

@@ -15,7 +15,7 @@ import yaml
 from fl_lightning.cli.command import main
 from fl_lightning.experiments.curves import curves
 from fl_lightning.experiments.experiment import Variant
-from fl_lightning.experiments.plan import Run
+from fl_lightning.experiments.plan import PlannedRun
 from fl_lightning.experiments.training import train
 
 BASE = {
@@ -121,7 +121,7 @@ def test_the_command_is_listed_and_prints_what_it_understood(capsys):
 
 
 def test_a_run_that_another_process_trains_is_waited_for(tmp_path, capsys):
-    run = Run(Variant("a", ()), 0, "text", tmp_path / "a" / "seed_0")
+    run = PlannedRun(Variant("a", ()), 0, "text", tmp_path / "a" / "seed_0")
     run.folder.mkdir(parents=True)
     with run.folder.with_suffix(".lock").open("w") as other:
         fcntl.flock(other, fcntl.LOCK_EX)

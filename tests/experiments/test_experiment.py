@@ -15,9 +15,9 @@ from torch.utils.tensorboard import SummaryWriter
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.experiments import Experiment, Variant
 from fl_lightning.experiments.figure import _draw_curves, draw
-from fl_lightning.experiments.plan import Run, plan_runs
+from fl_lightning.experiments.plan import PlannedRun, plan_runs
 from fl_lightning.experiments.results import (
-    Result,
+    RunResult,
     Spread,
     read_result,
     write_csv,
@@ -104,7 +104,7 @@ def test_mean_and_spread_are_those_of_numpy(values):
 
 def result(name, seed, accuracy, coordinates=None, **more):
     columns = {"test/accuracy": accuracy, "seconds": 10.0, **more}
-    return Result(Variant(name, (), coordinates or {}), seed, {}, columns)
+    return RunResult(Variant(name, (), coordinates or {}), seed, {}, columns)
 
 
 def test_the_table_has_mean_spread_and_number_of_runs():
@@ -123,7 +123,7 @@ def test_the_table_has_mean_spread_and_number_of_runs():
 
 
 def test_bytes_sent_once_have_a_column_of_their_own(tmp_path):
-    run = Run(Variant("sparse", ()), 0, "text", tmp_path)
+    run = PlannedRun(Variant("sparse", ()), 0, "text", tmp_path)
     (tmp_path / "run.json").write_text(json.dumps({"fingerprint": run.fingerprint, "seconds": 1}))
     with SummaryWriter(tmp_path) as writer:
         for round_ in range(3):
@@ -161,7 +161,7 @@ def test_the_csv_keeps_every_digit(tmp_path):
 
 def test_the_csv_of_curves_has_a_row_a_round(tmp_path):
     curves = {"val/loss": {1: 3.0, 2: math.pi}, "val/accuracy": {2: 0.5}}
-    results = [Result(Variant("a", (), {"x": "b"}), 7, curves, {}), result("none", 0, 0.1)]
+    results = [RunResult(Variant("a", (), {"x": "b"}), 7, curves, {}), result("none", 0, 0.1)]
     write_curves(tmp_path / "c.csv", results)
     rows = list(csv.reader((tmp_path / "c.csv").read_text().splitlines()))
     assert rows == [
@@ -174,7 +174,7 @@ def test_the_csv_of_curves_has_a_row_a_round(tmp_path):
 def test_curves_over_virtual_time_end_where_the_time_does(tmp_path):
     slow, fast = ({number: number * seconds for number in (1, 2, 3)} for seconds in (10.0, 2.0))
     results = [
-        Result(Variant(name, (), {}), seed, {"val/loss": {1: 3.0, 3: 1.0}}, {}, clock)
+        RunResult(Variant(name, (), {}), seed, {"val/loss": {1: 3.0, 3: 1.0}}, {}, clock)
         for name, clock in (("waits", slow), ("buffer", fast))
         for seed in (0, 1)
     ]

@@ -16,7 +16,8 @@ from fl_lightning import (
     FedProx,
     Mean,
 )
-from fl_lightning.client.local_training import LocalTrainer, plain_step
+from fl_lightning.client.local_step import plain_step
+from fl_lightning.client.local_training import LocalTrainer
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.personal.fine_tuned import FineTuned
 from fl_lightning.client.wrapped_optimizers import takes_closure

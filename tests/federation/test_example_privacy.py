@@ -29,7 +29,7 @@ from fl_lightning.data.cohorts.cohort import AllClients
 from fl_lightning.data.cohorts.weighted_cohorts import BySizeCohort
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.stages.example_rounds import ExampleRounds
-from fl_lightning.privacy.run import LocalSampling, Run
+from fl_lightning.privacy.run import AccountedRun, LocalSampling
 from fl_lightning.server import AFL, FedBuff, QFedAvg, TiltedMean
 from fl_lightning.server.robust.median import Median
 from fl_lightning.updates import TopK
@@ -104,7 +104,7 @@ def test_what_is_said_logged_and_accounted(caplog):
     [said] = [r.message for r in caplog.records if r.message.startswith("privacy: ε")]
     sizes = toy_data().clients.num_examples
     local = LocalSampling(sizes, 8, sizes * 0 + 2)
-    made = private().mechanism(Run(UniformCohort(size=3), 6, 3, seed=4, local=local))
+    made = private().mechanism(AccountedRun(UniformCohort(size=3), 6, 3, seed=4, local=local))
     epsilon = made.epsilon(3)
     assert f"ε = {epsilon:.4g} at δ = 0.001 after 3 rounds; unit: example" in said
     logged = facts(trainer)
@@ -122,7 +122,7 @@ def test_every_step_of_local_epochs_is_accounted(clients_per_group):
     """In however many groups the clients come: for Lightning these are accumulated batches."""
     sizes = toy_data().clients.num_examples
     local = LocalSampling(sizes, 8, 3 * -(-sizes // 8))
-    made = private().mechanism(Run(UniformCohort(size=3), 6, 2, seed=4, local=local))
+    made = private().mechanism(AccountedRun(UniformCohort(size=3), 6, 2, seed=4, local=local))
     _, trainer = run(
         2,
         privacy=private(),
@@ -136,7 +136,7 @@ def test_every_step_of_local_epochs_is_accounted(clients_per_group):
 
 def test_steps_that_nobody_counted_are_refused():
     local = LocalSampling(np.array([10]), 8, np.array([2]))
-    rounds = ExampleRounds(private(), Run(AllClients(), 1, 1, seed=4, local=local))
+    rounds = ExampleRounds(private(), AccountedRun(AllClients(), 1, 1, seed=4, local=local))
     _, sizes = rounds.batches(torch.arange(10), 8, 2, 0, 0)
     assert len(sizes) == 2
     with pytest.raises(ConfigurationError, match="client 0 is about to take 3 local steps, and 2"):

@@ -30,7 +30,7 @@ from fl_lightning.data.cohorts.turns import RoundRobinCohort
 from fl_lightning.federation.processes.ranks import Ranks
 from fl_lightning.privacy.adaptive_clip import AdaptiveClip
 from fl_lightning.privacy.noise.noise_source import SeededNoise
-from fl_lightning.privacy.run import Run
+from fl_lightning.privacy.run import AccountedRun
 from fl_lightning.server.robust.median import Median
 from fl_lightning.sparsity import SparseSGDM
 from fl_lightning.updates import ErrorFeedback, RandomK, TopK
@@ -179,7 +179,7 @@ def test_a_checkpoint_of_other_cohorts_is_refused_even_if_they_cost_the_same_in_
     options = {"noise_multiplier": 2.0, "clip_norm": 0.1, "delta": 1e-3, "secure_noise": False}
     privacy = LocalDP(**options)
     cohorts = [RoundRobinCohort(size=size) for size in (2, 3)]
-    said = [str(privacy.mechanism(Run(c, 6, 4, seed=4), SeededNoise(4))) for c in cohorts]
+    said = [str(privacy.mechanism(AccountedRun(c, 6, 4, seed=4), SeededNoise(4))) for c in cohorts]
     assert said[0] == said[1]
     run(4, callbacks=[SaveEverywhere(tmp_path)], privacy=privacy, cohort=cohorts[0])
     with pytest.raises(ConfigurationError, match=r"RoundRobinCohort.*size=2.* cost something else"):
@@ -265,6 +265,15 @@ def test_combinations_without_a_proof_are_refused_at_construction(options, reaso
         Federation(privacy=private(), **options)
 
 
+def test_a_privacy_of_ones_own_says_what_it_is():
+    class Mine:
+        def mechanism(self, run, source, noise_multiplier=None):
+            raise NotImplementedError
+
+    with pytest.raises(ConfigurationError, match="Mine lacks .* derive it from .*ClientPrivacy"):
+        Federation(cohort=PoissonCohort(fraction=0.5), privacy=Mine())
+
+
 def test_a_correction_that_stays_with_the_client_is_allowed():
     none, _ = run(1, privacy=private())
     prox, _ = run(1, privacy=private(), correction=FedProx(mu=10.0))
@@ -279,7 +288,7 @@ def test_a_budget_that_allows_no_round_is_refused():
 def test_fixed_size_cohorts_are_accounted_as_such():
     cohort = UniformCohort(size=3)
     _, trainer = run(2, privacy=private(), cohort=cohort)
-    mechanism = private().mechanism(Run(cohort, 6, 2, seed=0), SeededNoise(0))
+    mechanism = private().mechanism(AccountedRun(cohort, 6, 2, seed=0), SeededNoise(0))
     assert facts(trainer)["privacy/noise_stddev"] == pytest.approx(0.1 / 3)
     assert facts(trainer)["privacy/epsilon"] == pytest.approx(mechanism.epsilon(2))
 
@@ -299,7 +308,7 @@ def test_other_mechanisms_end_to_end_and_resumed(tmp_path, engine, kind, cohort,
     expected, whole = run(4, callbacks=[SaveEverywhere(tmp_path)], **options)
     module, trainer = run(4, ckpt_path=tmp_path / "1-end.ckpt", **options)
     assert torch.equal(weights(module), weights(expected))
-    mechanism = privacy.mechanism(Run(cohort, 6, 4, 4, num_coordinates=67), SeededNoise(4))
+    mechanism = privacy.mechanism(AccountedRun(cohort, 6, 4, 4, num_coordinates=67), SeededNoise(4))
     assert facts(trainer)["privacy/epsilon"] == pytest.approx(mechanism.epsilon(4), rel=1e-5)
     if stddev is not None:
         assert facts(whole)["privacy/noise_stddev"] == pytest.approx(stddev)

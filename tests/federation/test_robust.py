@@ -128,9 +128,10 @@ def test_a_defence_withstands_what_the_mean_does_not():
 
 
 class TestRefusals:
-    def test_a_cohort_too_small_for_the_rule_before_anything_trains(self):
+    @pytest.mark.parametrize("made", [Krum, lambda attackers: Collected(Krum(attackers))])
+    def test_a_cohort_too_small_for_the_rule_before_anything_trains(self, made):
         with pytest.raises(ConfigurationError, match=r"Krum\(num_attackers=2\) needs at least 7"):
-            fit(aggregator=Krum(2))
+            fit(aggregator=made(2))
 
     def test_a_round_that_came_out_too_small(self):
         with pytest.raises(RoundFailure, match="needs at least 5 updates, this round has"):

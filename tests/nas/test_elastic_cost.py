@@ -106,8 +106,11 @@ def test_a_step_of_a_part_keeps_no_more_memory_than_the_plain_network(space, hal
     x = torch.randn(5, 3, 32, 32)
 
     def kept(run, network):
-        """Bytes that the backward pass waits with, besides the parameters and the images."""
-        own = {tensor.untyped_storage().data_ptr() for tensor in (*network.parameters(), x)}
+        """Bytes that wait for the backward pass, besides the network's own and the images."""
+        own = {
+            tensor.untyped_storage().data_ptr()
+            for tensor in (*network.parameters(), *network.buffers(), x)
+        }
         storages = {}
 
         def pack(tensor):

@@ -195,6 +195,23 @@ def test_training_moves_what_is_held_and_nothing_else(space):
 
 
 @TINY
+def test_gradients_are_those_of_the_plain_network(space):
+    network, x = strange_supernet(space), images(space)
+    for architecture in some(space, 2):
+        plain = space.extract(network, architecture)
+        network.zero_grad(set_to_none=True)
+        for run in (lambda: network(x, architecture), lambda: plain(x)):  # noqa: B023
+            run().square().sum().backward()
+        held = space.held(network, architecture)
+        for name, own in plain.named_parameters():
+            if "conv_dw" not in name:
+                found = network.get_parameter(name).grad[held[name]]
+                expected = own.grad.flatten()
+                error = (found - expected).abs().max() / expected.abs().max().clamp(min=1)
+                assert error < 1e-12, name
+
+
+@TINY
 def test_as_much_is_held_as_the_plain_network_has(space):
     network = space.supernet(num_classes=5)
     for architecture in some(space):

@@ -23,7 +23,7 @@ from fl_lightning.privacy.accounting.sampling import Sampling, sampling_of
 from fl_lightning.privacy.adaptive_clip import AdaptiveClip
 from fl_lightning.privacy.central import CentralDP
 from fl_lightning.privacy.noise.noise_source import SeededNoise
-from fl_lightning.privacy.run import Run
+from fl_lightning.privacy.run import AccountedRun
 
 # noise multiplier, rate, rounds, δ, ε by RDP, ε by PLD
 TABLE = [
@@ -46,7 +46,7 @@ def sampling(rate):
 
 def privacy(noise_multiplier, cohort, num_clients, rounds, **options):
     setting = CentralDP(clip_norm=1.0, noise_multiplier=noise_multiplier, **options)
-    return setting.mechanism(Run(cohort, num_clients, rounds, seed=0), SeededNoise(0))
+    return setting.mechanism(AccountedRun(cohort, num_clients, rounds, seed=0), SeededNoise(0))
 
 
 @pytest.mark.parametrize(("z", "rate", "rounds", "delta", "rdp", "pld"), TABLE)

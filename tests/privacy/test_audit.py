@@ -8,7 +8,7 @@ import pytest
 from fl_lightning import AllClients, CentralDP
 from fl_lightning.privacy.accounting.gaussian import gaussian_epsilon
 from fl_lightning.privacy.audits.canaries import canary_scores, epsilon_lower_bound
-from fl_lightning.privacy.run import Run
+from fl_lightning.privacy.run import AccountedRun
 
 
 def scores(sigma, seed, shift):
@@ -30,7 +30,7 @@ def test_too_little_noise_is_found():
 
 def test_what_is_released_has_the_canary_and_the_noise_that_was_asked_for():
     privacy = CentralDP(clip_norm=0.5, noise_multiplier=2.0)
-    run = Run(AllClients(), num_clients=3, num_rounds=2, seed=0)
+    run = AccountedRun(AllClients(), num_clients=3, num_rounds=2, seed=0)
     present, absent = (
         canary_scores(privacy, run, has_canary=has, num_worlds=300) for has in (True, False)
     )

@@ -21,7 +21,7 @@ from fl_lightning.privacy.banded_matrix import (
     mean_squared_error,
 )
 from fl_lightning.privacy.noise.noise_source import SeededNoise
-from fl_lightning.privacy.run import Run
+from fl_lightning.privacy.run import AccountedRun
 
 # found with another solver over C^T C of unit diagonal, to four digits
 BEST_OF_4 = [
@@ -120,7 +120,7 @@ def test_numbers_that_64_bits_do_not_hold_are_refused():
 
 
 def mechanism(setting, cohort, num_clients=12, num_rounds=6):
-    return setting.mechanism(Run(cohort, num_clients, num_rounds, seed=0), SeededNoise(0))
+    return setting.mechanism(AccountedRun(cohort, num_clients, num_rounds, seed=0), SeededNoise(0))
 
 
 def test_cost_is_that_of_the_turns_so_far():
@@ -158,7 +158,7 @@ def test_turns_that_are_too_close_are_refused(bands, cohort, reason):
 
 def test_turns_are_counted_over_the_cohorts_that_will_be():
     cohort = PoissonCohort(fraction=0.3)
-    run = Run(cohort, 12, 6, seed=0)
+    run = AccountedRun(cohort, 12, 6, seed=0)
 
     everybody = Population(np.ones(12, np.int64))
     counts = sum(np.bincount(cohort.sample(r, everybody, 0), minlength=12) for r in range(6))

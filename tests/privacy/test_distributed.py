@@ -23,7 +23,7 @@ from fl_lightning.privacy.accounting.skellam import skellam_rdp
 from fl_lightning.privacy.noise.integer_vector import norm_bound, to_integers
 from fl_lightning.privacy.noise.noise_source import SecureNoise, SeededNoise
 from fl_lightning.privacy.noise.skellam_noise import _tail_table, skellam_noise
-from fl_lightning.privacy.run import Run
+from fl_lightning.privacy.run import AccountedRun
 
 
 @pytest.mark.parametrize("variance", [0.3, 7.0, 900.0])
@@ -114,7 +114,7 @@ def mechanism(num_clients=100, size=1000, rounds=10, cohort=None, source=None, *
     setting = DistributedDP(**{"clip_norm": 0.5, "noise_multiplier": 6.0, **options})
     cohort = cohort or AllClients()
     setting.check_cohort(cohort)
-    run = Run(cohort, num_clients, rounds, seed=0, num_coordinates=size)
+    run = AccountedRun(cohort, num_clients, rounds, seed=0, num_coordinates=size)
     return setting.mechanism(run, source or SeededNoise(0))
 
 

@@ -9,13 +9,13 @@ from dp_accounting.rdp import RdpAccountant
 from fl_lightning import AllClients, ConfigurationError, ExampleDP, PoissonCohort, UniformCohort
 from fl_lightning.data.cohorts.turns import RoundRobinCohort
 from fl_lightning.privacy.accounting.gaussian import gaussian_epsilon
-from fl_lightning.privacy.run import LocalSampling, Run
+from fl_lightning.privacy.run import AccountedRun, LocalSampling
 
 
 def run(num_examples, num_steps=4, batch_size=10, cohort=None, rounds=6):
     n = np.array(num_examples)
     local = LocalSampling(n, batch_size, np.broadcast_to(num_steps, n.shape).copy())
-    return Run(cohort or AllClients(), len(n), rounds, seed=0, local=local)
+    return AccountedRun(cohort or AllClients(), len(n), rounds, seed=0, local=local)
 
 
 def mechanism(of, **options):
@@ -71,6 +71,6 @@ def test_what_cannot_be_accounted_for_is_refused():
     with pytest.raises(ConfigurationError, match="needs noise_multiplier"):
         ExampleDP(clip_norm=1.0)
     with pytest.raises(ConfigurationError, match="tells of none"):
-        mechanism(Run(PoissonCohort(fraction=0.5), 3, 3, seed=0))
+        mechanism(AccountedRun(PoissonCohort(fraction=0.5), 3, 3, seed=0))
     with pytest.raises(ConfigurationError, match=r"set\s+trainer.max_epochs"):
         mechanism(run([20], rounds=None), noise_multiplier=None, epsilon=1.0)

@@ -9,12 +9,12 @@ import torch
 from fl_lightning import ConfigurationError, Mean, RoundFailure
 from fl_lightning.core.seeds import derive_seed, numpy_generator
 from fl_lightning.core.update import ClientUpdate
-from fl_lightning.privacy.protected import Terms
 from fl_lightning.secure import EncryptedMean, Paillier, SecureMean
 from fl_lightning.secure.encryption.ckks_layout import CKKSLayout
 from fl_lightning.secure.paillier_round import PaillierRound
 from fl_lightning.secure.protocol.graph import SparseGraph
 from fl_lightning.secure.sum_quantiser import SumQuantiser
+from fl_lightning.server.protected import Terms
 from fl_lightning.updates import RandomK
 from fl_lightning.updates.payload import Dense
 from fl_lightning.updates.wire.reader import DecodeError

@@ -35,17 +35,17 @@ from fl_lightning.secure.protocol.messages import (
     Survivors,
 )
 from fl_lightning.secure.protocol.server import SecureServer
-from fl_lightning.secure.protocol.session import AbortedError, Stage, new_run_id
+from fl_lightning.secure.protocol.session import AbortedError, ProtocolStage, new_run_id
 from fl_lightning.secure.protocol.used_rounds import UsedRounds
 from fl_lightning.secure.protocol.wire import decode, encode
 from fl_lightning.updates.wire.reader import DecodeError
 
 UP = {
-    Stage.ADVERTISE: Advertisement,
-    Stage.SHARE: SealedShares,
-    Stage.MASK: MaskedVector,
-    Stage.AGREE: SignedSurvivors,
-    Stage.REVEAL: RevealedShares,
+    ProtocolStage.ADVERTISE: Advertisement,
+    ProtocolStage.SHARE: SealedShares,
+    ProtocolStage.MASK: MaskedVector,
+    ProtocolStage.AGREE: SignedSurvivors,
+    ProtocolStage.REVEAL: RevealedShares,
 }
 
 
@@ -120,27 +120,35 @@ def told(kind):
 
 
 LIES = {
-    "box key": Liar(Stage.ADVERTISE, other_keys(0)),
-    "pad key": Liar(Stage.ADVERTISE, other_keys(32)),
-    "box": Liar(Stage.SHARE, lambda s, c, m, v: replace(m, boxes=entry(m.boxes, v)), named=True),
-    "hash": Liar(Stage.SHARE, lambda s, c, m, v: replace(m, hashes=entry(m.hashes, v)), named=True),
+    "box key": Liar(ProtocolStage.ADVERTISE, other_keys(0)),
+    "pad key": Liar(ProtocolStage.ADVERTISE, other_keys(32)),
+    "box": Liar(
+        ProtocolStage.SHARE, lambda s, c, m, v: replace(m, boxes=entry(m.boxes, v)), named=True
+    ),
+    "hash": Liar(
+        ProtocolStage.SHARE, lambda s, c, m, v: replace(m, hashes=entry(m.hashes, v)), named=True
+    ),
     # of the seed's share: nobody is asked for the share of its own key
     "own hash": Liar(
-        Stage.SHARE,
+        ProtocolStage.SHARE,
         lambda s, c, m, v: replace(m, hashes=entry(m.hashes, c._place, SHARE_HASH_SIZE)),
         named=True,
     ),
     "commitment": Liar(
-        Stage.SHARE, lambda s, c, m, v: replace(m, commitment=flipped(m.commitment)), named=True
+        ProtocolStage.SHARE,
+        lambda s, c, m, v: replace(m, commitment=flipped(m.commitment)),
+        named=True,
     ),
-    "other seed": Liar(Stage.SHARE, other_seed, named=True),
-    "false share of the key": Liar(Stage.SHARE, false_share(0), named=True),
-    "false share of the seed": Liar(Stage.SHARE, false_share(33), named=True),
-    "no pad": Liar(Stage.MASK, no_own_pad),
-    "one number": Liar(Stage.MASK, one_number),
-    "seed told": Liar(Stage.REVEAL, told("seeds"), named=True),
-    "key told": Liar(Stage.REVEAL, told("keys"), named=True),
-    "survivors signed": Liar(Stage.AGREE, lambda s, c, m, v: SignedSurvivors(flipped(m.signature))),
+    "other seed": Liar(ProtocolStage.SHARE, other_seed, named=True),
+    "false share of the key": Liar(ProtocolStage.SHARE, false_share(0), named=True),
+    "false share of the seed": Liar(ProtocolStage.SHARE, false_share(33), named=True),
+    "no pad": Liar(ProtocolStage.MASK, no_own_pad),
+    "one number": Liar(ProtocolStage.MASK, one_number),
+    "seed told": Liar(ProtocolStage.REVEAL, told("seeds"), named=True),
+    "key told": Liar(ProtocolStage.REVEAL, told("keys"), named=True),
+    "survivors signed": Liar(
+        ProtocolStage.AGREE, lambda s, c, m, v: SignedSurvivors(flipped(m.signature))
+    ),
 }
 
 
@@ -269,16 +277,20 @@ def test_a_liar_makes_no_wrong_sum_with_no_share_to_spare(name):
     for place, shift in itertools.product(range(6), (1, 4)):
         victim = (place + shift) % 6
         late, early = [p for p in range(6) if p not in (place, victim)][:2]
-        for dropouts in ({}, {late: Stage.REVEAL, early: Stage.MASK}, {victim: Stage.MASK}):
+        for dropouts in (
+            {},
+            {late: ProtocolStage.REVEAL, early: ProtocolStage.MASK},
+            {victim: ProtocolStage.MASK},
+        ):
             play = Play(made, place, lie, victim)
             play.once(dropouts)
             finished += play.sums
             found_out = [r for r in play.reasons if f"client {place} " in r]
             if lie.named and not play.sums:
                 assert found_out, play.reasons
-    if lie.stage in (Stage.ADVERTISE, Stage.AGREE):
+    if lie.stage in (ProtocolStage.ADVERTISE, ProtocolStage.AGREE):
         assert finished  # such a client is left out, and the sum is that of the others
-    if lie.stage == Stage.MASK:
+    if lie.stage == ProtocolStage.MASK:
         assert not finished
 
 
@@ -316,10 +328,10 @@ def with_checksum(data):
 
 
 DOWN = {
-    Stage.SHARE: (Roster, ("participants", "keys")),
-    Stage.MASK: (Mailbox, ("sharers", "boxes", "hashes")),
-    Stage.AGREE: (Survivors, ("survivors",)),
-    Stage.REVEAL: (RevealRequest, ("survivors", "dropped", "signatures")),
+    ProtocolStage.SHARE: (Roster, ("participants", "keys")),
+    ProtocolStage.MASK: (Mailbox, ("sharers", "boxes", "hashes")),
+    ProtocolStage.AGREE: (Survivors, ("survivors",)),
+    ProtocolStage.REVEAL: (RevealRequest, ("survivors", "dropped", "signatures")),
 }
 
 
@@ -358,7 +370,7 @@ def test_a_pad_key_that_is_changed_on_its_way_to_one_client():
             keys = {**roster.keys, peer: flipped(roster.keys[peer], 40)}
             return encode(made, place, replace(roster, keys=keys))
 
-        play = Channel(made, Stage.SHARE, place, change, down=True)
+        play = Channel(made, ProtocolStage.SHARE, place, change, down=True)
         play.once({})
         assert play.sums == 1
         assert any(f"from client {peer} to client {place}" in reason for reason in play.reasons)
@@ -414,7 +426,7 @@ def test_the_checksum_finds_a_pad_that_stays_in_the_sum():
     play = Play(made)
     clients, server, incoming = play.begin()
     for stage in made.stages:
-        if stage == Stage.REVEAL:
+        if stage == ProtocolStage.REVEAL:
             server._total += np.arange(len(server._total)).astype(server._total.dtype)
         incoming = play.closed(server, play.answers(clients, incoming, stage).values())
     assert incoming is None

@@ -12,12 +12,12 @@ from fl_lightning.privacy.accounting.skellam import skellam_epsilon
 from fl_lightning.privacy.distributed import IntegerCode
 from fl_lightning.privacy.noise.noise_source import SeededNoise
 from fl_lightning.privacy.noise.skellam_noise import largest_noise, skellam_noise
-from fl_lightning.privacy.protected import Terms
-from fl_lightning.privacy.run import Run
+from fl_lightning.privacy.run import AccountedRun
 from fl_lightning.secure import SecureMean
 from fl_lightning.secure.private_sum import SecurePrivateSum, from_ring, to_ring
 from fl_lightning.secure.protocol.graph import SparseGraph
 from fl_lightning.secure.ring import Ring
+from fl_lightning.server.protected import Terms
 
 SIZE, CLIP, ROUND = 200, 0.5, 3
 
@@ -26,7 +26,7 @@ def mechanism(secure, num_clients=6, rounds=4, **options):
     terms = Terms(most_clients=num_clients, seed=5)
     secure.begin(terms)
     fewest = secure.fewest_survivors(num_clients)
-    run = Run(AllClients(), num_clients, rounds, 5, SIZE, fewest_survivors=fewest)
+    run = AccountedRun(AllClients(), num_clients, rounds, 5, SIZE, fewest_survivors=fewest)
     setting = DistributedDP(**{"clip_norm": CLIP, "noise_multiplier": 2.0, **options})
     return setting.mechanism(run, SeededNoise(0))
 

@@ -24,7 +24,7 @@ from fl_lightning.secure.protocol.messages import (
     Survivors,
 )
 from fl_lightning.secure.protocol.server import SecureServer
-from fl_lightning.secure.protocol.session import AbortedError, RefusedError, Session, Stage
+from fl_lightning.secure.protocol.session import AbortedError, ProtocolStage, RefusedError, Session
 from fl_lightning.secure.protocol.signing import Directory
 from fl_lightning.secure.protocol.used_rounds import UsedRounds
 from fl_lightning.secure.protocol.wire import decode, encode
@@ -140,7 +140,7 @@ def random_case(seed):
     )
     silent = rng.permutation(n)[: rng.integers(0, n // 3 + 1)]
     stages = rng.choice([int(stage) for stage in made.stages], len(silent))
-    return made, {int(p): Stage(s) for p, s in zip(silent, stages, strict=True)}
+    return made, {int(p): ProtocolStage(s) for p, s in zip(silent, stages, strict=True)}
 
 
 def outcome_of(run, *arguments):
@@ -163,7 +163,7 @@ def test_larger_cases_and_the_shortcut_to_the_same_outcome():
         if outcome is None:
             aborted += 1
             continue
-        silent = {place for place, stage in dropouts.items() if stage <= Stage.MASK}
+        silent = {place for place, stage in dropouts.items() if stage <= ProtocolStage.MASK}
         assert not silent & outcome.survivors
         assert outcome.total.tolist() == plain_sum(made, vectors, outcome.survivors)
         assert np.array_equal(counted.total, outcome.total)
@@ -179,7 +179,7 @@ def test_a_sparse_plan_carries_a_round_with_its_dropouts():
     k, threshold = SparseGraph(corrupt=0.05, dropped=0.2).plan(60)
     made = session(num_clients=60, num_neighbours=k, threshold=threshold)
     vectors = vectors_of(made)
-    dropouts = dict.fromkeys(range(0, 60, 5), Stage.MASK)
+    dropouts = dict.fromkeys(range(0, 60, 5), ProtocolStage.MASK)
     outcome = simulate(made, vectors, dropouts)
     assert outcome.survivors == frozenset(range(60)) - dropouts.keys()
     assert outcome.total.tolist() == plain_sum(made, vectors, outcome.survivors)
@@ -189,8 +189,8 @@ def test_a_sparse_plan_carries_a_round_with_its_dropouts():
 def test_estimated_seconds_are_near_those_taken(options):
     made = session(**{"size": 200_000} | options)
     vectors = vectors_of(made)
-    taken = simulate(made, vectors, {2: Stage.MASK}).costs
-    counted = shortcut(made, vectors, {2: Stage.MASK}, UnitSeconds.measured()).costs
+    taken = simulate(made, vectors, {2: ProtocolStage.MASK}).costs
+    counted = shortcut(made, vectors, {2: ProtocolStage.MASK}, UnitSeconds.measured()).costs
     for name in ("client_seconds", "server_seconds"):
         assert 0.2 < getattr(counted, name) / getattr(taken, name) < 5
     assert shortcut(made, vectors).costs.client_seconds == 0
@@ -212,10 +212,10 @@ def conversation(made, until, dropouts=()):
 
 
 KINDS = {
-    Stage.SHARE: Roster,
-    Stage.MASK: Mailbox,
-    Stage.AGREE: Survivors,
-    Stage.REVEAL: RevealRequest,
+    ProtocolStage.SHARE: Roster,
+    ProtocolStage.MASK: Mailbox,
+    ProtocolStage.AGREE: Survivors,
+    ProtocolStage.REVEAL: RevealRequest,
 }
 
 
@@ -232,109 +232,109 @@ def without(table, *places):
     ("stage", "active", "change", "refusal"),
     [
         (
-            Stage.SHARE,
+            ProtocolStage.SHARE,
             False,
             lambda m: Roster(frozenset({0, 1, 2}), without(m.keys, 3, 4, 5)),
             "3 participants are too few",
         ),
         (
-            Stage.SHARE,
+            ProtocolStage.SHARE,
             False,
             lambda m: Roster(m.participants - {0}, without(m.keys, 0)),
             "leaves this client out",
         ),
         (
-            Stage.SHARE,
+            ProtocolStage.SHARE,
             False,
             lambda m: replace(m, keys=without(m.keys, 5)),
             "keys of oneself and one's neighbours",
         ),
         (
-            Stage.SHARE,
+            ProtocolStage.SHARE,
             False,
             lambda m: replace(m, keys={**m.keys, 0: bytes(64)}),
             "another key for this client",
         ),
         (
-            Stage.SHARE,
+            ProtocolStage.SHARE,
             False,
             lambda m: replace(m, keys={**m.keys, 1: m.keys[2]}),
             "two keys in the roster are the same",
         ),
         (
-            Stage.SHARE,
+            ProtocolStage.SHARE,
             True,
             lambda m: replace(m, keys={**m.keys, 1: bytes(range(64)) + m.keys[1][64:]}),
             "signature of client 1's keys is wrong",
         ),
         (
-            Stage.MASK,
+            ProtocolStage.MASK,
             False,
             lambda m: replace(m, sharers=frozenset({0, 1, 2})),
             "3 clients that shared are too few",
         ),
         (
-            Stage.MASK,
+            ProtocolStage.MASK,
             False,
             lambda m: replace(m, boxes=without(m.boxes, 5)),
             "boxes must be those of exactly the neighbours that shared",
         ),
         (
-            Stage.MASK,
+            ProtocolStage.MASK,
             False,
             lambda m: replace(m, boxes={**m.boxes, 1: m.boxes[2]}),
             "the box from client 1 to client 0 is forged",
         ),
         (
-            Stage.MASK,
+            ProtocolStage.MASK,
             False,
             lambda m: replace(m, sharers=m.sharers - {0}),
             "with oneself among them",
         ),
         (
-            Stage.REVEAL,
+            ProtocolStage.REVEAL,
             False,
             lambda m: replace(m, dropped=frozenset({2})),
             r"both secrets of clients \[2\]",
         ),
         (
-            Stage.REVEAL,
+            ProtocolStage.REVEAL,
             False,
             lambda m: replace(m, survivors=m.survivors - {2}),
             "together must be those who shared",
         ),
         (
-            Stage.REVEAL,
+            ProtocolStage.REVEAL,
             False,
             lambda m: RevealRequest(frozenset({0, 1, 2}), frozenset({3, 4, 5}), {}),
             "3 survivors are too few",
         ),
         (
-            Stage.REVEAL,
+            ProtocolStage.REVEAL,
             False,
             lambda m: RevealRequest(m.survivors - {0}, frozenset({0}), {}),
             "survivors leave this client out",
         ),
         (
-            Stage.AGREE,
+            ProtocolStage.AGREE,
             True,
             lambda m: Survivors(frozenset({0, 1, 2, 3})),
             "4 survivors are too few",
         ),
         (
-            Stage.REVEAL,
+            ProtocolStage.REVEAL,
             True,
             lambda m: RevealRequest(m.survivors - {5}, frozenset({5}), without(m.signatures, 5)),
             "survivors have changed since this client signed",
         ),
         (
-            Stage.REVEAL,
+            ProtocolStage.REVEAL,
             True,
             lambda m: replace(m, signatures=without(m.signatures, 4, 5)),
             "4 signatures of the survivors are below the threshold, 5",
         ),
         (
-            Stage.REVEAL,
+            ProtocolStage.REVEAL,
             True,
             lambda m: replace(m, signatures={**m.signatures, 1: m.signatures[2]}),
             "signature of client 1's survivors is wrong",
@@ -353,7 +353,7 @@ def test_a_client_refuses_a_server_that_lies(stage, active, change, refusal):
 
 def test_a_client_refuses_survivors_that_never_shared():
     made = session()
-    clients, _, incoming = conversation(made, Stage.REVEAL, {(5, Stage.SHARE)})
+    clients, _, incoming = conversation(made, ProtocolStage.REVEAL, {(5, ProtocolStage.SHARE)})
     told = lie(made, incoming[0], RevealRequest, lambda m: replace(m, survivors=m.survivors | {5}))
     with pytest.raises(RefusedError, match=r"among those who shared, \[5\] are not"):
         clients[0].receive(told)
@@ -362,7 +362,7 @@ def test_a_client_refuses_survivors_that_never_shared():
 def test_a_client_answers_once():
     """A second request with other survivors would get the other secret."""
     made = session()
-    clients, _, incoming = conversation(made, Stage.REVEAL)
+    clients, _, incoming = conversation(made, ProtocolStage.REVEAL)
     clients[0].receive(incoming[0])
     changed = lie(
         made,
@@ -377,7 +377,7 @@ def test_a_client_answers_once():
 
 def test_a_client_with_too_few_neighbours_refuses():
     made = session(num_clients=12, num_neighbours=4, threshold=4)
-    clients, _, incoming = conversation(made, Stage.MASK)
+    clients, _, incoming = conversation(made, ProtocolStage.MASK)
     near = sorted(decode(made, incoming[0], Mailbox)[1].boxes)
     told = lie(
         made,
@@ -414,7 +414,7 @@ def test_the_same_vector_in_two_rounds_gives_unrelated_bytes():
     sent = []
     for round_index in (0, 1):
         made = session(round_index=round_index, size=20_000, bits=32)
-        clients, _, incoming = conversation(made, Stage.MASK)
+        clients, _, incoming = conversation(made, ProtocolStage.MASK)
         sent.append(decode(made, clients[0].receive(incoming[0]), MaskedVector)[1].values)
     changed = np.unpackbits((sent[0] ^ sent[1]).view(np.uint8)).mean()
     assert abs(changed - 0.5) < 4 * 0.5 / (32 * 20_000) ** 0.5
@@ -423,7 +423,7 @@ def test_the_same_vector_in_two_rounds_gives_unrelated_bytes():
 @pytest.mark.parametrize("sum_of_two", [False, True])
 def test_masked_vectors_tell_nothing_before_the_end(sum_of_two):
     made = session(size=100_000, bits=8)
-    clients, _, incoming = conversation(made, Stage.MASK)
+    clients, _, incoming = conversation(made, ProtocolStage.MASK)
     sent = [decode(made, clients[p].receive(incoming[p]), MaskedVector)[1].values for p in (0, 1)]
     seen = sent[0] + sent[1] if sum_of_two else sent[0]
     counts = np.bincount(seen, minlength=256)
@@ -434,7 +434,7 @@ def test_masked_vectors_tell_nothing_before_the_end(sum_of_two):
 
 def test_the_server_refuses_what_others_would_stumble_over():
     made = session(active=True, threshold=5)
-    clients, server, incoming = conversation(made, Stage.SHARE)
+    clients, server, incoming = conversation(made, ProtocolStage.SHARE)
     answer = clients[0].receive(incoming[0])
     missing = lie(made, answer, SealedShares, lambda m: replace(m, boxes=without(m.boxes, 3)))
     with pytest.raises(DecodeError, match="exactly its neighbours"):
@@ -446,11 +446,11 @@ def test_the_server_refuses_what_others_would_stumble_over():
         server.receive(encode(made, 1, Advertisement(bytes(64), bytes(64))))
 
 
-@pytest.mark.parametrize("stage", [Stage.ADVERTISE, Stage.AGREE])
+@pytest.mark.parametrize("stage", [ProtocolStage.ADVERTISE, ProtocolStage.AGREE])
 def test_the_server_takes_no_forged_signature(stage):
     made = session(active=True, threshold=5)
     clients, server, incoming = conversation(made, stage)
-    if stage == Stage.ADVERTISE:
+    if stage == ProtocolStage.ADVERTISE:
         answer = lie(
             made, clients[0].advertise(), Advertisement, lambda m: replace(m, keys=bytes(64))
         )
@@ -464,7 +464,7 @@ def test_the_server_takes_no_forged_signature(stage):
 @pytest.mark.parametrize("kind", ["seeds", "keys"])
 def test_false_shares_end_the_session_and_give_no_false_sum(kind):
     made = session()
-    clients, server, incoming = conversation(made, Stage.REVEAL, {(5, Stage.MASK)})
+    clients, server, incoming = conversation(made, ProtocolStage.REVEAL, {(5, ProtocolStage.MASK)})
     victim = 3 if kind == "seeds" else 5
 
     def change(message):
@@ -529,14 +529,14 @@ def test_impossible_clients_and_cases_are_refused():
     with pytest.raises(ValueError, match="needs directory"):
         SecureServer(active)
     with pytest.raises(ValueError, match="dropouts must be"):
-        simulate(made, vectors_of(made), {0: Stage.AGREE})
+        simulate(made, vectors_of(made), {0: ProtocolStage.AGREE})
     with pytest.raises(ValueError, match="places 0 to 5"):
         simulate(made, {0: vector})
 
 
 def test_a_seed_repeats_every_byte():
     made = session()
-    runs = [conversation(made, Stage.REVEAL)[2] for _ in range(2)]
+    runs = [conversation(made, ProtocolStage.REVEAL)[2] for _ in range(2)]
     assert runs[0] == runs[1]
     one, two = (parties(made, vectors_of(made))[0][0].advertise() for _ in range(2))
     assert one == two

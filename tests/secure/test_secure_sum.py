@@ -11,7 +11,7 @@ import torch
 from fl_lightning.core.seeds import numpy_generator
 from fl_lightning.secure.protocol.graph import SparseGraph
 from fl_lightning.secure.protocol.messages import Advertisement, MaskedVector, RevealRequest, Roster
-from fl_lightning.secure.protocol.session import AbortedError, Session, Stage
+from fl_lightning.secure.protocol.session import AbortedError, ProtocolStage, Session
 from fl_lightning.secure.protocol.wire import decode, encode
 from fl_lightning.secure.secure_sum import SecureSum
 from fl_lightning.secure.sum_quantiser import SumQuantiser
@@ -29,7 +29,7 @@ def updates(size=4, bits=32):
 @pytest.mark.parametrize("options", [{}, {"active": True}, {"threshold": 0.5}])
 def test_the_sum_is_that_of_those_who_stay(protocol, options):
     vectors = updates()
-    dropped = {17: Stage.MASK, 0: Stage.REVEAL}
+    dropped = {17: ProtocolStage.MASK, 0: ProtocolStage.REVEAL}
     outcome = SecureSum(protocol=protocol, **options)(vectors, dropped, round_index=3, seed=0)
     assert outcome.survivors == set(CLIENTS) - {17}
     assert np.array_equal(outcome.total, sum(vectors[c] for c in CLIENTS if c != 17))
@@ -55,7 +55,9 @@ def test_with_a_sparse_graph_bytes_hardly_grow_with_the_cohort():
     assert SecureSum().bytes_up(0, 200) > 1.9 * SecureSum().bytes_up(0, 100)
     rng = np.random.default_rng(0)
     vectors = {c: rng.integers(0, 2**32, 5).astype(np.uint32) for c in range(40)}
-    outcome = SecureSum(sparse=SparseGraph())(vectors, {5: Stage.MASK}, round_index=0, seed=0)
+    outcome = SecureSum(sparse=SparseGraph())(
+        vectors, {5: ProtocolStage.MASK}, round_index=0, seed=0
+    )
     assert np.array_equal(outcome.total, sum(v for c, v in vectors.items() if c != 5))
 
 
@@ -76,14 +78,14 @@ def test_a_round_from_updates_to_their_mean():
 def test_clients_without_a_vector_and_cohorts_that_are_too_small():
     vectors = updates()
     del vectors[8]
-    outcome = SecureSum()(vectors, {8: Stage.ADVERTISE}, round_index=0, seed=0)
+    outcome = SecureSum()(vectors, {8: ProtocolStage.ADVERTISE}, round_index=0, seed=0)
     assert outcome.survivors == vectors.keys()
     with pytest.raises(ValueError, match=r"clients \[8\] send a vector"):
-        SecureSum()(vectors, {8: Stage.REVEAL}, round_index=0)
+        SecureSum()(vectors, {8: ProtocolStage.REVEAL}, round_index=0)
     with pytest.raises(ValueError, match="num_clients"):
         SecureSum()({1: vectors[3]}, round_index=0)
     with pytest.raises(AbortedError, match="at least 6 must"):
-        SecureSum()(vectors, dict.fromkeys([8, 3, 4], Stage.SHARE), round_index=0, seed=0)
+        SecureSum()(vectors, dict.fromkeys([8, 3, 4], ProtocolStage.SHARE), round_index=0, seed=0)
 
 
 @pytest.mark.parametrize(

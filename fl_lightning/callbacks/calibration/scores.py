@@ -29,12 +29,13 @@ from fl_lightning.callbacks.calibration.owners import (
     scoring_context,
 )
 from fl_lightning.callbacks.calibration.progress import progress_bar
-from fl_lightning.callbacks.calibration.shares import Numbers, own_share, visit_together
+from fl_lightning.callbacks.calibration.shares import own_share, visit_together
 from fl_lightning.core.seeds import (
     derive_seed,
     seed_global_generators,
     torch_generator,
 )
+from fl_lightning.core.whole_numbers import Integers
 from fl_lightning.data.cohorts.cohort import AllClients, CohortSampler
 from fl_lightning.data.cohorts.population import Population
 from fl_lightning.federation.processes.ranks import Ranks
@@ -53,8 +54,8 @@ _PURPOSE = "calibration"
 class _Visits:
     """The owners that this process visits in a round of calibration, and on how many examples."""
 
-    owners: Numbers
-    num_examples: Numbers
+    owners: Integers
+    num_examples: Integers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +138,7 @@ class OwnerScores:
 
     def _drawn(
         self, trainer: Trainer, owners: ExampleOwners, version: int, number: int
-    ) -> tuple[Numbers, Numbers]:
+    ) -> tuple[Integers, Integers]:
         """Return the owners that score in a round of calibration, and on how many examples."""
         federation, population = federation_of(trainer), Population(owners.num_examples)
         sampler = AllClients() if federation is None else self.cohort or federation.cohort

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-import numpy.typing as npt
 from lightning.pytorch import Trainer
 
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.whole_numbers import Integers
 from fl_lightning.federation.processes.ranks import Ranks
 from fl_lightning.federation.processes.shares import shares
 
-Numbers = npt.NDArray[np.int64]
 
-
-def own_share(trainer: Trainer, owners: Numbers, work: Numbers) -> Numbers:
+def own_share(trainer: Trainer, owners: Integers, work: Integers) -> Integers:
     """Return the positions of the owners that this process visits, increasing.
 
     Args:

@@ -20,7 +20,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.client.local_training import SizedBatch
+from fl_lightning.client.local_step import SizedBatch
 from fl_lightning.client.personal.personalisation import Personalisation
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.space import Space

@@ -19,7 +19,7 @@ from fl_lightning.client.wrapped_optimizers import and_inner, is_torchs
 from fl_lightning.core.errors import ConfigurationError
 
 
-class Schedule(Protocol):
+class RateSchedule(Protocol):
     """A learning-rate schedule."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -48,7 +48,9 @@ class RoundStart:
         0.1
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], schedules: Sequence[Schedule] = ()) -> None:
+    def __init__(
+        self, optimizers: Sequence[Optimizer], schedules: Sequence[RateSchedule] = ()
+    ) -> None:
         self._optimizers = [each for optimizer in optimizers for each in and_inner(optimizer)]
         self._foreign = [each for each in self._optimizers if not is_torchs(each)]
         self._schedules = list(schedules)
@@ -116,7 +118,7 @@ def _refuse_changed(optimizer: Optimizer, tensors: list[tuple[str, Tensor, int]]
             )
 
 
-def _position(schedule: Schedule) -> int | None:
+def _position(schedule: RateSchedule) -> int | None:
     """Return the number of a schedule's last step, which every step changes; None if unknown."""
     position = getattr(schedule, "last_epoch", None)
     return position if isinstance(position, int) else None

@@ -22,7 +22,7 @@ from torch.func import functional_call, grad_and_value
 from torch.nn import functional as F  # noqa: N812 - as everyone writes it
 from torchmetrics import Metric
 
-from fl_lightning.client.local_training import loss_of
+from fl_lightning.client.local_step import loss_of
 from fl_lightning.engines.compiler.compiling import Compiled
 from fl_lightning.engines.compiler.thin_gradients import Linear, ThinGradients, is_thin
 from fl_lightning.engines.functional.functional_step import tensors_in

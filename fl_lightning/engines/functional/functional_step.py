@@ -37,7 +37,7 @@ OWN_LOSS = ""
 
 
 @dataclass(frozen=True)
-class Result:
+class StepResult:
     """What comes out of a training step.
 
     Attributes:
@@ -109,7 +109,7 @@ class TrainingStep:
         self._forwards = dict(direct_layers(module, viewable=True)) if direct else {}
         if self.thin_layers is not None:
             self._forwards.update(self.thin_layers.forwards)
-        self._wrapper, self._log = _Wrapper(module), _Log()
+        self._wrapper, self._log = _StepAsForward(module), _Log()
         self._takes_index, self._context = takes_index, context
 
     @contextmanager
@@ -135,7 +135,7 @@ class TrainingStep:
         count: Tensor,
         draws: Sequence[Tensor] = (),
         thin: Thin | None = None,
-    ) -> Result:
+    ) -> StepResult:
         """Run it, between the two ends of `in_place`.
 
         Args:
@@ -161,7 +161,7 @@ class TrainingStep:
             if missing := [name for name in thin.weights if name not in inputs]:
                 raise CannotStack(f"its layer of {min(missing)} is not called as it was before")
         given = [tensor.detach() for call in calls for tensor in tensors_of(call)]
-        return Result(loss, {OWN_LOSS: (loss.detach(), None), **logged}, given, inputs)
+        return StepResult(loss, {OWN_LOSS: (loss.detach(), None), **logged}, given, inputs)
 
     def thin_here(self, names: Iterable[str], batch: Any, count: Tensor) -> list[str]:
         """Run it as the sequential engine would, and tell which layers can be thin.
@@ -274,7 +274,7 @@ class _Log:
         self.metrics.clear()
 
 
-class _Wrapper(nn.Module):
+class _StepAsForward(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module

@@ -13,7 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
-from fl_lightning.client.work import Integers
+from fl_lightning.core.whole_numbers import Integers
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,7 +21,7 @@ from fl_lightning.engines.by_example.record import Record, Recorder
 from fl_lightning.engines.by_example.seen import Differs
 from fl_lightning.engines.cannot_stack import CannotStack
 from fl_lightning.engines.functional.functional_step import (
-    Result,
+    StepResult,
     Tensors,
     TrainingStep,
     copies_of,
@@ -32,7 +32,7 @@ from fl_lightning.engines.functional.functional_step import (
 BatchOf = Callable[[int], Any]
 
 
-class Seen(NamedTuple):
+class RecordedStep(NamedTuple):
     """A run of the step.
 
     Attributes:
@@ -65,7 +65,7 @@ class StepRecords:
     full: int
     unused: frozenset[str] = frozenset()
     written: frozenset[str] = frozenset()
-    _full: Seen | None = None
+    _full: RecordedStep | None = None
     _degrees: list[int] = field(default_factory=list)
     _proved: set[int] = field(default_factory=set)
 
@@ -107,7 +107,7 @@ class StepRecords:
             self._proved.add(size)
         return None
 
-    def _difference(self, full: Seen, size: int) -> str | None:
+    def _difference(self, full: RecordedStep, size: int) -> str | None:
         """Return what the step does with batches of another size that it does not with full ones."""
         try:
             degrees = full.functions.check(self._seen(size, record=False).functions)
@@ -117,7 +117,7 @@ class StepRecords:
             return f"training_step computes with other numbers for {size} examples"
         return None
 
-    def _seen(self, size: int, *, record: bool = True) -> Seen:
+    def _seen(self, size: int, *, record: bool = True) -> RecordedStep:
         """Run the step on a batch; without the record of operators that takes half of the time."""
         with preserve_global_generators():  # reading it may draw
             batch = self.batch(size)
@@ -135,12 +135,12 @@ class StepRecords:
             result = self.step(tensors, batch, count)
             values = _outputs(result, size) | _gradients(result, tensors, trained)
         if recorder is None:
-            return Seen(Record(size), functions.functions)
+            return RecordedStep(Record(size), functions.functions)
         for name, tensor in values.items():
             source = None if tensor is None else recorder.source(tensor)
             recorder.record.outputs[name] = source
         self._note_written(recorder, tensors, trained)
-        return Seen(recorder.record, functions.functions)
+        return RecordedStep(recorder.record, functions.functions)
 
     def _note_written(self, recorder: Recorder, tensors: Tensors, trained: Collection[str]) -> None:
         written = recorder.written(tensors)
@@ -152,7 +152,7 @@ class StepRecords:
         self.written |= frozenset(written)
 
 
-def _outputs(result: Result, size: int) -> dict[str, Tensor | None]:
+def _outputs(result: StepResult, size: int) -> dict[str, Tensor | None]:
     outputs: dict[str, Tensor | None] = {"loss": result.loss}
     for name, (value, weight) in result.logged.items():
         if weight is not None and weight != size:
@@ -164,7 +164,7 @@ def _outputs(result: Result, size: int) -> dict[str, Tensor | None]:
 
 
 def _gradients(
-    result: Result, tensors: Tensors, trained: Collection[str]
+    result: StepResult, tensors: Tensors, trained: Collection[str]
 ) -> dict[str, Tensor | None]:
     if not result.loss.requires_grad:
         raise CannotStack("its loss has no gradient")

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from fl_lightning.client.corrections.correction import GradientTerm
 from fl_lightning.client.local_training import GlobalModel
-from fl_lightning.client.work import ClientWork, GroupWork, Integers
+from fl_lightning.client.work import ClientWork, GroupWork
 from fl_lightning.core.devices import sent
 from fl_lightning.core.space import Space
 from fl_lightning.core.update import Updates, rows_of
+from fl_lightning.core.whole_numbers import Integers
 from fl_lightning.engines.cannot_stack import CannotStack
 from fl_lightning.engines.compiler.compiling import HasChanged
 from fl_lightning.engines.functional.functional_step import Tensors
@@ -121,7 +122,7 @@ class SlotTrainer:
         else:
             has_changed = False
         if has_changed:  # it was the first step that saw it: nothing has happened
-            self._step.forget()
+            self._step.graphs.forget()
             yield from self._train(start, work, term, own)
 
     def _train(
@@ -170,7 +171,7 @@ class SlotTrainer:
     def _refuse_constants(self) -> None:
         """Leave it to one client after the other to refuse what was taken for a constant."""
         known = {*self._buffers.names, *self._integer_names}
-        if self._own is None and (unknown := self._step.written - known):
+        if self._own is None and (unknown := self._step.graphs.written - known):
             raise CannotStack(f"training_step changes the buffer {min(unknown)}")
 
     def _open(self, start: GlobalModel, work: GroupWork, pull: float, own: OwnOf | None) -> Tensors:
@@ -221,7 +222,7 @@ class SlotTrainer:
         """Return whether all slots begin together, from the same parameters, and may be padded."""
         alike = bool((work.num_steps == work.num_steps[0]).all())
         is_simple = self._step.options.weighted and self._own is None
-        return alike and is_simple and not self._step.is_unused_any
+        return alike and is_simple and not self._step.graphs.is_unused_any
 
     def _enter(self, guests: Sequence[Guest]) -> None:
         """Have what clients that begin have for themselves in their slots."""

@@ -16,7 +16,7 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.cohorts.cohort import CohortSampler, as_cohort
 from fl_lightning.privacy.example import ExampleDP
 from fl_lightning.server.aggregator import Aggregator
-from fl_lightning.server.robust.collect import RobustRule
+from fl_lightning.server.robust.rule import RobustRule
 from fl_lightning.server.server import as_aggregator
 
 
@@ -26,7 +26,7 @@ def check_by_hand(
     cohort: CohortSampler,
     correction: Correction | None,
     personal: Personalisation | None,
-    privacy: object,
+    example_privacy: ExampleDP | None,
 ) -> None:
     """Refuse options that need the loss which ``training_step`` would return.
 
@@ -35,7 +35,7 @@ def check_by_hand(
     """
     if module.automatic_optimization:
         return
-    problems = list(_problems(cohort, correction, personal, privacy))
+    problems = list(_problems(cohort, correction, personal, example_privacy))
     if problems:
         raise ConfigurationError(
             f"{type(module).__name__} steps its optimizers by hand (automatic_optimization = "
@@ -47,9 +47,9 @@ def _problems(
     cohort: CohortSampler,
     correction: Correction | None,
     personal: Personalisation | None,
-    privacy: object,
+    example_privacy: ExampleDP | None,
 ) -> Iterator[str]:
-    if isinstance(privacy, ExampleDP):
+    if example_privacy is not None:
         yield (
             "federation.privacy ExampleDP, which makes every gradient private ahead of its step: use "
             "the privacy of clients, such as CentralDP"

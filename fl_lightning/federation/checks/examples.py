@@ -20,7 +20,7 @@ from fl_lightning.federation.visits.batches import has_batch_hooks
 from fl_lightning.federation.visits.lightning_step import extra_work
 from fl_lightning.privacy.example import ExampleDP
 from fl_lightning.server.aggregator import Aggregator
-from fl_lightning.server.robust.collect import RobustRule
+from fl_lightning.server.robust.rule import RobustRule
 from fl_lightning.server.server import as_aggregator
 
 

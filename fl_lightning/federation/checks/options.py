@@ -19,7 +19,8 @@ from fl_lightning.federation.stage import Stage
 from fl_lightning.privacy.example import ExampleDP
 from fl_lightning.privacy.mechanism import Privacy
 from fl_lightning.server.aggregator import Aggregator
-from fl_lightning.server.robust.collect import Collected, RobustRule
+from fl_lightning.server.robust.rule import RobustRule
+from fl_lightning.server.server import as_aggregator
 from fl_lightning.server.staleness import AsyncRule
 from fl_lightning.updates.path import Step
 
@@ -101,7 +102,8 @@ def check_asynchronous(
 
 
 def check_privacy(
-    privacy: Privacy | ExampleDP | None,
+    of_clients: Privacy | None,
+    of_examples: ExampleDP | None,
     *,
     cohort: CohortSampler,
     aggregator: Aggregator | RobustRule | None,
@@ -118,14 +120,19 @@ def check_privacy(
     Raises:
         ConfigurationError: naming them.
     """
-    if isinstance(privacy, ExampleDP):
+    if of_examples is not None:
         check_examples_private(
-            privacy, cohort, aggregator, correction, personal, asynchronous, engine
+            of_examples, cohort, aggregator, correction, personal, asynchronous, engine
         )
-    elif privacy is not None:
-        check_private(privacy, cohort, aggregator, correction, updates)
+    if of_clients is not None:
+        if not isinstance(of_clients, Privacy):
+            raise ConfigurationError(
+                f"federation.privacy {type(of_clients).__name__} lacks what a kind of privacy says of "
+                "itself: derive it from fl_lightning.privacy.mechanism.ClientPrivacy and give it a mechanism"
+            )
+        check_private(of_clients, cohort, aggregator, correction, updates)
         check_nothing_else(asynchronous, attackers)
-    for stage in () if privacy is None else stages:
+    for stage in () if of_clients is None and of_examples is None else stages:
         if (reason := stage.reason_against_privacy) is not None:
             raise ConfigurationError(
                 f"federation.privacy: ε may not hold with the stage {type(stage).__name__}, of which "
@@ -168,10 +175,11 @@ def check_cohort_size(
             f"federation.min_replies is {min_replies}, but a round has at most {most} "
             "clients: lower it, or raise the cohort's size"
         )
-    if isinstance(aggregator, RobustRule) and aggregator.min_updates > most:
+    rule = as_aggregator(aggregator).robust_rule
+    if rule is not None and rule.min_updates > most:
         raise ConfigurationError(
-            f"federation.aggregator {aggregator} needs at least "
-            f"{aggregator.min_updates} updates, but a round has at most {most}: raise the "
+            f"federation.aggregator {rule} needs at least "
+            f"{rule.min_updates} updates, but a round has at most {most}: raise the "
             "cohort's size, or lower num_attackers"
         )
 
@@ -184,8 +192,8 @@ def check_trusted(
     Raises:
         ConfigurationError: if cohorts are drawn at random.
     """
-    rule = aggregator.rule if isinstance(aggregator, Collected) else aggregator
-    if not isinstance(rule, RobustRule) or rule.trusted_client is None:
+    rule = as_aggregator(aggregator).robust_rule
+    if rule is None or rule.trusted_client is None:
         return
     asked = as_cohort(cohort)
     is_drawn = asked.is_uniform or asked.coin is not None

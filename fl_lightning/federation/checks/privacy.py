@@ -13,12 +13,11 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.cohorts.cohort import CohortSampler
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.stages.client_masks import client_masks
-from fl_lightning.privacy.distributed import DistributedDP
 from fl_lightning.privacy.example import ExampleDP
-from fl_lightning.privacy.local import LocalDP
 from fl_lightning.privacy.mechanism import Privacy
-from fl_lightning.privacy.protected import TakesNoiseShares
-from fl_lightning.server.means.mean import Mean
+from fl_lightning.server.aggregator import Aggregator
+from fl_lightning.server.robust.rule import RobustRule
+from fl_lightning.server.server import as_aggregator
 from fl_lightning.updates.path import Step
 from fl_lightning.updates.transform import as_step
 
@@ -41,7 +40,7 @@ def shown_by(owners: Iterable[object]) -> list[str]:
 def check_private(
     privacy: Privacy,
     cohort: CohortSampler,
-    aggregator: object,
+    aggregator: Aggregator | RobustRule | None,
     correction: Correction | None,
     updates: Sequence[Step] | None,
 ) -> None:
@@ -52,7 +51,7 @@ def check_private(
     """
     privacy.check_cohort(cohort)
     problems = [*_aggregator_problems(aggregator, privacy)]
-    if updates and isinstance(privacy, (LocalDP, DistributedDP)):
+    if updates and privacy.clients_add_noise:
         problems.append(
             f"with {type(privacy).__name__} clients send noisy numbers, which federation.updates "
             "would change after the noise was accounted: leave updates out, or use CentralDP"
@@ -69,26 +68,18 @@ def check_private(
         raise ConfigurationError("federation.privacy: " + "; ".join(problems))
 
 
-def _aggregator_problems(aggregator: object, privacy: Privacy) -> Iterator[str]:
-    name = type(aggregator).__name__
-    if isinstance(aggregator, TakesNoiseShares):
-        if not isinstance(privacy, DistributedDP):
+def _aggregator_problems(given: Aggregator | RobustRule | None, privacy: Privacy) -> Iterator[str]:
+    if given is None:
+        return
+    aggregator = as_aggregator(given)
+    if aggregator.noise_shares is not None:
+        if not privacy.is_for_sums:
             yield (
-                f"{name} shows sums only, and {type(privacy).__name__} is not made for sums of whole "
-                "numbers: use DistributedDP, whose clients add the noise"
+                f"{type(aggregator).__name__} shows sums only, and {type(privacy).__name__} is not made "
+                "for sums of whole numbers: use DistributedDP, whose clients add the noise"
             )
-    elif isinstance(aggregator, Mean):
-        if aggregator.weight_by_examples:
-            yield (
-                "Mean weighs clients by their examples, so that one with many moves the model by "
-                "more than its clip norm: set the aggregator's weight_by_examples to false, or "
-                "leave the aggregator out"
-            )
-    elif aggregator is not None:
-        yield (
-            f"nothing is proved for {name}, by how much one client moves it: "
-            "leave federation.aggregator out for the mean of clipped updates"
-        )
+    elif (reason := aggregator.reason_against_private_mean) is not None:
+        yield reason
 
 
 def check_nothing_else(asynchronous: object, attackers: object) -> None:
@@ -104,15 +95,17 @@ def check_nothing_else(asynchronous: object, attackers: object) -> None:
             )
 
 
-def check_trainer_private(trainer: Trainer, privacy: Privacy | ExampleDP | None) -> None:
+def check_trainer_private(
+    trainer: Trainer, of_clients: Privacy | None, of_examples: ExampleDP | None
+) -> None:
     """Refuse settings of Trainer and data under which ε would not hold; to be asked before set-up.
 
     Raises:
         ConfigurationError: naming them.
     """
-    if privacy is not None:
+    if of_clients is not None or of_examples is not None:
         check_inputs(trainer)
-    if privacy is not None and not isinstance(privacy, ExampleDP):
+    if of_clients is not None:
         check_whole_cohorts(trainer)
 
 

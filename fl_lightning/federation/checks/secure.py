@@ -7,14 +7,16 @@ from collections.abc import Iterator, Sequence
 from fl_lightning.client.corrections.correction import Correction
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.federation.stages.attackers import Attackers
-from fl_lightning.privacy.protected import Protected
+from fl_lightning.server.aggregator import Aggregator
+from fl_lightning.server.robust.rule import RobustRule
+from fl_lightning.server.server import as_aggregator
 from fl_lightning.server.staleness import AsyncRule
 from fl_lightning.updates.path import Step
 from fl_lightning.updates.transform import as_step
 
 
 def check_secure(
-    aggregator: object,
+    aggregator: Aggregator | RobustRule | None,
     *,
     updates: Sequence[Step],
     correction: Correction | None,
@@ -26,7 +28,7 @@ def check_secure(
     Raises:
         ConfigurationError: one line for each.
     """
-    if not isinstance(aggregator, Protected):
+    if as_aggregator(aggregator).protection is None:
         return
     name = type(aggregator).__name__
     problems = [*_update_problems(name, updates)]

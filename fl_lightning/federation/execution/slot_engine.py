@@ -137,7 +137,7 @@ class SlotEngine:
     @property
     def is_compiled(self) -> bool:
         """Whether the stacked step is, as far as clients have trained."""
-        return self._step.is_compiled
+        return self._step.graphs.is_compiled
 
     def leave_out(self, client: int) -> None:
         """Have no example of a client count that trains now and whose update cannot be used."""
@@ -167,7 +167,7 @@ class SlotEngine:
             return
         with self._collector.not_listening_to(self._module):  # a graph is for one `log`
             yield from self._as_far_as_possible(self._slots.train(model, work, term, own))
-        rehearsal = self._step.rehearsal
+        rehearsal = self._step.graphs.rehearsal
         names = self._collector.epoch_names
         for name, metric in rehearsal.metrics.items() if rehearsal is not None else ():
             self._collector.add_metric(name, names.get(name, name), metric)

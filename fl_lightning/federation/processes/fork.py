@@ -36,7 +36,7 @@ from fl_lightning.federation.processes.last_words import (
     wait_for_first,
 )
 from fl_lightning.federation.processes.remote_error import read_error, write_error
-from fl_lightning.federation.processes.results import Outcome
+from fl_lightning.federation.processes.results import TrainerOutcome
 from fl_lightning.federation.processes.shared_memory import Neighbours
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class ForkLauncher:
                 raise
             finally:
                 self.kill(signal.SIGKILL)
-            outcome: Outcome = torch.load(Path(folder) / "outcome", weights_only=False)
+            outcome: TrainerOutcome = torch.load(Path(folder) / "outcome", weights_only=False)
         return outcome.bring_into(trainer)
 
     def kill(self, signum: int) -> None:
@@ -173,7 +173,7 @@ def _run(
     try:
         result = function(*args, **kwargs)
         if local_rank == 0:
-            torch.save(Outcome.of(trainer, result), folder / "outcome")
+            torch.save(TrainerOutcome.of(trainer, result), folder / "outcome")
     except BaseException as error:
         write_error(error, folder / f"error_{local_rank}")
         neighbours.leave()  # and need not wait

@@ -18,7 +18,7 @@ _PATHS = ("dirpath", "best_model_path", "best_model_score", "last_model_path")
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrainerOutcome:
     """The result of a Trainer's function, and the state it left the Trainer in.
 
     Attributes:
@@ -40,7 +40,7 @@ class Outcome:
     personal: list[dict[str, Any]]
 
     @classmethod
-    def of(cls, trainer: Trainer, result: Any) -> Outcome:
+    def of(cls, trainer: Trainer, result: Any) -> TrainerOutcome:
         """Return what there is to bring home."""
         fitted = trainer.state.fn == TrainerFn.FITTING
         return cls(

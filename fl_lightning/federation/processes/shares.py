@@ -11,12 +11,11 @@ from __future__ import annotations
 import heapq
 
 import numpy as np
-import numpy.typing as npt
 
-Numbers = npt.NDArray[np.int64]
+from fl_lightning.core.whole_numbers import Integers
 
 
-def shares(work: Numbers, num_shares: int) -> list[Numbers]:
+def shares(work: Integers, num_shares: int) -> list[Integers]:
     """Divide clients among processes.
 
     Args:
@@ -40,13 +39,13 @@ def shares(work: Numbers, num_shares: int) -> list[Numbers]:
 
 
 def local_work(
-    num_examples: Numbers,
+    num_examples: Integers,
     batch_size: int,
     *,
     drop_last: bool,
     num_epochs: int | None = None,
     num_steps: int | None = None,
-) -> Numbers:
+) -> Integers:
     """Return the number of local batches of every client, in units that compare clients.
 
     Example:

@@ -13,7 +13,6 @@ from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.data.poisoning import Poison
 from fl_lightning.server.aggregator import Aggregator
 from fl_lightning.server.attacks.forged import Forged, Forgery
-from fl_lightning.server.robust.collect import Collected
 
 
 @final
@@ -88,7 +87,7 @@ class Attackers:
             ConfigurationError: if one of them is the client that the server trusts.
         """
         chosen = self.choose(num_clients)
-        rule = aggregator.rule if isinstance(aggregator, Collected) else None
+        rule = aggregator.robust_rule
         if rule is not None and rule.trusted_client in chosen:
             raise ConfigurationError(
                 f"{type(rule).__name__} trusts client {rule.trusted_client}, which is one of the attackers: set "

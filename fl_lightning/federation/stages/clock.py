@@ -10,7 +10,7 @@ import numpy.typing as npt
 from fl_lightning.client.devices import Devices, Fate, Fleet
 from fl_lightning.federation.stage import Stage
 from fl_lightning.federation.stages.devices import SimulatedDevices
-from fl_lightning.federation.stages.older_models import Staleness, Versions
+from fl_lightning.federation.stages.older_models import StaleUpdates, Versions
 from fl_lightning.federation.stages.schedule import Arrivals, ArrivingCohort
 from fl_lightning.server.staleness import AsyncRule
 
@@ -69,7 +69,7 @@ class VirtualTime:
 
     def how_it_counts(self) -> list[Stage]:
         """Return what weighs updates that arrive."""
-        return [] if self.rule is None else [Staleness(self.rule)]
+        return [] if self.rule is None else [StaleUpdates(self.rule)]
 
     @property
     def cohort(self) -> ArrivingCohort | None:

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from lightning.pytorch import Trainer
 from torch import Tensor
 
 from fl_lightning.client.local_training import GlobalModel
@@ -24,15 +25,17 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.space import Space
 from fl_lightning.core.whole_numbers import Draw, Integers
 from fl_lightning.engines import ExampleGradients, nothing
+from fl_lightning.federation.checks.examples import warn_of_unprotected
+from fl_lightning.federation.round import Round
 from fl_lightning.federation.round_record import RoundRecord
-from fl_lightning.federation.run import Run as FitRun
+from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Stage, Turn
 from fl_lightning.federation.stages.privacy_ledger import PrivacyLedger
 from fl_lightning.federation.visits.batches import takes_index
 from fl_lightning.privacy.example import ExampleDP, ExampleGaussian
 from fl_lightning.privacy.noise.grid import Grid
 from fl_lightning.privacy.noise.noise_source import coins, noise_source
-from fl_lightning.privacy.run import Run
+from fl_lightning.privacy.run import AccountedRun
 
 # What tells the words for a step's noise from those for its batch.
 _NOISE = 1
@@ -50,11 +53,14 @@ class ExampleRounds(Stage):
 
     Attributes:
         ledger: what was spent.
+        aggregator: None: what the server gets is private by itself.
+        draws: itself, which draws clients' batches.
     """
 
     key = "privacy"
+    aggregator: None = None
 
-    def __init__(self, privacy: ExampleDP, run: Run) -> None:
+    def __init__(self, privacy: ExampleDP, run: AccountedRun) -> None:
         self.privacy = privacy
         self.hides_clients = not privacy.log_unprotected
         self.ledger: PrivacyLedger[ExampleGaussian] = PrivacyLedger(
@@ -63,11 +69,17 @@ class ExampleRounds(Stage):
         self._source = noise_source(run.seed, secure=privacy.secure_noise)
         self._coins = coins(run.seed)
 
-    def announce_cost(self) -> None:
-        """Say, before training, what the run will have cost."""
-        self.ledger.announce(f"{self.privacy.clip_norm:g} of an example's gradient")
+    @property
+    def draws(self) -> ExampleRounds:
+        """Itself."""
+        return self
 
-    def problems(self, run: FitRun) -> Iterator[str]:
+    def say_cost(self, trainer: Trainer, rounds: Round) -> None:
+        """Say, before training, what the run will have cost, and what ε does not cover."""
+        self.ledger.announce(f"{self.privacy.clip_norm:g} of an example's gradient")
+        warn_of_unprotected(trainer, self.privacy)
+
+    def problems(self, run: Run) -> Iterator[str]:
         """Say that a step may take one gradient only."""
         if needs_closure(optimizer := run.trainer.optimizers[0]):
             yield (
@@ -75,7 +87,7 @@ class ExampleRounds(Stage):
                 f"{type(optimizer).__name__} asks for a closure, to take several: use SGD or Adam"
             )
 
-    def enter(self, run: FitRun) -> None:
+    def enter(self, run: Run) -> None:
         """Have local steps take private gradients."""
         collector = run.collector if self.privacy.log_unprotected else None
         gradients = ExampleGradients(

@@ -37,7 +37,7 @@ def counted(updates: Updates, start: Start, rule: AsyncRule) -> Updates:
     return replace(updates, deltas=deltas, buffers=buffers)
 
 
-class Staleness(Stage):
+class StaleUpdates(Stage):
     """Has updates count less, the staler they are.
 
     Args:

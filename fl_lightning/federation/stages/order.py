@@ -24,10 +24,9 @@ from fl_lightning.federation.stages.corrector import Corrector
 from fl_lightning.federation.stages.personaliser import Personaliser
 from fl_lightning.federation.stages.secure_rounds import SecureRounds
 from fl_lightning.federation.stages.transport import Transport
-from fl_lightning.privacy.protected import Protected
 from fl_lightning.server.aggregator import Aggregator
 from fl_lightning.server.means.overlap_mean import OverlapMean
-from fl_lightning.server.robust.collect import Collected, RobustRule
+from fl_lightning.server.robust.rule import RobustRule
 from fl_lightning.server.server import as_aggregator
 
 # under which checkpoints hold what is no stage's
@@ -72,8 +71,8 @@ def stages_of(run: Run, aggregator: Aggregator, time: VirtualTime, private: Stag
     own = [*options.handed, *options.stages]
     stages += [corrector, *own, transport]
     stages += time.how_it_counts()
-    if isinstance(aggregator, Protected):
-        stages.append(SecureRounds(aggregator, run))
+    if aggregator.protection is not None:
+        stages.append(SecureRounds(aggregator.protection, run))
     if private is not None:
         stages.append(private)
     problems = [problem for stage in stages for problem in stage.problems(run)]
@@ -118,10 +117,11 @@ def run_aggregator(
         ConfigurationError: for a rule that means nothing under masks of the clients' own, or with
             their optimizer.
     """
-    if isinstance(given, Protected):
-        return given  # `SecureRounds` refuses such masks
-    masks_differ = client_masks(trainer) is not None
-    aggregator = OverlapMean() if masks_differ and given is None else as_aggregator(given)
+    aggregator, masks_differ = as_aggregator(given), client_masks(trainer) is not None
+    if aggregator.protection is not None:
+        return aggregator  # `SecureRounds` refuses such masks
+    if masks_differ and given is None:
+        aggregator = OverlapMean()
     if masks_differ and not aggregator.takes_masks:
         raise ConfigurationError(f"federation: {_why_not(aggregator)}")
     for optimizer in trainer.optimizers[:1]:
@@ -134,7 +134,7 @@ def run_aggregator(
 
 def _why_not(aggregator: Aggregator) -> str:
     """Return why a mean that does not know of masks means nothing under the clients' own."""
-    if isinstance(aggregator, Collected):
+    if aggregator.robust_rule is not None:
         return (
             "robust rules compare whole updates, and with masks of the clients' own "
             "they have different coordinates: share one mask, or set aggregator to OverlapMean"

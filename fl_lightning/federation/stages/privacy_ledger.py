@@ -17,7 +17,7 @@ from fl_lightning.core.errors import ConfigurationError, RoundFailure
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.privacy.accounting.accountant import most_rounds
 from fl_lightning.privacy.mechanism import Accounted, Budgeted
-from fl_lightning.privacy.run import Run
+from fl_lightning.privacy.run import AccountedRun
 
 # Where no end is planned, rounds are counted up to here to find those that a budget allows.
 _NO_END = 1_000_000
@@ -41,7 +41,9 @@ class PrivacyLedger(Generic[M]):
         released: rounds that count as released: all up to the last one of which anything was.
     """
 
-    def __init__(self, privacy: Budgeted, run: Run, make: Callable[[float | None], M]) -> None:
+    def __init__(
+        self, privacy: Budgeted, run: AccountedRun, make: Callable[[float | None], M]
+    ) -> None:
         self._privacy, self._num_rounds, self._make = privacy, run.num_rounds, make
         self._cohort = f"{run.cohort!r} of {run.num_clients} clients"
         self._use(make(None))
@@ -149,7 +151,7 @@ class PrivacyLedger(Generic[M]):
         Raises:
             ConfigurationError: if they had another kind of privacy, another noise or other cohorts.
         """
-        given = getattr(self._privacy, "noise_multiplier", None)
+        given = self._privacy.noise_multiplier
         saved, cohort = state["noise_multiplier"], state.get("cohort")
         same = state["kind"] == type(self._privacy).__name__ and given in (None, saved)
         if not same or (state["setting"], cohort) != (str(self.mechanism), self._cohort):

@@ -1,6 +1,6 @@
 """Privacy in a Trainer's run: what it goes with, how it is made, what is said of it.
 
-Of clients or of their single examples: which of the two is asked here and nowhere else.
+Of clients, or of their single examples.
 """
 
 from __future__ import annotations
@@ -11,15 +11,8 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.cohorts.cohort import as_cohort
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.calendar import Calendar
-from fl_lightning.federation.checks.examples import (
-    check_local_steps,
-    warn_of_unprotected,
-)
-from fl_lightning.federation.checks.privacy import (
-    check_monitors,
-    check_one_mask,
-    warn_of_releases,
-)
+from fl_lightning.federation.checks.examples import check_local_steps
+from fl_lightning.federation.checks.privacy import check_monitors, check_one_mask
 from fl_lightning.federation.options import Options
 from fl_lightning.federation.processes.ranks import Ranks
 from fl_lightning.federation.round import Round
@@ -27,8 +20,7 @@ from fl_lightning.federation.stages.example_rounds import ExampleRounds
 from fl_lightning.federation.stages.private_rounds import PrivateRounds
 from fl_lightning.privacy.example import ExampleDP
 from fl_lightning.privacy.mechanism import Privacy
-from fl_lightning.privacy.protected import TakesNoiseShares
-from fl_lightning.privacy.run import LocalSampling, Run
+from fl_lightning.privacy.run import AccountedRun, LocalSampling
 from fl_lightning.server.server import as_aggregator
 
 # What makes rounds private.
@@ -46,34 +38,19 @@ def privacy_at_work(trainer: Trainer, options: Options, calendar: Calendar) -> P
     Raises:
         ConfigurationError: if the run cannot be accounted for.
     """
-    if options.privacy is None:
-        return None
-    if isinstance(options.privacy, ExampleDP):
+    if (of_examples := options.example_privacy) is not None:
         check_local_steps(trainer, calendar.accumulate)
-        return _example_rounds(trainer, options.privacy, options, calendar)
-    return _private_rounds(trainer, options.privacy, options, calendar)
+        return _example_rounds(trainer, of_examples, options, calendar)
+    if (of_clients := options.client_privacy) is not None:
+        return _private_rounds(trainer, of_clients, options, calendar)
+    return None
 
 
-def announce_privacy(
-    trainer: Trainer,
-    privacy: Privacy | ExampleDP | None,
-    private: PrivateStage | None,
-    rounds: Round,
-) -> None:
+def announce_privacy(trainer: Trainer, private: PrivateStage | None, rounds: Round) -> None:
     """Say before the first round what is promised and what is not; stop where nothing is left."""
-    if privacy is None or private is None:
+    if private is None:
         return
-    private.announce_cost()
-    if isinstance(privacy, ExampleDP):
-        warn_of_unprotected(trainer, privacy)
-    else:
-        warn_of_releases(
-            trainer,
-            privacy,
-            num_clients=len(trainer.datamodule.clients),  # type: ignore[attr-defined]
-            num_buffers=rounds.server.model.buffers.numel(),
-            has_memory=rounds.stages.remembers,
-        )
+    private.say_cost(trainer, rounds)
     private.ledger.stop_within_budget(trainer, trainer.current_epoch)
 
 
@@ -113,15 +90,13 @@ def _private_rounds(
     trainer: Trainer, privacy: Privacy, options: Options, calendar: Calendar
 ) -> PrivateRounds:
     check_one_mask(trainer)
-    aggregator = options.aggregator
-    # a secure sum adds up what clients send with their noise
-    secure = aggregator if isinstance(aggregator, TakesNoiseShares) else None
+    aggregator = as_aggregator(options.aggregator)
+    secure = aggregator.noise_shares
     fewest = None
     if secure is not None and as_cohort(options.cohort).has_fixed_size:
         fewest = secure.fewest_survivors(calendar.groups.num_clients)
     run = _accounted(trainer, options, fewest_survivors=fewest)
-    exact = as_aggregator(aggregator).exact
-    return PrivateRounds(privacy, run, Ranks(trainer), exact=exact, secure=secure)
+    return PrivateRounds(privacy, run, Ranks(trainer), exact=aggregator.exact, secure=secure)
 
 
 def _example_rounds(
@@ -138,9 +113,9 @@ def _accounted(
     *,
     local: LocalSampling | None = None,
     fewest_survivors: int | None = None,
-) -> Run:
+) -> AccountedRun:
     rounds, params = trainer.max_epochs, trainer.lightning_module.parameters()
-    return Run(
+    return AccountedRun(
         options.cohort,
         num_clients=len(trainer.datamodule.clients),  # type: ignore[attr-defined]
         num_rounds=None if rounds is None or rounds < 0 else rounds,

@@ -15,21 +15,25 @@ from functools import partial
 from typing import Any
 
 import torch
+from lightning.pytorch import Trainer
 from torch import Tensor
 
 from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.core.errors import RoundFailure
 from fl_lightning.core.whole_numbers import Integers
+from fl_lightning.federation.checks.privacy import warn_of_releases
 from fl_lightning.federation.processes.ranks import Ranks
+from fl_lightning.federation.round import Round
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.stage import Stage
 from fl_lightning.federation.stages.privacy_ledger import PrivacyLedger
-from fl_lightning.privacy.mechanism import Mechanism, NoiseShares, Privacy
+from fl_lightning.privacy.mechanism import Mechanism, Privacy
 from fl_lightning.privacy.noise.grid import Grid, noise_of
 from fl_lightning.privacy.noise.noise_source import coins, noise_source
-from fl_lightning.privacy.private_mean import PrivateAggregator, PrivateMean
-from fl_lightning.privacy.protected import TakesNoiseShares
-from fl_lightning.privacy.run import Run
+from fl_lightning.privacy.private_mean import PrivateMean
+from fl_lightning.privacy.run import AccountedRun
+from fl_lightning.server.aggregator import PrivateAggregator, TakesNoiseShares
+from fl_lightning.server.protected import NoiseShares
 
 # What tells the words for the count's noise from those for the sum's; halves of a client are whole steps.
 _COUNT, _COUNT_STEP = 1, 2.0**-20
@@ -51,15 +55,17 @@ class PrivateRounds(Stage):
     Attributes:
         aggregator: the fold over the round's updates.
         ledger: what was spent.
+        draws: None: clients' batches are as without privacy.
     """
 
     key = "privacy"
     buffers_stay = hides_round = restarts = True
+    draws: None = None
 
     def __init__(
         self,
         privacy: Privacy,
-        run: Run,
+        run: AccountedRun,
         ranks: Ranks,
         *,
         exact: bool,
@@ -72,8 +78,9 @@ class PrivateRounds(Stage):
             privacy, run, lambda noise: privacy.mechanism(run, source, noise)
         )
         self.aggregator: PrivateAggregator
+        self._in_clear: PrivateMean | None = None
         if secure is None:
-            self.aggregator = PrivateMean(self._mechanism.expected, exact=exact)
+            self.aggregator = self._in_clear = PrivateMean(self._mechanism.expected, exact=exact)
         else:
             self.aggregator = secure.with_noise_shares(self._shares)
         self.hides_clients = not privacy.log_unprotected
@@ -86,14 +93,21 @@ class PrivateRounds(Stage):
         return self.ledger.mechanism
 
     def _shares(self) -> NoiseShares:
-        mechanism = self.ledger.mechanism
-        assert isinstance(mechanism, NoiseShares)
-        return mechanism
+        shares = self.ledger.mechanism.shares
+        assert shares is not None, "others are refused, see `check_private`"
+        return shares
 
-    def announce_cost(self) -> None:
-        """Say, before training, what the run will have cost."""
+    def say_cost(self, trainer: Trainer, rounds: Round) -> None:
+        """Say, before training, what the run will have cost, and what ε does not cover."""
         adaptive = ", adaptive" if self._privacy.adaptive_clip else ""
         self.ledger.announce(f"{self._clip_norm:g}{adaptive}")
+        warn_of_releases(
+            trainer,
+            self._privacy,
+            num_clients=len(trainer.datamodule.clients),  # type: ignore[attr-defined]
+            num_buffers=rounds.server.model.buffers.numel(),
+            has_memory=rounds.stages.remembers,
+        )
 
     def open(self, round_index: int, model: GlobalModel) -> None:
         """Set the round's clip norm.
@@ -102,15 +116,15 @@ class PrivateRounds(Stage):
             RoundFailure: if the round would exceed the budget.
         """
         self.ledger.check_open(round_index)
-        if not self._mechanism.server_draws:
+        if self._privacy.clients_add_noise:
             self.ledger.release(round_index)
         self._round_index, self._facts = round_index, {}
         self.aggregator.clip_norm = self._clip_norm
-        if isinstance(self.aggregator, PrivateMean):
-            self.aggregator.release = self._mechanism.client_release(round_index, self._clip_norm)
-            self.aggregator.coins = None
+        if (mean := self._in_clear) is not None:
+            mean.release = self._mechanism.client_release(round_index, self._clip_norm)
+            mean.coins = None
             if self._has_server_noise:
-                self.aggregator.coins = partial(self._coins.stream, round_index)
+                mean.coins = partial(self._coins.stream, round_index)
 
     def on_server(self, aggregate: Tensor) -> Tensor | None:
         """Return the aggregate with the round's noise, shape (k,): what is released.
@@ -118,15 +132,16 @@ class PrivateRounds(Stage):
         None where clients add the noise, and there was none: nothing is to be released.
         """
         mechanism, clip_norm = self._mechanism, self._clip_norm
-        if not mechanism.server_draws and not self.aggregator.num_replies:
+        if self._privacy.clients_add_noise and not self.aggregator.num_replies:
             return None
         self._check_shares()
-        if isinstance(self.aggregator, PrivateMean) and self.aggregator.grid is not None:
+        mean = self._in_clear
+        if mean is not None and mean.grid is not None:
             for broken_off in range(self.ledger.released, self._round_index):
                 # what later rounds release may depend on it
-                self._released(torch.zeros_like(self.aggregator.total), broken_off)
-            steps = self._released(self.aggregator.total, self._round_index)
-            total = self.aggregator.grid.value(steps)
+                self._released(torch.zeros_like(mean.total), broken_off)
+            steps = self._released(mean.total, self._round_index)
+            total = mean.grid.value(steps)
             aggregate = (total / mechanism.expected).to(aggregate)
         self.ledger.release(self._round_index)
         self._facts = {
@@ -146,7 +161,7 @@ class PrivateRounds(Stage):
 
     @property
     def _has_server_noise(self) -> bool:
-        return self._mechanism.server_draws and self._mechanism.noise_multiplier > 0
+        return not self._privacy.clients_add_noise and self._mechanism.noise_multiplier > 0
 
     def _released(self, total: Tensor, round_index: int) -> Tensor:
         """Return a sum with a round's noise, in steps, shape (k,): everywhere the same."""

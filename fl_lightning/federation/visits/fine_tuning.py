@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fl_lightning.client.local_training import loss_of
+from fl_lightning.client.local_step import loss_of
 from fl_lightning.client.wrapped_optimizers import stepped_with_closure, takes_closure
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import derive_seed, seed_global_generators, torch_generator

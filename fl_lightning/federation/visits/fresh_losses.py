@@ -16,7 +16,7 @@ from itertools import islice
 import torch
 from lightning.pytorch import Trainer
 
-from fl_lightning.client.local_training import SizedBatch, loss_of
+from fl_lightning.client.local_step import SizedBatch, loss_of
 from fl_lightning.core.metrics import weighted_mean
 from fl_lightning.core.seeds import derive_seed, seed_global_generators
 from fl_lightning.data.cohorts.cohort import CohortSampler, as_cohort

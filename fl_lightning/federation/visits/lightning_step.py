@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from fl_lightning.client.corrections.added_term import AddedTerm
-from fl_lightning.client.local_training import SizedBatch, loss_of
+from fl_lightning.client.local_step import SizedBatch, loss_of
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.personal.apfl import Mixing
 from fl_lightning.client.wrapped_optimizers import stepped_with_closure, takes_closure

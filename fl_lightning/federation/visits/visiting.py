@@ -13,7 +13,7 @@ from typing import Any, Literal
 from lightning.pytorch import Trainer
 from torch import nn
 
-from fl_lightning.client.local_training import SizedBatch
+from fl_lightning.client.local_step import SizedBatch
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.state.module_tensors import ModuleTensors
 from fl_lightning.client.state.python_state import PythonState

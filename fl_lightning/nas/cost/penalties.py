@@ -4,8 +4,8 @@
 
     mul#log      CE · α (log E / log r)^β          Cai et al. 2019, ProxylessNAS, its code
     add#linear   CE + λ (E - r) / r                Cai et al. 2019, ProxylessNAS, its code
-    mul log      CE · α (log E)^β                  Wu et al. 2019, FBNet, eq. 3
-    absolute     CE + β |E / r - 1|                Bender et al. 2020, TuNAS, eq. 2
+    mul log      CE · α (log E)^β                  Wu et al. 2019, FBNet, section 3.2
+    absolute     CE + β |E / r - 1|                Bender et al. 2020, TuNAS
 
 The first three push the cost down without end; the last one towards the reference. Logarithms make
 sense of costs above 1: choose a unit in which they are.

@@ -18,6 +18,7 @@ class ElasticConv2d(nn.Conv2d):
     """A convolution over the channels that come in, to the first ``channels_out``; one group.
 
     Example:
+        >>> import torch
         >>> layer = ElasticConv2d(8, 6, 1, bias=False)
         >>> layer(torch.zeros(1, 4, 5, 5), 3).shape
         torch.Size([1, 3, 5, 5])
@@ -110,7 +111,7 @@ def multiple_of_8(channels: float) -> int:
 
     Example:
         >>> [multiple_of_8(channels) for channels in (3, 20, 30, 35, 166.4)]
-        [8, 24, 32, 40, 168]
+        [8, 24, 32, 32, 168]
     """
     nearest = max(8, int(channels + 4) // 8 * 8)
     return nearest if nearest >= 0.9 * channels else nearest + 8

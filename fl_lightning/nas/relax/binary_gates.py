@@ -12,7 +12,6 @@ The paper's Adam has β₁ = 0: momentum would move logits of paths that were no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal, final
 
 import torch
@@ -77,12 +76,7 @@ class BinaryGates(Relaxation):
         self._paths = paths
 
     def weights(
-        self,
-        alpha: Tensor,
-        step: SearchStep,
-        *,
-        beta: Tensor | None = None,
-        incoming: Sequence[Sequence[int]] = (),
+        self, alpha: Tensor, step: SearchStep, *, edge_shares: Tensor | None = None
     ) -> EdgeWeights:
         """Return the gates of a step."""
         generator, num_operations = drawn_from(step), alpha.shape[1]
@@ -95,7 +89,7 @@ class BinaryGates(Relaxation):
         return gate_weights(alpha, paths, paths.gather(1, drawn_operations(among, 1, generator)))
 
     def stepped(self, before: Tensor, after: Tensor, weights: EdgeWeights) -> Tensor:
-        """Return α, the logits of the paths that ran shifted."""
+        """Return α, the logits of the paths that ran shifted, the others as they were."""
         if weights.running is None:
             return after
         moved = torch.zeros_like(before, dtype=torch.bool)

@@ -5,8 +5,9 @@
                  mean(now - window) / mean(now) < ratio; take α of `window` measurements ago
 
 DARTS without a stop ends in cells of skips alone: they train fastest while all share their weights.
-Source: Liang et al. 2019, DARTS+ (two skips in a normal cell); Zela et al. 2020, section 4.2
-(window 5, ratio 0.75).
+Source: Liang et al. 2019, DARTS+ (two skips in a normal cell); Zela et al. 2020, section 4
+(distance 5, ratio 0.75).
+Differs: one number is the length of the mean and the distance between the two means.
 """
 
 from __future__ import annotations

@@ -11,15 +11,14 @@ In GDAS, what does not run has no output to multiply h by, and its α still has 
     all       runs                                       dL/dy · o(x)
     none      does not run                               none
 
-Source: Dong, Yang 2019, GDAS, eq. 4 to 7, and its code for NAS-Bench-201, whose rule is ``bare``; Wu
-et al. 2019, FBNet, eq. 6 and section 4.1.
+Source: Dong, Yang 2019, GDAS, section 3.2, and its code for NAS-Bench-201, whose rule is ``bare``; Wu
+et al. 2019, FBNet, section 3.3.
 Differs: the released code computes (onehot - p) + p, which is one-hot up to rounding; here
 onehot + (p - p), which always is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal, final
 
 from torch import Tensor
@@ -94,12 +93,7 @@ class HardGumbel(Relaxation):
         return (1 - progress) * self._first + progress * self._last
 
     def weights(
-        self,
-        alpha: Tensor,
-        step: SearchStep,
-        *,
-        beta: Tensor | None = None,
-        incoming: Sequence[Sequence[int]] = (),
+        self, alpha: Tensor, step: SearchStep, *, edge_shares: Tensor | None = None
     ) -> EdgeWeights:
         """Return one operation an edge, drawn by softmax(α)."""
         noise = gumbel_noise(alpha, drawn_from(step))
@@ -142,12 +136,7 @@ class SoftGumbel(Relaxation):
         return float(self._first * self._decay ** (progress * self._num_epochs))
 
     def weights(
-        self,
-        alpha: Tensor,
-        step: SearchStep,
-        *,
-        beta: Tensor | None = None,
-        incoming: Sequence[Sequence[int]] = (),
+        self, alpha: Tensor, step: SearchStep, *, edge_shares: Tensor | None = None
     ) -> EdgeWeights:
         """Return the noisy softmax of every row."""
         noise = gumbel_noise(alpha, drawn_from(step))

@@ -4,7 +4,7 @@
 
 The rest is pooled where the operations halve the side. The shuffle lets the next edge see other
 channels. β' steadies which edges win, since α of an edge moves with the channels that it saw.
-Source: Xu et al. 2020, PC-DARTS, eq. 2 and 3, and its code. α waits 15 of the 50 epochs.
+Source: Xu et al. 2020, PC-DARTS, sections 3.2 and 3.3, and its code. α waits 15 of the 50 epochs.
 Differs: the pool of the rest rounds odd sides up, as strided convolutions do.
 """
 
@@ -32,23 +32,6 @@ def shuffle_channels(x: Tensor, num_groups: int) -> Tensor:
     batch, channels, *sides = x.shape
     grouped = x.reshape(batch, num_groups, channels // num_groups, *sides)
     return grouped.transpose(1, 2).reshape(x.shape)
-
-
-def edge_shares(beta: Tensor, incoming: Sequence[Sequence[int]]) -> Tensor:
-    """Return the softmax of β over the edges that enter each node, (num_rows,).
-
-    Args:
-        beta: (num_rows,).
-        incoming: for every node, its rows; every row once.
-
-    Raises:
-        ValueError: if not every row enters one node.
-    """
-    rows = [row for node in incoming for row in node]
-    if sorted(rows) != list(range(len(beta))):
-        raise ValueError(f"each of {len(beta)} rows must enter one node, got {list(incoming)}")
-    shares = torch.cat([beta[list(node)].softmax(0) for node in incoming])
-    return shares[torch.tensor(rows, device=beta.device).argsort()]
 
 
 class PartialEdge(nn.Module):
@@ -91,6 +74,8 @@ class PartialChannels(Relaxation):
         ConfigurationError: if a setting is out of its range.
     """
 
+    draws = False
+
     def __init__(
         self, part: int = 4, edge_weights: bool = True, alpha_from: float = 15 / 50
     ) -> None:
@@ -101,23 +86,18 @@ class PartialChannels(Relaxation):
         self._part, self.has_beta, self.alpha_from = part, edge_weights, alpha_from
 
     def weights(
-        self,
-        alpha: Tensor,
-        step: SearchStep,
-        *,
-        beta: Tensor | None = None,
-        incoming: Sequence[Sequence[int]] = (),
+        self, alpha: Tensor, step: SearchStep, *, edge_shares: Tensor | None = None
     ) -> EdgeWeights:
         """Return the softmax of every row and the shares of the edges.
 
         Raises:
-            ValueError: if the rule has β and got none.
+            ValueError: if the rule has β and got no shares.
         """
         if not self.has_beta:
             return EdgeWeights(alpha.softmax(1))
-        if beta is None:
-            raise ValueError("partial channels with edge_weights need beta, (num_rows,)")
-        return EdgeWeights(alpha.softmax(1), edges=edge_shares(beta, incoming))
+        if edge_shares is None:
+            raise ValueError("partial channels with edge_weights need edge_shares, (num_rows,)")
+        return EdgeWeights(alpha.softmax(1), edges=edge_shares)
 
     def edge(
         self,

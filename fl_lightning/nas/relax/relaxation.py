@@ -83,7 +83,7 @@ class MixedEdge(nn.Module):
             ValueError: if there are no weights, or not one for each operation.
         """
         if weights is None:
-            raise ValueError("an edge of a search needs the weights that a rule makes of α")
+            raise ValueError("an edge of a search needs the weights that a rule makes of alpha")
         h = weights.operations[self.row]
         if len(h) != len(self.operations):
             raise ValueError(
@@ -104,27 +104,24 @@ class Relaxation(ABC):
     Attributes:
         alpha_from: progress from which α moves; before, weights alone learn.
         has_beta: whether the rule has logits β of whole edges, (num_rows,), besides α.
+        draws: whether its weights depend on draws, so that no network is the mean of all.
     """
 
     alpha_from: float = 0.0
     has_beta: bool = False
+    draws: bool = True
 
     @abstractmethod
     def weights(
-        self,
-        alpha: Tensor,
-        step: SearchStep,
-        *,
-        beta: Tensor | None = None,
-        incoming: Sequence[Sequence[int]] = (),
+        self, alpha: Tensor, step: SearchStep, *, edge_shares: Tensor | None = None
     ) -> EdgeWeights:
         """Return what the edges multiply by in one step.
 
         Args:
             alpha: logits, (num_rows, num_operations); gradients flow.
             step: of the search.
-            beta: logits of edges, (num_rows,), where the rule `has_beta`.
-            incoming: for every node, the rows that enter it (`CellSpace.incoming`).
+            edge_shares: softmax of β over a node's edges (`CellSpace.edge_shares`), (num_rows,),
+                where the rule `has_beta`; gradients flow.
         """
 
     def edge(

@@ -46,12 +46,7 @@ class SinglePath(Relaxation):
     """Every edge runs an operation drawn by softmax(α)."""
 
     def weights(
-        self,
-        alpha: Tensor,
-        step: SearchStep,
-        *,
-        beta: Tensor | None = None,
-        incoming: Sequence[Sequence[int]] = (),
+        self, alpha: Tensor, step: SearchStep, *, edge_shares: Tensor | None = None
     ) -> EdgeWeights:
         """Return one drawn operation an edge."""
         return weights_of(drawn_operations(alpha, 1, drawn_from(step))[:, 0].tolist(), alpha)

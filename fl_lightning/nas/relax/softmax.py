@@ -7,7 +7,6 @@ Source: Liu, Simonyan, Yang 2019, DARTS, eq. 2.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import final
 
 from torch import Tensor
@@ -25,13 +24,10 @@ class Softmax(Relaxation):
         tensor([[0.2500, 0.2500, 0.2500, 0.2500]])
     """
 
+    draws = False
+
     def weights(
-        self,
-        alpha: Tensor,
-        step: SearchStep,
-        *,
-        beta: Tensor | None = None,
-        incoming: Sequence[Sequence[int]] = (),
+        self, alpha: Tensor, step: SearchStep, *, edge_shares: Tensor | None = None
     ) -> EdgeWeights:
         """Return the softmax of every row."""
         return EdgeWeights(alpha.softmax(1))

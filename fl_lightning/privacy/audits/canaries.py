@@ -25,7 +25,7 @@ from fl_lightning.data.cohorts.population import Population
 from fl_lightning.privacy.mechanism import Privacy
 from fl_lightning.privacy.noise.noise_source import SeededNoise, coins
 from fl_lightning.privacy.private_mean import PrivateMean
-from fl_lightning.privacy.run import Run
+from fl_lightning.privacy.run import AccountedRun
 
 
 def epsilon_lower_bound(
@@ -87,7 +87,13 @@ def _log_ratio(chance: float, other: float) -> float:
 
 
 def canary_scores(
-    privacy: Privacy, run: Run, *, has_canary: bool, num_worlds: int, size: int = 32, seed: int = 0
+    privacy: Privacy,
+    run: AccountedRun,
+    *,
+    has_canary: bool,
+    num_worlds: int,
+    size: int = 32,
+    seed: int = 0,
 ) -> list[float]:
     """Return how much of a canary is in what is released, one number for each world.
 
@@ -117,7 +123,7 @@ def canary_scores(
         mean.clip_norm = privacy.clip_norm
         for index in range(run.planned_rounds):
             mean.release = mechanism.client_release(index, privacy.clip_norm)
-            if mechanism.server_draws and mechanism.noise_multiplier:
+            if not privacy.clients_add_noise and mechanism.noise_multiplier:
                 mean.coins = partial(coins(root).stream, index)
             mean.open(canary)
             for client in run.cohort.sample(index, everybody, root).tolist():

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from fl_lightning.secure.ring import Integers
+from fl_lightning.secure.ring import RingIntegers
 from fl_lightning.secure.sum_quantiser import SumQuantiser
 from fl_lightning.updates.wire.reader import DecodeError
 
@@ -125,7 +125,7 @@ class PaillierSum:
         self._public.raw_encrypt(1)
         return (time.process_time() - began) * self.num_ciphertexts
 
-    def encrypt(self, values: Integers) -> bytes:
+    def encrypt(self, values: RingIntegers) -> bytes:
         """Return the vector, encrypted.
 
         Raises:
@@ -157,7 +157,7 @@ class PaillierSum:
             )
         return b"".join(self._bytes(each) for each in total)
 
-    def decrypt(self, data: bytes) -> Integers:
+    def decrypt(self, data: bytes) -> RingIntegers:
         """Return the integers, of the ring's dtype.
 
         Raises:
@@ -173,7 +173,7 @@ class PaillierSum:
             values += [plain >> self._slot_bits * at & (1 << self._slot_bits) - 1 for at in places]
         return np.array(values, np.uint64).astype(self._quantiser.ring.dtype)
 
-    def _packed(self, values: Integers) -> int:
+    def _packed(self, values: RingIntegers) -> int:
         plain = 0
         for value in reversed(values.tolist()):
             plain = plain << self._slot_bits | value

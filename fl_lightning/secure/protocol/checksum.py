@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fl_lightning.secure.ring import Integers, Ring
+from fl_lightning.secure.ring import Ring, RingIntegers
 
 CHECK_BITS = 64
 
@@ -22,7 +22,7 @@ def num_checks(ring: Ring) -> int:
     return -(-CHECK_BITS // ring.bits)
 
 
-def with_checksum(values: Integers, ring: Ring) -> Integers:
+def with_checksum(values: RingIntegers, ring: Ring) -> RingIntegers:
     """Return the values with their checksum behind them.
 
     Args:
@@ -40,13 +40,13 @@ def with_checksum(values: Integers, ring: Ring) -> Integers:
     return np.concatenate([values, _checksum(values, ring)])
 
 
-def has_checksum(values: Integers, ring: Ring) -> bool:
+def has_checksum(values: RingIntegers, ring: Ring) -> bool:
     """Return whether values that came out of a sum, shape (k + l,), fit their checksum."""
     size = len(values) - num_checks(ring)
     return bool(np.array_equal(_checksum(values[:size], ring), values[size:]))
 
 
-def _checksum(values: Integers, ring: Ring) -> Integers:
+def _checksum(values: RingIntegers, ring: Ring) -> RingIntegers:
     parts = np.array_split(values, num_checks(ring))
     # an unsigned dtype overflows modulo a multiple of R
     sums = np.array([part.sum(dtype=ring.dtype) for part in parts], ring.dtype)

@@ -47,7 +47,7 @@ from fl_lightning.secure.protocol.shamir import SHARE_SIZE, split
 from fl_lightning.secure.protocol.signing import Directory, signed_content
 from fl_lightning.secure.protocol.used_rounds import UsedRounds
 from fl_lightning.secure.protocol.wire import decode, encode, places_as_bits
-from fl_lightning.secure.ring import Integers
+from fl_lightning.secure.ring import RingIntegers
 from fl_lightning.updates.wire.reader import DecodeError
 
 
@@ -75,7 +75,7 @@ class SecureClient:
         self,
         session: Session,
         place: int,
-        vector: Integers,
+        vector: RingIntegers,
         *,
         entropy: Entropy = system_entropy,
         used: UsedRounds | None = None,

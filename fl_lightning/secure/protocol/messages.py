@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fl_lightning.secure.ring import Integers
+from fl_lightning.secure.ring import RingIntegers
 
 Places = frozenset[int]
 Table = Mapping[int, bytes]
@@ -81,7 +81,7 @@ class Mailbox:
 class MaskedVector:
     """A client's vector and its checksum under its pads, integers of the session's ring."""
 
-    values: Integers
+    values: RingIntegers
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,13 @@ from __future__ import annotations
 import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 
-from fl_lightning.secure.ring import Integers, Ring
+from fl_lightning.secure.ring import Ring, RingIntegers
 
 CHUNK = 1 << 16  # bytes at a time, so that they are added while they are in the cache
 _ZEROS = bytes(CHUNK)
 
 
-def add_pad(total: Integers, key: bytes, ring: Ring, *, subtract: bool = False) -> None:
+def add_pad(total: RingIntegers, key: bytes, ring: Ring, *, subtract: bool = False) -> None:
     """Add the pad of ``key`` to ``total`` modulo R, in place; `Ring.reduced` is the caller's.
 
     Args:
@@ -39,7 +39,7 @@ def add_pad(total: Integers, key: bytes, ring: Ring, *, subtract: bool = False) 
         combine(part, pad[: len(part)], out=part)
 
 
-def pad(key: bytes, count: int, ring: Ring) -> Integers:
+def pad(key: bytes, count: int, ring: Ring) -> RingIntegers:
     """Return the pad of ``key``: ``count`` integers from 0 to R - 1.
 
     Example:

@@ -28,19 +28,19 @@ from fl_lightning.secure.protocol.messages import (
     Survivors,
     Table,
 )
-from fl_lightning.secure.protocol.session import AbortedError, Session, Stage
+from fl_lightning.secure.protocol.session import AbortedError, ProtocolStage, Session
 from fl_lightning.secure.protocol.signing import Directory
 from fl_lightning.secure.protocol.unmasking import Unmasking
 from fl_lightning.secure.protocol.wire import decode, encode, places_as_bits
-from fl_lightning.secure.ring import Integers
+from fl_lightning.secure.ring import RingIntegers
 from fl_lightning.updates.wire.reader import DecodeError
 
-_KINDS: dict[Stage, type[Any]] = {
-    Stage.ADVERTISE: Advertisement,
-    Stage.SHARE: SealedShares,
-    Stage.MASK: MaskedVector,
-    Stage.AGREE: SignedSurvivors,
-    Stage.REVEAL: RevealedShares,
+_KINDS: dict[ProtocolStage, type[Any]] = {
+    ProtocolStage.ADVERTISE: Advertisement,
+    ProtocolStage.SHARE: SealedShares,
+    ProtocolStage.MASK: MaskedVector,
+    ProtocolStage.AGREE: SignedSurvivors,
+    ProtocolStage.REVEAL: RevealedShares,
 }
 
 
@@ -64,18 +64,18 @@ class SecureServer:
         if session.active and directory is None:
             raise ValueError("active needs directory: without, nobody is known")
         self._session, self._directory = session, directory
-        self.stage: Stage | None = Stage.ADVERTISE
+        self.stage: ProtocolStage | None = ProtocolStage.ADVERTISE
         self.awaited: Places = frozenset(range(session.num_clients))
         self.survivors: Places = frozenset()
         self._received: dict[int, Any] = {}
-        self._total: Integers | None = np.zeros(session.length, session.ring.dtype)
+        self._total: RingIntegers | None = np.zeros(session.length, session.ring.dtype)
         self._roster: Table = {}
         self._sealed: dict[int, SealedShares] = {}
         self._graph: Graph = {}
         self._sharers: Places = frozenset()
 
     @property
-    def total(self) -> Integers:
+    def total(self) -> RingIntegers:
         """The sum over the survivors, of the ring's dtype, shape (size,).
 
         Raises:
@@ -116,12 +116,12 @@ class SecureServer:
         """
         if self.stage is None:
             raise AbortedError("the session is over")
-        close: dict[Stage, Callable[[Places], dict[int, AnyMessage]]] = {
-            Stage.ADVERTISE: self._close_advertise,
-            Stage.SHARE: self._close_share,
-            Stage.MASK: self._close_mask,
-            Stage.AGREE: self._close_agree,
-            Stage.REVEAL: self._close_reveal,
+        close: dict[ProtocolStage, Callable[[Places], dict[int, AnyMessage]]] = {
+            ProtocolStage.ADVERTISE: self._close_advertise,
+            ProtocolStage.SHARE: self._close_share,
+            ProtocolStage.MASK: self._close_mask,
+            ProtocolStage.AGREE: self._close_agree,
+            ProtocolStage.REVEAL: self._close_reveal,
         }
         try:
             messages = close[self.stage](frozenset(self._received))

@@ -28,7 +28,7 @@ def new_run_id() -> str:
     return token_hex(16)
 
 
-class Stage(IntEnum):
+class ProtocolStage(IntEnum):
     """What clients are to send next; rounds 0 to 4 of the paper."""
 
     ADVERTISE = 0
@@ -125,9 +125,11 @@ class Session:
         return max(2, -(-self.threshold * self.num_clients // (self.num_neighbours + 1)))
 
     @property
-    def stages(self) -> tuple[Stage, ...]:
+    def stages(self) -> tuple[ProtocolStage, ...]:
         """The stages in order; only against an active server the survivors are agreed on."""
-        return tuple(stage for stage in Stage if self.active or stage != Stage.AGREE)
+        return tuple(
+            stage for stage in ProtocolStage if self.active or stage != ProtocolStage.AGREE
+        )
 
     @cached_property
     def identity(self) -> bytes:

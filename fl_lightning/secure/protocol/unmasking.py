@@ -31,7 +31,7 @@ from fl_lightning.secure.protocol.messages import (
 from fl_lightning.secure.protocol.pads import add_pad
 from fl_lightning.secure.protocol.session import AbortedError, Session
 from fl_lightning.secure.protocol.shamir import combine
-from fl_lightning.secure.ring import Integers
+from fl_lightning.secure.ring import RingIntegers
 
 Shares = dict[int, dict[int, bytes]]
 KINDS = ("keys", "seeds")  # in the order of their hashes
@@ -55,7 +55,7 @@ class Unmasking:
     graph: Graph
     survivors: Places
 
-    def remove_pads(self, total: Integers, answers: Mapping[int, RevealedShares]) -> None:
+    def remove_pads(self, total: RingIntegers, answers: Mapping[int, RevealedShares]) -> None:
         """Take all pads out of the sum, in place.
 
         Args:
@@ -79,7 +79,7 @@ class Unmasking:
                 "under its pads, or two clients used different pads"
             )
 
-    def _remove_pads_of(self, place: int, key: AgreementKey, total: Integers) -> None:
+    def _remove_pads_of(self, place: int, key: AgreementKey, total: RingIntegers) -> None:
         """Take out what the survivors near a dropped client have added for it."""
         for peer in self.graph[place] & self.survivors:
             secret = key.secret_with(

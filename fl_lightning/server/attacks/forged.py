@@ -17,8 +17,7 @@ from torch import Tensor
 from fl_lightning.core.seeds import numpy_generator
 from fl_lightning.server.aggregator import Aggregator
 from fl_lightning.server.kept_updates import KeptUpdates
-from fl_lightning.server.robust.collect import Collected
-from fl_lightning.server.robust.matrix import Floats, Rows, UpdateRows
+from fl_lightning.server.robust.matrix import Floats, Rows
 
 # Of one attacker, by its client id
 Generators = Callable[[int], np.random.Generator]
@@ -98,8 +97,7 @@ class Forged(KeptUpdates):
         """Start without updates."""
         self._like = like
         # the rule has as many again, with the attackers' in their places
-        own = self.aggregator
-        self._rows = own.new_rows(like) if isinstance(own, Collected) else UpdateRows(like)
+        self._rows = self.aggregator.new_rows(like)
 
     def close(self) -> Tensor:
         """Return the aggregate of the honest updates and the forged ones."""

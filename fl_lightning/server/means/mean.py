@@ -37,6 +37,16 @@ class Mean(WeightedMean):
         self.weight_by_examples = weight_by_examples
         self.exact = exact
 
+    @property
+    def reason_against_private_mean(self) -> str | None:
+        """That weights by examples have no bound."""
+        if not self.weight_by_examples:
+            return None
+        return (
+            "Mean weighs clients by their examples, so that one with many moves the model by more than "
+            "its clip norm: set the aggregator's weight_by_examples to false, or leave the aggregator out"
+        )
+
     def weight(self, update: ClientUpdate) -> float:
         """Return its examples, or 1."""
         return update.num_examples if self.weight_by_examples else 1

@@ -19,10 +19,10 @@ from typing import final
 import numpy as np
 
 from fl_lightning.server.robust.checks import check_num_attackers
-from fl_lightning.server.robust.collect import RobustRule, RuleContext
 from fl_lightning.server.robust.krum import krum_scores
 from fl_lightning.server.robust.matrix import Floats, Rows
 from fl_lightning.server.robust.passes import median_weights, sorted_blocks, squared_distances
+from fl_lightning.server.robust.rule import RobustRule, RuleContext
 from fl_lightning.server.robust.views import ChosenRows
 
 

@@ -12,9 +12,7 @@ coordinate.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
-from typing import ClassVar, final
+from typing import final
 
 import numpy as np
 import torch
@@ -22,51 +20,9 @@ from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError, RoundFailure
 from fl_lightning.server.kept_updates import KeptUpdates
-from fl_lightning.server.robust.matrix import Floats, Rows, UpdateRows
+from fl_lightning.server.robust.matrix import UpdateRows
 from fl_lightning.server.robust.passes import median_weights, sorted_sum
-
-
-@dataclass
-class RuleContext:
-    """What a rule knows besides the updates.
-
-    Attributes:
-        round_index: which round, for rules that draw.
-        memory: vectors of shape (k,) by name, which the rule may change and finds again next round.
-    """
-
-    round_index: int = 0
-    memory: dict[str, Floats] = field(default_factory=dict)
-
-
-class RobustRule(ABC):
-    """How the updates of a round become one, seen together.
-
-    Attributes:
-        by_coordinate: whether it does with every coordinate the same, whatever the others are.
-
-    Example:
-        >>> class Largest(RobustRule):
-        ...     by_coordinate = True
-        ...     def combine(self, rows, context):
-        ...         return np.concatenate([block.max(0) for _, block in rows.blocks()])
-    """
-
-    by_coordinate: ClassVar[bool] = False
-
-    @property
-    def trusted_client(self) -> int | None:
-        """The client by whose update it judges, so that it must be in every round; None if there is none."""
-        return None
-
-    @property
-    def min_updates(self) -> int:
-        """With fewer the rule means nothing, ≥ 1."""
-        return 1
-
-    @abstractmethod
-    def combine(self, rows: Rows, context: RuleContext) -> Floats:
-        """Return the aggregate, shape (k,)."""
+from fl_lightning.server.robust.rule import RobustRule, RuleContext
 
 
 @final
@@ -102,6 +58,11 @@ class Collected(KeptUpdates):
         self._limit = int(memory_gb * 2**30)
         self._context = RuleContext()
         self._combined: Tensor | None = None
+
+    @property
+    def robust_rule(self) -> RobustRule:
+        """The rule."""
+        return self.rule
 
     @property
     def buffers(self) -> Tensor | None:

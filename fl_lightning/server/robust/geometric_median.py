@@ -17,9 +17,9 @@ from typing import final
 import numpy as np
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.server.robust.collect import RobustRule, RuleContext
 from fl_lightning.server.robust.matrix import Floats, Rows
 from fl_lightning.server.robust.passes import combined, squared_distances
+from fl_lightning.server.robust.rule import RobustRule, RuleContext
 
 # the iteration nears its end linearly; it stops when a step is so short a part of the distances
 _TOLERANCE = 1e-9

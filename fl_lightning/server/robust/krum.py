@@ -18,9 +18,9 @@ import numpy as np
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.server.robust.checks import check_num_attackers
-from fl_lightning.server.robust.collect import RobustRule, RuleContext
 from fl_lightning.server.robust.matrix import Floats, Rows
 from fl_lightning.server.robust.passes import combined, squared_distances
+from fl_lightning.server.robust.rule import RobustRule, RuleContext
 
 
 @final

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import final
 
 from fl_lightning.server.robust.checks import check_num_attackers
-from fl_lightning.server.robust.collect import RobustRule, RuleContext
 from fl_lightning.server.robust.matrix import Floats, Rows
 from fl_lightning.server.robust.passes import median_weights, sorted_sum, trimmed_weights
+from fl_lightning.server.robust.rule import RobustRule, RuleContext
 
 
 @final

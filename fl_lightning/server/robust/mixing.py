@@ -18,10 +18,9 @@ import numpy as np
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import check_seed, numpy_generator, run_seed
 from fl_lightning.server.robust.checks import check_num_attackers
-from fl_lightning.server.robust.collect import RobustRule, RuleContext
-from fl_lightning.server.robust.fltrust import FLTrust
 from fl_lightning.server.robust.matrix import Floats, Rows
 from fl_lightning.server.robust.passes import squared_distances
+from fl_lightning.server.robust.rule import RobustRule, RuleContext
 from fl_lightning.server.robust.views import MixedRows
 
 
@@ -107,10 +106,10 @@ def check_mixable(rule: RobustRule) -> None:
     """Refuse a rule that looks for one client's update.
 
     Raises:
-        ConfigurationError: for FLTrust.
+        ConfigurationError: if it has a trusted client.
     """
-    if isinstance(rule, FLTrust):
+    if rule.trusted_client is not None:
         raise ConfigurationError(
-            "FLTrust needs the trusted client's own update, and a mixed one is several clients': "
+            f"{type(rule).__name__} needs the trusted client's own update, and a mixed one is several clients': "
             "use it without pre-aggregation"
         )

@@ -14,9 +14,9 @@ from typing import final
 import numpy as np
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.server.robust.collect import RobustRule, RuleContext
 from fl_lightning.server.robust.matrix import Floats, Rows
 from fl_lightning.server.robust.passes import combined, row_norms
+from fl_lightning.server.robust.rule import RobustRule, RuleContext
 
 
 @final

@@ -71,7 +71,7 @@ class Scoring:
         Parameters that are not given have the module's values, and are constants; buffers are
         copies, so that nothing in the module is written to.
         """
-        wrapper = _Wrapper(module, self.logits)
+        wrapper = _LogitsAsForward(module, self.logits)
         fixed = {f"module.{n}": p.detach() for n, p in module.named_parameters()}
         fixed |= {f"module.{n}": b.detach().clone() for n, b in module.named_buffers()}
 
@@ -86,7 +86,7 @@ class Scoring:
         return score
 
 
-class _Wrapper(nn.Module):
+class _LogitsAsForward(nn.Module):
     def __init__(self, module: nn.Module, logits: Logits) -> None:
         super().__init__()
         self.module = module

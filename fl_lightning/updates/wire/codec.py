@@ -21,7 +21,7 @@ import zlib
 
 from torch import Tensor
 
-from fl_lightning.updates.wire.message import LARGEST_NUMBER, Agreement, Kind, Message
+from fl_lightning.updates.wire.message import LARGEST_NUMBER, Agreement, Message, MessageKind
 from fl_lightning.updates.wire.payload_codec import Part, payload_size, read_payload, write_payload
 from fl_lightning.updates.wire.reader import DecodeError, Reader
 
@@ -31,7 +31,7 @@ _HEADER = struct.Struct("<4sBBBHQ16s4Q")
 _TEXT = struct.Struct("<H")
 _METRIC = struct.Struct("<d")
 _CHECKSUM = struct.Struct("<I")
-_KINDS: tuple[Kind, ...] = ("update", "model")
+_KINDS: tuple[MessageKind, ...] = ("update", "model")
 
 
 def encoded_size(message: Message) -> int:
@@ -162,7 +162,7 @@ def _check_frame(data: bytes | bytearray | memoryview) -> None:
         raise DecodeError("the checksum differs: bytes changed on the way")
 
 
-def _check_header(kind: Kind, space: str, numbers: list[int], agreement: Agreement) -> None:
+def _check_header(kind: MessageKind, space: str, numbers: list[int], agreement: Agreement) -> None:
     _check("kind", kind, agreement.kind)
     _check("space", space, agreement.space)
     _check("round", numbers[0], agreement.round_index)

@@ -16,11 +16,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from fl_lightning.core.whole_numbers import Integers
 from fl_lightning.updates.wire.bit_packing import Bytes, pack, packed_size, unpack
-
-Integers = NDArray[np.int64]
 
 
 @dataclass(frozen=True)

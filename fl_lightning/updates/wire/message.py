@@ -17,7 +17,7 @@ from torch import Tensor
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.updates.payload import Dense, Payload
 
-Kind = Literal["update", "model"]
+MessageKind = Literal["update", "model"]
 LARGEST_NUMBER = 2**63 - 1
 
 
@@ -41,7 +41,7 @@ class Message:
         ValueError: if a field is outside its range.
     """
 
-    kind: Kind
+    kind: MessageKind
     space: str
     round_index: int
     client_id: int
@@ -137,7 +137,7 @@ class Agreement:
         transforms: what is done to a delta, in order.
     """
 
-    kind: Kind
+    kind: MessageKind
     space: str
     round_index: int
     num_params: int

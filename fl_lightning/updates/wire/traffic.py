@@ -14,7 +14,7 @@ from torch import Tensor
 from fl_lightning.core.update import ClientUpdate, LazyDeltas, Updates
 from fl_lightning.updates.payload import Dense
 from fl_lightning.updates.wire.codec import encoded_size
-from fl_lightning.updates.wire.message import Kind, Message
+from fl_lightning.updates.wire.message import Message, MessageKind
 
 Shape = tuple[int, torch.dtype]
 
@@ -52,7 +52,7 @@ def _shape(vector: Tensor | LazyDeltas, active: Tensor | None = None) -> Shape:
 
 
 @lru_cache(maxsize=256)
-def _dense_size(kind: Kind, params: Shape, buffers: Shape, metrics: tuple[str, ...]) -> int:
+def _dense_size(kind: MessageKind, params: Shape, buffers: Shape, metrics: tuple[str, ...]) -> int:
     """Return the size of a message whose vectors have no storage, because none is looked at."""
 
     def payload(shape: Shape) -> Dense:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
-from fl_lightning.privacy.mechanism import NoiseShares
-from fl_lightning.privacy.private_mean import PrivateAggregator
+from torch import Tensor
+
+from fl_lightning.core.whole_numbers import Integers
 
 # so few that a sum over them would show them: their updates are in no round
 FEWEST_CLIENTS = 2
@@ -43,9 +44,8 @@ class Expense:
     seconds: Mapping[str, float] = field(default_factory=dict)
 
 
-@runtime_checkable
 class Protected(Protocol):
-    """An aggregator for which clients do not send their deltas in clear.
+    """An aggregator for which clients do not send their deltas in clear: see `Aggregator.protection`.
 
     Attributes:
         restarts: whether a round that is resumed begins with its first client, because what the
@@ -72,12 +72,24 @@ class Protected(Protocol):
         """Return what a client sends for ``size`` numbers, and what it receives besides the model."""
 
 
-@runtime_checkable
-class TakesNoiseShares(Protocol):
-    """One that can add up whole numbers with clients' noise."""
+class NoiseShares(Protocol):
+    """A mechanism whose clients send whole numbers with their share of the noise.
 
-    def fewest_survivors(self, num_clients: int) -> int:
-        """Return how many vectors a sum over a cohort has at least."""
+    Attributes:
+        expected: the cohort's size that sums are divided by.
+        fewest_replies: so many shares have enough noise together.
+    """
 
-    def with_noise_shares(self, shares: Callable[[], NoiseShares]) -> PrivateAggregator:
-        """Return what adds up whole numbers with noise; to be called after `begin`."""
+    expected: float
+    fewest_replies: int
+
+    def num_bits(self, num_clients: int) -> int:
+        """Return b for which no sum of so many clients wraps round modulo 2^b."""
+
+    def client_integers(
+        self, delta: Tensor, clip_norm: float, round_index: int, client: int
+    ) -> Integers:
+        """Return what a client sends of its clipped update, int64 of shape (k,)."""
+
+    def decoded(self, numbers: Integers, clip_norm: float, like: Tensor) -> Tensor:
+        """Return the sum that whole numbers stand for, with the dtype of ``like``."""

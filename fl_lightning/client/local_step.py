@@ -1,0 +1,79 @@
+"""A client's local step: what it is, and that of a LightningModule without a Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fl_lightning.client.log_collector import LogCollector
+from fl_lightning.client.wrapped_optimizers import stepped_with_closure, takes_closure
+from fl_lightning.core.errors import ConfigurationError
+
+# A batch and the number of examples in it.
+SizedBatch = tuple[Any, int]
+# One optimizer step on one batch, or on several whose gradients are accumulated, given its number
+# in the client's round. Returns the mean loss, detached; None if the training step skipped it.
+LocalStep = Callable[[Sequence[SizedBatch], int], Tensor | None]
+
+
+def plain_step(
+    module: Any, optimizer: Optimizer, collector: LogCollector, *, accumulate: int = 1
+) -> LocalStep:
+    """Return the local step of a LightningModule in full precision, without a Trainer.
+
+    The module's ``training_step`` gives the loss; its ``self.log`` must be ``collector``'s, see
+    `LogCollector.listening_to`.
+
+    Args:
+        module: the LightningModule.
+        optimizer: steps once per local step.
+        collector: learns the batch sizes.
+        accumulate: the number of batches that a full step accumulates, by which losses are divided.
+    """
+
+    def gradients(batches: Sequence[SizedBatch], index: int) -> Tensor | None:
+        optimizer.zero_grad()
+        losses = []
+        for batch, size in batches:
+            collector.start_step(size)
+            loss = loss_of(module.training_step(batch, index))
+            if loss is not None:
+                (loss / accumulate if accumulate > 1 else loss).backward()
+                losses.append(loss.detach())
+        if not losses:
+            return None
+        return losses[0] if len(losses) == 1 else torch.stack(losses).mean()
+
+    def step(batches: Sequence[SizedBatch], index: int) -> Tensor | None:
+        if takes_closure(optimizer):
+            return stepped_with_closure(optimizer, lambda: gradients(batches, index))
+        loss = gradients(batches, index)
+        if loss is not None:
+            optimizer.step()
+        return loss
+
+    return step
+
+
+def loss_of(output: Any) -> Tensor | None:
+    """Return the loss in what a ``training_step`` returned: a tensor, a dict with one, or None.
+
+    Raises:
+        ConfigurationError: for anything else.
+    """
+    if type(output) is Tensor and output.ndim == 0:  # what it nearly always is
+        return output
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if loss is None and output is None:
+        return None
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        shape = f" with a loss of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""
+        raise ConfigurationError(
+            "training_step must return a loss tensor with one element, a dict with the key 'loss', "
+            f"or None to skip the batch; it returned {type(output).__name__}{shape}"
+        )
+    return loss if loss.ndim == 0 else loss.reshape(())

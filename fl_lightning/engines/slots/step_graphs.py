@@ -1,0 +1,294 @@
+"""What a step of G clients does at present, found out before a round, and the graphs that do it.
+
+Graphs are made anew for other rules of the optimizer, other thin layers, other kinds of batches. What
+Python reads in the step may change from round to round: graphs tell, and the rest is looked at again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fl_lightning.client.state.python_state import PythonState
+from fl_lightning.core.seeds import preserve_global_generators
+from fl_lightning.engines.cannot_stack import CannotStack, NotByExample
+from fl_lightning.engines.compiler.compiling import Compiled
+from fl_lightning.engines.functional.functional_step import (
+    StepContext,
+    TrainingStep,
+    map_tensors,
+    tensors_in,
+)
+from fl_lightning.engines.functional.user_hooks import hooks_against_slots
+from fl_lightning.engines.slots.rehearsal import Rehearsal, rehearse
+from fl_lightning.engines.slots.stacked_functions import StackedFunctions, StackedOptions
+from fl_lightning.engines.slots.stacked_gradients import Inputs, StackedGradients
+from fl_lightning.engines.slots.step_records import BatchOf, StepRecords
+from fl_lightning.engines.slots.thin_steps import can_be_thin
+from fl_lightning.kernels import FEW
+
+# Compiled anew for changed momentum, weight decay, …; beyond, the step runs as it is.
+MOST_GRAPHS = 3
+# Of batches, by types and shapes, that a run may have.
+MOST_KINDS = 4
+
+_T = TypeVar("_T")
+StepKind = Literal["step", "first", "only"]
+
+
+class _Graphs(NamedTuple):
+    step: Callable[..., Any]
+    first: Callable[..., Any]
+    only: Callable[..., Any]
+
+
+class StepGraphs:
+    """The graphs of one stacked step, and what has to be known to make them.
+
+    Args:
+        module: the LightningModule.
+        optimizer: over all parameters that train.
+        takes_index: whether ``training_step`` has a second parameter.
+        options: how to stack.
+        count: steps that each client has taken, shape (G,).
+        context: makes what ``training_step`` runs in, such as autocast.
+        ignore: names of the module's attributes that are none of the user's, see `PythonState`.
+
+    Raises:
+        CannotStack: if the optimizer leaves out a parameter that trains.
+
+    Attributes:
+        functions: what graphs are made of.
+        rehearsal: what the step draws and gives to metrics; None before `rehearse`.
+        present: the graphs for what the step does now; only from the first rehearsal on.
+    """
+
+    present: _Graphs
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        takes_index: bool,
+        options: StackedOptions,
+        count: Tensor,
+        context: StepContext,
+        ignore: Collection[str],
+    ) -> None:
+        self._module, self._optimizer, self._options = module, optimizer, options
+        self._count, self._ignore = count, ignore
+        self._call = TrainingStep(module, takes_index, direct=options.direct, context=context)
+        self._plain_call = TrainingStep(module, takes_index, context=context)
+        gradients = StackedGradients(self._call, options.weighted)
+        self.functions = StackedFunctions(gradients, options, _groups(optimizer, module))
+        self.rehearsal: Rehearsal | None = None
+        self._records: StepRecords | None = None
+        # by what needs one of its own: the optimizer's rules and thin layers' names
+        self._made: dict[Any, _Graphs] = {}
+        self._looked_for: Any = None  # in no round so far
+        self._kinds: set[Any] = set()
+        self._sizes: Collection[int] = ()
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether its graphs, as far as they were needed, are compiled; not before the first round."""
+        return all(isinstance(run, Compiled) and not run.is_given_up for run in self.present)
+
+    def rehearse(self, batch: BatchOf, sizes: Collection[int]) -> Rehearsal:
+        """Find out what the step draws and gives to metrics, if that is not known for good.
+
+        It may change from round to round, e.g. with a dropout that grows, and so may all else that
+        Python reads in a step: some changes need another graph.
+
+        Args:
+            batch: makes one of so many examples.
+            sizes: that batches have; the largest is a full one's.
+
+        Raises:
+            CannotStack: if slots cannot do what the step does now.
+        """
+        if reason := hooks_against_slots(self._module, self._optimizer):
+            raise CannotStack(reason)
+        with nullcontext() if self._is_known(sizes) else self._leaving_nothing():
+            if self.rehearsal is None or not self.rehearsal.is_final:
+                options = self._options
+                with preserve_global_generators():  # reading it may draw
+                    full = batch(max(sizes))
+                with preserve_global_generators(only_torch=True):  # others are Python's state
+                    self.rehearsal = rehearse(
+                        self._call,
+                        self._module,
+                        full,
+                        num_slots=options.num_slots,
+                        by_example=options.weighted,
+                    )
+                self.functions.gradients.draw_axes = self.rehearsal.draws.axes
+            self._sizes = sizes
+            self._read_step(batch, sizes)
+        return self.rehearsal
+
+    def forget(self) -> None:
+        """Have the next rehearsal find out everything anew."""
+        self.rehearsal = self._looked_for = None
+
+    @contextmanager
+    def _leaving_nothing(self) -> Iterator[None]:
+        """Undo what the step does to Python's objects; refuse a step that does anything to them."""
+        state, reason = PythonState(self._module, ignore=self._ignore), None
+        try:
+            yield
+        except CannotStack as found:
+            reason = found
+        finally:
+            changes = state.changes()
+            if changes:
+                state.put_back()
+        if changes:  # which is why it does other things the next time
+            raise CannotStack(f"training_step changes {changes[0]}")
+        if reason is not None:
+            raise reason
+
+    @property
+    def written(self) -> frozenset[str]:
+        """Names of buffers that the step was seen to write to."""
+        return frozenset() if self._records is None else self._records.written
+
+    @property
+    def is_unused_any(self) -> bool:
+        """Whether a parameter that trains is not among what the loss depends on."""
+        return bool(self.functions.unused)
+
+    def run(self, kind: StepKind, inputs: Inputs, *arguments: Any) -> Any:
+        """Run a kind of step, or a graph of it.
+
+        Raises:
+            CannotStack: for batches of a kind of which too many are known.
+        """
+        self._meet(inputs)
+        with self._call.in_place():
+            return getattr(self.present, kind)(inputs, *arguments)
+
+    def by_name(self, of_groups: Sequence[_T]) -> dict[str, _T]:
+        """Return what each parameter has of what the optimizer's groups have."""
+        return {name: of_groups[group] for name, group in self.functions.group_of.items()}
+
+    def _is_known(self, sizes: Collection[int]) -> bool:
+        """Whether the step is not run to rehearse it: nothing about it is open."""
+        is_settled = self.rehearsal is not None and self.rehearsal.is_final
+        return is_settled and self._graphs_can_tell and not self._are_new(sizes)
+
+    @property
+    def _graphs_can_tell(self) -> bool:
+        """Whether graphs of the present rules and masks tell if what Python reads has changed."""
+        functions = self.functions
+        is_known = self._looked_for == (functions.rules, set(functions.masks))
+        return is_known and self.is_compiled
+
+    def _are_new(self, sizes: Collection[int]) -> bool:
+        """Whether nothing is proved yet of batches of one of these sizes."""
+        if not self._options.weighted or self._records is None:
+            return False
+        return not self._records.has_proved(sizes)
+
+    def _read_step(self, batch: BatchOf, sizes: Collection[int]) -> None:
+        """Prepare for a step that may have changed.
+
+        Graphs tell whether what Python reads in the step has. They do not read rules and masks of
+        weights that are thin.
+        """
+        can_tell = self._graphs_can_tell
+        if not can_tell:
+            self._look(batch, max(sizes))
+            with preserve_global_generators():
+                self._kinds = {_kind(batch(max(sizes)), 1)}
+        self._prove(sizes)
+        self._recheck(refuse=can_tell)
+
+    def _look(self, batch: BatchOf, full: int) -> None:
+        """Find out what the step does now, which layers can be thin, and take the graphs for that."""
+        functions = self.functions
+        self._records = StepRecords(self._plain_call, self._module, batch, full)
+        self._records.look()
+        functions.unused = self._records.unused
+        if functions.unused and (self._options.has_pull or self._options.has_shift):
+            name = min(functions.unused)
+            raise CannotStack(
+                f"a correction moves the parameter {name}, which its loss does not use"
+            )
+        with preserve_global_generators():
+            functions.gradients.thin = self._thin_names(batch, full)
+        key = (*functions.rules, *functions.gradients.thin, functions.unused)
+        if key not in self._made:
+            step, first = self._graph(functions.step), self._graph(functions.first)
+            self._made[key] = _Graphs(step, first, self._graph(functions.only))
+        self.present = self._made[key]
+        self._looked_for = functions.rules, set(functions.masks)
+
+    def _prove(self, sizes: Collection[int]) -> None:
+        """Have it proved that batches of these sizes can be evaluated example by example."""
+        if not self._options.weighted or self._records is None:
+            return
+        if reason := self._records.reason_against(sizes):
+            raise NotByExample(reason)
+
+    def _recheck(self, *, refuse: bool) -> None:
+        for run in self.present:
+            if isinstance(run, Compiled):
+                run.recheck(refuse=refuse)
+
+    def _thin_names(self, batch: BatchOf, full: int) -> list[str]:
+        """Return the names of the weights whose layers can be thin."""
+        layers = self._call.thin_layers
+        if layers is None or self._options.changes_gradients:
+            return []
+        names = [name for name in layers.names if name not in self.functions.masks]
+        names = can_be_thin(names, self.by_name(self.functions.rules))
+        if not names:
+            return []
+        if full > FEW:
+            return []
+        sample = batch(full)
+        if self._options.weighted:
+            sample = map_tensors(lambda tensor: tensor[:1], sample)
+        with self._call.in_place():
+            return self._call.thin_here(names, sample, self._count[0])
+
+    def _graph(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        # a schedule that changes more than the learning rate would want a graph every round
+        is_compiled = self._options.compiled and len(self._made) < MOST_GRAPHS
+        return Compiled(function, is_alone=True) if is_compiled else function
+
+    def _meet(self, inputs: Inputs) -> None:
+        """See to it that the step is known for batches of this kind: types, and shapes of examples."""
+        kind = _kind(inputs.batch, 2)
+        if kind in self._kinds:
+            return
+        if len(self._kinds) == MOST_KINDS or inputs.draws:
+            raise CannotStack("its batches have examples of different shapes or types")
+        with self._leaving_nothing():
+            self._look(
+                lambda size: map_tensors(lambda tensor: tensor[0][:size], inputs.batch),
+                inputs.valid.shape[1],
+            )
+            self._prove(self._sizes)
+        self._kinds.add(kind)
+        self._recheck(refuse=False)
+
+
+def _kind(batch: Any, num_axes: int) -> Any:
+    """Return what tells batches apart in which a step may do other things."""
+    return tuple((tensor.dtype, tensor.shape[num_axes:]) for tensor in tensors_in(batch))
+
+
+def _groups(optimizer: Optimizer, module: nn.Module) -> dict[str, int]:
+    """Return the number of the parameter group that each name is in."""
+    numbers = {id(p): i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    missing = [name for name, p in trained.items() if id(p) not in numbers]
+    if missing:
+        raise CannotStack(f"its optimizer leaves out the parameter {missing[0]}, which trains")
+    return {name: numbers[id(p)] for name, p in trained.items()}
