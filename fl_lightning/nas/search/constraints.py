@@ -74,6 +74,16 @@ class Constraint:
         return f"{self.measure}{'<=' if self.is_upper else '>='}{self.bound:g}"
 
 
+def shown(value: float) -> str:
+    """Return a cost to read.
+
+    Example:
+        >>> shown(15647370), shown(3.14159)
+        ('15,647,370', '3.14')
+    """
+    return f"{value:,.0f}" if float(value).is_integer() else f"{value:,.3g}"
+
+
 def _positive(text: str | None) -> float | None:
     try:
         value = float(text or "")

@@ -8,23 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.core.seeds import derive_seed, torch_generator
+from fl_lightning.core.seeds import derive_seed
 from fl_lightning.nas.search.problem import Costs
 from fl_lightning.nas.search.proxies import Proxy
 from fl_lightning.nas.spaces.nas_bench_201_table import DataSet, NASBench201Table
 from fl_lightning.nas.spaces.space import Architecture, SearchSpace
 
-
-class Build(Protocol):
-    """Makes a fresh network of an architecture."""
-
-    def __call__(self, architecture: Architecture) -> nn.Module:
-        """Return it."""
+# makes a fresh network of an architecture
+Build = Callable[[Architecture], nn.Module]
 
 
 @final
@@ -106,12 +102,3 @@ def builder(space: SearchSpace, **options: Any) -> Build:
         return build(architecture, **options)
 
     return make
-
-
-def noise_batch(
-    batch_size: int, *, side: int, in_channels: int, num_classes: int, seed: int
-) -> tuple[Tensor, Tensor]:
-    """Return images of Gaussian noise with random labels: what a proxy sees where there is no data."""
-    generator = torch_generator(seed, "proxy batch")
-    images = torch.randn(batch_size, in_channels, side, side, generator=generator)
-    return images, torch.randint(num_classes, (batch_size,), generator=generator)

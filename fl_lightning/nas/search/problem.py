@@ -15,7 +15,7 @@ from functools import cached_property
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.nas.pictures import on_front
-from fl_lightning.nas.search.constraints import Constraint
+from fl_lightning.nas.search.constraints import Constraint, shown
 from fl_lightning.nas.search.feasible import best_by_steps
 from fl_lightning.nas.spaces.space import Architecture, SearchSpace
 
@@ -117,12 +117,12 @@ class Problem:
                 word = "smallest" if constraint.is_upper else "largest"
                 raise ConfigurationError(
                     f"constraint {constraint}: no network of {self.space.name} meets it; the {word} "
-                    f"{constraint.measure} is {_shown(self.costs(end)[constraint.measure])}, of {end}"
+                    f"{constraint.measure} is {shown(self.costs(end)[constraint.measure])}, of {end}"
                 )
         closest = best_by_steps(self.space, self.excess)
         if not self.is_met(closest):
             costs = ", ".join(
-                f"{name} {_shown(self.costs(closest)[name])}"
+                f"{name} {shown(self.costs(closest)[name])}"
                 for name in dict.fromkeys(one.measure for one in self.constraints)
             )
             raise ConfigurationError(
@@ -184,7 +184,3 @@ class Evaluations:
 def parse_constraints(texts: Sequence[str], measures: Sequence[str]) -> tuple[Constraint, ...]:
     """Read several constraints; see `Constraint.parse`."""
     return tuple(Constraint.parse(text, measures) for text in texts)
-
-
-def _shown(value: float) -> str:
-    return f"{value:,.0f}" if float(value).is_integer() else f"{value:,.4g}"
