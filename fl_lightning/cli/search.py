@@ -137,7 +137,9 @@ def _objective(given: Any, networks: Networks, costs: Costs) -> Objective:
         return CostScore(costs, given.score)
     if given.score == "accuracy":
         if given.table is None:
-            raise ConfigurationError("score accuracy needs the truth of NAS-Bench-201: give --table")
+            raise ConfigurationError(
+                "score accuracy needs the truth of NAS-Bench-201: give --table"
+            )
         return TableScore(NASBench201Table.read(given.table))
     shape = {
         "side": networks.side,
@@ -177,7 +179,9 @@ def _costs(networks: Networks, table: LatencyTable | None) -> Costs:
 
 def _front_measure(given: str | None, constrained: Sequence[str], measures: Sequence[str]) -> str:
     if given is not None and given not in measures:
-        raise ConfigurationError(f"front: there is no cost {given!r}; there are {', '.join(measures)}")
+        raise ConfigurationError(
+            f"front: there is no cost {given!r}; there are {', '.join(measures)}"
+        )
     return given or next(iter(constrained), "flops")
 
 

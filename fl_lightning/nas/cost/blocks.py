@@ -221,9 +221,7 @@ class SizeBlocks(Blocks):
 _Chosen = tuple[Sequence[Size], Sequence[Number]]
 
 
-def _kind(
-    part: Part, own: Sequence[Number], block: Sequence[Number], opens: _Chosen | None
-) -> str:
+def _kind(part: Part, own: Sequence[Number], block: Sequence[Number], opens: _Chosen | None) -> str:
     """Return the name of a kind; ``opens``: of a stage's first block, the sizes of the one before."""
     words = [part.name, _text(part.own, own)]
     if opens is not None:

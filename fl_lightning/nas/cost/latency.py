@@ -245,7 +245,10 @@ class LatencyTable:
 
 
 def _differs(what: str, measured: Any, wanted: Any) -> None:
-    shown = [value if isinstance(value, int | float | str) else str(value) for value in (measured, wanted)]
+    shown = [
+        value if isinstance(value, int | float | str) else str(value)
+        for value in (measured, wanted)
+    ]
     raise ConfigurationError(
         f"the latency file is of other networks: {what} is {shown[0]} there and {shown[1]} here. "
         "Measure these with fl-lightning latency"

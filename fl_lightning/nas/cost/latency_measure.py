@@ -73,9 +73,7 @@ def measure_latency(
     scale, shift = fit_affine(added[:calibration], whole[:calibration])
     predicted = [scale * value + shift for value in added[calibration:]]
     accuracy = accuracy_of(predicted, whole[calibration:])
-    return LatencyTable(
-        space, side, dict(options), where, blocks, rest, scale, shift, accuracy
-    )
+    return LatencyTable(space, side, dict(options), where, blocks, rest, scale, shift, accuracy)
 
 
 def distinct(space: SearchSpace, count: int, generator: torch.Generator) -> list[Architecture]:

@@ -57,7 +57,9 @@ def folder_batch(
     if in_channels == 3:
         del steps[1]
     if in_channels not in (1, 3):
-        raise ConfigurationError(f"images: in_channels must be 1 or 3 for images, got {in_channels}")
+        raise ConfigurationError(
+            f"images: in_channels must be 1 or 3 for images, got {in_channels}"
+        )
     try:
         data = ImageFolder(str(folder), v2.Compose(steps))
     except (OSError, RuntimeError) as error:

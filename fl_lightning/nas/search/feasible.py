@@ -87,9 +87,7 @@ def with_one_change(architecture: Architecture, generator: torch.Generator) -> A
     return space.architecture(choices)
 
 
-def crossed(
-    first: Architecture, second: Architecture, generator: torch.Generator
-) -> Architecture:
+def crossed(first: Architecture, second: Architecture, generator: torch.Generator) -> Architecture:
     """Return an architecture that has each choice from one of two, drawn uniformly."""
     pairs = list(zip(awake(first, generator), awake(second, generator), strict=True))
     sides = torch.randint(2, (len(pairs),), generator=generator).tolist()

@@ -1,8 +1,8 @@
 """What a search leaves in its folder.
 
-    evaluated.csv         every architecture, with its score and costs, in the order of the search
-    front.png, front.svg  score over one cost, with the Pareto front
-    best.yaml             the arguments of a network of the best architecture (`export`)
+evaluated.csv         every architecture, with its score and costs, in the order of the search
+front.png, front.svg  score over one cost, with the Pareto front
+best.yaml             the arguments of a network of the best architecture (`export`)
 """
 
 from __future__ import annotations
@@ -73,9 +73,7 @@ def export(path: Path, found: Evaluated, options: Mapping[str, Any], notes: Sequ
         raise ConfigurationError(f"export: {path} cannot be written: {error.strerror}") from None
 
 
-def front_rows(
-    result: SearchResult, measure: str, score: str
-) -> tuple[list[str], list[list[str]]]:
+def front_rows(result: SearchResult, measure: str, score: str) -> tuple[list[str], list[list[str]]]:
     """Return the head and the rows of a table of the front, cheapest first.
 
     Args:
@@ -88,7 +86,7 @@ def front_rows(
         [_score(one.score), *(shown(one.costs[name]) for name in measures)]
         for one in result.front(measure)
     ]
-    return [score, *measures], rows
+    return ["score" if score in measures else score, *measures], rows
 
 
 def _score(value: float) -> str:
