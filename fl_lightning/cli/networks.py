@@ -64,14 +64,14 @@ def networks_of(given: Any) -> Networks:
         ConfigurationError: if the space is none, or has no cells to set.
     """
     space = named_space(given.space)
-    options = {"in_channels": given.in_channels, "num_classes": given.num_classes}
+    options = {name: int(given[name]) for name in ("in_channels", "num_classes")}
     for name in ("channels", "cells"):
         if given[name] is not None:
             if not isinstance(space, CellSpace):
                 raise ConfigurationError(
                     f"{name}: {space.name} is not made of cells; its sizes are settings of the space"
                 )
-            options[name] = given[name]
+            options[name] = int(given[name])
     if given.num_threads is not None:
         torch.set_num_threads(given.num_threads)
-    return Networks(space, given.side, options)
+    return Networks(space, int(given.side), options)

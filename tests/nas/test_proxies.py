@@ -12,9 +12,9 @@ from fl_lightning.nas.cost.nas_bench_201 import benchmark_flops, benchmark_param
 from fl_lightning.nas.search.batches import noise_batch
 from fl_lightning.nas.search.objectives import ProxyScore, builder
 from fl_lightning.nas.search.proxies import PROXIES, jacov, naswot, snip, synflow
+from fl_lightning.nas.spaces.named import NAMES
 from fl_lightning.nas.spaces.nas_bench_201 import NASBench201
 from fl_lightning.nas.spaces.nas_bench_201_table import NASBench201Table
-from fl_lightning.nas.spaces.named import NAMES
 
 TABLE = Path(__file__).parents[3] / "shared" / "data" / "nasbench201_test_accuracy.csv"
 

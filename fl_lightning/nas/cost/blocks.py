@@ -157,7 +157,8 @@ class SizeBlocks(Blocks):
 
     def kinds(self) -> list[str]:
         """Return every kind that there is."""
-        kinds, before_sizes = [], ()
+        kinds: list[str] = []
+        before_sizes: tuple[Size, ...] = ()
         for part in self.space.parts:
             befores = list(product(*(size.options for size in before_sizes)))
             owns = product(*(size.options for size in part.own))
@@ -214,7 +215,8 @@ class SizeBlocks(Blocks):
             changed = [*choices[:index], option, *choices[index + 1 :]]
             return len(missing & set(self.of(self.space.architecture(changed))))
 
-        return max(options.tolist(), key=covered)
+        best: int = max(options.tolist(), key=covered)
+        return best
 
 
 # sizes and what is chosen of them

@@ -20,7 +20,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import torch_generator

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.nas.pictures import on_front
@@ -102,6 +102,10 @@ class Problem:
         """Return whether all constraints are met."""
         return self.excess(architecture) == 0
 
+    def _towards(self, constraint: Constraint, architecture: Architecture) -> float:
+        value = self.costs(architecture)[constraint.measure]
+        return value if constraint.is_upper else -value
+
     def check(self) -> None:
         """Refuse constraints that no architecture meets.
 
@@ -109,10 +113,7 @@ class Problem:
             ConfigurationError: with the smallest cost that there is (or the largest).
         """
         for constraint in self.constraints:
-            sign = 1 if constraint.is_upper else -1
-            end = best_by_steps(
-                self.space, lambda one, c=constraint, s=sign: s * self.costs(one)[c.measure]
-            )
+            end = best_by_steps(self.space, partial(self._towards, constraint))
             if constraint.excess(self.costs(end)) > 0:
                 word = "smallest" if constraint.is_upper else "largest"
                 raise ConfigurationError(
