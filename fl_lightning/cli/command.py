@@ -315,6 +315,24 @@ def run_lightning(args: ArgsType) -> None:
     )
 
 
+def _run(words: Any, args: ArgsType) -> None:
+    """Run one of our commands, or one of Lightning's."""
+    if not isinstance(words, list):
+        run_lightning(args)
+        return
+    check_command(words)
+    if words[:1] == ["compare"]:
+        compare(words[1:], parser=compare_parser(), resolve=resolve)
+    elif words[:1] == ["search"]:
+        search.search(words[1:], parser=search_parser())
+    elif words[:1] == ["latency"]:
+        latency.latency(words[1:], parser=latency_parser())
+    elif option := asked_for(words):
+        print(catalogue(option))
+    else:
+        run_lightning(args)
+
+
 @ended_by_signals
 def main(args: ArgsType = None) -> None:
     """Run the command line; a setting that cannot work ends it with one sentence."""
@@ -326,18 +344,7 @@ def main(args: ArgsType = None) -> None:
         args = words = ["--help"]
     with watched() as watch:
         try:
-            if isinstance(words, list):
-                check_command(words)
-            if isinstance(words, list) and words[:1] == ["compare"]:
-                compare(words[1:], parser=compare_parser(), resolve=resolve)
-            elif isinstance(words, list) and words[:1] == ["search"]:
-                search.search(words[1:], parser=search_parser())
-            elif isinstance(words, list) and words[:1] == ["latency"]:
-                latency.latency(words[1:], parser=latency_parser())
-            elif isinstance(words, list) and (option := asked_for(words)):
-                print(catalogue(option))
-            else:
-                run_lightning(args)
+            _run(words, args)
         except Exception as error:
             sentence = explain(error, watch)
             if sentence is None:

@@ -239,7 +239,7 @@ class LatencyTable:
         )
         missing = set(table._blocks.kinds()) - set(table.blocks)
         if missing:
-            raise KeyError(f"no time of {sorted(missing)[0]!r}")
+            raise KeyError(f"no time of {min(missing)!r}")
         return table
 
 
