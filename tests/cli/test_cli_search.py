@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from fl_lightning.cli.command import main
-from fl_lightning.nas.spaces.named import described_space
+from fl_lightning.nas.named_spaces import described_space
 
 SPACE = ["--space", "nas_bench_201", "--channels", "4", "--cells", "1"]
 SMALL = [*SPACE, "--side", "8", "--batch_size", "4"]

@@ -11,8 +11,8 @@ from fl_lightning.nas.cost.blocks import blocks_of
 from fl_lightning.nas.cost.latency import Accuracy, LatencyTable, Where
 from fl_lightning.nas.cost.latency_measure import measure_latency
 from fl_lightning.nas.cost.stopwatch import Pace
+from fl_lightning.nas.named_spaces import NAMES
 from fl_lightning.nas.spaces.mobilenet import small_mobilenet
-from fl_lightning.nas.spaces.named import NAMES
 from fl_lightning.nas.spaces.nas_bench_201 import NASBench201
 
 OPTIONS = {"in_channels": 3, "num_classes": 10}

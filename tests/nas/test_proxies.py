@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from fl_lightning.nas.cost.nas_bench_201 import benchmark_flops, benchmark_params
+from fl_lightning.nas.named_spaces import NAMES
 from fl_lightning.nas.search.batches import noise_batch
 from fl_lightning.nas.search.objectives import ProxyScore, builder
 from fl_lightning.nas.search.proxies import PROXIES, jacov, naswot, snip, synflow
-from fl_lightning.nas.spaces.named import NAMES
 from fl_lightning.nas.spaces.nas_bench_201 import NASBench201
 from fl_lightning.nas.spaces.nas_bench_201_table import NASBench201Table
 

@@ -16,10 +16,10 @@ from typing import Any
 import yaml
 
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.nas.named_spaces import description
 from fl_lightning.nas.pictures import front_figure, save
 from fl_lightning.nas.search.constraints import shown
 from fl_lightning.nas.search.problem import Evaluated, SearchResult
-from fl_lightning.nas.spaces.named import description
 
 
 def write_evaluated(path: Path, result: SearchResult) -> None:
