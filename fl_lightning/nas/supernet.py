@@ -133,14 +133,14 @@ class Supernet(LightningModule):
         )
         self.alpha = nn.Parameter(1e-3 * start)
         self.beta = nn.Parameter(torch.zeros(space.num_rows)) if self.rule.has_beta else None
-        self.register_buffer("baseline", torch.zeros(()))
+        self._learn, self._penalty = learn or Gradient(), penalty or NoPenalty()
+        self.register_buffer("baseline", torch.zeros(int(self._learn.has_baseline)))
         kept = 0
         if architecture_state == "clients":
             kept = num_kept(architecture_optimizer, list(self.alphas.values()))
         self.register_buffer("kept_state", torch.zeros(kept))
         self.architecture_state = architecture_state
         self.is_stepped_by_server = False
-        self._learn, self._penalty = learn or Gradient(), penalty or NoPenalty()
         self._optimizer, self._architecture_optimizer = optimizer, architecture_optimizer
         self._schedule, self._clip_norm = schedule, clip_norm
         self._same_draws = same_draws
@@ -189,6 +189,16 @@ class Supernet(LightningModule):
         """Return weights that run one operation a row."""
         edges = None if self.beta is None else self.space.edge_shares(self.beta.detach())
         return replace(weights_of(operations, self.alpha), edges=edges)
+
+    def mixed_logits(self, images: Tensor, alphas: Tensors) -> Tensor:
+        """Return logits (B, num_classes) of all architectures at once, for rules that do not draw.
+
+        Args:
+            images: (B, in_channels, height, width).
+            alphas: architecture parameters by name; gradients flow.
+        """
+        logits: Tensor = self.network(images, self._mixed(alphas, SearchStep()))
+        return logits
 
     def _mixed(self, alphas: Tensors, step: SearchStep) -> EdgeWeights:
         """Return what the rule makes of architecture parameters."""
@@ -329,7 +339,7 @@ class Supernet(LightningModule):
         loss, accuracy = functional.cross_entropy(logits, labels), _accuracy(logits, labels)
         values = {f"{stage}/loss": loss, f"{stage}/accuracy": accuracy}
         if not self.rule.draws:
-            mixed = self.network(images, self._mixed(self.alphas, SearchStep()))
+            mixed = self.mixed_logits(images, self.alphas)
             values[f"{stage}/mixed_accuracy"] = _accuracy(mixed, labels)
         self.log_dict(values, prog_bar=True, batch_size=len(labels), sync_dist=True)
 
