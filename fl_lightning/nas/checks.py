@@ -19,7 +19,7 @@ def check_precision(precision: str) -> None:
     """
     if precision.startswith("16"):
         raise ConfigurationError(
-            f"trainer.precision is {precision}, and gradients of α are taken without the scale that keeps "
+            f"trainer.precision is {precision}, and gradients of alpha are taken without the scale that keeps "
             "float16 from rounding them to zero: take bf16-mixed or 32-true"
         )
 
