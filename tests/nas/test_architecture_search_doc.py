@@ -17,7 +17,7 @@ QUICKSTART = FIT[0]
 SHORT = (
     "--trainer.max_epochs 1 --trainer.enable_progress_bar false --trainer.devices 1"
     " --trainer.enable_model_summary false --test_after_fit false --trainer.num_sanity_val_steps 0"
-    " --trainer.limit_val_batches 1 --data.init_args.num_clients 2"
+    " --trainer.limit_val_batches 1 --data.init_args.num_clients 5"
 )
 
 pytestmark = [
