@@ -87,7 +87,9 @@ def test_a_method_is_a_small_diff_that_says_how_to_run_it():
         assert f"--config configs/nas/{path.name}" in text
         assert content.keys() <= {"model", "data", "trainer"}
         assert "space" not in content["model"]["init_args"]
-        assert path.stem == "cifar10_images" or path.name in sum(METHODS.values(), [])
+        assert path.stem == "cifar10_images" or path.name in {
+            name for names in METHODS.values() for name in names
+        }
 
 
 def test_the_quickstart_runs_and_its_cell_is_retrained():
@@ -96,7 +98,7 @@ def test_the_quickstart_runs_and_its_cell_is_retrained():
     [retrain] = Path("runs").rglob("retrain.yaml")
     without = {key: value for key, value in SMALL.items() if "channels" not in key}
     run(quickstart, retrain, **without, **OVER_CLIENTS)
-    config = yaml.safe_load(sorted(Path("runs").rglob("config.yaml"))[-1].read_text())
+    config = yaml.safe_load(max(Path("runs").rglob("config.yaml")).read_text())
     assert config["model"]["class_path"] == "fl_lightning.ImageClassifier"
     assert config["data"]["init_args"]["search_fraction"] == 0.0
 
