@@ -12,13 +12,17 @@ from fl_lightning import (
     CentralDP,
     ClientEvaluation,
     ConfigurationError,
+    Ditto,
     FederatedDataModule,
     Federation,
+    FedProx,
     MaskCalibration,
     Mean,
     Personal,
+    Scaffold,
     UniformCohort,
 )
+from fl_lightning.client import Devices, LogNormalSpeeds
 from fl_lightning.data import LabelShards
 from fl_lightning.nas import (
     Gradient,
@@ -30,8 +34,9 @@ from fl_lightning.nas import (
     Supernet,
 )
 from fl_lightning.nas.checks import check_precision
+from fl_lightning.privacy.example import ExampleDP
 from fl_lightning.secure import SecureMean
-from fl_lightning.server import FedAdam
+from fl_lightning.server import FedAdam, FedBuff, Median
 from fl_lightning.updates import QSGD, ErrorFeedback, TopK
 
 pytestmark = [
@@ -292,3 +297,29 @@ def test_labels_of_evaluation_data_have_no_say(over):
     for true, turned in zip(found[False][:2], found[True][:2], strict=True):
         assert torch.equal(true, turned)
     assert found[False][2] != found[True][2]  # they were evaluated, though
+
+
+ALGORITHMS = {
+    "fedbuff": lambda: {
+        "asynchronous": FedBuff(buffer_size=2, concurrency=3),
+        "devices": Devices(speeds=LogNormalSpeeds(median=1.0, sigma=0.7)),
+        "aggregator": Mean(weight_by_examples=False),
+    },
+    "ditto": lambda: {"personal": Ditto(pull=0.1)},
+    "median": lambda: {"aggregator": Median()},
+    "scaffold": lambda: {"correction": Scaffold()},
+    "fedprox": lambda: {"correction": FedProx(mu=0.1)},
+}
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_other_algorithms_search(name):
+    module = search(**ALGORITHMS[name]())
+    assert torch.isfinite(weights(module)).all()
+    assert (alpha(module) - alpha(supernet())).abs().max() > 0.01
+
+
+def test_privacy_of_examples_is_refused():
+    privacy = ExampleDP(clip_norm=1.0, noise_multiplier=1.0, delta=1e-5)
+    with pytest.raises(ConfigurationError, match="use the privacy of clients"):
+        search(privacy=privacy)
