@@ -26,6 +26,7 @@ from torch import Tensor
 from fl_lightning.federation.checkpoints.run_folder import run_folder
 from fl_lightning.federation.federation import Federation
 from fl_lightning.nas import pictures
+from fl_lightning.nas.checks import check_beside_updates, check_precision
 from fl_lightning.nas.server_step import ServerStep
 
 if TYPE_CHECKING:
@@ -44,9 +45,12 @@ class SearchReport(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Have the server of a federation step α."""
         module: Any = pl_module
+        check_precision(str(trainer.precision))
         federations = [c for c in trainer.callbacks if isinstance(c, Federation)]  # type: ignore[attr-defined]
         by_server = bool(federations) and module.architecture_state == "server"
         module.is_stepped_by_server = by_server
+        for federation in federations:
+            check_beside_updates(federation, module.travels_beside)
         if stage == "fit" and by_server:
             federations[0].add(
                 ServerStep(
@@ -67,9 +71,8 @@ class SearchReport(Callback):
         if module.table is not None:
             truth = module.table.lookup(module.architecture)
             values |= {f"search/table/{name}": torch.tensor(value) for name, value in truth.items()}
-        module.log_dict(
-            {name: value.float() for name, value in values.items()}, rank_zero_only=True
-        )
+        # every process has the same, so that their mean is it
+        module.log_dict({name: value.float() for name, value in values.items()}, sync_dist=True)
         every = max(1, (trainer.max_epochs or 1) // _NUM_PICTURES)
         if trainer.is_global_zero and trainer.current_epoch % every == 0:
             self._draw(trainer, module, shares)

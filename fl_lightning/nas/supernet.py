@@ -35,7 +35,8 @@ from torch.optim import Optimizer
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import derive_seed, run_seed, torch_generator
 from fl_lightning.models.schedule import Schedule
-from fl_lightning.nas.alpha_gradients import AlphaGradient, Gradient, Situation
+from fl_lightning.nas.alpha_gradients import AlphaGradient, Gradient, Reward, Situation
+from fl_lightning.nas.checks import check_weights_optimizer
 from fl_lightning.nas.cost.penalties import NoPenalty, Penalty
 from fl_lightning.nas.cost.table import CostTable, Measure, cost_table
 from fl_lightning.nas.kept_state import keep, num_kept, recall
@@ -182,6 +183,13 @@ class Supernet(LightningModule):
     def moves_alpha(self, round_index: int) -> bool:
         """Whether α learns in a round; before, weights alone do."""
         return self.progress(round_index) >= self.rule.alpha_from
+
+    @property
+    def travels_beside(self) -> str:
+        """What clients send in buffers, in words; empty if nothing."""
+        if self.architecture_state == "clients":
+            return "architecture_state: clients"
+        return "the baseline of model.learn Reward" if isinstance(self._learn, Reward) else ""
 
     def new_architecture_optimizer(self, params: Any) -> Optimizer:
         """Return the optimizer that α has in a central search."""
@@ -358,6 +366,7 @@ class Supernet(LightningModule):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Return the optimizer of the weights and that of α, which a server may take over."""
         weights = self._optimizer(list(self.network.parameters()))
+        check_weights_optimizer(weights)
         if self._learn.needs_weight_step and _weight_step(weights) is None:
             raise ConfigurationError(
                 f"model.learn looks a step of SGD ahead, and model.optimizer is "
