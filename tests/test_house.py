@@ -22,6 +22,7 @@ FLOORS = {
     "secure": 6,
     "federation": 7,
     "callbacks": 8,
+    "nas": 8,
     "experiments": 8,
     "cli": 9,
     "__main__": 10,

@@ -11,10 +11,18 @@ from functools import cached_property
 from typing import Any
 
 import numpy.typing as npt
+import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import run_seed
@@ -38,6 +46,7 @@ from fl_lightning.data.poisoning import (
     poisoned_reader,
 )
 from fl_lightning.data.roles import Roles, check_fractions
+from fl_lightning.data.search_half import SearchHalf
 from fl_lightning.data.shards import ClientShards
 from fl_lightning.data.summary import PartitionSummary, partition_fingerprint
 from fl_lightning.data.training_set import TrainingSet
@@ -74,6 +83,9 @@ class FederatedDataModule(ForwardingDataModule):
             and that per-client validation uses.
         client_test_fraction: the same for per-client tests: further examples, in neither of the other
             two parts.
+        search_fraction: for a search over architectures: share of what each client trains on, in
+            (0, 0.5], that its weights do not learn from and its choices do; 0 for none. Batches
+            then hold both, see `SearchHalf`, in a central run as well.
         transforms: what is done to the inputs of every batch, in training and in evaluation, e.g.
             `FederatedNormalize`; in a central run as well.
         labels: one label per example: the name of an attribute of the data set, of a column (as in
@@ -108,6 +120,7 @@ class FederatedDataModule(ForwardingDataModule):
         batch_size: int | None = None,
         client_val_fraction: float = 0.0,
         client_test_fraction: float = 0.0,
+        search_fraction: float = 0.0,
         transforms: list[InputTransform] | None = None,
         labels: Column | None = None,
         bins: int | None = None,
@@ -116,11 +129,12 @@ class FederatedDataModule(ForwardingDataModule):
     ) -> None:
         super().__init__(source)
         _check(num_clients, batch_size, bins)
-        check_fractions(client_val_fraction, client_test_fraction)
+        check_fractions(client_val_fraction, client_test_fraction, search_fraction)
         self.num_clients = num_clients
         self.partition = partition if partition is not None else IID()
         self.client_val_fraction = client_val_fraction
         self.client_test_fraction = client_test_fraction
+        self.search_fraction = search_fraction
         self.transforms = list(transforms or [])
         self.label_column, self.bins, self.ignore_sampler = labels, bins, ignore_sampler
         self.seed = run_seed(seed)
@@ -157,10 +171,30 @@ class FederatedDataModule(ForwardingDataModule):
         self._is_set_up = self._is_set_up or stage == "fit"
 
     def train_dataloader(self) -> Any:
-        """Return the rounds' client groups in a federation, else the source's own loader."""
+        """Return the rounds' client groups in a federation, else the loader of a central run."""
         if self._rounds is not None:
             return self._rounds
+        if self.search_fraction:
+            return self._paired_loader()
         return self._transformed(self.source.train_dataloader())
+
+    def _paired_loader(self) -> DataLoader[Any]:
+        """Return a central run's loader: all clients' examples, each with its partner."""
+        examples = torch.from_numpy(self.clients.flat.indices)
+        places: Any = range(len(examples))
+        weights = self.weights_of(examples)
+        sampler: Sampler[int] = RandomSampler(places)
+        if weights is not None:
+            sampler = WeightedRandomSampler(weights.tolist(), len(examples))
+        elif isinstance(self.source.train_dataloader().sampler, SequentialSampler):
+            sampler = SequentialSampler(places)
+        return DataLoader(
+            places,
+            batch_size=self.batch_size,
+            sampler=sampler,
+            drop_last=self.drop_last,
+            collate_fn=lambda some: self.train_batch(examples[some]),
+        )
 
     def train_in_rounds(self, rounds: Any) -> None:
         """Have `train_dataloader` return these groups of clients; None for central training."""
@@ -241,11 +275,17 @@ class FederatedDataModule(ForwardingDataModule):
             )
         )
         validation, test = self.client_val_fraction, self.client_test_fraction
-        return Roles.of(shards, validation=validation, test=test, seed=self.seed)
+        return Roles.of(
+            shards,
+            validation=validation,
+            test=test,
+            search=self.search_fraction,
+            seed=self.seed,
+        )
 
     @property
     def clients(self) -> ClientShards:
-        """What each client trains on."""
+        """What each client trains on; in a search, what its weights learn from."""
         return self._roles.train
 
     @property
@@ -283,11 +323,19 @@ class FederatedDataModule(ForwardingDataModule):
     def train_batch(self) -> Callable[[Tensor], Any]:
         """The function from indices, shape (B,), to a training batch."""
         read = self._reader(self._examples.read)
-        if self._poison is None:
-            return read
+        if self._poison is not None:
+            read = self._poisoned(read)
+        return (
+            SearchHalf(self._roles.train, self._roles.search).paired(read)
+            if self.search_fraction
+            else read
+        )
+
+    def _poisoned(self, read: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+        assert self._poison is not None
         clients, poison, seed = self._poison
         total = len(self._examples)
-        chosen = poisoned_examples(self.clients, clients, poison.share, total, seed)
+        chosen = poisoned_examples(self._roles.learning, clients, poison.share, total, seed)
         return poisoned_reader(read, chosen, poison)
 
     def _reader(self, read: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
@@ -305,7 +353,7 @@ class FederatedDataModule(ForwardingDataModule):
         Raises:
             ConfigurationError: if they share an example with others, who would train on it as well.
         """
-        check_apart(self.clients, clients)
+        check_apart(self._roles.learning, clients)
         if poison is not None and len(clients) and are_classes(self._classes):
             batch = self._reader(self._examples.read)(self.clients[clients[0]])
             check_poison(batch, self._classes, poison)

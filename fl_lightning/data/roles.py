@@ -21,7 +21,9 @@ class Roles:
     """Every client's examples by what they are for.
 
     Attributes:
-        train: what each client trains on.
+        train: what each client trains on; in a search over architectures, what weights learn from.
+        search: what its architecture learns from; empty shards where nothing is held out for it.
+        learning: both.
         validation: what it is validated on; empty shards where nothing is held out for it.
         test: what it is tested on; likewise.
 
@@ -33,31 +35,44 @@ class Roles:
     """
 
     train: ClientShards
+    search: ClientShards
+    learning: ClientShards
     validation: ClientShards
     test: ClientShards
 
     @classmethod
-    def of(cls, shards: ClientShards, *, validation: float, test: float, seed: int) -> Self:
+    def of(
+        cls, shards: ClientShards, *, validation: float, test: float, search: float = 0.0, seed: int
+    ) -> Self:
         """Hold parts of every client's examples out.
 
         Args:
             shards: all examples of each client.
             validation: share of them to be validated on, in [0, 1).
             test: share of them to be tested on, in [0, 1).
+            search: share of the rest for a search, in [0, 0.5].
             seed: of the choice.
         """
         rest, validated = shards.hold_out(validation, numpy_generator(seed, "client validation"))
         share_of_rest = test / (1 - validation)
-        train, tested = rest.hold_out(share_of_rest, numpy_generator(seed, "client test"))
-        return cls(train, validated, tested)
+        learning, tested = rest.hold_out(share_of_rest, numpy_generator(seed, "client test"))
+        train, searched = learning, ClientShards([])
+        if search:
+            train, searched = learning.hold_out(search, numpy_generator(seed, "search half"))
+        return cls(train, searched, learning, validated, tested)
 
 
-def check_fractions(validation: float, test: float) -> None:
+def check_fractions(validation: float, test: float, search: float = 0.0) -> None:
     """Refuse shares of examples that cannot be held out.
 
     Raises:
         ConfigurationError: naming the option.
     """
+    if not 0 <= search <= 0.5:
+        raise ConfigurationError(
+            f"search_fraction must be 0 or in (0, 0.5], got {search}: it is the share of its examples "
+            "that a client's architecture learns from, and its weights do not"
+        )
     for name, fraction in (("client_val_fraction", validation), ("client_test_fraction", test)):
         if not 0 <= fraction < 1:
             raise ConfigurationError(

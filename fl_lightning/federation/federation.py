@@ -21,6 +21,7 @@ from fl_lightning.federation.loop import begin_next_round, renumber_groups
 from fl_lightning.federation.options import Options
 from fl_lightning.federation.round import Round
 from fl_lightning.federation.round_log import log_round
+from fl_lightning.federation.stage import Stage
 from fl_lightning.federation.stages.privacy_run import (
     PrivateStage,
     announce_privacy,
@@ -75,10 +76,15 @@ class Federation(Options, Callback):
     _saved: dict[str, Any] | None = None
     _personal_state: dict[str, Any] | None = None
 
+    def add(self, stage: Stage) -> None:
+        """Have a stage take part in the rounds of this fit: for the `setup` of other callbacks."""
+        self.handed.append(stage)
+
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Have the fit loop ask for groups of clients instead of batches."""
         if stage == "fit":
             self._cleanup = ExitStack()
+            self._cleanup.callback(self.handed.clear)
             self._calendar = prepare(trainer, pl_module, self, self._cleanup)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -146,6 +146,7 @@ class Options:
         self.server_schedule = server_schedule
         self.devices, self.asynchronous = devices, asynchronous
         self.attackers, self.stages = attackers, list(stages or [])
+        self.handed: list[Stage] = []  # by other callbacks, for one fit
         self.on_client_failure, self.min_replies = on_client_failure, min_replies
         self.engine, self.slots, self.spot_check = engine, slots, spot_check
         self.speedups = None if speedups is None else tuple(speedups)

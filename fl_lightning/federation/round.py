@@ -157,6 +157,8 @@ class Round:
             self._note_clients()
         self.memory.clients.commit()
         self.record.update_norm = float(self.server.close_round(self.stages.on_server))
+        for stage in self.stages:
+            stage.stepped(self.server.model.params)
         with self.clients.metrics_kept_apart():
             self.record.pooled = self.run.collector.collect_metrics()
         self._has_come = False
@@ -259,9 +261,7 @@ class Round:
     def _note_where_it_is_kept(self) -> None:
         spaces = (self.run.local.space, self.run.local.buffers)
         saved = self.run.module.state_dict().keys()
-        self.is_kept_by_lightning = all(
-            s.is_lossless and s.dtype == torch.float32 and saved >= set(s.names) for s in spaces
-        )
+        self.is_kept_by_lightning = all(s.is_lossless and saved >= set(s.names) for s in spaces)
 
     def in_progress_bar(self, name: str) -> bool:
         """Return whether a logged value is shown beside the progress bar."""

@@ -2,7 +2,7 @@
 
     what clients get:      x → down of each stage, in order → training
     what clients send:     Δ → up of each stage, in order → the server
-    what the server steps on:  aggregate → on_server of each stage, in reverse → step
+    what the server steps on:  aggregate → on_server of each stage, in reverse → step → stepped
 
 A stage is one feature: corrections, personal models, compression, staleness, privacy, … It overrides
 what it needs of `Stage`, whose every method does nothing, and brings its own state, bytes and log
@@ -158,6 +158,9 @@ class Stage:
     def on_server(self, aggregate: Tensor) -> Tensor | None:
         """Return what the server descends, shape (k,); None for not stepping."""
         return aggregate
+
+    def stepped(self, params: Tensor) -> None:
+        """Change, in place, the parameters to which the server has stepped, shape (k,)."""
 
     def settle(self, record: RoundRecord) -> None:
         """Know that all updates of the round are there; the server has not stepped yet."""

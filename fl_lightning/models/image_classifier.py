@@ -18,7 +18,7 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from fl_lightning.core.errors import ConfigurationError
@@ -41,7 +41,8 @@ class ImageClassifier(LightningModule):
     batch norm still updates its running statistics.
 
     Args:
-        network: a name of timm, ``"lenet"`` or ``"mcmahan_cnn"``.
+        network: a name of timm, ``"lenet"`` or ``"mcmahan_cnn"``; or a module of your own from images
+            to logits, which the options of networks by name do not concern.
         num_classes: length of the output, at least 2.
         in_chans: channels of the images.
         image_size: height and width in pixels, for networks that are built for one size (ViTs, our
@@ -68,7 +69,7 @@ class ImageClassifier(LightningModule):
 
     def __init__(
         self,
-        network: str = "vit_small_patch16_224.dino",
+        network: str | nn.Module = "vit_small_patch16_224.dino",
         *,
         num_classes: int,
         in_chans: int = 3,
@@ -88,7 +89,11 @@ class ImageClassifier(LightningModule):
         _check_sizes(in_chans, image_size, freeze_blocks)
         named = {"num_classes": num_classes, "in_chans": in_chans, "drop_rate": drop_rate}
         arguments = _merge(named, network_kwargs or {})
-        self.network = build_network(network, pretrained, image_size, arguments)
+        if isinstance(network, nn.Module):
+            _check_own(pretrained, drop_rate, network_kwargs)
+            self.network = network
+        else:
+            self.network = build_network(network, pretrained, image_size, arguments)
         if checkpoint_path is not None:
             load_backbone(self.network, checkpoint_path)
         freeze(self.network, freeze_blocks, freeze_backbone)
@@ -201,6 +206,17 @@ def _check(num_classes: int, drop_rate: float, label_smoothing: float, two_sourc
     }
     if broken := [rule for rule, holds in rules.items() if not holds]:
         raise ConfigurationError("; ".join(broken))
+
+
+def _check_own(
+    pretrained: bool, drop_rate: float, network_kwargs: Mapping[str, Any] | None
+) -> None:
+    """Refuse what a network that is there already cannot be built with."""
+    given = {"pretrained": pretrained, "drop_rate": drop_rate, "network_kwargs": network_kwargs}
+    if named := [name for name, value in given.items() if value]:
+        raise ConfigurationError(
+            f"{', '.join(named)}: for networks by name; give it to your own network itself"
+        )
 
 
 def _check_sizes(in_chans: int, image_size: int | None, freeze_blocks: int) -> None:

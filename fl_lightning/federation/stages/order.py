@@ -67,14 +67,16 @@ def stages_of(run: Run, aggregator: Aggregator, time: VirtualTime, private: Stag
         stages.append(MaskedClients(masks, is_waiting=time.rule is None))
     stages.append(Personaliser(run))
     transport = Transport(run, options.updates, options.download)
-    stages += [Corrector(run, aggregator, is_lossy=transport.is_lossy), *options.stages, transport]
+    corrector = Corrector(run, aggregator, is_lossy=transport.is_lossy)
+    own = [*options.handed, *options.stages]
+    stages += [corrector, *own, transport]
     stages += time.how_it_counts()
     if aggregator.protection is not None:
         stages.append(SecureRounds(aggregator.protection, run))
     if private is not None:
         stages.append(private)
     problems = [problem for stage in stages for problem in stage.problems(run)]
-    problems += _own_problems(stages, options.stages)
+    problems += _own_problems(stages, own)
     if problems:
         raise ConfigurationError("\n".join(problems))
     for stage in stages:

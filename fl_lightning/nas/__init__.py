@@ -1,0 +1,41 @@
+"""Architecture search: spaces, relaxations, elastic layers, searches, costs, the supernet."""
+
+from fl_lightning.nas.alpha_gradients import Gradient, Reward
+from fl_lightning.nas.collapse import StopAtCollapse
+from fl_lightning.nas.cost.penalties import (
+    AbsolutePenalty,
+    LinearPenalty,
+    LogPenalty,
+    NoPenalty,
+    RelativeLogPenalty,
+)
+from fl_lightning.nas.network import Network
+from fl_lightning.nas.relax.binary_gates import BinaryGates
+from fl_lightning.nas.relax.gumbel import HardGumbel, SoftGumbel
+from fl_lightning.nas.relax.partial_channels import PartialChannels
+from fl_lightning.nas.relax.single_path import SinglePath
+from fl_lightning.nas.relax.softmax import Softmax
+from fl_lightning.nas.spaces.darts import DARTS
+from fl_lightning.nas.spaces.nas_bench_201 import NASBench201
+from fl_lightning.nas.supernet import Supernet
+
+__all__ = [
+    "DARTS",
+    "AbsolutePenalty",
+    "BinaryGates",
+    "Gradient",
+    "HardGumbel",
+    "LinearPenalty",
+    "LogPenalty",
+    "NASBench201",
+    "Network",
+    "NoPenalty",
+    "PartialChannels",
+    "RelativeLogPenalty",
+    "Reward",
+    "SinglePath",
+    "SoftGumbel",
+    "Softmax",
+    "StopAtCollapse",
+    "Supernet",
+]

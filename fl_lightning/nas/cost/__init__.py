@@ -1,0 +1,1 @@
+"""What architectures cost: multiply-adds, parameters, activations."""

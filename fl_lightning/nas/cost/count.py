@@ -1,0 +1,182 @@
+"""Counts what one example costs a module, by running it.
+
+    flops        multiply-adds of convolutions, products of matrices and attention, and their biases
+    params       numbers that are trained or frozen, each once
+    activations  numbers that layers put out: what a training step keeps per example
+
+Multiply-adds are counted once, and batch norm, activations and pools not at all: the convention of
+NAS-Bench-201's tables and of most papers (theirs say FLOPs, as we do).
+Source: `torch.utils.flop_counter`, which counts a multiply-add as two operations and leaves biases
+out. It also does not see into `nn.MultiheadAttention` where that runs as one fused operator: the
+fused path is switched off while we count.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one example costs.
+
+    Attributes:
+        flops: multiply-adds.
+        params: numbers.
+        activations: numbers; four bytes each in float32.
+    """
+
+    flops: int
+    params: int
+    activations: int
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(
+            self.flops + other.flops,
+            self.params + other.params,
+            self.activations + other.activations,
+        )
+
+
+def count(module: nn.Module, *inputs: Any) -> Cost:
+    """Return what these inputs cost a module; of a batch of one, an example.
+
+    The module is run once, in evaluation mode and without gradients; it is left as it was.
+
+    Args:
+        module: any.
+        inputs: of its `forward`, on the module's device; on ``meta`` nothing is computed. Of more
+            examples than one, the biases inside `nn.MultiheadAttention` may not be counted.
+
+    Example:
+        >>> count(nn.Linear(4, 3), torch.zeros(1, 4))
+        Cost(flops=15, params=15, activations=3)
+    """
+    counter = FlopCounterMode(display=False, custom_mapping=_COUNTS)
+    exactly = (
+        _ContiguousLinear(),
+        _unfused_attention(),
+        _evaluating(module),
+        torch.no_grad(),
+        counter,
+    )
+    with ExitStack() as stack:
+        outputs = stack.enter_context(_outputs())
+        for context in exactly:
+            stack.enter_context(context)
+        module(*inputs)
+    params = sum(parameter.numel() for parameter in module.parameters())
+    return Cost(counter.get_total_flops() // 2, params, sum(outputs))
+
+
+def _convolution(
+    x: Any, weight: Any, bias: Any, *args: Any, out_shape: Any = None, **kwargs: Any
+) -> int:
+    transposed = args[3]
+    flops: int = conv_flop_count(x, weight, out_shape, transposed)
+    return flops + (2 * math.prod(out_shape) if bias is not None else 0)
+
+
+def _product_and_bias(bias: Any, left: Any, right: Any, *args: Any, **kwargs: Any) -> int:
+    """Of (…, n, k) by (…, k, m)."""
+    product = 2 * math.prod(left) * right[-1]
+    added = 2 * math.prod(left[:-1]) * right[-1]
+    return int(product + added)
+
+
+# twice what we mean: the counter counts multiplications and additions, and is halved at the end
+_aten = torch.ops.aten
+_COUNTS = {
+    _aten.convolution: _convolution,
+    _aten.addmm: _product_and_bias,
+    _aten.baddbmm: _product_and_bias,
+}
+
+
+class _ContiguousLinear(TorchFunctionMode):
+    """Of a transposed input PyTorch would multiply, then add the bias: an addition nobody counts."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is linear and args:
+            args = (args[0].contiguous(), *args[1:])
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    """Dropout is off and batch norm takes one example; afterwards every mode is as before."""
+    modes = {part: part.training for part in module.modules()}
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, training in modes.items():
+            part.training = training
+
+
+@contextmanager
+def _unfused_attention() -> Iterator[None]:
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+@contextmanager
+def _outputs() -> Iterator[list[int]]:
+    """Collect the numbers that layers put out: modules that call no other one.
+
+    What shares memory with an input (an identity, a view) is no new number. A module of several
+    that computes by itself, such as attention, counts if there are parameters in it: a sum of what
+    comes in is no layer.
+    """
+    sizes: list[int] = []
+    called: list[bool] = []  # for every module that runs: has it called another one
+
+    def before(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if called:
+            called[-1] = True
+        called.append(False)
+
+    def after(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        calls_others = called.pop()
+        composed = next(module.children(), None) is not None
+        if calls_others or (composed and next(module.parameters(), None) is None):
+            return
+        known = {_memory(tensor) for tensor in _tensors(inputs)}
+        sizes.extend(t.numel() for t in _tensors(output) if _memory(t) not in known)
+
+    # MultiheadAttention looks for hooks, and does not use its fused path if there are any
+    handles = [register_module_forward_pre_hook(before), register_module_forward_hook(after)]
+    try:
+        yield sizes
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _memory(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]

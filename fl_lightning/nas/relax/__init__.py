@@ -1,0 +1,1 @@
+"""Rules by which edges mix or draw their operations while a search runs, a file each."""

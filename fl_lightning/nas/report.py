@@ -1,0 +1,132 @@
+"""What a search shows while it runs, and what it leaves behind.
+
+While it runs: ``search/entropy`` of the operations' probabilities (nats a row, at most log of the number
+of operations), ``search/expected_flops``, ``search/table/…`` where there is a table, and in TensorBoard the present cell and the probabilities.
+At the end, in the run's folder:
+
+    cell.png, cell.svg      the architecture as a graph
+    architecture.yaml       what `Network` takes, with its exact cost
+    retrain.yaml            a layer of configuration that trains it from scratch
+
+In a federation it hands over the stage by which the server steps α, see `ServerStep`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import yaml
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+
+from fl_lightning.federation.checkpoints.run_folder import run_folder
+from fl_lightning.federation.federation import Federation
+from fl_lightning.nas import pictures
+from fl_lightning.nas.checks import check_beside_updates, check_precision
+from fl_lightning.nas.server_step import ServerStep
+
+if TYPE_CHECKING:
+    from fl_lightning.nas.supernet import Supernet
+
+# So many pictures of a run, evenly spaced
+_NUM_PICTURES = 20
+
+
+class SearchReport(Callback):
+    """Reports the search of a `Supernet`, which brings it along."""
+
+    # what a private run must name
+    unprotected: str | None = None  # it shows the released model alone
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Have the server of a federation step α."""
+        module: Any = pl_module
+        check_precision(str(trainer.precision))
+        federations = [c for c in trainer.callbacks if isinstance(c, Federation)]  # type: ignore[attr-defined]
+        by_server = bool(federations) and module.architecture_state == "server"
+        module.is_stepped_by_server = by_server
+        for federation in federations:
+            check_beside_updates(federation, module.travels_beside)
+        if stage == "fit" and by_server:
+            federations[0].add(
+                ServerStep(
+                    list(module.alphas),
+                    module.new_architecture_optimizer,
+                    module.local_lr,
+                    is_active=module.moves_alpha,
+                )
+            )
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log the numbers, and now and then the pictures."""
+        module: Any = pl_module
+        shares = module.alpha.detach().softmax(1)
+        entropy = -(shares * shares.clamp_min(1e-38).log()).sum(1).mean()
+        expected = module.costs.expected(shares, "flops")
+        values = {"search/entropy": entropy, "search/expected_flops": expected}
+        if module.table is not None:
+            truth = module.table.lookup(module.architecture)
+            values |= {f"search/table/{name}": torch.tensor(value) for name, value in truth.items()}
+        # every process has the same, so that their mean is it
+        module.log_dict({name: value.float() for name, value in values.items()}, sync_dist=True)
+        every = max(1, (trainer.max_epochs or 1) // _NUM_PICTURES)
+        if trainer.is_global_zero and trainer.current_epoch % every == 0:
+            self._draw(trainer, module, shares)
+
+    def _draw(self, trainer: Trainer, module: Supernet, shares: Tensor) -> None:
+        for logger in trainer.loggers:
+            if isinstance(logger, TensorBoardLogger):
+                step, board = trainer.current_epoch, logger.experiment
+                board.add_figure("search/cell", pictures.cell_figure(module.architecture), step)
+                figure = pictures.alpha_figure(module.space, shares.cpu())
+                board.add_figure("search/probabilities", figure, step)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave the architecture that was found."""
+        module: Any = pl_module
+        folder = Path(run_folder(trainer))
+        found = module.architecture
+        cost = module.costs.of(module.space.operations_of(found))
+        rank_zero_info(f"architecture: {found}")
+        rank_zero_info(f"{cost.flops:,} multiply-adds, {cost.params:,} parameters")
+        if not trainer.is_global_zero or trainer.logger is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        pictures.save(pictures.cell_figure(found), folder / "cell")
+        network = network_arguments(module)
+        costs = {"flops": cost.flops, "params": cost.params}
+        _write(folder / "architecture.yaml", network)
+        _write(folder / "retrain.yaml", retraining(network, module.image_size))
+        rank_zero_info(f"cost {costs}; written to {folder}")
+
+
+def network_arguments(module: Supernet) -> dict[str, Any]:
+    """Return what `Network` takes to build the architecture that a supernet means now."""
+    space = module.space
+    return {
+        "space": {"class_path": f"fl_lightning.nas.{type(space).__name__}"},
+        "architecture": str(module.architecture),
+        **module.shape,
+    }
+
+
+def retraining(network: dict[str, Any], image_size: int) -> dict[str, Any]:
+    """Return the layer of configuration that trains a network from scratch on a search's data."""
+    model = {
+        "network": {"class_path": "fl_lightning.nas.Network", "init_args": network},
+        "num_classes": network["num_classes"],
+        "in_chans": network["in_channels"],
+        "image_size": image_size,
+    }
+    return {
+        "model": {"class_path": "fl_lightning.ImageClassifier", "init_args": model},
+        "data": {"init_args": {"search_fraction": 0.0}},
+    }
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True))

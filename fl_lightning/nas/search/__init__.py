@@ -1,0 +1,1 @@
+"""Searches that sample architectures, a file each."""

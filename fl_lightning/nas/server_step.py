@@ -1,0 +1,128 @@
+"""Architecture parameters that the server moves by an optimizer of their own.
+
+    client:  α_i ← α - η Σ_t g_{i,t}               plain SGD, one step a local step
+    server:  g = Σ_i w_i (α - α_i) / (η Σ_i w_i)   the mean of the clients' sums of gradients
+             α ← optimizer(α, g)                   Adam, whose moments last from round to round
+
+With one local step on a full batch each, g is the gradient over the pooled data, and α moves as in a
+search without clients. Adam at the clients would begin with empty moments in every round: its first
+step is a sign, and a mean of signs is no sign of the mean (gradients 0.9, -0.1, -0.1: the pooled step
+goes down, the mean of the clients' steps goes up). Source: Reddi et al. 2021, Algorithm 1, for this
+one group of parameters. Differs from FedNAS (He et al. 2020), which averages the clients' α.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, final
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fl_lightning.client.local_training import GlobalModel
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.space import Space
+from fl_lightning.federation.stage import Stage
+
+
+@final
+class ServerStep(Stage):
+    """Steps some parameters by an optimizer of their own, in place of the server's.
+
+    Args:
+        names: of the parameters.
+        make_optimizer: of their optimizer, given parameters of their shapes.
+        local_lr: learning rate η > 0 of the plain SGD by which clients move them.
+        is_active: whether they learn in a round; in others they stay, whatever their optimizer
+            would do without a gradient.
+
+    Example:
+        >>> import torch
+        >>> step = ServerStep(["alpha"], lambda p: torch.optim.Adam(p, lr=0.1), local_lr=0.5)
+        >>> step.place(Space({"alpha": torch.zeros(1), "weight": torch.zeros(1)}))
+        >>> params = torch.tensor([0.0, 1.0])
+        >>> step.open(0, GlobalModel(params, torch.empty(0)))
+        >>> aggregate = step.on_server(torch.tensor([0.5, 0.25]))
+        >>> step.stepped(params.sub_(aggregate))
+        >>> params
+        tensor([-0.1000,  0.7500])
+    """
+
+    key = "architecture"
+    reason_against_privacy = None  # it reads nothing but the aggregate
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        make_optimizer: Callable[[Iterable[Any]], Optimizer],
+        local_lr: float,
+        is_active: Callable[[int], bool] = lambda round_index: True,
+    ) -> None:
+        self._names, self._make_optimizer, self._local_lr = list(names), make_optimizer, local_lr
+        self._is_active, self._round = is_active, 0
+        self._params: list[nn.Parameter] = []
+        self._optimizer: Optimizer | None = None
+        self._gradients: list[Tensor] | None = None
+
+    def place(self, space: Space) -> None:
+        """Learn where they are among the coordinates that travel.
+
+        Raises:
+            ConfigurationError: if a mask freezes some of their entries.
+        """
+        absent = [name for name in self._names if name not in space.names]
+        partial = [name for name in self._names if name in space.active]
+        if absent or partial:
+            raise ConfigurationError(
+                f"the server steps {(absent or partial)[0]}, which is "
+                f"{'personal or frozen' if absent else 'frozen in part by a mask'}: leave it to train as "
+                "a whole at all clients"
+            )
+        self._space = space
+
+    def open(self, round_index: int, model: GlobalModel) -> None:
+        """Forget what an unfinished round has brought."""
+        present = self._views(model.params)
+        if self._optimizer is None:
+            self._params = [nn.Parameter(view.clone()) for view in present]
+            self._optimizer = self._make_optimizer(self._params)
+        for param, view in zip(self._params, present, strict=True):
+            param.data.copy_(view)
+        self._gradients, self._round = None, round_index
+
+    def _views(self, vector: Tensor) -> list[Tensor]:
+        views = self._space.named_views(vector)
+        return [views[name] for name in self._names]
+
+    def on_server(self, aggregate: Tensor) -> Tensor:
+        """Keep the mean of the clients' sums of gradients."""
+        self._gradients = [view / self._local_lr for view in self._views(aggregate)]
+        return aggregate
+
+    def stepped(self, params: Tensor) -> None:
+        """Put them where their own optimizer takes them; without a reply they have not moved."""
+        if self._gradients is None:
+            return
+        if not self._is_active(self._round):  # noise of a private run may have moved them
+            for view, param in zip(self._views(params), self._params, strict=True):
+                view.copy_(param.detach())
+            return
+        assert self._optimizer is not None
+        for param, gradient in zip(self._params, self._gradients, strict=True):
+            param.grad = gradient
+        self._optimizer.step()
+        for view, param in zip(self._views(params), self._params, strict=True):
+            view.copy_(param.detach())
+
+    def state_dict(self, *, with_round: bool) -> dict[str, Any]:
+        """Return the optimizer's state."""
+        if self._optimizer is None:
+            return {}
+        return {"round": self._round, "optimizer": self._optimizer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any] | None, model: GlobalModel) -> None:
+        """Take up where `state_dict` left off."""
+        self.open((state or {}).get("round", 0), model)
+        if state:
+            assert self._optimizer is not None
+            self._optimizer.load_state_dict(state["optimizer"])

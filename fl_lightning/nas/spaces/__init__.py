@@ -1,0 +1,1 @@
+"""Spaces of architectures, a file each."""

@@ -1,0 +1,234 @@
+"""NAS-Bench-201: cells of four nodes and six edges, all 15,625 of which others have trained.
+
+    x_j = Σ_{i<j} o_ij(x_i),  o_ij one of none, skip, 1×1 and 3×3 convolution, 3×3 average pool
+
+The network: a 3×3 convolution, three stages of cells at C, 2C and 4C channels, between them residual
+blocks that halve the side, a classifier over the mean.
+Source: Dong & Yang 2020, ICLR, sections 2.1 and 2.2, and the released code.
+Differs: on images of odd side the shortcut's pool rounds up, as the block's convolution does; theirs
+cannot run there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, ClassVar, final
+
+import torch
+from torch import Tensor, nn
+
+from fl_lightning.nas.spaces.cells import Candidate, CellSpace, MakeEdge, Row
+from fl_lightning.nas.spaces.operations import ReLUConvBN, Zero, average_pool
+from fl_lightning.nas.spaces.reader import Reader
+from fl_lightning.nas.spaces.space import Architecture, Decision
+
+# in the order of the strings: node by node, its sources in order
+EDGES = ((0, 1), (0, 2), (1, 2), (0, 3), (1, 3), (2, 3))
+
+
+@final
+@dataclass(frozen=True)
+class NASBench201(CellSpace):
+    """The space.
+
+    Example:
+        >>> space = NASBench201()
+        >>> cell = space.parse(
+        ...     "|nor_conv_3x3~0|+|nor_conv_3x3~0|avg_pool_3x3~1|"
+        ...     "+|skip_connect~0|nor_conv_3x3~1|skip_connect~2|"
+        ... )
+        >>> space.canonical(cell)
+        '((0)@nor_conv_3x3)@avg_pool_3x3+(0)@nor_conv_3x3+((0)@nor_conv_3x3)@nor_conv_3x3+0'
+        >>> network = space.build(cell, num_classes=10, channels=4, cells=1)
+        >>> network(torch.zeros(2, 3, 8, 8)).shape
+        torch.Size([2, 10])
+    """
+
+    name: ClassVar[str] = "nas_bench_201"
+    operations: ClassVar[tuple[str, ...]] = (
+        "none",
+        "skip_connect",
+        "nor_conv_1x1",
+        "nor_conv_3x3",
+        "avg_pool_3x3",
+    )
+    none: ClassVar[int] = 0
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """The six edges."""
+        return tuple(Row("cell", *edge) for edge in EDGES)
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """An operation for every edge."""
+        return _decisions()
+
+    def operations_of(self, architecture: Architecture) -> tuple[int, ...]:
+        """Return the choices: a decision is a row."""
+        return architecture.choices
+
+    def node_names(self, cell: str) -> tuple[str, ...]:
+        """Return input, 1, 2, output."""
+        return ("input", "1", "2", "output")
+
+    def text(self, choices: Sequence[int]) -> str:
+        """Return the benchmark's string, e.g. ``|skip_connect~0|+|none~0|…~1|+|…~0|…~1|…~2|``."""
+        nodes: dict[int, str] = dict.fromkeys((1, 2, 3), "|")
+        for (source, target), choice in zip(EDGES, choices, strict=True):
+            nodes[target] += f"{self.operations[choice]}~{source}|"
+        return "+".join(nodes.values())
+
+    def parse(self, text: str) -> Architecture:
+        """Return the cell of a string as the benchmark writes them."""
+        reader = Reader(text.strip(), self.name)
+        choices = []
+        for target in (1, 2, 3):
+            reader.expect("|" if target == 1 else "+|")
+            for source in range(target):
+                choices.append(reader.word(self.operations, "operation"))
+                reader.expect("~")
+                reader.number([source], "the number of its source")
+                reader.expect("|")
+        reader.end()
+        return self.architecture(choices)
+
+    def canonical(self, architecture: Architecture) -> str:
+        """Return the benchmark's own string of what a cell computes: 6,466 different ones.
+
+        Cells of one string compute the same function of the same weights. Some that do have
+        different strings: sums are not flattened, and edges that lead nowhere are kept.
+        """
+        nodes = ["0"]
+        for target in (1, 2, 3):
+            terms = [
+                _term(nodes[source], self.operations[choice])
+                for (source, other), choice in zip(EDGES, architecture.choices, strict=True)
+                if other == target
+            ]
+            nodes.append("+".join(sorted(terms)))
+        return nodes[-1]
+
+    def network(
+        self,
+        make_edge: MakeEdge,
+        *,
+        num_classes: int,
+        in_channels: int = 3,
+        channels: int = 16,
+        cells: int = 5,
+        affine: bool = True,
+    ) -> nn.Module:
+        """Return a network of three stages of ``cells`` cells; of channels C, 2C, 4C."""
+        return NASBench201Network(
+            make_edge, num_classes, in_channels, channels, cells, candidates(affine)
+        )
+
+    def derive(self, alpha: Tensor, beta: Tensor | None = None) -> Architecture:
+        """Return the best operation of each edge, `none` among them; β has no say in that."""
+        self.check_alpha(alpha, beta)
+        return self.architecture(alpha.argmax(1).tolist())
+
+
+@cache
+def _decisions() -> tuple[Decision, ...]:
+    return tuple(Decision(f"{i}→{j}", NASBench201.operations) for i, j in EDGES)
+
+
+def _term(source: str, operation: str) -> str:
+    if operation == "none" or source == "#":
+        return "#"
+    return source if operation == "skip_connect" else f"({source})@{operation}"
+
+
+def candidates(affine: bool) -> tuple[Candidate, ...]:
+    """Return what makes the operations, in their order; all keep channels and side."""
+    return (
+        lambda channels_in, channels_out, stride: Zero(stride),
+        lambda channels_in, channels_out, stride: nn.Identity(),
+        lambda channels_in, channels_out, stride: ReLUConvBN(
+            channels_in, channels_out, 1, stride, affine
+        ),
+        lambda channels_in, channels_out, stride: ReLUConvBN(
+            channels_in, channels_out, 3, stride, affine
+        ),
+        lambda channels_in, channels_out, stride: average_pool(stride),
+    )
+
+
+class NASBench201Cell(nn.Module):
+    """Nodes that sum what their edges bring."""
+
+    def __init__(self, make_edge: MakeEdge, channels: int, ops: Sequence[Candidate]) -> None:
+        super().__init__()
+        made = {
+            f"{source}_{target}": make_edge(row, ops, channels, channels, 1)
+            for row, (source, target) in enumerate(EDGES)
+        }
+        self.edges = nn.ModuleDict({name: edge for name, edge in made.items() if edge is not None})
+
+    def forward(self, x: Tensor, weights: Any = None) -> Tensor:
+        """Return the last node's sum; zeros if nothing reaches it."""
+        nodes = [x]
+        for target in (1, 2, 3):
+            names = [(source, f"{source}_{target}") for source in range(target)]
+            terms = [
+                self.edges[name](nodes[source], weights)
+                for source, name in names
+                if name in self.edges
+            ]
+            nodes.append(sum(terms[1:], start=terms[0]) if terms else torch.zeros_like(x))
+        return nodes[-1]
+
+
+class ResidualReduction(nn.Module):
+    """A residual block that halves the side and changes the channels."""
+
+    def __init__(self, channels_in: int, channels_out: int) -> None:
+        super().__init__()
+        self.block = nn.Sequential(
+            ReLUConvBN(channels_in, channels_out, 3, 2),
+            ReLUConvBN(channels_out, channels_out, 3, 1),
+        )
+        self.shortcut = nn.Sequential(
+            nn.AvgPool2d(2, ceil_mode=True), nn.Conv2d(channels_in, channels_out, 1, bias=False)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (batch, channels_out, ⌈side / 2⌉, ⌈side / 2⌉)."""
+        return self.block(x) + self.shortcut(x)  # type: ignore[no-any-return]
+
+
+class NASBench201Network(nn.Module):
+    """Stem, three stages of cells with reductions between them, classifier."""
+
+    def __init__(
+        self,
+        make_edge: MakeEdge,
+        num_classes: int,
+        in_channels: int,
+        channels: int,
+        cells: int,
+        ops: Sequence[Candidate],
+    ) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(
+            nn.Conv2d(in_channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels)
+        )
+        self.cells = nn.ModuleList()
+        for width in (channels, 2 * channels, 4 * channels):
+            if width > channels:
+                self.cells.append(ResidualReduction(width // 2, width))
+            self.cells.extend(NASBench201Cell(make_edge, width, ops) for _ in range(cells))
+        self.norm = nn.Sequential(nn.BatchNorm2d(4 * channels), nn.ReLU())
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.classifier = nn.Linear(4 * channels, num_classes)
+
+    def forward(self, x: Tensor, weights: Any = None) -> Tensor:
+        """Return logits, (batch, num_classes)."""
+        x = self.stem(x)
+        for cell in self.cells:
+            x = cell(x, weights) if isinstance(cell, NASBench201Cell) else cell(x)
+        return self.classifier(self.pool(self.norm(x)).flatten(1))  # type: ignore[no-any-return]

@@ -1,0 +1,427 @@
+"""A network of all architectures of a space of cells, searched while it trains.
+
+    w ← optimizer(w, ∇_w L_train(w, α))    on a batch of one half of the training data
+    α ← optimizer(α, ∇_α L_search(w, α))   on a batch of the other half
+
+A rule of relaxation says how many architectures run in one network; data come from a
+`FederatedDataModule` with a ``search_fraction``. It is a LightningModule like any other: with a
+``federation`` block clients do the above, without one it is the published central search. α and w
+travel in one update; the server steps α by the optimizer that a central search has, see `ServerStep`.
+
+Batch normalisation has the statistics of the batch, in evaluation as well: those that it would gather
+are of no single architecture. Source: Liu et al. 2019, DARTS, Algorithm 1; He et al. 2020, FedNAS, for the
+halves at clients. Differs: both gradients are taken where w and α were before the step, so that N clients
+with one step on a full batch each take the step of the pooled data (theirs takes that of w where α is
+after its own); and from FedNAS, whose α sees test data and whose mean is the first client's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import Any, Literal, get_args
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.cli import OptimizerCallable
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.seeds import derive_seed, run_seed, torch_generator
+from fl_lightning.models.schedule import Schedule
+from fl_lightning.nas.alpha_gradients import AlphaGradient, Gradient, Reward, Situation
+from fl_lightning.nas.checks import check_weights_optimizer
+from fl_lightning.nas.cost.penalties import NoPenalty, Penalty
+from fl_lightning.nas.cost.table import CostTable, Measure, cost_table
+from fl_lightning.nas.kept_state import keep, num_kept, recall
+from fl_lightning.nas.relax.bilevel import Tensors, WeightStep
+from fl_lightning.nas.relax.relaxation import EdgeWeights, Relaxation, SearchStep
+from fl_lightning.nas.relax.single_path import weights_of
+from fl_lightning.nas.relax.softmax import Softmax
+from fl_lightning.nas.report import SearchReport
+from fl_lightning.nas.spaces.cells import CellSpace
+from fl_lightning.nas.spaces.nas_bench_201 import NASBench201
+from fl_lightning.nas.spaces.nas_bench_201_table import NASBench201Table
+from fl_lightning.nas.spaces.space import Architecture
+
+Batch = tuple[Tensor, Tensor]
+Place = Literal["server", "clients", "none"]
+
+
+class Supernet(LightningModule):
+    """Searches a space of cells.
+
+    Args:
+        space: of the architectures.
+        rule: how many of them run in one network: `Softmax` (DARTS) if None.
+        num_classes: length of the output, at least 2.
+        in_channels: of the images.
+        image_size: height and width in pixels, for costs.
+        channels: of the network's first cells.
+        cells: how many; of what, the space says.
+        learn: how α learns.
+        penalty: what the expected cost adds to the loss of α.
+        measure: the cost that it is of.
+        optimizer: of the weights.
+        architecture_optimizer: of α.
+        architecture_state: where the state of α's optimizer is in a federation. ``server``: the
+            server steps α, as a central search does. ``clients``: clients step it, and send its state
+            with their buffers; it is averaged, or a client's own if named in ``federation.personal``.
+            ``none``: clients step it and begin every round with a fresh optimizer, as in FedNAS.
+        schedule: the learning rate of the weights over rounds, i.e. epochs; None leaves it constant.
+        clip_norm: of the weights' gradient, > 0.
+        table: a file of NAS-Bench-201's truth, see `NASBench201Table`: what it says of the present cell
+            is logged; the search does not see it.
+        same_draws: whether all clients draw the same operations in the same local step.
+        seed: of draws that are the same for all, and of α at the start; the run's seed if None.
+
+    Raises:
+        ConfigurationError: for values out of range, and for batches without a half for the search.
+
+    Example:
+        >>> from fl_lightning.nas import NASBench201
+        >>> net = Supernet(NASBench201(), num_classes=10, channels=4, cells=1, seed=0)
+        >>> str(net.architecture)[:20], net.alpha.shape
+        ('|...', torch.Size([6, 5]))
+    """
+
+    baseline: Tensor
+    kept_state: Tensor
+
+    def __init__(
+        self,
+        space: CellSpace,
+        rule: Relaxation | None = None,
+        *,
+        num_classes: int,
+        in_channels: int = 3,
+        image_size: int = 32,
+        channels: int = 16,
+        cells: int = 5,
+        learn: AlphaGradient | None = None,
+        penalty: Penalty | None = None,
+        measure: Measure = "flops",
+        optimizer: OptimizerCallable = lambda p: torch.optim.SGD(
+            p, lr=0.025, momentum=0.9, weight_decay=3e-4
+        ),
+        architecture_optimizer: OptimizerCallable = lambda p: torch.optim.Adam(
+            p, lr=3e-4, betas=(0.5, 0.999), weight_decay=1e-3
+        ),
+        architecture_state: Place = "server",
+        schedule: Schedule | None = None,
+        clip_norm: float = 5.0,
+        table: str | None = None,
+        same_draws: bool = False,
+        seed: int | None = None,
+    ) -> None:
+        _check(num_classes, clip_norm, architecture_state)
+        super().__init__()
+        self.automatic_optimization = False
+        self.space, self.rule = space, rule or Softmax()
+        self.shape: dict[str, Any] = {
+            "num_classes": num_classes,
+            "in_channels": in_channels,
+            "channels": channels,
+            "cells": cells,
+        }
+        self.image_size, self.measure = image_size, measure
+        self.network = space.network(self.rule.edge, affine=False, **self.shape)
+        _use_batch_statistics(self.network)
+        self._seed = run_seed(seed)
+        start = torch.randn(
+            space.num_rows, len(space.operations), generator=torch_generator(self._seed, "alpha")
+        )
+        self.alpha = nn.Parameter(1e-3 * start)
+        self.beta = nn.Parameter(torch.zeros(space.num_rows)) if self.rule.has_beta else None
+        self._learn, self._penalty = learn or Gradient(), penalty or NoPenalty()
+        self.register_buffer("baseline", torch.zeros(int(self._learn.has_baseline)))
+        kept = 0
+        if architecture_state == "clients":
+            kept = num_kept(architecture_optimizer, list(self.alphas.values()))
+        self.register_buffer("kept_state", torch.zeros(kept))
+        self.architecture_state = architecture_state
+        self.is_stepped_by_server = False
+        self._optimizer, self._architecture_optimizer = optimizer, architecture_optimizer
+        self._schedule, self._clip_norm = schedule, clip_norm
+        self._same_draws = same_draws
+        if table is not None and not isinstance(space, NASBench201):
+            raise ConfigurationError(
+                f"model.table is NAS-Bench-201's, and model.space is {space.name}: leave one of them out"
+            )
+        self.table = None if table is None else NASBench201Table.read(table)
+
+    # What is searched for.
+
+    @property
+    def alphas(self) -> dict[str, Tensor]:
+        """The architecture parameters by name."""
+        both = {"alpha": self.alpha, "beta": self.beta}
+        return {name: tensor for name, tensor in both.items() if tensor is not None}
+
+    @property
+    def architecture(self) -> Architecture:
+        """What the architecture parameters mean now."""
+        beta = None if self.beta is None else self.beta.detach()
+        return self.space.derive(self.alpha.detach(), beta)
+
+    @cached_property
+    def costs(self) -> CostTable:
+        """What each operation costs in a network of this shape."""
+        return cost_table(self.space, side=self.image_size, **self.shape)
+
+    def progress(self, round_index: int) -> float:
+        """Return which part of the search is over when a round, i.e. epoch, begins."""
+        last = (self.trainer.max_epochs or 1) - 1
+        return min(1.0, round_index / last) if last > 0 else 0.0
+
+    def moves_alpha(self, round_index: int) -> bool:
+        """Whether α learns in a round; before, weights alone do."""
+        return self.progress(round_index) >= self.rule.alpha_from
+
+    @property
+    def travels_beside(self) -> str:
+        """What clients send in buffers, in words; empty if nothing."""
+        if self.architecture_state == "clients":
+            return "architecture_state: clients"
+        return "the baseline of model.learn Reward" if isinstance(self._learn, Reward) else ""
+
+    def new_architecture_optimizer(self, params: Any) -> Optimizer:
+        """Return the optimizer that α has in a central search."""
+        return self._architecture_optimizer(params)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return logits (B, num_classes) of the present architecture in the shared weights."""
+        logits: Tensor = self.network(images, self._fixed(self.architecture))
+        return logits
+
+    def _fixed(self, architecture: Architecture) -> EdgeWeights:
+        return self._one_each(self.space.operations_of(architecture))
+
+    def _one_each(self, operations: Sequence[int]) -> EdgeWeights:
+        """Return weights that run one operation a row."""
+        edges = None if self.beta is None else self.space.edge_shares(self.beta.detach())
+        return replace(weights_of(operations, self.alpha), edges=edges)
+
+    def mixed_logits(self, images: Tensor, alphas: Tensors) -> Tensor:
+        """Return logits (B, num_classes) of all architectures at once, for rules that do not draw.
+
+        Args:
+            images: (B, in_channels, height, width).
+            alphas: architecture parameters by name; gradients flow.
+        """
+        logits: Tensor = self.network(images, self._mixed(alphas, SearchStep()))
+        return logits
+
+    def _mixed(self, alphas: Tensors, step: SearchStep) -> EdgeWeights:
+        """Return what the rule makes of architecture parameters."""
+        beta = alphas.get("beta")
+        shares = None if beta is None else self.space.edge_shares(beta)
+        return self.rule.weights(alphas["alpha"], step, edge_shares=shares)
+
+    # Training: α on one half of a batch, then w on the other.
+
+    def check_batch(self, batch: Any) -> None:
+        """Refuse batches without a half for the search; `Federation` asks before it trains.
+
+        Raises:
+            ConfigurationError: saying how to get one.
+        """
+        if not (isinstance(batch, Mapping) and batch.keys() == {"train", "search"}):
+            raise ConfigurationError(
+                "a search needs two halves of the training data, one for the weights and one for the "
+                "architecture: wrap the data in fl_lightning.FederatedDataModule (num_clients: 1 in a "
+                "central run) and set its search_fraction, e.g. to 0.5"
+            )
+
+    def training_step(self, batch: Mapping[str, Batch], batch_idx: int) -> Tensor:
+        """Move α, then w; return the loss of w."""
+        self.check_batch(batch)
+        optimizers: Any = self.optimizers()
+        weights_optimizer, alpha_optimizer = optimizers
+        draws = self._draws(batch_idx)
+        moves_alpha = self.moves_alpha(self.current_epoch)
+        of_alpha = self._alpha_gradients(batch, draws, weights_optimizer) if moves_alpha else {}
+        loss = self._move_weights(batch["train"], draws, weights_optimizer)
+        if moves_alpha:
+            self._move_alpha(of_alpha, draws, alpha_optimizer)
+        return loss
+
+    def _move_weights(self, batch: Batch, draws: int, optimizer: Any) -> Tensor:
+        images, labels = batch
+        alphas = {name: tensor.detach() for name, tensor in self.alphas.items()}
+        step = self._search_step(draws, "weights", moves_alpha=False)
+        logits = self.network(images, self._mixed(alphas, step))
+        loss = functional.cross_entropy(logits, labels)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        self.clip_gradients(optimizer, self._clip_norm, "norm")
+        optimizer.step()
+        accuracy = _accuracy(logits, labels)
+        self.log("train/accuracy", accuracy, on_step=False, on_epoch=True, batch_size=len(labels))
+        return loss.detach()
+
+    def _draws(self, batch_idx: int) -> int:
+        """Return the seed of a step's draws: of the client's own, or the same one for all."""
+        if self._same_draws:
+            return derive_seed(self._seed, "architecture", self.current_epoch, batch_idx)
+        return int(torch.randint(2**62, ()))  # a client's stream is a function of round and client
+
+    def _search_step(self, draws: int, purpose: str, *, moves_alpha: bool) -> SearchStep:
+        generator = torch_generator(draws, purpose)
+        progress = self.progress(self.current_epoch)
+        return SearchStep(progress, generator, moves_alpha)
+
+    def _move_alpha(self, gradients: Tensors, draws: int, optimizer: Any) -> None:
+        step = self._search_step(draws, "alpha", moves_alpha=True)
+        with torch.no_grad():
+            before, weights = self.alpha.clone(), self._mixed(self.alphas, step)
+        for name, param in self.alphas.items():
+            param.grad = gradients[name]
+        recall(optimizer.optimizer, self.kept_state)
+        optimizer.step()
+        keep(optimizer.optimizer, self.kept_state)
+        if not self.is_stepped_by_server:  # which sees a sum of gradients
+            self.alpha.data.copy_(self.rule.stepped(before, self.alpha.detach(), weights))
+
+    def _alpha_gradients(
+        self, batch: Mapping[str, Batch], draws: int, optimizer: Any
+    ) -> dict[str, Tensor]:
+        of_weights: Optimizer = optimizer.optimizer
+        here = partial(self._search_step, draws, "alpha", moves_alpha=True)
+        params = dict(self.network.named_parameters())
+
+        def loss(half: str, weights: Tensors, alphas: Tensors) -> Tensor:
+            images, labels = batch[half]
+            mixed = self._mixed(alphas, here())
+            logits = functional_call(self.network, dict(weights), (images, mixed))
+            return functional.cross_entropy(logits, labels)
+
+        def search(weights: Tensors, alphas: Tensors) -> Tensor:
+            found = loss("search", weights, alphas)
+            if isinstance(self._penalty, NoPenalty):  # spares counting
+                return found
+            return self._penalty(found, self.expected_cost(alphas))
+
+        def accuracy(operations: Sequence[int]) -> Tensor:
+            images, labels = batch["search"]
+            with torch.no_grad():
+                return _accuracy(self.network(images, self._one_each(operations)), labels)
+
+        buffers = {n: of_weights.state[p].get("momentum_buffer") for n, p in params.items()}
+        situation = Situation(
+            train=partial(loss, "train"),
+            search=search,
+            accuracy=accuracy,
+            weights={name: p.detach() for name, p in params.items()},
+            alphas={name: tensor.detach() for name, tensor in self.alphas.items()},
+            weight_step=_weight_step(of_weights),
+            velocities={name: v for name, v in buffers.items() if v is not None},
+            baseline=self.baseline,
+            generator=partial(torch_generator, draws, "reward"),
+        )
+        return self._learn(situation)
+
+    def expected_cost(self, alphas: Tensors) -> Tensor:
+        """Return the expected cost of an architecture drawn by softmax(α)."""
+        return self.costs.expected(alphas["alpha"].softmax(1), self.measure)
+
+    def on_train_epoch_end(self) -> None:
+        """Let the learning rate of the weights go on."""
+        schedule = self.lr_schedulers()
+        if schedule is not None:
+            schedule.step()  # type: ignore[union-attr]
+
+    # Evaluation.
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Log val/loss and val/accuracy of the present architecture, in the shared weights."""
+        self._evaluate("val", batch)
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        """Log test/loss and test/accuracy of the present architecture, in the shared weights."""
+        self._evaluate("test", batch)
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Return class probabilities (B, num_classes) of the present architecture."""
+        return self(batch[0]).softmax(dim=1)  # type: ignore[no-any-return]
+
+    def _evaluate(self, stage: str, batch: Batch) -> None:
+        images, labels = batch
+        logits = self(images)
+        loss, accuracy = functional.cross_entropy(logits, labels), _accuracy(logits, labels)
+        values = {f"{stage}/loss": loss, f"{stage}/accuracy": accuracy}
+        if not self.rule.draws:
+            mixed = self.mixed_logits(images, self.alphas)
+            values[f"{stage}/mixed_accuracy"] = _accuracy(mixed, labels)
+        self.log_dict(values, prog_bar=True, batch_size=len(labels), sync_dist=True)
+
+    # Set up.
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """Return the optimizer of the weights and that of α, which a server may take over."""
+        weights = self._optimizer(list(self.network.parameters()))
+        check_weights_optimizer(weights)
+        if self._learn.needs_weight_step and _weight_step(weights) is None:
+            raise ConfigurationError(
+                f"model.learn looks a step of SGD ahead, and model.optimizer is "
+                f"{type(weights).__name__}: use torch.optim.SGD, or order: first"
+            )
+        alphas = list(self.alphas.values())
+        own: Optimizer = self.new_architecture_optimizer(alphas)
+        if self.is_stepped_by_server:
+            own = torch.optim.SGD(alphas, lr=self.local_lr)
+        schedule = self._schedule
+        if schedule is None:
+            return [weights, own]
+        num_rounds = self.trainer.max_epochs or -1  # Lightning's own number for "no end"
+        scheduler = torch.optim.lr_scheduler.LambdaLR(
+            weights, lambda round: schedule.factor(round, num_rounds)
+        )
+        return [weights, own], [scheduler]
+
+    @property
+    def local_lr(self) -> float:
+        """The learning rate by which clients move α where the server steps it."""
+        return float(self.new_architecture_optimizer(list(self.alphas.values())).defaults["lr"])
+
+    def configure_callbacks(self) -> list[Callback]:
+        """Have the search be reported, and its α be stepped by the server of a federation."""
+        return [SearchReport()]
+
+
+def _accuracy(logits: Tensor, labels: Tensor) -> Tensor:
+    return (logits.argmax(dim=1) == labels).float().mean()
+
+
+def _weight_step(optimizer: Optimizer) -> WeightStep | None:
+    """Return the step that SGD is about to take; None of other optimizers."""
+    if type(optimizer) is not torch.optim.SGD:
+        return None
+    group = optimizer.param_groups[0]
+    return WeightStep(float(group["lr"]), group["momentum"], group["weight_decay"])
+
+
+def _use_batch_statistics(network: nn.Module) -> None:
+    """Have batch normalisations keep no statistics."""
+    for layer in network.modules():
+        if isinstance(layer, _BatchNorm):
+            layer.track_running_stats = False
+            layer.running_mean = layer.running_var = layer.num_batches_tracked = None
+
+
+def _check(num_classes: int, clip_norm: float, state: str) -> None:
+    places = get_args(Place)
+    rules = {
+        f"num_classes must be at least 2, got {num_classes}": num_classes >= 2,
+        f"clip_norm must be positive, got {clip_norm}": clip_norm > 0,
+        f"architecture_state must be {', '.join(places)}, got {state!r}": state in places,
+    }
+    broken = [message for message, holds in rules.items() if not holds]
+    if broken:
+        raise ConfigurationError("; ".join(broken))

@@ -1,0 +1,96 @@
+"""Two halves of every client's examples: disjoint, whole, and each example with a partner."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from lightning.pytorch import LightningDataModule
+from torch.utils.data import DataLoader, TensorDataset
+
+from fl_lightning import ConfigurationError, FederatedDataModule
+from fl_lightning.data.search_half import SearchHalf
+from fl_lightning.data.shards import ClientShards
+
+
+class Numbered(LightningDataModule):
+    """Twelve examples; twice its number is an example's first input."""
+
+    def train_dataloader(self):
+        data = TensorDataset(torch.arange(24.0).reshape(12, 2), torch.arange(12) % 2)
+        return DataLoader(data, batch_size=2, shuffle=True)
+
+
+def federated(num_clients=3, **options):
+    data = FederatedDataModule(Numbered(), num_clients=num_clients, seed=0, **options)
+    data.setup("fit")
+    return data
+
+
+def pairs_in(batch):
+    halves = (batch[half][0][:, 0].tolist() for half in ("train", "search"))
+    return dict(zip(*halves, strict=True))
+
+
+def test_without_a_search_shards_and_batches_stay():
+    plain, off = federated(), federated(search_fraction=0.0)
+    assert all(torch.equal(a, b) for a, b in zip(plain.clients, off.clients, strict=True))
+    batch = off.train_batch(off.clients[0])
+    assert torch.equal(batch[0], plain.train_batch(plain.clients[0])[0])
+
+
+@pytest.mark.parametrize("fraction", [0.25, 0.5])
+def test_halves_are_disjoint_and_cover_what_the_client_trains_on(fraction):
+    data, plain = federated(search_fraction=fraction), federated()
+    for client in range(3):
+        mine = data.clients[client]
+        batch = data.train_batch(mine)
+        others = set(batch["search"][0][:, 0].div(2).long().tolist())
+        own = set(mine.tolist())
+        assert not own & others
+        assert own | others == set(plain.clients[client].tolist())
+        assert len(batch["search"][1]) == len(batch["train"][1]) == len(mine)
+
+
+@given(st.lists(st.integers(2, 9), min_size=1, max_size=5), st.floats(0.05, 0.5))
+def test_every_example_of_the_second_half_is_somebodys_partner(sizes, fraction):
+    ends = np.cumsum(sizes)
+    shards = ClientShards(
+        [np.arange(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+    )
+    training, search = shards.hold_out(fraction, np.random.default_rng(0))
+    halves = SearchHalf(training, search)
+    for mine, others in zip(training, search, strict=True):
+        partners = halves.partners(mine)
+        assert set(partners.tolist()) <= set(others.tolist())
+        if len(mine) >= len(others):
+            assert set(partners.tolist()) == set(others.tolist())
+
+
+def test_a_central_run_sees_the_same_pairs():
+    data = federated(search_fraction=0.5)
+    pairs, found = {}, {}
+    for client in range(3):
+        pairs |= pairs_in(data.train_batch(data.clients[client]))
+    for batch in data.train_dataloader():
+        assert len(batch["train"][1]) == 2
+        found |= pairs_in(batch)
+    assert found == pairs
+
+
+def test_a_client_with_one_example_is_refused():
+    data = federated(num_clients=12, search_fraction=0.5)
+    with pytest.raises(ConfigurationError, match="client 0 has one example"):
+        _ = data.train_batch
+
+
+def test_shards_that_overlap_are_refused():
+    shards = ClientShards([np.array([0, 1]), np.array([1, 2])])
+    with pytest.raises(ConfigurationError, match="do not overlap"):
+        SearchHalf(shards, ClientShards([np.array([3]), np.array([4])]))
+
+
+@pytest.mark.parametrize("fraction", [-0.1, 0.6])
+def test_a_fraction_out_of_range_is_refused(fraction):
+    with pytest.raises(ConfigurationError, match="search_fraction must be 0 or in"):
+        federated(search_fraction=fraction)

@@ -1,0 +1,90 @@
+"""Penalties of the expected cost: the published forms, on one table of latencies."""
+
+import pytest
+import torch
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.nas.cost.penalties import (
+    AbsolutePenalty,
+    LinearPenalty,
+    LogPenalty,
+    NoPenalty,
+    RelativeLogPenalty,
+)
+
+LATENCIES = torch.tensor([[1.0, 2, 4], [0, 3, 5]], dtype=torch.float64)
+
+
+def loss_and_gradient(penalty, task=1.5):
+    theta = torch.tensor([[0.0, 0, 0], [1, 0, -1]], dtype=torch.float64, requires_grad=True)
+    expected = (theta.softmax(1) * LATENCIES).sum()
+    assert float(expected) == pytest.approx(3.517672, abs=1e-6)
+    loss = penalty(torch.tensor(task, dtype=torch.float64), expected)
+    loss.backward()
+    return float(loss), theta.grad
+
+
+@pytest.mark.parametrize(
+    ("penalty", "expected", "first_row"),
+    [
+        (LogPenalty(), 0.344261, (-0.020749, -0.005187, 0.025936)),
+        (RelativeLogPenalty(5.0), 0.278614, (-0.008396, -0.002099, 0.010495)),
+        (LinearPenalty(5.0), 1.470353, (-0.008889, -0.002222, 0.011111)),
+        (AbsolutePenalty(5.0), 1.529647, (0.008889, 0.002222, -0.011111)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_the_published_forms(penalty, expected, first_row):
+    loss, gradient = loss_and_gradient(penalty)
+    assert loss == pytest.approx(expected, abs=1e-6)
+    assert gradient[0].tolist() == pytest.approx(first_row, abs=1e-6)
+
+
+def test_the_other_row_of_fbnet():
+    _, gradient = loss_and_gradient(LogPenalty())
+    assert gradient[1].tolist() == pytest.approx((-0.036781, 0.020744, 0.016037), abs=1e-6)
+
+
+def test_off_is_the_loss_of_the_task_exactly():
+    loss, cost = torch.tensor(1.5), torch.tensor(3.0)
+    for penalty in (NoPenalty(), LinearPenalty(5.0, weight=0), AbsolutePenalty(5.0, weight=0)):
+        assert penalty(loss, cost) == loss
+    assert LogPenalty(scale=1.0, exponent=0)(loss, cost) == loss
+    assert RelativeLogPenalty(2.0, scale=1.0, exponent=0)(loss, cost) == loss
+
+
+def test_at_the_reference_nothing_is_added():
+    loss, cost = torch.tensor(1.5), torch.tensor(5.0)
+    assert LinearPenalty(5.0)(loss, cost) == loss
+    assert AbsolutePenalty(5.0)(loss, cost) == loss
+    torch.testing.assert_close(RelativeLogPenalty(5.0, scale=1.0)(loss, cost), loss)
+
+
+def test_only_the_absolute_penalty_pushes_up_a_cost_below_the_reference():
+    for penalty, sign in ((LinearPenalty(5.0), 1), (AbsolutePenalty(5.0), -1)):
+        cost = torch.tensor(3.0, requires_grad=True)
+        penalty(torch.tensor(1.0), cost).backward()
+        assert cost.grad.sign() == sign
+
+
+@pytest.mark.parametrize("penalty", [LogPenalty(), RelativeLogPenalty(5.0)])
+@pytest.mark.parametrize("cost", [1.0, 0.3, float("nan")])
+def test_a_logarithm_that_means_nothing_is_refused(penalty, cost):
+    with pytest.raises(ValueError, match="smaller unit"):
+        penalty(torch.tensor(1.0), torch.tensor(cost))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: RelativeLogPenalty(1.0),
+        lambda: RelativeLogPenalty(5.0, scale=0.0),
+        lambda: LogPenalty(exponent=-1.0),
+        lambda: LinearPenalty(0.0),
+        lambda: LinearPenalty(5.0, weight=-0.1),
+        lambda: AbsolutePenalty(float("nan")),
+    ],
+)
+def test_settings_out_of_range_are_refused(make):
+    with pytest.raises(ConfigurationError):
+        make()

@@ -1,0 +1,146 @@
+"""Pictures of searches: what they show, and that it can be read."""
+
+from xml.etree import ElementTree
+
+import matplotlib.image
+import numpy as np
+import pytest
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.nas.layout import NODE_RADIUS, place
+from fl_lightning.nas.pictures import alpha_figure, cell_figure, front_figure, on_front, save
+from fl_lightning.nas.spaces.darts import DARTS
+from fl_lightning.nas.spaces.nas_bench_201 import EDGES, NASBench201
+from fl_lightning.nas.spaces.space import Decision, SearchSpace
+
+BENCH, DARTS_SPACE = NASBench201(), DARTS()
+
+
+def sampled(space, count):
+    generator = torch.Generator().manual_seed(1)
+    return [space.sample(generator) for _ in range(count)]
+
+
+def texts(panel):
+    return [text.get_text() for text in panel.texts if text.get_text()]
+
+
+def test_a_cell_shows_its_operations_and_nodes_and_no_left_out_edge():
+    figure = cell_figure(BENCH.architecture([3, 0, 1, 0, 2, 0]), title="the cell")
+    (panel,) = figure.axes
+    expected = ["nor_conv_3x3", "skip_connect", "nor_conv_1x1", "input", "1", "2", "output"]
+    assert sorted(texts(panel)) == sorted(expected)
+    assert figure.get_suptitle() == "the cell"
+
+
+def test_a_pair_of_cells_has_a_panel_each():
+    architecture = sampled(DARTS_SPACE, 1)[0]
+    figure = cell_figure(architecture)
+    assert [panel.get_title("left") for panel in figure.axes] == ["normal cell", "reduction cell"]
+    for panel, nodes in zip(figure.axes, DARTS_SPACE.inputs(architecture).values(), strict=True):
+        operations = sorted(name for pair in nodes for name, _ in pair)
+        shown = [text for text in texts(panel) if text in DARTS_SPACE.operations]
+        assert sorted(shown) == operations
+
+
+def boxes(panel, renderer):
+    return [text.get_window_extent(renderer) for text in panel.texts if text.get_text()]
+
+
+@pytest.mark.parametrize("space", [BENCH, DARTS_SPACE], ids=lambda space: space.name)
+def test_no_text_lies_over_another(space):
+    for architecture in sampled(space, 3):
+        figure = cell_figure(architecture)
+        canvas = FigureCanvasAgg(figure)
+        canvas.draw()
+        for panel in figure.axes:
+            found = boxes(panel, canvas.get_renderer())
+            pairs = [(a, b) for n, a in enumerate(found) for b in found[n + 1 :]]
+            assert not any(a.overlaps(b) for a, b in pairs), str(architecture)
+
+
+def test_no_edge_passes_through_a_node():
+    for architecture in sampled(DARTS_SPACE, 8):
+        operations = DARTS_SPACE.operations_of(architecture)
+        rows = [row for row, o in zip(DARTS_SPACE.rows, operations, strict=True) if o]
+        edges = [(r.source, r.target, "x" * 12) for r in rows if r.cell == "normal"]
+        edges += [(node, 6, "") for node in (2, 3, 4, 5)]
+        points = place([0, 0, 1, 2, 3, 4, 5], edges, {0: 1.0, 1: -1.0, 6: 0.0})
+        for source, target, _ in edges:
+            for node in set(range(7)) - {source, target}:
+                along = np.linspace(0, 1, 200)[:, None]
+                line = points[source] + along * (points[target] - points[source])
+                assert np.linalg.norm(line - points[node], axis=1).min() > 0.6 * NODE_RADIUS
+
+
+def test_the_whole_graph_of_four_nodes_is_drawn_without_lines_through_nodes():
+    points = place([0, 1, 2, 3], [(*edge, "nor_conv_3x3") for edge in EDGES], {0: 0.0, 3: 0.0})
+    assert points[1, 1] * points[2, 1] < 0  # one above, one below the edge from end to end
+
+
+def test_bars_are_as_long_as_the_weights():
+    weights = torch.rand(28, 8).softmax(1)
+    figure = alpha_figure(DARTS_SPACE, weights)
+    for panel, part in zip(figure.axes, weights.split(14), strict=True):
+        widths = torch.tensor([[bar.get_width() for bar in bars] for bars in panel.containers])
+        assert torch.allclose(widths.T.float(), part, atol=1e-6)
+        starts = torch.tensor([[bar.get_x() for bar in bars] for bars in panel.containers])
+        assert torch.allclose(starts.T.float(), part.cumsum(1) - part, atol=1e-6)
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert tuple(names) == DARTS_SPACE.operations
+
+
+def test_bars_of_another_space_are_refused():
+    with pytest.raises(ValueError, match=r"of shape \(6, 5\), got \(28, 8\)"):
+        alpha_figure(BENCH, torch.rand(28, 8))
+
+
+def test_the_front_holds_whom_nobody_beats():
+    generator = np.random.default_rng(0)
+    costs, scores = generator.integers(0, 20, (2, 60)).tolist()
+    front = on_front(costs, scores)
+    points = list(zip(costs, scores, strict=True))
+    beaten = {
+        point
+        for point in points
+        for other in points
+        if other != point and other[0] <= point[0] and other[1] >= point[1]
+    }
+    assert {points[number] for number in front} == set(points) - beaten
+    assert [costs[n] for n in front] == sorted(costs[n] for n in front)
+
+
+def test_a_front_is_drawn_over_all_that_was_searched():
+    figure = front_figure([3, 1, 2], [0.9, 0.5, 0.4], cost="MFLOPs", score="accuracy")
+    panel = figure.axes[0]
+    assert panel.collections[0].get_offsets().tolist() == [[3, 0.9], [1, 0.5], [2, 0.4]]
+    assert panel.lines[0].get_xydata().tolist() == [[1, 0.5], [3, 0.9]]
+    assert (panel.get_xlabel(), panel.get_ylabel()) == ("MFLOPs", "accuracy")
+
+
+def test_files_are_pictures_and_the_same_each_time(tmp_path):
+    cell = sampled(BENCH, 1)[0]
+    first = save(cell_figure(cell), tmp_path / "new" / "cell.v1")
+    again = save(cell_figure(cell), tmp_path / "again")
+    assert [path.name for path in first] == ["cell.v1.png", "cell.v1.svg"]
+    assert matplotlib.image.imread(first[0]).std() > 0
+    assert ElementTree.parse(first[1]).getroot().tag.endswith("svg")
+    for one, other in zip(first, again, strict=True):
+        assert one.read_bytes() == other.read_bytes()
+
+
+def test_a_space_without_cells_has_no_graph():
+    class Widths(SearchSpace):
+        name = "widths"
+        decisions = (Decision("width", ("1", "2")),)
+
+        def text(self, choices):
+            return str(choices[0])
+
+        def parse(self, text):
+            return self.architecture([int(text)])
+
+    with pytest.raises(ConfigurationError, match="widths is not made of cells"):
+        cell_figure(Widths().architecture([0]))
