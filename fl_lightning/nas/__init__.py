@@ -16,7 +16,11 @@ from fl_lightning.nas.relax.partial_channels import PartialChannels
 from fl_lightning.nas.relax.single_path import SinglePath
 from fl_lightning.nas.relax.softmax import Softmax
 from fl_lightning.nas.spaces.darts import DARTS
+from fl_lightning.nas.spaces.mobilenet import MobileNet
+from fl_lightning.nas.spaces.mobilenet_layers import MobileNetLayers
 from fl_lightning.nas.spaces.nas_bench_201 import NASBench201
+from fl_lightning.nas.spaces.resnet import ResNet
+from fl_lightning.nas.spaces.vit import ViT
 from fl_lightning.nas.supernet import Supernet
 
 __all__ = [
@@ -27,15 +31,19 @@ __all__ = [
     "HardGumbel",
     "LinearPenalty",
     "LogPenalty",
+    "MobileNet",
+    "MobileNetLayers",
     "NASBench201",
     "Network",
     "NoPenalty",
     "PartialChannels",
     "RelativeLogPenalty",
+    "ResNet",
     "Reward",
     "SinglePath",
     "SoftGumbel",
     "Softmax",
     "StopAtCollapse",
     "Supernet",
+    "ViT",
 ]
