@@ -142,6 +142,7 @@ _ROOMS = (
     "federation",
     "kernels",
     "models",
+    "nas",
     "privacy",
     "secure",
     "server",

@@ -201,7 +201,7 @@ class Round:
             self._has_come = True
         if not self._has_begun:
             self.record = RoundRecord(began_at=self.record.ended_at or 0.0)
-            if self.is_kept_by_lightning:  # hooks between rounds may have changed it
+            if self._module_has_all:  # hooks between rounds may have changed it
                 self.server.replace_model(self.run.local.read())
             number = self.run.round_index
             self.memory.clients.discard()
@@ -261,7 +261,11 @@ class Round:
     def _note_where_it_is_kept(self) -> None:
         spaces = (self.run.local.space, self.run.local.buffers)
         saved = self.run.module.state_dict().keys()
-        self.is_kept_by_lightning = all(s.is_lossless and saved >= set(s.names) for s in spaces)
+        self._module_has_all = all(s.is_lossless and saved >= set(s.names) for s in spaces)
+        # Lightning loads a checkpoint's weights before it makes a module one of double precision
+        self.is_kept_by_lightning = self._module_has_all and all(
+            s.dtype == torch.float32 for s in spaces
+        )
 
     def in_progress_bar(self, name: str) -> bool:
         """Return whether a logged value is shown beside the progress bar."""

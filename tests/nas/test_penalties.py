@@ -18,10 +18,10 @@ LATENCIES = torch.tensor([[1.0, 2, 4], [0, 3, 5]], dtype=torch.float64)
 def loss_and_gradient(penalty, task=1.5):
     theta = torch.tensor([[0.0, 0, 0], [1, 0, -1]], dtype=torch.float64, requires_grad=True)
     expected = (theta.softmax(1) * LATENCIES).sum()
-    assert float(expected) == pytest.approx(3.517672, abs=1e-6)
+    assert expected.item() == pytest.approx(3.517672, abs=1e-6)
     loss = penalty(torch.tensor(task, dtype=torch.float64), expected)
     loss.backward()
-    return float(loss), theta.grad
+    return loss.item(), theta.grad
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from timm.models._efficientnet_blocks import SqueezeExcite
 from torch import Tensor, nn
 
 from fl_lightning.nas.cost.count import Cost
@@ -173,6 +172,9 @@ def _squeeze(channels: int, elastic: bool) -> nn.Module:
     if elastic:
         return ElasticSqueezeExcite(channels)
     squeezed = squeezed_channels(channels)
+    # timm takes a second to load, and the command line asks spaces for their names alone
+    from timm.models._efficientnet_blocks import SqueezeExcite
+
     plain: nn.Module = SqueezeExcite(channels, rd_channels=squeezed, gate_layer="hard_sigmoid")
     return plain
 
