@@ -13,6 +13,7 @@ one group of parameters. Differs from FedNAS (He et al. 2020), which averages th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, final
 
@@ -36,6 +37,9 @@ class ServerStep(Stage):
         is_active: whether they learn in a round; in others they stay, whatever their optimizer
             would do without a gradient.
 
+    Raises:
+        ConfigurationError: for a learning rate by which nothing could be told.
+
     Example:
         >>> import torch
         >>> step = ServerStep(["alpha"], lambda p: torch.optim.Adam(p, lr=0.1), local_lr=0.5)
@@ -58,6 +62,11 @@ class ServerStep(Stage):
         local_lr: float,
         is_active: Callable[[int], bool] = lambda round_index: True,
     ) -> None:
+        if not 0 < local_lr < math.inf:
+            raise ConfigurationError(
+                f"model.architecture_optimizer: its lr must be positive and finite, got {local_lr}: the server "
+                "divides what clients send by it. To leave the architecture alone, train a Network"
+            )
         self._names, self._make_optimizer, self._local_lr = list(names), make_optimizer, local_lr
         self._is_active, self._round = is_active, 0
         self._params: list[nn.Parameter] = []

@@ -239,3 +239,8 @@ def test_batches_without_a_half_for_the_search_are_refused():
         fitted(supernet(TwoLayers()), plain, Federation(local_steps=1))
     with pytest.raises(ConfigurationError, match="search_fraction"):
         fitted(supernet(TwoLayers()), plain)
+
+
+def test_a_rate_of_zero_is_refused():
+    with pytest.raises(ConfigurationError, match="lr must be positive"):
+        ServerStep(["alpha"], lambda p: torch.optim.Adam(p, lr=0.0), local_lr=0.0)
