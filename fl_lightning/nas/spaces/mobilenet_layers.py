@@ -1,0 +1,201 @@
+"""The MobileNet space as operations, one a layer, for searches that weigh or sample operations.
+
+A layer is one of seven: an inverted residual of kernel 3, 5 or 7 and expansion 3 or 6, or a skip, which
+makes the network shallower. All stages are as deep as the space allows.
+Sources: Cai et al. 2019, ICLR (ProxylessNAS), section 4.2; Wu et al. 2019, CVPR (FBNet), table 2.
+Differs: the layer that opens a stage can be skipped as well. Its skip is a 1×1 convolution with batch
+norm, since sides and channels change there; so every layer has the same operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import product
+from typing import Any, ClassVar, final
+
+from torch import Tensor, nn
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.nas.elastic.width import multiple_of_8
+from fl_lightning.nas.spaces.cells import Candidate, CellSpace, MakeEdge, Row
+from fl_lightning.nas.spaces.mobilenet import MobileNet, small_mobilenet
+from fl_lightning.nas.spaces.mobilenet_network import (
+    Block,
+    Chosen,
+    InvertedResidual,
+    head,
+    stem,
+)
+from fl_lightning.nas.spaces.reader import Reader
+from fl_lightning.nas.spaces.space import Architecture, Decision
+
+BLOCKS = tuple(product((3, 5, 7), (3, 6)))
+SKIP = "skip_connect"
+
+
+@final
+@dataclass(frozen=True)
+class MobileNetLayers(CellSpace):
+    """The space.
+
+    Attributes:
+        sizes: whose widths, strides, activations and largest depth the network has.
+
+    Example:
+        >>> space = MobileNetLayers()
+        >>> space.num_rows, len(space.operations), f"{space.size:.3g}"
+        (20, 7, '7.98e+16')
+        >>> str(space.architecture([6] * 20)).split("|")[0]
+        'skip_connect-skip_connect-skip_connect-skip_connect'
+    """
+
+    name: ClassVar[str] = "mobilenet_layers"
+    operations: ClassVar[tuple[str, ...]] = (*(f"k{k}e{e}" for k, e in BLOCKS), SKIP)
+    none: ClassVar[int] = -1  # no layer can be left out: it would break the chain
+
+    sizes: MobileNet = field(default_factory=small_mobilenet)
+
+    @property
+    def depth(self) -> int:
+        """How many layers a stage has."""
+        return self.sizes.depths[-1]
+
+    @cached_property
+    def rows(self) -> tuple[Row, ...]:
+        """The layers, stage by stage."""
+        stages = range(1, len(self.sizes.parts) + 1)
+        return tuple(
+            Row(f"stage {stage}", layer, layer + 1)
+            for stage in stages
+            for layer in range(self.depth)
+        )
+
+    @cached_property
+    def decisions(self) -> tuple[Decision, ...]:
+        """An operation for every layer."""
+        return tuple(
+            Decision(f"{row.cell} layer {row.target}", self.operations) for row in self.rows
+        )
+
+    def operations_of(self, architecture: Architecture) -> tuple[int, ...]:
+        """Return the choices: a decision is a row."""
+        return architecture.choices
+
+    def node_names(self, cell: str) -> tuple[str, ...]:
+        """Return input, 1, 2, …, output."""
+        return ("input", *map(str, range(1, self.depth)), "output")
+
+    def text(self, choices: Sequence[int]) -> str:
+        """Return the string: stages joined by ``|``, their layers by ``-``."""
+        names = [self.operations[choice] for choice in choices]
+        starts = range(0, len(names), self.depth)
+        return "|".join("-".join(names[start : start + self.depth]) for start in starts)
+
+    def parse(self, text: str) -> Architecture:
+        """Return the architecture of a string."""
+        reader = Reader(text.strip(), self.name)
+        choices = []
+        for row in range(self.num_rows):
+            if row:
+                reader.expect("-" if row % self.depth else "|")
+            choices.append(reader.word(self.operations, "operation"))
+        reader.end()
+        return self.architecture(choices)
+
+    def network(
+        self,
+        make_edge: MakeEdge,
+        *,
+        num_classes: int,
+        in_channels: int = 3,
+        channels: int | None = None,
+        cells: int | None = None,
+        affine: bool = True,
+    ) -> nn.Module:
+        """Return a network of these layers.
+
+        Args:
+            make_edge: makes a layer.
+            num_classes: of the classifier.
+            in_channels: of the images.
+            channels: of the stem; all widths scale with it. None: as the space says.
+            cells: layers of a stage: fixed, each has a row of its own. None, or that number.
+            affine: whether the candidates' batch norms scale and shift.
+
+        Raises:
+            ConfigurationError: if ``cells`` is another number.
+        """
+        if cells not in (None, self.depth):
+            raise ConfigurationError(
+                f"{self.name} has {self.depth} layers a stage, each with a decision of its own; got "
+                f"cells={cells}. Set sizes.depths for another number"
+            )
+        shapes = self.sizes if channels is None else _scaled(self.sizes, channels)
+        return LayeredNetwork(shapes, make_edge, num_classes, in_channels, affine)
+
+    def derive(self, alpha: Tensor, beta: Tensor | None = None) -> Architecture:
+        """Return the best operation of each layer; β has no say: one layer enters each node."""
+        self.check_alpha(alpha, beta)
+        return self.architecture(alpha.argmax(1).tolist())
+
+
+def _scaled(shapes: MobileNet, channels: int) -> MobileNet:
+    ratio = channels / shapes.widths[0]
+    widths = tuple(multiple_of_8(width * ratio) for width in shapes.widths[1:])
+    return replace(shapes, widths=(channels, *widths))
+
+
+def _block(kernel: int, expansion: int, squeeze: bool, swish: bool, affine: bool) -> Candidate:
+    def make(channels_in: int, channels_out: int, stride: int) -> nn.Module:
+        chosen = Chosen(kernel, expansion)
+        shape = Block(channels_in, channels_out, stride, squeeze, swish, chosen)
+        return InvertedResidual(shape, affine=affine)
+
+    return make
+
+
+def _skip(affine: bool) -> Candidate:
+    def make(channels_in: int, channels_out: int, stride: int) -> nn.Module:
+        if stride == 1 and channels_in == channels_out:
+            return nn.Identity()
+        return nn.Sequential(
+            nn.Conv2d(channels_in, channels_out, 1, stride, bias=False),
+            nn.BatchNorm2d(channels_out, affine=affine),
+        )
+
+    return make
+
+
+class LayeredNetwork(nn.Module):
+    """Stem, a fixed block, the layers, head."""
+
+    def __init__(
+        self,
+        shapes: MobileNet,
+        make_edge: MakeEdge,
+        num_classes: int,
+        in_channels: int,
+        affine: bool,
+    ) -> None:
+        super().__init__()
+        plan = shapes.plan(shapes.sizes(shapes.largest))
+        self.stem = stem(in_channels, plan.stem, plan.stem_stride)
+        self.first = InvertedResidual(plan.first)
+        blocks = [block for stage in plan.stages for block in stage]
+        self.layers = nn.ModuleList()
+        for row, block in enumerate(blocks):
+            kind = block.squeeze, block.swish, affine
+            candidates = (*(_block(*sizes, *kind) for sizes in BLOCKS), _skip(affine))
+            layer = make_edge(row, candidates, block.channels_in, block.channels_out, block.stride)
+            assert layer is not None, "there is no operation that leaves a layer out"
+            self.layers.append(layer)
+        self.head = head(blocks[-1].channels_out, plan.head, num_classes)
+
+    def forward(self, x: Tensor, weights: Any = None) -> Tensor:
+        """Return logits, (batch, num_classes)."""
+        x = self.first(self.stem(x))
+        for layer in self.layers:
+            x = layer(x, weights)
+        return self.head(x)  # type: ignore[no-any-return]

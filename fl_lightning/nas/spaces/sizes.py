@@ -1,0 +1,321 @@
+"""Spaces whose decisions are sizes: how wide, how deep, which kernel.
+
+A network is made of parts (stages). A part has sizes of its own, a depth, and sizes for each of its
+blocks. What is decided for blocks beyond the depth has no effect: those choices are 0, so that equal
+networks are equal architectures, and so that `size` counts each once.
+The string: parts joined by ``|``, a part's own sizes before ``:``, its blocks joined by ``-``, a size
+as its letter and number: ``k7e6-k3e4|k5e3-k5e3-k3e6``. The number of blocks is the depth.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+
+from torch import Tensor, nn
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.nas.cost.count import Cost
+from fl_lightning.nas.elastic import subnetwork
+from fl_lightning.nas.spaces.reader import Reader
+from fl_lightning.nas.spaces.space import MOST_ENUMERATED, Architecture, Decision, SearchSpace
+
+Number = int | float
+
+
+@dataclass(frozen=True)
+class Size:
+    """A size to choose.
+
+    Attributes:
+        name: e.g. ``"kernel"``.
+        letter: that stands before its number in strings.
+        options: rising.
+    """
+
+    name: str
+    letter: str
+    options: tuple[Number, ...]
+
+    def __post_init__(self) -> None:
+        if not self.options or list(self.options) != sorted(set(self.options)):
+            raise ConfigurationError(
+                f"the options of {self.name} must be different numbers that rise, got {self.options}"
+            )
+        if self.options[0] <= 0:
+            raise ConfigurationError(f"{self.name} must be above 0, got {self.options[0]:g}")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A stage: what there is to choose in it.
+
+    Attributes:
+        name: e.g. ``"stage 1"``.
+        own: sizes of the whole stage.
+        depth: how many blocks.
+        block: sizes of each block.
+    """
+
+    name: str
+    own: tuple[Size, ...]
+    depth: Size
+    block: tuple[Size, ...]
+
+    @property
+    def sizes(self) -> tuple[tuple[str, Size], ...]:
+        """All there is to choose, with the names of decisions, in their order."""
+        head = [*self.own, self.depth]
+        blocks = range(1, int(self.depth.options[-1]) + 1)
+        inside = [(f"block {number} {size.name}", size) for number in blocks for size in self.block]
+        named = [*((size.name, size) for size in head), *inside]
+        return tuple((f"{self.name} {name}", size) for name, size in named)
+
+
+@dataclass(frozen=True)
+class PartSizes:
+    """What is chosen in a stage.
+
+    Attributes:
+        own: of the whole stage.
+        blocks: of each of the blocks that there are.
+    """
+
+    own: tuple[Number, ...]
+    blocks: tuple[tuple[Number, ...], ...]
+
+
+class SizeSpace(SearchSpace):
+    """A space of sizes.
+
+    A member writes `parts`, `network` and `cost`; the rest follows. A supernet is the network of the
+    largest architecture with elastic layers; its ``forward(x, architecture=None)`` runs a part of it.
+    """
+
+    @property
+    @abstractmethod
+    def parts(self) -> tuple[Part, ...]:
+        """The stages."""
+
+    @abstractmethod
+    def network(
+        self, architecture: Architecture, *, num_classes: int, in_channels: int, elastic: bool
+    ) -> nn.Module:
+        """Return the network of an architecture, of plain layers or of elastic ones."""
+
+    @abstractmethod
+    def cost(
+        self,
+        architecture: Architecture,
+        *,
+        side: int = 32,
+        in_channels: int = 3,
+        num_classes: int = 10,
+    ) -> Cost:
+        """Return what one image costs the network of an architecture, by formulas, exactly.
+
+        Args:
+            architecture: of this space.
+            side: of the images, in pixels.
+            in_channels: of the images.
+            num_classes: of the classifier.
+        """
+
+    @cached_property
+    def named_sizes(self) -> tuple[tuple[str, Size], ...]:
+        """What there is to choose, in the order of the decisions."""
+        return tuple(named for part in self.parts for named in part.sizes)
+
+    @cached_property
+    def decisions(self) -> tuple[Decision, ...]:
+        """A decision for every size."""
+        return tuple(
+            Decision(name, tuple(f"{option:g}" for option in size.options))
+            for name, size in self.named_sizes
+        )
+
+    @property
+    def smallest(self) -> Architecture:
+        """The first option of everything."""
+        return self.architecture([0] * len(self.decisions))
+
+    @property
+    def largest(self) -> Architecture:
+        """The last option of everything."""
+        return self.architecture([len(decision.options) - 1 for decision in self.decisions])
+
+    @cached_property
+    def size(self) -> int:
+        """How many different networks there are."""
+        return math.prod(_count(part) for part in self.parts)
+
+    def architecture(self, choices: Sequence[int]) -> Architecture:
+        """Return the architecture of these choices; those without effect become 0."""
+        checked = Architecture(self, tuple(int(choice) for choice in choices))
+        active = self.active(checked.choices)
+        pairs = zip(checked.choices, active, strict=True)
+        return Architecture(self, tuple(choice if on else 0 for choice, on in pairs))
+
+    def active(self, choices: Sequence[int]) -> tuple[bool, ...]:
+        """Return which choices have an effect: those of blocks that there are."""
+        active: list[bool] = []
+        for part in self.parts:
+            depth = int(part.depth.options[choices[len(active) + len(part.own)]])
+            last = len(active) + len(part.own) + 1 + depth * len(part.block)
+            end = len(active) + len(part.sizes)
+            active += [index < last for index in range(len(active), end)]
+        return tuple(active)
+
+    def sizes(self, architecture: Architecture) -> tuple[PartSizes, ...]:
+        """Return the sizes of every stage.
+
+        Raises:
+            ConfigurationError: if the architecture is of another space.
+        """
+        if architecture.space is not self and architecture.space != self:
+            raise ConfigurationError(
+                f"{self.name} cannot use an architecture of another space ({architecture.space.name})"
+            )
+        return self._sizes(architecture.choices)
+
+    def _sizes(self, choices: Sequence[int]) -> tuple[PartSizes, ...]:
+        taken = (
+            size.options[choice]
+            for (_, size), choice in zip(self.named_sizes, choices, strict=True)
+        )
+        stages = []
+        for part in self.parts:
+            own = tuple(next(taken) for _ in part.own)
+            depth = int(next(taken))
+            blocks = [tuple(next(taken) for _ in part.block) for _ in range(_most(part))]
+            stages.append(PartSizes(own, tuple(blocks[:depth])))
+        return tuple(stages)
+
+    def text(self, choices: Sequence[int]) -> str:
+        """Return the string, e.g. ``k7e6-k3e4|k5e3-k5e3-k3e6``."""
+        pairs = zip(self.parts, self._sizes(choices), strict=True)
+        return "|".join(_part_text(part, sizes) for part, sizes in pairs)
+
+    def parse(self, text: str) -> Architecture:
+        """Return the architecture of a string."""
+        reader = Reader(text.strip(), self.name)
+        choices: list[int] = []
+        for number, part in enumerate(self.parts):
+            if number:
+                reader.expect("|")
+            choices += _read_part(reader, part)
+        reader.end()
+        return self.architecture(choices)
+
+    def enumerate(self) -> Iterator[Architecture]:
+        """Yield all different architectures.
+
+        Raises:
+            ConfigurationError: if there are more than a million.
+        """
+        if self.size > MOST_ENUMERATED:
+            yield from super().enumerate()  # refuses
+        for stages in product(*(list(_choices(part)) for part in self.parts)):
+            yield self.architecture([choice for stage in stages for choice in stage])
+
+    def supernet(self, *, num_classes: int, in_channels: int = 3) -> nn.Module:
+        """Return the largest network; its ``forward(x, architecture=None)`` runs any of the space."""
+        return self.network(
+            self.largest, num_classes=num_classes, in_channels=in_channels, elastic=True
+        )
+
+    def build(
+        self, architecture: Architecture, *, num_classes: int, in_channels: int = 3
+    ) -> nn.Module:
+        """Return the network of an architecture, of PyTorch's layers, freshly drawn."""
+        self.sizes(architecture)  # refuses one of another space
+        return self.network(
+            architecture, num_classes=num_classes, in_channels=in_channels, elastic=False
+        )
+
+    def extract(self, supernet: nn.Module, architecture: Architecture) -> nn.Module:
+        """Return the network of an architecture with the supernet's weights: the same outputs."""
+        part = self.build(architecture, **_shape(supernet))
+        return subnetwork.copy(supernet, part)
+
+    def held(self, supernet: nn.Module, architecture: Architecture) -> dict[str, Tensor]:
+        """Return which coordinates of the supernet's parameters a sub-network holds.
+
+        Returns:
+            A mask for every parameter by name, bool, of the parameter's shape. All coordinates that
+            a step of the sub-network can move are in it, and no other.
+        """
+        return subnetwork.held(supernet, lambda: self.build(architecture, **_shape(supernet)))
+
+
+def _shape(supernet: nn.Module) -> dict[str, int]:
+    return {"num_classes": supernet.num_classes, "in_channels": supernet.in_channels}  # type: ignore[dict-item]
+
+
+def _most(part: Part) -> int:
+    return int(part.depth.options[-1])
+
+
+def _depths(part: Part) -> Iterator[int]:
+    return (int(depth) for depth in part.depth.options)
+
+
+def _count(part: Part) -> int:
+    own = math.prod(len(size.options) for size in part.own)
+    block = math.prod(len(size.options) for size in part.block)
+    return own * sum(int(block**depth) for depth in _depths(part))
+
+
+def _choices(part: Part) -> Iterator[tuple[int, ...]]:
+    own = [range(len(size.options)) for size in part.own]
+    block = [range(len(size.options)) for size in part.block]
+    for number, depth in enumerate(_depths(part)):
+        idle = (0,) * ((_most(part) - depth) * len(block))
+        for choices in product(*own, [number], *(block * depth)):
+            yield (*choices, *idle)
+
+
+def _part_text(part: Part, chosen: PartSizes) -> str:
+    own = _sizes_text(part.own, chosen.own)
+    blocks = "-".join(_sizes_text(part.block, block) for block in chosen.blocks)
+    return f"{own}:{blocks}" if own else blocks
+
+
+def _sizes_text(sizes: Sequence[Size], numbers: Sequence[Number]) -> str:
+    pairs = zip(sizes, numbers, strict=True)
+    return "".join(f"{size.letter}{number:g}" for size, number in pairs)
+
+
+def _read_part(reader: Reader, part: Part) -> list[int]:
+    own = [_read_size(reader, part.name, size) for size in part.own]
+    if own:
+        reader.expect(":")
+    blocks = [_read_block(reader, part)]
+    while len(blocks) < _most(part) and reader.text.startswith("-", reader.place):
+        reader.expect("-")
+        blocks.append(_read_block(reader, part))
+    depths = list(_depths(part))
+    if len(blocks) not in depths:
+        allowed = ", ".join(map(str, depths))
+        reader.refuse(f"{part.name} has {len(blocks)} blocks so far; allowed: {allowed}")
+    idle = [0] * ((_most(part) - len(blocks)) * len(part.block))
+    return [*own, depths.index(len(blocks)), *(c for block in blocks for c in block), *idle]
+
+
+def _read_block(reader: Reader, part: Part) -> list[int]:
+    return [_read_size(reader, part.name, size) for size in part.block]
+
+
+def _read_size(reader: Reader, part: str, size: Size) -> int:
+    """Pass a letter and a number; the longest that fits, so that 3.5 is not read as 3."""
+    reader.expect(size.letter)
+    options = [f"{option:g}" for option in size.options]
+    for option in sorted(options, key=len, reverse=True):
+        if reader.text.startswith(option, reader.place):
+            reader.expect(option)
+            return options.index(option)
+    return reader.refuse(f"expected the {size.name} of a block of {part}: {', '.join(options)}")

@@ -1,0 +1,151 @@
+"""Elastic layers: vectors of the kernel, views without copies, timm's blocks as the oracle."""
+
+import pytest
+import torch
+from timm.layers import make_divisible
+from timm.models._efficientnet_blocks import InvertedResidual as TimmInvertedResidual
+from timm.models._efficientnet_blocks import SqueezeExcite as TimmSqueezeExcite
+from timm.models.vision_transformer import VisionTransformer
+from torch import nn
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.nas.elastic.kernel import ElasticDepthwise
+from fl_lightning.nas.elastic.width import (
+    ElasticBatchNorm2d,
+    ElasticConv2d,
+    ElasticLayerNorm,
+    ElasticLinear,
+    multiple_of_8,
+)
+from fl_lightning.nas.spaces.mobilenet_network import Block, Chosen, InvertedResidual
+from fl_lightning.nas.spaces.vit import ViT
+
+
+def counted_kernel():
+    layer = ElasticDepthwise(1, [3, 5, 7])
+    with torch.no_grad():
+        layer.weight.copy_(torch.arange(49.0).view(1, 1, 7, 7))
+    return layer
+
+
+def test_the_matrices_of_a_layer_are_706_numbers_and_start_as_identities():
+    layer = ElasticDepthwise(5, [3, 5, 7])
+    assert sum(matrix.numel() for matrix in layer.matrices.values()) == 706
+    assert torch.equal(layer.matrices["5"], torch.eye(25))
+    assert torch.equal(layer.matrices["3"], torch.eye(9))
+
+
+def test_a_smaller_kernel_is_the_centre():
+    assert counted_kernel().kernel(3, 1).flatten().tolist() == [16, 17, 18, 23, 24, 25, 30, 31, 32]
+
+
+def test_a_matrix_adds_what_its_row_says():
+    layer = counted_kernel()
+    with torch.no_grad():
+        layer.matrices["5"][12, 0] = 1
+    assert layer.kernel(5, 1)[0, 0, 2, 2] == 32
+    assert layer.kernel(3, 1)[0, 0, 1, 1] == 32
+    assert layer.kernel(7, 1)[0, 0, 3, 3] == 24
+
+
+def test_an_even_kernel_is_refused():
+    with pytest.raises(ConfigurationError, match="odd numbers, got \\(3, 4\\)"):
+        ElasticDepthwise(2, [3, 4])
+
+
+@pytest.mark.parametrize(
+    ("layer", "x", "sizes"),
+    [
+        (ElasticConv2d(512, 256, 1, bias=False), torch.randn(1, 256, 1, 1), (128,)),
+        (ElasticLinear(512, 256), torch.randn(1, 256), (128,)),
+        (ElasticDepthwise(512, [3, 5, 7]), torch.randn(1, 256, 1, 1), (7,)),
+    ],
+)
+def test_a_part_reads_the_memory_of_the_whole(layer, x, sizes, monkeypatch):
+    seen = []
+    for name in ("conv2d", "linear"):
+        original = getattr(nn.functional, name)
+
+        def spy(value, weight, *args, original=original):
+            seen.append(weight)
+            return original(value, weight, *args)
+
+        monkeypatch.setattr(nn.functional, name, spy)
+    layer(x, *sizes)
+    (weight,) = seen
+    assert weight.numel() < layer.weight.numel()
+    assert weight.data_ptr() == layer.weight.data_ptr()
+    assert weight.untyped_storage().data_ptr() == layer.weight.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("elastic", "plain", "x"),
+    [
+        (ElasticConv2d(6, 4, 3, padding=1), nn.Conv2d(6, 4, 3, padding=1), (2, 6, 5, 5)),
+        (ElasticLinear(6, 4), nn.Linear(6, 4), (2, 6)),
+        (ElasticLayerNorm(6), nn.LayerNorm(6), (2, 6)),
+        (ElasticBatchNorm2d(6), nn.BatchNorm2d(6), (2, 6, 5, 5)),
+    ],
+)
+def test_a_whole_layer_is_pytorchs_bit_for_bit(elastic, plain, x):
+    plain.load_state_dict(elastic.state_dict())
+    x = torch.randn(x)
+    assert torch.equal(elastic(x), plain(x))
+    assert all(
+        torch.equal(own, plain.state_dict()[name]) for name, own in elastic.state_dict().items()
+    )
+
+
+def test_batch_norm_moves_the_first_statistics_alone():
+    layer, plain = ElasticBatchNorm2d(6), nn.BatchNorm2d(4)
+    x = torch.randn(3, 4, 5, 5)
+    assert torch.equal(layer(x), plain(x))
+    assert torch.equal(layer.running_mean[:4], plain.running_mean)
+    assert torch.equal(layer.running_var[:4], plain.running_var)
+    assert layer.running_mean[4:].tolist() == [0, 0]
+    assert layer.running_var[4:].tolist() == [1, 1]
+    assert layer.num_batches_tracked == 1
+
+
+@pytest.mark.parametrize("channels", [1, 7.9, 11, 12, 20, 30, 35, 166.4, 307.2, 409.6, 1331.2])
+def test_channels_round_as_in_timm(channels):
+    assert multiple_of_8(channels) == make_divisible(channels, 8)
+
+
+@pytest.mark.parametrize("squeeze", [False, True])
+@pytest.mark.parametrize("elastic", [False, True])
+def test_an_inverted_residual_is_timms(squeeze, elastic):
+    torch.manual_seed(0)
+    block = InvertedResidual(
+        Block(16, 16, 1, squeeze, True, Chosen(5, 4)), (3, 5) if elastic else None
+    )
+
+    def excite(channels, **kwargs):
+        return TimmSqueezeExcite(
+            channels,
+            rd_channels=make_divisible(channels // 4, 8),
+            gate_layer="hard_sigmoid",
+            force_act_layer=nn.ReLU,
+        )
+
+    timms = TimmInvertedResidual(
+        16, 16, 5, exp_ratio=4, act_layer=nn.Hardswish, se_layer=excite if squeeze else None
+    )
+    tensors = {name: own for name, own in block.state_dict().items() if "matrices" not in name}
+    timms.load_state_dict(tensors)
+    x = torch.randn(2, 16, 8, 8)
+    torch.testing.assert_close(block(x), timms(x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+def test_a_transformer_is_timms(elastic):
+    torch.manual_seed(0)
+    space = ViT(image_side=16, features=(32, 48), heads=(2, 3), depths=(1, 2), head_features=16)
+    make = space.supernet if elastic else lambda **shape: space.build(space.largest, **shape)
+    ours = make(num_classes=5).eval()
+    timms = VisionTransformer(
+        16, 4, num_classes=5, embed_dim=48, depth=2, num_heads=3, mlp_ratio=4, qkv_bias=True
+    ).eval()
+    timms.load_state_dict(ours.state_dict())
+    x = torch.randn(2, 3, 16, 16)
+    torch.testing.assert_close(ours(x), timms(x), rtol=1e-5, atol=1e-6)

@@ -1,0 +1,136 @@
+"""The MobileNet space as operations: network, strings, costs."""
+
+import pytest
+import torch
+from torch import nn
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.nas.cost.cost import built_cost, of
+from fl_lightning.nas.cost.table import cost_table
+from fl_lightning.nas.spaces.mobilenet import MobileNet, small_mobilenet
+from fl_lightning.nas.spaces.mobilenet_layers import SKIP, MobileNetLayers
+
+SPACE = MobileNetLayers()
+TINY = MobileNetLayers(
+    MobileNet(
+        depths=(1, 2),
+        widths=(8, 8, 8, 16, 16, 24),
+        strides=(1, 2, 2),
+        squeeze=(False, True, False),
+        swish=(False, False, True),
+    )
+)
+
+
+class Mixed(nn.Module):
+    """All operations, weighed; notes where it stands."""
+
+    def __init__(self, row, candidates, channels_in, channels_out, stride):
+        super().__init__()
+        self.row, self.shape = row, (channels_in, channels_out, stride)
+        self.operations = nn.ModuleList(
+            candidate(channels_in, channels_out, stride) for candidate in candidates
+        )
+
+    def forward(self, x, weights):
+        pairs = zip(self.operations, weights[self.row], strict=True)
+        return sum(weight * operation(x) for operation, weight in pairs)
+
+
+def test_there_are_seven_operations_on_twenty_layers():
+    assert SPACE.operations == ("k3e3", "k3e6", "k5e3", "k5e6", "k7e3", "k7e6", SKIP)
+    assert (SPACE.num_rows, SPACE.size) == (20, 7**20)
+
+
+def test_rows_stand_in_order_with_the_shapes_of_the_stages():
+    network = TINY.network(Mixed, num_classes=5)
+    assert [(layer.row, layer.shape) for layer in network.layers] == [
+        (0, (8, 8, 2)),
+        (1, (8, 8, 1)),
+        (2, (8, 16, 2)),
+        (3, (16, 16, 1)),
+    ]
+    assert [str(row) for row in TINY.rows] == ["0→1", "1→2", "0→1", "1→2"]
+
+
+def test_one_hot_weights_give_the_network_of_that_architecture():
+    torch.manual_seed(0)
+    mixed = TINY.network(Mixed, num_classes=5).double()
+    x = torch.randn(3, 3, 13, 13, dtype=torch.float64)
+    for choices in ((0, 6, 5, 2), (6, 1, 6, 6), (3, 4, 2, 0)):
+        architecture = TINY.architecture(choices)
+        fixed = TINY.build(architecture, num_classes=5).double()
+        chosen = {}
+        for name, own in mixed.state_dict().items():
+            piece = name.split(".")
+            if piece[0] == "layers":
+                row, operation = int(piece[1]), int(piece[3])
+                if choices[row] == operation:
+                    chosen[".".join(["layers", piece[1], "operation", *piece[4:]])] = own
+            else:
+                chosen[name] = own
+        fixed.load_state_dict(chosen)
+        weights = nn.functional.one_hot(torch.tensor(choices), 7).double()
+        torch.testing.assert_close(mixed(x, weights), fixed(x), rtol=1e-12, atol=1e-12)
+
+
+def test_a_skip_inside_a_stage_is_nothing_at_all():
+    skips = TINY.build(TINY.parse(f"k3e3-{SKIP}|{SKIP}-{SKIP}"), num_classes=5)
+    kinds = [type(layer.operation) for layer in skips.layers]
+    assert kinds[1] is kinds[3] is nn.Identity
+    assert kinds[2] is nn.Sequential
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_only_networks_that_are_kept_scale(affine):
+    network = TINY.network(Mixed, num_classes=5, affine=affine)
+    norms = [layer for layer in network.layers.modules() if isinstance(layer, nn.BatchNorm2d)]
+    assert all(norm.affine == affine for norm in norms)
+    stem = [layer for layer in network.stem.modules() if isinstance(layer, nn.BatchNorm2d)]
+    assert all(norm.affine for norm in stem)
+
+
+def test_costs_are_those_of_the_built_network():
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(5):
+        architecture = SPACE.sample(generator)
+        shape = {"side": 32, "in_channels": 3, "num_classes": 10}
+        assert of(SPACE, architecture, **shape) == built_cost(SPACE, architecture, **shape)
+        small = of(SPACE, architecture, channels=8, **shape)
+        assert small == built_cost(SPACE, architecture, channels=8, **shape)
+        assert small.flops < of(SPACE, architecture).flops
+
+
+def test_a_layer_costs_what_the_same_block_costs_in_the_space_of_sizes():
+    sizes = small_mobilenet()
+    full = sizes.parse("|".join(["k5e6-k5e6-k5e6-k5e6"] * 5))
+    assert of(SPACE, SPACE.architecture([3] * 20)) == sizes.cost(full)
+    table = cost_table(SPACE)
+    assert table.flops.shape == (20, 7)
+    assert (table.flops[:, :6] > 0).all()
+    # skips cost something where a stage opens; the first stage changes neither side nor channels
+    assert table.flops[:, 6].nonzero().flatten().tolist() == [4, 8, 12, 16]
+
+
+def test_the_best_operation_of_each_row_is_derived():
+    alpha = torch.zeros(4, 7)
+    alpha[[0, 1, 2, 3], [2, 6, 0, 5]] = 1
+    assert str(TINY.derive(alpha)) == f"k5e3-{SKIP}|k3e3-k7e6"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("k3e3-k3e3-k3e3|k3e3", r"character 10 is '-'; expected '\|'"),
+        ("k3e4-k3e3|k3e3-k3e3", "character 1 is 'k3e4'; expected an operation: k3e3, k3e6"),
+        ("k3e3-k3e3|k3e3", "it ends there; expected '-'"),
+    ],
+)
+def test_what_does_not_parse_says_where(text, message):
+    with pytest.raises(ConfigurationError, match=message):
+        TINY.parse(text)
+
+
+def test_another_number_of_layers_is_refused():
+    with pytest.raises(ConfigurationError, match=r"has 2 layers a stage.*got cells=5"):
+        TINY.network(Mixed, num_classes=5, cells=5)
