@@ -15,7 +15,14 @@ import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import run_seed
@@ -173,13 +180,20 @@ class FederatedDataModule(ForwardingDataModule):
 
     def _paired_loader(self) -> DataLoader[Any]:
         """Return a central run's loader: all clients' examples, each with its partner."""
-        examples: Any = self.clients.flat.indices.tolist()
+        examples = torch.from_numpy(self.clients.flat.indices)
+        places: Any = range(len(examples))
+        weights = self.weights_of(examples)
+        sampler: Sampler[int] = RandomSampler(places)
+        if weights is not None:
+            sampler = WeightedRandomSampler(weights.tolist(), len(examples))
+        elif isinstance(self.source.train_dataloader().sampler, SequentialSampler):
+            sampler = SequentialSampler(places)
         return DataLoader(
-            examples,
+            places,
             batch_size=self.batch_size,
-            shuffle=True,
+            sampler=sampler,
             drop_last=self.drop_last,
-            collate_fn=lambda some: self.train_batch(torch.tensor(some)),
+            collate_fn=lambda some: self.train_batch(examples[some]),
         )
 
     def train_in_rounds(self, rounds: Any) -> None:

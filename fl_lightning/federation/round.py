@@ -262,7 +262,7 @@ class Round:
         spaces = (self.run.local.space, self.run.local.buffers)
         saved = self.run.module.state_dict().keys()
         self.is_kept_by_lightning = all(
-            s.is_lossless and s.dtype == torch.float32 and saved >= set(s.names) for s in spaces
+            s.is_lossless and saved >= set(s.names) for s in spaces
         )
 
     def in_progress_bar(self, name: str) -> bool:

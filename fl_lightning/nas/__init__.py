@@ -1,6 +1,7 @@
 """Architecture search: spaces, relaxations, elastic layers, searches, costs, the supernet."""
 
 from fl_lightning.nas.alpha_gradients import Gradient, Reward
+from fl_lightning.nas.collapse import StopAtCollapse
 from fl_lightning.nas.cost.penalties import (
     AbsolutePenalty,
     LinearPenalty,
@@ -50,6 +51,7 @@ __all__ = [
     "SinglePath",
     "SoftGumbel",
     "Softmax",
+    "StopAtCollapse",
     "Supernet",
     "ViT",
 ]

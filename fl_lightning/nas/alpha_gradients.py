@@ -41,7 +41,7 @@ class Situation:
         alphas: architecture parameters by name.
         weight_step: the step that weights are about to take; None where their optimizer is not SGD.
         velocities: momentum buffers of the weights.
-        baseline: of rewards, a buffer that may be written to; 0 before the first reward.
+        baseline: of rewards, a buffer of shape (1,) that may be written to; 0 before the first one.
         generator: makes the one of this step's draws, always the same.
     """
 
@@ -57,9 +57,15 @@ class Situation:
 
 
 class AlphaGradient(ABC):
-    """A way to learn α."""
+    """A way to learn α.
+
+    Attributes:
+        needs_weight_step: whether it looks a step of the weights ahead.
+        has_baseline: whether it has a baseline of rewards.
+    """
 
     needs_weight_step: bool = False
+    has_baseline: bool = False
 
     @abstractmethod
     def __call__(self, now: Situation) -> dict[str, Tensor]:
@@ -108,6 +114,8 @@ class Reward(AlphaGradient):
     Raises:
         ConfigurationError: if one is out of its range.
     """
+
+    has_baseline = True
 
     def __init__(self, decay: float = 0.95, entropy_weight: float = 1e-4) -> None:
         Reinforce(decay, entropy_weight)  # refuses what is out of range

@@ -1,7 +1,7 @@
 """A network of all architectures of a space of cells, searched while it trains.
 
-    α ← optimizer(α, ∇_α L_search)        on a batch of the half that is for the search
-    w ← optimizer(w, ∇_w L_train(w, α))   on a batch of the other half
+    w ← optimizer(w, ∇_w L_train(w, α))    on a batch of one half of the training data
+    α ← optimizer(α, ∇_α L_search(w, α))   on a batch of the other half
 
 A rule of relaxation says how many architectures run in one network; data come from a
 `FederatedDataModule` with a ``search_fraction``. It is a LightningModule like any other: with a
@@ -10,7 +10,9 @@ travel in one update; the server steps α by the optimizer that a central search
 
 Batch normalisation has the statistics of the batch, in evaluation as well: those that it would gather
 are of no single architecture. Source: Liu et al. 2019, DARTS, Algorithm 1; He et al. 2020, FedNAS, for the
-halves at clients. Differs from FedNAS: α never sees evaluation data, and its mean is the mean.
+halves at clients. Differs: both gradients are taken where w and α were before the step, so that N clients
+with one step on a full batch each take the step of the pooled data (theirs takes that of w where α is
+after its own); and from FedNAS, whose α sees test data and whose mean is the first client's.
 """
 
 from __future__ import annotations
@@ -131,14 +133,14 @@ class Supernet(LightningModule):
         )
         self.alpha = nn.Parameter(1e-3 * start)
         self.beta = nn.Parameter(torch.zeros(space.num_rows)) if self.rule.has_beta else None
-        self.register_buffer("baseline", torch.zeros(()))
+        self._learn, self._penalty = learn or Gradient(), penalty or NoPenalty()
+        self.register_buffer("baseline", torch.zeros(int(self._learn.has_baseline)))
         kept = 0
         if architecture_state == "clients":
             kept = num_kept(architecture_optimizer, list(self.alphas.values()))
         self.register_buffer("kept_state", torch.zeros(kept))
         self.architecture_state = architecture_state
         self.is_stepped_by_server = False
-        self._learn, self._penalty = learn or Gradient(), penalty or NoPenalty()
         self._optimizer, self._architecture_optimizer = optimizer, architecture_optimizer
         self._schedule, self._clip_norm = schedule, clip_norm
         self._same_draws = same_draws
@@ -188,6 +190,16 @@ class Supernet(LightningModule):
         edges = None if self.beta is None else self.space.edge_shares(self.beta.detach())
         return replace(weights_of(operations, self.alpha), edges=edges)
 
+    def mixed_logits(self, images: Tensor, alphas: Tensors) -> Tensor:
+        """Return logits (B, num_classes) of all architectures at once, for rules that do not draw.
+
+        Args:
+            images: (B, in_channels, height, width).
+            alphas: architecture parameters by name; gradients flow.
+        """
+        logits: Tensor = self.network(images, self._mixed(alphas, SearchStep()))
+        return logits
+
     def _mixed(self, alphas: Tensors, step: SearchStep) -> EdgeWeights:
         """Return what the rule makes of architecture parameters."""
         beta = alphas.get("beta")
@@ -215,18 +227,25 @@ class Supernet(LightningModule):
         optimizers: Any = self.optimizers()
         weights_optimizer, alpha_optimizer = optimizers
         draws = self._draws(batch_idx)
-        if self.moves_alpha(self.current_epoch):
-            self._move_alpha(alpha_optimizer, weights_optimizer, batch, draws)
-        images, labels = batch["train"]
+        moves_alpha = self.moves_alpha(self.current_epoch)
+        of_alpha = self._alpha_gradients(batch, draws, weights_optimizer) if moves_alpha else {}
+        loss = self._move_weights(batch["train"], draws, weights_optimizer)
+        if moves_alpha:
+            self._move_alpha(of_alpha, draws, alpha_optimizer)
+        return loss
+
+    def _move_weights(self, batch: Batch, draws: int, optimizer: Any) -> Tensor:
+        images, labels = batch
+        alphas = {name: tensor.detach() for name, tensor in self.alphas.items()}
         step = self._search_step(draws, "weights", moves_alpha=False)
-        weights = self._mixed({name: a.detach() for name, a in self.alphas.items()}, step)
-        logits = self.network(images, weights)
+        logits = self.network(images, self._mixed(alphas, step))
         loss = functional.cross_entropy(logits, labels)
-        weights_optimizer.zero_grad()
+        optimizer.zero_grad()
         self.manual_backward(loss)
-        self.clip_gradients(weights_optimizer, self._clip_norm, "norm")
-        weights_optimizer.step()
-        self._note("train/accuracy", _accuracy(logits, labels), len(labels))
+        self.clip_gradients(optimizer, self._clip_norm, "norm")
+        optimizer.step()
+        accuracy = _accuracy(logits, labels)
+        self.log("train/accuracy", accuracy, on_step=False, on_epoch=True, batch_size=len(labels))
         return loss.detach()
 
     def _draws(self, batch_idx: int) -> int:
@@ -240,14 +259,10 @@ class Supernet(LightningModule):
         progress = self.progress(self.current_epoch)
         return SearchStep(progress, generator, moves_alpha)
 
-    def _move_alpha(
-        self, optimizer: Any, of_weights: Any, batch: Mapping[str, Batch], draws: int
-    ) -> None:
-        """Take a step of α."""
+    def _move_alpha(self, gradients: Tensors, draws: int, optimizer: Any) -> None:
         step = self._search_step(draws, "alpha", moves_alpha=True)
         with torch.no_grad():
             before, weights = self.alpha.clone(), self._mixed(self.alphas, step)
-        gradients = self._learn(self._situation(batch, draws, of_weights.optimizer))
         for name, param in self.alphas.items():
             param.grad = gradients[name]
         recall(optimizer.optimizer, self.kept_state)
@@ -256,9 +271,10 @@ class Supernet(LightningModule):
         if not self.is_stepped_by_server:  # which sees a sum of gradients
             self.alpha.data.copy_(self.rule.stepped(before, self.alpha.detach(), weights))
 
-    def _situation(
-        self, batch: Mapping[str, Batch], draws: int, of_weights: Optimizer
-    ) -> Situation:
+    def _alpha_gradients(
+        self, batch: Mapping[str, Batch], draws: int, optimizer: Any
+    ) -> dict[str, Tensor]:
+        of_weights: Optimizer = optimizer.optimizer
         here = partial(self._search_step, draws, "alpha", moves_alpha=True)
         params = dict(self.network.named_parameters())
 
@@ -280,7 +296,7 @@ class Supernet(LightningModule):
                 return _accuracy(self.network(images, self._one_each(operations)), labels)
 
         buffers = {n: of_weights.state[p].get("momentum_buffer") for n, p in params.items()}
-        return Situation(
+        situation = Situation(
             train=partial(loss, "train"),
             search=search,
             accuracy=accuracy,
@@ -291,6 +307,7 @@ class Supernet(LightningModule):
             baseline=self.baseline,
             generator=partial(torch_generator, draws, "reward"),
         )
+        return self._learn(situation)
 
     def expected_cost(self, alphas: Tensors) -> Tensor:
         """Return the expected cost of an architecture drawn by softmax(α)."""
@@ -322,12 +339,9 @@ class Supernet(LightningModule):
         loss, accuracy = functional.cross_entropy(logits, labels), _accuracy(logits, labels)
         values = {f"{stage}/loss": loss, f"{stage}/accuracy": accuracy}
         if not self.rule.draws:
-            mixed = self.network(images, self._mixed(self.alphas, SearchStep()))
+            mixed = self.mixed_logits(images, self.alphas)
             values[f"{stage}/mixed_accuracy"] = _accuracy(mixed, labels)
         self.log_dict(values, prog_bar=True, batch_size=len(labels), sync_dist=True)
-
-    def _note(self, name: str, value: Tensor, size: int) -> None:
-        self.log(name, value, on_step=False, on_epoch=True, batch_size=size)
 
     # Set up.
 

@@ -98,7 +98,8 @@ def test_a_callback_that_unfreezes_is_refused():
         fit(WithBackbone(), BackboneFinetuning(unfreeze_backbone_at_epoch=1))
 
 
-def test_changes_that_hooks_make_between_rounds_are_kept():
+@pytest.mark.parametrize("precision", ["32-true", "64-true"])
+def test_changes_that_hooks_make_between_rounds_are_kept(precision):
     class Changes(ToyModule):
         def __init__(self):
             super().__init__()
@@ -114,7 +115,7 @@ def test_changes_that_hooks_make_between_rounds_are_kept():
                 assert self.net[0].weight.abs().max().item() == self.largest
 
     module = Changes()
-    fit(module, max_epochs=3)
+    toy_trainer(Federation(seed=0), precision=precision).fit(module, datamodule=toy_data())
     assert module.temperature == 0.125
 
 

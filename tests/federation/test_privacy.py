@@ -265,6 +265,15 @@ def test_combinations_without_a_proof_are_refused_at_construction(options, reaso
         Federation(privacy=private(), **options)
 
 
+def test_a_privacy_of_ones_own_says_what_it_is():
+    class Mine:
+        def mechanism(self, run, source, noise_multiplier=None):
+            raise NotImplementedError
+
+    with pytest.raises(ConfigurationError, match="Mine lacks .* derive it from .*ClientPrivacy"):
+        Federation(cohort=PoissonCohort(fraction=0.5), privacy=Mine())
+
+
 def test_a_correction_that_stays_with_the_client_is_allowed():
     none, _ = run(1, privacy=private())
     prox, _ = run(1, privacy=private(), correction=FedProx(mu=10.0))

@@ -125,6 +125,11 @@ def check_privacy(
             of_examples, cohort, aggregator, correction, personal, asynchronous, engine
         )
     if of_clients is not None:
+        if not isinstance(of_clients, Privacy):
+            raise ConfigurationError(
+                f"federation.privacy {type(of_clients).__name__} lacks what a kind of privacy says of "
+                "itself: derive it from fl_lightning.privacy.mechanism.ClientPrivacy and give it a mechanism"
+            )
         check_private(of_clients, cohort, aggregator, correction, updates)
         check_nothing_else(asynchronous, attackers)
     for stage in () if of_clients is None and of_examples is None else stages:

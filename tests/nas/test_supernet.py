@@ -1,0 +1,241 @@
+"""A search over clients is the search over their pooled data; without clients it is the plain one."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+from lightning.pytorch import seed_everything
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from toys import LoaderData, toy_trainer, weights
+
+from fl_lightning import ConfigurationError, FederatedDataModule, Federation
+from fl_lightning.client.local_training import GlobalModel
+from fl_lightning.core.space import Space
+from fl_lightning.nas import (
+    Gradient,
+    HardGumbel,
+    NASBench201,
+    Reward,
+    SinglePath,
+    Softmax,
+    Supernet,
+)
+from fl_lightning.nas.server_step import ServerStep
+from fl_lightning.nas.spaces.cells import CellSpace, Row
+from fl_lightning.nas.spaces.space import Decision
+
+
+class Mixture(nn.Module):
+    def __init__(self, edge, num_classes):
+        super().__init__()
+        self.edge, self.head = edge, nn.Linear(4, num_classes)
+
+    def forward(self, x, weights=None):
+        return self.head(self.edge(x, weights).flatten(1))
+
+
+@dataclass(frozen=True)
+class TwoLayers(CellSpace):
+    """One edge, a linear layer or its tanh on images of one pixel: a space without batch norm."""
+
+    name: ClassVar[str] = "two_layers"
+    operations: ClassVar[tuple[str, ...]] = ("linear", "tanh")
+    none: ClassVar[int] = -1
+
+    @property
+    def rows(self):
+        return (Row("cell", 0, 1),)
+
+    @property
+    def decisions(self):
+        return (Decision("0→1", self.operations),)
+
+    def operations_of(self, architecture):
+        return architecture.choices
+
+    def node_names(self, cell):
+        return ("in", "out")
+
+    def text(self, choices):
+        return self.operations[choices[0]]
+
+    def parse(self, text):
+        return self.architecture([self.operations.index(text)])
+
+    def derive(self, alpha, beta=None):
+        return self.architecture(alpha.argmax(1).tolist())
+
+    def network(self, make_edge, *, num_classes, in_channels=3, channels=16, cells=5, affine=True):
+        candidates = (
+            lambda i, o, s: nn.Conv2d(4, 4, 1),
+            lambda i, o, s: nn.Sequential(nn.Conv2d(4, 4, 1), nn.Tanh()),
+        )
+        return Mixture(make_edge(0, candidates, 4, 4, 1), num_classes)
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no")
+
+
+@pytest.fixture(autouse=True)
+def _doubles():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def vectors(num=60):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(num, 4, 1, 1, generator=generator, dtype=torch.float64)
+    return TensorDataset(x, (x[:, 0] * x[:, 1] > 0).long().flatten())
+
+
+def images(num=24):
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(num, 1, 8, 8, generator=generator, dtype=torch.float64)
+    return TensorDataset(x, torch.arange(num) % 2)
+
+
+def data(dataset, num_clients, batch_size, **options):
+    loader = DataLoader(dataset, batch_size=batch_size)  # a full batch in one order
+    source = LoaderData(loader)
+    return FederatedDataModule(
+        source, num_clients=num_clients, search_fraction=0.5, seed=0, **options
+    )
+
+
+def sgd(params):
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def adam(params):
+    return torch.optim.Adam(params, lr=0.05, betas=(0.5, 0.999), weight_decay=1e-3)
+
+
+def supernet(space, rule=None, **options):
+    seed_everything(0, verbose=False)
+    return Supernet(
+        space,
+        rule,
+        num_classes=2,
+        in_channels=4 if space == TwoLayers() else 1,
+        image_size=1 if space == TwoLayers() else 8,
+        channels=4,
+        cells=1,
+        optimizer=sgd,
+        architecture_optimizer=adam,
+        clip_norm=1e9,
+        seed=0,
+        **options,
+    )
+
+
+def fitted(module, datamodule, *callbacks, rounds=4):
+    toy_trainer(*callbacks, max_epochs=rounds).fit(module, datamodule=datamodule)
+    return module
+
+
+def test_clients_with_one_full_batch_each_take_the_pooled_step():
+    central = fitted(supernet(TwoLayers()), data(vectors(), 3, 60))
+    clients = fitted(supernet(TwoLayers()), data(vectors(), 3, 60), Federation(local_steps=1))
+    assert not torch.allclose(central.alpha, supernet(TwoLayers()).alpha, atol=1e-2)  # it moved
+    assert torch.allclose(clients.alpha, central.alpha, atol=1e-9)
+    assert torch.allclose(weights(clients), weights(central), atol=1e-9)
+
+
+def test_fresh_optimizers_at_clients_do_not_take_the_pooled_step():
+    central = fitted(supernet(TwoLayers()), data(vectors(), 3, 60), rounds=3)
+    fresh = fitted(
+        supernet(TwoLayers(), architecture_state="none"),
+        data(vectors(), 3, 60),
+        Federation(local_steps=1),
+        rounds=3,
+    )
+    assert not torch.allclose(fresh.alpha, central.alpha, atol=1e-6)
+
+
+def test_three_clients_whose_mean_sign_is_wrong():
+    """Gradients 0.9, -0.1, -0.1: Adam at clients goes up, the pooled step goes down."""
+    step = ServerStep(["alpha"], lambda p: torch.optim.Adam(p, lr=3e-4), local_lr=3e-4)
+    step.place(Space({"alpha": torch.zeros(1)}))
+    params = torch.zeros(1)
+    step.open(0, GlobalModel(params, torch.empty(0)))
+    aggregate = sum(3e-4 * torch.tensor([g]) for g in (0.9, -0.1, -0.1)) / 3
+    params -= step.on_server(aggregate)
+    step.stepped(params)
+    assert params.item() == pytest.approx(-3e-4, rel=1e-6)
+    ups = [torch.zeros(1, requires_grad=True) for _ in range(3)]
+    for up, gradient in zip(ups, (0.9, -0.1, -0.1), strict=True):
+        up.grad = torch.tensor([gradient])
+        torch.optim.Adam([up], lr=3e-4).step()
+    assert sum(up.item() for up in ups) / 3 == pytest.approx(1e-4, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("rule", "learn"),
+    [
+        (Softmax(), Gradient()),
+        (Softmax(), Gradient("finite")),
+        (HardGumbel(), Gradient()),
+        (SinglePath(), Reward()),
+    ],
+    ids=["darts", "second order", "gdas", "enas"],
+)
+def test_one_client_is_the_central_search(rule, learn):
+    """To the rounding of x - (x - y), which is how a client's y arrives; float32 sees no difference."""
+    options = {"learn": learn, "same_draws": True, "architecture_state": "clients"}
+    central = fitted(supernet(NASBench201(), rule, **options), data(images(), 1, 24))
+    one = fitted(
+        supernet(NASBench201(), rule, **options), data(images(), 1, 24), Federation(local_steps=1)
+    )
+    assert torch.allclose(weights(one), weights(central), rtol=0, atol=1e-13)
+    assert torch.equal(one.alpha.float(), central.alpha.float())
+    assert not torch.equal(one.alpha, supernet(NASBench201(), rule).alpha)
+
+
+def test_evaluation_data_never_reach_alpha():
+    class Evaluated(LoaderData):
+        def __init__(self, labels):
+            super().__init__(DataLoader(vectors(), batch_size=60, shuffle=True))
+            self.held = TensorDataset(vectors().tensors[0], labels)
+
+        def val_dataloader(self):
+            return DataLoader(self.held, batch_size=60)
+
+        test_dataloader = val_dataloader
+
+    found = []
+    for labels in (vectors().tensors[1], 1 - vectors().tensors[1]):
+        source = FederatedDataModule(Evaluated(labels), num_clients=3, search_fraction=0.5, seed=0)
+        found.append(fitted(supernet(TwoLayers()), source, Federation(local_steps=1)))
+    assert torch.equal(weights(found[0]), weights(found[1]))
+
+
+def test_alpha_waits():
+    class Waiting(Softmax):
+        alpha_from = 0.5
+
+    start = supernet(TwoLayers()).alpha.detach().clone()
+    early = fitted(
+        supernet(TwoLayers(), Waiting()),
+        data(vectors(), 3, 60),
+        Federation(local_steps=1),
+        rounds=1,
+    )
+    assert torch.equal(early.alpha.detach(), start)
+    late = fitted(
+        supernet(TwoLayers(), Waiting()),
+        data(vectors(), 3, 60),
+        Federation(local_steps=1),
+        rounds=4,
+    )
+    assert not torch.equal(late.alpha.detach(), start)
+
+
+def test_batches_without_a_half_for_the_search_are_refused():
+    plain = FederatedDataModule(LoaderData(DataLoader(vectors(), batch_size=60)), num_clients=3)
+    with pytest.raises(ConfigurationError, match="search_fraction"):
+        fitted(supernet(TwoLayers()), plain, Federation(local_steps=1))
+    with pytest.raises(ConfigurationError, match="search_fraction"):
+        fitted(supernet(TwoLayers()), plain)
