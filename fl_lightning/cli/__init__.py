@@ -1,4 +1,4 @@
-"""The command line: ``fl-lightning fit | validate | test | predict | compare``."""
+"""The command line: ``fl-lightning fit | validate | test | predict | compare | search | latency``."""
 
 from fl_lightning.cli.command import main
 

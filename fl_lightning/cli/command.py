@@ -1,7 +1,8 @@
 """The command line: Lightning's own, with a ``federation:`` block.
 
 ``fl-lightning fit --config configs/quickstart.yaml``; also ``validate``, ``test``, ``predict``.
-Without the block the same files train centrally. ``fl-lightning compare`` runs many fits.
+Without the block the same files train centrally. ``fl-lightning compare`` runs many fits;
+``search`` and ``latency`` are about architectures.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from fl_lightning.callbacks.client_evaluation import ClientEvaluation
 from fl_lightning.callbacks.evaluated_model import EvaluatedModel
 from fl_lightning.callbacks.partition_report import PartitionReport
 from fl_lightning.callbacks.progress import RoundProgressBar
+from fl_lightning.cli import latency, search
 from fl_lightning.cli.catalogue import asked_for, catalogue
 from fl_lightning.cli.constructors import watch_configuration, watched
 from fl_lightning.cli.devices import asks_for_several, automatic_processes
@@ -243,9 +245,11 @@ class Commands(Parser):
 
     @override
     def add_subcommands(self, *args: Any, **kwargs: Any) -> Any:
-        """Let ``compare`` be listed with the others."""
+        """Let ours be listed with the others."""
         subcommands = super().add_subcommands(*args, **kwargs)
         subcommands.add_subcommand("compare", compare_parser(), help=DESCRIPTION)
+        subcommands.add_subcommand("search", search_parser(), help=search.DESCRIPTION)
+        subcommands.add_subcommand("latency", latency_parser(), help=latency.DESCRIPTION)
         return subcommands
 
 
@@ -256,6 +260,20 @@ def compare_parser() -> Parser:
         description=f"{DESCRIPTION} Words after -- are options of every run's fit.",
     )
     add_arguments(parser)
+    return parser
+
+
+def search_parser() -> Parser:
+    """Return the parser of ``search``."""
+    parser = Parser(prog="fl-lightning search", description=search.DESCRIPTION)
+    search.add_arguments(parser)
+    return parser
+
+
+def latency_parser() -> Parser:
+    """Return the parser of ``latency``."""
+    parser = Parser(prog="fl-lightning latency", description=latency.DESCRIPTION)
+    latency.add_arguments(parser)
     return parser
 
 
@@ -297,6 +315,24 @@ def run_lightning(args: ArgsType) -> None:
     )
 
 
+def _run(words: Any, args: ArgsType) -> None:
+    """Run one of our commands, or one of Lightning's."""
+    if not isinstance(words, list):
+        run_lightning(args)
+        return
+    check_command(words)
+    if words[:1] == ["compare"]:
+        compare(words[1:], parser=compare_parser(), resolve=resolve)
+    elif words[:1] == ["search"]:
+        search.search(words[1:], parser=search_parser())
+    elif words[:1] == ["latency"]:
+        latency.latency(words[1:], parser=latency_parser())
+    elif option := asked_for(words):
+        print(catalogue(option))
+    else:
+        run_lightning(args)
+
+
 @ended_by_signals
 def main(args: ArgsType = None) -> None:
     """Run the command line; a setting that cannot work ends it with one sentence."""
@@ -308,14 +344,7 @@ def main(args: ArgsType = None) -> None:
         args = words = ["--help"]
     with watched() as watch:
         try:
-            if isinstance(words, list):
-                check_command(words)
-            if isinstance(words, list) and words[:1] == ["compare"]:
-                compare(words[1:], parser=compare_parser(), resolve=resolve)
-            elif isinstance(words, list) and (option := asked_for(words)):
-                print(catalogue(option))
-            else:
-                run_lightning(args)
+            _run(words, args)
         except Exception as error:
             sentence = explain(error, watch)
             if sentence is None:

@@ -11,6 +11,7 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.nas.cost.count import Cost, count
 from fl_lightning.nas.cost.table import cost_table
 from fl_lightning.nas.spaces.cells import CellSpace
+from fl_lightning.nas.spaces.sizes import SizeSpace
 from fl_lightning.nas.spaces.space import Architecture, SearchSpace
 
 
@@ -32,8 +33,8 @@ def of(
 ) -> Cost:
     """Return what one image costs the network of an architecture, exactly.
 
-    Of cells it is a sum from the space's table, which is counted once; of other spaces the network
-    is built, without memory for its parameters, and counted.
+    Of cells it is a sum from the space's table, which is counted once; of sizes the space's formulas
+    say it; of other spaces the network is built, without memory for its parameters, and counted.
 
     Args:
         space: of the architecture.
@@ -57,6 +58,8 @@ def of(
             f"an architecture of {architecture.space.name} has no cost in {space.name}"
         )
     shape = {"in_channels": in_channels, "num_classes": num_classes, **options}
+    if isinstance(space, SizeSpace):
+        return space.cost(architecture, side=side, **shape)
     if isinstance(space, CellSpace):
         return cost_table(space, side=side, **shape).of(space.operations_of(architecture))
     return built_cost(space, architecture, side=side, **shape)  # type: ignore[arg-type]

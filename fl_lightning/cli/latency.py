@@ -1,0 +1,112 @@
+"""The command ``fl-lightning latency``: measure how long a space's networks take on this device."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from jsonargparse import ArgumentParser
+from jsonargparse.typing import PositiveInt
+
+from fl_lightning.cli.networks import add_networks, networks_of
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.nas.cost.latency import LatencyTable
+from fl_lightning.nas.cost.latency_measure import measure_latency
+from fl_lightning.nas.cost.stopwatch import Pace
+
+DESCRIPTION = "Measure the latency of a search space's networks on this device."
+# beyond, a table is of little use for a constraint
+_MOST_ERROR, _LEAST_RANK = 0.15, 0.9
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Give a parser the options of the command."""
+    add_networks(parser)
+    parser.add_argument("--out", type=str, required=True, help="The JSON file to write.")
+    parser.add_argument("--device", type=str, default="cpu", help="cpu, cuda or cuda:1.")
+    parser.add_argument("--batch_size", type=PositiveInt, default=1, help="Images at a time.")
+    parser.add_argument(
+        "--rounds", type=PositiveInt, default=10, help="How often every network is timed."
+    )
+    parser.add_argument(
+        "--calibration", type=PositiveInt, default=12, help="Whole networks to fit to."
+    )
+    parser.add_argument(
+        "--held_out", type=PositiveInt, default=20, help="Others, to find the error on."
+    )
+    parser.add_argument("--seed", type=int, default=0, help="Of the networks.")
+
+
+def latency(words: Sequence[str], *, parser: ArgumentParser) -> None:
+    """Run the command.
+
+    Args:
+        words: of the command line, without the command.
+        parser: one with the options of the command.
+
+    Raises:
+        ConfigurationError: if an option is refused.
+    """
+    given = parser.parse_args(list(words))
+    networks = networks_of(given)
+    _check_writable(Path(given.out))
+    table = measure_latency(
+        networks.space,
+        side=networks.side,
+        options=networks.options,
+        device=_device(given.device),
+        batch_size=given.batch_size,
+        calibration=given.calibration,
+        held_out=given.held_out,
+        pace=Pace(rounds=given.rounds),
+        seed=given.seed,
+        say=_progress,
+    )
+    table.write(given.out)
+    print("\n".join(_lines(table, given)))
+
+
+def _lines(table: LatencyTable, given: Any) -> list[str]:
+    accuracy = table.accuracy
+    lines = [
+        f"device:   {table.where}",
+        f"blocks:   {len(table.blocks)} kinds; {table.rest:.3g} ms for the rest of a network",
+        f"fit:      {table.scale:.3g} x sum {table.shift:+.3g} ms, on {given.calibration} networks",
+        f"error:    {accuracy}",
+        f"written:  {given.out}",
+    ]
+    if accuracy.mape > _MOST_ERROR or accuracy.spearman < _LEAST_RANK:
+        lines.append(
+            "note:     an error under 15% and a rank correlation of 0.9 are usual. Measure on\n"
+            "          a quiet device, with more --rounds, or where networks differ more"
+        )
+    return lines
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigurationError(f"device: there is no {name!r}; use cpu or cuda") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigurationError(f"device: latency is measured on cpu or cuda, got {name!r}")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigurationError(
+            f"device: there is no {name!r} here; PyTorch sees {torch.cuda.device_count()} GPUs"
+        )
+    return device
+
+
+def _check_writable(path: Path) -> None:
+    """Refuse a path before minutes are spent on what cannot be kept."""
+    if path.is_dir() or not path.parent.is_dir():
+        reason = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+        raise ConfigurationError(f"out: {path} cannot be written: {reason}")
+
+
+def _progress(text: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r{text:<40}", end="\n" if text.startswith("done") else "", file=sys.stderr)

@@ -1,0 +1,228 @@
+"""The command ``fl-lightning search``: find an architecture without training."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from jsonargparse import ArgumentParser
+from jsonargparse.typing import PositiveInt
+
+from fl_lightning.cli.networks import Networks, add_networks, networks_of
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.seeds import check_seed
+from fl_lightning.experiments.table import markdown
+from fl_lightning.nas.cost import cost
+from fl_lightning.nas.cost.latency import LatencyTable
+from fl_lightning.nas.search.batches import folder_batch, noise_batch
+from fl_lightning.nas.search.constraints import shown
+from fl_lightning.nas.search.evolution import Evolution, RegularizedEvolution
+from fl_lightning.nas.search.findings import (
+    draw_front,
+    export,
+    front_rows,
+    write_evaluated,
+)
+from fl_lightning.nas.search.objectives import CostScore, ProxyScore, TableScore, builder
+from fl_lightning.nas.search.optuna import OptunaSearch
+from fl_lightning.nas.search.problem import (
+    Costs,
+    Objective,
+    Problem,
+    SearchResult,
+    parse_constraints,
+)
+from fl_lightning.nas.search.proxies import PROXIES
+from fl_lightning.nas.search.random import RandomSearch
+from fl_lightning.nas.search.strategy import Strategy
+from fl_lightning.nas.spaces.nas_bench_201_table import NASBench201Table
+from fl_lightning.nas.spaces.space import Architecture
+
+DESCRIPTION = "Find an architecture under constraints, without training."
+StrategyName = Literal["random", "evolution", "regularized_evolution", "tpe", "nsga2"]
+ScoreName = Literal["synflow", "naswot", "jacov", "snip", "params", "flops", "accuracy"]
+
+_STRATEGIES: dict[str, Callable[[str], Strategy]] = {
+    "random": lambda measure: RandomSearch(),
+    "evolution": lambda measure: Evolution(),
+    "regularized_evolution": lambda measure: RegularizedEvolution(),
+    "tpe": lambda measure: OptunaSearch("tpe"),
+    "nsga2": lambda measure: OptunaSearch("nsga2", measure),
+}
+assert set(_STRATEGIES) == set(get_args(StrategyName))
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Give a parser the options of the command."""
+    add_networks(parser)
+    parser.add_argument(
+        "--score",
+        type=ScoreName,
+        default="synflow",
+        help="What is maximised: a proxy of fresh networks, their size, or the accuracy in --table.",
+    )
+    parser.add_argument(
+        "--table", type=str | None, default=None, help="The truth of NAS-Bench-201, a CSV file."
+    )
+    parser.add_argument(
+        "--images",
+        type=str | None,
+        default=None,
+        help="A folder of images, one sub-folder a class, for proxies; noise if null.",
+    )
+    parser.add_argument(
+        "--batch_size", type=PositiveInt, default=32, help="Images that a proxy sees."
+    )
+    parser.add_argument(
+        "--latency",
+        type=str | None,
+        default=None,
+        help="A file of fl-lightning latency: the cost latency_ms.",
+    )
+    parser.add_argument(
+        "--constraint",
+        action="append",
+        type=str,
+        default=[],
+        help="E.g. 'flops<=4e7', 'params<=1e6', 'latency_ms<=8'. May be given several times.",
+    )
+    parser.add_argument("--strategy", type=StrategyName, default="evolution", help="Of the search.")
+    parser.add_argument("--budget", type=PositiveInt, default=200, help="Networks to score.")
+    parser.add_argument(
+        "--front",
+        type=str | None,
+        default=None,
+        help="The cost of the Pareto front; if null that of the first constraint, or flops.",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="Of all draws.")
+    parser.add_argument("--out", type=str, default="runs/search", help="Folder of the findings.")
+    parser.add_argument(
+        "--export",
+        type=str | None,
+        default=None,
+        help="The YAML file of the best network; <out>/best.yaml if null.",
+    )
+
+
+def search(words: Sequence[str], *, parser: ArgumentParser) -> None:
+    """Run the command.
+
+    Args:
+        words: of the command line, without the command.
+        parser: one with the options of the command.
+
+    Raises:
+        ConfigurationError: if an option is refused.
+    """
+    given = parser.parse_args(list(words))
+    check_seed("search", given.seed)
+    networks = networks_of(given)
+    table = _latency_table(given.latency, networks)
+    costs = _costs(networks, table)
+    constraints = parse_constraints(given.constraint, _measures(table))
+    measure = _front_measure(given.front, [one.measure for one in constraints], _measures(table))
+    score = _objective(given, networks, costs)
+    problem = Problem(networks.space, _told(score, given.budget), costs, constraints)
+    strategy = _STRATEGIES[given.strategy](measure)
+    result = strategy.search(problem, given.budget, given.seed)
+    _report(result, given, networks, measure, table)
+
+
+def _objective(given: Any, networks: Networks, costs: Costs) -> Objective:
+    """Return what is maximised; a trained supernet's scores would be another branch here."""
+    if given.score in ("params", "flops"):
+        return CostScore(costs, given.score)
+    if given.score == "accuracy":
+        if given.table is None:
+            raise ConfigurationError(
+                "score accuracy needs the truth of NAS-Bench-201: give --table"
+            )
+        return TableScore(NASBench201Table.read(given.table))
+    shape = {
+        "side": networks.side,
+        "in_channels": given.in_channels,
+        "num_classes": given.num_classes,
+        "seed": given.seed,
+    }
+    batch = (
+        noise_batch(given.batch_size, **shape)
+        if given.images is None
+        else folder_batch(given.images, given.batch_size, **shape)
+    )
+    build = builder(networks.space, **networks.options)
+    return ProxyScore(PROXIES[given.score], build, *batch, seed=given.seed)
+
+
+def _latency_table(path: str | None, networks: Networks) -> LatencyTable | None:
+    if path is None:
+        return None
+    table = LatencyTable.read(path)
+    table.check(networks.space, networks.side, networks.options)
+    return table
+
+
+def _measures(table: LatencyTable | None) -> list[str]:
+    return ["flops", "params", "activations", *(["latency_ms"] if table else [])]
+
+
+def _costs(networks: Networks, table: LatencyTable | None) -> Costs:
+    def costs(architecture: Architecture) -> Mapping[str, float]:
+        counted = cost.of(networks.space, architecture, side=networks.side, **networks.options)
+        latency = {} if table is None else {"latency_ms": table.milliseconds(architecture)}
+        return {**asdict(counted), **latency}
+
+    return costs
+
+
+def _front_measure(given: str | None, constrained: Sequence[str], measures: Sequence[str]) -> str:
+    if given is not None and given not in measures:
+        raise ConfigurationError(
+            f"front: there is no cost {given!r}; there are {', '.join(measures)}"
+        )
+    return given or next(iter(constrained), "flops")
+
+
+def _told(score: Objective, budget: int) -> Objective:
+    """Say how far the search is."""
+    done = 0
+
+    def scored(architecture: Architecture) -> float:
+        nonlocal done
+        value, done = score(architecture), done + 1
+        if sys.stderr.isatty():
+            end = "\n" if done == budget else ""
+            print(f"\r{done} of {budget} networks", end=end, file=sys.stderr, flush=True)
+        return value
+
+    return scored
+
+
+def _report(
+    result: SearchResult,
+    given: Any,
+    networks: Networks,
+    measure: str,
+    table: LatencyTable | None,
+) -> None:
+    """Write the findings and print the front."""
+    out, best = Path(given.out), result.best
+    out.mkdir(parents=True, exist_ok=True)
+    write_evaluated(out / "evaluated.csv", result)
+    draw_front(out / "front", result, measure=measure, score=given.score)
+    target = Path(given.export) if given.export else out / "best.yaml"
+    notes = [] if table is None else [f"latency_ms on {table}"]
+    export(target, best, networks.options, notes)
+    print(markdown(*front_rows(result, measure, given.score)))
+    scored, budget = len(result.evaluated), result.budget
+    more = "" if scored == budget else f" of {budget}: no others were found within the constraints"
+    print(f"\nscored:   {scored} networks of {networks.space.name}{more}")
+    print(f"best:     {best.architecture}")
+    costs = ", ".join(f"{name} {shown(value)}" for name, value in best.costs.items())
+    print(f"          {given.score} {best.score:.6g}, {costs}")
+    if table is not None:
+        print(f"latency:  {table.where}\n          {table.accuracy}")
+    print(f"results:  {out}/evaluated.csv, front.png, front.svg")
+    print(f"network:  {target}")

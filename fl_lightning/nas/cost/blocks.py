@@ -1,0 +1,237 @@
+"""What the networks of a space are made of, as far as time is concerned: kinds of blocks.
+
+Two blocks are of one kind if they have the same layers and get images of the same size:
+
+    cells   "cell nor_conv_3x3 16→32 stride 2": the cell, the operation, its channels and stride
+    sizes   "stage 2 first w0.8 after w0.65 e0.25": the stage, whether the block opens it (then the
+            sizes of the stage before matter as well), the stage's sizes, the block's
+
+Every space has few kinds, and a handful of networks in which all of them stand.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.nas.elastic.depth import ElasticDepth
+from fl_lightning.nas.spaces.cells import Candidate, CellSpace, FixedEdge
+from fl_lightning.nas.spaces.sizes import Number, Part, Size, SizeSpace
+from fl_lightning.nas.spaces.space import Architecture, SearchSpace
+
+# a network and the kinds of its blocks
+Marked = tuple[nn.Module, Mapping[nn.Module, str]]
+
+
+class Blocks(ABC):
+    """The blocks of a space's networks of one shape."""
+
+    @abstractmethod
+    def kinds(self) -> list[str]:
+        """Return every kind that there is."""
+
+    @abstractmethod
+    def of(self, architecture: Architecture) -> list[str]:
+        """Return the kinds of an architecture's blocks, each as often as it stands there."""
+
+    @abstractmethod
+    def networks(self, generator: torch.Generator) -> Iterator[Marked]:
+        """Yield networks in which every kind stands at least once."""
+
+
+def blocks_of(space: SearchSpace, options: Mapping[str, Any]) -> Blocks:
+    """Return the blocks of a space.
+
+    Args:
+        space: of cells or of sizes.
+        options: of its `build`.
+
+    Raises:
+        ConfigurationError: if it is another space.
+    """
+    if isinstance(space, CellSpace):
+        return CellBlocks(space, options)
+    if isinstance(space, SizeSpace):
+        return SizeBlocks(space, options)
+    raise ConfigurationError(
+        f"{space.name} is made neither of cells nor of sizes: its blocks are not known"
+    )
+
+
+@final
+class CellBlocks(Blocks):
+    """Operations on edges.
+
+    Args:
+        space: of cells.
+        options: of its `network`.
+    """
+
+    def __init__(self, space: CellSpace, options: Mapping[str, Any]) -> None:
+        self.space, self.options = space, options
+        # row, channels in, channels out, stride: as often as the network has such an edge
+        self.edges: Counter[tuple[int, int, int, int]] = Counter()
+
+        def make_edge(
+            row: int, candidates: Sequence[Candidate], before: int, after: int, stride: int
+        ) -> nn.Module:
+            self.edges[row, before, after, stride] += 1
+            return nn.Identity()
+
+        with torch.device("meta"):
+            space.network(make_edge, **options)
+
+    def kind(self, edge: tuple[int, int, int, int], operation: int) -> str:
+        """Return the kind of an edge with an operation on it."""
+        row, before, after, stride = edge
+        name = self.space.operations[operation]
+        return f"{self.space.rows[row].cell} {name} {before}→{after} stride {stride}"
+
+    def _operations(self) -> list[int]:
+        """The operations that take time: an edge with `none` is left out."""
+        return [o for o in range(len(self.space.operations)) if o != self.space.none]
+
+    def kinds(self) -> list[str]:
+        """Return every kind that there is."""
+        pairs = product(self.edges, self._operations())
+        return sorted({self.kind(edge, operation) for edge, operation in pairs})
+
+    def of(self, architecture: Architecture) -> list[str]:
+        """Return the kinds of an architecture's edges."""
+        chosen = self.space.operations_of(architecture)
+        return [
+            self.kind(edge, chosen[edge[0]])
+            for edge, count in self.edges.items()
+            for _ in range(count)
+            if chosen[edge[0]] != self.space.none
+        ]
+
+    def table(self, milliseconds: Mapping[str, float]) -> Tensor:
+        """Return what each operation on each row takes in all, (num_rows, num_operations)."""
+        table = torch.zeros(self.space.num_rows, len(self.space.operations), dtype=torch.float64)
+        for edge, count in self.edges.items():
+            for operation in self._operations():
+                table[edge[0], operation] += count * milliseconds[self.kind(edge, operation)]
+        return table
+
+    def networks(self, generator: torch.Generator) -> Iterator[Marked]:
+        """Yield a network for each operation: neighbours have different ones, in turn on each edge."""
+        operations = self._operations()
+        for shift in range(len(operations)):
+            kinds: dict[nn.Module, str] = {}
+
+            def make_edge(
+                row: int,
+                candidates: Sequence[Candidate],
+                *shape: int,
+                shift: int = shift,
+                kinds: dict[nn.Module, str] = kinds,
+            ) -> nn.Module:
+                operation = operations[(row + shift) % len(operations)]
+                before, after, stride = shape
+                edge = FixedEdge(candidates[operation](before, after, stride))
+                kinds[edge] = self.kind((row, before, after, stride), operation)
+                return edge
+
+            yield self.space.network(make_edge, **self.options), kinds
+
+
+@final
+class SizeBlocks(Blocks):
+    """Blocks of stages.
+
+    Args:
+        space: of sizes.
+        options: of its `build`.
+    """
+
+    def __init__(self, space: SizeSpace, options: Mapping[str, Any]) -> None:
+        self.space, self.options = space, options
+
+    def kinds(self) -> list[str]:
+        """Return every kind that there is."""
+        kinds: list[str] = []
+        before_sizes: tuple[Size, ...] = ()
+        for part in self.space.parts:
+            befores = list(product(*(size.options for size in before_sizes)))
+            owns = product(*(size.options for size in part.own))
+            inner = list(product(*(size.options for size in part.block)))
+            several = part.depth.options[-1] > 1
+            for own, block in product(owns, inner):
+                kinds += [_kind(part, own, block, (before_sizes, before)) for before in befores]
+                kinds += [_kind(part, own, block, None)] if several else []
+            before_sizes = part.own
+        return kinds
+
+    def of(self, architecture: Architecture) -> list[str]:
+        """Return the kinds of an architecture's blocks, in their order."""
+        kinds = []
+        before: _Chosen = ((), ())
+        for part, sizes in zip(self.space.parts, self.space.sizes(architecture), strict=True):
+            for number, block in enumerate(sizes.blocks):
+                opens = before if number == 0 else None
+                kinds.append(_kind(part, sizes.own, block, opens))
+            before = (part.own, sizes.own)
+        return kinds
+
+    def networks(self, generator: torch.Generator) -> Iterator[Marked]:
+        """Yield networks as deep as they get, of kinds that stood in the fewest before."""
+        missing = set(self.kinds())
+        while missing:
+            architecture = self._covering(missing, generator)
+            covered = self.of(architecture)
+            missing -= set(covered)
+            network = self.space.build(architecture, **self.options)
+            stages = [module for module in network.modules() if isinstance(module, ElasticDepth)]
+            blocks = [block for stage in stages for block in stage]
+            yield network, dict(zip(blocks, covered, strict=True))
+
+    def _covering(self, missing: set[str], generator: torch.Generator) -> Architecture:
+        """Raise the number of missing kinds decision by decision, from a random deep network."""
+        space = self.space
+        choices = list(space.sample(generator).choices)
+        for index, (name, size) in enumerate(space.named_sizes):
+            if name.endswith(" depth"):
+                choices[index] = len(size.options) - 1
+        for _ in range(2):  # a stage's sizes, then those of its blocks; once more with neighbours
+            for index, decision in enumerate(space.decisions):
+                if not decision.name.endswith(" depth"):
+                    choices[index] = self._best(choices, index, missing, generator)
+        return space.architecture(choices)
+
+    def _best(
+        self, choices: list[int], index: int, missing: set[str], generator: torch.Generator
+    ) -> int:
+        options = torch.randperm(len(self.space.decisions[index].options), generator=generator)
+
+        def covered(option: int) -> int:
+            changed = [*choices[:index], option, *choices[index + 1 :]]
+            return len(missing & set(self.of(self.space.architecture(changed))))
+
+        best: int = max(options.tolist(), key=covered)
+        return best
+
+
+# sizes and what is chosen of them
+_Chosen = tuple[Sequence[Size], Sequence[Number]]
+
+
+def _kind(part: Part, own: Sequence[Number], block: Sequence[Number], opens: _Chosen | None) -> str:
+    """Return the name of a kind; ``opens``: of a stage's first block, the sizes of the one before."""
+    words = [part.name, _text(part.own, own)]
+    if opens is not None:
+        words.insert(1, "first")
+        words.append(f"after {_text(*opens)}" if opens[0] else "")
+    return " ".join(word for word in (*words, _text(part.block, block)) if word)
+
+
+def _text(sizes: Sequence[Size], numbers: Sequence[Number]) -> str:
+    pairs = zip(sizes, numbers, strict=True)
+    return "".join(f"{size.letter}{number:g}" for size, number in pairs)

@@ -1,0 +1,124 @@
+"""Spaces by name, by class and settings, or from a file; and back to class and settings."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.nas.spaces.darts import DARTS
+from fl_lightning.nas.spaces.mobilenet import MobileNet, small_mobilenet
+from fl_lightning.nas.spaces.mobilenet_layers import MobileNetLayers
+from fl_lightning.nas.spaces.nas_bench_201 import NASBench201
+from fl_lightning.nas.spaces.resnet import ResNet, small_resnet
+from fl_lightning.nas.spaces.space import SearchSpace
+from fl_lightning.nas.spaces.vit import ViT, small_vit
+
+NAMES: dict[str, Callable[[], SearchSpace]] = {
+    "nas_bench_201": NASBench201,
+    "darts": DARTS,
+    "mobilenet": MobileNet,
+    "small_mobilenet": small_mobilenet,
+    "mobilenet_layers": MobileNetLayers,
+    "resnet": ResNet,
+    "small_resnet": small_resnet,
+    "vit": ViT,
+    "small_vit": small_vit,
+}
+
+
+def named_space(text: str) -> SearchSpace:
+    """Return the space that a text means.
+
+    Args:
+        text: a name (`NAMES`), a class such as ``fl_lightning.nas.spaces.darts.DARTS``, or a YAML
+            file with ``class_path`` and ``init_args``, at its top or under ``space``.
+
+    Raises:
+        ConfigurationError: if it means none.
+
+    Example:
+        >>> named_space("nas_bench_201")
+        NASBench201()
+        >>> named_space("nas_bench_202")
+        Traceback (most recent call last):
+        ...
+        fl_lightning.core.errors.ConfigurationError: space: there is no 'nas_bench_202'. Did you \
+mean 'nas_bench_201'?
+    """
+    if text in NAMES:
+        return NAMES[text]()
+    if Path(text).suffix in (".yaml", ".yml", ".json"):
+        return described_space(_read(Path(text)))
+    if "." in text:
+        return described_space({"class_path": text})
+    close = difflib.get_close_matches(text, NAMES, n=1)
+    advice = f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(NAMES)}"
+    raise ConfigurationError(f"space: there is no {text!r}. {advice}")
+
+
+def described_space(description: Any) -> SearchSpace:
+    """Return the space of a ``class_path`` with its ``init_args``.
+
+    Raises:
+        ConfigurationError: if there is no such class, it is no space, or it refuses its settings.
+    """
+    if not isinstance(description, Mapping) or "class_path" not in description:
+        raise ConfigurationError(
+            f"space: expected class_path and init_args, got {str(description)[:80]}"
+        )
+    path = str(description["class_path"])
+    module, _, name = path.rpartition(".")
+    try:
+        found = getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError):
+        raise ConfigurationError(f"space: there is no class {path!r}") from None
+    if not (isinstance(found, type) and issubclass(found, SearchSpace)):
+        raise ConfigurationError(f"space: {path} is no search space")
+    settings = {key: _built(value) for key, value in (description.get("init_args") or {}).items()}
+    try:
+        return found(**settings)
+    except TypeError as error:
+        raise ConfigurationError(f"space: {path}: {error}") from None
+
+
+def description(space: SearchSpace) -> dict[str, Any]:
+    """Return a space's ``class_path`` and ``init_args``, of numbers, texts, lists and mappings.
+
+    Example:
+        >>> description(NASBench201())
+        {'class_path': 'fl_lightning.nas.spaces.nas_bench_201.NASBench201', 'init_args': {}}
+        >>> described_space(description(small_mobilenet())) == small_mobilenet()
+        True
+    """
+    plain: dict[str, Any] = _plain(space)
+    return plain
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value):
+        kind = type(value)
+        settings = {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+        return {"class_path": f"{kind.__module__}.{kind.__qualname__}", "init_args": settings}
+    return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def _built(value: Any) -> Any:
+    if isinstance(value, Mapping) and "class_path" in value:
+        return described_space(value)
+    return tuple(_built(one) for one in value) if isinstance(value, list) else value
+
+
+def _read(path: Path) -> Any:
+    try:
+        content = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no YAML"
+        raise ConfigurationError(f"space: {path} cannot be read: {reason}") from None
+    return content["space"] if isinstance(content, dict) and "space" in content else content

@@ -1,0 +1,93 @@
+"""What a search leaves in its folder.
+
+evaluated.csv         every architecture, with its score and costs, in the order of the search
+front.png, front.svg  score over one cost, with the Pareto front
+best.yaml             the arguments of a network of the best architecture (`export`)
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.nas.named_spaces import description
+from fl_lightning.nas.pictures import front_figure, save
+from fl_lightning.nas.search.constraints import shown
+from fl_lightning.nas.search.problem import Evaluated, SearchResult
+
+
+def write_evaluated(path: Path, result: SearchResult) -> None:
+    """Write the CSV file."""
+    measures = list(result.evaluated[0].costs)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        rows = csv.writer(file)
+        rows.writerow(["architecture", "score", *measures])
+        for one in result.evaluated:
+            rows.writerow([one.architecture, one.score, *(one.costs[m] for m in measures)])
+
+
+def draw_front(path: Path, result: SearchResult, *, measure: str, score: str) -> None:
+    """Draw the front; architectures of no use (score -∞) are left out.
+
+    Args:
+        path: without an ending.
+        result: of the search.
+        measure: the cost on the axis.
+        score: what the scores are.
+    """
+    useful = [one for one in result.evaluated if one.score > -math.inf]
+    costs, scores = [one.costs[measure] for one in useful], [one.score for one in useful]
+    save(front_figure(costs, scores, cost=measure, score=score), path)
+
+
+def export(path: Path, found: Evaluated, options: Mapping[str, Any], notes: Sequence[str]) -> None:
+    """Write the arguments of an architecture's network, its score and costs as comments.
+
+    Args:
+        path: of the YAML file.
+        found: the architecture.
+        options: of the space's `build`.
+        notes: further comments.
+
+    Raises:
+        ConfigurationError: if it cannot be written.
+    """
+    network = {
+        "space": description(found.architecture.space),
+        "architecture": str(found.architecture),
+        **options,
+    }
+    costs = [f"{name}: {shown(value)}" for name, value in found.costs.items()]
+    comments = [f"# {line}\n" for line in (*notes, f"score: {found.score:.6g}", *costs)]
+    text = yaml.safe_dump(network, sort_keys=False, allow_unicode=True, default_flow_style=None)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(comments) + text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(f"export: {path} cannot be written: {error.strerror}") from None
+
+
+def front_rows(result: SearchResult, measure: str, score: str) -> tuple[list[str], list[list[str]]]:
+    """Return the head and the rows of a table of the front, cheapest first.
+
+    Args:
+        result: of the search.
+        measure: the cost of the front.
+        score: what the scores are.
+    """
+    measures = [name for name in result.evaluated[0].costs if name != "activations"]
+    rows = [
+        [_score(one.score), *(shown(one.costs[name]) for name in measures)]
+        for one in result.front(measure)
+    ]
+    return ["score" if score in measures else score, *measures], rows
+
+
+def _score(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1e5 else f"{value:.4g}"

@@ -1,0 +1,154 @@
+"""Zero-cost proxies: what a network that was never trained tells about one that was.
+
+    synflow   log(1 + Σ_θ |θ · ∂R/∂θ|), R the sum of the outputs for an image of ones, of the network
+              with |θ| and without norms                            Tanaka et al. 2020, NeurIPS
+    naswot    log |det K|, K_ij how many activations are on, or off, for both examples i and j
+                                                                    Mellor et al. 2021, ICML
+    jacov     -Σ_i (log(v_i + k) + 1 / (v_i + k)), v the eigenvalues of the correlations between
+              examples' input gradients, k = 1e-5                   Mellor et al. 2020, version 1
+    snip      Σ_θ |θ · ∂L/∂θ|, L the cross entropy of a batch       Lee et al. 2019, ICLR
+
+As scores of architectures: Abdelfattah et al. 2021, ICLR, and its code; θ are the weights of
+convolutions and linear layers. The sizes of a network (`params`, `flops`) are proxies as well: one that
+does not beat them says nothing.
+Differs: the logarithm of synflow, which keeps the order and fits a plot.
+A network whose output does not depend on its input scores -∞ (synflow: 0).
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+# a network, images (batch, channels, side, side), labels (batch,) -> its score
+Proxy = Callable[[nn.Module, Tensor, Tensor], float]
+
+_NORMS = (nn.modules.batchnorm._BatchNorm, nn.LayerNorm, nn.GroupNorm)
+_ACTIVATIONS = (nn.ReLU, nn.ReLU6, nn.Hardswish, nn.GELU, nn.SiLU)
+_K = 1e-5
+
+
+def synflow(network: nn.Module, images: Tensor, labels: Tensor) -> float:
+    """Return the logarithm of the synaptic flow; images give their shape alone.
+
+    Example:
+        >>> network = nn.Linear(2, 1, bias=False)
+        >>> with torch.no_grad():
+        ...     _ = network.weight.copy_(torch.tensor([[3.0, -4.0]]))
+        >>> round(math.exp(synflow(network, torch.zeros(1, 2), torch.zeros(1))) - 1)
+        7
+    """
+    linear = copy.deepcopy(network).double().eval()
+    _remove_norms(linear)
+    for parameter in linear.parameters():
+        parameter.data.abs_()
+    linear(torch.ones_like(images[:1], dtype=torch.float64)).sum().backward()
+    return math.log1p(_saliency(linear))
+
+
+def snip(network: nn.Module, images: Tensor, labels: Tensor) -> float:
+    """Return by how much the loss would change if weights were removed one by one, to first order.
+
+    Args:
+        network: fresh.
+        images: a batch.
+        labels: of it.
+    """
+    with _training(network):
+        cross_entropy(network(images), labels).backward()
+        return _saliency(network)
+
+
+def naswot(network: nn.Module, images: Tensor, labels: Tensor) -> float:
+    """Return how well a batch's examples are told apart by which activations are on.
+
+    Args:
+        network: fresh, with activations as modules.
+        images: a batch, of at least two.
+        labels: ignored.
+    """
+    size = len(images)
+    agreement = torch.zeros(size, size, dtype=torch.float64)
+
+    def count(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        x = inputs[0]
+        if len(x) == size:
+            on = (x.detach().flatten(1) > 0).double().cpu()
+            agreement.add_(on @ on.T + (1 - on) @ (1 - on).T)
+
+    handles = [
+        module.register_forward_pre_hook(count)  # before: some overwrite what they are given
+        for module in network.modules()
+        if isinstance(module, _ACTIVATIONS)
+    ]
+    try:
+        with torch.no_grad(), _training(network):
+            network(images)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return float(torch.linalg.slogdet(agreement).logabsdet)
+
+
+def jacov(network: nn.Module, images: Tensor, labels: Tensor) -> float:
+    """Return how little examples' input gradients are correlated.
+
+    Args:
+        network: fresh.
+        images: a batch, of at least two.
+        labels: ignored.
+    """
+    inputs = images.detach().clone().requires_grad_()
+    with _training(network):
+        outputs = network(inputs).sum()
+        if not outputs.requires_grad:
+            return -math.inf
+        (gradients,) = torch.autograd.grad(outputs, inputs, allow_unused=True)
+    if gradients is None:
+        return -math.inf
+    correlations = torch.corrcoef(gradients.flatten(1).double())
+    if not correlations.isfinite().all():  # an example without any gradient
+        return -math.inf
+    values = torch.linalg.eigvalsh(correlations).clamp(min=0) + _K
+    return float(-(values.log() + 1 / values).sum())
+
+
+PROXIES: dict[str, Proxy] = {"synflow": synflow, "naswot": naswot, "jacov": jacov, "snip": snip}
+
+
+def _saliency(network: nn.Module) -> float:
+    """Return Σ |θ · gradient| over convolutions and linear layers, and drop the gradients."""
+    total = 0.0
+    for module in network.modules():
+        if isinstance(module, nn.Conv2d | nn.Linear) and module.weight.grad is not None:
+            total += float((module.weight.detach() * module.weight.grad).double().abs().sum())
+    network.zero_grad(set_to_none=True)
+    return total
+
+
+def _remove_norms(network: nn.Module) -> None:
+    for module in list(network.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, _NORMS):
+                setattr(module, name, nn.Identity())
+
+
+@contextmanager
+def _training(network: nn.Module) -> Iterator[None]:
+    """Batch norm uses the batch's statistics; afterwards modes and statistics are as before."""
+    modes = {module: module.training for module in network.modules()}
+    buffers = {name: buffer.clone() for name, buffer in network.named_buffers()}
+    network.train()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+        for name, buffer in network.named_buffers():
+            buffer.copy_(buffers[name])

@@ -1,0 +1,67 @@
+"""The commands search and latency, mistakes included."""
+
+import sys
+
+import pytest
+import yaml
+
+from fl_lightning.cli.command import main
+from fl_lightning.nas.named_spaces import described_space
+
+SPACE = ["--space", "nas_bench_201", "--channels", "4", "--cells", "1"]
+SMALL = [*SPACE, "--side", "8", "--batch_size", "4"]
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["fl-lightning"])
+
+
+def test_latency_then_search_under_it(tmp_path, capsys):
+    timing = ["--rounds", "2", "--calibration", "3", "--held_out", "3"]
+    main(["latency", *SPACE, "--side", "8", "--out", "laptop.json", *timing])
+    assert "rank correlation" in capsys.readouterr().out
+    limits = ["--constraint", "flops<=1e6", "--constraint", "latency_ms<=1000"]
+    words = ["search", *SMALL, "--latency", "laptop.json", *limits, "--budget", "8"]
+    main([*words, "--score", "synflow", "--export", "best.yaml"])
+    said = capsys.readouterr().out
+    assert "latency_ms" in said
+    assert "held-out networks" in said
+    rows = [line for line in said.splitlines() if line.startswith("|") and "~" not in line]
+    assert max(map(len, rows)) <= 80
+    best = yaml.safe_load((tmp_path / "best.yaml").read_text())
+    space = described_space(best.pop("space"))
+    network = space.build(space.parse(best.pop("architecture")), **best)
+    told = (tmp_path / "best.yaml").read_text()
+    assert f"# params: {sum(p.numel() for p in network.parameters()):,}\n" in told
+    assert "held-out" in told
+    assert (tmp_path / "runs/search/front.png").exists()
+    assert len((tmp_path / "runs/search/evaluated.csv").read_text().splitlines()) == 9
+    with pytest.raises(SystemExit, match="side is 8 there and 32 here"):
+        main(["search", *SPACE, "--latency", "laptop.json"])
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["search", "--space", "nas_bench_202"], "Did you mean 'nas_bench_201'"),
+        (["search", *SMALL, "--strategy", "evolutoin"], "strategy must be one of random"),
+        (["search", *SMALL, "--score", "synfolw"], "score must be one of synflow"),
+        (["search", *SMALL, "--constraint", "flop<=1"], "character 1 is 'flop<=1'"),
+        (["search", *SMALL, "--constraint", "flops<=1"], "the smallest flops is"),
+        (["search", *SMALL, "--latency", "no.json"], "no.json cannot be read"),
+        (["search", *SMALL, "--front", "joules"], "there is no cost 'joules'"),
+        (["search", *SMALL, "--score", "accuracy"], "give --table"),
+        (["search", *SMALL, "--images", "nowhere"], "images nowhere"),
+        (["search", "--space", "small_vit", "--cells", "2"], "not made of cells"),
+        (["latency", *SPACE, "--out", "no/x.json"], "there is no folder no"),
+        (["latency", *SPACE, "--out", "x.json", "--device", "quantum"], "there is no 'quantum'"),
+    ],
+)
+def test_a_mistake_is_told_in_a_sentence(words, says, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    said = f"{end.value.code} {capsys.readouterr().err}"
+    assert says in said
+    assert "Traceback" not in said

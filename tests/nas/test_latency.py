@@ -1,0 +1,130 @@
+"""Measured latencies: the sum over blocks, its calibration, and the file that names what it is of."""
+
+import json
+
+import pytest
+import torch
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.seeds import torch_generator
+from fl_lightning.nas.cost.blocks import blocks_of
+from fl_lightning.nas.cost.latency import Accuracy, LatencyTable, Where
+from fl_lightning.nas.cost.latency_measure import measure_latency
+from fl_lightning.nas.cost.stopwatch import Pace
+from fl_lightning.nas.named_spaces import NAMES
+from fl_lightning.nas.spaces.mobilenet import small_mobilenet
+from fl_lightning.nas.spaces.nas_bench_201 import NASBench201
+
+OPTIONS = {"in_channels": 3, "num_classes": 10}
+SMALL = [name for name in NAMES if name not in ("resnet", "mobilenet", "vit")]
+WHERE = Where("a laptop", "cpu", 2, "2.8", 1)
+
+
+def table(space, options, **settings):
+    kinds = blocks_of(space, options).kinds()
+    blocks = {kind: 0.25 * (1 + number) for number, kind in enumerate(kinds)}
+    chosen = {"rest": 3.0, "scale": 2.0, "shift": 0.5, "accuracy": Accuracy(20, 0.061, 0.93)}
+    return LatencyTable(space, 32, options, WHERE, blocks, **{**chosen, **settings})
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_few_networks_hold_all_kinds_of_blocks(name):
+    space, generator = NAMES[name](), torch_generator(0, "test")
+    blocks = blocks_of(space, OPTIONS)
+    kinds = blocks.kinds()
+    assert len(set(kinds)) == len(kinds)
+    for _ in range(20):
+        assert set(blocks.of(space.sample(generator))) <= set(kinds)
+    networks = list(blocks.networks(generator))
+    assert {kind for _, marked in networks for kind in marked.values()} == set(kinds)
+    assert all(
+        module in set(network.modules()) for network, marked in networks for module in marked
+    )
+
+
+def test_a_latency_is_the_calibrated_sum():
+    space = NASBench201()
+    made = table(space, {**OPTIONS, "cells": 2})
+    nothing = space.architecture([0] * 6)
+    assert made.milliseconds(nothing) == made.fixed == 2.0 * 3.0 + 0.5
+    cell = space.architecture([3, 0, 0, 0, 0, 2])
+    kinds = [f"cell nor_conv_{k}x{k} {c}→{c} stride 1" for k in (3, 1) for c in (16, 32, 64)]
+    by_hand = 6.5 + 2.0 * 2 * sum(made.blocks[kind] for kind in kinds)
+    assert made.milliseconds(cell) == pytest.approx(by_hand)
+    with pytest.raises(ConfigurationError, match="say nothing of mobilenet"):
+        made.milliseconds(small_mobilenet().smallest)
+
+
+@pytest.mark.parametrize("name", ["nas_bench_201", "mobilenet_layers", "darts"])
+def test_the_expectation_of_one_network_is_its_latency(name):
+    space = NAMES[name]()
+    made, cell = table(space, OPTIONS), space.sample(torch_generator(1, "test"))
+    chosen = torch.tensor(space.operations_of(cell))
+    sure = torch.nn.functional.one_hot(chosen, len(space.operations)).double().requires_grad_()
+    expected = made.expected(sure)
+    assert expected.item() == pytest.approx(made.milliseconds(cell))
+    (gradient,) = torch.autograd.grad(expected, sure)
+    assert torch.equal(gradient, made.rows)
+
+
+def test_a_file_reads_back(tmp_path):
+    made = table(small_mobilenet(), OPTIONS)
+    made.write(tmp_path / "laptop.json")
+    read = LatencyTable.read(tmp_path / "laptop.json")
+    one = made.space.sample(torch_generator(0, "test"))
+    assert read.milliseconds(one) == made.milliseconds(one)
+    read.check(small_mobilenet(), 32, OPTIONS)
+    assert "a laptop (cpu, 2 threads)" in str(read)
+    assert "error 6.1%, rank correlation 0.93" in str(read)
+
+
+@pytest.mark.parametrize(
+    ("space", "side", "options", "says"),
+    [
+        (NASBench201(), 32, OPTIONS, "the space is mobilenet there and nas_bench_201 here"),
+        (NAMES["mobilenet"](), 32, OPTIONS, "widths of mobilenet"),
+        (small_mobilenet(), 64, OPTIONS, "side is 32 there and 64 here"),
+        (small_mobilenet(), 32, {**OPTIONS, "num_classes": 100}, "num_classes is 10 there and 100"),
+    ],
+)
+def test_a_table_of_other_networks_is_refused(space, side, options, says):
+    with pytest.raises(ConfigurationError, match=says):
+        table(small_mobilenet(), OPTIONS).check(space, side, options)
+
+
+def test_a_damaged_file_is_refused(tmp_path):
+    path = tmp_path / "laptop.json"
+    table(NASBench201(), OPTIONS).write(path)
+    whole = json.loads(path.read_text())
+    del whole["milliseconds"]["blocks"]["cell nor_conv_3x3 16→16 stride 1"]
+    contents = {"damaged": json.dumps(whole), "version 7": json.dumps({**whole, "version": 7})}
+    contents |= {"no latency file": "{}", "no JSON": "no"}
+    for says, content in contents.items():
+        path.write_text(content)
+        with pytest.raises(ConfigurationError, match=says):
+            LatencyTable.read(path)
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        LatencyTable.read(tmp_path / "nothing.json")
+
+
+def test_measuring_times_every_block_and_larger_networks_longer():
+    space = NASBench201()
+    options = {**OPTIONS, "cells": 1}
+    pace = Pace(warmup=1, rounds=3, passes=2)
+    made = measure_latency(space, options=options, calibration=6, held_out=4, pace=pace)
+    assert set(made.blocks) == set(blocks_of(space, options).kinds())
+    assert min(made.blocks.values()) > 0
+    assert made.accuracy.networks == 4
+    assert made.where.device
+    assert made.milliseconds(space.architecture([3] * 6)) > made.milliseconds(
+        space.architecture([1] * 6)
+    )
+    with pytest.raises(ConfigurationError, match="held_out must be at least 2"):
+        measure_latency(space, options=options, held_out=1)
+
+
+@pytest.mark.slow
+def test_the_error_on_held_out_networks_is_small():
+    accuracy = measure_latency(small_mobilenet(), options=OPTIONS).accuracy
+    assert accuracy.mape <= 0.15
+    assert accuracy.spearman >= 0.7  # 0.9 and more on a quiet device

@@ -1,0 +1,108 @@
+"""Zero-cost proxies: closed forms on tiny networks; their rank correlation with the benchmark."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fl_lightning.nas.cost.nas_bench_201 import benchmark_flops, benchmark_params
+from fl_lightning.nas.named_spaces import NAMES
+from fl_lightning.nas.search.batches import noise_batch
+from fl_lightning.nas.search.objectives import ProxyScore, builder
+from fl_lightning.nas.search.proxies import PROXIES, jacov, naswot, snip, synflow
+from fl_lightning.nas.spaces.nas_bench_201 import NASBench201
+from fl_lightning.nas.spaces.nas_bench_201_table import NASBench201Table
+
+TABLE = Path(__file__).parents[3] / "shared" / "data" / "nasbench201_test_accuracy.csv"
+
+
+def linear(*rows):
+    layer = nn.Linear(len(rows[0]), len(rows), bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor(rows))
+    return layer
+
+
+def test_synflow_of_a_chain_is_its_flow_once_a_layer():
+    # |W2| |W1| 1 = (1, 2) · ((3, 4) 1, (1, 0) 1) = 7 + 2, and every path crosses both layers
+    network = nn.Sequential(
+        linear([3.0, -4.0], [-1.0, 0.0]), nn.BatchNorm1d(2), nn.ReLU(), linear([1.0, 2.0])
+    )
+    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    assert synflow(network, torch.zeros(4, 2), torch.zeros(4)) == pytest.approx(math.log1p(2 * 9))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
+
+
+def test_snip_of_a_linear_layer():
+    # logits 0 and 0: p = 1/2, the gradient of row 0 is (p - 1) x, of row 1 it is p x; θ = ±1
+    network = linear([1.0, -1.0], [-1.0, 1.0])
+    value = snip(network, torch.tensor([[2.0, 2.0]]), torch.tensor([0]))
+    assert value == pytest.approx(4 * 0.5 * 2)
+    assert network.weight.grad is None
+
+
+def test_naswot_counts_activations_that_agree():
+    # signs of x: (+, -) and (+, +): one of two units agrees; K = (2, 1; 1, 2), det 3
+    images = torch.tensor([[1.0, -1.0], [1.0, 1.0]])
+    assert naswot(nn.Sequential(nn.ReLU()), images, torch.zeros(2)) == pytest.approx(math.log(3))
+    same = torch.ones(2, 2)
+    assert naswot(nn.Sequential(nn.ReLU(inplace=True)), same, torch.zeros(2)) == -math.inf
+
+
+def test_jacov_of_gradients_in_opposite_directions():
+    # gradients w · [x > 0] of two examples: (1, 0, 0) and (0, 0, 1): correlation -1/2
+    network = nn.Sequential(nn.ReLU(), linear([1.0, 1.0, 1.0]))
+    images = torch.tensor([[1.0, -1.0, -1.0], [-1.0, -1.0, 1.0]])
+    values = np.array([0.5, 1.5]) + 1e-5
+    assert jacov(network, images, torch.zeros(2)) == pytest.approx(
+        -np.sum(np.log(values) + 1 / values)
+    )
+    assert jacov(nn.Sequential(nn.ReLU()), -images.abs(), torch.zeros(2)) == -math.inf
+
+
+@pytest.mark.parametrize("name", PROXIES)
+def test_a_proxy_leaves_the_network_as_it_was_and_repeats_itself(name):
+    space = NASBench201()
+    shape = {"num_classes": 3, "channels": 4, "cells": 1}
+    network = space.build(space.architecture([3, 1, 2, 3, 4, 3]), **shape).eval()
+    batch = noise_batch(6, side=8, in_channels=3, num_classes=3, seed=0)
+    before = {key: tensor.clone() for key, tensor in network.state_dict().items()}
+    first = PROXIES[name](network, *batch)
+    assert all(torch.equal(tensor, before[key]) for key, tensor in network.state_dict().items())
+    assert not network.training
+    assert PROXIES[name](network, *batch) == first
+    assert math.isfinite(first)
+
+
+@pytest.mark.parametrize("space", ["nas_bench_201", "small_mobilenet", "small_resnet", "small_vit"])
+@pytest.mark.parametrize("name", PROXIES)
+def test_every_proxy_scores_every_space(space, name):
+    side = 32 if space == "small_vit" else 16
+    batch = noise_batch(4, side=side, in_channels=3, num_classes=10, seed=0)
+    made = NAMES[space]()
+    cells = {"channels": 4, "cells": 1} if space == "nas_bench_201" else {}
+    score = ProxyScore(PROXIES[name], builder(made, num_classes=10, **cells), *batch)
+    drawn = made.architecture([len(decision.options) - 1 for decision in made.decisions])
+    state = torch.get_rng_state()
+    assert math.isfinite(score(drawn)) or space == "nas_bench_201"
+    assert score(drawn) == score(drawn)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not TABLE.exists(), reason="needs the benchmark's table")
+def test_proxies_rank_cells_as_training_does():
+    from scipy.stats import spearmanr
+
+    space, table = NASBench201(), NASBench201Table.read(TABLE)
+    generator = torch.Generator().manual_seed(0)
+    cells = [space.sample(generator) for _ in range(60)]
+    truth = [table.lookup(cell)["cifar10"] for cell in cells]
+    batch = noise_batch(32, side=16, in_channels=3, num_classes=10, seed=0)
+    build = builder(space, num_classes=10, cells=1)
+    scores = {name: ProxyScore(PROXIES[name], build, *batch) for name in ("synflow", "naswot")}
+    for score in (*scores.values(), benchmark_flops, benchmark_params):
+        assert spearmanr([score(cell) for cell in cells], truth).statistic > 0.4
