@@ -261,9 +261,7 @@ class Round:
     def _note_where_it_is_kept(self) -> None:
         spaces = (self.run.local.space, self.run.local.buffers)
         saved = self.run.module.state_dict().keys()
-        self.is_kept_by_lightning = all(
-            s.is_lossless and saved >= set(s.names) for s in spaces
-        )
+        self.is_kept_by_lightning = all(s.is_lossless and saved >= set(s.names) for s in spaces)
 
     def in_progress_bar(self, name: str) -> bool:
         """Return whether a logged value is shown beside the progress bar."""

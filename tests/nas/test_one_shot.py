@@ -172,7 +172,7 @@ def test_attentive_keeps_the_best_or_the_worst_of_its_candidates(keep, better):
     Attentive(keep, num_candidates=4, num_drawn=1, num_bins=2, pool=50).loss(one)
     *candidates, smallest, kept = seen
     assert (len(candidates), smallest) == (4, RESNET.smallest)
-    loss = lambda network: one.labels_loss(step(RESNET).logits(network)).item()  # noqa: E731
+    loss = lambda network: one.labels_loss(step(RESNET).logits(network)).item()
     assert loss(kept) == better(map(loss, candidates))
 
 
@@ -185,7 +185,7 @@ def test_nothing_beyond_the_limit_is_run(space, method):
             space, limit=space.architecture([1, *[0] * (len(space.decisions) - 1)]), seed=seed
         )
         logits = one.logits
-        note = lambda network, logits=logits: (seen.append(network), logits(network))[1]  # noqa: E731
+        note = lambda network, logits=logits: (seen.append(network), logits(network))[1]
         object.__setattr__(one, "logits", note)
         object.__setattr__(one, "whole", note)
         object.__setattr__(one, "round_", 3)
@@ -308,5 +308,5 @@ def test_a_capability_needs_clients():
 
 
 def test_halves_of_a_search_are_refused():
-    with pytest.raises(ConfigurationError, match="leave data.search_fraction at 0"):
+    with pytest.raises(ConfigurationError, match=r"leave data\.search_fraction at 0"):
         fitted(one_shot(), data(2, search_fraction=0.5), Federation(local_steps=1))
