@@ -1,7 +1,7 @@
 """What a search shows while it runs, and what it leaves behind.
 
 While it runs: ``search/entropy`` of the operations' probabilities (nats a row, at most log of the number
-of operations), ``search/expected_flops``, and in TensorBoard the present cell and the probabilities.
+of operations), ``search/expected_flops``, ``search/table/…`` where there is a table, and in TensorBoard the present cell and the probabilities.
 At the end, in the run's folder:
 
     cell.png, cell.svg      the architecture as a graph
@@ -16,6 +16,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -25,6 +26,7 @@ from torch import Tensor
 from fl_lightning.federation.checkpoints.run_folder import run_folder
 from fl_lightning.federation.federation import Federation
 from fl_lightning.nas import pictures
+from fl_lightning.nas.checks import check_beside_updates, check_precision
 from fl_lightning.nas.server_step import ServerStep
 
 if TYPE_CHECKING:
@@ -43,9 +45,12 @@ class SearchReport(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Have the server of a federation step α."""
         module: Any = pl_module
+        check_precision(str(trainer.precision))
         federations = [c for c in trainer.callbacks if isinstance(c, Federation)]  # type: ignore[attr-defined]
         by_server = bool(federations) and module.architecture_state == "server"
         module.is_stepped_by_server = by_server
+        for federation in federations:
+            check_beside_updates(federation, module.travels_beside)
         if stage == "fit" and by_server:
             federations[0].add(
                 ServerStep(
@@ -63,9 +68,11 @@ class SearchReport(Callback):
         entropy = -(shares * shares.clamp_min(1e-38).log()).sum(1).mean()
         expected = module.costs.expected(shares, "flops")
         values = {"search/entropy": entropy, "search/expected_flops": expected}
-        module.log_dict(
-            {name: value.float() for name, value in values.items()}, rank_zero_only=True
-        )
+        if module.table is not None:
+            truth = module.table.lookup(module.architecture)
+            values |= {f"search/table/{name}": torch.tensor(value) for name, value in truth.items()}
+        # every process has the same, so that their mean is it
+        module.log_dict({name: value.float() for name, value in values.items()}, sync_dist=True)
         every = max(1, (trainer.max_epochs or 1) // _NUM_PICTURES)
         if trainer.is_global_zero and trainer.current_epoch % every == 0:
             self._draw(trainer, module, shares)

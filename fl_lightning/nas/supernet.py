@@ -35,7 +35,8 @@ from torch.optim import Optimizer
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import derive_seed, run_seed, torch_generator
 from fl_lightning.models.schedule import Schedule
-from fl_lightning.nas.alpha_gradients import AlphaGradient, Gradient, Situation
+from fl_lightning.nas.alpha_gradients import AlphaGradient, Gradient, Reward, Situation
+from fl_lightning.nas.checks import check_weights_optimizer
 from fl_lightning.nas.cost.penalties import NoPenalty, Penalty
 from fl_lightning.nas.cost.table import CostTable, Measure, cost_table
 from fl_lightning.nas.kept_state import keep, num_kept, recall
@@ -45,6 +46,8 @@ from fl_lightning.nas.relax.single_path import weights_of
 from fl_lightning.nas.relax.softmax import Softmax
 from fl_lightning.nas.report import SearchReport
 from fl_lightning.nas.spaces.cells import CellSpace
+from fl_lightning.nas.spaces.nas_bench_201 import NASBench201
+from fl_lightning.nas.spaces.nas_bench_201_table import NASBench201Table
 from fl_lightning.nas.spaces.space import Architecture
 
 Batch = tuple[Tensor, Tensor]
@@ -73,6 +76,8 @@ class Supernet(LightningModule):
             ``none``: clients step it and begin every round with a fresh optimizer, as in FedNAS.
         schedule: the learning rate of the weights over rounds, i.e. epochs; None leaves it constant.
         clip_norm: of the weights' gradient, > 0.
+        table: a file of NAS-Bench-201's truth, see `NASBench201Table`: what it says of the present cell
+            is logged; the search does not see it.
         same_draws: whether all clients draw the same operations in the same local step.
         seed: of draws that are the same for all, and of α at the start; the run's seed if None.
 
@@ -111,6 +116,7 @@ class Supernet(LightningModule):
         architecture_state: Place = "server",
         schedule: Schedule | None = None,
         clip_norm: float = 5.0,
+        table: str | None = None,
         same_draws: bool = False,
         seed: int | None = None,
     ) -> None:
@@ -144,6 +150,11 @@ class Supernet(LightningModule):
         self._optimizer, self._architecture_optimizer = optimizer, architecture_optimizer
         self._schedule, self._clip_norm = schedule, clip_norm
         self._same_draws = same_draws
+        if table is not None and not isinstance(space, NASBench201):
+            raise ConfigurationError(
+                f"model.table is NAS-Bench-201's, and model.space is {space.name}: leave one of them out"
+            )
+        self.table = None if table is None else NASBench201Table.read(table)
 
     # What is searched for.
 
@@ -172,6 +183,13 @@ class Supernet(LightningModule):
     def moves_alpha(self, round_index: int) -> bool:
         """Whether α learns in a round; before, weights alone do."""
         return self.progress(round_index) >= self.rule.alpha_from
+
+    @property
+    def travels_beside(self) -> str:
+        """What clients send in buffers, in words; empty if nothing."""
+        if self.architecture_state == "clients":
+            return "architecture_state: clients"
+        return "the baseline of model.learn Reward" if isinstance(self._learn, Reward) else ""
 
     def new_architecture_optimizer(self, params: Any) -> Optimizer:
         """Return the optimizer that α has in a central search."""
@@ -348,6 +366,7 @@ class Supernet(LightningModule):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Return the optimizer of the weights and that of α, which a server may take over."""
         weights = self._optimizer(list(self.network.parameters()))
+        check_weights_optimizer(weights)
         if self._learn.needs_weight_step and _weight_step(weights) is None:
             raise ConfigurationError(
                 f"model.learn looks a step of SGD ahead, and model.optimizer is "

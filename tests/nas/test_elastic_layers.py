@@ -17,7 +17,7 @@ from fl_lightning.nas.elastic.width import (
     ElasticLinear,
     multiple_of_8,
 )
-from fl_lightning.nas.spaces.mobilenet_network import Block, Chosen, InvertedResidual
+from fl_lightning.nas.spaces.networks.mobilenet import Block, Chosen, InvertedResidual
 from fl_lightning.nas.spaces.vit import ViT
 
 

@@ -92,13 +92,12 @@ def test_only_networks_that_are_kept_scale(affine):
 
 def test_costs_are_those_of_the_built_network():
     generator = torch.Generator().manual_seed(0)
-    for _ in range(5):
-        architecture = SPACE.sample(generator)
-        shape = {"side": 32, "in_channels": 3, "num_classes": 10}
-        assert of(SPACE, architecture, **shape) == built_cost(SPACE, architecture, **shape)
-        small = of(SPACE, architecture, channels=8, **shape)
-        assert small == built_cost(SPACE, architecture, channels=8, **shape)
-        assert small.flops < of(SPACE, architecture).flops
+    for channels in (8, 16):
+        architecture = TINY.sample(generator)
+        shape = {"side": 13, "in_channels": 3, "num_classes": 10, "channels": channels}
+        assert of(TINY, architecture, **shape) == built_cost(TINY, architecture, **shape)
+    narrow, wide = (of(TINY, architecture, channels=channels).flops for channels in (8, 16))
+    assert narrow < wide
 
 
 def test_a_layer_costs_what_the_same_block_costs_in_the_space_of_sizes():
@@ -134,3 +133,8 @@ def test_what_does_not_parse_says_where(text, message):
 def test_another_number_of_layers_is_refused():
     with pytest.raises(ConfigurationError, match=r"has 2 layers a stage.*got cells=5"):
         TINY.network(Mixed, num_classes=5, cells=5)
+
+
+def test_the_default_is_the_space_for_small_images():
+    assert MobileNetLayers() == MobileNetLayers(small_mobilenet())
+    assert MobileNetLayers() != MobileNetLayers(MobileNet())

@@ -15,14 +15,15 @@ from typing import ClassVar, final
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.nas.cost.count import Cost
-from fl_lightning.nas.spaces.mobilenet_network import (
+from fl_lightning.nas.spaces.networks.mobilenet import (
     Chosen,
     MobileNetNetwork,
     Plan,
     network_cost,
     plan_stages,
 )
-from fl_lightning.nas.spaces.sizes import Part, PartSizes, Size, SizeSpace
+from fl_lightning.nas.spaces.parts import Part, PartSizes, Size
+from fl_lightning.nas.spaces.sizes import SizeSpace
 from fl_lightning.nas.spaces.space import Architecture
 
 

@@ -10,7 +10,7 @@ norm, since sides and channels change there; so every layer has the same operati
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from typing import Any, ClassVar, final
@@ -21,7 +21,7 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.nas.elastic.width import multiple_of_8
 from fl_lightning.nas.spaces.cells import Candidate, CellSpace, MakeEdge, Row
 from fl_lightning.nas.spaces.mobilenet import MobileNet, small_mobilenet
-from fl_lightning.nas.spaces.mobilenet_network import (
+from fl_lightning.nas.spaces.networks.mobilenet import (
     Block,
     Chosen,
     InvertedResidual,
@@ -41,7 +41,8 @@ class MobileNetLayers(CellSpace):
     """The space.
 
     Attributes:
-        sizes: whose widths, strides, activations and largest depth the network has.
+        sizes: whose widths, strides, activations and largest depth the network has; None: as
+            `small_mobilenet`, for images of 32 pixels.
 
     Example:
         >>> space = MobileNetLayers()
@@ -55,17 +56,26 @@ class MobileNetLayers(CellSpace):
     operations: ClassVar[tuple[str, ...]] = (*(f"k{k}e{e}" for k, e in BLOCKS), SKIP)
     none: ClassVar[int] = -1  # no layer can be left out: it would break the chain
 
-    sizes: MobileNet = field(default_factory=small_mobilenet)
+    sizes: MobileNet | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sizes", self.sizes or small_mobilenet())
+
+    @property
+    def shapes(self) -> MobileNet:
+        """The sizes, given or by default."""
+        assert self.sizes is not None, "set at the start"
+        return self.sizes
 
     @property
     def depth(self) -> int:
         """How many layers a stage has."""
-        return self.sizes.depths[-1]
+        return self.shapes.depths[-1]
 
     @cached_property
     def rows(self) -> tuple[Row, ...]:
         """The layers, stage by stage."""
-        stages = range(1, len(self.sizes.parts) + 1)
+        stages = range(1, len(self.shapes.parts) + 1)
         return tuple(
             Row(f"stage {stage}", layer, layer + 1)
             for stage in stages
@@ -130,9 +140,9 @@ class MobileNetLayers(CellSpace):
         if cells not in (None, self.depth):
             raise ConfigurationError(
                 f"{self.name} has {self.depth} layers a stage, each with a decision of its own; got "
-                f"cells={cells}. Set sizes.depths for another number"
+                f"cells={cells}. Set cells to {self.depth}, or sizes.depths for another number"
             )
-        shapes = self.sizes if channels is None else _scaled(self.sizes, channels)
+        shapes = self.shapes if channels is None else _scaled(self.shapes, channels)
         return LayeredNetwork(shapes, make_edge, num_classes, in_channels, affine)
 
     def derive(self, alpha: Tensor, beta: Tensor | None = None) -> Architecture:

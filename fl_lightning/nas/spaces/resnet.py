@@ -17,13 +17,14 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.nas.cost.count import Cost
 from fl_lightning.nas.cost.layers import halved, linear, outputs
 from fl_lightning.nas.elastic.width import multiple_of_8
-from fl_lightning.nas.spaces.resnet_network import (
+from fl_lightning.nas.spaces.networks.resnet import (
     Bottleneck,
     ResNetNetwork,
     block_cost,
     stem_cost,
 )
-from fl_lightning.nas.spaces.sizes import Number, Part, Size, SizeSpace
+from fl_lightning.nas.spaces.parts import Number, Part, Size
+from fl_lightning.nas.spaces.sizes import SizeSpace
 from fl_lightning.nas.spaces.space import Architecture
 
 

@@ -3,8 +3,7 @@
 A network is made of parts (stages). A part has sizes of its own, a depth, and sizes for each of its
 blocks. What is decided for blocks beyond the depth has no effect: those choices are 0, so that equal
 networks are equal architectures, and so that `size` counts each once.
-The string: parts joined by ``|``, a part's own sizes before ``:``, its blocks joined by ``-``, a size
-as its letter and number: ``k7e6-k3e4|k5e3-k5e3-k3e6``. The number of blocks is the depth.
+Strings are told in `fl_lightning.nas.spaces.parts`.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 
@@ -21,72 +19,17 @@ from torch import Tensor, nn
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.nas.cost.count import Cost
 from fl_lightning.nas.elastic import subnetwork
+from fl_lightning.nas.spaces.parts import (
+    Part,
+    PartSizes,
+    Size,
+    depths_of,
+    most_blocks,
+    part_text,
+    read_part,
+)
 from fl_lightning.nas.spaces.reader import Reader
 from fl_lightning.nas.spaces.space import MOST_ENUMERATED, Architecture, Decision, SearchSpace
-
-Number = int | float
-
-
-@dataclass(frozen=True)
-class Size:
-    """A size to choose.
-
-    Attributes:
-        name: e.g. ``"kernel"``.
-        letter: that stands before its number in strings.
-        options: rising.
-    """
-
-    name: str
-    letter: str
-    options: tuple[Number, ...]
-
-    def __post_init__(self) -> None:
-        if not self.options or list(self.options) != sorted(set(self.options)):
-            raise ConfigurationError(
-                f"the options of {self.name} must be different numbers that rise, got {self.options}"
-            )
-        if self.options[0] <= 0:
-            raise ConfigurationError(f"{self.name} must be above 0, got {self.options[0]:g}")
-
-
-@dataclass(frozen=True)
-class Part:
-    """A stage: what there is to choose in it.
-
-    Attributes:
-        name: e.g. ``"stage 1"``.
-        own: sizes of the whole stage.
-        depth: how many blocks.
-        block: sizes of each block.
-    """
-
-    name: str
-    own: tuple[Size, ...]
-    depth: Size
-    block: tuple[Size, ...]
-
-    @property
-    def sizes(self) -> tuple[tuple[str, Size], ...]:
-        """All there is to choose, with the names of decisions, in their order."""
-        head = [*self.own, self.depth]
-        blocks = range(1, int(self.depth.options[-1]) + 1)
-        inside = [(f"block {number} {size.name}", size) for number in blocks for size in self.block]
-        named = [*((size.name, size) for size in head), *inside]
-        return tuple((f"{self.name} {name}", size) for name, size in named)
-
-
-@dataclass(frozen=True)
-class PartSizes:
-    """What is chosen in a stage.
-
-    Attributes:
-        own: of the whole stage.
-        blocks: of each of the blocks that there are.
-    """
-
-    own: tuple[Number, ...]
-    blocks: tuple[tuple[Number, ...], ...]
 
 
 class SizeSpace(SearchSpace):
@@ -191,14 +134,14 @@ class SizeSpace(SearchSpace):
         for part in self.parts:
             own = tuple(next(taken) for _ in part.own)
             depth = int(next(taken))
-            blocks = [tuple(next(taken) for _ in part.block) for _ in range(_most(part))]
+            blocks = [tuple(next(taken) for _ in part.block) for _ in range(most_blocks(part))]
             stages.append(PartSizes(own, tuple(blocks[:depth])))
         return tuple(stages)
 
     def text(self, choices: Sequence[int]) -> str:
         """Return the string, e.g. ``k7e6-k3e4|k5e3-k5e3-k3e6``."""
         pairs = zip(self.parts, self._sizes(choices), strict=True)
-        return "|".join(_part_text(part, sizes) for part, sizes in pairs)
+        return "|".join(part_text(part, sizes) for part, sizes in pairs)
 
     def parse(self, text: str) -> Architecture:
         """Return the architecture of a string."""
@@ -207,7 +150,7 @@ class SizeSpace(SearchSpace):
         for number, part in enumerate(self.parts):
             if number:
                 reader.expect("|")
-            choices += _read_part(reader, part)
+            choices += read_part(reader, part)
         reader.end()
         return self.architecture(choices)
 
@@ -256,66 +199,16 @@ def _shape(supernet: nn.Module) -> dict[str, int]:
     return {"num_classes": supernet.num_classes, "in_channels": supernet.in_channels}  # type: ignore[dict-item]
 
 
-def _most(part: Part) -> int:
-    return int(part.depth.options[-1])
-
-
-def _depths(part: Part) -> Iterator[int]:
-    return (int(depth) for depth in part.depth.options)
-
-
 def _count(part: Part) -> int:
     own = math.prod(len(size.options) for size in part.own)
     block = math.prod(len(size.options) for size in part.block)
-    return own * sum(int(block**depth) for depth in _depths(part))
+    return own * sum(int(block**depth) for depth in depths_of(part))
 
 
 def _choices(part: Part) -> Iterator[tuple[int, ...]]:
     own = [range(len(size.options)) for size in part.own]
     block = [range(len(size.options)) for size in part.block]
-    for number, depth in enumerate(_depths(part)):
-        idle = (0,) * ((_most(part) - depth) * len(block))
+    for number, depth in enumerate(depths_of(part)):
+        idle = (0,) * ((most_blocks(part) - depth) * len(block))
         for choices in product(*own, [number], *(block * depth)):
             yield (*choices, *idle)
-
-
-def _part_text(part: Part, chosen: PartSizes) -> str:
-    own = _sizes_text(part.own, chosen.own)
-    blocks = "-".join(_sizes_text(part.block, block) for block in chosen.blocks)
-    return f"{own}:{blocks}" if own else blocks
-
-
-def _sizes_text(sizes: Sequence[Size], numbers: Sequence[Number]) -> str:
-    pairs = zip(sizes, numbers, strict=True)
-    return "".join(f"{size.letter}{number:g}" for size, number in pairs)
-
-
-def _read_part(reader: Reader, part: Part) -> list[int]:
-    own = [_read_size(reader, part.name, size) for size in part.own]
-    if own:
-        reader.expect(":")
-    blocks = [_read_block(reader, part)]
-    while len(blocks) < _most(part) and reader.text.startswith("-", reader.place):
-        reader.expect("-")
-        blocks.append(_read_block(reader, part))
-    depths = list(_depths(part))
-    if len(blocks) not in depths:
-        allowed = ", ".join(map(str, depths))
-        reader.refuse(f"{part.name} has {len(blocks)} blocks so far; allowed: {allowed}")
-    idle = [0] * ((_most(part) - len(blocks)) * len(part.block))
-    return [*own, depths.index(len(blocks)), *(c for block in blocks for c in block), *idle]
-
-
-def _read_block(reader: Reader, part: Part) -> list[int]:
-    return [_read_size(reader, part.name, size) for size in part.block]
-
-
-def _read_size(reader: Reader, part: str, size: Size) -> int:
-    """Pass a letter and a number; the longest that fits, so that 3.5 is not read as 3."""
-    reader.expect(size.letter)
-    options = [f"{option:g}" for option in size.options]
-    for option in sorted(options, key=len, reverse=True):
-        if reader.text.startswith(option, reader.place):
-            reader.expect(option)
-            return options.index(option)
-    return reader.refuse(f"expected the {size.name} of a block of {part}: {', '.join(options)}")

@@ -12,9 +12,10 @@ from typing import ClassVar, final
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.nas.cost.count import Cost
-from fl_lightning.nas.spaces.sizes import Part, Size, SizeSpace
+from fl_lightning.nas.spaces.networks.vit import Shape, ViTNetwork, network_cost
+from fl_lightning.nas.spaces.parts import Part, Size
+from fl_lightning.nas.spaces.sizes import SizeSpace
 from fl_lightning.nas.spaces.space import Architecture
-from fl_lightning.nas.spaces.vit_network import Shape, ViTNetwork, network_cost
 
 
 @final

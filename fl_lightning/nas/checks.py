@@ -1,0 +1,59 @@
+"""What a search cannot have around it, each refused in a sentence before anything trains."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.optim import Optimizer
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.server.server import as_aggregator
+from fl_lightning.sparsity import SparseAdamW, SparseSGDM
+
+
+def check_precision(precision: str) -> None:
+    """Refuse float16.
+
+    Raises:
+        ConfigurationError: saying what to take instead.
+    """
+    if precision.startswith("16"):
+        raise ConfigurationError(
+            f"trainer.precision is {precision}, and gradients of alpha are taken without the scale that keeps "
+            "float16 from rounding them to zero: take bf16-mixed or 32-true"
+        )
+
+
+def check_beside_updates(federation: Any, sends: str) -> None:
+    """Refuse buffers that travel beside updates which nobody may read.
+
+    Args:
+        federation: its options.
+        sends: the option that sends buffers, in words; empty if none does.
+
+    Raises:
+        ConfigurationError: saying what to take instead.
+    """
+    hides = federation.privacy
+    given = federation.aggregator
+    if hides is None and given is not None and as_aggregator(given).protection is not None:
+        hides = given
+    if sends and hides is not None:
+        raise ConfigurationError(
+            f"{sends} travels in buffers beside the update, and {type(hides).__name__} protects "
+            "updates alone: take architecture_state: server, and a learn by Gradient"
+        )
+
+
+def check_weights_optimizer(optimizer: Optimizer) -> None:
+    """Refuse one that keeps to a mask.
+
+    Raises:
+        ConfigurationError: saying what to do first.
+    """
+    if isinstance(optimizer, SparseSGDM | SparseAdamW):
+        raise ConfigurationError(
+            f"model.optimizer is {type(optimizer).__name__}, and a search keeps to no mask: operations "
+            "would compete with parts missing. Search with torch.optim.SGD and no MaskCalibration, then "
+            "mask the network that was found"
+        )

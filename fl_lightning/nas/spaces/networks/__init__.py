@@ -1,0 +1,1 @@
+"""The networks of spaces of sizes, whole or elastic."""

@@ -1,0 +1,86 @@
+"""The commands and snippets of docs/architecture_search.md run."""
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from readme import ROOT
+from small_sets import write_folder
+
+from fl_lightning.cli.command import main
+
+DOC = (ROOT / "docs" / "architecture_search.md").read_text()
+FIT = re.findall(r"^uv run fl-lightning (fit .*)$", DOC, re.MULTILINE)
+QUICKSTART = FIT[0]
+SHORT = (
+    "--trainer.max_epochs 1 --trainer.enable_progress_bar false --trainer.devices 1"
+    " --trainer.enable_model_summary false --test_after_fit false --trainer.num_sanity_val_steps 0"
+    " --trainer.limit_val_batches 1 --data.init_args.num_clients 5"
+)
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The number of training batches"),
+    pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step"),
+]
+
+
+def type_in(command):
+    small = SHORT
+    if "--federation null" in command:
+        small += " --trainer.limit_train_batches 1"
+    else:
+        small += " --federation.local_steps 1"
+    main([*shlex.split(command), *small.split()])
+
+
+@pytest.fixture(autouse=True)
+def _clone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["fl-lightning"])
+    Path("configs").symlink_to(ROOT / "configs")
+
+
+def is_slow(command):
+    return "space/darts" in command or "cifar10_images" in command
+
+
+@pytest.mark.parametrize(
+    "command", [pytest.param(c, marks=[pytest.mark.slow] * is_slow(c)) for c in FIT]
+)
+def test_commands_run(command):
+    if "version_0/retrain.yaml" in command:
+        type_in(QUICKSTART)
+    if "cifar10_images" in command:
+        names = [f"class {i}" for i in range(10)]
+        write_folder(Path("cifar10"), "train", names, 6, size=(32, 32))
+        write_folder(Path("cifar10"), "test", names, 1, size=(32, 32))
+    type_in(command)
+    assert list(Path("runs").rglob("*.ckpt"))
+
+
+def test_the_run_leaves_what_the_table_says():
+    type_in(QUICKSTART)
+    table = re.findall(r"^\| (`cell.*?|`[a-z]+\.yaml`.*?) \|", DOC, re.MULTILINE)[:4]
+    names = [name for row in table for name in re.findall(r"`([a-z./]+)`", row)]
+    assert len(names) >= 5
+    assert all((Path("runs/nas_quickstart/version_0") / name).exists() for name in names)
+    [block] = re.findall(r"```yaml\n(.*?)```", DOC, re.DOTALL)
+    Path("transfer.yaml").write_text(block)
+    options = (
+        "--data.init_args.source.init_args.classes '[0,1,2,3,4]' --data.init_args.search_fraction 0"
+    )
+    type_in(f"fit --config configs/nas/quickstart.yaml --config transfer.yaml {options}")
+
+
+def test_python_runs(capsys):
+    [block] = re.findall(r"```python\n(.*?)```", DOC, re.DOTALL)
+    exec(compile(block, "architecture_search.md", "exec"), {})  # noqa: S102 - our own words
+    said = re.findall(r"print\(.*# (.*)$", block, re.MULTILINE)
+    assert capsys.readouterr().out.splitlines() == said
+
+
+def test_every_config_is_in_the_tables():
+    for path in (ROOT / "configs" / "nas").glob("*.yaml"):
+        assert path.name in DOC, path

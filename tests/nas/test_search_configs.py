@@ -1,0 +1,114 @@
+"""Every search in configs/nas runs a round over a space, over clients and without, and retrains."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from small_sets import write_folder
+
+from fl_lightning.cli.command import main
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+SPACES = sorted((CONFIGS / "nas" / "space").glob("*.yaml"))
+METHODS = {
+    "darts": ["darts.yaml"],
+    "second order": ["darts.yaml", "darts_second_order.yaml"],
+    "gdas": ["gdas.yaml"],
+    "pc_darts": ["pc_darts.yaml"],
+    "enas": ["enas.yaml"],
+    "proxyless": ["proxyless.yaml"],
+    "fbnet": ["fbnet.yaml"],
+}
+SMALL = {
+    "--model.init_args.channels": "4",
+    "--data.init_args.num_clients": "2",
+    "--trainer.max_epochs": "1",
+    "--trainer.devices": "1",
+    "--trainer.accelerator": "cpu",
+    "--trainer.enable_progress_bar": "false",
+    "--trainer.enable_model_summary": "false",
+    "--trainer.num_sanity_val_steps": "0",
+    "--trainer.limit_val_batches": "1",
+    "--test_after_fit": "false",
+}
+OVER_CLIENTS = {"--federation.local_steps": "1"}
+CENTRAL = {"--federation": "null", "--trainer.limit_train_batches": "1"}
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The number of training batches"),
+    pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["fl-lightning"])
+
+
+def run(*files, **options):
+    layers = [word for file in files for word in ("--config", str(file))]
+    main(["fit", *layers, *(word for pair in options.items() for word in pair)])
+
+
+def found():
+    [file] = Path("runs").rglob("architecture.yaml")
+    return yaml.safe_load(file.read_text())["architecture"]
+
+
+def slow_if(case, is_slow):
+    return pytest.param(*case, marks=pytest.mark.slow) if is_slow else pytest.param(*case)
+
+
+CASES = [
+    slow_if((space, method, over), space.stem == "darts" or over == "central")
+    for space in SPACES
+    for method in METHODS
+    for over in ("clients", "central")
+]
+
+
+@pytest.mark.parametrize(("space", "method", "over"), CASES)
+def test_every_search_runs_a_round(space, method, over):
+    files = [CONFIGS / "nas" / name for name in METHODS[method]]
+    run(space, *files, **SMALL, **(OVER_CLIENTS if over == "clients" else CENTRAL))
+    assert "|" in found() or "Genotype" in found()
+    names = {path.name for path in Path("runs").rglob("*")}
+    assert {"cell.png", "cell.svg", "retrain.yaml"} <= names
+    assert any(name.endswith(".ckpt") for name in names)
+
+
+def test_a_method_is_a_small_diff_that_says_how_to_run_it():
+    for path in (CONFIGS / "nas").glob("*.yaml"):
+        if path.stem == "quickstart":
+            continue
+        content, text = yaml.safe_load(path.read_text()), path.read_text()
+        assert f"--config configs/nas/{path.name}" in text
+        assert content.keys() <= {"model", "data", "trainer"}
+        assert "space" not in content["model"]["init_args"]
+        assert path.stem == "cifar10_images" or path.name in {
+            name for names in METHODS.values() for name in names
+        }
+
+
+def test_the_quickstart_runs_and_its_cell_is_retrained():
+    quickstart = CONFIGS / "nas" / "quickstart.yaml"
+    run(quickstart, **SMALL, **OVER_CLIENTS)
+    [retrain] = Path("runs").rglob("retrain.yaml")
+    without = {key: value for key, value in SMALL.items() if "channels" not in key}
+    run(quickstart, retrain, **without, **OVER_CLIENTS)
+    config = yaml.safe_load(max(Path("runs").rglob("config.yaml")).read_text())
+    assert config["model"]["class_path"] == "fl_lightning.ImageClassifier"
+    assert config["data"]["init_args"]["search_fraction"] == 0.0
+
+
+@pytest.mark.slow
+def test_a_search_over_a_folder_of_images():
+    names = [f"class {i}" for i in range(10)]
+    write_folder(Path("images"), "train", names, 6, size=(32, 32))
+    write_folder(Path("images"), "test", names, 1, size=(32, 32))
+    folder = {"--data.init_args.source.init_args.root": "images"}
+    files = [CONFIGS / "nas" / name for name in ("gdas.yaml", "cifar10_images.yaml")]
+    run(SPACES[1], *files, **{**SMALL, **OVER_CLIENTS, **folder})
+    assert found()
