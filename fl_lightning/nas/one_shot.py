@@ -132,7 +132,7 @@ class OneShot(LightningModule):
 
         def whole(architecture: Architecture) -> Tensor:
             with self._dropout():
-                return self(images, architecture)
+                return self(images, architecture)  # type: ignore[no-any-return]
 
         step = Step(
             limit=self.space.largest if guest is None else guest.limit,
@@ -160,7 +160,7 @@ class OneShot(LightningModule):
     def _guest(self) -> Guest | None:
         return self._rounds.guest
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _generator(self, guest: Guest | None, step: int) -> torch.Generator:
         """Return the generator of a step's draws: a client's own, or the same for all."""
         client = None if guest is None or self._same_draws else guest.client
