@@ -53,7 +53,7 @@ def load_backbone(network: nn.Module, path: str) -> None:
         [[1.0, 1.0]]
     """
     expected = network.state_dict()
-    found = _strip_prefixes(_unwrap(_read(path), path), set(expected))
+    found = _strip_prefixes(read_tensors(path), set(expected))
     heads = tuple(f"{name}." for name in head_names(network))
     head = {name for name in found.keys() | expected.keys() if name.startswith(heads)}
     body = {
@@ -69,10 +69,23 @@ def load_backbone(network: nn.Module, path: str) -> None:
     network.load_state_dict(body, strict=False)
 
 
-def _read(path: str) -> Any:
+def read_tensors(path: str, option: str = "checkpoint_path") -> dict[str, Tensor]:
+    """Return the tensors in a file by name, with the prefixes that wrappers left.
+
+    Args:
+        path: of a file as above.
+        option: that names it, for messages.
+
+    Raises:
+        ConfigurationError: if the file is missing, broken or not a state dict.
+    """
+    return _unwrap(_read(path, option), path, option)
+
+
+def _read(path: str, option: str) -> Any:
     if not Path(path).is_file():
         raise ConfigurationError(
-            f"checkpoint_path: there is no file {path!r}. Give the path of a .pth, .pt or "
+            f"{option}: there is no file {path!r}. Give the path of a .pth, .pt or "
             ".safetensors file on this machine."
         )
     try:
@@ -85,7 +98,7 @@ def _read(path: str) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a broken file fails in as many ways as there are bytes
         raise ConfigurationError(
-            f"checkpoint_path: {path!r} could not be read as a file of tensors "
+            f"{option}: {path!r} could not be read as a file of tensors "
             f"({_first_line(error)}). Give a state dict saved by torch.save or safetensors."
         ) from error
 
@@ -94,7 +107,7 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def _unwrap(content: Any, path: str) -> dict[str, Tensor]:
+def _unwrap(content: Any, path: str, option: str) -> dict[str, Tensor]:
     """Return the state dict inside a file's content."""
     wrapped = True
     while wrapped and isinstance(content, Mapping):
@@ -105,7 +118,7 @@ def _unwrap(content: Any, path: str) -> dict[str, Tensor]:
     if not is_mapping or not all(isinstance(value, Tensor) for value in content.values()):
         held = f"a dict of {_some(map(str, content))}" if is_mapping else type(content).__name__
         raise ConfigurationError(
-            f"checkpoint_path: {path!r} is not a state dict, names to tensors: it holds {held}. "
+            f"{option}: {path!r} is not a state dict, names to tensors: it holds {held}. "
             f"One may also lie in it under {', '.join(_WRAPPERS)}."
         )
     return {str(name): tensor for name, tensor in content.items()}

@@ -10,6 +10,7 @@ from fl_lightning.nas.cost.penalties import (
     RelativeLogPenalty,
 )
 from fl_lightning.nas.network import Network
+from fl_lightning.nas.one_shot import OneShot
 from fl_lightning.nas.relax.binary_gates import BinaryGates
 from fl_lightning.nas.relax.gumbel import HardGumbel, SoftGumbel
 from fl_lightning.nas.relax.partial_channels import PartialChannels
@@ -21,12 +22,17 @@ from fl_lightning.nas.spaces.mobilenet_layers import MobileNetLayers
 from fl_lightning.nas.spaces.nas_bench_201 import NASBench201
 from fl_lightning.nas.spaces.resnet import ResNet
 from fl_lightning.nas.spaces.vit import ViT
+from fl_lightning.nas.sub_networks.capability import BudgetTable, DeviceClasses
+from fl_lightning.nas.sub_networks.methods import Attentive, RandomPath, Sandwich, Shrinking
 from fl_lightning.nas.supernet import Supernet
 
 __all__ = [
     "DARTS",
     "AbsolutePenalty",
+    "Attentive",
     "BinaryGates",
+    "BudgetTable",
+    "DeviceClasses",
     "Gradient",
     "HardGumbel",
     "LinearPenalty",
@@ -36,10 +42,14 @@ __all__ = [
     "NASBench201",
     "Network",
     "NoPenalty",
+    "OneShot",
     "PartialChannels",
+    "RandomPath",
     "RelativeLogPenalty",
     "ResNet",
     "Reward",
+    "Sandwich",
+    "Shrinking",
     "SinglePath",
     "SoftGumbel",
     "Softmax",

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.nas.spaces.cells import CellSpace
+from fl_lightning.nas.spaces.sizes import SizeSpace
+from fl_lightning.nas.sub_networks.extracted import load_part
 
 
 @final
@@ -17,16 +19,19 @@ class Network(nn.Module):
     """From images to logits; for `ImageClassifier`'s ``network``.
 
     Args:
-        space: of cells.
+        space: of cells or of sizes.
         architecture: of the space, as its string, or the path of a file ``architecture.yaml`` that a
             search has left; the file's architecture alone is taken.
         num_classes: length of the output.
         in_channels: of the images.
-        channels: of the first cells.
-        cells: how many; of what, the space says.
+        channels: of the first cells, in a space of cells; 16 if None.
+        cells: how many; of what, the space says; 5 if None.
+        weights: a checkpoint of a `OneShot` of the same space of sizes, or weights of this very
+            network, to begin with; None for fresh ones.
 
     Raises:
-        ConfigurationError: for an architecture that is none of the space.
+        ConfigurationError: for an architecture that is none of the space, and for what the space does
+            not have.
 
     Example:
         >>> import torch
@@ -39,18 +44,35 @@ class Network(nn.Module):
 
     def __init__(
         self,
-        space: CellSpace,
+        space: CellSpace | SizeSpace,
         architecture: str,
         *,
         num_classes: int,
         in_channels: int = 3,
-        channels: int = 16,
-        cells: int = 5,
+        channels: int | None = None,
+        cells: int | None = None,
+        weights: str | None = None,
     ) -> None:
         super().__init__()
         self.architecture = space.parse(_string_of(architecture))
-        shape: dict[str, Any] = {"in_channels": in_channels, "channels": channels, "cells": cells}
-        self.network = space.build(self.architecture, num_classes=num_classes, **shape)
+        sizes = {"channels": channels, "cells": cells}
+        shape: dict[str, Any] = {"num_classes": num_classes, "in_channels": in_channels}
+        if isinstance(space, SizeSpace):
+            if given := [name for name, value in sizes.items() if value is not None]:
+                raise ConfigurationError(
+                    f"{given[0]}: {space.name} is not made of cells; its sizes are settings of the space"
+                )
+        elif weights is not None:
+            raise ConfigurationError(
+                f"weights: they are taken from a supernet of sizes, and {space.name} is a space of "
+                "cells: leave it out, and train from scratch"
+            )
+        else:
+            shape |= {"channels": channels or 16, "cells": cells or 5}
+        self.network = space.build(self.architecture, **shape)
+        if weights is not None:
+            assert isinstance(space, SizeSpace)
+            load_part(self.network, space, self.architecture, weights, shape)
 
     def forward(self, images: Tensor) -> Tensor:
         """Return logits (B, num_classes)."""

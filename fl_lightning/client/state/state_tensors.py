@@ -60,7 +60,8 @@ def state_space(module: nn.Module, names: Collection[str], without: Collection[s
 def known_state(module: nn.Module) -> list[str]:
     """Return the names of what modules of torch change while they train, also if they do not now.
 
-    These are statistics of batch and instance norm, the vectors of spectral norm, averaged models.
+    These are statistics of batch and instance norm (unless their momentum is 0, by which they gather
+    none), the vectors of spectral norm, averaged models.
 
     Example:
         >>> known_state(nn.BatchNorm1d(2).eval())
@@ -70,7 +71,9 @@ def known_state(module: nn.Module) -> list[str]:
     for child in module.modules():
         if isinstance(child, AveragedModel):
             kept |= {id(t) for t in (*child.parameters(), *child.buffers())}
-        elif isinstance(child, (_NormBase, _SpectralNorm)):
+        elif isinstance(child, _SpectralNorm) or (
+            isinstance(child, _NormBase) and child.momentum != 0
+        ):
             kept |= {id(buffer) for buffer in child.buffers(recurse=False)}
         for hook in child._forward_pre_hooks.values():
             if isinstance(hook, SpectralNorm):

@@ -1,0 +1,265 @@
+"""One network of all sizes, whose parts train together: Once-for-All, BigNAS, AttentiveNAS.
+
+A space of sizes gives the largest network; sub-networks are parts of it. A method says which train in
+a step and on what loss. It is a LightningModule like any other: with a ``federation`` block clients
+train, each what it can afford (`capability`), and a coordinate is averaged over those who held it.
+
+Batch norm normalises by the batch while it trains and gathers no statistics: those of one sub-network
+are not those of another. They are recalibrated for each that is evaluated, see `SubNetworkRounds`.
+Sources: Cai et al. 2020 (Once-for-All); Yu et al. 2020 (BigNAS); Wang et al. 2021 (AttentiveNAS).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.cli import OptimizerCallable
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.seeds import run_seed
+from fl_lightning.models.schedule import Schedule
+from fl_lightning.nas.cost.table import Measure
+from fl_lightning.nas.elastic.sandwich import step_generator
+from fl_lightning.nas.spaces.sizes import SizeSpace
+from fl_lightning.nas.spaces.space import Architecture
+from fl_lightning.nas.sub_networks.capability import Capability, CostOf
+from fl_lightning.nas.sub_networks.methods import Method, Sandwich, Step
+from fl_lightning.nas.sub_networks.rounds import Guest, SubNetworkRounds
+
+Batch = tuple[Tensor, Tensor]
+
+
+class OneShot(LightningModule):
+    """Trains a network of all sizes: a batch is images (B, in_channels, H, W) and labels (B,).
+
+    Args:
+        space: of sizes.
+        method: which sub-networks train in a step: `Sandwich` (BigNAS) if None.
+        num_classes: length of the output, at least 2.
+        in_channels: of the images.
+        image_size: height and width in pixels, for costs.
+        label_smoothing: of the loss by labels, a fraction in [0, 1); with a sandwich that is the
+            largest network's alone.
+        drop_rate: dropout before the classifier of the largest network alone, a fraction in [0, 1).
+        capability: which budget each client has; None: all can afford the largest. Clients' optimizer
+            must keep to a mask (`SparseSGDM`, `SparseAdamW`).
+        same_draws: whether all clients draw the same sub-networks in the same local step.
+        recalibration_examples: of how many training examples, of all clients together, statistics
+            are recalibrated, at least 2; None for all of them.
+        optimizer: of the weights.
+        schedule: the learning rate over rounds, i.e. epochs; None leaves it constant.
+        seed: of all draws; the run's seed if None.
+
+    Raises:
+        ConfigurationError: for values out of range.
+
+    Example:
+        >>> from fl_lightning.nas.spaces.resnet import small_resnet
+        >>> net = OneShot(small_resnet(), num_classes=10, seed=0)
+        >>> net(torch.zeros(2, 3, 32, 32), net.space.smallest).shape
+        torch.Size([2, 10])
+    """
+
+    def __init__(
+        self,
+        space: SizeSpace,
+        method: Method | None = None,
+        *,
+        num_classes: int,
+        in_channels: int = 3,
+        image_size: int = 32,
+        label_smoothing: float = 0.0,
+        drop_rate: float = 0.0,
+        capability: Capability | None = None,
+        same_draws: bool = False,
+        recalibration_examples: int | None = 2048,
+        optimizer: OptimizerCallable = lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+        schedule: Schedule | None = None,
+        seed: int | None = None,
+    ) -> None:
+        _check(num_classes, label_smoothing, drop_rate, recalibration_examples)
+        super().__init__()
+        self.space, self.method = space, method or Sandwich()
+        self.method.check(space)
+        self.network = space.supernet(num_classes=num_classes, in_channels=in_channels)
+        _gather_no_statistics(self.network)
+        self.costs = CostOf("flops", image_size, in_channels, num_classes)
+        self.capability, self.recalibration_examples = capability, recalibration_examples
+        self.seed = run_seed(seed)
+        self._label_smoothing, self._drop_rate = label_smoothing, drop_rate
+        self._same_draws = same_draws
+        self._optimizer, self._schedule = optimizer, schedule
+
+    @property
+    def shown(self) -> dict[str, Architecture]:
+        """The sub-networks that are evaluated; the largest last, whose statistics are then left."""
+        middle = [(len(decision.options) - 1) // 2 for decision in self.space.decisions]
+        return {
+            "smallest": self.space.smallest,
+            "middle": self.space.architecture(middle),
+            "largest": self.space.largest,
+        }
+
+    def cost_in(self, measure: Measure) -> CostOf:
+        """Return what gives an architecture's cost in networks of this shape."""
+        return replace(self.costs, measure=measure)
+
+    def forward(self, images: Tensor, architecture: Architecture | None = None) -> Tensor:
+        """Return logits (B, num_classes) of a sub-network; of the largest if None."""
+        logits: Tensor = self.network(images, architecture)
+        return logits
+
+    # Training.
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Return the sum of the sub-networks' losses; log the accuracy of the first of them."""
+        images, labels = batch
+        guest = self._guest
+        accuracies: list[Tensor] = []
+
+        def labels_loss(logits: Tensor) -> Tensor:
+            if logits.requires_grad:
+                accuracies.append(_accuracy(logits, labels))
+            return functional.cross_entropy(logits, labels, label_smoothing=self._label_smoothing)
+
+        def whole(architecture: Architecture) -> Tensor:
+            with self._dropout():
+                return self(images, architecture)  # type: ignore[no-any-return]
+
+        step = Step(
+            limit=self.space.largest if guest is None else guest.limit,
+            round_=self.current_epoch,
+            num_rounds=max(0, self.trainer.max_epochs or 0),
+            generator=self._generator(guest, int(batch_idx)),
+            seed=self.seed,
+            cost=self.costs,
+            logits=lambda architecture: self(images, architecture),
+            labels_loss=labels_loss,
+            whole=whole,
+        )
+        loss = self.method.loss(step)
+        self.log(
+            "train/accuracy", accuracies[0], on_step=False, on_epoch=True, batch_size=len(labels)
+        )
+        return loss
+
+    @property
+    def _rounds(self) -> SubNetworkRounds:
+        callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
+        return next(c for c in callbacks if isinstance(c, SubNetworkRounds))
+
+    @property
+    def _guest(self) -> Guest | None:
+        return self._rounds.guest
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _generator(self, guest: Guest | None, step: int) -> torch.Generator:
+        """Return the generator of a step's draws: a client's own, or the same for all."""
+        client = None if guest is None or self._same_draws else guest.client
+        return step_generator(self.seed, round_=self.current_epoch, client=client, step=step)
+
+    @contextmanager
+    def _dropout(self) -> Iterator[None]:
+        """Have the classifier drop some of its inputs."""
+        if not self._drop_rate:
+            yield
+            return
+        network: Any = self.network
+        drop = lambda _, inputs: (functional.dropout(inputs[0], self._drop_rate), *inputs[1:])
+        handle = network.get_classifier().register_forward_pre_hook(drop)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def check_batch(self, batch: Any) -> None:
+        """Refuse batches of a search with two halves; `Federation` asks before it trains.
+
+        Raises:
+            ConfigurationError: saying what to set.
+        """
+        if isinstance(batch, dict):
+            raise ConfigurationError(
+                "OneShot learns from all training examples: leave data.search_fraction at 0"
+            )
+
+    # Evaluation.
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Log val/loss and val/accuracy of the largest, and accuracies of smaller ones."""
+        self._evaluate("val", batch)
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        """Log test/loss and test/accuracy of the largest, and accuracies of smaller ones."""
+        self._evaluate("test", batch)
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Return class probabilities (B, num_classes) of the largest, with the statistics it has."""
+        return self(batch[0]).softmax(dim=1)  # type: ignore[no-any-return]
+
+    def _evaluate(self, stage: str, batch: Batch) -> None:
+        images, labels = batch
+        rounds = self._rounds
+        values: dict[str, Tensor] = {}
+        for name, architecture in self.shown.items():
+            if name != "largest" and not rounds.has_statistics:
+                continue  # no training data at hand: the largest has the checkpoint's
+            rounds.use(name)
+            logits = self(images, architecture)
+            values[f"{stage}/{name}_accuracy"] = _accuracy(logits, labels)
+        values[f"{stage}/accuracy"] = values.pop(f"{stage}/largest_accuracy")
+        values[f"{stage}/loss"] = functional.cross_entropy(logits, labels)
+        self.log_dict(values, prog_bar=True, batch_size=len(labels), sync_dist=True)
+
+    # Set up.
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """Return the optimizer, with the schedule's factors if there is one."""
+        optimizer = self._optimizer(list(self.network.parameters()))
+        schedule = self._schedule
+        if schedule is None:
+            return optimizer
+        num_rounds = self.trainer.max_epochs or -1  # Lightning's own number for "no end"
+        scheduler = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda round: schedule.factor(round, num_rounds)
+        )
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "epoch"},
+        }
+
+    def configure_callbacks(self) -> list[Callback]:
+        """Have clients keep to what they can afford, and statistics be recalibrated."""
+        return [SubNetworkRounds()]
+
+
+def _accuracy(logits: Tensor, labels: Tensor) -> Tensor:
+    return (logits.argmax(dim=1) == labels).float().mean()
+
+
+def _gather_no_statistics(network: nn.Module) -> None:
+    """Have batch norms leave their running statistics alone while they train."""
+    for layer in network.modules():
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+            layer.momentum = 0.0
+
+
+def _check(num_classes: int, smoothing: float, drop_rate: float, examples: int | None) -> None:
+    rules = {
+        f"num_classes must be at least 2, got {num_classes}": num_classes >= 2,
+        f"label_smoothing must be in [0, 1), got {smoothing}": 0 <= smoothing < 1,
+        f"drop_rate must be in [0, 1), got {drop_rate}": 0 <= drop_rate < 1,
+        f"recalibration_examples must be at least 2, got {examples}": examples is None
+        or examples >= 2,
+    }
+    broken = [message for message, holds in rules.items() if not holds]
+    if broken:
+        raise ConfigurationError("; ".join(broken))

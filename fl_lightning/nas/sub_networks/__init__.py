@@ -1,0 +1,1 @@
+"""One-shot networks: which sub-networks train, on which client, and how one is evaluated."""

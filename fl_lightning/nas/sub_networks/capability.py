@@ -1,0 +1,213 @@
+"""What clients can afford: a budget each, and the part of the network that goes with it.
+
+    limit of a client = the largest sub-network within its budget   (`largest_within`)
+    it trains the sub-networks that lie inside the limit, and holds what any of them holds
+
+Inside means: no size is larger. A network that costs less but is, say, deeper than the limit has
+coordinates that the client does not hold. Source of the setting: Diao et al. 2021 (HeteroFL).
+"""
+
+from __future__ import annotations
+
+import csv
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, final, get_args
+
+import torch
+from torch import Tensor, nn
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.seeds import run_seed, torch_generator
+from fl_lightning.nas.cost.table import Measure
+from fl_lightning.nas.elastic.budget import largest_within
+from fl_lightning.nas.spaces.sizes import SizeSpace
+from fl_lightning.nas.spaces.space import Architecture
+
+
+@dataclass(frozen=True)
+class CostOf:
+    """What an architecture costs in networks of one shape.
+
+    Attributes:
+        measure: ``flops``, ``params`` or ``activations``.
+        side: of the images, in pixels.
+        in_channels: of the images.
+        num_classes: of the classifier.
+    """
+
+    measure: Measure = "flops"
+    side: int = 32
+    in_channels: int = 3
+    num_classes: int = 10
+
+    def __call__(self, architecture: Architecture) -> float:
+        """Return the cost."""
+        space: Any = architecture.space
+        shape = {"in_channels": self.in_channels, "num_classes": self.num_classes}
+        return float(getattr(space.cost(architecture, side=self.side, **shape), self.measure))
+
+
+class Capability(ABC):
+    """A family: which budget each client has."""
+
+    measure: Measure
+    relative: bool
+
+    @abstractmethod
+    def budgets(self, num_clients: int) -> list[float]:
+        """Return the budget of every client.
+
+        Raises:
+            ConfigurationError: if there is not one for each.
+        """
+
+
+@final
+@dataclass(frozen=True)
+class DeviceClasses(Capability):
+    """Classes of devices, each with a budget and a share of the clients.
+
+    Attributes:
+        budgets_of_classes: of each class.
+        shares: of the clients, that sum to 1; equal ones if None.
+        measure: what budgets are of: ``flops``, ``params`` or ``activations``.
+        relative: whether budgets are parts of what the largest network costs.
+        seed: of which clients are in which class; the run's seed if None.
+
+    Example:
+        >>> DeviceClasses([0.25, 1.0], [0.5, 0.5], seed=0).budgets(4)
+        [1.0, 0.25, 1.0, 0.25]
+    """
+
+    budgets_of_classes: Sequence[float]
+    shares: Sequence[float] | None = None
+    measure: Measure = "flops"
+    relative: bool = True
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        budgets, shares = list(self.budgets_of_classes), self.shares
+        _check_measure(self.measure)
+        if not budgets or min(budgets) <= 0:
+            raise ConfigurationError(
+                f"budgets_of_classes must be numbers above 0, one a class, got {budgets}"
+            )
+        if shares is not None and (
+            len(shares) != len(budgets) or min(shares) < 0 or abs(sum(shares) - 1) > 1e-6
+        ):
+            raise ConfigurationError(
+                f"shares must be {len(budgets)} numbers from 0, one a class, that sum to 1, got "
+                f"{list(shares)}"
+            )
+
+    def budgets(self, num_clients: int) -> list[float]:
+        """Return the budget of every client; classes have their shares to within one client."""
+        number = len(self.budgets_of_classes)
+        shares = [1 / number] * number if self.shares is None else self.shares
+        ends = [round(num_clients * share) for share in accumulate(shares)]
+        order = torch.randperm(num_clients, generator=torch_generator(self._seed, "capability"))
+        classes = torch.bucketize(order, torch.tensor(ends[:-1]), right=True).tolist()
+        return [float(self.budgets_of_classes[number]) for number in classes]
+
+    @property
+    def _seed(self) -> int:
+        return run_seed(self.seed)
+
+
+@final
+@dataclass(frozen=True)
+class BudgetTable(Capability):
+    """A budget for every client, from a CSV file with the columns ``client`` and ``budget``.
+
+    Attributes:
+        path: of the file; clients are numbered from 0.
+        measure: what budgets are of: ``flops``, ``params`` or ``activations``.
+        relative: whether budgets are parts of what the largest network costs.
+    """
+
+    path: str
+    measure: Measure = "flops"
+    relative: bool = False
+
+    def __post_init__(self) -> None:
+        _check_measure(self.measure)
+
+    def budgets(self, num_clients: int) -> list[float]:
+        """Return the budget of every client."""
+        try:
+            with Path(self.path).open(newline="") as file:
+                rows = list(csv.DictReader(file))
+            found = {int(row["client"]): float(row["budget"]) for row in rows}
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            raise ConfigurationError(
+                f"budgets {self.path}: {error!r}; the file must be a CSV with the columns client "
+                "(whole numbers from 0) and budget (numbers)"
+            ) from error
+        missing = [client for client in range(num_clients) if client not in found]
+        if missing:
+            raise ConfigurationError(
+                f"budgets {self.path}: no budget for client {missing[0]}; there are {num_clients}"
+            )
+        return [found[client] for client in range(num_clients)]
+
+
+def limits(
+    capability: Capability, space: SizeSpace, cost: CostOf, num_clients: int
+) -> list[Architecture]:
+    """Return the largest sub-network that each client can afford.
+
+    Raises:
+        ConfigurationError: if a client cannot afford the smallest.
+    """
+    unit = cost(space.largest) if capability.relative else 1.0
+    budgets = capability.budgets(num_clients)
+    of_budget = {budget: largest_within(space, cost, budget * unit) for budget in set(budgets)}
+    return [of_budget[budget] for budget in budgets]
+
+
+def within(architecture: Architecture, limit: Architecture) -> Architecture:
+    """Return an architecture with every size cut to that of another.
+
+    Example:
+        >>> from fl_lightning.nas.spaces.resnet import small_resnet
+        >>> space = small_resnet()
+        >>> within(space.largest, space.smallest) == space.smallest
+        True
+    """
+    pairs = zip(architecture.choices, limit.choices, strict=True)
+    return architecture.space.architecture([min(pair) for pair in pairs])
+
+
+def reach(space: SizeSpace, supernet: nn.Module, limit: Architecture) -> dict[str, Tensor]:
+    """Return which coordinates the sub-networks inside a limit hold together.
+
+    A smaller kernel comes from a larger one by a matrix of its own, which the limit alone does not
+    hold. So each kind of size is lowered once to each of its options, and the masks are united.
+
+    Returns:
+        A mask for every parameter by name, bool.
+    """
+    masks = space.held(supernet, limit)
+    kinds = {size.name: len(size.options) for _, size in space.named_sizes}
+    for kind, number in kinds.items():
+        for most in range(number - 1):
+            lowered = [
+                min(choice, most) if size.name == kind else choice
+                for choice, (_, size) in zip(limit.choices, space.named_sizes, strict=True)
+            ]
+            architecture = space.architecture(lowered)
+            if architecture != limit:
+                for name, mask in space.held(supernet, architecture).items():
+                    masks[name] |= mask
+    return masks
+
+
+def _check_measure(measure: str) -> None:
+    if measure not in get_args(Measure):
+        raise ConfigurationError(
+            f"measure must be one of {', '.join(get_args(Measure))}, got {measure!r}"
+        )

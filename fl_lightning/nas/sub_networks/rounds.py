@@ -1,0 +1,191 @@
+"""What a `OneShot` brings to a run: who trains which sub-networks, and the evaluation of some.
+
+Training: in a federation it tells the module whose turn it is. With a capability each client keeps to a
+mask: the coordinates that it can afford, which alone travel and are averaged over those who held them.
+Evaluation: statistics of the largest, of the smallest and of one in between are recalibrated before
+every validation and test, and at the end of rounds without one. The module keeps the largest's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.federation.federation import Federation
+from fl_lightning.federation.stage import Stage, Turn
+from fl_lightning.federation.stages.client_masks import MaskOfClient
+from fl_lightning.nas.elastic.calibration import Sums, apply_sums
+from fl_lightning.nas.spaces.space import Architecture
+from fl_lightning.nas.sub_networks.capability import limits, reach
+from fl_lightning.nas.sub_networks.recalibration import has_statistics, recalibrated
+
+if TYPE_CHECKING:
+    from fl_lightning.nas.one_shot import OneShot
+
+
+class Guest(NamedTuple):
+    """Whose turn it is in the module.
+
+    Attributes:
+        client: its number.
+        limit: its largest sub-network.
+    """
+
+    client: int
+    limit: Architecture
+
+
+class Turns(Stage):
+    """Notes whose turn it is.
+
+    Args:
+        limits: the largest sub-network of every client; None: the space's, for all.
+        largest: of the space.
+
+    Attributes:
+        guest: the client at work; None between turns.
+    """
+
+    one_at_a_time = "which sub-networks train differs from step to step"
+    reason_against_privacy = None  # it reads a client's number alone
+
+    def __init__(self, limits: list[Architecture] | None, largest: Architecture) -> None:
+        self._limits, self._largest = limits, largest
+        self.guest: Guest | None = None
+
+    def around(self, turn: Turn) -> AbstractContextManager[None]:
+        """Have the module be this client's."""
+        return self._visit(turn.work.client_id)
+
+    @contextmanager
+    def _visit(self, client: int) -> Iterator[None]:
+        before = self.guest
+        limit = self._largest if self._limits is None else self._limits[client]
+        self.guest = Guest(client, limit)
+        try:
+            yield
+        finally:
+            self.guest = before
+
+
+class SubNetworkRounds(Callback):
+    """The callback, which a `OneShot` brings along.
+
+    Attributes:
+        unprotected: what of clients no privacy of rounds covers, in words.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unprotected: str | None = None
+        self._module: OneShot | None = None
+        self._turns: Turns | None = None
+        self._limits: list[Architecture] | None = None
+        self._masks: dict[Architecture, Mapping[str, Tensor]] = {}
+        self._sums: dict[str, Sums] = {}
+        self._recalibrated_at: int | None = None
+
+    @property
+    def guest(self) -> Guest | None:
+        """Whose turn it is; None in a central run."""
+        return None if self._turns is None else self._turns.guest
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Have a federation tell whose turn it is.
+
+        Raises:
+            ConfigurationError: for a capability in a run without clients, or a budget that no
+                network meets.
+        """
+        module: Any = pl_module
+        self._module, self._sums, self._recalibrated_at = module, {}, None
+        self._turns = self._limits = None
+        self._masks = {}
+        if has_statistics(module.network):
+            self.unprotected = "the sums of each client's activations, for batch norm statistics"
+        if stage != "fit":
+            return
+        federations = [c for c in trainer.callbacks if isinstance(c, Federation)]  # type: ignore[attr-defined]
+        if module.capability is not None:
+            if not federations:
+                raise ConfigurationError(
+                    "model.capability is of clients, and this run has none: add a federation block, or "
+                    "leave it out"
+                )
+            num_clients = len(trainer.datamodule.clients)  # type: ignore[attr-defined]
+            cost = module.cost_in(module.capability.measure)
+            self._limits = limits(module.capability, module.space, cost, num_clients)
+        if federations:
+            self._turns = Turns(self._limits, module.space.largest)
+            federations[0].add(self._turns)
+
+    def client_masks(self) -> MaskOfClient | None:
+        """Return what gives a client's mask; None without a capability."""
+        return None if self._limits is None else self._mask
+
+    def _mask(self, client: int) -> Mapping[str, Tensor]:
+        assert self._limits is not None
+        assert self._module is not None
+        limit = self._limits[client]
+        if limit not in self._masks:
+            held = reach(self._module.space, self._module.network, limit)
+            self._masks[limit] = {f"network.{name}": mask for name, mask in held.items()}
+        return self._masks[limit]
+
+    # Evaluation.
+
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Recalibrate the statistics of those that are shown."""
+        self._recalibrate(trainer, pl_module)
+
+    def on_test_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Recalibrate the statistics of those that are shown."""
+        self._recalibrate(trainer, pl_module)
+
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Recalibrate where no validation does, ahead of checkpoints."""
+        if trainer.is_last_batch and not trainer.enable_validation:
+            self._recalibrate(trainer, pl_module)
+
+    def _recalibrate(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        module: Any = pl_module
+        if not has_statistics(module.network) or trainer.sanity_checking:
+            return
+        found = recalibrated(
+            trainer,
+            module.network,
+            list(module.shown.values()),
+            max_examples=module.recalibration_examples,
+            seed=module.seed,
+        )
+        if found is None:
+            self._sums = {}
+            return
+        self._sums = dict(zip(module.shown, found.sums, strict=True))
+        self.use("largest")
+        if any(isinstance(c, Federation) for c in trainer.callbacks):  # type: ignore[attr-defined]
+            module.log("recalibration/bytes_up", float(found.num_bytes), rank_zero_only=True)
+
+    @property
+    def has_statistics(self) -> bool:
+        """Whether the statistics of all that are shown are known, or none are needed."""
+        assert self._module is not None
+        return bool(self._sums) or not has_statistics(self._module.network)
+
+    def use(self, name: str) -> None:
+        """Write the statistics of one that is shown into the network."""
+        assert self._module is not None
+        if name in self._sums:
+            apply_sums(self._module.network, self._sums[name])

@@ -1,0 +1,312 @@
+"""A one-shot network: off is plain training, one client is a central run, a run that goes on is the same."""
+
+from functools import partial
+
+import pytest
+import torch
+from lightning.pytorch import seed_everything
+from torch.utils.data import DataLoader, TensorDataset
+from toys import LoaderData, toy_trainer
+
+from fl_lightning import ConfigurationError, FederatedDataModule, Federation
+from fl_lightning.core.seeds import torch_generator
+from fl_lightning.models import ImageClassifier
+from fl_lightning.nas import (
+    Attentive,
+    DeviceClasses,
+    MobileNet,
+    OneShot,
+    RandomPath,
+    ResNet,
+    Sandwich,
+    Shrinking,
+    ViT,
+)
+from fl_lightning.nas.elastic.sandwich import distillation_loss, step_generator
+from fl_lightning.nas.sub_networks.capability import CostOf, within
+from fl_lightning.nas.sub_networks.methods import Step
+
+MOBILENET = MobileNet(
+    kernels=(3, 5),
+    expansions=(2, 3),
+    depths=(1, 2),
+    widths=(8, 8, 8, 16, 32, 32),
+    strides=(1, 2, 2),
+    squeeze=(False, False, True),
+    swish=(False, True, True),
+)
+FIXED = MobileNet(
+    kernels=(3,), expansions=(2,), depths=(1,), widths=(8, 8, 8, 16, 32, 32),
+    strides=(1, 2, 2), squeeze=(False, False, True), swish=(False, True, True),
+)  # fmt: skip
+RESNET = ResNet(
+    stem=8, channels=(16, 32), strides=(1, 2), stem_strides=(1, 1), widths=(0.5, 1.0),
+    depths=((1, 2), (1, 2)), expansions=(0.5, 1.0),
+)  # fmt: skip
+VIT = ViT(
+    image_side=8, patch=4, features=(16, 24), heads=(1, 2), ratios=(1.0, 2.0), depths=(1, 2),
+    head_features=8,
+)  # fmt: skip
+SPACES = {"mobilenet": MOBILENET, "resnet": RESNET, "vit": VIT}
+METHODS = {
+    "random": RandomPath(2),
+    "shrinking": Shrinking(),
+    "sandwich": Sandwich(1),
+    "attentive": Attentive(num_candidates=2, num_drawn=1, num_bins=3, pool=20),
+}
+
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no")
+
+
+@pytest.fixture
+def doubles():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def weights(module):
+    """Return all parameters; batch norm's statistics are not those of plain training."""
+    return torch.cat([p.detach().flatten().clone() for p in module.parameters()])
+
+
+def images(num=48, labels=None):
+    x = torch.randn(num, 1, 8, 8, generator=torch.Generator().manual_seed(2))
+    return TensorDataset(x, torch.arange(num) % 4 if labels is None else labels)
+
+
+class Source(LoaderData):
+    """With evaluation data of its own."""
+
+    def __init__(self, loader, held=None):
+        super().__init__(loader)
+        self.held = held or images(16)
+
+    def val_dataloader(self):
+        return DataLoader(self.held, batch_size=16)
+
+    test_dataloader = val_dataloader
+
+
+def data(num_clients, batch_size=8, *, shuffle=False, held=None, **options):
+    source = Source(DataLoader(images(), batch_size=batch_size, shuffle=shuffle), held)
+    return FederatedDataModule(source, num_clients=num_clients, seed=0, **options)
+
+
+def one_shot(space=MOBILENET, method=None, **options):
+    seed_everything(0, verbose=False)
+    options.setdefault("optimizer", partial(torch.optim.SGD, lr=0.05, momentum=0.9))
+    return OneShot(space, method, num_classes=4, in_channels=1, image_size=8, seed=0, **options)
+
+
+def fitted(module, datamodule, *callbacks, rounds=2, **options):
+    trainer = toy_trainer(*callbacks, max_epochs=rounds, **options)
+    trainer.fit(module, datamodule=datamodule)
+    return module
+
+
+def step(space, limit=None, seed=0, round_=0, num_rounds=4):
+    """A step on a network with known logits: the sum of its choices, and 0."""
+
+    def logits(architecture):
+        return torch.tensor([[float(sum(architecture.choices)), 0.0]], requires_grad=True)
+
+    return Step(
+        limit=limit or space.largest,
+        round_=round_,
+        num_rounds=num_rounds,
+        generator=torch_generator(seed, "test"),
+        seed=0,
+        cost=CostOf("flops", 8, 1, 4),
+        logits=logits,
+        labels_loss=lambda logits: torch.nn.functional.cross_entropy(logits, torch.tensor([0])),
+        whole=logits,
+    )
+
+
+# Methods.
+
+
+def test_a_sandwich_is_labels_for_the_largest_and_distillation_for_the_others():
+    one = step(RESNET)
+    teacher, student = one.logits(RESNET.largest), one.logits(RESNET.smallest)
+    expected = one.labels_loss(teacher) + distillation_loss(student, teacher)
+    assert torch.equal(Sandwich(0).loss(one), expected)
+
+
+def test_a_random_path_is_the_sum_over_what_is_drawn():
+    drawn = [RESNET.sample(torch_generator(0, "test")) for _ in range(1)]
+    one = step(RESNET)
+    assert torch.equal(RandomPath(1).loss(step(RESNET)), one.labels_loss(one.logits(drawn[0])))
+
+
+def test_shrinking_begins_with_the_largest_alone():
+    method = Shrinking((2, 1, 1, 1), ("depth", "width", "expansion"), distillation=0.5)
+    early = step(RESNET, round_=1)
+    assert torch.equal(method.loss(early), early.labels_loss(early.logits(RESNET.largest)))
+    late = step(RESNET, round_=2)
+    drawn = method.schedule(RESNET, 0).sample(2, torch_generator(0, "test"))
+    student, teacher = late.logits(drawn), late.logits(RESNET.largest)
+    assert drawn != RESNET.largest
+    expected = late.labels_loss(student) + 0.5 * distillation_loss(student, teacher)
+    assert torch.equal(method.loss(late), expected)
+
+
+def test_shrinking_divides_the_run_into_equal_phases():
+    assert Shrinking().schedule(RESNET, 8).rounds == (2, 2, 2, 2)
+    assert Shrinking().schedule(RESNET, 6).rounds == (2, 1, 2, 1)
+    assert Shrinking().schedule(RESNET, 1).phase(0) == 0
+
+
+@pytest.mark.parametrize(("keep", "better"), [("best", min), ("worst", max)])
+def test_attentive_keeps_the_best_or_the_worst_of_its_candidates(keep, better):
+    """With the logits above, the loss falls as sizes rise."""
+    seen = []
+    one = step(RESNET)
+
+    def logits(architecture):
+        seen.append(architecture)
+        return step(RESNET).logits(architecture)
+
+    object.__setattr__(one, "logits", logits)
+    Attentive(keep, num_candidates=4, num_drawn=1, num_bins=2, pool=50).loss(one)
+    *candidates, smallest, kept = seen
+    assert (len(candidates), smallest) == (4, RESNET.smallest)
+    loss = lambda network: one.labels_loss(step(RESNET).logits(network)).item()
+    assert loss(kept) == better(map(loss, candidates))
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+@pytest.mark.parametrize("space", SPACES.values(), ids=SPACES)
+def test_nothing_beyond_the_limit_is_run(space, method):
+    seen = []
+    for seed in range(5):
+        one = step(
+            space, limit=space.architecture([1, *[0] * (len(space.decisions) - 1)]), seed=seed
+        )
+        logits = one.logits
+        note = lambda network, logits=logits: (seen.append(network), logits(network))[1]
+        object.__setattr__(one, "logits", note)
+        object.__setattr__(one, "whole", note)
+        object.__setattr__(one, "round_", 3)
+        method.loss(one)
+    assert seen
+    assert all(within(network, one.limit) == network for network in seen)
+
+
+# Training.
+
+
+@pytest.mark.parametrize("federated", [False, True], ids=["central", "federated"])
+def test_with_one_size_it_is_plain_training_bit_for_bit(federated):
+    callbacks = [Federation(local_steps=3)] if federated else []
+    clients = 3 if federated else 1
+    ours = fitted(one_shot(FIXED, RandomPath()), data(clients), *callbacks)
+    seed_everything(0, verbose=False)
+    plain = ImageClassifier(
+        FIXED.build(FIXED.largest, num_classes=4, in_channels=1),
+        num_classes=4,
+        in_chans=1,
+        optimizer=partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+    )
+    start = weights(plain).clone()
+    callbacks = [Federation(local_steps=3)] if federated else []
+    fitted(plain, data(clients), *callbacks)
+    assert torch.equal(weights(ours), weights(plain))
+    assert not torch.equal(weights(plain), start)
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+def test_one_client_is_the_central_run(method, doubles):
+    """To rounding: what a client sends is where it began minus where it ended."""
+    options = {"method": method, "same_draws": True, "optimizer": partial(torch.optim.SGD, lr=0.05)}
+    central, start = fitted(one_shot(**options), data(1, 48)), weights(one_shot())
+    one = fitted(one_shot(**options), data(1, 48), Federation(local_steps=1))
+    torch.testing.assert_close(weights(one), weights(central), rtol=0, atol=1e-13)
+    assert not torch.allclose(weights(one), start, atol=1e-4)
+
+
+@pytest.mark.parametrize("space", SPACES.values(), ids=SPACES)
+def test_all_spaces_train_and_show_three_sizes(space):
+    trainer = toy_trainer(Federation(local_steps=1), max_epochs=1)
+    trainer.fit(one_shot(space), datamodule=data(3))
+    shown = {"val/loss", "val/accuracy", "val/smallest_accuracy", "val/middle_accuracy"}
+    assert shown <= trainer.callback_metrics.keys()
+
+
+def test_clients_draw_for_themselves_unless_told_otherwise():
+    seeds = {
+        same: [
+            one_shot(same_draws=same)._same_draws,
+            step_generator(0, round_=0, client=None if same else 1, step=0).initial_seed(),
+        ]
+        for same in (False, True)
+    }
+    assert seeds[True][1] != seeds[False][1]
+    runs = {
+        same: weights(
+            fitted(one_shot(same_draws=same), data(3), Federation(local_steps=2), rounds=1)
+        )
+        for same in (False, True)
+    }
+    assert not torch.equal(runs[True], runs[False])
+
+
+@pytest.mark.parametrize("federated", [False, True], ids=["central", "federated"])
+def test_a_run_that_goes_on_ends_in_the_same_bits(tmp_path, federated):
+    def federation():
+        return [Federation(local_steps=2)] if federated else []
+
+    whole = fitted(one_shot(method=Shrinking((1, 1, 1, 1))), data(3), *federation(), rounds=4)
+    trainer = toy_trainer(*federation(), max_epochs=2)
+    trainer.fit(one_shot(method=Shrinking((1, 1, 1, 1))), datamodule=data(3))
+    trainer.save_checkpoint(tmp_path / "two.ckpt")
+    again = one_shot(method=Shrinking((1, 1, 1, 1)))
+    trainer = toy_trainer(*federation(), max_epochs=4)
+    trainer.fit(again, datamodule=data(3), ckpt_path=tmp_path / "two.ckpt")
+    assert torch.equal(weights(again), weights(whole))
+
+
+def test_evaluation_data_change_nothing():
+    found = []
+    for labels in (torch.arange(16) % 4, (torch.arange(16) + 1) % 4):
+        held = images(16, labels)
+        found.append(fitted(one_shot(), data(3, held=held), Federation(local_steps=1)))
+    for name, tensor in found[0].state_dict().items():
+        assert torch.equal(tensor, found[1].state_dict()[name]), name
+
+
+def test_dropout_is_for_the_largest_alone():
+    module = one_shot(drop_rate=0.999)
+    x = images(4).tensors[0]
+    with torch.no_grad(), module._dropout():
+        dropped = module(x)
+    bias = module.network.head[-1].bias
+    assert (dropped == bias).float().mean() > 0.9
+    with torch.no_grad():
+        assert not (module(x) == bias).any()
+
+
+# Refusals.
+
+
+def test_values_out_of_range():
+    with pytest.raises(ConfigurationError, match=r"num_classes must be at least 2, got 1; label_s"):
+        OneShot(RESNET, num_classes=1, label_smoothing=1.0)
+    with pytest.raises(ConfigurationError, match="rounds must have 4 numbers from 0"):
+        one_shot(RESNET, Shrinking((1, 2)))
+    with pytest.raises(ConfigurationError, match="num_drawn must be at least 1, got 0"):
+        RandomPath(0)
+    with pytest.raises(ConfigurationError, match="keep must be best or worst, got 'good'"):
+        Attentive("good")
+
+
+def test_a_capability_needs_clients():
+    module = one_shot(capability=DeviceClasses([1.0]))
+    with pytest.raises(ConfigurationError, match="capability is of clients, and this run has none"):
+        fitted(module, data(1))
+
+
+def test_halves_of_a_search_are_refused():
+    with pytest.raises(ConfigurationError, match=r"leave data\.search_fraction at 0"):
+        fitted(one_shot(), data(2, search_fraction=0.5), Federation(local_steps=1))

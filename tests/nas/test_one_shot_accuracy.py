@@ -1,0 +1,75 @@
+"""How good sub-networks get on digits: beside training alone, with and without capabilities."""
+
+from functools import partial
+
+import pytest
+import torch
+from lightning.pytorch import seed_everything
+from toys import toy_trainer
+
+from fl_lightning import FederatedDataModule, Federation
+from fl_lightning.data import Digits
+from fl_lightning.models import ImageClassifier, Schedule
+from fl_lightning.nas import DeviceClasses, OneShot, ResNet, Sandwich
+from fl_lightning.sparsity import SparseSGDM
+
+SPACE = ResNet(
+    stem=8, channels=(16, 32), strides=(1, 2), stem_strides=(1, 1), widths=(0.5, 1.0),
+    depths=((1, 2), (1, 2)), expansions=(0.5, 1.0),
+)  # fmt: skip
+OPTIONS = {
+    "num_classes": 10,
+    "image_size": 8,
+    "optimizer": partial(SparseSGDM, lr=0.1, momentum=0.9),
+    "schedule": Schedule("cosine"),
+}
+
+
+def accuracies(module, rounds=40):
+    seed_everything(0, verbose=False)
+    data = FederatedDataModule(Digits(seed=0, batch_size=16), num_clients=10, seed=0)
+    trainer = toy_trainer(
+        Federation(local_steps=4, seed=0), max_epochs=rounds, check_val_every_n_epoch=rounds
+    )
+    trainer.fit(module, datamodule=data)
+    values = {n: 100 * float(v) for n, v in trainer.callback_metrics.items() if "accuracy" in n}
+    return {name.removeprefix("val/"): round(v, 1) for name, v in values.items() if "val/" in name}
+
+
+def one_shot(**options):
+    seed_everything(0, verbose=False)
+    return OneShot(SPACE, Sandwich(2), in_channels=1, seed=0, **OPTIONS, **options)
+
+
+@pytest.mark.slow
+def test_the_largest_is_as_good_as_alone(capsys):
+    seed_everything(0, verbose=False)
+    network = SPACE.build(SPACE.largest, num_classes=10, in_channels=1)
+    alone = accuracies(ImageClassifier(network, in_chans=1, **OPTIONS))
+    together = accuracies(one_shot())
+    three = DeviceClasses([0.25, 0.5, 1.0], [0.4, 0.3, 0.3], seed=0)
+    able = accuracies(one_shot(capability=three))
+    with capsys.disabled():
+        print(f"\nalone {alone}\nall largest {together}\nthree capabilities {able}")
+    assert together["accuracy"] >= alone["accuracy"] - 2
+    assert able["accuracy"] >= 80
+
+
+@pytest.mark.slow
+def test_recalibration_gains(capsys):
+    module = one_shot()
+    data = FederatedDataModule(Digits(seed=0, batch_size=16), num_clients=10, seed=0)
+    trainer = toy_trainer(
+        Federation(local_steps=4, seed=0), max_epochs=20, check_val_every_n_epoch=20
+    )
+    trainer.fit(module, datamodule=data)
+    right = {}
+    module.eval()
+    [images, labels] = map(torch.cat, zip(*data.val_dataloader(), strict=True))
+    with torch.no_grad():  # with the largest network's statistics
+        found = module(images, SPACE.smallest).argmax(1) == labels
+    right["before"] = 100 * float(found.float().mean())
+    right["after"] = 100 * float(trainer.callback_metrics["val/smallest_accuracy"])
+    with capsys.disabled():
+        print(f"\nsmallest network, recalibration: {right}")
+    assert right["after"] > right["before"]

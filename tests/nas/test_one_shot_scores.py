@@ -1,0 +1,88 @@
+"""Sub-networks of a trained supernet: their statistics, their scores, their weights."""
+
+import pytest
+import torch
+from test_one_shot import RESNET, VIT, data, fitted, images, one_shot
+from toys import toy_trainer
+
+from fl_lightning import ConfigurationError, Federation
+from fl_lightning.nas import NASBench201, Network
+from fl_lightning.nas.elastic.calibration import apply_sums, collect_sums
+from fl_lightning.nas.sub_networks.recalibration import recalibrated
+from fl_lightning.nas.sub_networks.scores import SubNetworkScore
+
+
+def batches():
+    return [(x, y) for x, y in zip(*(t.split(24) for t in images().tensors), strict=True)]
+
+
+def test_a_score_is_the_accuracy_of_the_extracted_network_with_its_statistics():
+    net = fitted(one_shot(RESNET), data(1)).network
+    score = SubNetworkScore(net, batches(), batches())
+    found = score(RESNET.smallest)
+    plain = RESNET.extract(net, RESNET.smallest)
+    sums = collect_sums(plain, lambda batch: plain(batch[0]), batches())
+    apply_sums(plain, sums)
+    plain.eval()
+    with torch.no_grad():
+        right = sum(int((plain(x).argmax(1) == y).sum()) for x, y in batches())
+    assert found == right / 48
+    score(RESNET.largest)
+    assert score(RESNET.smallest) == found
+
+
+def test_sums_of_clients_are_those_of_all_examples():
+    """A network whose first batch norm sees the images: its sums do not depend on batches."""
+    found = {}
+    for name, callbacks in (("central", []), ("clients", [Federation(local_steps=1)])):
+        module = one_shot(RESNET)
+        trainer = toy_trainer(*callbacks, max_epochs=1)
+        trainer.fit(module, datamodule=data(3))
+        fresh = one_shot(RESNET).network
+        found[name] = recalibrated(
+            trainer, fresh, [RESNET.smallest, RESNET.largest], max_examples=None, seed=0
+        )
+    for ours, theirs in zip(found["central"].sums, found["clients"].sums, strict=True):
+        first = next(iter(ours))
+        torch.testing.assert_close(ours[first], theirs[first])
+    assert found["clients"].num_bytes == 3 * found["central"].num_bytes
+
+
+def test_the_checkpoint_has_the_largest_networks_statistics():
+    module = fitted(one_shot(RESNET), data(3), Federation(local_steps=1))
+    norm = next(m for m in module.modules() if isinstance(m, torch.nn.BatchNorm2d))
+    assert norm.running_mean.abs().sum() > 0
+    trainer = toy_trainer(Federation(local_steps=1))
+    [tested] = trainer.test(module, datamodule=data(3), verbose=False)
+    assert {"test/accuracy", "test/smallest_accuracy", "test/middle_accuracy"} <= tested.keys()
+
+
+@pytest.mark.parametrize("space", [RESNET, VIT], ids=["resnet", "vit"])
+def test_a_network_begins_with_the_supernets_weights(tmp_path, space):
+    module = one_shot(space)
+    trainer = toy_trainer(max_epochs=1)
+    trainer.fit(module, datamodule=data(1))
+    trainer.save_checkpoint(tmp_path / "supernet.ckpt")
+    drawn = space.sample(torch.Generator().manual_seed(3))
+    path = str(tmp_path / "supernet.ckpt")
+    network = Network(space, str(drawn), num_classes=4, in_channels=1, weights=path).eval()
+    module.eval()
+    x = images(4).tensors[0]
+    with torch.no_grad():
+        torch.testing.assert_close(network(x), module(x, drawn))
+    torch.save(network.network.state_dict(), tmp_path / "own.pt")
+    own = Network(
+        space, str(drawn), num_classes=4, in_channels=1, weights=str(tmp_path / "own.pt")
+    ).eval()
+    with torch.no_grad():
+        assert torch.equal(own(x), network(x))
+    with pytest.raises(ConfigurationError, match="neither of a supernet of"):
+        Network(space, str(drawn), num_classes=5, in_channels=1, weights=path)
+
+
+def test_refusals():
+    cell = "|none~0|+|none~0|none~1|+|none~0|none~1|none~2|"
+    with pytest.raises(ConfigurationError, match="is a space of cells: leave it out"):
+        Network(NASBench201(), cell, num_classes=4, weights="x.ckpt")
+    with pytest.raises(ConfigurationError, match="cells: resnet is not made of cells"):
+        Network(RESNET, str(RESNET.smallest), num_classes=4, cells=2)
