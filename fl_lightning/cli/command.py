@@ -297,10 +297,20 @@ def resolve(words: Sequence[str]) -> str:
     return said.getvalue()
 
 
-def run_lightning(args: ArgsType) -> None:
-    """Run one of Lightning's subcommands."""
-    FederatedCLI(
-        save_config_callback=RunConfig,
+def run_lightning(
+    args: ArgsType,
+    cli: type[FederatedCLI] = FederatedCLI,
+    callback: type[RunConfig] | None = RunConfig,
+) -> None:
+    """Run one of Lightning's subcommands.
+
+    Args:
+        args: of the command line.
+        cli: what runs it.
+        callback: keeps the configuration beside checkpoints.
+    """
+    cli(
+        save_config_callback=callback,
         save_config_kwargs={"save_to_log_dir": False},
         seed_everything_default=0,
         auto_configure_optimizers=False,

@@ -109,12 +109,12 @@ class ClientMemory:
             self._forget(self._new.pop(key))
         self._delete_unused()
 
-    def commit(self) -> None:
-        """Let what was put count."""
-        for key in self._new:
+    def commit(self, client: int | None = None) -> None:
+        """Let what was put count, of one client or of all."""
+        chosen = [key for key in self._new if client in (None, key[1])]
+        for key in chosen:
             self._forget(self._present.get(key))
-        self._present.update(self._new)
-        self._new = {}
+            self._present[key] = self._new.pop(key)
         self._delete_unused()
 
     def relocate(self, name: str, positions: Tensor) -> None:

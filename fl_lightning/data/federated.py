@@ -6,7 +6,7 @@ loaders are the source's own; only its training set is divided among clients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -282,6 +282,25 @@ class FederatedDataModule(ForwardingDataModule):
             search=self.search_fraction,
             seed=self.seed,
         )
+
+    def join_as(self, places: Mapping[int, int], num_clients: int) -> None:
+        """Have clients here be some of a larger federation, whose others have nothing here.
+
+        Args:
+            places: by client of the federation, which client here it is.
+            num_clients: of the federation.
+
+        Raises:
+            ConfigurationError: if there is no such client.
+        """
+        here = len(self.clients)
+        for client, place in places.items():
+            if not (0 <= client < num_clients and 0 <= place < here):
+                raise ConfigurationError(
+                    f"site.yaml, clients: {client}: {place} must name one of the federation's "
+                    f"{num_clients} clients and one of the {here} of this site's data"
+                )
+        vars(self)["_roles"] = self._roles.placed(places, num_clients)
 
     @property
     def clients(self) -> ClientShards:

@@ -5,8 +5,11 @@ shard = train ∪ validation ∪ test, disjoint; parts are held out one after th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
+
+import numpy as np
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import numpy_generator
@@ -60,6 +63,28 @@ class Roles:
         if search:
             train, searched = learning.hold_out(search, numpy_generator(seed, "search half"))
         return cls(train, searched, learning, validated, tested)
+
+    def placed(self, places: Mapping[int, int], num_clients: int) -> Self:
+        """Return the roles of a larger federation, of whose other clients nothing is here.
+
+        Args:
+            places: by client of the federation, which client here it is.
+            num_clients: of the federation.
+
+        Example:
+            >>> import numpy as np
+            >>> roles = Roles.of(ClientShards([np.arange(4)]), validation=0.0, test=0.0, seed=0)
+            >>> roles.placed({2: 0}, num_clients=3).train.num_examples
+            array([0, 0, 4])
+        """
+
+        def moved(shards: ClientShards) -> ClientShards:
+            nothing = np.empty(0, np.int64)
+            here = (places.get(client) for client in range(num_clients))
+            return ClientShards([nothing if at is None else shards.flat[at] for at in here])
+
+        parts = (self.train, self.search, self.learning, self.validation, self.test)
+        return type(self)(*(moved(part) if len(part) else part for part in parts))
 
 
 def check_fractions(validation: float, test: float, search: float = 0.0) -> None:

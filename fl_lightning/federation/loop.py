@@ -141,6 +141,16 @@ def load_progress(trainer: Trainer, state: dict[str, Any]) -> None:
     _steps(trainer).load_state_dict(state["steps"])
 
 
+def set_round(trainer: Trainer, number: int) -> None:
+    """Have the epoch that is about to begin be a round of this number, from `on_train_epoch_start` on.
+
+    A site trains in those rounds only for which it is asked.
+    """
+    progress = trainer.fit_loop.epoch_progress
+    progress.current.ready, progress.current.started = number + 1, number
+    progress.current.processed = progress.current.completed = number
+
+
 def _steps(trainer: Trainer) -> Any:
     """Return what ``global_step`` counts by, which differs where optimizers are stepped by hand."""
     loop = trainer.fit_loop.epoch_loop

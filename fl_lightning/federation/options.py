@@ -6,8 +6,9 @@ Trainer, a module or data is checked where these are known, see `fl_lightning.fe
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from fl_lightning.client.corrections.correction import Correction
 from fl_lightning.client.devices import Devices
@@ -147,6 +148,7 @@ class Options:
         self.devices, self.asynchronous = devices, asynchronous
         self.attackers, self.stages = attackers, list(stages or [])
         self.handed: list[Stage] = []  # by other callbacks, for one fit
+        self.clients_side: Callable[[Any, Any], Any] | None = None  # where clients are elsewhere
         self.on_client_failure, self.min_replies = on_client_failure, min_replies
         self.engine, self.slots, self.spot_check = engine, slots, spot_check
         self.speedups = None if speedups is None else tuple(speedups)

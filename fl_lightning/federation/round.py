@@ -28,7 +28,7 @@ from fl_lightning.federation.groups import ClientGroup
 from fl_lightning.federation.processes.exchange import Meeting
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
-from fl_lightning.federation.stage import Stages, Start
+from fl_lightning.federation.stage import Sent, Stages, Start
 from fl_lightning.federation.stages.cost import cost_line
 from fl_lightning.federation.training import Training
 from fl_lightning.server.server import Server
@@ -41,6 +41,7 @@ class Round:
         run: what is asked for, who takes part, and what trains.
         stages: what else happens, in order.
         make_server: of the first global model.
+        clients_side: makes the clients' side; None for clients that train here.
 
     Attributes:
         run: as given.
@@ -53,10 +54,14 @@ class Round:
     """
 
     def __init__(
-        self, run: Run, stages: Stages, make_server: Callable[[GlobalModel], Server]
+        self,
+        run: Run,
+        stages: Stages,
+        make_server: Callable[[GlobalModel], Server],
+        clients_side: Callable[[Run, Stages], Training] | None = None,
     ) -> None:
         self.run, self.stages, self.memory = run, stages, run.memory
-        self.clients = Training(run, stages)
+        self.clients = (clients_side or Training)(run, stages)
         for stage in stages:
             stage.check_buffers(self.clients.num_known_state)
         self.server = make_server(run.local.read())
@@ -109,8 +114,12 @@ class Round:
         if self.stages.buffers_stay:
             updates = replace(updates, buffers=updates.buffers[:, :0])
         for sent in self.stages.up(updates, start):
-            self.server.receive(sent.arrived)
-            self.record.add(sent.made, num_bytes=sent.num_bytes, error=sent.error)
+            self.take(sent)
+
+    def take(self, sent: Sent) -> None:
+        """Fold in updates that have arrived."""
+        self.server.receive(sent.arrived)
+        self.record.add(sent.made, num_bytes=sent.num_bytes, error=sent.error)
 
     def skip(self, failure: ClientFailure) -> None:
         """Note why a client's update cannot be used, or raise it."""

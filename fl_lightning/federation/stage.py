@@ -104,6 +104,7 @@ class Stage:
         remembers: whether clients remember something from round to round.
         keeps_own: whether clients have something for themselves, see `own`.
         one_at_a_time: why slots cannot serve it; None if they can.
+        reason_against_sites: why clients cannot be elsewhere; None if they can.
         reason_against_privacy: why ε would not hold with it; None for a stage that neither reads
             single updates nor changes what clients do. Of one of the user's own nothing is known.
 
@@ -126,6 +127,7 @@ class Stage:
     remembers: bool = False
     keeps_own: bool = False
     one_at_a_time: str | None = None
+    reason_against_sites: str | None = "nobody knows which side of a network it runs on"
     reason_against_privacy: str | None = "nobody knows what it shows of single clients"
 
     def problems(self, run: Run) -> Iterator[str]:
@@ -208,6 +210,26 @@ class Stage:
 
     def keep(self, client: int, own: Tensor) -> None:
         """Have a client of slots whose update is used remember what it now has for itself."""
+
+    # Between the two sides, where clients are elsewhere; see `fl_lightning.flower`.
+
+    def to_sites(self) -> Mapping[str, Tensor]:
+        """Return what clients must know in this round besides the model."""
+        return {}
+
+    def from_server(self, told: Mapping[str, Tensor]) -> None:
+        """Know what `to_sites` has returned, before clients of the round train."""
+
+    def to_server(self, client: int) -> Mapping[str, Tensor]:
+        """Return what the server must know of a client's turn besides its update."""
+        return {}
+
+    def from_site(self, client: int, told: Mapping[str, Tensor]) -> None:
+        """Know what `to_server` has returned, when the client's update arrives.
+
+        Raises:
+            ValueError: if it cannot be that.
+        """
 
     # On both.
 
@@ -301,6 +323,14 @@ class Stages(Sequence[Stage]):
         """Why slots cannot serve one of them."""
         return next((s.one_at_a_time for s in self._stages if s.one_at_a_time is not None), None)
 
+    def after(self, stage: Stage) -> Stages:
+        """Return those that follow one."""
+        return Stages(self._stages[self._stages.index(stage) + 1 :])
+
+    def before(self, stage: Stage) -> Stages:
+        """Return those that come ahead of one."""
+        return Stages(self._stages[: self._stages.index(stage)])
+
     def versions(self, clients: Sequence[int], round_index: int) -> list[int]:
         """Return of which round's model each client begins."""
         rounds = [round_index] * len(clients)
@@ -323,7 +353,11 @@ class Stages(Sequence[Stage]):
 
     def up(self, updates: Updates, start: Start) -> Iterable[Sent]:
         """Return what becomes of updates, each piece when it is asked for."""
-        pieces: Iterable[Sent] = (Sent(updates, updates),)
+        return self.onward(Sent(updates, updates), start)
+
+    def onward(self, sent: Sent, start: Start) -> Iterable[Sent]:
+        """Return what becomes of updates that are on their way already."""
+        pieces: Iterable[Sent] = (sent,)
         for stage in self._stages:
             pieces = chain.from_iterable(map(partial(stage.up, start=start), pieces))
         return pieces

@@ -106,6 +106,7 @@ def begin(
         run,
         stages_of(run, aggregator, calendar.time, private),
         lambda model: Server(model, aggregator, options.server_optimizer, options.server_schedule),
+        options.clients_side,
     )
     if options.correction is not None:
         options.correction.check_server(rounds.server.optimizer)

@@ -28,7 +28,7 @@ from fl_lightning.federation.execution.state_rehearsal import StateRehearsal
 from fl_lightning.federation.execution.update_differences import Trained
 from fl_lightning.federation.processes.ranks import Ranks
 from fl_lightning.federation.run import Run
-from fl_lightning.federation.stage import Stages, Start, Turn
+from fl_lightning.federation.stage import Sent, Stages, Start, Turn
 
 
 class Taker(Protocol):
@@ -36,6 +36,9 @@ class Taker(Protocol):
 
     def receive(self, updates: Updates, start: Start) -> None:
         """Take updates of clients that began alike."""
+
+    def take(self, sent: Sent) -> None:
+        """Take updates that have gone their way."""
 
     def skip(self, failure: ClientFailure) -> None:
         """Know why a client's update cannot be used.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import derive_seed
-from fl_lightning.updates.payload import Dense, Sparse
+from fl_lightning.updates.payload import Dense, Payload, Sparse
 from fl_lightning.updates.transform import Chain, Shapes, Transform, UpdateTransform, as_transform
 from fl_lightning.updates.wire.codec import encoded_size
 from fl_lightning.updates.wire.message import Message
@@ -29,10 +29,12 @@ class SentModel(NamedTuple):
     Attributes:
         params: of the global model as they have it, shape (k,).
         num_bytes: length of the message to one of them.
+        payload: what they travel as; None for the params themselves.
     """
 
     params: Tensor
     num_bytes: int
+    payload: Payload | None = None
 
 
 class Broadcast:
@@ -87,7 +89,7 @@ class Broadcast:
     def _sent(self, params: Tensor, buffers: Tensor, round_index: int) -> SentModel:
         seed = derive_seed(self._seed, "broadcast", round_index)
         payload = self._chain.on_client(Dense(params), seed)
-        arrived = self._chain.on_server(payload, seed, len(params)).to_dense()
+        arrived = self.opened(payload, round_index, params)
         message = Message(
             "model",
             space="0" * 32,
@@ -97,7 +99,24 @@ class Broadcast:
             buffers=Dense(buffers),
             transforms=self.names,
         )
-        return SentModel(arrived.to(params.dtype), encoded_size(message))
+        return SentModel(arrived, encoded_size(message), payload)
+
+    def opened(self, payload: Payload, round_index: int, like: Tensor) -> Tensor:
+        """Return what clients take a payload for, to the bit as `send` says it.
+
+        Args:
+            payload: from the server.
+            round_index: the round.
+            like: of the params' shape (k,) and dtype.
+        """
+        if not self._chain.transforms:
+            return payload.to_dense()
+        seed = derive_seed(self._seed, "broadcast", round_index)
+        return self._chain.on_server(payload, seed, len(like)).to_dense().to(like.dtype)
+
+    def num_sent(self, size: int) -> int:
+        """Return how many numbers the payload of so many stands for."""
+        return self._chain.sent_size(size)
 
 
 def _refuse_what_leaves_out(step: Transform) -> None:

@@ -128,6 +128,10 @@ class ErrorFeedback(UpdateStep):
         arrived = self.on_server(payload, seed, size=wanted.numel())
         return payload, torch.sub(wanted, arrived.to_dense())
 
+    def sent_size(self, size: int) -> int:
+        """Return how many numbers the payload of so many stands for."""
+        return self._chain.sent_size(size)
+
     def on_server(self, payload: Payload, seed: int, size: int) -> Payload:
         """Return what the server takes a payload for, of ``size`` numbers."""
         return self._chain.on_server(payload, seed, size)

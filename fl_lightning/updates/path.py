@@ -37,12 +37,14 @@ class Arrival:
         num_bytes: length of its message.
         error: ‖Δ' - Δ‖ / ‖Δ‖, a scalar; 0 where both are 0.
         memory: what the client keeps for its next round, shape (k,); None without error feedback.
+        payload: what the delta travels as; None for the delta itself.
     """
 
     update: ClientUpdate
     num_bytes: int
     error: Tensor
     memory: Tensor | None = None
+    payload: Payload | None = None
 
 
 class UpdatePath:
@@ -134,22 +136,42 @@ class UpdatePath:
             encoded_size(message),
             _relative_error(arrived, update.delta),
             kept,
+            payload,
         )
+
+    def opened(self, payload: Payload, *, round_index: int, client_id: int, like: Tensor) -> Tensor:
+        """Return what the server takes a payload for: the delta that arrives, to the bit as in `send`.
+
+        Args:
+            payload: from the client.
+            round_index: the round.
+            client_id: whose it is.
+            like: of the delta's shape (k,), dtype and device.
+        """
+        if self.is_empty:
+            return payload.to_dense()
+        seed = derive_seed(self._seed, "update", round_index, client_id)
+        return self._arrived(payload, seed, len(like)).to(like.dtype)
+
+    def num_sent(self, size: int) -> int:
+        """Return how many numbers the payload of so many stands for."""
+        size = self._before.sent_size(size)
+        return size if self._feedback is None else self._feedback.sent_size(size)
+
+    def _arrived(self, payload: Payload, seed: int, size: int) -> Tensor:
+        """Return what the server takes a payload for, of ``size`` numbers."""
+        if self._feedback is not None:
+            payload = self._feedback.on_server(payload, seed, size=self._before.sent_size(size))
+        return self._before.on_server(payload, seed, size=size).to_dense()
 
     def _sent(
         self, delta: Tensor, memory: Tensor | None, seed: int
     ) -> tuple[Payload, Tensor, Tensor | None]:
         """Return what travels, what the server takes it for, and what the client keeps."""
         payload = self._before.on_client(Dense(delta), seed)
-        size = self._before.sent_size(len(delta))
         if self._feedback is not None:
-            sent = payload.to_dense()
-            payload, memory = self._feedback.on_client(sent, memory, seed)
-            received = self._feedback.on_server(payload, seed, size=size)
-        else:
-            received = payload
-        arrived = self._before.on_server(received, seed, size=len(delta)).to_dense()
-        return payload, arrived.to(delta.dtype), memory
+            payload, memory = self._feedback.on_client(payload.to_dense(), memory, seed)
+        return payload, self._arrived(payload, seed, len(delta)).to(delta.dtype), memory
 
     def typical_bytes(self, like: Tensor, num_buffers: int = 0) -> int:
         """Return about how long a client's message is, without metrics.

@@ -7,7 +7,7 @@ A client's new memory counts from the round's end on, as its update does.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -75,6 +75,7 @@ class Corrector(Stage):
             # refuses what has no such number; after one step all momenta are alike
             self._solver.effective_steps(2)
         self._mean: Tensor | None = None
+        self._change: Tensor | None = None  # of the last client that learnt
         self.learns = self.remembers = self.correction.remembers
         if self.correction.changes_loss:
             self.one_at_a_time = "its correction changes the loss of one model at a time"
@@ -170,7 +171,32 @@ class Corrector(Stage):
         after = self.correction.remember(before, self._mean, outcome)
         self._memory.put(_NAME, update.client_id, after)
         if self.correction.needs_mean:
-            self._changes.add(after if before is None else after - before, 1)
+            self._change = after if before is None else after - before
+            self._changes.add(self._change, 1)
+            self._num_changes += 1
+
+    def to_sites(self) -> Mapping[str, Tensor]:
+        """Return the mean of memories, where clients need it."""
+        is_read = self.correction.needs_mean and self.correction.reads_mean
+        return {"mean": self._mean} if is_read and self._mean is not None else {}
+
+    def from_server(self, told: Mapping[str, Tensor]) -> None:
+        """Know the mean."""
+        mean = told.get("mean")
+        self._mean = None if mean is None else mean.to(self._device)
+
+    def to_server(self, client: int) -> Mapping[str, Tensor]:
+        """Return the change of a client's memory, if it has learnt."""
+        change, self._change = self._change, None
+        return {} if change is None else {"change": change}
+
+    def from_site(self, client: int, told: Mapping[str, Tensor]) -> None:
+        """Add up what a client has learnt."""
+        if "change" in told:
+            change = told["change"].to(self._device)
+            if not bool(change.isfinite().all()):
+                raise ValueError("the change of its memory holds NaN or infinite values")
+            self._changes.add(change, 1)
             self._num_changes += 1
 
     def up(self, sent: Sent, start: Start) -> Iterable[Sent]:

@@ -17,7 +17,7 @@ from fl_lightning.core.update import ClientUpdate, Updates
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Sent, Stage, Start, check_same
 from fl_lightning.updates.broadcast import Broadcast
-from fl_lightning.updates.path import Step, UpdatePath
+from fl_lightning.updates.path import Arrival, Step, UpdatePath
 from fl_lightning.updates.transform import UpdateTransform
 from fl_lightning.updates.wire.traffic import bytes_up
 
@@ -31,6 +31,10 @@ class Transport(Stage):
         run: whose clients remember what did not arrive, with error feedback.
         updates: what happens to updates, in order.
         download: what happens to models, in order.
+
+    Attributes:
+        path: of updates.
+        broadcast: of models.
     """
 
     key = "updates"
@@ -39,62 +43,67 @@ class Transport(Stage):
         self, run: Run, updates: Sequence[Step], download: Sequence[UpdateTransform]
     ) -> None:
         self._run, self._memory = run, run.memory.clients
-        self._path = UpdatePath(updates, run.options.seed)
-        self._broadcast = Broadcast(download, run.options.seed)
-        self.remembers = self._path.has_memory
+        self.path = UpdatePath(updates, run.options.seed)
+        self.broadcast = Broadcast(download, run.options.seed)
+        self.remembers = self.path.has_memory
 
     @property
     def is_lossy(self) -> bool:
         """Whether what arrives of an update is not what was sent."""
-        return not self._path.is_empty
+        return not self.path.is_empty
 
     def place(self, space: Space) -> None:
         """Learn which tensors make the vectors that travel from here on."""
-        self._path.place(space.shapes)
-        self._broadcast.place(space.shapes)
+        self.path.place(space.shapes)
+        self.broadcast.place(space.shapes)
 
     def down(self, start: Start, work: GroupWork) -> list[tuple[Start, GroupWork]]:
         """Return what clients get of a model."""
         model = start.model
-        sent = self._broadcast.send(model.params, model.buffers, self._run.round_index)
+        sent = self.broadcast.send(model.params, model.buffers, self._run.round_index)
         if sent.params is not model.params:
             model = GlobalModel(sent.params, model.buffers)
         return [(start._replace(model=model, num_bytes=start.num_bytes + sent.num_bytes), work)]
 
     def up(self, sent: Sent, start: Start) -> Iterable[Sent]:
         """Return what arrives of updates: one by one, where something happens to them."""
-        if self._path.is_empty:
+        if self.path.is_empty:
             return (sent._replace(num_bytes=sent.num_bytes + bytes_up(sent.arrived)),)
         return self._one_by_one(sent)
 
     def _one_by_one(self, sent: Sent) -> Iterator[Sent]:
         for made, update in zip(sent.made, sent.arrived, strict=True):
-            arrival = self._path.send(update, self._run.round_index, self._kept(update))
-            if arrival.memory is not None:
-                self._memory.put(_FEEDBACK, update.client_id, arrival.memory)
+            arrival = self.sent(update)
             num_bytes = sent.num_bytes + arrival.num_bytes
             yield Sent(Updates.of(made), Updates.of(arrival.update), num_bytes, arrival.error)
 
+    def sent(self, update: ClientUpdate) -> Arrival:
+        """Send a client's update, and have it keep what does not arrive."""
+        arrival = self.path.send(update, self._run.round_index, self._kept(update))
+        if arrival.memory is not None:
+            self._memory.put(_FEEDBACK, update.client_id, arrival.memory)
+        return arrival
+
     def _kept(self, update: ClientUpdate) -> Tensor | None:
         """Return what a client kept from its last round."""
-        if not self._path.has_memory:
+        if not self.path.has_memory:
             return None
         kept = self._memory.get(_FEEDBACK, update.client_id)
         return None if kept is None else kept.to(update.delta.device)
 
     def relocate(self, positions: Tensor) -> None:
         """Go on in other coordinates; what is new of a memory is 0."""
-        if self._path.has_memory:
+        if self.path.has_memory:
             self._memory.relocate(_FEEDBACK, positions)
 
     def more_bytes(self, model: GlobalModel, num_clients: int) -> tuple[int, int]:
         """Return about how long messages are, without metrics."""
-        up = self._path.typical_bytes(model.params, model.buffers.numel())
-        return up, self._broadcast.send(model.params, model.buffers, 0).num_bytes
+        up = self.path.typical_bytes(model.params, model.buffers.numel())
+        return up, self.broadcast.send(model.params, model.buffers, 0).num_bytes
 
     def state_dict(self, *, with_round: bool) -> list[str]:
         """Return what happens to updates and to models."""
-        return [*self._path.names, "down:", *self._broadcast.names]
+        return [*self.path.names, "down:", *self.broadcast.names]
 
     def check(self, state: Any) -> None:
         """Refuse a run in which something else happened."""

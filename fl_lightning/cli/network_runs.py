@@ -1,0 +1,171 @@
+"""The two Trainers of a network as Lightning's command line makes them: the server's and a site's."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import tempfile
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fl_lightning.cli.command import FederatedCLI, run_lightning
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.federation.federation import Federation
+from fl_lightning.flower.at_site import AtSite
+from fl_lightning.flower.correspondence import Correspondence, greet
+from fl_lightning.flower.elsewhere import DataElsewhere
+from fl_lightning.flower.messages import Order
+from fl_lightning.flower.site import Fit
+from fl_lightning.flower.sites import Counted, Sites
+
+# what a site's Trainer has nothing to do with
+_SITE_WORDS = (
+    "--trainer.logger=false",
+    "--trainer.enable_checkpointing=false",
+    "--trainer.enable_progress_bar=false",
+    "--trainer.enable_model_summary=false",
+    "--trainer.limit_val_batches=0",
+    "--trainer.num_sanity_val_steps=0",
+    "--trainer.max_epochs=-1",
+    "--trainer.callbacks=null",
+    "--trainer.devices=1",
+    "--test_after_fit=false",
+)
+
+
+def run_site(fit: Fit, own: Sequence[str], places: Mapping[int, int]) -> None:
+    """Have a site's Trainer follow the orders of one run.
+
+    Args:
+        fit: what it is to follow.
+        own: words of the site's own layer.
+        places: by client of the federation, which client of the site's data it is.
+    """
+
+    class SiteCLI(FederatedCLI):
+        """A fit on orders."""
+
+        def instantiate_trainer(self, **kwargs: Any) -> Any:
+            """Have the Trainer follow orders instead of running rounds."""
+            federation = self._get(self.config_init, "federation")
+            at_site = AtSite(federation, fit.desk, fit.memory)
+            options = self._get(self.config_init, "trainer")
+            options["callbacks"] = [at_site]
+            return super(FederatedCLI, self).instantiate_trainer(**kwargs)
+
+        def fit(self, model: Any, **kwargs: Any) -> None:
+            """Say what this site has, and wait for the first order."""
+            data = self.datamodule
+            data.prepare_data()
+            data.setup("fit")
+            sizes = {client: int(data.clients.num_examples[at]) for client, at in places.items()}
+            fit.desk.hello(
+                {
+                    "clients": [[client, size] for client, size in sorted(sizes.items())],
+                    "batch_size": data.batch_size,
+                    "drop_last": data.drop_last,
+                }
+            )
+            order = fit.desk.first_order()
+            if order is not None:
+                data.join_as(places, order.options["num_clients"])
+                self.trainer.fit(model, datamodule=data)
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "run.yaml")
+        file.write_text(fit.configuration)
+        run_lightning(["fit", f"--config={file}", *own, *_SITE_WORDS], cli=SiteCLI, callback=None)
+
+
+def run_server(configuration: str, words: Sequence[str], correspondence: Correspondence, *, wanted: int) -> Any:
+    """Train over sites and return the Trainer.
+
+    Args:
+        configuration: of the run, as YAML, which sites get as well.
+        words: of the server's own layer, e.g. where checkpoints are.
+        correspondence: with sites.
+        wanted: how many sites there must be.
+    """
+    digest = hashlib.sha256(configuration.encode()).hexdigest()
+    found: list[Any] = []
+
+    class ServerCLI(FederatedCLI):
+        """A fit whose clients are at sites."""
+
+        def fit(self, model: Any, **kwargs: Any) -> None:
+            """Greet the sites, and train over their clients."""
+            counted = Counted(_run_of(kwargs.get("ckpt_path")))
+            told = greet(
+                correspondence,
+                lambda site: Order(
+                    kind="hello",
+                    run=counted.run,
+                    configuration=digest,
+                    round=0,
+                    clients=(),
+                    counted={},
+                    options={"configuration": configuration},
+                    tensors={},
+                ),
+                wanted,
+            )
+            site_of, sizes = _members({site: answer.options for site, answer in told.items()})
+            first = next(iter(told.values())).options
+            federation = next(c for c in self.trainer.callbacks if isinstance(c, Federation))
+            federation.clients_side = partial(
+                Sites,
+                correspondence=correspondence,
+                site_of=site_of,
+                counted=counted,
+                configuration=digest,
+            )
+            federation.clients_per_group = len(sizes)
+            federation.handed.append(counted)
+            kwargs["datamodule"] = DataElsewhere(
+                self.datamodule,
+                num_examples=sizes,
+                batch_size=first["batch_size"],
+                drop_last=first["drop_last"],
+            )
+            super().fit(model, **kwargs)
+            stop = partial(Order, kind="stop", run=counted.run, configuration=digest, round=0)
+            none: dict[str, Any] = {"clients": (), "counted": {}, "options": {}, "tensors": {}}
+            for _ in correspondence.ask({site: stop(**none) for site in told}):
+                pass
+            found.append(self.trainer)
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "run.yaml")
+        file.write_text(configuration)
+        run_lightning(["fit", f"--config={file}", *words], cli=ServerCLI)
+    return found[0]
+
+
+def _members(told: Mapping[str, Mapping[str, Any]]) -> tuple[dict[int, str], dict[int, int]]:
+    """Return the site and the examples of every client."""
+    site_of: dict[int, str] = {}
+    sizes: dict[int, int] = {}
+    for site, facts in told.items():
+        for client, size in facts["clients"]:
+            if client in site_of:
+                raise ConfigurationError(
+                    f"sites {site_of[client]} and {site} both say that client {client} is theirs: "
+                    "change clients in one site.yaml"
+                )
+            site_of[client], sizes[client] = site, size
+    return site_of, sizes
+
+
+def _run_of(checkpoint: Any) -> str:
+    """Return the run that a checkpoint is of, or a new one."""
+    if checkpoint is None:
+        return secrets.token_hex(16)
+    import torch
+
+    state = torch.load(checkpoint, map_location="cpu", weights_only=False)
+    for callback in state["callbacks"].values():
+        if isinstance(callback, dict) and "sites" in callback:
+            return str(callback["sites"]["run"])
+    raise ConfigurationError(f"{checkpoint}: it is not of a run over a network")

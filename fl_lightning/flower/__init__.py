@@ -1,0 +1,1 @@
+"""Training over a real network, through Flower."""

@@ -1,0 +1,105 @@
+"""A site's Trainer: a fit that trains in those rounds for which orders come, until told to stop.
+
+One epoch of Lightning's is one order. Model, data, precision, devices and hooks are the site's Trainer's
+own; cohorts, validation, checkpoints and schedules are the server's.
+"""
+
+from __future__ import annotations
+
+import copy
+from contextlib import ExitStack
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.seeds import derive_seed, seed_global_generators
+from fl_lightning.data.cohorts.cohort import AllClients
+from fl_lightning.federation.calendar import Calendar
+from fl_lightning.federation.loop import set_round
+from fl_lightning.federation.options import Options
+from fl_lightning.federation.run import Run
+from fl_lightning.federation.stages.order import run_aggregator, stages_of
+from fl_lightning.federation.start import prepare, take_over
+from fl_lightning.flower.desk import Desk
+from fl_lightning.flower.messages import Order
+from fl_lightning.flower.site_memory import SiteMemory
+from fl_lightning.flower.site_rounds import SiteRounds
+from fl_lightning.server.server import as_aggregator
+
+
+class AtSite(Callback):
+    """Has a fit train on orders.
+
+    Args:
+        options: of the federation.
+        desk: where orders come in and answers go out.
+        memory: what the site's clients remember, on its disk.
+    """
+
+    def __init__(self, options: Options, desk: Desk, memory: SiteMemory) -> None:
+        self._given, self._desk, self._memory = options, desk, memory
+        self._cleanup = ExitStack()
+        self._order: Order | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Have the fit loop ask for orders instead of batches."""
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        self._options = options_at_site(self._given, len(data.clients))
+        self._calendar: Calendar = prepare(trainer, pl_module, self._options, self._cleanup)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Build the clients' side on the module and the optimizers that are now in place."""
+        if getattr(trainer.precision_plugin, "scaler", None) is not None:
+            raise ConfigurationError(
+                "trainer.precision: 16-mixed has a loss scale that all clients share, which sites do "
+                "not exchange: use bf16-mixed or 32-true"
+            )
+        trainer.strategy.lr_scheduler_configs.clear()  # rates come with orders
+        options, calendar = self._options, self._calendar
+        run = Run.of(trainer, options, calendar)
+        aggregator = run_aggregator(trainer, options.aggregator, None)
+        self._rounds = SiteRounds(run, stages_of(run, aggregator, calendar.time, None))
+        self._memory.serve(run.memory)
+        take_over(trainer, self._rounds, self._cleanup)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Wait for the next order."""
+        order = self._order = self._desk.next_order()
+        self._rounds.obey(order)
+        if order is None:
+            trainer.should_stop = True
+            return
+        set_round(trainer, order.round)
+        self._memory.begin(order)
+        seed_global_generators(derive_seed(self._options.seed, "round", order.round))
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Answer."""
+        if self._order is not None:
+            rounds = self._rounds
+            self._memory.end(self._order, [answer.client for answer in rounds.answers])
+            self._desk.answer(rounds.answers, rounds.tensors, rounds.failures)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Give Trainer, module and data module back as they were."""
+        self._cleanup.close()
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Clean up as well."""
+        self._cleanup.close()
+
+
+def options_at_site(options: Options, num_clients: int) -> Options:
+    """Return a federation's options as a site follows them: what is the server's is left out."""
+    own = copy.copy(options)
+    own.cohort, own.clients_per_group = AllClients(), num_clients  # one group, whose names are told
+    own.on_client_failure, own.min_replies = "skip", 1
+    own.devices = own.asynchronous = own.attackers = own.privacy = None
+    own.engine, own.slots, own.speedups, own.spot_check = "sequential", None, None, None
+    own.handed = []
+    if as_aggregator(options.aggregator).protection is not None:
+        own.aggregator = None
+    return own

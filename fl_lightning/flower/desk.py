@@ -1,0 +1,81 @@
+"""Where a site's Trainer meets the thread that speaks with the server."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any
+
+from torch import Tensor
+
+from fl_lightning.core.errors import ClientFailure
+from fl_lightning.flower.messages import ClientAnswer, Order
+
+
+@dataclass(frozen=True)
+class Done:
+    """What has become of an order.
+
+    Attributes:
+        answers: of its clients.
+        tensors: that go with them.
+        failures: why some have no update.
+        error: what ended the fit, instead of all that.
+        facts: of the site, ahead of the first order.
+    """
+
+    answers: Sequence[ClientAnswer] = ()
+    tensors: Mapping[str, Tensor] | None = None
+    failures: Sequence[ClientFailure] = ()
+    error: BaseException | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Desk:
+    """Hands one order at a time to the Trainer, and its answer back."""
+
+    def __init__(self) -> None:
+        self._orders: SimpleQueue[Order | None] = SimpleQueue()
+        self._done: SimpleQueue[Done] = SimpleQueue()
+        self._waiting: Order | None = None
+
+    def ask(self, order: Order) -> Done:
+        """Return what the Trainer makes of an order; waits for it."""
+        self._orders.put(order)
+        return self._done.get()
+
+    def wait(self) -> Done:
+        """Return what is known of the site before the first order; waits for it."""
+        return self._done.get()
+
+    def close(self) -> None:
+        """Have the Trainer end its fit."""
+        self._orders.put(None)
+
+    def next_order(self) -> Order | None:
+        """Return the next order; None to end. Waits for it."""
+        order, self._waiting = self._waiting, None
+        return order if order is not None else self._orders.get()
+
+    def first_order(self) -> Order | None:
+        """Return the first order, which `next_order` returns again."""
+        self._waiting = self._orders.get()
+        return self._waiting
+
+    def hello(self, facts: Mapping[str, Any]) -> None:
+        """Say that data are there, and what they are."""
+        self._done.put(Done(facts=facts))
+
+    def answer(
+        self,
+        answers: Sequence[ClientAnswer],
+        tensors: Mapping[str, Tensor],
+        failures: Sequence[ClientFailure],
+    ) -> None:
+        """Answer the last order."""
+        self._done.put(Done(answers, tensors, failures))
+
+    def fail(self, error: BaseException) -> None:
+        """Say what ended the fit while an order was there, or ahead of the first."""
+        self._done.put(Done(error=error))

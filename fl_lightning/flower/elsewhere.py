@@ -1,0 +1,71 @@
+"""Data that are elsewhere: of its clients a server knows how many examples each has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from torch import Tensor
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.data.federated import MAX_CLIENTS_COUNTED, FederatedDataModule
+from fl_lightning.data.partitions.flat_shards import FlatShards
+from fl_lightning.data.shards import ClientShards
+from fl_lightning.data.summary import PartitionSummary
+
+
+class DataElsewhere(FederatedDataModule):
+    """What a server knows of data that sites have; evaluation loaders are its own.
+
+    Args:
+        data: of the configuration; its training set is never asked for.
+        num_examples: of every client.
+        batch_size: of clients' local batches.
+        drop_last: whether clients leave out a smaller last batch.
+    """
+
+    def __init__(
+        self,
+        data: FederatedDataModule,
+        *,
+        num_examples: Mapping[int, int],
+        batch_size: int,
+        drop_last: bool,
+    ) -> None:
+        super().__init__(data.source, num_clients=len(num_examples), seed=data.seed)
+        if sorted(num_examples) != list(range(len(num_examples))):
+            raise ConfigurationError(
+                f"the sites' clients must be numbered from 0 without a gap, got {sorted(num_examples)}: "
+                "set clients in each site.yaml"
+            )
+        sizes = np.array([num_examples[client] for client in sorted(num_examples)], np.int64)
+        self._shards = ClientShards(FlatShards(np.arange(sizes.sum()), sizes))
+        self._size, self._drops = batch_size, drop_last
+
+    @property
+    def clients(self) -> ClientShards:
+        """How many examples each has; whose indices they are only the sites know."""
+        return self._shards
+
+    @property
+    def batch_size(self) -> int:
+        """Examples per local batch."""
+        return self._size
+
+    @property
+    def drop_last(self) -> bool:
+        """Whether clients leave out a smaller last batch."""
+        return self._drops
+
+    @property
+    def draws_by_weight(self) -> bool:
+        """Not known here: sites draw by themselves."""
+        return False
+
+    def weights_of(self, examples: Tensor) -> Tensor | None:
+        """Return None: sites draw by themselves."""
+        return None
+
+    def summary(self) -> PartitionSummary:
+        """Return sizes; classes are not known here."""
+        return PartitionSummary.of(self.clients.flat, None, max_clients=MAX_CLIENTS_COUNTED)

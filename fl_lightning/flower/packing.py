@@ -1,0 +1,137 @@
+"""Updates and models as the bytes that simulation counts: packed on one side, opened on the other.
+
+What is opened is to the bit what a simulated round takes for arrived: both sides go the way of
+`UpdatePath` and `Broadcast`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from fl_lightning.client.local_training import GlobalModel
+from fl_lightning.core.space import Space
+from fl_lightning.core.update import ClientUpdate
+from fl_lightning.federation.stages.transport import Transport
+from fl_lightning.updates.payload import Dense
+from fl_lightning.updates.wire.codec import decode, encode
+from fl_lightning.updates.wire.message import Agreement, Message
+from fl_lightning.updates.wire.reader import DecodeError
+
+_NO_MASK = "0" * 32
+
+
+class Packing:
+    """Packs and opens what travels in a run.
+
+    Args:
+        transport: what happens to updates and models on their way.
+        space: of the parameters that travel.
+        num_buffers: that travel down.
+        num_buffers_up: that travel up.
+    """
+
+    def __init__(
+        self, transport: Transport, space: Space, num_buffers: int, num_buffers_up: int
+    ) -> None:
+        self._path, self._broadcast, self._sent = transport.path, transport.broadcast, transport.sent
+        self._space = space
+        self._num_buffers, self._num_buffers_up = num_buffers, num_buffers_up
+        self._agreed = space.mask_fingerprint() or _NO_MASK
+
+    @property
+    def _like(self) -> Tensor:
+        return torch.empty(self._space.size, dtype=self._space.dtype, device="meta")
+
+    def update(self, update: ClientUpdate, round_index: int) -> tuple[Tensor, float]:
+        """Return an update as bytes, shape (n,), and the part of it that will not arrive.
+
+        The client remembers that part where there is error feedback.
+        """
+        update = replace(update, metrics={}, buffers=update.buffers[: self._num_buffers_up])
+        arrival = self._sent(update)
+        message = Message.of_update(
+            update,
+            space=self._agreed,
+            round_index=round_index,
+            params=arrival.payload,
+            transforms=self._path.names,
+        )
+        return _as_tensor(encode(message)), float(arrival.error)
+
+    def opened_update(self, data: Tensor, client: int, round_index: int) -> ClientUpdate:
+        """Return the update of a client.
+
+        Raises:
+            DecodeError: for bytes that are not one of this client, this round and this space.
+        """
+        agreement = Agreement(
+            kind="update",
+            space=self._agreed,
+            round_index=round_index,
+            num_params=self._path.num_sent(self._space.size),
+            num_buffers=self._num_buffers_up,
+            transforms=self._path.names,
+        )
+        message = decode(_as_bytes(data), agreement)
+        if message.client_id != client:
+            raise DecodeError(f"the update is of client {message.client_id}, not of {client}")
+        delta = self._path.opened(
+            message.params, round_index=round_index, client_id=client, like=self._like
+        )
+        self._check(delta)
+        return replace(self._placed(message.to_update()), delta=delta.to(self._space.device))
+
+    def model(self, model: GlobalModel, round_index: int) -> Tensor:
+        """Return a model as bytes, shape (n,)."""
+        sent = self._broadcast.send(model.params, model.buffers, round_index)
+        message = Message(
+            "model",
+            space=self._agreed,
+            round_index=round_index,
+            client_id=0,
+            params=Dense(model.params) if sent.payload is None else sent.payload,
+            buffers=Dense(model.buffers),
+            transforms=self._broadcast.names,
+        )
+        return _as_tensor(encode(message))
+
+    def opened_model(self, data: Tensor, round_index: int) -> GlobalModel:
+        """Return the model that clients of a round begin with.
+
+        Raises:
+            DecodeError: for bytes that are not one of this round and this space.
+        """
+        agreement = Agreement(
+            kind="model",
+            space=self._agreed,
+            round_index=round_index,
+            num_params=self._broadcast.num_sent(self._space.size),
+            num_buffers=self._num_buffers,
+            transforms=self._broadcast.names,
+        )
+        message = decode(_as_bytes(data), agreement)
+        params = self._broadcast.opened(message.params, round_index, self._like)
+        self._check(params)
+        device = self._space.device
+        return GlobalModel(params.to(device), message.buffers.to_dense().to(device))
+
+    def _placed(self, update: ClientUpdate) -> ClientUpdate:
+        return replace(update, buffers=update.buffers.to(self._space.device))
+
+    def _check(self, vector: Tensor) -> None:
+        if vector.shape != (self._space.size,) or vector.dtype != self._space.dtype:
+            raise DecodeError(
+                f"the numbers are {tuple(vector.shape)} of {vector.dtype}, "
+                f"not ({self._space.size},) of {self._space.dtype}"
+            )
+
+
+def _as_tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _as_bytes(data: Tensor) -> bytes:
+    return data.contiguous().numpy().tobytes()

@@ -1,0 +1,78 @@
+"""What a site's clients remember from round to round, on its own disk.
+
+A client's memory counts when the server says that its update did. So an order tells of each client
+the last round in which it counted; what was learnt in a round that did not is forgotten, and so a
+server that is killed and started again leads every site to the same bits.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.federation.checkpoints.run_memory import RunMemory
+from fl_lightning.flower.messages import Order
+
+
+class SiteMemory:
+    """Keeps it.
+
+    Args:
+        folder: of this run at this site.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / "memory.pt"
+        self._learnt: dict[int, int] = {}  # by client: the round of what it has learnt last
+        self._counted: dict[int, int] = {}  # by client: the round of what it remembers
+
+    def serve(self, memory: RunMemory) -> None:
+        """Be that of a fit that starts; what is on disk is there again."""
+        self._memory = memory.clients
+        if self._file.exists():
+            state = torch.load(self._file, weights_only=True)
+            self._memory.load_state_dict(state["memory"])
+            self._learnt, self._counted = state["learnt"], state["counted"]
+
+    def begin(self, order: Order) -> None:
+        """Let count what the server says has counted, and forget what else waits of these clients.
+
+        Raises:
+            ConfigurationError: if clients remember a later round than the server: it has gone back.
+        """
+        waiting = {client for _, client in self._memory.waiting_keys}
+        for client in order.clients:
+            counted = order.counted.get(client, -1)
+            if self._counted.get(client, -1) > counted:
+                raise ConfigurationError(
+                    f"client {client} remembers round {self._counted[client]}, and the server says that "
+                    f"round {counted} was its last: the run has gone back to an older checkpoint than "
+                    "its last one. Start a new run, or go on from last.ckpt"
+                )
+            if client in waiting and self._learnt.get(client) == counted:
+                self._memory.commit(client)
+                self._counted[client] = counted
+        asked = set(order.clients)
+        others = (key for key in self._memory.waiting_keys if key[1] not in asked)
+        self._memory.discard(keep=frozenset(others))
+
+    def end(self, order: Order, clients: Sequence[int]) -> None:
+        """Write down what clients have learnt in a round, ahead of the answer."""
+        self._learnt |= dict.fromkeys(clients, order.round)
+        state: dict[str, Any] = {
+            "memory": self._memory.state_dict(inside=True),
+            "learnt": self._learnt,
+            "counted": self._counted,
+        }
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        partial = self._file.with_suffix(".part")
+        with partial.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(self._file)

@@ -1,0 +1,172 @@
+"""A site's half of a round: an order in, its clients' updates out.
+
+The same clients' side as in simulation (`Training`), the same stages; an order says which round it is,
+which of the site's clients train, from which model and with which options. What they send goes its way
+up to where it would leave the site, and is packed there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fl_lightning.client.local_training import GlobalModel
+from fl_lightning.core.errors import ClientFailure
+from fl_lightning.core.update import ClientUpdate, Updates
+from fl_lightning.federation.groups import ClientGroup
+from fl_lightning.federation.run import Run
+from fl_lightning.federation.stage import Sent, Stages, Start
+from fl_lightning.federation.stages.transport import Transport
+from fl_lightning.federation.training import Training
+from fl_lightning.flower.messages import ClientAnswer, Order
+from fl_lightning.flower.packing import Packing
+
+
+class SiteRounds:
+    """What Lightning's loop drives at a site; takes what its clients send.
+
+    Args:
+        run: in whose module they train.
+        stages: of the run.
+
+    Attributes:
+        run: as given.
+        answers: of the clients of the present order.
+        tensors: that go with them.
+        failures: why clients of the present order have no update.
+    """
+
+    def __init__(self, run: Run, stages: Stages) -> None:
+        self.run, self._stages = run, stages
+        self._clients = Training(run, stages)
+        self._transport = next(stage for stage in stages if isinstance(stage, Transport))
+        self._ahead = stages.before(self._transport)
+        for stage in stages:
+            stage.place(run.local.space)
+        self._order: Order | None = None
+        self.answers: list[ClientAnswer] = []
+        self.tensors: dict[str, Tensor] = {}
+        self.failures: list[ClientFailure] = []
+
+    def obey(self, order: Order | None) -> None:
+        """Be given the next order; None to do nothing in the round that begins."""
+        self._order = order
+        self.answers, self.tensors, self.failures = [], {}, []
+
+    def train_group(self, group: ClientGroup) -> None:
+        """Train the clients of the order; the groups of Lightning's loader say nothing here."""
+        order = self._order
+        if order is None:
+            return
+        model = self._begin(order)
+        try:
+            with self._clients.metrics_kept_apart():
+                start = Start(model, model)
+                self._clients.train(start, self._clients.work_of(order.clients), self)
+            self.run.local.check_constants()
+        finally:
+            self._clients.restore(model)
+
+    def close_round(self) -> None:
+        """Leave the module with the model of the order: the server steps elsewhere."""
+
+    def _begin(self, order: Order) -> GlobalModel:
+        """Have everything be as where the round begins in the server's process."""
+        local, options = self.run.local, order.options
+        if local.state_names != options["state"]:
+            local.settle_state(options["state"])
+        _take_options(self.run.trainer.optimizers, options["optimizers"])
+        num_up = 0 if options["buffers_stay"] else local.buffers.size
+        self._packing = Packing(self._transport, local.space, local.buffers.size, num_up)
+        model = self._packing.opened_model(order.tensors["model"], order.round)
+        self._clients.restore(model)
+        self._clients.start_round()
+        for stage in self._stages:
+            stage.open(order.round, model)
+            stage.from_server(_of_stage(f"stage/{stage.key}/", order.tensors))
+        return model
+
+    # What clients send.
+
+    def receive(self, updates: Updates, start: Start) -> None:
+        """Have updates go their way as far as they are here, and pack them."""
+        for sent in self._ahead.up(updates, start):
+            self.take(sent)
+
+    def take(self, sent: Sent) -> None:
+        """Pack updates for their way to the server."""
+        for made, update in zip(sent.made, sent.arrived, strict=True):
+            self._pack(made, update)
+
+    def _pack(self, made: ClientUpdate, update: ClientUpdate) -> None:
+        client, number = update.client_id, self.run.round_index
+        payload, error = self._packing.update(update, number)
+        self.tensors[f"{client}/payload"] = payload
+        for stage in self._stages:
+            for name, tensor in stage.to_server(client).items():
+                self.tensors[f"{client}/stage/{stage.key}/{name}"] = tensor.cpu()
+        self.answers.append(
+            ClientAnswer(
+                client=client,
+                num_examples=update.num_examples,
+                num_steps=update.num_steps,
+                optimizer_steps=update.optimizer_steps,
+                effective_steps=update.effective_steps,
+                metrics={name: value.detach().cpu() for name, value in made.metrics.items()},
+                facts={"norm": float(made.norm), "error": error},
+            )
+        )
+
+    def skip(self, failure: ClientFailure) -> None:
+        """Answer that a client has no update; why, only this site's log says."""
+        self.answers.append(ClientAnswer(client=failure.client_id, failure=_category(failure)))
+        self.failures.append(failure)
+
+    def finish(self, clients: Sequence[int], num_bytes: int) -> None:
+        """Do nothing: the server counts."""
+
+    def all_or_nothing(self) -> AbstractContextManager[None]:
+        """Return a block that does nothing: clients of a site train one after the other."""
+        return nullcontext()
+
+
+def _category(failure: ClientFailure) -> str:
+    """Return what may be said of a failure: its text can hold data."""
+    return "not usable" if failure.__cause__ is None else "error"
+
+
+def _of_stage(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors whose names begin so, without it."""
+    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+
+
+def options_of(optimizers: Sequence[Optimizer]) -> list[list[dict[str, Any]]]:
+    """Return the options of clients' optimizers as plain numbers: what schedules have made of them."""
+    return [[_plain(group) for group in optimizer.param_groups] for optimizer in optimizers]
+
+
+def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
+    items = ((n, v.item() if isinstance(v, Tensor) else v) for n, v in group.items())
+    kinds = (bool, int, float, str, type(None), tuple, list)
+    return {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in items
+        if name != "params" and isinstance(value, kinds)
+    }
+
+
+def _take_options(
+    optimizers: Sequence[Optimizer], told: Sequence[Sequence[Mapping[str, Any]]]
+) -> None:
+    """Give clients' optimizers the options of the round."""
+    for optimizer, groups in zip(optimizers, told, strict=True):
+        for group, options in zip(optimizer.param_groups, groups, strict=True):
+            for name, value in options.items():
+                if isinstance(group.get(name), Tensor):
+                    group[name].fill_(value)
+                elif name in group:
+                    group[name] = tuple(value) if isinstance(group[name], tuple) else value

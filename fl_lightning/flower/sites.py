@@ -1,0 +1,236 @@
+"""The clients' side of a round where clients are elsewhere: orders to sites, their answers to the server.
+
+Answers count in the order of the cohort, whenever they come, so that a sum has the same bits as in
+simulation. What a client's update goes through on its way, it has gone through at its site as far as
+`Transport`; the stages that follow are the server's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fl_lightning.client.local_training import GlobalModel
+from fl_lightning.client.work import GroupWork
+from fl_lightning.core.errors import ClientFailure
+from fl_lightning.core.update import ClientUpdate, Updates
+from fl_lightning.federation.processes.ranks import Ranks
+from fl_lightning.federation.round_record import RoundRecord
+from fl_lightning.federation.run import Run
+from fl_lightning.federation.stage import Sent, Stage, Stages, Start
+from fl_lightning.federation.stages.transport import Transport
+from fl_lightning.federation.training import Taker, Training
+from fl_lightning.flower.correspondence import Correspondence, Reply
+from fl_lightning.flower.messages import ClientAnswer, Order
+from fl_lightning.flower.packing import Packing
+from fl_lightning.flower.site_rounds import options_of
+from fl_lightning.updates.wire.reader import DecodeError
+
+
+class Counted(Stage):
+    """Knows in which round each client counted last, which sites have to know.
+
+    Args:
+        run: of the run, 32 hexadecimal digits; that of the checkpoint in a resumed one.
+    """
+
+    key = "sites"
+    reason_against_sites = None
+    reason_against_privacy = None
+
+    def __init__(self, run: str) -> None:
+        self.run = run
+        self.rounds: dict[int, int] = {}
+
+    def close(self, record: RoundRecord) -> None:
+        """Note whose update was used."""
+        absent = {*record.skipped, *record.lost}
+        self.rounds |= {c: self._number for c in record.finished if c not in absent}
+
+    def open(self, round_index: int, model: GlobalModel) -> None:
+        """Note the round's number."""
+        self._number = round_index
+
+    def state_dict(self, *, with_round: bool) -> dict[str, Any]:
+        """Return both."""
+        return {"run": self.run, "rounds": dict(self.rounds)}
+
+    def load_state_dict(self, state: Any, model: GlobalModel) -> None:
+        """Go on with the run of a checkpoint."""
+        if state:
+            self.run, self.rounds = state["run"], dict(state["rounds"])
+
+
+class _Came(NamedTuple):
+    """What has come from a client.
+
+    Attributes:
+        answer: its.
+        tensors: that go with it.
+        bytes_up: its part of its site's answer.
+        bytes_down: its part of its site's order.
+    """
+
+    answer: ClientAnswer
+    tensors: Mapping[str, Tensor]
+    bytes_up: int
+    bytes_down: int
+
+
+class Sites(Training):
+    """Has clients trained by their sites.
+
+    Args:
+        run: whose server this is.
+        stages: of the run.
+        correspondence: with sites.
+        site_of: the site of each client.
+        counted: knows what sites have to know.
+        configuration: hash of what all have agreed on.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        stages: Stages,
+        *,
+        correspondence: Correspondence,
+        site_of: Mapping[int, str],
+        counted: Counted,
+        configuration: str,
+    ) -> None:
+        super().__init__(run, stages)
+        self._correspondence, self._site_of = correspondence, site_of
+        self._counted, self._configuration = counted, configuration
+        self._transport = next(stage for stage in stages if isinstance(stage, Transport))
+        self._ours = stages.after(self._transport)
+
+    def settle_state(self, group: Iterable[int], ranks: Ranks) -> bool:
+        """Take for state what is known to be without training, and what the configuration names."""
+        if self.local.state_names is not None:
+            return False
+        self.local.settle_state(self._rehearsal.known)
+        return True
+
+    def settle_engine(self, model: GlobalModel, group: Iterable[int], ranks: Ranks) -> None:
+        """Leave it to the sites."""
+
+    def train(self, start: Start, work: GroupWork, taker: Taker) -> None:
+        """Send orders, and hand on what comes back in the order of the clients."""
+        clients = work.client_ids.tolist()
+        num_up = 0 if self._stages.buffers_stay else self.local.buffers.size
+        packing = Packing(self._transport, self.local.space, self.local.buffers.size, num_up)
+        orders = self._orders(clients, start, packing)
+        came: dict[int, _Came] = {}
+        place = 0
+        for reply in self._correspondence.ask(orders):
+            came |= _by_client(reply, orders[reply.site])
+            while place < len(clients) and clients[place] in came:
+                self._hand_on(came.pop(clients[place]), start, packing, taker)
+                place += 1
+
+    def _orders(self, clients: list[int], start: Start, packing: Packing) -> dict[str, Order]:
+        number = self._run.round_index
+        tensors = {"model": packing.model(start.present, number)}
+        for stage in self._stages:
+            told = stage.to_sites().items()
+            tensors |= {f"stage/{stage.key}/{name}": tensor.cpu() for name, tensor in told}
+        options = {
+            "num_clients": self._run.groups.population.num_clients,
+            "optimizers": options_of(self._run.trainer.optimizers),
+            "state": self.local.state_names or [],
+            "buffers_stay": self._stages.buffers_stay,
+        }
+        by_site: dict[str, list[int]] = {}
+        for client in clients:
+            by_site.setdefault(self._site_of[client], []).append(client)
+        rounds = self._counted.rounds
+        return {
+            site: Order(
+                kind="train",
+                run=self._counted.run,
+                configuration=self._configuration,
+                round=number,
+                clients=tuple(some),
+                counted={client: rounds.get(client, -1) for client in some},
+                options=options,
+                tensors=tensors,
+            )
+            for site, some in by_site.items()
+        }
+
+    def _hand_on(self, came: _Came, start: Start, packing: Packing, taker: Taker) -> None:
+        answer = came.answer
+        site = self._site_of[answer.client]
+        if answer.failure is not None:
+            taker.skip(ClientFailure(answer.client, f"at site {site}: {answer.failure}"))
+        else:
+            try:
+                sent = self._sent(came, packing)
+            except (DecodeError, ValueError, KeyError) as error:
+                reason = f"at site {site}: its update is not one: {error}"
+                taker.skip(ClientFailure(answer.client, reason))
+            else:
+                for piece in self._ours.onward(sent, start):
+                    taker.take(piece)
+        taker.finish([answer.client], came.bytes_down)
+
+    def _sent(self, came: _Came, packing: Packing) -> Sent:
+        """Return a client's update as `Transport` would have handed it on."""
+        answer, number = came.answer, self._run.round_index
+        opened = packing.opened_update(came.tensors["payload"], answer.client, number)
+        update = ClientUpdate(
+            client_id=answer.client,
+            delta=opened.delta,
+            buffers=opened.buffers,
+            num_examples=opened.num_examples,
+            num_steps=opened.num_steps,
+            metrics=dict(answer.metrics),
+            effective_steps=answer.effective_steps,
+            optimizer_steps=answer.optimizer_steps,
+        )
+        for stage in self._stages:
+            prefix = f"stage/{stage.key}/"
+            told = came.tensors.items()
+            stage.from_site(
+                answer.client, {n.removeprefix(prefix): t for n, t in told if n.startswith(prefix)}
+            )
+        arrived = Updates.of(update)
+        if not self._transport.is_lossy:
+            return Sent(arrived, arrived, came.bytes_up)
+        made = Updates.of(ClientUpdate(**_fields(update)))
+        norm = torch.tensor(answer.facts["norm"], dtype=opened.delta.dtype)
+        vars(next(iter(made)))["norm"] = norm  # of what left the client, not of what arrived
+        error = torch.tensor(answer.facts["error"], dtype=opened.delta.dtype)
+        return Sent(made, arrived, came.bytes_up, error)
+
+
+def _fields(update: ClientUpdate) -> dict[str, Any]:
+    return {name: getattr(update, name) for name in ClientUpdate.__dataclass_fields__}
+
+
+def _by_client(reply: Reply, order: Order) -> dict[int, _Came]:
+    """Return what has come from each client of an order."""
+    answers: dict[int, ClientAnswer] = {}
+    tensors: Mapping[str, Tensor] = {}
+    if reply.answer is not None:
+        answers = {answer.client: answer for answer in reply.answer.clients}
+        tensors = reply.answer.tensors
+    count = max(1, len(order.clients))
+    missing = reply.reason or "no answer for it"
+    return {
+        client: _Came(
+            answers.get(client) or ClientAnswer(client=client, failure=missing),
+            {
+                name.removeprefix(f"{client}/"): tensor
+                for name, tensor in tensors.items()
+                if name.startswith(f"{client}/")
+            },
+            reply.bytes_up // count,
+            reply.bytes_down // count,
+        )
+        for client in order.clients
+    }
