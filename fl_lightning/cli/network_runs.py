@@ -14,6 +14,7 @@ from fl_lightning.cli.command import FederatedCLI, run_lightning
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.federation.federation import Federation
 from fl_lightning.flower.at_site import AtSite
+from fl_lightning.flower.checks import check_over_network
 from fl_lightning.flower.correspondence import Correspondence, greet
 from fl_lightning.flower.elsewhere import DataElsewhere
 from fl_lightning.flower.messages import Order
@@ -79,7 +80,9 @@ def run_site(fit: Fit, own: Sequence[str], places: Mapping[int, int]) -> None:
         run_lightning(["fit", f"--config={file}", *own, *_SITE_WORDS], cli=SiteCLI, callback=None)
 
 
-def run_server(configuration: str, words: Sequence[str], correspondence: Correspondence, *, wanted: int) -> Any:
+def run_server(
+    configuration: str, words: Sequence[str], correspondence: Correspondence, *, wanted: int
+) -> Any:
     """Train over sites and return the Trainer.
 
     Args:
@@ -96,6 +99,9 @@ def run_server(configuration: str, words: Sequence[str], correspondence: Corresp
 
         def fit(self, model: Any, **kwargs: Any) -> None:
             """Greet the sites, and train over their clients."""
+            callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
+            federation = next(c for c in callbacks if isinstance(c, Federation))
+            check_over_network(self.trainer, self.datamodule, federation)
             counted = Counted(_run_of(kwargs.get("ckpt_path")))
             told = greet(
                 correspondence,
@@ -113,7 +119,6 @@ def run_server(configuration: str, words: Sequence[str], correspondence: Corresp
             )
             site_of, sizes = _members({site: answer.options for site, answer in told.items()})
             first = next(iter(told.values())).options
-            federation = next(c for c in self.trainer.callbacks if isinstance(c, Federation))
             federation.clients_side = partial(
                 Sites,
                 correspondence=correspondence,

@@ -146,9 +146,9 @@ def set_round(trainer: Trainer, number: int) -> None:
 
     A site trains in those rounds only for which it is asked.
     """
-    progress = trainer.fit_loop.epoch_progress
-    progress.current.ready, progress.current.started = number + 1, number
-    progress.current.processed = progress.current.completed = number
+    present: Any = trainer.fit_loop.epoch_progress.current
+    present.ready, present.started = number + 1, number
+    present.processed = present.completed = number
 
 
 def _steps(trainer: Trainer) -> Any:

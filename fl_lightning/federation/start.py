@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Protocol
 
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import LightningModule, Trainer
@@ -20,7 +20,7 @@ from fl_lightning.federation.checks.first_look import check_data_fits
 from fl_lightning.federation.checks.options import check_shards
 from fl_lightning.federation.checks.privacy import check_trainer_private
 from fl_lightning.federation.hooks import GroupsPassBy
-from fl_lightning.federation.loop import install
+from fl_lightning.federation.loop import Rounds, install
 from fl_lightning.federation.options import Options
 from fl_lightning.federation.round import Round
 from fl_lightning.federation.round_hooks import have_rounds_for_batches
@@ -115,7 +115,15 @@ def begin(
     return rounds, private
 
 
-def take_over(trainer: Trainer, rounds: Round, cleanup: ExitStack) -> None:
+class DrivenRounds(Rounds, Protocol):
+    """What the loop drives, in a run."""
+
+    @property
+    def run(self) -> Run:
+        """It."""
+
+
+def take_over(trainer: Trainer, rounds: DrivenRounds, cleanup: ExitStack) -> None:
     """Have Lightning's loop drive rounds, and hooks see them, until the fit is over."""
     cleanup.callback(rounds.run.step.use, ())
     install(trainer, rounds)

@@ -12,6 +12,7 @@ from fl_lightning.data.federated import MAX_CLIENTS_COUNTED, FederatedDataModule
 from fl_lightning.data.partitions.flat_shards import FlatShards
 from fl_lightning.data.shards import ClientShards
 from fl_lightning.data.summary import PartitionSummary
+from fl_lightning.data.training_set import TrainingSet
 
 
 class DataElsewhere(FederatedDataModule):
@@ -41,6 +42,14 @@ class DataElsewhere(FederatedDataModule):
         sizes = np.array([num_examples[client] for client in sorted(num_examples)], np.int64)
         self._shards = ClientShards(FlatShards(np.arange(sizes.sum()), sizes))
         self._size, self._drops = batch_size, drop_last
+
+    @property
+    def _examples(self) -> TrainingSet:
+        raise ConfigurationError(
+            "clients' examples are at sites, and something of this configuration wants to read them at "
+            "the server (a calibrated mask, an evaluation on clients' examples): leave it out over a "
+            "network"
+        )
 
     @property
     def clients(self) -> ClientShards:

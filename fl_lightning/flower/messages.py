@@ -1,4 +1,5 @@
 """STUB until the real one lands."""
+
 from __future__ import annotations
 import hashlib, io
 from collections.abc import Mapping
@@ -7,14 +8,20 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+
 class MessageError(ValueError): ...
+
 
 class _M:
     def to_bytes(self) -> bytes:
-        f = io.BytesIO(); torch.save(vars(self), f); return f.getvalue()
+        f = io.BytesIO()
+        torch.save(vars(self), f)
+        return f.getvalue()
+
     @classmethod
     def from_bytes(cls, content: bytes, *, limit: int = 2**40):
         return cls(**torch.load(io.BytesIO(content), weights_only=False))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Order(_M):
@@ -27,6 +34,7 @@ class Order(_M):
     options: Mapping[str, Any] = field(default_factory=dict)
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
 
+
 @dataclass(frozen=True, kw_only=True)
 class ClientAnswer:
     client: int
@@ -38,10 +46,12 @@ class ClientAnswer:
     facts: Mapping[str, float] = field(default_factory=dict)
     failure: str | None = None
 
+
 @dataclass(frozen=True, kw_only=True)
 class Failure:
     category: str
     id: str
+
 
 @dataclass(frozen=True, kw_only=True)
 class Answer(_M):

@@ -36,7 +36,11 @@ class Packing:
     def __init__(
         self, transport: Transport, space: Space, num_buffers: int, num_buffers_up: int
     ) -> None:
-        self._path, self._broadcast, self._sent = transport.path, transport.broadcast, transport.sent
+        self._path, self._broadcast, self._sent = (
+            transport.path,
+            transport.broadcast,
+            transport.sent,
+        )
         self._space = space
         self._num_buffers, self._num_buffers_up = num_buffers, num_buffers_up
         self._agreed = space.mask_fingerprint() or _NO_MASK

@@ -169,7 +169,9 @@ class Site:
         if not (same and self._desk is not None):
             text = str(order.options["configuration"])
             if hashlib.sha256(text.encode()).hexdigest() != order.configuration:
-                raise ConfigurationError("the configuration is not the one of which it is said to be")
+                raise ConfigurationError(
+                    "the configuration is not the one of which it is said to be"
+                )
             self._check(text)
             self._start(order, text)
         return self._facts

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.client.work import GroupWork
-from fl_lightning.core.errors import ClientFailure
+from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.update import ClientUpdate, Updates
 from fl_lightning.federation.processes.ranks import Ranks
 from fl_lightning.federation.round_record import RoundRecord
@@ -103,6 +103,9 @@ class Sites(Training):
         configuration: str,
     ) -> None:
         super().__init__(run, stages)
+        for stage in run.options.handed:
+            if stage.reason_against_sites is not None:
+                raise ConfigurationError(f"{type(stage).__name__}: {stage.reason_against_sites}")
         self._correspondence, self._site_of = correspondence, site_of
         self._counted, self._configuration = counted, configuration
         self._transport = next(stage for stage in stages if isinstance(stage, Transport))

@@ -1,0 +1,84 @@
+"""What cannot be where clients are at sites, said before any of them is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.data.federated import FederatedDataModule
+from fl_lightning.federation.options import Options
+from fl_lightning.federation.stages.client_masks import client_masks
+from fl_lightning.server.server import as_aggregator
+
+
+def check_over_network(trainer: Trainer, data: Any, options: Options) -> None:
+    """Refuse what has no meaning over a network, or would say there what is not true.
+
+    Raises:
+        ConfigurationError: all of it at once.
+    """
+    problems = [*_of_options(options), *_of_trainer(trainer), *_of_data(data)]
+    if problems:
+        raise ConfigurationError("\n".join(problems))
+
+
+def _of_options(options: Options) -> Iterator[str]:
+    if options.devices is not None:
+        yield (
+            "federation.devices simulates how fast clients are, and sites are as fast as they are: leave "
+            "it out, and give network.deadline the seconds that the server waits"
+        )
+    if options.asynchronous is not None:
+        yield "federation.asynchronous is simulated only: leave it out over a network"
+    if options.attackers is not None:
+        yield "federation.attackers are simulated only: leave them out over a network"
+    aggregator = as_aggregator(options.aggregator)
+    if aggregator.protection is not None:
+        yield (
+            f"federation.aggregator {type(aggregator).__name__} is simulated only: over this network the "
+            "server would see updates in clear, which it promises not to"
+        )
+    private = options.client_privacy
+    if options.example_privacy is not None or (private is not None and private.clients_add_noise):
+        yield (
+            f"federation.privacy {type(options.privacy).__name__} adds noise at clients, which sites do "
+            "not do yet: use CentralDP, whose server is trusted"
+        )
+    if options.engine == "slots":
+        yield (
+            "federation.engine: slots train many clients at once in one process; sites train one after "
+            "the other: set engine to auto or sequential"
+        )
+    for stage in options.stages:
+        if stage.reason_against_sites is not None:
+            yield (
+                f"federation.stages {type(stage).__name__}: {stage.reason_against_sites}: set its "
+                "reason_against_sites to None if its methods for the two sides share nothing but to_sites "
+                "and to_server"
+            )
+
+
+def _of_trainer(trainer: Trainer) -> Iterator[str]:
+    if trainer.world_size > 1:
+        yield (
+            f"trainer.devices: the server is one process, got {trainer.world_size}: set devices to 1; "
+            "sites have devices of their own"
+        )
+    if client_masks(trainer) is not None:
+        yield "masks of the clients' own are simulated only: set per_client of MaskCalibration to false"
+
+
+def _of_data(data: Any) -> Iterator[str]:
+    if not isinstance(data, FederatedDataModule):
+        yield (
+            "data: over a network the configuration is that of a federation: wrap the data module in "
+            "fl_lightning.FederatedDataModule"
+        )
+    elif data.transforms:
+        yield (
+            "data.transforms learn from all clients' examples, which are at sites: transform inputs "
+            "in the data modules of server and sites"
+        )
