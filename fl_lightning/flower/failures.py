@@ -1,0 +1,60 @@
+"""Why a site, or one of its clients, has no result: a category, and nothing that could hold data.
+
+An exception's text may show examples, paths or names of people. The server learns one of these words
+and an id, under which the site's own log has the exception.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, field
+
+from fl_lightning.flower.fields import check_choice, check_hex
+
+CATEGORIES = {
+    "message": "the order could not be read",
+    "version": "the order is of another version of fl_lightning",
+    "size": "the order is larger than the site allows",
+    "policy": "the site does not allow what the order asks for",
+    "run": "the site is in another run",
+    "configuration": "the site agreed to another configuration",
+    "round": "the order is of an older round with other content",
+    "clients": "a client that was asked is not at the site",
+    "model": "the order's model does not fit the site's",
+    "data": "the site's data could not be read",
+    "training": "training raised an error",
+    "not_finite": "a loss or an update is not finite",
+    "examples": "a client has no examples",
+    "memory": "there was not enough memory",
+    "disk": "the site's disk is full or cannot be written to",
+    "busy": "the site is at another order",
+    "stopped": "the site is being stopped",
+    "lost": "the site's process ended without a word",
+    "other": "something that has no category",
+}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why there is no result.
+
+    Attributes:
+        category: one of `CATEGORIES`.
+        id: 16 hexadecimal digits, drawn at random, to be found in the site's log.
+
+    Example:
+        >>> Failure("training", "0123456789abcdef").sentence
+        "training raised an error; the site's log has more under 0123456789abcdef"
+    """
+
+    category: str
+    id: str = field(default_factory=lambda: secrets.token_hex(8))
+
+    def __post_init__(self) -> None:
+        check_choice("category", self.category, CATEGORIES)
+        check_hex("id", self.id, 16)
+
+    @property
+    def sentence(self) -> str:
+        """For people at the server."""
+        return f"{CATEGORIES[self.category]}; the site's log has more under {self.id}"

@@ -1,0 +1,140 @@
+"""JSON that a stranger wrote: one text for each value, no deeper and no longer than expected.
+
+Two readers of the same text must not understand it differently: a name that stands twice, NaN, or
+numbers that overflow are refused, and so is any text that `to_text` would not have written.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+MOST_DEPTH = 32
+MOST_BITS = 4096  # of a whole number
+# a string that does not end takes all that is left, so that one pass is enough
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
+_BRACKET = re.compile(r"[\[\]{}]")
+
+
+class MessageError(ValueError):
+    """An order or an answer that is not accepted, or cannot be sent: one sentence that says why."""
+
+
+def to_text(value: Any) -> str:
+    """Return the one JSON text of a value: sorted names, no spaces, ASCII.
+
+    Raises:
+        MessageError: if it is not plain JSON.
+
+    Example:
+        >>> to_text({"b": [1, None], "a": -0.0})
+        '{"a":-0.0,"b":[1,null]}'
+        >>> to_text({"rate": float("nan")})
+        Traceback (most recent call last):
+        ...
+        fl_lightning.flower.plain_json.MessageError: .rate is nan: only finite numbers can be sent
+    """
+    check_plain(value)
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def from_text(text: str) -> Any:
+    """Return the value of a text that `to_text` has written.
+
+    Raises:
+        MessageError: if it is any other text.
+    """
+    value = parse(text)
+    if to_text(value) != text:
+        raise MessageError("JSON is not in its only form: sorted names, no spaces, ASCII")
+    return value
+
+
+def parse(text: str) -> Any:
+    """Return the value of a JSON text in any form, which has no name twice and is not too deep."""
+    depth = deepest = 0
+    for bracket in _BRACKET.finditer(_STRING.sub("", text)):
+        depth += 1 if bracket[0] in "[{" else -1
+        deepest = max(deepest, depth)
+    if deepest > MOST_DEPTH:
+        raise MessageError(f"JSON is nested {deepest} deep: at most {MOST_DEPTH} are allowed")
+    try:
+        return json.loads(
+            text, object_pairs_hook=_unique, parse_constant=_no_constant, parse_int=_whole
+        )
+    except json.JSONDecodeError as error:
+        raise MessageError(f"no JSON: {error.msg} at character {error.pos}") from None
+
+
+def check_plain(value: Any, where: str = "", depth: int = 0) -> None:
+    """Refuse what is not plain JSON: None, bool, int, finite float, str, list, dict of str.
+
+    Raises:
+        MessageError: with the place.
+    """
+    kind = type(value)
+    if kind is dict or kind is list:
+        if depth >= MOST_DEPTH:
+            raise MessageError(f"{where} is nested deeper than {MOST_DEPTH}")
+        for name, inner in value.items() if kind is dict else enumerate(value):
+            if kind is dict:
+                check_string(name, f"a name in {where or 'the message'}")
+            check_plain(inner, f"{where}.{name}", depth + 1)
+    elif kind is str:
+        check_string(value, where)
+    elif kind is float and not math.isfinite(value):
+        raise MessageError(f"{where} is {value}: only finite numbers can be sent")
+    elif kind is int and value.bit_length() > MOST_BITS:
+        raise MessageError(f"{where} has more than {MOST_BITS} bits")
+    elif value is not None and kind not in (bool, int, float):
+        advice = ": give a list" if isinstance(value, tuple) else ""
+        advice = ": give a dict" if isinstance(value, Mapping) else advice
+        raise MessageError(f"{where} is of the type {kind.__name__}, which is not JSON{advice}")
+
+
+def check_string(value: Any, what: str) -> None:
+    """Refuse what is no string, or one that has no UTF-8."""
+    if type(value) is not str:
+        raise MessageError(f"{what} must be a text, got {shown(value)}")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise MessageError(f"{what} has half a surrogate pair, which has no UTF-8") from None
+
+
+def shown(value: Any) -> str:
+    """Return a value for a sentence, shortened.
+
+    Example:
+        >>> shown("a" * 100)
+        "'aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa…"
+    """
+    if type(value) is int and value.bit_length() > 200:
+        return f"a whole number of {value.bit_length()} bits"
+    if isinstance(value, dict | set | frozenset) and len(value) > 20:
+        return f"a {type(value).__name__} of {len(value)}"
+    try:
+        text = repr(value[:100] if isinstance(value, str | bytes | list | tuple) else value)
+    except ValueError:  # a whole number inside it is too long
+        return f"a {type(value).__name__}"
+    return text if len(text) <= 60 else f"{text[:59]}…"
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise MessageError("JSON has the same name twice")
+    return found
+
+
+def _no_constant(name: str) -> None:
+    raise MessageError(f"JSON has {name}: only finite numbers can be sent")
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > MOST_BITS // 3:
+        raise MessageError(f"JSON has a whole number of {len(digits)} digits")
+    return int(digits)
