@@ -140,6 +140,7 @@ _ROOMS = (
     "engines",
     "experiments",
     "federation",
+    "flower",
     "kernels",
     "models",
     "nas",

@@ -1,6 +1,32 @@
-"""The same YAML over a real network: Flower carries the bytes, sites train with a warm Trainer.
+"""Training over a real network, through Flower.
 
-What travels is in `messages` (what orders and answers say), `wire` (how they are written) and
-`plain_json`; what a site allows in `policy`, with `class_paths` (what may be built) and `layers`
-(what of a configuration is the site's own).
+What a process of Flower's imports for every message must be light: names are imported when first
+asked for (PEP 562), and those of an app need neither PyTorch nor Lightning.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fl_lightning.flower.apps import make_client_app, make_server_app
+    from fl_lightning.flower.channel import Channel, Lost
+
+__all__ = ["Channel", "Lost", "make_client_app", "make_server_app"]
+
+_HOMES = {
+    "Channel": "fl_lightning.flower.channel",
+    "Lost": "fl_lightning.flower.channel",
+    "make_client_app": "fl_lightning.flower.apps",
+    "make_server_app": "fl_lightning.flower.apps",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,40 +1,56 @@
-"""STUB until the real one lands."""
+"""How the server reaches its sites: orders and answers as bytes, whatever carries them."""
 
 from __future__ import annotations
-import queue, threading
-from collections.abc import Callable, Mapping
+
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol, get_args
+
+Category = Literal[
+    "not there",
+    "busy with an earlier order",
+    "no answer in time",
+    "its process died",
+    "its process is silent",
+    "its process failed",
+    "its app failed",
+    "the network lost the message",
+]
+CATEGORIES: tuple[str, ...] = get_args(Category)
 
 
 @dataclass(frozen=True)
 class Lost:
-    category: str
+    """An order that a site will not answer.
+
+    Attributes:
+        category: why.
+
+    Example:
+        >>> Lost("not there").category
+        'not there'
+    """
+
+    category: Category
 
 
 class Channel(Protocol):
-    def sites(self) -> list[str]: ...
-    def send(self, site: str, message: bytes, ttl: float) -> None: ...
-    def receive(self, seconds: float) -> list[tuple[str, bytes | Lost]]: ...
+    """The way to the sites.
 
-
-class DirectChannel:
-    """To sites in this process, a thread each; for tests."""
-
-    def __init__(self, handlers: Mapping[str, Callable[[bytes], bytes]]) -> None:
-        self._handlers = dict(handlers)
-        self._answers: queue.SimpleQueue = queue.SimpleQueue()
+    Every order that is sent has exactly one outcome, an answer or a `Lost`. A site has one order at a
+    time: until it is known to be free again, it is not among `sites`, and what is sent to it is lost.
+    """
 
     def sites(self) -> list[str]:
-        return sorted(self._handlers)
+        """Return the names of the sites that are there now and could take an order."""
 
     def send(self, site: str, message: bytes, ttl: float) -> None:
-        threading.Thread(
-            target=lambda: self._answers.put((site, self._handlers[site](message))), daemon=True
-        ).start()
+        """Send an order; what becomes of it, `receive` says.
 
-    def receive(self, seconds: float):
-        try:
-            return [self._answers.get(timeout=seconds)]
-        except queue.Empty:
-            return []
+        Args:
+            site: its name.
+            message: the order.
+            ttl: seconds after which its answer is of no use.
+        """
+
+    def receive(self, seconds: float) -> list[tuple[str, bytes | Lost]]:
+        """Return what has become of orders, site by site, after at most so many seconds."""

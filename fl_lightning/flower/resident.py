@@ -1,0 +1,282 @@
+"""A site's resident process: it keeps a model warm between the orders that reach it over a Unix socket.
+
+Flower starts a process for every message, which could import PyTorch and build the model each time.
+This one does so once. It works on one order at a time, says every two seconds that it lives, and
+answers an order that comes again with the same bytes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn, TextIO
+
+from fl_lightning.core.errors import ConfigurationError, Interrupted
+from fl_lightning.flower.frames import (
+    ANSWER,
+    BUSY,
+    HEARTBEAT,
+    LARGEST,
+    LOST,
+    ORDER,
+    STATUS,
+    bind_socket,
+    check_socket_path,
+    receive_frame,
+    send_frame,
+)
+
+Handler = Callable[[bytes], bytes]
+
+log = logging.getLogger(__name__)
+_POLL_SECONDS = 1.0
+
+
+@dataclass(eq=False)
+class _Job:
+    """An order on its way to its answer.
+
+    Attributes:
+        order: its bytes.
+        digest: their sha256.
+        askers: how many wait for the answer; without any, work on it does not begin.
+        done: set when there is an answer, or none will come.
+        answer: None if none will come.
+    """
+
+    order: bytes
+    digest: str
+    askers: int = 0
+    done: threading.Event = field(default_factory=threading.Event)
+    answer: bytes | None = None
+
+
+class Resident:
+    """Listens at a socket, in threads of its own, and has a handler answer orders, one at a time.
+
+    Args:
+        path: of the socket.
+        largest: bytes of an order.
+    """
+
+    def __init__(self, path: Path, *, largest: int = LARGEST) -> None:
+        self._path, self._largest = path, largest
+        self._lock = threading.Lock()
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._open: dict[str, _Job] = {}  # waiting or in work, by digest
+        self._last: _Job | None = None
+        self._state, self._since, self._order = "starting", time.time(), ""
+        self._is_closed = threading.Event()
+        self._owned = _own(path)
+        self._listening = bind_socket(path)
+        self._listening.settimeout(_POLL_SECONDS)  # so that the thread sees the end
+        threading.Thread(target=self._accept, daemon=True, name="accept").start()
+
+    def begin(self, handler: Handler) -> None:
+        """Have orders answered, those that are waiting first.
+
+        Args:
+            handler: answers an order; what it raises is logged, and the asker learns that it failed.
+        """
+        self._set("idle")
+        threading.Thread(target=self._work, args=[handler], daemon=True, name="work").start()
+
+    def close(self) -> None:
+        """Listen no longer; work that has begun is left alone."""
+        self._is_closed.set()
+        self._jobs.put(None)
+        self._listening.close()
+        self._path.unlink(missing_ok=True)
+        self._owned.close()
+
+    def _set(self, state: str, order: str = "") -> None:
+        self._state, self._since, self._order = state, time.time(), order
+
+    def _status(self) -> bytes:
+        told = {
+            "state": self._state,
+            "since": self._since,
+            "order": self._order,
+            "pid": os.getpid(),
+            "waiting": len(self._open),
+        }
+        return json.dumps(told).encode()
+
+    def _accept(self) -> None:
+        while not self._is_closed.is_set():
+            try:
+                connection, _ = self._listening.accept()
+            except TimeoutError:
+                continue
+            except OSError:  # closed
+                return
+            threading.Thread(target=self._serve, args=[connection], daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        """Answer one asker."""
+        with connection:
+            try:
+                kind, content = receive_frame(connection, self._largest)
+                if kind == STATUS:
+                    send_frame(connection, STATUS, self._status())
+                elif kind == ORDER:
+                    self._answer(connection, content)
+            except OSError as error:
+                log.warning("an asker is gone: %s", error)
+
+    def _answer(self, connection: socket.socket, order: bytes) -> None:
+        job = self._job(order)
+        try:
+            while not job.done.wait(HEARTBEAT):
+                send_frame(connection, BUSY)
+        finally:
+            with self._lock:
+                job.askers -= 1
+        if job.answer is None:
+            send_frame(connection, LOST, b"its process failed")
+        else:
+            send_frame(connection, ANSWER, job.answer)
+
+    def _job(self, order: bytes) -> _Job:
+        """Return the work on an order, which may have begun or be done."""
+        digest = hashlib.sha256(order).hexdigest()
+        with self._lock:
+            if self._last is not None and self._last.digest == digest:
+                job = self._last
+                log.info("order %s came again: the same answer", digest[:16])
+            else:
+                job = self._open.get(digest) or _Job(order, digest)
+            job.askers += 1
+            if digest not in self._open and job is not self._last:
+                self._open[digest] = job
+                self._jobs.put(job)
+        return job
+
+    def _work(self, handler: Handler) -> None:
+        while (job := self._jobs.get()) is not None:
+            with self._lock:
+                if job.askers == 0:
+                    del self._open[job.digest]
+                    log.info("order %s: nobody waits for it any more", job.digest[:16])
+                    continue
+            self._set("busy", job.digest)
+            begun = time.monotonic()
+            try:
+                job.answer = handler(job.order)
+            except BaseException:  # whatever it says may hold data: the log has it, nobody else
+                log.exception("order %s: the handler failed", job.digest[:16])
+            took = time.monotonic() - begun
+            log.info("order %s: %.1f s", job.digest[:16], took)
+            with self._lock:
+                del self._open[job.digest]
+                self._last = job if job.answer is not None else None
+            job.order = b""
+            self._set("idle")
+            job.done.set()
+
+
+def serve(
+    path: Path,
+    make_handler: Callable[[], Handler],
+    *,
+    meanwhile: Callable[[], None] | None = None,
+    largest: int = LARGEST,
+) -> None:
+    """Answer orders until SIGTERM or Ctrl-C.
+
+    Args:
+        path: of the socket.
+        make_handler: called once, while askers are told to wait.
+        meanwhile: what the main thread does while another one handles orders; it waits if None. When
+            it returns, all ends.
+        largest: bytes of an order.
+
+    Raises:
+        ConfigurationError: if the socket cannot be there, or another process has it.
+    """
+    with _raising_at_signals():
+        resident = Resident(path, largest=largest)
+        try:
+            handler = make_handler()
+            resident.begin(handler)
+            log.info("ready at %s, process %d", path, os.getpid())
+            (meanwhile or threading.Event().wait)()
+        except Interrupted as stop:
+            log.info("%s", stop)
+        finally:
+            resident.close()
+
+
+def _own(path: Path) -> TextIO:
+    """Return an open file which says that this process has a socket; the system closes it at its end."""
+    check_socket_path(path)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    file = path.with_name(f"{path.name}.lock").open("a")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise ConfigurationError(
+            f"socket: another process serves {path}: end it, or give this site another socket"
+        ) from None
+    return file
+
+
+@contextmanager
+def _raising_at_signals() -> Iterator[None]:
+    def stop(signum: int, frame: FrameType | None) -> NoReturn:
+        raise Interrupted(signum)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {s: signal.signal(s, stop) for s in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def log_to(file: Path) -> None:
+    """Have the package's messages written to a file, as ``timestamp | level | message``.
+
+    Args:
+        file: grows; its folder is made if it is not there.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(file)
+    handler.setFormatter(logging.Formatter("%(asctime)s | %(levelname)s | %(message)s"))
+    logger = logging.getLogger("fl_lightning")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+
+
+def main(words: Sequence[str]) -> None:
+    """Call the function that a resident process consists of, such as one that calls `serve`.
+
+    Args:
+        words: where it is, ``module:function``, and its arguments.
+    """
+    module, _, name = words[0].partition(":")
+    function: Any = getattr(import_module(module), name)
+    function(*words[1:])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

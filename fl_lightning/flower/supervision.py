@@ -1,0 +1,223 @@
+"""Programs that are kept running: what ends is started again, what hangs is ended, none is left over."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO, Self
+
+from fl_lightning.core.errors import ConfigurationError
+
+_GRACE = 10.0
+_POLL_SECONDS = 0.1
+_LONGEST_PAUSE, _LONG_LIFE = 30.0, 60.0
+_MOST_WORDS = 20_000
+# A program ends with the one that started it, however that ends: PR_SET_PDEATHSIG, which Linux has
+_TIED = (
+    "import ctypes, os, sys\n"
+    "if sys.platform == 'linux': ctypes.CDLL(None).prctl(1, 15, 0, 0, 0)\n"
+    "if os.getppid() == int(sys.argv[1]): os.execvp(sys.argv[2], sys.argv[2:])\n"
+)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A program's end.
+
+    Attributes:
+        code: its exit code; minus the signal that ended it.
+        words: what it wrote since its start, at most the last 20 kB.
+        times: how often it has ended in a row; one that has run for a minute begins anew.
+    """
+
+    code: int
+    words: str
+    times: int
+
+
+def backoff(ended: Ended) -> float:
+    """Return the seconds until a program is started again: 1, 2, 4, up to 30.
+
+    Args:
+        ended: how it has ended.
+
+    Example:
+        >>> [backoff(Ended(1, "", times)) for times in (1, 2, 3, 9)]
+        [1.0, 2.0, 4.0, 30.0]
+    """
+    return min(_LONGEST_PAUSE, 2.0 ** (ended.times - 1))
+
+
+@dataclass
+class Program:
+    """A program to keep running.
+
+    Attributes:
+        name: for people.
+        command: its words.
+        log: the file that its output is added to.
+        environment: variables besides those of this process.
+        again: seconds until it is started again after an end; may raise, to give up.
+    """
+
+    name: str
+    command: Sequence[str]
+    log: Path
+    environment: Mapping[str, str] = field(default_factory=dict)
+    again: Callable[[Ended], float] = backoff
+
+
+class _Running:
+    """A program and its present process."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.process: subprocess.Popen[bytes] | None = None
+        self._next, self._times = 0.0, 0
+
+    def look(self) -> None:
+        """Start the program if it is time to; see whether it has ended."""
+        if self.process is None:
+            if time.monotonic() >= self._next:
+                self._start()
+        elif (code := self.process.poll()) is not None:
+            self._end_group()
+            self.process = None
+            lived = time.monotonic() - self._started
+            self._times = 1 if lived > _LONG_LIFE else self._times + 1
+            pause = self.program.again(Ended(code, self.words(), self._times))
+            self._note(f"ended with code {code} after {lived:.0f} s; again in {pause:g} s")
+            self._next = time.monotonic() + pause
+
+    def words(self) -> str:
+        """Return what it wrote since its start."""
+        with self.program.log.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(self._from, size - _MOST_WORDS))
+            return file.read().decode(errors="replace")
+
+    def ask_to_end(self) -> None:
+        """Send SIGTERM."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.terminate()
+
+    def end(self, until: float) -> None:
+        """Wait for its end; after some time, have the system end it and what it has started."""
+        if self.process is None:
+            return
+        try:
+            self.process.wait(max(0.0, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self._note("does not end: killed")
+        self._end_group()
+        self.process.wait()
+        self.process = None
+
+    def _start(self) -> None:
+        program = self.program
+        program.log.parent.mkdir(parents=True, exist_ok=True)
+        with program.log.open("ab") as log:
+            self._from = log.tell()
+            self.process = _started(program, log)
+        self._started = time.monotonic()
+
+    def _end_group(self) -> None:
+        assert self.process is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def _note(self, words: str) -> None:
+        now = time.strftime("%Y-%m-%d %H:%M:%S")
+        with self.program.log.open("a") as log:
+            log.write(f"{now} | WARNING | {self.program.name} {words}\n")
+
+
+def _started(program: Program, log: BinaryIO) -> subprocess.Popen[bytes]:
+    tied = [sys.executable, "-c", _TIED, str(os.getpid()), *program.command]
+    return subprocess.Popen(
+        tied,
+        env={**os.environ, **program.environment},
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
+    )
+
+
+class Supervisor:
+    """Keeps programs running inside a ``with`` block, and ends them at its end, the last one first.
+
+    Args:
+        programs: in the order of their start.
+    """
+
+    def __init__(self, programs: Sequence[Program] = ()) -> None:
+        self._running: list[_Running] = []
+        self._first = programs
+
+    def __enter__(self) -> Self:
+        for program in self._first:
+            self.add(program)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        running = self._running[::-1]
+        for one in running:
+            one.ask_to_end()
+        until = time.monotonic() + _GRACE
+        for one in running:
+            one.end(until)
+
+    def add(self, program: Program) -> None:
+        """Start one more.
+
+        Args:
+            program: to keep running from now on.
+        """
+        running = _Running(program)
+        self._running.append(running)
+        running.look()
+
+    def watch(self, is_over: Callable[[], bool], seconds: float = float("inf")) -> bool:
+        """Keep all running until something is over; return whether it is, or the time is up.
+
+        Args:
+            is_over: asked often.
+            seconds: at most.
+        """
+        until = time.monotonic() + seconds
+        while not (over := is_over()) and time.monotonic() < until:
+            self.look()
+            time.sleep(_POLL_SECONDS)
+        return over
+
+    def look(self) -> None:
+        """Start again what has ended, if it is time to."""
+        for one in self._running:
+            one.look()
+
+    def process(self, name: str) -> int | None:
+        """Return a program's process id, None while there is none.
+
+        Args:
+            name: of the program.
+        """
+        found = next((one for one in self._running if one.program.name == name), None)
+        if found is None:
+            raise ConfigurationError(f"there is no program {name}")
+        return None if found.process is None else found.process.pid
+
+    def words(self, name: str) -> str:
+        """Return what a program wrote since its last start.
+
+        Args:
+            name: of the program.
+        """
+        return next(one for one in self._running if one.program.name == name).words()
