@@ -110,10 +110,7 @@ def run_server(
                     run=counted.run,
                     configuration=digest,
                     round=0,
-                    clients=(),
-                    counted={},
                     options={"configuration": configuration},
-                    tensors={},
                 ),
                 wanted,
             )
@@ -135,9 +132,8 @@ def run_server(
                 drop_last=first["drop_last"],
             )
             super().fit(model, **kwargs)
-            stop = partial(Order, kind="stop", run=counted.run, configuration=digest, round=0)
-            none: dict[str, Any] = {"clients": (), "counted": {}, "options": {}, "tensors": {}}
-            for _ in correspondence.ask({site: stop(**none) for site in told}):
+            stop = Order(kind="stop", run=counted.run, configuration=digest, round=0)
+            for _ in correspondence.ask(dict.fromkeys(told, stop)):
                 pass
             found.append(self.trainer)
 

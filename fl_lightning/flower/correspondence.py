@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.flower.channel import Channel, Lost
-from fl_lightning.flower.messages import Answer, MessageError, Order
+from fl_lightning.flower.messages import Answer, MessageError, Order, digest
 
 _POLL_SECONDS = 1.0
 
@@ -56,49 +55,36 @@ class Correspondence:
         A site that does not answer in time, or whose answer is not one, has no answer.
         """
         contents = {site: order.to_bytes() for site, order in orders.items()}
-        digests = {site: hashlib.sha256(c).hexdigest() for site, c in contents.items()}
+        waiting = {site: digest(content) for site, content in contents.items()}
         for site, content in contents.items():
             self._channel.send(site, content, self._deadline)
-        waiting, until = dict(digests), time.monotonic() + self._deadline
+        until = time.monotonic() + self._deadline
         while waiting and (left := until - time.monotonic()) > 0:
-            for site, content in self._channel.receive(min(left, _POLL_SECONDS)):
-                if site not in waiting:
-                    continue  # late, or twice
-                reply = self._read(site, content, orders[site], digests[site])
-                if reply is not None:
-                    del waiting[site]
-                    size = 0 if isinstance(content, Lost) else len(content)
-                    yield Reply(site, *reply, bytes_up=size, bytes_down=len(contents[site]))
+            for site, came in self._channel.receive(min(left, _POLL_SECONDS)):
+                if site in waiting:  # else it is late
+                    read = self._read(site, came, orders[site], waiting.pop(site))
+                    size = 0 if isinstance(came, Lost) else len(came)
+                    yield Reply(site, *read, bytes_up=size, bytes_down=len(contents[site]))
         for site in waiting:
             reason = f"it did not answer within {self._deadline:g} s"
             yield Reply(site, None, reason, bytes_down=len(contents[site]))
 
     def _read(
-        self, site: str, content: bytes | Lost, order: Order, digest: str
-    ) -> tuple[Answer | None, str] | None:
-        """Return an answer, or why there is none; None for what answers another order."""
+        self, site: str, content: bytes | Lost, order: Order, name: str
+    ) -> tuple[Answer | None, str]:
+        """Return an answer, or why there is none."""
         if isinstance(content, Lost):
             return None, content.category
         try:
             answer = Answer.from_bytes(content, limit=self._largest)
+            answer.check_answers(order, name)
         except MessageError as error:
             return None, f"its answer is not one: {error}"
-        if answer.order != digest:
-            return None if answer.failure is None else (None, _said(answer))
+        if answer.site != site:
+            return None, f"its answer says that it is {answer.site}"
         if answer.failure is not None:
-            return None, _said(answer)
-        if (answer.run, answer.round, answer.kind) != (order.run, order.round, order.kind):
-            return None, "its answer is of another round"
-        if set(found := [client.client for client in answer.clients]) - set(order.clients) or len(
-            found
-        ) > len(set(found)):
-            return None, "its answer is of clients who were not asked"
+            return None, answer.failure.sentence
         return answer, ""
-
-
-def _said(answer: Answer) -> str:
-    assert answer.failure is not None
-    return f"{answer.failure.category} (its log says more under {answer.failure.id})"
 
 
 def greet(

@@ -6,9 +6,11 @@ and an id, under which the site's own log has the exception.
 
 from __future__ import annotations
 
+import errno
 import secrets
 from dataclasses import dataclass, field
 
+from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.flower.fields import check_choice, check_hex
 
 CATEGORIES = {
@@ -21,6 +23,7 @@ CATEGORIES = {
     "round": "the order is of an older round with other content",
     "clients": "a client that was asked is not at the site",
     "model": "the order's model does not fit the site's",
+    "setup": "the site cannot run this configuration",
     "data": "the site's data could not be read",
     "training": "training raised an error",
     "not_finite": "a loss or an update is not finite",
@@ -58,3 +61,34 @@ class Failure:
     def sentence(self) -> str:
         """For people at the server."""
         return f"{CATEGORIES[self.category]}; the site's log has more under {self.id}"
+
+
+class Refused(Exception):  # noqa: N818 - an order was refused, nothing broke
+    """A site does not follow an order.
+
+    Args:
+        category: one of `CATEGORIES`; all that leaves the site.
+        reason: for the site's log.
+    """
+
+    def __init__(self, category: str, reason: str) -> None:
+        super().__init__(reason)
+        self.category = category
+
+
+def category_of(error: BaseException) -> str:
+    """Return what may be said of an error outside of the site.
+
+    Example:
+        >>> category_of(MemoryError()), category_of(OSError(28, "no space left on device"))
+        ('memory', 'disk')
+    """
+    if isinstance(error, Refused):
+        return error.category
+    if isinstance(error, MemoryError):
+        return "memory"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        return "disk"
+    if isinstance(error, (ConfigurationError, SystemExit)):
+        return "setup"
+    return "other"

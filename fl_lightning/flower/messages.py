@@ -63,7 +63,7 @@ class Order:
         counted: by client, the last round in which its answer counted, -1 for none. All clients
             that are to train are in it: a site takes back what they remember of later rounds.
         options: of the optimizer and of stages, plain JSON.
-        tensors: ``params``, ``buffers``, ``stage/<key>/<name>``, on the CPU.
+        tensors: ``model`` (bytes as uint8, see `Packing.model`), ``stage/<key>/<name>``; on the CPU.
 
     Raises:
         MessageError: for values out of range.
@@ -93,9 +93,9 @@ class Order:
         check_options(self.options)
         check_names("tensors", self.tensors)
         for name in self.tensors:
-            if name not in ("params", "buffers") and not is_stage_tensor(name):
+            if name != "model" and not is_stage_tensor(name):
                 raise MessageError(
-                    f"tensors of an order are params, buffers, stage/<key>/<name>, not {shown(name)}"
+                    f"tensors of an order are model and stage/<key>/<name>, not {shown(name)}"
                 )
         if self.kind == "train":
             _check_training(self.clients, self.counted)

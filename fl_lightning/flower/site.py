@@ -10,17 +10,15 @@ wrong here, the server gets a category and an id; this site's log has the rest.
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
-from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.flower.desk import Desk, Done
-from fl_lightning.flower.messages import Answer, Failure, MessageError, Order
+from fl_lightning.flower.failures import Failure, Refused, category_of
+from fl_lightning.flower.messages import Answer, MessageError, Order, digest
 from fl_lightning.flower.site_memory import SiteMemory
 
 log = logging.getLogger(__name__)
@@ -83,73 +81,58 @@ class Site:
 
     def close(self) -> None:
         """End the present fit, and `serve`."""
-        if self._desk is not None:
-            self._desk.close()
+        self._stop()
         self._fits.put(None)
 
     def handle(self, content: bytes) -> bytes:
         """Return the answer to an order."""
-        digest = hashlib.sha256(content).hexdigest()
-        if digest == self._last[0]:
+        name = digest(content)
+        if name == self._last[0]:
             return self._last[1]
         try:
             order = Order.from_bytes(content, limit=self._largest)
         except MessageError as error:
-            return self._failed("hello", "", 0, digest, "not understood", error)
+            failure = _logged("message", error)
+            return Answer.refusal(content, site=self._name, failure=failure).to_bytes()
         try:
-            answer = self._follow(order, digest)
-        except Exception as error:  # whatever it says may hold data
-            category = "refused" if isinstance(error, ConfigurationError) else "error"
-            return self._failed(order.kind, order.run, order.round, digest, category, error)
-        told = answer.to_bytes()
-        if order.kind == "train":
-            self._keep(order, digest, told)
-        return told
+            answer = self._follow(order, name).to_bytes()
+            if order.kind == "train":
+                self._keep(order, name, answer)
+        except Exception as error:  # noqa: BLE001 - whatever it says may hold data
+            failure = _logged(category_of(error), error)
+            return self._answer(order, name, failure=failure).to_bytes()
+        return answer
 
-    def _failed(
-        self, kind: Any, run: str, number: int, digest: str, category: str, error: Exception
-    ) -> bytes:
-        id_ = secrets.token_hex(8)
-        log.error("failure %s, %s", id_, category, exc_info=error)
-        answer = Answer(
-            kind=kind,
-            run=run,
-            round=number,
-            site=self._name,
-            order=digest,
-            failure=Failure(category=category, id=id_),
-        )
-        return answer.to_bytes()
-
-    def _follow(self, order: Order, digest: str) -> Answer:
+    def _follow(self, order: Order, name: str) -> Answer:
         if order.kind == "hello":
-            return self._told(order, digest, options=self._hello(order))
-        if (order.run, order.configuration) != (self._run, self._configuration):
-            raise ConfigurationError(
-                f"the order is of run {order.run} with another configuration than this site agreed to"
-            )
+            return self._answer(order, name, options=self._hello(order))
+        if order.run != self._run:
+            raise Refused("run", f"the order is of run {order.run}, this site is in {self._run}")
+        if order.configuration != self._configuration:
+            raise Refused("configuration", f"the order has {order.configuration}")
         if order.kind == "stop":
-            if self._desk is not None:
-                self._desk.close()
-            self._desk = None
-            return self._told(order, digest)
+            self._stop()
+            return self._answer(order, name)
+        if order.kind != "train":
+            raise Refused("policy", f"this site follows no order of kind {order.kind}")
         if order.round <= self._round:
-            raise ConfigurationError(
-                f"the order is of round {order.round} with other content, and this site has answered "
-                f"round {self._round}"
+            raise Refused(
+                "round",
+                f"this site has answered round {self._round}, not this order of {order.round}",
             )
         done = self._asked(order)
         for failure in done.failures:
             log.warning("round %d, %s", order.round, failure, exc_info=failure.__cause__)
-        return self._told(order, digest, done=done)
+        return self._answer(order, name, done=done)
 
-    def _told(
+    def _answer(
         self,
         order: Order,
-        digest: str,
+        name: str,
         *,
         options: Mapping[str, Any] | None = None,
         done: Done | None = None,
+        failure: Failure | None = None,
     ) -> Answer:
         done = done or Done()
         return Answer(
@@ -157,10 +140,11 @@ class Site:
             run=order.run,
             round=order.round,
             site=self._name,
-            order=digest,
+            order=name,
             clients=tuple(done.answers),
             options=options or {},
             tensors=done.tensors or {},
+            failure=failure,
         )
 
     def _hello(self, order: Order) -> Mapping[str, Any]:
@@ -168,17 +152,14 @@ class Site:
         same = (self._run, self._configuration) == (order.run, order.configuration)
         if not (same and self._desk is not None):
             text = str(order.options["configuration"])
-            if hashlib.sha256(text.encode()).hexdigest() != order.configuration:
-                raise ConfigurationError(
-                    "the configuration is not the one of which it is said to be"
-                )
+            if digest(text.encode()) != order.configuration:
+                raise Refused("configuration", "its text is not the one of which it has the hash")
             self._check(text)
             self._start(order, text)
         return self._facts
 
     def _start(self, order: Order, configuration: str) -> None:
-        if self._desk is not None:
-            self._desk.close()
+        self._stop()
         self._run, self._configuration, self._desk = order.run, order.configuration, Desk()
         folder = self._folder / order.run
         self._recall(folder)
@@ -191,20 +172,25 @@ class Site:
 
     def _asked(self, order: Order) -> Done:
         if self._desk is None:
-            raise ConfigurationError("the run has ended at this site: say hello again")
+            raise Refused("stopped", "the run has ended at this site: say hello again")
         done = self._desk.ask(order)
         if done.error is not None:
             self._desk = None
             raise done.error
         return done
 
-    def _keep(self, order: Order, digest: str, answer: bytes) -> None:
+    def _stop(self) -> None:
+        if self._desk is not None:
+            self._desk.close()
+        self._desk = None
+
+    def _keep(self, order: Order, name: str, answer: bytes) -> None:
         """Write down an answer, so that it is the same also after this process was killed."""
-        self._round, self._last = order.round, (digest, answer)
+        self._round, self._last = order.round, (name, answer)
         file = self._folder / order.run / "answer"
         file.parent.mkdir(parents=True, exist_ok=True)
         partial = file.with_suffix(".part")
-        partial.write_bytes(f"{order.round} {digest}\n".encode() + answer)
+        partial.write_bytes(f"{order.round} {name}\n".encode() + answer)
         partial.replace(file)
 
     def _recall(self, folder: Path) -> None:
@@ -213,5 +199,12 @@ class Site:
         file = folder / "answer"
         if file.exists():
             head, _, answer = file.read_bytes().partition(b"\n")
-            number, digest = head.decode().split()
-            self._round, self._last = int(number), (digest, answer)
+            number, name = head.decode().split()
+            self._round, self._last = int(number), (name, answer)
+
+
+def _logged(category: str, error: BaseException) -> Failure:
+    """Return what the server gets to know of an error; all of it goes to this site's log."""
+    failure = Failure(category)
+    log.error("failure %s, %s", failure.id, category, exc_info=error)
+    return failure

@@ -136,7 +136,9 @@ class SiteRounds:
 
 def _category(failure: ClientFailure) -> str:
     """Return what may be said of a failure: its text can hold data."""
-    return "not usable" if failure.__cause__ is None else "error"
+    if failure.__cause__ is not None:
+        return "memory" if isinstance(failure.__cause__, MemoryError) else "training"
+    return "examples" if "no local step" in failure.reason else "not_finite"
 
 
 def _of_stage(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -24,6 +24,7 @@ from fl_lightning.federation.stage import Sent, Stage, Stages, Start
 from fl_lightning.federation.stages.transport import Transport
 from fl_lightning.federation.training import Taker, Training
 from fl_lightning.flower.correspondence import Correspondence, Reply
+from fl_lightning.flower.failures import CATEGORIES
 from fl_lightning.flower.messages import ClientAnswer, Order
 from fl_lightning.flower.packing import Packing
 from fl_lightning.flower.site_rounds import options_of
@@ -68,16 +69,22 @@ class _Came(NamedTuple):
     """What has come from a client.
 
     Attributes:
-        answer: its.
+        answer: its; None if there is none.
+        reason: why not.
         tensors: that go with it.
         bytes_up: its part of its site's answer.
         bytes_down: its part of its site's order.
     """
 
-    answer: ClientAnswer
+    answer: ClientAnswer | None
+    reason: str
     tensors: Mapping[str, Tensor]
     bytes_up: int
     bytes_down: int
+
+
+class _Unusable(Exception):  # noqa: N818
+    """A client has no update that can be used; the message says why."""
 
 
 class Sites(Training):
@@ -132,7 +139,8 @@ class Sites(Training):
         for reply in self._correspondence.ask(orders):
             came |= _by_client(reply, orders[reply.site])
             while place < len(clients) and clients[place] in came:
-                self._hand_on(came.pop(clients[place]), start, packing, taker)
+                client = clients[place]
+                self._hand_on(client, came.pop(client), start, packing, taker)
                 place += 1
 
     def _orders(self, clients: list[int], start: Start, packing: Packing) -> dict[str, Order]:
@@ -165,25 +173,25 @@ class Sites(Training):
             for site, some in by_site.items()
         }
 
-    def _hand_on(self, came: _Came, start: Start, packing: Packing, taker: Taker) -> None:
-        answer = came.answer
-        site = self._site_of[answer.client]
-        if answer.failure is not None:
-            taker.skip(ClientFailure(answer.client, f"at site {site}: {answer.failure}"))
+    def _hand_on(
+        self, client: int, came: _Came, start: Start, packing: Packing, taker: Taker
+    ) -> None:
+        try:
+            if came.answer is None:
+                raise _Unusable(came.reason)
+            if came.answer.failure is not None:
+                raise _Unusable(CATEGORIES[came.answer.failure])
+            sent = self._sent(came.answer, came, packing)
+        except (_Unusable, DecodeError, ValueError, KeyError) as error:
+            taker.skip(ClientFailure(client, f"at site {self._site_of[client]}: {error}"))
         else:
-            try:
-                sent = self._sent(came, packing)
-            except (DecodeError, ValueError, KeyError) as error:
-                reason = f"at site {site}: its update is not one: {error}"
-                taker.skip(ClientFailure(answer.client, reason))
-            else:
-                for piece in self._ours.onward(sent, start):
-                    taker.take(piece)
-        taker.finish([answer.client], came.bytes_down)
+            for piece in self._ours.onward(sent, start):
+                taker.take(piece)
+        taker.finish([client], came.bytes_down)
 
-    def _sent(self, came: _Came, packing: Packing) -> Sent:
+    def _sent(self, answer: ClientAnswer, came: _Came, packing: Packing) -> Sent:
         """Return a client's update as `Transport` would have handed it on."""
-        answer, number = came.answer, self._run.round_index
+        number = self._run.round_index
         opened = packing.opened_update(came.tensors["payload"], answer.client, number)
         update = ClientUpdate(
             client_id=answer.client,
@@ -217,23 +225,19 @@ def _fields(update: ClientUpdate) -> dict[str, Any]:
 
 def _by_client(reply: Reply, order: Order) -> dict[int, _Came]:
     """Return what has come from each client of an order."""
-    answers: dict[int, ClientAnswer] = {}
-    tensors: Mapping[str, Tensor] = {}
-    if reply.answer is not None:
-        answers = {answer.client: answer for answer in reply.answer.clients}
-        tensors = reply.answer.tensors
-    count = max(1, len(order.clients))
-    missing = reply.reason or "no answer for it"
+    answers = {} if reply.answer is None else reply.answer.by_client
+    tensors = {} if reply.answer is None else reply.answer.tensors
     return {
         client: _Came(
-            answers.get(client) or ClientAnswer(client=client, failure=missing),
+            answers.get(client),
+            reply.reason or "its site's answer has nothing of it",
             {
                 name.removeprefix(f"{client}/"): tensor
                 for name, tensor in tensors.items()
                 if name.startswith(f"{client}/")
             },
-            reply.bytes_up // count,
-            reply.bytes_down // count,
+            reply.bytes_up // len(order.clients),
+            reply.bytes_down // len(order.clients),
         )
         for client in order.clients
     }
