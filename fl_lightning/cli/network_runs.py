@@ -15,10 +15,11 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.federation.federation import Federation
 from fl_lightning.flower.at_site import AtSite
 from fl_lightning.flower.checks import check_over_network
-from fl_lightning.flower.correspondence import Correspondence, greet
+from fl_lightning.flower.correspondence import Correspondence
 from fl_lightning.flower.elsewhere import DataElsewhere
 from fl_lightning.flower.messages import Order
-from fl_lightning.flower.site import Fit
+from fl_lightning.flower.resident import serve
+from fl_lightning.flower.site import Fit, Site
 from fl_lightning.flower.sites import Counted, Sites
 
 # what a site's Trainer has nothing to do with
@@ -80,6 +81,26 @@ def run_site(fit: Fit, own: Sequence[str], places: Mapping[int, int]) -> None:
         run_lightning(["fit", f"--config={file}", *own, *_SITE_WORDS], cli=SiteCLI, callback=None)
 
 
+def serve_site(
+    name: str, socket: Path, folder: Path, places: Mapping[int, int], own: Sequence[str] = ()
+) -> None:
+    """Be a site's resident process: answer orders until told to end.
+
+    Args:
+        name: of the site.
+        socket: where orders come in.
+        folder: for what it keeps.
+        places: by client of the federation, which client of the site's data it is.
+        own: words of the site's own layer.
+    """
+    site = Site(name, folder)
+    serve(
+        socket,
+        lambda: site.handle,
+        meanwhile=lambda: site.serve(lambda fit: run_site(fit, own, places)),
+    )
+
+
 def run_server(
     configuration: str, words: Sequence[str], correspondence: Correspondence, *, wanted: int
 ) -> Any:
@@ -103,17 +124,14 @@ def run_server(
             federation = next(c for c in callbacks if isinstance(c, Federation))
             check_over_network(self.trainer, self.datamodule, federation)
             counted = Counted(_run_of(kwargs.get("ckpt_path")))
-            told = greet(
-                correspondence,
-                lambda site: Order(
-                    kind="hello",
-                    run=counted.run,
-                    configuration=digest,
-                    round=0,
-                    options={"configuration": configuration},
-                ),
-                wanted,
+            hello = Order(
+                kind="hello",
+                run=counted.run,
+                configuration=digest,
+                round=0,
+                options={"configuration": configuration},
             )
+            told = correspondence.greet(hello, wanted)
             site_of, sizes = _members({site: answer.options for site, answer in told.items()})
             first = next(iter(told.values())).options
             federation.clients_side = partial(

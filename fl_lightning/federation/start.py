@@ -93,7 +93,7 @@ def begin(
     raise_together(
         lambda: check_set_up(trainer),
         lambda: check_several(trainer, options.aggregator),
-        lambda: check_data_fits(trainer),
+        lambda: None if options.clients_side else check_data_fits(trainer),  # at sites
     )
     for config in trainer.lr_scheduler_configs:
         config.interval = "epoch"  # a step is a round, however many groups of clients it has

@@ -12,10 +12,13 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import ConfigurationError, raise_together
 from fl_lightning.core.seeds import derive_seed, seed_global_generators
 from fl_lightning.data.cohorts.cohort import AllClients
 from fl_lightning.federation.calendar import Calendar
+from fl_lightning.federation.checks.by_hand import check_several
+from fl_lightning.federation.checks.compatibility import check_set_up
+from fl_lightning.federation.checks.first_look import check_data_fits
 from fl_lightning.federation.loop import set_round
 from fl_lightning.federation.options import Options
 from fl_lightning.federation.run import Run
@@ -55,8 +58,13 @@ class AtSite(Callback):
                 "trainer.precision: 16-mixed has a loss scale that all clients share, which sites do "
                 "not exchange: use bf16-mixed or 32-true"
             )
-        trainer.strategy.lr_scheduler_configs.clear()  # rates come with orders
         options, calendar = self._options, self._calendar
+        raise_together(
+            lambda: check_set_up(trainer),
+            lambda: check_several(trainer, options.aggregator),
+            lambda: check_data_fits(trainer),
+        )
+        trainer.strategy.lr_scheduler_configs.clear()  # rates come with orders
         run = Run.of(trainer, options, calendar)
         aggregator = run_aggregator(trainer, options.aggregator, None)
         self._rounds = SiteRounds(run, stages_of(run, aggregator, calendar.time, None))

@@ -20,7 +20,8 @@ def check_over_network(trainer: Trainer, data: Any, options: Options) -> None:
     Raises:
         ConfigurationError: all of it at once.
     """
-    problems = [*_of_options(options), *_of_trainer(trainer), *_of_data(data)]
+    problems = [*_of_options(options), *_of_hidden(options), *_of_stages(options)]
+    problems += [*_of_trainer(trainer), *_of_data(data)]
     if problems:
         raise ConfigurationError("\n".join(problems))
 
@@ -35,6 +36,14 @@ def _of_options(options: Options) -> Iterator[str]:
         yield "federation.asynchronous is simulated only: leave it out over a network"
     if options.attackers is not None:
         yield "federation.attackers are simulated only: leave them out over a network"
+    if options.engine == "slots":
+        yield (
+            "federation.engine: slots train many clients at once in one process; sites train one after "
+            "the other: set engine to auto or sequential"
+        )
+
+
+def _of_hidden(options: Options) -> Iterator[str]:
     aggregator = as_aggregator(options.aggregator)
     if aggregator.protection is not None:
         yield (
@@ -47,11 +56,9 @@ def _of_options(options: Options) -> Iterator[str]:
             f"federation.privacy {type(options.privacy).__name__} adds noise at clients, which sites do "
             "not do yet: use CentralDP, whose server is trusted"
         )
-    if options.engine == "slots":
-        yield (
-            "federation.engine: slots train many clients at once in one process; sites train one after "
-            "the other: set engine to auto or sequential"
-        )
+
+
+def _of_stages(options: Options) -> Iterator[str]:
     for stage in options.stages:
         if stage.reason_against_sites is not None:
             yield (

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.flower.channel import Channel, Lost
 from fl_lightning.flower.messages import Answer, MessageError, Order, digest
 
-_POLL_SECONDS = 1.0
+_PAUSE = 1.0  # seconds
+# what a site says that was started again, and has not been greeted yet
+_OF_RESTARTED = ("run", "stopped", "busy", "lost")
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,28 @@ class Reply:
     bytes_down: int = 0
 
 
+@dataclass
+class _Asked:
+    """An order on its way.
+
+    Attributes:
+        order: what a site is asked.
+        content: its bytes.
+        sent: what the site has been sent last: these, or those of a greeting.
+        again_at: when it is to be greeted and asked again; None while it works.
+    """
+
+    order: Order
+    content: bytes
+    sent: bytes
+    again_at: float | None = None
+
+
 class Correspondence:
     """Asks sites.
+
+    A site that is lost while it works (killed, restarted, cut off) is greeted and asked again as soon as
+    it is there, until the deadline: the same order gives the same answer.
 
     Args:
         channel: to them.
@@ -43,64 +65,88 @@ class Correspondence:
 
     def __init__(self, channel: Channel, *, deadline: float = 3600.0, largest: int = 2**33) -> None:
         self._channel, self._deadline, self._largest = channel, deadline, largest
+        self._greeting = b""
 
-    @property
-    def sites(self) -> list[str]:
-        """Those that are there now."""
-        return self._channel.sites()
+    def greet(self, order: Order, wanted: int) -> dict[str, Answer]:
+        """Return what sites say of themselves, when as many as wanted are there.
+
+        Args:
+            order: a ``hello``; sites that come back later are greeted with it as well.
+            wanted: how many.
+
+        Raises:
+            ConfigurationError: if one refuses.
+        """
+        self._greeting = order.to_bytes()
+        while len(present := self._channel.sites()) < wanted:
+            time.sleep(_PAUSE)
+        told: dict[str, Answer] = {}
+        for reply in self.ask(dict.fromkeys(present, order)):
+            if reply.answer is None:
+                raise ConfigurationError(f"site {reply.site}: {reply.reason}")
+            told[reply.site] = reply.answer
+        return told
 
     def ask(self, orders: Mapping[str, Order]) -> Iterator[Reply]:
         """Send an order to each of some sites, and yield what they reply, as it comes.
 
         A site that does not answer in time, or whose answer is not one, has no answer.
         """
-        contents = {site: order.to_bytes() for site, order in orders.items()}
-        waiting = {site: digest(content) for site, content in contents.items()}
-        for site, content in contents.items():
-            self._channel.send(site, content, self._deadline)
         until = time.monotonic() + self._deadline
+        waiting: dict[str, _Asked] = {}
+        for site, order in orders.items():
+            content = order.to_bytes()
+            waiting[site] = _Asked(order, content, content)
+            self._channel.send(site, content, self._deadline)
         while waiting and (left := until - time.monotonic()) > 0:
-            for site, came in self._channel.receive(min(left, _POLL_SECONDS)):
-                if site in waiting:  # else it is late
-                    read = self._read(site, came, orders[site], waiting.pop(site))
-                    size = 0 if isinstance(came, Lost) else len(came)
-                    yield Reply(site, *read, bytes_up=size, bytes_down=len(contents[site]))
-        for site in waiting:
+            for site, came in self._channel.receive(min(left, _PAUSE)):
+                if site in waiting and (reply := self._reply(site, came, waiting[site], left)):
+                    del waiting[site]
+                    yield reply
+            self._ask_again(waiting, until)
+        for site, asked in waiting.items():
             reason = f"it did not answer within {self._deadline:g} s"
-            yield Reply(site, None, reason, bytes_down=len(contents[site]))
+            yield Reply(site, None, reason, bytes_down=len(asked.content))
 
-    def _read(
-        self, site: str, content: bytes | Lost, order: Order, name: str
-    ) -> tuple[Answer | None, str]:
-        """Return an answer, or why there is none."""
-        if isinstance(content, Lost):
-            return None, content.category
+    def _reply(self, site: str, came: bytes | Lost, asked: _Asked, left: float) -> Reply | None:
+        """Return what a site replies to its order; None if it is asked on or again."""
+        answer, reason, is_lost = self._read(site, came, digest(asked.sent))
+        if is_lost:
+            asked.again_at = time.monotonic() + _PAUSE
+            return None
+        if answer is not None and asked.sent is not asked.content:  # it has been greeted
+            asked.sent = asked.content
+            self._channel.send(site, asked.content, left)
+            return None
+        if answer is not None:
+            try:
+                answer.check_answers(asked.order, digest(asked.content))
+            except MessageError as error:
+                answer, reason = None, f"its answer is not one: {error}"
+        size = 0 if isinstance(came, Lost) else len(came)
+        return Reply(site, answer, reason, bytes_up=size, bytes_down=len(asked.content))
+
+    def _ask_again(self, waiting: Mapping[str, _Asked], until: float) -> None:
+        now = time.monotonic()
+        due = {s: a for s, a in waiting.items() if a.again_at is not None and a.again_at <= now}
+        for site in self._channel.sites() if due else ():
+            if site in due:
+                due[site].again_at, due[site].sent = None, self._greeting
+                self._channel.send(site, self._greeting, until - now)
+
+    def _read(self, site: str, came: bytes | Lost, name: str) -> tuple[Answer | None, str, bool]:
+        """Return an answer, or why there is none and whether the site is only lost for a while."""
+        if isinstance(came, Lost):
+            return None, came.category, True
         try:
-            answer = Answer.from_bytes(content, limit=self._largest)
-            answer.check_answers(order, name)
+            answer = Answer.from_bytes(came, limit=self._largest)
         except MessageError as error:
-            return None, f"its answer is not one: {error}"
+            return None, f"its answer is not one: {error}", False
         if answer.site != site:
-            return None, f"its answer says that it is {answer.site}"
+            return None, f"its answer says that it is {answer.site}", False
+        if answer.order != name:
+            return None, "its answer is to another order", True
         if answer.failure is not None:
-            return None, answer.failure.sentence
-        return answer, ""
-
-
-def greet(
-    correspondence: Correspondence, make_order: Callable[[str], Order], wanted: int
-) -> dict[str, Answer]:
-    """Return what sites say of themselves, when as many as wanted are there.
-
-    Raises:
-        ConfigurationError: if one refuses.
-    """
-    while len(correspondence.sites) < wanted:
-        time.sleep(_POLL_SECONDS)
-    orders = {site: make_order(site) for site in correspondence.sites}
-    told: dict[str, Answer] = {}
-    for reply in correspondence.ask(orders):
-        if reply.answer is None:
-            raise ConfigurationError(f"site {reply.site}: {reply.reason}")
-        told[reply.site] = reply.answer
-    return told
+            is_lost = answer.failure.category in _OF_RESTARTED
+            return None, answer.failure.sentence, is_lost
+        return answer, "", False

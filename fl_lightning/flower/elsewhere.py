@@ -57,6 +57,15 @@ class DataElsewhere(FederatedDataModule):
         return self._shards
 
     @property
+    def held_out(self) -> ClientShards:
+        """Nothing: what clients hold out they have at their sites."""
+        return self.held_out_for("validation")
+
+    def held_out_for(self, stage: str) -> ClientShards:
+        """Return nothing, as `held_out`."""
+        return ClientShards([np.empty(0, np.int64)] * len(self._shards))
+
+    @property
     def batch_size(self) -> int:
         """Examples per local batch."""
         return self._size

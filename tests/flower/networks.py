@@ -1,0 +1,133 @@
+"""Three sites as processes of their own, and one configuration over them and simulated."""
+
+import multiprocessing
+import os
+import sys
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import yaml
+
+from fl_lightning.cli.command import run_lightning
+from fl_lightning.cli.network_runs import run_server, serve_site
+from fl_lightning.flower.correspondence import Correspondence
+from fl_lightning.flower.loopback import LoopbackChannel
+
+CLIENTS = {"a": (0, 1), "b": (2, 3), "c": (4, 5)}  # of each site
+BASE = """
+seed_everything: 0
+num_threads: 1
+model:
+  class_path: fl_lightning.ImageClassifier
+  init_args:
+    network: vit_tiny_patch16_224
+    network_kwargs:
+      {patch_size: 4, embed_dim: 16, depth: 1, num_heads: 2, global_pool: avg, class_token: false}
+    num_classes: 10
+    in_chans: 1
+    image_size: 8
+    optimizer: {class_path: torch.optim.SGD, init_args: {lr: 0.1}}
+data:
+  class_path: fl_lightning.FederatedDataModule
+  init_args:
+    source: {class_path: fl_lightning.data.Digits, init_args: {batch_size: 32}}
+    num_clients: 6
+federation:
+  cohort: {class_path: fl_lightning.UniformCohort, init_args: {size: 4}}
+  local_epochs: 1
+  engine: sequential
+trainer:
+  max_epochs: 3
+  accelerator: cpu
+  devices: 1
+  enable_progress_bar: false
+  enable_model_summary: false
+  num_sanity_val_steps: 0
+  logger: false
+test_after_fit: false
+"""
+
+
+def configuration(**options):
+    """Return the base with options by path, ``__`` for a dot."""
+    config = yaml.safe_load(BASE)
+    for path, value in options.items():
+        *above, name = path.split("__")
+        place = config
+        for part in above:
+            place = place.setdefault(part, {})
+        place[name] = value
+    return yaml.safe_dump(config, sort_keys=False)
+
+
+def _site(name, folder):
+    sys.argv = ["fl-lightning"]
+    log = (folder / f"{name}.log").open("a")
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+    places = {client: client for client in CLIENTS[name]}
+    serve_site(name, folder / f"{name}.socket", folder / name, places)
+
+
+class Sites:
+    """The processes of three sites."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.processes = {}
+        for name in CLIENTS:
+            self.start(name)
+
+    def start(self, name):
+        """Start a site, or start it again."""
+        fork = multiprocessing.get_context("fork")
+        self.processes[name] = fork.Process(target=_site, args=[name, self.folder], daemon=True)
+        self.processes[name].start()
+
+    def kill(self, name):
+        """Kill a site as a power cut does."""
+        self.processes[name].kill()
+        self.processes[name].join()
+
+    def channel(self):
+        return LoopbackChannel({name: self.folder / f"{name}.socket" for name in CLIENTS})
+
+
+@contextmanager
+def three_sites():
+    with tempfile.TemporaryDirectory(prefix="fl-") as folder:
+        sites = Sites(Path(folder))
+        try:
+            yield sites
+        finally:
+            for name in sites.processes:
+                sites.kill(name)
+
+
+def over_network(sites, config, root, *words, channel=None, deadline=120.0):
+    """Train over the sites and return the last checkpoint."""
+    correspondence = Correspondence(channel or sites.channel(), deadline=deadline)
+    run_server(config, [f"--trainer.default_root_dir={root}", *words], correspondence, wanted=3)
+    return last(root)
+
+
+def simulated(config, root, *words):
+    """Train in this process alone and return the last checkpoint."""
+    root.mkdir(parents=True)
+    (root / "run.yaml").write_text(config)
+    run_lightning(["fit", f"--config={root}/run.yaml", f"--trainer.default_root_dir={root}", *words])
+    return last(root)
+
+
+def last(root):
+    [file] = root.rglob("last.ckpt")
+    return torch.load(file, weights_only=False)
+
+
+def differing(one, other):
+    """Return the names of weights that differ in two checkpoints."""
+    ours, theirs = one["state_dict"], other["state_dict"]
+    assert ours.keys() == theirs.keys()
+    return [name for name in ours if not torch.equal(ours[name], theirs[name])]

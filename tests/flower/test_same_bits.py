@@ -1,0 +1,121 @@
+"""A configuration over sites ends in the bits of its simulation."""
+
+import sys
+
+import pytest
+from flower.networks import configuration, differing, over_network, simulated, three_sites
+
+MOMENTUM = {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3}
+BATCH_NORM = {
+    "model__init_args__network": "resnet18",
+    "model__init_args__network_kwargs": {},
+    "model__init_args__image_size": 32,
+    "data__init_args__source__init_args": {"batch_size": 32, "image_size": 32},
+    "federation__local_epochs": None,
+    "federation__local_steps": 1,
+}
+
+
+def built(name, **arguments):
+    return {"class_path": f"fl_lightning.{name}", "init_args": arguments}
+
+
+SPARSE = built(
+    "updates.ErrorFeedback",
+    transforms=[built("updates.TopK", fraction=0.1), built("updates.QSGD", bits=8)],
+)
+FAST = {
+    "momentum, clipping": {
+        "model__init_args__optimizer__init_args": MOMENTUM,
+        "trainer__gradient_clip_val": 0.5,
+    },
+    "SCAFFOLD": {"federation__correction": built("Scaffold")},
+    "top-k with feedback": {"federation__updates": [SPARSE]},
+}
+SLOW = {
+    "plain": {},
+    "FedProx": {"federation__correction": built("FedProx", mu=0.1)},
+    "FedDyn": {"federation__correction": built("FedDyn", alpha=0.1)},
+    "batch norm": BATCH_NORM,
+    "FedBN": BATCH_NORM | {"federation__personal": built("Personal", norms=True)},
+    "Ditto": {"federation__personal": built("Ditto", pull=0.1)},
+    "QSGD down": {"federation__download": [built("updates.QSGD", bits=8)]},
+    "PowerSGD": {"federation__updates": [built("updates.ErrorFeedback", transforms=[built("updates.PowerSGD", rank=1)])]},
+    "median": {"federation__aggregator": built("server.Median")},
+    "FedNova": {
+        "federation__aggregator": built("NormalisedMean"),
+        "model__init_args__optimizer__init_args": MOMENTUM,
+    },
+    "FedAdam": {
+        "federation__server_optimizer": {
+            "class_path": "torch.optim.Adam",
+            "init_args": {"lr": 0.01},
+        }
+    },
+    "central DP": {
+        "federation__privacy": built("CentralDP", clip_norm=0.5, noise_multiplier=1.0),
+        "federation__aggregator": built("Mean", weight_by_examples=False),
+        "federation__cohort": built("PoissonCohort", fraction=0.7),
+    },
+    "bf16": {"trainer__precision": "bf16-mixed"},
+    "double precision": {"trainer__precision": "64-true"},
+    "exact sums": {"federation__aggregator": built("Mean", exact=True)},
+}
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def sites():
+    with three_sites() as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["fl-lightning"])
+
+
+def cases():
+    yield from (pytest.param(options, id=name) for name, options in FAST.items())
+    for name, options in SLOW.items():
+        yield pytest.param(options, id=name, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("options", list(cases()))
+def test_a_run_over_sites_has_the_bits_of_its_simulation(options, sites, tmp_path):
+    config = configuration(**options)
+    network = over_network(sites, config, tmp_path / "network")
+    alone = simulated(config, tmp_path / "alone")
+    assert network["epoch"] == alone["epoch"] == 2
+    assert differing(network, alone) == []
+
+
+@pytest.mark.slow
+def test_a_site_that_is_killed_is_asked_again(sites, tmp_path):
+    config = configuration(federation__correction=built("Scaffold"), federation__updates=[SPARSE])
+    channel = Killing(sites)
+    network = over_network(sites, config, tmp_path / "network", channel=channel)
+    assert channel.killed == 3
+    assert differing(network, simulated(config, tmp_path / "alone")) == []
+
+
+class Killing:
+    """A channel on which a site dies in every round, before, while or after it has answered."""
+
+    def __init__(self, sites):
+        self._sites, self._channel = sites, sites.channel()
+        self.killed, self._sent = 0, {}
+
+    def sites(self):
+        return self._channel.sites()
+
+    def send(self, site, message, ttl):
+        self._channel.send(site, message, ttl)
+
+    def receive(self, seconds):
+        return self._channel.receive(seconds)
