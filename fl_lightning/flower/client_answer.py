@@ -61,6 +61,8 @@ class ClientAnswer:
                 raise MessageError(f"effective_steps must be ≥ 0, got {self.effective_steps}")
         check_names("metrics", self.metrics)
         check_names("facts", self.facts)
+        for name, metric in self.metrics.items():
+            scalar_text(name, metric)
         for name, value in self.facts.items():
             check_number(f"facts: {name}", value)
         if self.failure is not None:

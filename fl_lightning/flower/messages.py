@@ -35,7 +35,7 @@ from fl_lightning.flower.fields import (
     package_version,
 )
 from fl_lightning.flower.plain_json import MessageError, shown, to_text
-from fl_lightning.flower.wire import pack, unpack
+from fl_lightning.flower.wire import form_of, pack, unpack
 
 __all__ = ["Answer", "ClientAnswer", "Failure", "MessageError", "Order", "digest"]
 
@@ -92,7 +92,8 @@ class Order:
         _check_counted(self.counted, self.round)
         check_options(self.options)
         check_names("tensors", self.tensors)
-        for name in self.tensors:
+        for name, tensor in self.tensors.items():
+            form_of(name, tensor)
             if name not in ("params", "buffers") and not is_stage_tensor(name):
                 raise MessageError(
                     f"tensors of an order are params, buffers, stage/<key>/<name>, not {shown(name)}"
@@ -275,6 +276,7 @@ class Answer:
         check_names("tensors", self.tensors)
         senders = {str(each.client) for each in self.clients if each.failure is None}
         for name, tensor in self.tensors.items():
+            form = form_of(name, tensor)
             client, _, rest = name.partition("/")
             is_payload = client in senders and rest == "payload"
             is_known = is_stage_tensor(name) or (client in senders and is_stage_tensor(rest))
@@ -283,7 +285,7 @@ class Answer:
                     "tensors of an answer are <client>/payload and <client>/stage/<key>/<name> of "
                     f"clients that did not fail, and stage/<key>/<name>, not {shown(name)}"
                 )
-            if is_payload and (str(tensor.dtype), tensor.ndim) != ("torch.uint8", 1):
+            if is_payload and (form[0], len(form[1])) != ("U8", 1):
                 raise MessageError(f"{name} must be bytes, a uint8 tensor of one dimension")
 
     def _check_failure(self) -> None:

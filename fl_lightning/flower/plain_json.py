@@ -85,11 +85,17 @@ def check_plain(value: Any, where: str = "", depth: int = 0) -> None:
             check_plain(inner, f"{where}.{name}", depth + 1)
     elif kind is str:
         check_string(value, where)
-    elif kind is float and not math.isfinite(value):
+    else:
+        _check_leaf(value, where)
+
+
+def _check_leaf(value: Any, where: str) -> None:
+    kind = type(value)
+    if kind is float and not math.isfinite(value):
         raise MessageError(f"{where} is {value}: only finite numbers can be sent")
-    elif kind is int and value.bit_length() > MOST_BITS:
+    if kind is int and value.bit_length() > MOST_BITS:
         raise MessageError(f"{where} has more than {MOST_BITS} bits")
-    elif value is not None and kind not in (bool, int, float):
+    if value is not None and kind not in (bool, int, float):
         advice = ": give a list" if isinstance(value, tuple) else ""
         advice = ": give a dict" if isinstance(value, Mapping) else advice
         raise MessageError(f"{where} is of the type {kind.__name__}, which is not JSON{advice}")
