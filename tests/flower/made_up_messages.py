@@ -66,8 +66,11 @@ jsons = st.recursive(
 options = st.dictionaries(names, jsons, max_size=3)
 
 
+some_shapes = st.lists(st.integers(0, 3), max_size=3)
+
+
 @st.composite
-def tensors(draw, shapes=st.lists(st.integers(0, 3), max_size=3), dtypes=None):
+def tensors(draw, shapes=some_shapes, dtypes=None):
     """Any bits, NaN with payloads and -0.0 among them."""
     dtype = draw(st.sampled_from(dtypes or list(DTYPES.values())))
     shape = draw(shapes)
