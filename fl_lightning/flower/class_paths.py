@@ -38,8 +38,9 @@ DEFAULT = (
     "torchvision.models.*",
     "timm.models.*",
     "timm.optim.*",
-    "timm.scheduler.*",
 )
+# whose classes fetch models by name from the internet: only if a site names one exactly
+_FETCHES = tuple(f"torchmetrics.{each}." for each in ("audio", "image", "multimodal", "text"))
 # the packages whose exported classes an option may name; a short name is one of the first that has it
 _OWN_PACKAGES = (
     "fl_lightning",
@@ -52,9 +53,9 @@ MOST_DEPTH = 64
 _NAME = re.compile(r"(?<![\w.])[^\W\d]\w*(?:\.\w+)+")
 _SHORT = re.compile(r"[^\W\d]\w*")
 _ELSEWHERE = re.compile(
-    r"[\w+-]+://|(?:hf[-_]hub|local-dir|file|data):|[/~\\]|(?:.*[/\\])?\.\.(?:[/\\]|$)"
+    r"[\w+-]+://|(?:hf[-_]hub|local-dir|file):|[/~\\]|(?:.*[/\\])?\.\.(?:[/\\]|$)", re.DOTALL
 )
-_CONFIGURATION_FILE = re.compile(r"\.(?:ya?ml|jsonn?e?t?)$", re.IGNORECASE)
+_CONFIGURATION_FILE = re.compile(r"\.(?:ya?ml|json|jsonnet|toml)$", re.IGNORECASE)
 Place = tuple[str, ...]
 
 
@@ -108,7 +109,9 @@ def _with_full_paths(value: Any, place: Place) -> Any:
     if len(place) > MOST_DEPTH:
         raise Refused(f"{'.'.join(place[:3])}… is nested deeper than {MOST_DEPTH}: make it flatter")
     if type(value) is dict:
-        return {_key(name, place): _with_full_paths(v, (*place, name)) for name, v in value.items()}
+        return {
+            _key(name, place): _with_full_paths(v, (*place, str(name))) for name, v in value.items()
+        }
     if type(value) is list:
         return [_with_full_paths(v, (*place, str(at))) for at, v in enumerate(value)]
     if type(value) is not str:
@@ -122,11 +125,13 @@ def _with_full_paths(value: Any, place: Place) -> Any:
     return value
 
 
-def _key(name: Any, place: Place) -> str:
-    if type(name) is not str or "." in name or "class_path" in name and name != "class_path":
+def _key(name: Any, place: Place) -> Any:
+    if type(name) is int:
+        return name
+    if type(name) is not str or ("class_path" in name and name != "class_path"):
         raise Refused(
-            f"{'.'.join([*place, str(name)[:99]])}: options are written nested, without dots in "
-            "their names. Write it so."
+            f"{'.'.join([*place, str(name)[:99]])}: options are written nested, class_path among "
+            "them. Write it so."
         )
     return name
 
@@ -175,7 +180,7 @@ def _in_text(text: str, place: Place) -> Iterator[str]:
     where = ".".join(place)
     if len(text) > MOST_CHARACTERS:
         raise Refused(f"{where} has {len(text)} characters, at most {MOST_CHARACTERS} are allowed")
-    if _ELSEWHERE.match(text) or _CONFIGURATION_FILE.search(text):
+    if _ELSEWHERE.match(text.strip()) or _CONFIGURATION_FILE.search(text.strip()):
         raise Refused(
             f"{where}: {shown(text)} is a place on the site's disk or on the internet, which the "
             "server may not choose. Set it in the site's own configuration."
@@ -230,9 +235,10 @@ def _is_known_kind(path: str, patterns: Sequence[str]) -> bool:
         return False
     if found in _own_classes():
         return True
-    is_own = found.__module__.partition(".")[0] == "fl_lightning"
     defined = f"{found.__module__}.{found.__qualname__}"
-    return not is_own and _is_below(defined, patterns) and issubclass(found, _kinds())
+    if defined.startswith(("fl_lightning.", *_FETCHES)):
+        return False
+    return _is_below(defined, patterns) and issubclass(found, _kinds())
 
 
 @cache

@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from fl_lightning.flower.class_paths import own_names
+
 SHARED = ("seed_everything", "num_threads", "model", "federation", "trainer")
 SHARED_TRAINER = (
     "max_epochs",
@@ -79,9 +81,14 @@ def laid_over(lower: Any, upper: Any) -> Any:
     """
     if not isinstance(lower, Mapping) or not isinstance(upper, Mapping):
         return upper
-    if "class_path" in upper and upper["class_path"] != lower.get("class_path"):
+    if "class_path" in upper and _full(upper) != _full(lower):
         return dict(upper)
     merged = dict(lower)
     for name, value in upper.items():
         merged[name] = laid_over(lower[name], value) if name in lower else value
     return merged
+
+
+def _full(layer: Mapping[str, Any]) -> Any:
+    path = layer.get("class_path")
+    return own_names().get(path, path) if isinstance(path, str) else path

@@ -1,31 +1,15 @@
-"""What a site allows, and what it is: its ``site.yaml``, which only the site's people write.
-
-    name: hospital_a
-    clients: [3, 4]              # global ids; or {3: 0, 4: 1}, to the places in the site's own data
-    socket: site.sock            # beside this file, unless the path is absolute
-    memory: memory               # folder of what clients remember between rounds
-    fewest_in_secure_sum: 3      # clients, this site's among them
-    most_epsilon: 8.0            # that a run may cost; null: also runs without privacy
-    metrics: ["*"]               # patterns of the names that may leave
-    most_bytes: 2000000000       # of an order
-    classes: [my_project.*]      # that may be built, beside those of `class_paths.DEFAULT`
-
-Everything else has a default; see `Policy`.
-"""
+"""What a site is and what it allows: only the site's people say it, see `site_file`."""
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from fl_lightning.core.errors import ConfigurationError, raise_together
 from fl_lightning.flower.class_paths import DEFAULT, Refused, checked
@@ -35,7 +19,6 @@ from fl_lightning.flower.plain_json import MessageError, shown
 
 __all__ = ["Policy", "Refused"]
 
-MOST_FILE_BYTES = 1_000_000
 MOST_SOCKET_CHARACTERS = 100  # the system's limit is 107 bytes
 _PATTERN = re.compile(r"[^\W\d]\w*(\.\w+)*(\.\*)?")
 
@@ -82,27 +65,6 @@ class Policy:
             partial(_check_whole, "most_bytes", self.most_bytes, 1, "bytes"),
             partial(_check_patterns, self.classes),
         )
-
-    @staticmethod
-    def from_file(path: str | Path) -> Policy:
-        """Return the policy in a file.
-
-        Raises:
-            ConfigurationError: if it cannot be read or does not say what it must.
-        """
-        given = _read(Path(path))
-        known = [field.name for field in fields(Policy)]
-        if unknown := sorted(map(str, given.keys() - set(known))):
-            close = difflib.get_close_matches(unknown[0], known, n=1)
-            advice = f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(known)}."
-            raise ConfigurationError(f"{path}: {unknown[0]!r} is not known. {advice}")
-        if missing := [n for n in ("name", "clients", "socket", "memory") if n not in given]:
-            raise ConfigurationError(f"{path}: {', '.join(missing)} is missing: give it a value")
-        try:
-            return Policy(**_converted(given, Path(path).resolve().parent))
-        except ConfigurationError as error:
-            lines = str(error).splitlines()
-            raise ConfigurationError("\n".join(f"{path}: {line}" for line in lines)) from None
 
     def check_configuration(self, configuration: Mapping[str, Any]) -> dict[str, Any]:
         """Refuse a configuration that names a class that may not be built; import none before.
@@ -180,62 +142,6 @@ class Policy:
                 f"{shown(sorted(self.clients))}"
             )
         return [self.clients[client] for client in asked]
-
-
-class _Loader(yaml.SafeLoader):
-    """Refuses a name that stands twice, of which YAML would take the last without a word."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        names = [key.value for key, _ in node.value]
-        if twice := sorted({str(name) for name in names if names.count(name) > 1}):
-            raise yaml.YAMLError(f"{twice[0]!r} stands there twice")
-        return super().construct_mapping(node, deep)  # type: ignore[no-any-return]
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        with path.open("rb") as file:
-            content = file.read(MOST_FILE_BYTES + 1)
-        if len(content) > MOST_FILE_BYTES:
-            raise ConfigurationError(f"{path} is larger than {MOST_FILE_BYTES} bytes: no site.yaml")
-        given = yaml.load(content, _Loader)  # noqa: S506 - derived from the safe one
-    except (OSError, yaml.YAMLError, ValueError) as error:
-        if isinstance(error, ConfigurationError):
-            raise
-        reason = " ".join(str(error).split())
-        raise ConfigurationError(
-            f"{path} cannot be read as a site's policy ({reason}). Write one with `fl-lightning "
-            "network init`."
-        ) from None
-    if not isinstance(given, dict):
-        raise ConfigurationError(f"{path} must be a mapping: name: …, clients: …")
-    return given
-
-
-def _converted(given: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return what a file says in the types of `Policy`, as far as that is possible."""
-    found = dict(given)
-    if isinstance(found["clients"], list):
-        ids = found["clients"]
-        if len(set(map(str, ids))) < len(ids):
-            raise ConfigurationError(f"clients must be different, got {shown(ids)}")
-        found["clients"] = {client: at for at, client in enumerate(map(_hashable, ids))}
-    for name in ("socket", "memory"):
-        if not isinstance(found[name], str) or not found[name]:
-            raise ConfigurationError(f"{name} must be a path, got {shown(found[name])}")
-        found[name] = folder / found[name]
-    for name in ("metrics", "classes"):
-        if isinstance(found.get(name), list):
-            found[name] = tuple(found[name])
-    if isinstance(found.get("classes"), tuple):
-        found["classes"] = (*DEFAULT, *found["classes"])
-    if type(found.get("most_epsilon")) is int:
-        found["most_epsilon"] = float(found["most_epsilon"])
-    return found
-
-
-def _hashable(client: Any) -> Any:
-    return client if isinstance(client, int) else str(client)
 
 
 def _check_name(name: Any) -> None:
