@@ -24,6 +24,7 @@ FLOORS = {
     "callbacks": 8,
     "nas": 8,
     "experiments": 8,
+    "flower": 8,
     "cli": 9,
     "__main__": 10,
     "__init__": 10,

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from fl_lightning.core.errors import ConfigurationError, raise_together
-from fl_lightning.flower.class_paths import DEFAULT, Refused, checked
-from fl_lightning.flower.fields import check_site
-from fl_lightning.flower.layers import laid_over, shared_part
-from fl_lightning.flower.plain_json import MessageError, shown
+from fl_lightning.flower.rules.class_paths import DEFAULT, Refused, checked
+from fl_lightning.flower.rules.layers import laid_over, shared_part
+from fl_lightning.flower.wire.fields import check_site
+from fl_lightning.flower.wire.plain_json import MessageError, shown
 
 __all__ = ["Policy", "Refused"]
 
@@ -86,7 +86,7 @@ class Policy:
     ) -> dict[str, Any]:
         """Return what the site trains with: its own layer over what the server may set.
 
-        Options that are the site's own, see `fl_lightning.flower.layers`, are dropped from the shared
+        Options that are the site's own, see `fl_lightning.flower.rules.layers`, are dropped from the shared
         configuration; what is left of it is checked. The site's own layer is not: it is trusted.
 
         Args:

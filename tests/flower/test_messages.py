@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load
 
-from fl_lightning.flower import fields as checks
-from fl_lightning.flower.failures import CATEGORIES, Failure
 from fl_lightning.flower.messages import Answer, ClientAnswer, MessageError, Order, digest
+from fl_lightning.flower.wire import fields as checks
+from fl_lightning.flower.wire.failures import CATEGORIES, Failure
 
 FRAME = 44  # bytes before the safetensors file
 MESSAGES = [*orders(), *answers()]
@@ -185,8 +185,7 @@ def test_each_failure_has_a_sentence_and_an_id_of_its_own():
 def test_another_version_is_refused_with_both_named(monkeypatch):
     own = checks.package_version()
     data = [message.to_bytes() for message in (MESSAGES[1], MESSAGES[3])]
-    monkeypatch.setattr("fl_lightning.flower.messages.package_version", lambda: "9.9")
-    monkeypatch.setattr("fl_lightning.flower.fields.package_version", lambda: "9.9")
+    monkeypatch.setattr("fl_lightning.flower.wire.fields.package_version", lambda: "9.9")
     for each, kind in zip(data, (Order, Answer), strict=True):
         with pytest.raises(
             MessageError, match=f"fl_lightning '{re.escape(own)}', here it is '9.9'"

@@ -27,7 +27,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning.flower.plain_json import MessageError, check_string, from_text, parse, to_text
+from fl_lightning.flower.wire.plain_json import (
+    MessageError,
+    check_string,
+    from_text,
+    parse,
+    to_text,
+)
 
 MAGIC = b"FLLFLOWR"
 VERSION = 1
@@ -70,7 +76,7 @@ def pack(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bytes:
         >>> unpack(content, limit=100)  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         ...
-        fl_lightning.flower.plain_json.MessageError: the message has ... bytes, at most 100 are allowed
+        fl_lightning.flower.wire.plain_json.MessageError: the message has ... bytes, at most 100 are allowed
     """
     forms = {name: form_of(name, tensor) for name, tensor in tensors.items()}
     header = _header(to_text(dict(document)), forms)

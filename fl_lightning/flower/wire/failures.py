@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass, field
 
-from fl_lightning.flower.fields import check_choice, check_hex
+from fl_lightning.flower.wire.fields import check_choice, check_hex
 
 CATEGORIES = {
     "message": "the order could not be read",

@@ -28,7 +28,7 @@ from typing import Any
 import yaml
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.flower.plain_json import shown
+from fl_lightning.flower.wire.plain_json import shown
 
 DEFAULT = (
     "fl_lightning.*",
@@ -51,7 +51,6 @@ _OWN_EXTRA = ("fl_lightning.secure.protocol.graph.SparseGraph",)  # options of e
 MOST_CHARACTERS = 10_000
 MOST_DEPTH = 64
 _NAME = re.compile(r"(?<![\w.])[^\W\d]\w*(?:\.\w+)+")
-_SHORT = re.compile(r"[^\W\d]\w*")
 _ELSEWHERE = re.compile(
     r"[\w+-]+://|(?:hf[-_]hub|local-dir|file):|[/~\\]|(?:.*[/\\])?\.\.(?:[/\\]|$)", re.DOTALL
 )
@@ -79,7 +78,7 @@ def checked(configuration: Any, patterns: Sequence[str]) -> Any:
         >>> checked({"model": {"class_path": "os.system"}}, DEFAULT)
         Traceback (most recent call last):
         ...
-        fl_lightning.flower.class_paths.Refused: model.class_path: 'os.system' is not allowed at this \
+        fl_lightning.flower.rules.class_paths.Refused: model.class_path: 'os.system' is not allowed at this \
 site. Add it to classes in site.yaml if you trust it, or leave it out.
     """
     full = _with_full_paths(configuration, ())
@@ -118,8 +117,6 @@ def _with_full_paths(value: Any, place: Place) -> Any:
         if value is None or type(value) in (bool, int, float):
             return value
         raise Refused(f"{'.'.join(place)}: {type(value).__name__} is no value of a configuration")
-    if place[-1:] == ("class_path",):
-        return _full_path(value, place)
     if place[:1] == ("federation",) and value in own_names():
         return own_names()[value]  # the parser would look for the name in everything imported
     return value
@@ -136,10 +133,10 @@ def _key(name: Any, place: Place) -> Any:
     return name
 
 
-def _full_path(path: str, place: Place) -> str:
-    if _NAME.fullmatch(path):
+def _full_path(path: Any, place: Place) -> str:
+    if type(path) is str and _NAME.fullmatch(path):
         return path
-    if _SHORT.fullmatch(path) and path in own_names():
+    if type(path) is str and path in own_names():
         return own_names()[path]
     raise Refused(
         f"{'.'.join(place)}: {shown(path)} is neither a full class path nor the name of a class that "
