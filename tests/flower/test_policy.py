@@ -168,9 +168,9 @@ policy = Policy(name="a", clients={0: 0}, socket="s", memory="m", classes=("torc
 model = {"class_path": "good.Net"}
 for place in ({"class_path": "evil.Net"}, ["evil.Net"], "evil.Net", "{class_path: 'evil.Net'}"):
     try:
-        policy.check_configuration({"model": model, "federation": {"aggregator": place}})
+        policy.check_configuration({"federation": model, "model": place})
     except Refused as error:
-        print(error)
+        print(str(error).split(":")[0])
 assert "evil" not in sys.modules
 assert "good" not in sys.modules, "an allowed module was imported though another is refused"
 """
@@ -183,6 +183,7 @@ def test_a_module_whose_import_would_write_a_file_is_not_imported(tmp_path):
         )
     done = subprocess.run(
         [sys.executable, "-c", PROBE],
+        check=False,
         capture_output=True,
         text=True,
         timeout=120,
@@ -190,7 +191,7 @@ def test_a_module_whose_import_would_write_a_file_is_not_imported(tmp_path):
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("federation.aggregator") == 4
+    assert done.stdout.count("model") == 4
     assert not (tmp_path / "written").exists()
 
 

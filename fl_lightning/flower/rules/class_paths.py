@@ -107,6 +107,8 @@ def _with_full_paths(value: Any, place: Place) -> Any:
     """Return a configuration whose short names of our own classes are full paths; check its form."""
     if len(place) > MOST_DEPTH:
         raise Refused(f"{'.'.join(place[:3])}… is nested deeper than {MOST_DEPTH}: make it flatter")
+    if place[-1:] == ("class_path",) and value is not None:
+        return _full_path(value, place)
     if type(value) is dict:
         return {
             _key(name, place): _with_full_paths(v, (*place, str(name))) for name, v in value.items()
