@@ -17,7 +17,7 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from fl_lightning.flower.desk import Desk, Done
-from fl_lightning.flower.failures import Failure, Refused, category_of
+from fl_lightning.flower.wire.failures import Failure, Refused, category_of
 from fl_lightning.flower.messages import Answer, MessageError, Order, digest
 from fl_lightning.flower.site_memory import SiteMemory
 

@@ -24,7 +24,7 @@ from fl_lightning.federation.stage import Sent, Stage, Stages, Start
 from fl_lightning.federation.stages.transport import Transport
 from fl_lightning.federation.training import Taker, Training
 from fl_lightning.flower.correspondence import Correspondence, Reply
-from fl_lightning.flower.failures import CATEGORIES
+from fl_lightning.flower.wire.failures import CATEGORIES
 from fl_lightning.flower.messages import ClientAnswer, Order
 from fl_lightning.flower.packing import Packing
 from fl_lightning.flower.site_rounds import options_of

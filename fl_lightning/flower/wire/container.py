@@ -27,7 +27,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning.flower.plain_json import MessageError, check_string, from_text, parse, to_text
+from fl_lightning.flower.wire.plain_json import (
+    MessageError,
+    check_string,
+    from_text,
+    parse,
+    to_text,
+)
 
 MAGIC = b"FLLFLOWR"
 VERSION = 1
@@ -70,9 +76,9 @@ def pack(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bytes:
         >>> unpack(content, limit=100)  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         ...
-        fl_lightning.flower.plain_json.MessageError: the message has ... bytes, at most 100 are allowed
+        fl_lightning.flower.wire.plain_json.MessageError: the message has ... bytes, at most 100 are allowed
     """
-    forms = {name: _form(name, tensor) for name, tensor in tensors.items()}
+    forms = {name: form_of(name, tensor) for name, tensor in tensors.items()}
     header = _header(to_text(dict(document)), forms)
     if len(header) > MOST_HEADER_BYTES:
         raise MessageError(
@@ -165,7 +171,12 @@ def _num_bytes(form: Form) -> int:
     return math.prod(form[1]) * DTYPES[form[0]].itemsize
 
 
-def _form(name: str, tensor: Any) -> Form:
+def form_of(name: str, tensor: Any) -> Form:
+    """Return the name of a tensor's dtype, and its shape.
+
+    Raises:
+        MessageError: if it cannot be sent.
+    """
     check_string(name, "a tensor's name")
     if name == "__metadata__":
         raise MessageError("a tensor cannot have the name '__metadata__': give it another")
@@ -220,7 +231,7 @@ def scalar_text(name: str, scalar: Any) -> str:
         >>> scalar_text("loss", torch.tensor(0.5))
         'F32 0000003f'
     """
-    dtype, shape = _form(name, scalar)
+    dtype, shape = form_of(name, scalar)
     if shape:
         raise MessageError(f"{name!r} must be a number, a tensor without dimensions, got {shape}")
     return f"{dtype} {_bytes(scalar).tobytes().hex()}"

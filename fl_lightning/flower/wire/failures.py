@@ -11,7 +11,7 @@ import secrets
 from dataclasses import dataclass, field
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.flower.fields import check_choice, check_hex
+from fl_lightning.flower.wire.fields import check_choice, check_hex
 
 CATEGORIES = {
     "message": "the order could not be read",

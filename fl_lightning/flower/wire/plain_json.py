@@ -35,7 +35,7 @@ def to_text(value: Any) -> str:
         >>> to_text({"rate": float("nan")})
         Traceback (most recent call last):
         ...
-        fl_lightning.flower.plain_json.MessageError: .rate is nan: only finite numbers can be sent
+        fl_lightning.flower.wire.plain_json.MessageError: .rate is nan: only finite numbers can be sent
     """
     check_plain(value)
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
@@ -85,14 +85,26 @@ def check_plain(value: Any, where: str = "", depth: int = 0) -> None:
             check_plain(inner, f"{where}.{name}", depth + 1)
     elif kind is str:
         check_string(value, where)
-    elif kind is float and not math.isfinite(value):
+    else:
+        _check_leaf(value, where)
+
+
+def _check_leaf(value: Any, where: str) -> None:
+    kind = type(value)
+    if kind is float and not math.isfinite(value):
         raise MessageError(f"{where} is {value}: only finite numbers can be sent")
-    elif kind is int and value.bit_length() > MOST_BITS:
+    if kind is int and value.bit_length() > MOST_BITS:
         raise MessageError(f"{where} has more than {MOST_BITS} bits")
-    elif value is not None and kind not in (bool, int, float):
+    if value is not None and kind not in (bool, int, float):
         advice = ": give a list" if isinstance(value, tuple) else ""
         advice = ": give a dict" if isinstance(value, Mapping) else advice
         raise MessageError(f"{where} is of the type {kind.__name__}, which is not JSON{advice}")
+
+
+def check_form(written: Any, read: Any) -> None:
+    """Refuse a document that is not what its message would be written as, 1 and 1.0 apart."""
+    if to_text(written) != to_text(read):
+        raise MessageError("the message is not in its only form")
 
 
 def check_string(value: Any, what: str) -> None:

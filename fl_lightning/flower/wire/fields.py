@@ -9,7 +9,7 @@ from functools import cache
 from importlib.metadata import version
 from typing import Any
 
-from fl_lightning.flower.plain_json import MessageError, check_plain, check_string, shown
+from fl_lightning.flower.wire.plain_json import MessageError, check_plain, check_string, shown
 
 OWN_VERSION = "fl_lightning"
 LARGEST_NUMBER = 2**63 - 1
@@ -44,7 +44,7 @@ def check_site(name: Any) -> str:
         >>> check_site("../etc")
         Traceback (most recent call last):
         ...
-        fl_lightning.flower.plain_json.MessageError: site must be 1 to 63 letters, digits, _, . or -, \
+        fl_lightning.flower.wire.plain_json.MessageError: site must be 1 to 63 letters, digits, _, . or -, \
 the first a letter or digit, got '../etc'
     """
     if type(name) is not str or not _SITE.fullmatch(name):
@@ -131,3 +131,10 @@ def fields_of(document: Mapping[str, Any], names: tuple[str, ...], what: str) ->
         told += [f"has {shown(unknown[0])}, which is not known"] if unknown else []
         raise MessageError(f"{what} {' and '.join(told)}")
     return document
+
+
+def tuple_of(value: Any) -> tuple[Any, ...]:
+    """Return the clients of a document, which are a list there."""
+    if type(value) is not list:
+        raise MessageError(f"clients must be a list, got {shown(value)}")
+    return tuple(value)

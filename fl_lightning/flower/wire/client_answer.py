@@ -8,16 +8,16 @@ from typing import Any
 
 from torch import Tensor
 
-from fl_lightning.flower.failures import CATEGORIES
-from fl_lightning.flower.fields import (
+from fl_lightning.flower.wire.container import scalar_of, scalar_text
+from fl_lightning.flower.wire.failures import CATEGORIES
+from fl_lightning.flower.wire.fields import (
     check_choice,
     check_names,
     check_number,
     check_whole,
     fields_of,
 )
-from fl_lightning.flower.plain_json import MessageError, shown
-from fl_lightning.flower.wire import scalar_of, scalar_text
+from fl_lightning.flower.wire.plain_json import MessageError, shown
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -61,6 +61,8 @@ class ClientAnswer:
                 raise MessageError(f"effective_steps must be ≥ 0, got {self.effective_steps}")
         check_names("metrics", self.metrics)
         check_names("facts", self.facts)
+        for name, metric in self.metrics.items():
+            scalar_text(name, metric)
         for name, value in self.facts.items():
             check_number(f"facts: {name}", value)
         if self.failure is not None:

@@ -1,0 +1,200 @@
+"""What a site is and what it allows: only the site's people say it, see `site_file`."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fl_lightning.core.errors import ConfigurationError, raise_together
+from fl_lightning.flower.rules.class_paths import DEFAULT, Refused, checked
+from fl_lightning.flower.rules.layers import laid_over, shared_part
+from fl_lightning.flower.wire.fields import check_site
+from fl_lightning.flower.wire.plain_json import MessageError, shown
+
+__all__ = ["Policy", "Refused"]
+
+MOST_SOCKET_CHARACTERS = 100  # the system's limit is 107 bytes
+_PATTERN = re.compile(r"[^\W\d]\w*(\.\w+)*(\.\*)?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """What a site is and what it allows.
+
+    Attributes:
+        name: of the site.
+        clients: by global id, the client's place in the site's own data.
+        socket: where the site's resident process listens.
+        memory: folder of what its clients remember.
+        fewest_in_secure_sum: clients of a secure sum, at least 2: with fewer it hides too little.
+        most_epsilon: that a run may cost this site's clients; None for no limit, and then runs
+            without privacy are allowed too.
+        metrics: patterns (``*``, ``?``) of names of metrics and facts that may leave.
+        most_bytes: of an order.
+        classes: patterns of class paths that an order may have built, see `class_paths`. In a file
+            they come on top of the default.
+
+    Raises:
+        ConfigurationError: for values out of range, all of them at once.
+    """
+
+    name: str
+    clients: Mapping[int, int]
+    socket: Path
+    memory: Path
+    fewest_in_secure_sum: int = 3
+    most_epsilon: float | None = None
+    metrics: tuple[str, ...] = ("*",)
+    most_bytes: int = 2_000_000_000
+    classes: tuple[str, ...] = DEFAULT
+
+    def __post_init__(self) -> None:
+        raise_together(
+            partial(_check_name, self.name),
+            partial(_check_clients, self.clients),
+            partial(_check_socket, self.socket),
+            partial(_check_whole, "fewest_in_secure_sum", self.fewest_in_secure_sum, 2, "clients"),
+            partial(_check_epsilon, self.most_epsilon),
+            partial(_check_texts, "metrics", self.metrics),
+            partial(_check_whole, "most_bytes", self.most_bytes, 1, "bytes"),
+            partial(_check_patterns, self.classes),
+        )
+
+    def check_configuration(self, configuration: Mapping[str, Any]) -> dict[str, Any]:
+        """Refuse a configuration that names a class that may not be built; import none before.
+
+        Args:
+            configuration: the command line's, as nested mappings.
+
+        Returns:
+            It with full paths instead of the short names of fl_lightning's classes.
+
+        Raises:
+            Refused: naming the option and the path.
+        """
+        found: dict[str, Any] = checked(dict(configuration), self.classes)
+        return found
+
+    def site_configuration(
+        self, shared: Mapping[str, Any], own: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Return what the site trains with: its own layer over what the server may set.
+
+        Options that are the site's own, see `fl_lightning.flower.rules.layers`, are dropped from the shared
+        configuration; what is left of it is checked. The site's own layer is not: it is trusted.
+
+        Args:
+            shared: the run's configuration, as the server has it.
+            own: the site's, with its data, devices and precision.
+
+        Raises:
+            Refused: if what is left of the shared one names a class that may not be built.
+        """
+        merged: dict[str, Any] = laid_over(self.check_configuration(shared_part(shared)), dict(own))
+        return merged
+
+    def allows_metric(self, name: str) -> bool:
+        """Whether a metric or fact of this name may leave."""
+        return any(fnmatchcase(name, pattern) for pattern in self.metrics)
+
+    def check_secure_sum(self, num_clients: int) -> None:
+        """Refuse a secure sum over too few clients.
+
+        Raises:
+            Refused: with both numbers.
+        """
+        if num_clients < self.fewest_in_secure_sum:
+            raise Refused(
+                f"fewest_in_secure_sum is {self.fewest_in_secure_sum} at this site, and the sum is "
+                f"over {num_clients} clients: ask larger cohorts"
+            )
+
+    def check_epsilon(self, epsilon: float) -> None:
+        """Refuse a run that costs too much privacy.
+
+        Args:
+            epsilon: of the whole run; infinity for a run without privacy.
+
+        Raises:
+            Refused: with both numbers.
+        """
+        if self.most_epsilon is not None and not epsilon <= self.most_epsilon:  # NaN neither
+            raise Refused(
+                f"most_epsilon is {self.most_epsilon} at this site, and the run costs {epsilon}: add "
+                "noise, or train fewer rounds"
+            )
+
+    def clients_here(self, asked: tuple[int, ...]) -> list[int]:
+        """Return the local places of clients that are asked.
+
+        Raises:
+            Refused: if one is not at this site.
+        """
+        if others := [client for client in asked if client not in self.clients]:
+            raise Refused(
+                f"clients: {shown(others)} are not at this site, which has "
+                f"{shown(sorted(self.clients))}"
+            )
+        return [self.clients[client] for client in asked]
+
+
+def _check_name(name: Any) -> None:
+    try:
+        check_site(name)
+    except MessageError as error:
+        raise ConfigurationError(f"name: {error}") from None
+
+
+def _check_clients(clients: Any) -> None:
+    is_table = isinstance(clients, Mapping) and len(clients) > 0
+    numbers = [*clients.keys(), *clients.values()] if is_table else [None]
+    if any(type(n) is not int or n < 0 for n in numbers):
+        raise ConfigurationError(
+            "clients must be a list of global ids, or a mapping from them to places in the site's "
+            f"data, whole numbers from 0, at least one, got {shown(clients)}"
+        )
+    if len(set(clients.values())) < len(clients):
+        raise ConfigurationError(f"clients must have places of their own, got {shown(clients)}")
+
+
+def _check_socket(socket: Path) -> None:
+    if len(str(socket).encode()) > MOST_SOCKET_CHARACTERS:
+        raise ConfigurationError(
+            f"socket: {str(socket)!r} has more than {MOST_SOCKET_CHARACTERS} characters, which a Unix "
+            "socket cannot have: give a shorter path"
+        )
+
+
+def _check_whole(name: str, value: Any, least: int, unit: str) -> None:
+    if type(value) is not int or value < least:
+        raise ConfigurationError(
+            f"{name} must be a whole number of {unit}, at least {least}, got {shown(value)}"
+        )
+
+
+def _check_epsilon(epsilon: Any) -> None:
+    if epsilon is not None and not (type(epsilon) is float and 0 < epsilon < math.inf):
+        raise ConfigurationError(
+            f"most_epsilon must be a number above 0, or null for no limit, got {shown(epsilon)}"
+        )
+
+
+def _check_texts(name: str, texts: Any) -> None:
+    if type(texts) is not tuple or any(type(text) is not str or not text for text in texts):
+        raise ConfigurationError(f"{name} must be a list of texts, got {shown(texts)}")
+
+
+def _check_patterns(patterns: Any) -> None:
+    _check_texts("classes", patterns)
+    for pattern in patterns:
+        if not _PATTERN.fullmatch(pattern) or "." not in pattern:
+            raise ConfigurationError(
+                "classes must be full paths like my_project.Net, or packages like my_project.*, got "
+                f"{shown(pattern)}"
+            )

@@ -1,0 +1,263 @@
+"""Which classes a configuration from elsewhere may have a site import and build.
+
+The command line imports whatever a configuration names, and to import a module is to run it. So all
+names are looked at first, as text, and one that is not allowed refuses the whole configuration
+before anything is imported. Then what is left is looked up, because an allowed package holds other
+things too: `torch.nn.modules.module.functools`, functions that write files, a command line.
+
+A pattern allows
+
+- ``my_project.models.*``: the PyTorch modules, Lightning modules, metrics, optimizers and
+  learning-rate schedules that are defined below this package, and of fl_lightning what it exports;
+- ``my_project.models.Net``: exactly this, whatever it is.
+
+A text in a configuration may be a class path wherever it stands, and may hold YAML with a class path
+inside. Each name with dots in it whose first part is a module that this machine has counts as one.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator, Sequence
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import yaml
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.flower.wire.plain_json import shown
+
+DEFAULT = (
+    "fl_lightning.*",
+    "torch.nn.*",
+    "torch.optim.*",
+    "torchmetrics.*",
+    "torchvision.models.*",
+    "timm.models.*",
+    "timm.optim.*",
+)
+# whose classes fetch models by name from the internet: only if a site names one exactly
+_FETCHES = tuple(f"torchmetrics.{each}." for each in ("audio", "image", "multimodal", "text"))
+# the packages whose exported classes an option may name; a short name is one of the first that has it
+_OWN_PACKAGES = (
+    "fl_lightning",
+    *(f"fl_lightning.{room}" for room in ("server", "client", "data", "secure", "updates")),
+    *(f"fl_lightning.{room}" for room in ("sparsity", "models", "nas")),
+)
+_OWN_EXTRA = ("fl_lightning.secure.protocol.graph.SparseGraph",)  # options of exported classes
+MOST_CHARACTERS = 10_000
+MOST_DEPTH = 64
+_NAME = re.compile(r"(?<![\w.])[^\W\d]\w*(?:\.\w+)+")
+_ELSEWHERE = re.compile(
+    r"[\w+-]+://|(?:hf[-_]hub|local-dir|file):|[/~\\]|(?:.*[/\\])?\.\.(?:[/\\]|$)", re.DOTALL
+)
+_CONFIGURATION_FILE = re.compile(r"\.(?:ya?ml|json|jsonnet|toml)$", re.IGNORECASE)
+Place = tuple[str, ...]
+
+
+class Refused(ConfigurationError):  # noqa: N818 - says what happened
+    """What a site's policy does not allow; nothing of it was imported, built or run."""
+
+
+def checked(configuration: Any, patterns: Sequence[str]) -> Any:
+    """Return a configuration with the full paths of classes, if all that it names are allowed.
+
+    Args:
+        configuration: nested dicts, lists and values, as YAML has them.
+        patterns: of the class paths that are allowed.
+
+    Raises:
+        Refused: naming the first that is not.
+
+    Example:
+        >>> checked({"federation": {"aggregator": {"class_path": "Krum"}}}, DEFAULT)
+        {'federation': {'aggregator': {'class_path': 'fl_lightning.server.Krum'}}}
+        >>> checked({"model": {"class_path": "os.system"}}, DEFAULT)
+        Traceback (most recent call last):
+        ...
+        fl_lightning.flower.rules.class_paths.Refused: model.class_path: 'os.system' is not allowed at this \
+site. Add it to classes in site.yaml if you trust it, or leave it out.
+    """
+    full = _with_full_paths(configuration, ())
+    named = list(dict.fromkeys(_named(full, ())))
+    for place, path in named:
+        if not _matches(path, patterns):
+            raise _refusal(place, path)
+    for place, path in named:
+        if path not in patterns and not _is_known_kind(path, patterns):
+            raise Refused(
+                f"{'.'.join(place)}: {path!r} is no class that a configuration may build: a module, "
+                "metric, optimizer or schedule, or what fl_lightning exports. Add exactly this path "
+                "to classes in site.yaml if you trust it, or leave it out."
+            )
+    return full
+
+
+def _refusal(place: Place, path: str) -> Refused:
+    return Refused(
+        f"{'.'.join(place)}: {shown(path)} is not allowed at this site. Add it to classes in "
+        "site.yaml if you trust it, or leave it out."
+    )
+
+
+def _with_full_paths(value: Any, place: Place) -> Any:
+    """Return a configuration whose short names of our own classes are full paths; check its form."""
+    if len(place) > MOST_DEPTH:
+        raise Refused(f"{'.'.join(place[:3])}… is nested deeper than {MOST_DEPTH}: make it flatter")
+    if place[-1:] == ("class_path",) and value is not None:
+        return _full_path(value, place)
+    if type(value) is dict:
+        return {
+            _key(name, place): _with_full_paths(v, (*place, str(name))) for name, v in value.items()
+        }
+    if type(value) is list:
+        return [_with_full_paths(v, (*place, str(at))) for at, v in enumerate(value)]
+    if type(value) is not str:
+        if value is None or type(value) in (bool, int, float):
+            return value
+        raise Refused(f"{'.'.join(place)}: {type(value).__name__} is no value of a configuration")
+    if place[:1] == ("federation",) and value in own_names():
+        return own_names()[value]  # the parser would look for the name in everything imported
+    return value
+
+
+def _key(name: Any, place: Place) -> Any:
+    if type(name) is int:
+        return name
+    if type(name) is not str or ("class_path" in name and name != "class_path"):
+        raise Refused(
+            f"{'.'.join([*place, str(name)[:99]])}: options are written nested, class_path among "
+            "them. Write it so."
+        )
+    return name
+
+
+def _full_path(path: Any, place: Place) -> str:
+    if type(path) is str and _NAME.fullmatch(path):
+        return path
+    if type(path) is str and path in own_names():
+        return own_names()[path]
+    raise Refused(
+        f"{'.'.join(place)}: {shown(path)} is neither a full class path nor the name of a class that "
+        "fl_lightning exports. Write the full path."
+    )
+
+
+@cache
+def own_names() -> dict[str, str]:
+    """Return the paths of the classes that fl_lightning exports, by their short names."""
+    found: dict[str, str] = {}
+    for package in _OWN_PACKAGES:
+        try:
+            module = import_module(package)
+        except ImportError:  # needs an extra
+            continue
+        for name in module.__all__:
+            if inspect.isclass(getattr(module, name)):
+                found.setdefault(name, f"{package}.{name}")
+    return found
+
+
+def _named(value: Any, place: Place) -> Iterator[tuple[Place, str]]:
+    """Yield the place and the name of each class that is, or may be, named."""
+    if isinstance(value, dict | list):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for name, inner in items:
+            yield from _named(inner, (*place, str(name)))
+    elif isinstance(value, str):
+        if place[-1:] == ("class_path",):
+            yield place, value
+        else:
+            yield from ((place, path) for path in _in_text(value, place))
+
+
+def _in_text(text: str, place: Place) -> Iterator[str]:
+    """Yield what may be class paths in a text; refuse text that is more than a text."""
+    where = ".".join(place)
+    if len(text) > MOST_CHARACTERS:
+        raise Refused(f"{where} has {len(text)} characters, at most {MOST_CHARACTERS} are allowed")
+    if _ELSEWHERE.match(text.strip()) or _CONFIGURATION_FILE.search(text.strip()):
+        raise Refused(
+            f"{where}: {shown(text)} is a place on the site's disk or on the internet, which the "
+            "server may not choose. Set it in the site's own configuration."
+        )
+    read = _read(text)
+    if isinstance(read, dict | list):
+        raise Refused(f"{where}: {shown(text)} is YAML inside a text. Write it nested.")
+    texts = {text, read} if isinstance(read, str) else {text}
+    for each in sorted(texts):
+        for match in _NAME.finditer(each):
+            if _exists(match[0].partition(".")[0]):
+                yield match[0]
+
+
+def _read(text: str) -> Any:
+    """Return what the parser may take a text for."""
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return None
+
+
+@cache
+def _exists(module: str) -> bool:
+    """Whether this machine has a module, which is not imported."""
+    try:
+        return find_spec(module) is not None
+    except (ImportError, ValueError):
+        return True  # __main__, and what else has no place
+
+
+def _matches(path: str, patterns: Sequence[str]) -> bool:
+    """Whether a pattern covers a path: exactly, or of which no part is private."""
+    if path in patterns:
+        return True
+    is_public = not any(part.startswith("_") for part in path.split("."))
+    return is_public and _is_below(path, patterns)
+
+
+def _is_below(path: str, patterns: Sequence[str]) -> bool:
+    return any(p.endswith(".*") and path.startswith(p.removesuffix("*")) for p in patterns)
+
+
+def _is_known_kind(path: str, patterns: Sequence[str]) -> bool:
+    """Whether a path is of a class of a kind that is built from configurations.
+
+    Only allowed modules are imported. What a class is called does not count, but where it is defined:
+    an allowed module has names of others too.
+    """
+    found = _look_up(path)
+    if not inspect.isclass(found):
+        return False
+    if found in _own_classes():
+        return True
+    defined = f"{found.__module__}.{found.__qualname__}"
+    if defined.startswith(("fl_lightning.", *_FETCHES)):
+        return False
+    return _is_below(defined, patterns) and issubclass(found, _kinds())
+
+
+@cache
+def _own_classes() -> frozenset[Any]:
+    return frozenset(_look_up(path) for path in (*own_names().values(), *_OWN_EXTRA)) - {None}
+
+
+@cache
+def _kinds() -> tuple[type, ...]:
+    from torch import nn
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+
+    return nn.Module, Optimizer, LRScheduler
+
+
+def _look_up(path: str) -> Any:
+    """Return the attribute of a module; None if there is none, also if it lies inside a class."""
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(import_module(module), name, None)
+    except ImportError:
+        return None

@@ -1,0 +1,94 @@
+"""Which options of a configuration the server may set at a site, and which are the site's own.
+
+    shared by all: seed_everything, num_threads, model, federation, and of trainer what says how long
+                   and how is trained (`SHARED_TRAINER`)
+    a site's own:  everything else: data; trainer.accelerator, devices, precision, strategy, logger,
+                   callbacks, plugins, profiler, default_root_dir, …; ckpt_path and the like
+
+The site's own layer lies over the shared one, as a later ``--config`` does over an earlier one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from fl_lightning.flower.rules.class_paths import own_names
+
+SHARED = ("seed_everything", "num_threads", "model", "federation", "trainer")
+SHARED_TRAINER = (
+    "max_epochs",
+    "min_epochs",
+    "max_steps",
+    "min_steps",
+    "limit_train_batches",
+    "limit_val_batches",
+    "limit_test_batches",
+    "check_val_every_n_epoch",
+    "val_check_interval",
+    "num_sanity_val_steps",
+    "accumulate_grad_batches",
+    "gradient_clip_val",
+    "gradient_clip_algorithm",
+    "deterministic",
+    "inference_mode",
+    "detect_anomaly",
+)
+
+
+def shared_part(configuration: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what of a configuration the server may set.
+
+    Example:
+        >>> shared_part({"trainer": {"max_epochs": 3, "logger": True}, "data": {}})
+        {'trainer': {'max_epochs': 3}}
+    """
+    kept = {name: value for name, value in configuration.items() if name in SHARED}
+    trainer = kept.pop("trainer", None)
+    if isinstance(trainer, Mapping):
+        kept["trainer"] = {n: value for n, value in trainer.items() if n in SHARED_TRAINER}
+    return kept
+
+
+def not_shared(configuration: Mapping[str, Any]) -> list[str]:
+    """Return the options of a configuration that are not taken from the server.
+
+    Example:
+        >>> not_shared({"trainer": {"max_epochs": 3, "logger": True}, "data": {}})
+        ['data', 'trainer.logger']
+    """
+    return sorted(_not_shared(configuration))
+
+
+def _not_shared(configuration: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in configuration.items():
+        if name not in SHARED:
+            yield str(name)
+        elif name == "trainer":
+            names = value if isinstance(value, Mapping) else []
+            yield from (f"trainer.{each}" for each in names if each not in SHARED_TRAINER)
+
+
+def laid_over(lower: Any, upper: Any) -> Any:
+    """Return a configuration with another over it.
+
+    Mappings are merged; anything else, lists too, is replaced; where the upper one names another
+    class, the options of the lower one's class go.
+
+    Example:
+        >>> laid_over({"a": {"b": 1, "c": [2]}}, {"a": {"c": [3]}})
+        {'a': {'b': 1, 'c': [3]}}
+    """
+    if not isinstance(lower, Mapping) or not isinstance(upper, Mapping):
+        return upper
+    if "class_path" in upper and _full(upper) != _full(lower):
+        return dict(upper)
+    merged = dict(lower)
+    for name, value in upper.items():
+        merged[name] = laid_over(lower[name], value) if name in lower else value
+    return merged
+
+
+def _full(layer: Mapping[str, Any]) -> Any:
+    path = layer.get("class_path")
+    return own_names().get(path, path) if isinstance(path, str) else path

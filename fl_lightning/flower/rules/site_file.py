@@ -1,0 +1,107 @@
+"""A site's ``site.yaml``, which only the site's people write.
+
+    name: hospital_a
+    clients: [3, 4]              # global ids; or {3: 0, 4: 1}, to the places in the site's own data
+    socket: site.sock            # beside this file, unless the path is absolute
+    memory: memory               # folder of what clients remember between rounds
+    fewest_in_secure_sum: 3      # clients, this site's among them
+    most_epsilon: 8.0            # that a run may cost; null: also runs without privacy
+    metrics: ["*"]               # patterns of the names that may leave
+    most_bytes: 2000000000       # of an order
+    classes: [my_project.*]      # that may be built, beside those of `class_paths.DEFAULT`
+
+The first four must be there.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.flower.policy import Policy
+from fl_lightning.flower.rules.class_paths import DEFAULT
+from fl_lightning.flower.wire.plain_json import shown
+
+MOST_FILE_BYTES = 1_000_000
+
+
+def read_policy(path: str | Path) -> Policy:
+    """Return the policy in a file.
+
+    Raises:
+        ConfigurationError: if it cannot be read or does not say what it must.
+    """
+    given = _read(Path(path))
+    known = [field.name for field in fields(Policy)]
+    if unknown := sorted(map(str, given.keys() - set(known))):
+        close = difflib.get_close_matches(unknown[0], known, n=1)
+        advice = f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(known)}."
+        raise ConfigurationError(f"{path}: {unknown[0]!r} is not known. {advice}")
+    if missing := [n for n in ("name", "clients", "socket", "memory") if n not in given]:
+        raise ConfigurationError(f"{path}: {', '.join(missing)} is missing: give it a value")
+    try:
+        return Policy(**_in_types(given, Path(path).resolve().parent))
+    except ConfigurationError as error:
+        lines = str(error).splitlines()
+        raise ConfigurationError("\n".join(f"{path}: {line}" for line in lines)) from None
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a name that stands twice, of which YAML would take the last without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [key.value for key, _ in node.value]
+        if twice := sorted({str(name) for name in names if names.count(name) > 1}):
+            raise yaml.YAMLError(f"{twice[0]!r} stands there twice")
+        return super().construct_mapping(node, deep)  # type: ignore[no-any-return]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            content = file.read(MOST_FILE_BYTES + 1)
+        if len(content) > MOST_FILE_BYTES:
+            raise ConfigurationError(f"{path} is larger than {MOST_FILE_BYTES} bytes: no site.yaml")
+        given = yaml.load(content, _Loader)
+    except (OSError, yaml.YAMLError, ValueError) as error:
+        if isinstance(error, ConfigurationError):
+            raise
+        reason = " ".join(str(error).split())
+        raise ConfigurationError(
+            f"{path} cannot be read as a site's policy ({reason}). Write one with `fl-lightning "
+            "network init`."
+        ) from None
+    if not isinstance(given, dict):
+        raise ConfigurationError(f"{path} must be a mapping: name: …, clients: …")
+    return given
+
+
+def _in_types(given: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return what a file says in the types of `Policy`, as far as that is possible."""
+    found = dict(given)
+    found["clients"] = _table(found["clients"])
+    for name in ("socket", "memory"):
+        if not isinstance(found[name], str) or not found[name]:
+            raise ConfigurationError(f"{name} must be a path, got {shown(found[name])}")
+        found[name] = folder / found[name]
+    for name, first in (("metrics", ()), ("classes", DEFAULT)):
+        if isinstance(found.get(name), list):
+            found[name] = (*first, *found[name])
+    if type(found.get("most_epsilon")) is int:
+        found["most_epsilon"] = float(found["most_epsilon"])
+    return found
+
+
+def _table(clients: Any) -> Any:
+    """Return clients by global id; a list says their places by its order."""
+    if not isinstance(clients, list):
+        return clients
+    names = [client if isinstance(client, int) else str(client) for client in clients]
+    if len(set(names)) < len(names):
+        raise ConfigurationError(f"clients must be different, got {shown(clients)}")
+    return {name: place for place, name in enumerate(names)}

@@ -1,0 +1,401 @@
+"""What a site allows: class paths, options that are its own, numbers that it does not pay beyond."""
+
+import subprocess
+import sys
+
+import pytest
+import yaml
+from readme import ROOT
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.flower.policy import Policy, Refused
+from fl_lightning.flower.rules.class_paths import DEFAULT, checked
+from fl_lightning.flower.rules.layers import not_shared, shared_part
+from fl_lightning.flower.rules.site_file import read_policy
+
+SITE = {"name": "hospital_a", "clients": {3: 0, 4: 1}, "socket": "s", "memory": "m"}
+
+
+def policy(**options):
+    return Policy(**{**SITE, **options})
+
+
+def written(tmp_path, text):
+    path = tmp_path / "site.yaml"
+    path.write_text(text)
+    return path
+
+
+def model(path, **init_args):
+    return {"model": {"class_path": path, "init_args": init_args}}
+
+
+MODEL = model(
+    "fl_lightning.ImageClassifier",
+    network="vit_small_patch16_224.dino",
+    num_classes=10,
+    optimizer={"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1, "betas": [0.9, 0.99]}},
+)
+
+# class paths
+
+
+@pytest.mark.parametrize(
+    "path", sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "configs").rglob("*.yaml"))
+)
+def test_what_the_configurations_share_is_allowed(path):
+    configuration = yaml.safe_load((ROOT / path).read_text())
+    policy().check_configuration(shared_part(configuration))
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "torch.hub.load",
+        "torch.load",
+        "torch.nn.modules.module.functools.partial",
+        "torch.nn.modules.module.OrderedDict",
+        "torch.nn.init.normal_",
+        "torch.nn.functional.relu",
+        "torch.nn.Unknown",
+        "torch.nn._reduction.warnings",
+        "torch.optim.optimizer.torch.hub.load",
+        "torch.optim.swa_utils.update_bn",
+        "torchmetrics.text.BERTScore",
+        "torchmetrics.Metric.update",
+        "timm.create_model",
+        "timm.models.create_model",
+        "timm.models._hub.load_state_dict_from_hf",
+        "timm.utils.CheckpointSaver",
+        "torchvision.datasets.ImageFolder",
+        "torchvision.models.resnet18",
+        "subprocess.Popen",
+        "builtins.eval",
+        "os.system",
+        "posix.system",
+        "pathlib.Path",
+        "lightning.pytorch.callbacks.ModelCheckpoint",
+        "lightning.pytorch.loggers.CSVLogger",
+        "fl_lightning.__main__.main",
+        "fl_lightning.cli.command.FederatedCLI",
+        "fl_lightning.cli.command.sys",
+        "fl_lightning.client.vector_file.VectorFile",
+        "fl_lightning.sparsity.save_mask",
+        "fl_lightning.import_module",
+        "fl_lightningx.Net",
+        "fl_lightning.",
+        "fl_lightning",
+        "os",
+        "SGD",
+        "Popen",
+        "",
+        " os.system",
+        "os.system\n",
+    ],
+)
+def test_a_class_path_that_is_not_allowed_is_refused(path):
+    with pytest.raises(Refused, match=r"^model\.class_path: .*(site\.yaml|full path)"):
+        policy().check_configuration(model(path))
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "fl_lightning.ImageClassifier",
+        "fl_lightning.models.image_classifier.ImageClassifier",
+        "fl_lightning.secure.protocol.graph.SparseGraph",
+        "torch.nn.Linear",
+        "torch.nn.modules.linear.Linear",
+        "torch.optim.AdamW",
+        "torch.optim.lr_scheduler.CosineAnnealingLR",
+        "torchmetrics.Accuracy",
+        "torchmetrics.classification.MulticlassAccuracy",
+        "torchvision.models.ResNet",
+        "timm.models.vision_transformer.VisionTransformer",
+        "timm.optim.Lamb",
+    ],
+)
+def test_a_class_that_a_site_needs_is_allowed(path):
+    assert policy().check_configuration(model(path)) == model(path)
+
+
+HIDDEN = [
+    {"trainer": {"callbacks": [{"class_path": "os.system"}]}},
+    {"trainer": {"callbacks": ["os.system"]}},
+    {"model": {"init_args": {"network": {"class_path": "os.system"}}}},
+    {"model": {"init_args": {"network": "os.system"}}},
+    {"model": {"init_args": {"network": "{class_path: os.system}"}}},
+    {"model": {"init_args": {"network": '{class_path: "\\x6fs.system"}'}}},
+    {"model": {"init_args": {"network": '"\\x6fs.system"'}}},
+    {"model": {"init_args": {"network": "- os.system"}}},
+    {"model": {"init_args": {"network": "class_path: SGD"}}},
+    {"model": "os.system"},
+    {"model": [["os.system"]]},
+    {"model": {"class_path": {"class_path": "os.system"}}},
+    {"model": {"dict_kwargs": {"x": "os.system"}}},
+    {"model.class_path": "Popen"},
+    {"model": {"init_args.optimizer.class_path": "Popen"}},
+    {"model": {"class_path+": "Popen"}},
+    {"model": {"class_path": ["Popen"]}},
+    {"model": {"class_path": None, "init_args": {"network": "other.yaml"}}},
+    {"model": {"init_args": {"checkpoint_path": "/etc/passwd"}}},
+    {"model": {"init_args": {"checkpoint_path": "~/weights.pt"}}},
+    {"model": {"init_args": {"checkpoint_path": "runs/../../secret.pt"}}},
+    {"model": {"init_args": {"network": "hf-hub:somebody/model"}}},
+    {"model": {"init_args": {"network": "https://example.org/x"}}},
+    {"model": {"init_args": {"network": "a" * 20_000}}},
+    {"model": {"init_args": {"network": object()}}},
+]
+
+
+@pytest.mark.parametrize("configuration", HIDDEN, ids=range(len(HIDDEN)))
+def test_a_class_path_or_a_place_is_found_wherever_it_hides(configuration):
+    with pytest.raises(Refused):
+        policy().check_configuration({**MODEL, **configuration})
+
+
+def test_a_configuration_that_holds_itself_is_refused():
+    configuration = {}
+    configuration["model"] = configuration
+    with pytest.raises(Refused, match="nested deeper"):
+        policy().check_configuration(configuration)
+
+
+PROBE = """
+import sys
+from fl_lightning.flower.policy import Policy, Refused
+policy = Policy(name="a", clients={0: 0}, socket="s", memory="m", classes=("torch.*", "good.*"))
+model = {"class_path": "good.Net"}
+for place in ({"class_path": "evil.Net"}, ["evil.Net"], "evil.Net", "{class_path: 'evil.Net'}"):
+    try:
+        policy.check_configuration({"federation": model, "model": place})
+    except Refused as error:
+        print(str(error).split(":")[0])
+assert "evil" not in sys.modules
+assert "good" not in sys.modules, "an allowed module was imported though another is refused"
+"""
+
+
+def test_a_module_whose_import_would_write_a_file_is_not_imported(tmp_path):
+    for module in ("evil", "good"):
+        (tmp_path / f"{module}.py").write_text(
+            f"open({str(tmp_path / 'written')!r}, 'w').close()\nclass Net: pass\n"
+        )
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={"PYTHONPATH": f"{ROOT}:{tmp_path}", "PYTHONDONTWRITEBYTECODE": "1"},
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("model") == 4
+    assert not (tmp_path / "written").exists()
+
+
+def test_a_site_adds_packages_and_exact_paths(tmp_path, monkeypatch):
+    (tmp_path / "own_models.py").write_text(
+        "import os\nfrom torch import nn\nclass Net(nn.Module): pass\nclass Other: pass\n"
+        "def build(): pass\nLinear = nn.Linear\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(Refused, match="not allowed at this site"):
+        policy().check_configuration(model("own_models.Net"))
+    wide = policy(classes=("own_models.*",))
+    wide.check_configuration(model("own_models.Net"))
+    for name in ("Other", "build", "os", "Linear", "missing"):  # Linear is defined in torch.nn
+        with pytest.raises(Refused, match="is no class that a configuration may build"):
+            wide.check_configuration(model(f"own_models.{name}"))
+    policy(classes=("own_models.Other",)).check_configuration(model("own_models.Other"))
+
+
+def test_short_names_are_fl_lightnings_own():
+    class Krum:  # whoever looks in everything that is imported finds this one too
+        pass
+
+    given = {
+        "federation": {"aggregator": {"class_path": "Krum"}, "updates": ["TopK"], "engine": "auto"}
+    }
+    assert policy().check_configuration(given) == {
+        "federation": {
+            "aggregator": {"class_path": "fl_lightning.server.Krum"},
+            "updates": ["fl_lightning.updates.TopK"],
+            "engine": "auto",
+        }
+    }
+    assert given["federation"]["updates"] == ["TopK"]
+    assert Krum.__name__ == "Krum"
+
+
+def test_texts_that_are_no_class_paths_stay():
+    given = {
+        "model": {
+            "init_args": {
+                "network": "vit_small_patch16_224.dino",
+                "monitor": "val/accuracy",
+                "names": ["blocks.0.*", "größe", "", "null", "a: b.c"[:1]],
+                "table": {0: 1.5, "layers.0": None},
+            }
+        }
+    }
+    assert checked(given, DEFAULT) == given
+
+
+# whose options
+
+
+def test_a_site_sets_its_own_options_and_the_server_the_shared_ones():
+    shared = {
+        **MODEL,
+        "seed_everything": 3,
+        "data": {"class_path": "evil.Data"},
+        "federation": {"local_epochs": 2},
+        "trainer": {
+            "max_epochs": 5,
+            "gradient_clip_val": 1.0,
+            "accelerator": "cpu",
+            "logger": {"class_path": "evil.Logger"},
+            "callbacks+": ["evil.Callback"],
+            "default_root_dir": "/",
+        },
+        "ckpt_path": "/last.ckpt",
+    }
+    own = {
+        "data": {"class_path": "my_hospital.Data"},
+        "trainer": {"accelerator": "gpu", "precision": "bf16-mixed"},
+        "model": {"init_args": {"checkpoint_path": "/data/dino.pth"}},
+    }
+    found = policy().site_configuration(shared, own)
+    init_args = {**MODEL["model"]["init_args"], "checkpoint_path": "/data/dino.pth"}
+    assert found == {
+        "seed_everything": 3,
+        "model": {"class_path": "fl_lightning.ImageClassifier", "init_args": init_args},
+        "federation": {"local_epochs": 2},
+        "data": {"class_path": "my_hospital.Data"},
+        "trainer": {
+            "max_epochs": 5,
+            "gradient_clip_val": 1.0,
+            "accelerator": "gpu",
+            "precision": "bf16-mixed",
+        },
+    }
+    assert not_shared(shared) == [
+        "ckpt_path",
+        "data",
+        "trainer.accelerator",
+        "trainer.callbacks+",
+        "trainer.default_root_dir",
+        "trainer.logger",
+    ]
+
+
+def test_what_is_left_of_the_shared_configuration_is_checked():
+    with pytest.raises(Refused, match=r"federation\.aggregator\.class_path: 'evil\.Mean'"):
+        policy().site_configuration({"federation": {"aggregator": {"class_path": "evil.Mean"}}}, {})
+
+
+def test_another_class_of_the_site_does_not_get_the_options_of_the_shared_one():
+    optimizer = {"class_path": "torch.optim.Adam", "init_args": {"lr": 1.0}}
+    found = policy().site_configuration(MODEL, {"model": {"init_args": {"optimizer": optimizer}}})
+    assert found["model"]["init_args"]["optimizer"] == optimizer
+    same = policy().site_configuration(MODEL, {"model": {"class_path": "ImageClassifier"}})
+    assert same["model"]["init_args"] == MODEL["model"]["init_args"]
+
+
+# numbers and names
+
+
+def test_a_site_pays_no_more_than_it_says():
+    site = policy(most_epsilon=2.0, fewest_in_secure_sum=4, metrics=("train/*", "seconds"))
+    site.check_epsilon(2.0)
+    site.check_secure_sum(4)
+    for epsilon in (2.1, float("inf"), float("nan")):
+        with pytest.raises(Refused, match=r"most_epsilon is 2\.0 at this site"):
+            site.check_epsilon(epsilon)
+    with pytest.raises(Refused, match=r"is 4 at this site, and the sum is over 3 clients"):
+        site.check_secure_sum(3)
+    assert site.allows_metric("train/loss")
+    assert site.allows_metric("seconds")
+    assert not site.allows_metric("val/loss")
+    policy().check_epsilon(float("inf"))
+    assert policy().allows_metric("anything")
+
+
+def test_clients_have_places_at_their_site():
+    assert policy().clients_here((4, 3)) == [1, 0]
+    with pytest.raises(Refused, match=r"clients: \[7\] are not at this site, which has \[3, 4\]"):
+        policy().clients_here((3, 7))
+
+
+def test_a_file_says_what_a_site_allows(tmp_path):
+    text = """
+name: hospital_a
+clients: [12, 3]
+socket: site.sock
+memory: /var/memory
+most_epsilon: 8
+metrics: ["val/*"]
+classes: [my_project.*]
+"""
+    found = read_policy(written(tmp_path, text))
+    assert found.clients == {12: 0, 3: 1}
+    assert found.socket == tmp_path.resolve() / "site.sock"
+    assert str(found.memory) == "/var/memory"
+    assert found.most_epsilon == 8.0
+    assert found.metrics == ("val/*",)
+    assert found.classes == (*DEFAULT, "my_project.*")
+    assert found.most_bytes == policy().most_bytes
+
+
+GOOD = "name: a\nclients: [1]\nsocket: s\nmemory: m\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("name: a\n", "clients, socket, memory is missing"),
+        (GOOD + "most_epsilom: 3\n", "'most_epsilom' is not known. Did you mean 'most_epsilon'"),
+        (GOOD + "name: b\n", "'name' stands there twice"),
+        (GOOD + "most_bytes: 1e9\n", "most_bytes must be a whole number of bytes, at least 1"),
+        (GOOD + "most_bytes: true\n", "got True"),
+        (GOOD + "most_epsilon: -1\n", "must be a number above 0, or null"),
+        (GOOD + "most_epsilon: .inf\n", "must be a number above 0, or null"),
+        (GOOD + "fewest_in_secure_sum: 1\n", "at least 2, got 1"),
+        (GOOD + "metrics: loss\n", "metrics must be a list of texts, got 'loss'"),
+        (GOOD + "classes: ['*']\n", "like my_project.Net"),
+        (GOOD + "classes: ['os']\n", "like my_project.Net"),
+        (GOOD.replace("name: a", "name: ../a"), "name: site must be 1 to 63 letters"),
+        (GOOD.replace("[1]", "[1, 1]"), "clients must be different"),
+        (GOOD.replace("[1]", "[[1]]"), "whole numbers from 0"),
+        (GOOD.replace("[1]", "{1: 0, 2: 0}"), "places of their own"),
+        (GOOD.replace("[1]", "[]"), "at least one"),
+        (GOOD.replace("[1]", "3"), "clients must be a list of global ids"),
+        (GOOD.replace("socket: s", "socket: " + "s" * 120), "give a shorter path"),
+        (GOOD.replace("socket: s", "socket: 3"), "socket must be a path"),
+        ("- a", "must be a mapping"),
+        ("a: [", "cannot be read as a site's policy"),
+        ("a: !!python/object/apply:os.system [ls]", "cannot be read as a site's policy"),
+        ("? [a]\n: 1", "cannot be read|is not known"),
+    ],
+)
+def test_a_file_that_says_nonsense_is_refused_in_a_sentence(tmp_path, text, said):
+    path = written(tmp_path, text)
+    with pytest.raises(ConfigurationError, match=said) as refused:
+        read_policy(path)
+    assert str(refused.value).startswith(str(path))
+    assert "\n" not in str(refused.value)
+
+
+def test_a_file_with_several_faults_names_them_all(tmp_path):
+    path = written(tmp_path, GOOD + "most_bytes: 0\nmost_epsilon: 0\n")
+    with pytest.raises(ConfigurationError, match=r"(?s)most_epsilon.*most_bytes"):
+        read_policy(path)
+
+
+def test_a_file_that_is_not_there_or_too_large_is_refused(tmp_path):
+    with pytest.raises(ConfigurationError, match="network init"):
+        read_policy(tmp_path / "none.yaml")
+    with pytest.raises(ConfigurationError, match="is larger than 1000000 bytes"):
+        read_policy(written(tmp_path, "#" * 1_000_001))
