@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.flower.asking import ask, status
 from fl_lightning.flower.channel import Lost
-from fl_lightning.flower.frames import bind_socket
-from fl_lightning.flower.loopback import LoopbackChannel
-from fl_lightning.flower.resident import Resident
-from fl_lightning.flower.supervision import Program, Supervisor
+from fl_lightning.flower.network.supervision import Program, Supervisor
+from fl_lightning.flower.transport.asking import ask, status
+from fl_lightning.flower.transport.frames import bind_socket
+from fl_lightning.flower.transport.loopback import LoopbackChannel
+from fl_lightning.flower.transport.resident import Resident
 
-RESIDENT = [sys.executable, "-m", "fl_lightning.flower.resident"]
+RESIDENT = [sys.executable, "-m", "fl_lightning.flower.transport.resident"]
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def waited(condition, seconds=20.0):
 
 
 def echo_program(folder, name, **options):
-    command = [*RESIDENT, "fl_lightning.flower.echo:serve_echo", str(folder / name)]
+    command = [*RESIDENT, "fl_lightning.flower.network.echo:serve_echo", str(folder / name)]
     log = folder / f"{name}.log"
     return Program(name, [*command, str(log)], log, **options)
 
@@ -154,13 +154,13 @@ def test_a_model_that_is_being_built_is_waited_for(resident):
 
 
 def test_work_longer_than_the_allowed_silence_is_fine_with_a_heartbeat(resident, monkeypatch):
-    monkeypatch.setattr("fl_lightning.flower.resident.HEARTBEAT", 0.1)
+    monkeypatch.setattr("fl_lightning.flower.transport.resident.HEARTBEAT", 0.1)
     path = resident(lambda order: time.sleep(1.0) or order)
     assert ask(path, b"x", 20, silence=0.5) == b"x"
 
 
 def test_silence_is_noticed(resident, monkeypatch):
-    monkeypatch.setattr("fl_lightning.flower.resident.HEARTBEAT", 5.0)
+    monkeypatch.setattr("fl_lightning.flower.transport.resident.HEARTBEAT", 5.0)
     path = resident(lambda order: time.sleep(1.0) or order)
     assert ask(path, b"x", 20, silence=0.3) == Lost("its process is silent")
 
@@ -227,7 +227,7 @@ def test_a_program_ends_with_its_supervisor_even_if_that_is_killed(folder):
     script = (
         "import sys, time\n"
         "from pathlib import Path\n"
-        "from fl_lightning.flower.supervision import Program, Supervisor\n"
+        "from fl_lightning.flower.network.supervision import Program, Supervisor\n"
         "with Supervisor([Program('p', ['sleep', '100'], Path(sys.argv[1]))]) as s:\n"
         "    print(s.process('p'), flush=True)\n"
         "    time.sleep(100)\n"

@@ -65,6 +65,7 @@ class Program:
         log: the file that its output is added to.
         environment: variables besides those of this process.
         again: seconds until it is started again after an end; may raise, to give up.
+        layer: at the end of all, those of a higher one end first.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Program:
     log: Path
     environment: Mapping[str, str] = field(default_factory=dict)
     again: Callable[[Ended], float] = backoff
+    layer: int = 0
 
 
 class _Running:
@@ -152,7 +154,7 @@ def _started(program: Program, log: BinaryIO) -> subprocess.Popen[bytes]:
 
 
 class Supervisor:
-    """Keeps programs running inside a ``with`` block, and ends them at its end, the last one first.
+    """Keeps programs running inside a ``with`` block, and ends them at its end, layer by layer.
 
     Args:
         programs: in the order of their start.
@@ -168,12 +170,14 @@ class Supervisor:
         return self
 
     def __exit__(self, *error: object) -> None:
-        running = self._running[::-1]
-        for one in running:
-            one.ask_to_end()
-        until = time.monotonic() + _GRACE
-        for one in running:
-            one.end(until)
+        layers = {one.program.layer for one in self._running}
+        for layer in sorted(layers, reverse=True):
+            running = [one for one in self._running if one.program.layer == layer]
+            for one in running:
+                one.ask_to_end()
+            until = time.monotonic() + _GRACE
+            for one in running:
+                one.end(until)
 
     def add(self, program: Program) -> None:
         """Start one more.

@@ -6,13 +6,14 @@ No more than the standard library is needed: the thin app that Flower starts for
 from __future__ import annotations
 
 import json
+import logging
 import socket
 import time
 from pathlib import Path
 from typing import Any
 
 from fl_lightning.flower.channel import CATEGORIES, Lost
-from fl_lightning.flower.frames import (
+from fl_lightning.flower.transport.frames import (
     ANSWER,
     BUSY,
     LOST,
@@ -23,10 +24,11 @@ from fl_lightning.flower.frames import (
     send_frame,
 )
 
+log = logging.getLogger(__name__)
 SILENCE = 60.0  # without a heartbeat: the process hangs
 _PATIENCE = 30.0  # for a process that is being restarted
 _PAUSE = 0.2
-_STATUS_SECONDS = 5.0
+_STATUS_SECONDS = 10.0
 
 
 def ask(
@@ -74,7 +76,8 @@ def status(path: Path) -> dict[str, Any] | None:
             send_frame(connection, STATUS)
             kind, content = receive_frame(connection)
             told = json.loads(content) if kind == STATUS else None
-    except (OSError, ValueError):
+    except (OSError, ValueError) as error:
+        log.warning("no status from %s: %r", path, error)
         return None
     return told if isinstance(told, dict) else None
 

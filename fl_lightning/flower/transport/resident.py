@@ -27,7 +27,7 @@ from types import FrameType
 from typing import Any, NoReturn, TextIO
 
 from fl_lightning.core.errors import ConfigurationError, Interrupted
-from fl_lightning.flower.frames import (
+from fl_lightning.flower.transport.frames import (
     ANSWER,
     BUSY,
     HEARTBEAT,

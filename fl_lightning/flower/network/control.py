@@ -1,0 +1,122 @@
+"""What the server's people do through Flower's own command: register keys, start runs, list both."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.flower.network.folder import Network
+from fl_lightning.flower.network.programs import flower_command, flower_environment, names_file
+
+_CONNECTION = "network"
+_SECONDS = 60.0
+
+
+class Control:
+    """Flower's control interface of a network's server, on the server's machine.
+
+    Args:
+        network: whose server it is.
+        port: where Flower's own port is.
+    """
+
+    def __init__(self, network: Network, port: int) -> None:
+        self._network, self._home = network, network.server / "flower"
+        self._home.mkdir(exist_ok=True)
+        certificate = network.server / "ca.crt"
+        (self._home / "config.toml").write_text(
+            f'[superlink]\ndefault = "{_CONNECTION}"\n\n[superlink.{_CONNECTION}]\n'
+            f'address = "127.0.0.1:{port}"\nroot-certificates = {json.dumps(str(certificate))}\n'
+        )
+
+    def register_sites(self) -> dict[str, int]:
+        """Register the keys of all sites, and return the node of each."""
+        file = names_file(self._network)
+        nodes: dict[str, int] = json.loads(file.read_text()) if file.exists() else {}
+        for name in self._network.sites:
+            if name not in nodes:
+                key = self._network.server / "keys" / f"{name}.pub"
+                told = self._ask("supernode", "register", str(key), _CONNECTION, "--name", name)
+                nodes[name] = int(told["node-id"])
+                file.write_text(json.dumps(nodes))
+        return nodes
+
+    def nodes(self) -> list[Mapping[str, Any]]:
+        """Return what Flower knows of the nodes."""
+        return list(self._ask("supernode", "list", _CONNECTION)["nodes"])
+
+    def runs(self) -> list[Mapping[str, Any]]:
+        """Return what Flower knows of the runs."""
+        return list(self._ask("list", _CONNECTION)["runs"])
+
+    def run(self, app: Path, options: Mapping[str, str | int]) -> subprocess.Popen[str]:
+        """Start a run, and return the command that tells of it until its end.
+
+        Args:
+            app: its folder.
+            options: that the app's own are replaced by.
+        """
+        words = [f"{name}={json.dumps(value)}" for name, value in options.items()]
+        command = [flower_command("flwr"), "run", str(app), _CONNECTION, "--stream"]
+        if words:
+            command += ["--run-config", " ".join(words)]
+        return subprocess.Popen(
+            command,
+            env=self._environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def stop(self, run: str) -> None:
+        """Have a run ended.
+
+        Args:
+            run: its number.
+        """
+        self._ask("stop", run, _CONNECTION)
+
+    @property
+    def _environment(self) -> dict[str, str]:
+        return {**os.environ, **flower_environment(self._home), "COLUMNS": "200"}
+
+    def _ask(self, *words: str) -> dict[str, Any]:
+        command: Sequence[str] = [flower_command("flwr"), *words, "--format", "json"]
+        done = subprocess.run(
+            command, env=self._environment, capture_output=True, text=True, timeout=_SECONDS
+        )
+        try:
+            told = json.loads(done.stdout)
+        except ValueError:
+            told = {"success": False, "error-message": (done.stdout + done.stderr)[-500:]}
+        if not told.get("success"):
+            said = " ".join(str(told.get("error-message", told)).split())
+            raise ConfigurationError(f"Flower refuses {' '.join(words[:2])}: {said}")
+        return dict(told)
+
+
+def wait_for_port(host: str, port: int, certificate: Path, seconds: float) -> None:
+    """Wait until a server answers.
+
+    Raises:
+        ConfigurationError: if it does not.
+    """
+    from fl_lightning.flower.network.probe import check_server
+
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            check_server(f"{host}:{port}", certificate)
+        except ConnectionError as error:
+            if time.monotonic() > until:
+                raise ConfigurationError(str(error)) from None
+            time.sleep(0.2)
+        else:
+            return

@@ -1,0 +1,239 @@
+"""The folder of a network: certificates, keys, start commands, a page that says what to do with them.
+
+README.md
+network.yaml        the server's address, the sites
+server/             ca.crt ca.key server.pem server.key superexec.secret start.sh, keys/<site>.pub
+sites/<site>/       ca.crt key site.yaml start.sh: all that a site gets
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fl_lightning.core.errors import ConfigurationError
+
+_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")
+LOCAL_HOSTS = ("127.0.0.1", "localhost")
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network as its folder describes it.
+
+    Attributes:
+        folder: of the network.
+        host: of the server, as sites reach it.
+        port: of the server, as sites reach it.
+        sites: their names.
+    """
+
+    folder: Path
+    host: str
+    port: int
+    sites: tuple[str, ...]
+
+    @property
+    def server(self) -> Path:
+        """The server's folder."""
+        return self.folder / "server"
+
+    def site(self, name: str) -> Path:
+        """Return a site's folder.
+
+        Args:
+            name: of the site.
+        """
+        return self.folder / "sites" / name
+
+    @staticmethod
+    def read(folder: Path) -> Network:
+        """Return the network of a folder.
+
+        Raises:
+            ConfigurationError: if it is not one.
+        """
+        told = _read_yaml(folder / "network.yaml", "fl-lightning network init makes one")
+        host, port = parse_address(str(told.get("server")))
+        return Network(folder.resolve(), host, port, parse_sites(",".join(told.get("sites") or ())))
+
+
+@dataclass(frozen=True)
+class SiteFolder:
+    """A site as its folder describes it.
+
+    Attributes:
+        folder: of the site.
+        name: of the site.
+        server: where it connects to, ``host:port``.
+        socket: of its resident process.
+    """
+
+    folder: Path
+    name: str
+    server: str
+    socket: Path
+
+    @staticmethod
+    def read(folder: Path) -> SiteFolder:
+        """Return the site of a folder.
+
+        Raises:
+            ConfigurationError: if it is not one.
+        """
+        told = _read_yaml(folder / "site.yaml", "give the folder that the server's people sent")
+        missing = {"name", "server", "socket"} - set(told)
+        if missing:
+            raise ConfigurationError(
+                f"{folder / 'site.yaml'}: {', '.join(sorted(missing))} missing"
+            )
+        host, port = parse_address(str(told["server"]))
+        (name,) = parse_sites(str(told["name"]))
+        socket = Path(str(told["socket"])).expanduser()
+        return SiteFolder(folder.resolve(), name, f"{host}:{port}", (folder / socket).absolute())
+
+
+def parse_address(given: str) -> tuple[str, int]:
+    """Return host and port.
+
+    Args:
+        given: ``host:port``.
+
+    Raises:
+        ConfigurationError: if it is not that.
+
+    Example:
+        >>> parse_address("fl.example.org:8443")
+        ('fl.example.org', 8443)
+    """
+    host, _, port = given.rpartition(":")
+    if "/" in host or not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ConfigurationError(
+            f"server: give HOST:PORT, such as fl.example.org:8443, without https://; got {given}"
+        )
+    return host.strip("[]"), int(port)
+
+
+def parse_sites(given: str) -> tuple[str, ...]:
+    """Return the names of sites.
+
+    Args:
+        given: names, with commas between them.
+
+    Raises:
+        ConfigurationError: if a name is none, or given twice.
+
+    Example:
+        >>> parse_sites("hospital_a,hospital_b")
+        ('hospital_a', 'hospital_b')
+    """
+    names = tuple(name.strip() for name in given.split(","))
+    for name in names:
+        if not _NAME.fullmatch(name):
+            raise ConfigurationError(
+                f"sites: {name!r} is no name: up to 32 of a-z, 0-9, _ and -, such as hospital_a"
+            )
+    if len(set(names)) < len(names):
+        raise ConfigurationError(f"sites: a name is given twice in {given}")
+    return names
+
+
+def make_network(
+    folder: Path,
+    server: str,
+    sites: Sequence[str],
+    *,
+    clients: Mapping[str, Sequence[int]] | None = None,
+    hosts: Sequence[str] = (),
+) -> Network:
+    """Write the folder of a new network.
+
+    Args:
+        folder: is not there yet, or is empty.
+        server: ``host:port``, as sites reach it.
+        sites: names.
+        clients: which clients of the federation each site has; one each, in order, if None.
+        hosts: further names and addresses of the server.
+
+    Raises:
+        ConfigurationError: if there is something in the folder already.
+    """
+    from fl_lightning.flower.network.certificates import (
+        make_authority,
+        make_server_certificate,
+        make_site_key,
+        write_private,
+    )
+
+    host, port = parse_address(server)
+    sites = parse_sites(",".join(sites))
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigurationError(f"out: {folder} is not empty: keys are never overwritten")
+    network = Network(folder.resolve(), host, port, sites)
+    (network.server / "keys").mkdir(parents=True)
+    network.server.chmod(0o700)
+    authority = make_authority(network.server)
+    end = make_server_certificate(network.server, authority, [host, *hosts, *LOCAL_HOSTS])
+    write_private(network.server / "superexec.secret", secrets.token_hex(32).encode())
+    _write_start(network.server, "serve --folder ..")
+    certificate = (network.server / "ca.crt").read_bytes()
+    for number, name in enumerate(sites):
+        own = network.site(name)
+        own.mkdir(parents=True)
+        own.chmod(0o700)
+        make_site_key(own / "key")
+        (own / "key.pub").rename(network.server / "keys" / f"{name}.pub")
+        (own / "ca.crt").write_bytes(certificate)
+        members = list((clients or {}).get(name, [number]))
+        (own / "site.yaml").write_text(_site_yaml(name, server, members))
+        _write_start(own, "join --folder .")
+    told = {"server": server, "sites": list(sites)}
+    (folder / "network.yaml").write_text(yaml.safe_dump(told, sort_keys=False))
+    (folder / "README.md").write_text(_readme(server, sites, f"{end:%Y-%m-%d}"))
+    return network
+
+
+def _read_yaml(path: Path, remedy: str) -> dict[str, Any]:
+    if not path.is_file():
+        raise ConfigurationError(f"folder: there is no {path}: {remedy}")
+    try:
+        told = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise ConfigurationError(f"{path}: it is not YAML: {error}") from None
+    if not isinstance(told, dict):
+        raise ConfigurationError(f"{path}: it must be a mapping")
+    return told
+
+
+def _write_start(folder: Path, words: str) -> None:
+    path = folder / "start.sh"
+    path.write_text(f'#!/bin/sh\ncd "$(dirname "$0")" && exec fl-lightning network {words} "$@"\n')
+    path.chmod(0o755)
+
+
+def _site_yaml(name: str, server: str, clients: Sequence[int]) -> str:
+    return (
+        f"name: {name}\n"
+        f"server: {server}\n"
+        f"clients: {list(clients)} # of the federation, which are at this site\n"
+        "# of the process that holds the model; its path may have about a hundred bytes\n"
+        f"socket: ~/.fl-lightning/{name}/socket\n"
+    )
+
+
+def _readme(server: str, sites: Sequence[str], end: str) -> str:
+    path = Path(__file__).with_name("readme.md")
+    names = "\n".join(f"- `sites/{name}/`" for name in sites)
+    return (
+        path.read_text()
+        .replace("{server}", server)
+        .replace("{sites}", names)
+        .replace("{site}", sites[0])
+        .replace("{end}", end)
+    )

@@ -1,0 +1,138 @@
+"""The programs that a server and a site consist of, as they are started."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from fl_lightning.flower.network.folder import Network, SiteFolder
+from fl_lightning.flower.network.supervision import Ended, Program, backoff
+from fl_lightning.flower.transport.grid import NAMES_VARIABLE
+
+ECHO = "fl_lightning.flower.network.echo:serve_echo"
+_LOCAL = "127.0.0.1"
+
+
+def flower_environment(home: Path) -> dict[str, str]:
+    """Return the environment of Flower's programs: nothing is told to anybody, ours are found.
+
+    Args:
+        home: where Flower keeps what it keeps.
+    """
+    here = Path(sys.executable).parent
+    return {
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "FLWR_HOME": str(home),
+        "PATH": os.pathsep.join([str(here), os.environ.get("PATH", os.defpath)]),
+    }
+
+
+def flower_command(name: str) -> str:
+    """Return the path of one of Flower's commands.
+
+    Args:
+        name: of the command.
+    """
+    return str(Path(sys.executable).with_name(name))
+
+
+def server_programs(network: Network, *, bind: str, control_port: int) -> list[Program]:
+    """Return what a server consists of, but for what runs its apps.
+
+    Args:
+        network: whose server it is.
+        bind: address to listen at for sites.
+        control_port: where Flower's own port is, on this machine only.
+    """
+    folder = network.server
+    environment = flower_environment(folder / "flower")
+    link = [
+        flower_command("flower-superlink"),
+        *("--ssl-ca-certfile", str(folder / "ca.crt")),
+        *("--ssl-certfile", str(folder / "server.pem")),
+        *("--ssl-keyfile", str(folder / "server.key")),
+        "--enable-supernode-auth",
+        "--disable-runtime-dependency-installation",
+        # so that a run outlives this process
+        *("--isolation", "process"),
+        *("--superexec-auth-secret-file", str(folder / "superexec.secret")),
+        *("--database", str(folder / "state.db")),
+        *("--host", _LOCAL, "--port", str(control_port)),
+    ]
+    gate = [
+        *(sys.executable, "-m", "fl_lightning.flower.network.gate", bind, str(network.port)),
+        f"https://{_LOCAL}:{control_port}",
+        *(str(folder / name) for name in ("ca.crt", "server.pem", "server.key")),
+    ]
+    log = folder / "log"
+    return [
+        Program("superlink", link, log / "superlink.log", environment),
+        Program("gate", gate, log / "gate.log", environment),
+    ]
+
+
+def app_runner(network: Network, *, control_port: int) -> Program:
+    """Return what runs the server's apps.
+
+    Args:
+        network: whose server it is.
+        control_port: where Flower's own port is.
+    """
+    folder = network.server
+    command = [
+        flower_command("flower-superexec"),
+        *("--runtime-api-address", f"{_LOCAL}:{control_port}"),
+        *("--root-certificates", str(folder / "ca.crt")),
+        *("--superexec-auth-secret-file", str(folder / "superexec.secret")),
+    ]
+    environment = flower_environment(folder / "flower")
+    environment[NAMES_VARIABLE] = str(names_file(network))
+    return Program("superexec", command, folder / "log" / "superexec.log", environment)
+
+
+def names_file(network: Network) -> Path:
+    """Return the file that knows the node of each site.
+
+    Args:
+        network: whose server it is.
+    """
+    return network.server / "nodes.json"
+
+
+def site_programs(
+    site: SiteFolder,
+    *,
+    runtime_port: int,
+    resident: Sequence[str],
+    again: Callable[[Ended], float] = backoff,
+    environment: Mapping[str, str] | None = None,
+) -> list[Program]:
+    """Return what a site consists of.
+
+    Args:
+        site: which.
+        runtime_port: of Flower's own, on this machine only.
+        resident: the function that the resident process consists of, ``module:function``, and its words.
+        again: how long after its end Flower's node is started again.
+        environment: further variables of the resident process.
+    """
+    folder = site.folder
+    node = [
+        flower_command("flower-supernode"),
+        *("--root-certificates", str(folder / "ca.crt")),
+        *("--superlink", site.server),
+        *("--host", _LOCAL, "--port", str(runtime_port)),
+        *("--node-config", f"site='{site.name}' socket='{site.socket}'"),
+        *("--auth-supernode-private-key", str(folder / "key")),
+    ]
+    log = folder / "log"
+    process = [sys.executable, "-m", "fl_lightning.flower.transport.resident", *resident]
+    return [
+        Program("resident", process, log / "resident.out", environment or {}),
+        Program(
+            "supernode", node, log / "supernode.log", flower_environment(folder / "flower"), again
+        ),
+    ]

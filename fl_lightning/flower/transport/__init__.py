@@ -1,0 +1,1 @@
+"""The way of bytes between the server and a site."""

@@ -1,0 +1,213 @@
+"""The way to sites over Flower.
+
+Flower's nodes have numbers. Which site a node is, the server knows from the key under which it has
+registered the node, and the node says it in answer to a query. A site to which an order was lost may
+still work on it: it counts as there when it has answered a query again, which its node does after
+everything before.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+from flwr.app import Message, RecordDict
+from flwr.common.constant import ErrorCode
+from flwr.serverapp import Grid
+
+from fl_lightning.flower.channel import CATEGORIES, Category, Lost
+from fl_lightning.flower.transport.apps import packed, unpacked
+
+log = logging.getLogger(__name__)
+
+NAMES_VARIABLE = "FL_LIGHTNING_SITES"
+_POLL_SECONDS = 1.0
+_LOOK_SECONDS = 3.0
+_QUERY_TTL = 60.0
+# Flower says itself that an order is too old, unless it is not there
+_GRACE = 30.0
+_CATEGORIES: dict[int, Category] = {
+    ErrorCode.LOAD_CLIENT_APP_EXCEPTION: "its app failed",
+    ErrorCode.CLIENT_APP_RAISED_EXCEPTION: "its app failed",
+    ErrorCode.MESSAGE_UNAVAILABLE: "no answer in time",
+    ErrorCode.NODE_UNAVAILABLE: "not there",
+    ErrorCode.MOD_FAILED_PRECONDITION: "its app failed",
+    ErrorCode.INVALID_FAB: "its app failed",
+    ErrorCode.CLIENT_APP_CRASHED: "its app failed",
+}
+
+
+class _Sent(NamedTuple):
+    """An order that has no outcome yet.
+
+    Attributes:
+        site: to which it went.
+        until: when it is given up.
+    """
+
+    site: str
+    until: float
+
+
+class GridChannel:
+    """Reaches sites over Flower.
+
+    Args:
+        grid: Flower's way to its nodes.
+        names: the site of each node by its registered key; what nodes say is believed if None.
+    """
+
+    def __init__(self, grid: Grid, names: Mapping[int, str] | None = None) -> None:
+        self._grid, self._names = grid, names
+        self._nodes: dict[str, int] = {}  # that have said they are free
+        self._orders: dict[str, _Sent] = {}
+        self._queries: dict[str, tuple[int, float]] = {}
+        self._came: list[tuple[str, bytes | Lost]] = []
+        self._looked = -_LOOK_SECONDS
+
+    def sites(self) -> list[str]:
+        """Return the names of the sites that are there now and could take an order."""
+        self._look()
+        busy = {sent.site for sent in self._orders.values()}
+        return sorted(set(self._nodes) - busy)
+
+    def send(self, site: str, message: bytes, ttl: float) -> None:
+        """Send an order; what becomes of it, `receive` says.
+
+        Args:
+            site: its name.
+            message: the order.
+            ttl: seconds after which its answer is of no use.
+        """
+        self._look()
+        if any(sent.site == site for sent in self._orders.values()):
+            self._came.append((site, Lost("busy with an earlier order")))
+        elif site not in self._nodes:
+            self._came.append((site, Lost("not there")))
+        elif (id_ := self._push(packed(message), self._nodes[site], "train", ttl)) is None:
+            self._lose(site, "the network lost the message")
+        else:
+            self._orders[id_] = _Sent(site, time.monotonic() + ttl + _GRACE)
+
+    def receive(self, seconds: float) -> list[tuple[str, bytes | Lost]]:
+        """Return what has become of orders, site by site, after at most so many seconds."""
+        until = time.monotonic() + seconds
+        while True:
+            self._pull_answers()
+            self._look()
+            left = until - time.monotonic()
+            if self._came or left <= 0:
+                came, self._came = self._came, []
+                return came
+            time.sleep(min(left, _POLL_SECONDS))
+
+    def _pull_answers(self) -> None:
+        for reply in self._pull(list(self._orders)):
+            # only those that are open are asked for: none counts twice
+            sent = self._orders.pop(reply.metadata.reply_to_message_id, None)
+            if sent is not None:
+                outcome = _outcome(reply)
+                if isinstance(outcome, Lost):
+                    self._lose(sent.site, outcome.category)
+                else:
+                    self._came.append((sent.site, outcome))
+        for id_, sent in list(self._orders.items()):
+            if time.monotonic() > sent.until:
+                del self._orders[id_]
+                self._lose(sent.site, "no answer in time")
+
+    def _lose(self, site: str, category: Category) -> None:
+        self._nodes.pop(site, None)  # until it says that it is free
+        self._looked = -_LOOK_SECONDS
+        self._came.append((site, Lost(category)))
+
+    def _look(self) -> None:
+        """Learn who is there; ask those of whom it is not known."""
+        if time.monotonic() < self._looked + _LOOK_SECONDS:
+            return
+        self._looked = time.monotonic()
+        self._pull_introductions()
+        try:
+            online = set(self._grid.get_node_ids())
+        except httpx.HTTPError as error:
+            _wait_for_server(error)
+            return
+        self._nodes = {name: node for name, node in self._nodes.items() if node in online}
+        asked = {node for node, _ in self._queries.values()}
+        for node in online - set(self._nodes.values()) - asked:
+            if (id_ := self._push(RecordDict(), node, "query", _QUERY_TTL)) is not None:
+                self._queries[id_] = node, time.monotonic() + _QUERY_TTL + _GRACE
+
+    def _pull_introductions(self) -> None:
+        for reply in self._pull(list(self._queries)):
+            node, _ = self._queries.pop(reply.metadata.reply_to_message_id, (None, 0.0))
+            if node is not None and not reply.has_error():
+                self._believe(node, reply.content)
+        now = time.monotonic()
+        self._queries = {id_: asked for id_, asked in self._queries.items() if asked[1] > now}
+
+    def _believe(self, node: int, content: RecordDict) -> None:
+        told: Any = content.get("site") or {}
+        name, state = told.get("site"), told.get("state")
+        if self._names is not None and self._names.get(node) != name:
+            log.error("node %d says it is %s, but its key is not of that site", node, name)
+        elif not isinstance(name, str) or self._nodes.get(name, node) != node:
+            log.error("node %d says it is %s, as another one does", node, name)
+        elif state != "idle":
+            log.warning("site %s: its process is %s", name, state)
+        else:
+            self._nodes[name] = node
+
+    def _push(self, content: RecordDict, node: int, kind: str, ttl: float) -> str | None:
+        message = Message(content, dst_node_id=node, message_type=kind, ttl=ttl)
+        try:
+            ids = list(self._grid.push_messages([message]))
+        except httpx.HTTPError as error:
+            _wait_for_server(error)
+            return None
+        return ids[0] if ids else None
+
+    def _pull(self, ids: list[str]) -> list[Message]:
+        if not ids:
+            return []
+        try:
+            return list(self._grid.pull_messages(ids))
+        except httpx.HTTPError as error:
+            _wait_for_server(error)
+            return []
+
+
+def registered_names() -> dict[int, str] | None:
+    """Return the site of each node by its registered key, None if nobody has said where that is."""
+    path = os.environ.get(NAMES_VARIABLE)
+    if path is None:
+        return None
+    return {int(node): name for name, node in json.loads(Path(path).read_text()).items()}
+
+
+def _wait_for_server(error: httpx.HTTPError) -> None:
+    """Take it that the server comes back, unless it is there and refuses.
+
+    Raises:
+        HTTPError: if it refuses.
+    """
+    if isinstance(error, httpx.HTTPStatusError) and error.response.status_code < 500:
+        raise error
+    log.warning("Flower's server does not answer: %s", type(error).__name__)
+
+
+def _outcome(reply: Message) -> bytes | Lost:
+    if reply.has_error():
+        return Lost(_CATEGORIES.get(reply.error.code, "the network lost the message"))
+    answer = unpacked(reply.content)
+    if answer is not None:
+        return answer
+    told: Any = reply.content.get("lost") or {}
+    category = told.get("category")
+    return Lost(category if category in CATEGORIES else "its app failed")
