@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from fl_lightning.cli.command import FederatedCLI, run_lightning
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.federation.federation import Federation
@@ -18,9 +20,11 @@ from fl_lightning.flower.checks import check_over_network
 from fl_lightning.flower.correspondence import Correspondence
 from fl_lightning.flower.elsewhere import DataElsewhere
 from fl_lightning.flower.messages import Order
-from fl_lightning.flower.resident import serve
+from fl_lightning.flower.policy import Policy
+from fl_lightning.flower.rules.site_file import read_policy
 from fl_lightning.flower.site import Fit, Site
 from fl_lightning.flower.sites import Counted, Sites
+from fl_lightning.flower.transport.resident import log_to, serve
 
 # what a site's Trainer has nothing to do with
 _SITE_WORDS = (
@@ -37,14 +41,14 @@ _SITE_WORDS = (
 )
 
 
-def run_site(fit: Fit, own: Sequence[str], places: Mapping[int, int]) -> None:
+def run_site(fit: Fit, policy: Policy) -> None:
     """Have a site's Trainer follow the orders of one run.
 
     Args:
         fit: what it is to follow.
-        own: words of the site's own layer.
-        places: by client of the federation, which client of the site's data it is.
+        policy: of the site.
     """
+    places = policy.clients
 
     class SiteCLI(FederatedCLI):
         """A fit on orders."""
@@ -52,7 +56,7 @@ def run_site(fit: Fit, own: Sequence[str], places: Mapping[int, int]) -> None:
         def instantiate_trainer(self, **kwargs: Any) -> Any:
             """Have the Trainer follow orders instead of running rounds."""
             federation = self._get(self.config_init, "federation")
-            at_site = AtSite(federation, fit.desk, fit.memory)
+            at_site = AtSite(federation, fit.desk, fit.memory, policy.allows_metric)
             options = self._get(self.config_init, "trainer")
             options["callbacks"] = [at_site]
             return super(FederatedCLI, self).instantiate_trainer(**kwargs)
@@ -77,27 +81,39 @@ def run_site(fit: Fit, own: Sequence[str], places: Mapping[int, int]) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "run.yaml")
-        file.write_text(fit.configuration)
-        run_lightning(["fit", f"--config={file}", *own, *_SITE_WORDS], cli=SiteCLI, callback=None)
+        file.write_text(yaml.safe_dump(dict(fit.configuration), sort_keys=False))
+        run_lightning(["fit", f"--config={file}", *_SITE_WORDS], cli=SiteCLI, callback=None)
 
 
-def serve_site(
-    name: str, socket: Path, folder: Path, places: Mapping[int, int], own: Sequence[str] = ()
-) -> None:
+def site_process(site_file: str, own_file: str) -> None:
     """Be a site's resident process: answer orders until told to end.
 
     Args:
-        name: of the site.
-        socket: where orders come in.
-        folder: for what it keeps.
-        places: by client of the federation, which client of the site's data it is.
-        own: words of the site's own layer.
+        site_file: its ``site.yaml``.
+        own_file: its own layer of every configuration: data, devices, precision.
+
+    Raises:
+        ConfigurationError: if one of them cannot be read.
     """
-    site = Site(name, folder)
+    policy = read_policy(site_file)
+    log_to(policy.memory / "log.txt")
+    own = yaml.safe_load(Path(own_file).read_text()) or {}
+    serve_site(policy, own)
+
+
+def serve_site(policy: Policy, own: Mapping[str, Any]) -> None:
+    """Answer orders until told to end.
+
+    Args:
+        policy: what the site is and what it allows.
+        own: its own layer of every configuration.
+    """
+    site = Site(policy, own)
     serve(
-        socket,
+        policy.socket,
         lambda: site.handle,
-        meanwhile=lambda: site.serve(lambda fit: run_site(fit, own, places)),
+        meanwhile=lambda: site.serve(lambda fit: run_site(fit, policy)),
+        largest=policy.most_bytes,
     )
 
 

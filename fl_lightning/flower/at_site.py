@@ -7,6 +7,7 @@ own; cohorts, validation, checkpoints and schedules are the server's.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -38,10 +39,13 @@ class AtSite(Callback):
         options: of the federation.
         desk: where orders come in and answers go out.
         memory: what the site's clients remember, on its disk.
+        allows: whether a metric of a name may leave.
     """
 
-    def __init__(self, options: Options, desk: Desk, memory: SiteMemory) -> None:
-        self._given, self._desk, self._memory = options, desk, memory
+    def __init__(
+        self, options: Options, desk: Desk, memory: SiteMemory, allows: Callable[[str], bool]
+    ) -> None:
+        self._given, self._desk, self._memory, self._allows = options, desk, memory, allows
         self._cleanup = ExitStack()
         self._order: Order | None = None
 
@@ -67,7 +71,8 @@ class AtSite(Callback):
         trainer.strategy.lr_scheduler_configs.clear()  # rates come with orders
         run = Run.of(trainer, options, calendar)
         aggregator = run_aggregator(trainer, options.aggregator, None)
-        self._rounds = SiteRounds(run, stages_of(run, aggregator, calendar.time, None))
+        stages = stages_of(run, aggregator, calendar.time, None)
+        self._rounds = SiteRounds(run, stages, self._allows)
         self._memory.serve(run.memory)
         take_over(trainer, self._rounds, self._cleanup)
 

@@ -16,10 +16,13 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
+import yaml
+
 from fl_lightning.flower.desk import Desk, Done
-from fl_lightning.flower.wire.failures import Failure, Refused, category_of
 from fl_lightning.flower.messages import Answer, MessageError, Order, digest
+from fl_lightning.flower.policy import Policy
 from fl_lightning.flower.site_memory import SiteMemory
+from fl_lightning.flower.wire.failures import Failure, OrderRefused, category_of
 
 log = logging.getLogger(__name__)
 
@@ -28,12 +31,12 @@ class Fit(NamedTuple):
     """A fit that a site is to start.
 
     Attributes:
-        configuration: of the run, as YAML.
+        configuration: what this site trains with.
         desk: where it gets orders.
         memory: what clients remember.
     """
 
-    configuration: str
+    configuration: Mapping[str, Any]
     desk: Desk
     memory: SiteMemory
 
@@ -42,20 +45,13 @@ class Site:
     """One site of a federation.
 
     Args:
-        name: its own.
-        folder: for what it keeps.
-        check: refuses configurations that this site does not allow.
-        largest: bytes of an order.
+        policy: what it is and what it allows.
+        own: its own layer of every configuration.
     """
 
-    def __init__(
-        self,
-        name: str,
-        folder: Path,
-        check: Callable[[str], None] = lambda configuration: None,
-        largest: int = 2**33,
-    ) -> None:
-        self._name, self._folder, self._check, self._largest = name, folder, check, largest
+    def __init__(self, policy: Policy, own: Mapping[str, Any]) -> None:
+        self._policy, self._own = policy, own
+        self._name, self._folder = policy.name, policy.memory
         self._fits: SimpleQueue[Fit | None] = SimpleQueue()
         self._desk: Desk | None = None
         self._run = self._configuration = ""
@@ -90,7 +86,7 @@ class Site:
         if name == self._last[0]:
             return self._last[1]
         try:
-            order = Order.from_bytes(content, limit=self._largest)
+            order = Order.from_bytes(content, limit=self._policy.most_bytes)
         except MessageError as error:
             failure = _logged("message", error)
             return Answer.refusal(content, site=self._name, failure=failure).to_bytes()
@@ -107,16 +103,19 @@ class Site:
         if order.kind == "hello":
             return self._answer(order, name, options=self._hello(order))
         if order.run != self._run:
-            raise Refused("run", f"the order is of run {order.run}, this site is in {self._run}")
+            raise OrderRefused(
+                "run", f"the order is of run {order.run}, this site is in {self._run}"
+            )
         if order.configuration != self._configuration:
-            raise Refused("configuration", f"the order has {order.configuration}")
+            raise OrderRefused("configuration", f"the order has {order.configuration}")
         if order.kind == "stop":
             self._stop()
             return self._answer(order, name)
         if order.kind != "train":
-            raise Refused("policy", f"this site follows no order of kind {order.kind}")
+            raise OrderRefused("policy", f"this site follows no order of kind {order.kind}")
+        self._policy.clients_here(order.clients)
         if order.round <= self._round:
-            raise Refused(
+            raise OrderRefused(
                 "round",
                 f"this site has answered round {self._round}, not this order of {order.round}",
             )
@@ -153,12 +152,13 @@ class Site:
         if not (same and self._desk is not None):
             text = str(order.options["configuration"])
             if digest(text.encode()) != order.configuration:
-                raise Refused("configuration", "its text is not the one of which it has the hash")
-            self._check(text)
-            self._start(order, text)
+                raise OrderRefused(
+                    "configuration", "its text is not the one of which it has the hash"
+                )
+            self._start(order, self._policy.site_configuration(_parsed(text), self._own))
         return self._facts
 
-    def _start(self, order: Order, configuration: str) -> None:
+    def _start(self, order: Order, configuration: Mapping[str, Any]) -> None:
         self._stop()
         self._run, self._configuration, self._desk = order.run, order.configuration, Desk()
         folder = self._folder / order.run
@@ -172,7 +172,7 @@ class Site:
 
     def _asked(self, order: Order) -> Done:
         if self._desk is None:
-            raise Refused("stopped", "the run has ended at this site: say hello again")
+            raise OrderRefused("stopped", "the run has ended at this site: say hello again")
         done = self._desk.ask(order)
         if done.error is not None:
             self._desk = None
@@ -201,6 +201,16 @@ class Site:
             head, _, answer = file.read_bytes().partition(b"\n")
             number, name = head.decode().split()
             self._round, self._last = int(number), (name, answer)
+
+
+def _parsed(text: str) -> Mapping[str, Any]:
+    try:
+        configuration = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise OrderRefused("configuration", f"it is no YAML: {error}") from None
+    if not isinstance(configuration, dict):
+        raise OrderRefused("configuration", "it is no mapping")
+    return configuration
 
 
 def _logged(category: str, error: BaseException) -> Failure:

@@ -7,7 +7,7 @@ up to where it would leave the site, and is packed there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -32,6 +32,7 @@ class SiteRounds:
     Args:
         run: in whose module they train.
         stages: of the run.
+        allows: whether a metric of a name may leave.
 
     Attributes:
         run: as given.
@@ -40,8 +41,8 @@ class SiteRounds:
         failures: why clients of the present order have no update.
     """
 
-    def __init__(self, run: Run, stages: Stages) -> None:
-        self.run, self._stages = run, stages
+    def __init__(self, run: Run, stages: Stages, allows: Callable[[str], bool]) -> None:
+        self.run, self._stages, self._allows = run, stages, allows
         self._clients = Training(run, stages)
         self._transport = next(stage for stage in stages if isinstance(stage, Transport))
         self._ahead = stages.before(self._transport)
@@ -116,7 +117,7 @@ class SiteRounds:
                 num_steps=update.num_steps,
                 optimizer_steps=update.optimizer_steps,
                 effective_steps=update.effective_steps,
-                metrics={name: value.detach().cpu() for name, value in made.metrics.items()},
+                metrics={n: v.detach().cpu() for n, v in made.metrics.items() if self._allows(n)},
                 facts={"norm": float(made.norm), "error": error},
             )
         )

@@ -24,10 +24,10 @@ from fl_lightning.federation.stage import Sent, Stage, Stages, Start
 from fl_lightning.federation.stages.transport import Transport
 from fl_lightning.federation.training import Taker, Training
 from fl_lightning.flower.correspondence import Correspondence, Reply
-from fl_lightning.flower.wire.failures import CATEGORIES
 from fl_lightning.flower.messages import ClientAnswer, Order
 from fl_lightning.flower.packing import Packing
 from fl_lightning.flower.site_rounds import options_of
+from fl_lightning.flower.wire.failures import CATEGORIES
 from fl_lightning.updates.wire.reader import DecodeError
 
 
@@ -225,7 +225,8 @@ def _fields(update: ClientUpdate) -> dict[str, Any]:
 
 def _by_client(reply: Reply, order: Order) -> dict[int, _Came]:
     """Return what has come from each client of an order."""
-    answers = {} if reply.answer is None else reply.answer.by_client
+    given = () if reply.answer is None else reply.answer.clients
+    answers = {answer.client: answer for answer in given}
     tensors = {} if reply.answer is None else reply.answer.tensors
     return {
         client: _Came(

@@ -21,14 +21,14 @@ def orders():
         counted={2: 6, 4: -1, 9: 0},
         options={"optimizer": [{"lr": 0.1, "betas": [0.9, 0.999]}], "größe": None, "clip": True},
         tensors={
-            "params": torch.linspace(-1, 1, 33),
-            "buffers": torch.tensor([-0.0, float("nan")]).bfloat16(),
+            "model": torch.linspace(-1, 1, 33),
+            "stage/part/buffers": torch.tensor([-0.0, float("nan")]).bfloat16(),
             "stage/mask/bits": torch.tensor([True, False]),
             "stage/clock/layers.0/größe": torch.tensor(2**62),
         },
         **about,
     )
-    yield Order(kind="evaluate", round=7, clients=(2,), tensors={"params": torch.zeros(3)}, **about)
+    yield Order(kind="evaluate", round=7, clients=(2,), tensors={"model": torch.zeros(3)}, **about)
 
 
 def answers():
@@ -104,7 +104,7 @@ def any_order(draw):
         clients=clients,
         counted={client: draw(st.integers(-1, round_index)) for client in clients},
         options=draw(options),
-        tensors=draw(stage_tensors()) | {"params": draw(tensors())},
+        tensors=draw(stage_tensors()) | {"model": draw(tensors())},
     )
 
 

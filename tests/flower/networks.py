@@ -13,7 +13,8 @@ import yaml
 from fl_lightning.cli.command import run_lightning
 from fl_lightning.cli.network_runs import run_server, serve_site
 from fl_lightning.flower.correspondence import Correspondence
-from fl_lightning.flower.loopback import LoopbackChannel
+from fl_lightning.flower.policy import Policy
+from fl_lightning.flower.transport.loopback import LoopbackChannel
 
 CLIENTS = {"a": (0, 1), "b": (2, 3), "c": (4, 5)}  # of each site
 BASE = """
@@ -62,20 +63,29 @@ def configuration(**options):
     return yaml.safe_dump(config, sort_keys=False)
 
 
-def _site(name, folder):
+def own_layer(config):
+    """Return what of a configuration is a site's own."""
+    given = yaml.safe_load(config)
+    trainer = given["trainer"]
+    own = {name: trainer[name] for name in ("accelerator", "precision") if name in trainer}
+    return {"data": given["data"], "trainer": own}
+
+
+def _site(name, folder, own):
     sys.argv = ["fl-lightning"]
     log = (folder / f"{name}.log").open("a")
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
-    places = {client: client for client in CLIENTS[name]}
-    serve_site(name, folder / f"{name}.socket", folder / name, places)
+    clients = {client: client for client in CLIENTS[name]}
+    socket, memory = folder / f"{name}.socket", folder / name
+    serve_site(Policy(name=name, clients=clients, socket=socket, memory=memory), own)
 
 
 class Sites:
     """The processes of three sites."""
 
-    def __init__(self, folder):
-        self.folder = folder
+    def __init__(self, folder, own):
+        self.folder, self.own = folder, own
         self.processes = {}
         for name in CLIENTS:
             self.start(name)
@@ -83,7 +93,9 @@ class Sites:
     def start(self, name):
         """Start a site, or start it again."""
         fork = multiprocessing.get_context("fork")
-        self.processes[name] = fork.Process(target=_site, args=[name, self.folder], daemon=True)
+        self.processes[name] = fork.Process(
+            target=_site, args=[name, self.folder, self.own], daemon=True
+        )
         self.processes[name].start()
 
     def kill(self, name):
@@ -96,9 +108,9 @@ class Sites:
 
 
 @contextmanager
-def three_sites():
+def three_sites(config):
     with tempfile.TemporaryDirectory(prefix="fl-") as folder:
-        sites = Sites(Path(folder))
+        sites = Sites(Path(folder), own_layer(config))
         try:
             yield sites
         finally:
@@ -117,7 +129,9 @@ def simulated(config, root, *words):
     """Train in this process alone and return the last checkpoint."""
     root.mkdir(parents=True)
     (root / "run.yaml").write_text(config)
-    run_lightning(["fit", f"--config={root}/run.yaml", f"--trainer.default_root_dir={root}", *words])
+    run_lightning(
+        ["fit", f"--config={root}/run.yaml", f"--trainer.default_root_dir={root}", *words]
+    )
     return last(root)
 
 

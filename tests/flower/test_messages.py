@@ -76,17 +76,17 @@ def test_equal_messages_have_equal_bytes():
 
 def test_a_tensor_that_is_a_view_travels_as_what_it_shows():
     matrix = torch.arange(6.0).reshape(2, 3)
-    order = replace(MESSAGES[2], tensors={"params": matrix.T, "buffers": matrix[:, 1]})
+    order = replace(MESSAGES[2], tensors={"model": matrix.T, "stage/part/buffers": matrix[:, 1]})
     found = read(order.to_bytes(), Order).tensors
-    assert torch.equal(found["params"], matrix.T)
-    assert found["buffers"].tolist() == [1, 4]
+    assert torch.equal(found["model"], matrix.T)
+    assert found["stage/part/buffers"].tolist() == [1, 4]
 
 
 def test_what_arrives_can_be_written_to_and_shares_no_memory():
     data = MESSAGES[1].to_bytes()
     first, second = read(data, Order), read(data, Order)
-    first.tensors["params"].zero_()
-    assert torch.equal(second.tensors["params"], MESSAGES[1].tensors["params"])
+    first.tensors["model"].zero_()
+    assert torch.equal(second.tensors["model"], MESSAGES[1].tensors["model"])
 
 
 def test_the_file_inside_is_one_of_safetensors():
@@ -115,9 +115,9 @@ def test_the_file_inside_is_one_of_safetensors():
         ({"options": {"x": object()}}, "of the type object"),
         ({"tensors": {"weights": torch.ones(1)}}, "are params, buffers, stage"),
         ({"tensors": {"stage/mask": torch.ones(1)}}, "are params, buffers, stage"),
-        ({"tensors": {"params": [1.0]}}, "must be a dense tensor, got list"),
-        ({"tensors": {"params": torch.ones(2).to_sparse()}}, "must be a dense tensor"),
-        ({"tensors": {"params": torch.ones(1, dtype=torch.complex128)}}, "cannot be sent"),
+        ({"tensors": {"model": [1.0]}}, "must be a dense tensor, got list"),
+        ({"tensors": {"model": torch.ones(2).to_sparse()}}, "must be a dense tensor"),
+        ({"tensors": {"model": torch.ones(1, dtype=torch.complex128)}}, "cannot be sent"),
     ],
 )
 def test_an_order_that_cannot_be_is_refused_where_it_is_made(change, said):
@@ -338,7 +338,7 @@ SHAPE = b'"shape":[3],"data_offsets":[0,12]'
         (SHAPE, b'"shape":[' + b",".join([b"1"] * 99) + b'],"data_offsets":[0,12]', "no shape"),
         (b"F32", b"F31", "no known dtype"),
         (b'"F32"', b"[[]]", "no known dtype"),
-        (b'"params"', b'"p\\ud800"', "surrogate"),
+        (b'"model"', b'"p\\ud800"', "surrogate"),
         (b"__metadata__", b"__meta-data_", "no document"),
         (b"{", b"[", "no JSON"),
         (b"F32", b"\xffF2", "not ASCII"),
@@ -371,14 +371,14 @@ def test_damaged_bytes_are_refused(forged, said):
 
 
 def test_a_bool_that_is_neither_true_nor_false_is_refused():
-    message = replace(MESSAGES[2], tensors={"params": torch.tensor([True])})
+    message = replace(MESSAGES[2], tensors={"model": torch.tensor([True])})
     header, _ = parts(message.to_bytes())
     with pytest.raises(MessageError, match="neither 0 nor 1"):
         read(with_header(header, b"\x02"), Order)
 
 
 def test_a_message_beyond_the_limit_is_refused_before_it_is_read():
-    data = replace(MESSAGES[2], tensors={"params": torch.zeros(10**6)}).to_bytes()
+    data = replace(MESSAGES[2], tensors={"model": torch.zeros(10**6)}).to_bytes()
     tracemalloc.start()
     with pytest.raises(MessageError, match=r"has 4\d{6} bytes, at most 4000000 are allowed"):
         read(data, Order, limit=4_000_000)

@@ -1,9 +1,14 @@
 """A configuration over sites ends in the bits of its simulation."""
 
+import multiprocessing
 import sys
+import time
 
 import pytest
+import torch
 from flower.networks import configuration, differing, over_network, simulated, three_sites
+
+from fl_lightning.flower.messages import Order
 
 MOMENTUM = {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3}
 BATCH_NORM = {
@@ -40,7 +45,11 @@ SLOW = {
     "FedBN": BATCH_NORM | {"federation__personal": built("Personal", norms=True)},
     "Ditto": {"federation__personal": built("Ditto", pull=0.1)},
     "QSGD down": {"federation__download": [built("updates.QSGD", bits=8)]},
-    "PowerSGD": {"federation__updates": [built("updates.ErrorFeedback", transforms=[built("updates.PowerSGD", rank=1)])]},
+    "PowerSGD": {
+        "federation__updates": [
+            built("updates.ErrorFeedback", transforms=[built("updates.PowerSGD", rank=1)])
+        ]
+    },
     "median": {"federation__aggregator": built("server.Median")},
     "FedNova": {
         "federation__aggregator": built("NormalisedMean"),
@@ -68,12 +77,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def sites():
-    with three_sites() as running:
-        yield running
-
-
 @pytest.fixture(autouse=True)
 def _folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -87,35 +90,69 @@ def cases():
 
 
 @pytest.mark.parametrize("options", list(cases()))
-def test_a_run_over_sites_has_the_bits_of_its_simulation(options, sites, tmp_path):
+def test_a_run_over_sites_has_the_bits_of_its_simulation(options, tmp_path):
     config = configuration(**options)
-    network = over_network(sites, config, tmp_path / "network")
+    with three_sites(config) as sites:
+        network = over_network(sites, config, tmp_path / "network")
     alone = simulated(config, tmp_path / "alone")
     assert network["epoch"] == alone["epoch"] == 2
     assert differing(network, alone) == []
 
 
-@pytest.mark.slow
-def test_a_site_that_is_killed_is_asked_again(sites, tmp_path):
-    config = configuration(federation__correction=built("Scaffold"), federation__updates=[SPARSE])
-    channel = Killing(sites)
-    network = over_network(sites, config, tmp_path / "network", channel=channel)
-    assert channel.killed == 3
-    assert differing(network, simulated(config, tmp_path / "alone")) == []
-
-
 class Killing:
-    """A channel on which a site dies in every round, before, while or after it has answered."""
+    """A channel on which a site dies in every round: while it works, or when it has answered."""
 
     def __init__(self, sites):
         self._sites, self._channel = sites, sites.channel()
-        self.killed, self._sent = 0, {}
+        self.killed = []
 
     def sites(self):
         return self._channel.sites()
 
     def send(self, site, message, ttl):
         self._channel.send(site, message, ttl)
+        order = Order.from_bytes(message, limit=2**30)
+        if order.kind == "train" and order.round == len(self.killed):
+            time.sleep((0.0, 0.3, 1.5)[order.round])
+            self.killed.append(site)
+            self._sites.kill(site)
+            self._sites.start(site)
 
     def receive(self, seconds):
         return self._channel.receive(seconds)
+
+
+@pytest.mark.slow
+def test_a_site_that_is_killed_is_asked_again(tmp_path):
+    config = configuration(federation__correction=built("Scaffold"), federation__updates=[SPARSE])
+    with three_sites(config) as sites:
+        channel = Killing(sites)
+        network = over_network(sites, config, tmp_path / "network", channel=channel)
+    assert len(channel.killed) == 3
+    assert differing(network, simulated(config, tmp_path / "alone")) == []
+
+
+@pytest.mark.slow
+def test_a_server_that_is_killed_goes_on_to_the_same_bits(tmp_path):
+    config = configuration(
+        federation__correction=built("Scaffold"),
+        federation__updates=[SPARSE],
+        trainer__max_epochs=4,
+    )
+    with three_sites(config) as sites:
+        fork = multiprocessing.get_context("fork")
+        root = tmp_path / "network"
+        first = fork.Process(target=over_network, args=[sites, config, root])
+        first.start()
+        until = time.monotonic() + 60
+        while not list(root.rglob("last.ckpt")) and time.monotonic() < until:
+            time.sleep(0.05)
+        time.sleep(0.7)  # in a later round
+        first.kill()
+        first.join()
+        [file] = root.rglob("last.ckpt")
+        assert 0 <= torch.load(file, weights_only=False)["epoch"] < 3
+        network = over_network(sites, config, root, f"--ckpt_path={file}")
+    alone = simulated(config, tmp_path / "alone")
+    assert network["epoch"] == alone["epoch"] == 3
+    assert differing(network, alone) == []

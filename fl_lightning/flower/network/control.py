@@ -90,7 +90,12 @@ class Control:
     def _ask(self, *words: str) -> dict[str, Any]:
         command: Sequence[str] = [flower_command("flwr"), *words, "--format", "json"]
         done = subprocess.run(
-            command, env=self._environment, capture_output=True, text=True, timeout=_SECONDS
+            command,
+            check=False,
+            env=self._environment,
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
         )
         try:
             told = json.loads(done.stdout)

@@ -19,7 +19,6 @@ from fl_lightning.flower.wire.fields import (
     check_names,
     check_options,
     check_site,
-    check_string,
     check_version,
     check_whole,
     fields_of,
@@ -28,7 +27,7 @@ from fl_lightning.flower.wire.fields import (
     tuple_of,
 )
 from fl_lightning.flower.wire.order import JSON, KINDS, Kind, Order, digest
-from fl_lightning.flower.wire.plain_json import MessageError, check_form, shown
+from fl_lightning.flower.wire.plain_json import MessageError, check_form, check_string, shown
 
 NO_RUN = "0" * 32
 

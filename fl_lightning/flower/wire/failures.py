@@ -11,6 +11,7 @@ import secrets
 from dataclasses import dataclass, field
 
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.flower.rules.class_paths import Refused
 from fl_lightning.flower.wire.fields import check_choice, check_hex
 
 CATEGORIES = {
@@ -63,7 +64,7 @@ class Failure:
         return f"{CATEGORIES[self.category]}; the site's log has more under {self.id}"
 
 
-class Refused(Exception):  # noqa: N818 - an order was refused, nothing broke
+class OrderRefused(Exception):  # noqa: N818 - nothing broke
     """A site does not follow an order.
 
     Args:
@@ -83,12 +84,14 @@ def category_of(error: BaseException) -> str:
         >>> category_of(MemoryError()), category_of(OSError(28, "no space left on device"))
         ('memory', 'disk')
     """
-    if isinstance(error, Refused):
+    if isinstance(error, OrderRefused):
         return error.category
     if isinstance(error, MemoryError):
         return "memory"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
         return "disk"
+    if isinstance(error, Refused):
+        return "policy"
     if isinstance(error, (ConfigurationError, SystemExit)):
         return "setup"
     return "other"
