@@ -15,6 +15,8 @@ A map of the house; every room imports only from those above it in this list:
 - `fl_lightning.engines`: many clients in one step, and steps compiled
 - `fl_lightning.federation`: rounds inside Lightning's fit loop
 - `fl_lightning.callbacks`: mask calibration, partition report, per-client evaluation, backdoors
+- `fl_lightning.nas`: architecture search
+- `fl_lightning.flower`: the same rounds over a real network
 - `fl_lightning.experiments`: many runs from one file
 - `fl_lightning.cli.command`: ``fl-lightning fit | validate | test | predict | compare``
 """
@@ -143,6 +145,7 @@ _ROOMS = (
     "flower",
     "kernels",
     "models",
+    "flower",
     "nas",
     "privacy",
     "secure",

@@ -58,7 +58,7 @@ class _Loader(yaml.SafeLoader):
         names = [key.value for key, _ in node.value]
         if twice := sorted({str(name) for name in names if names.count(name) > 1}):
             raise yaml.YAMLError(f"{twice[0]!r} stands there twice")
-        return super().construct_mapping(node, deep)  # type: ignore[no-any-return]
+        return super().construct_mapping(node, deep)
 
 
 def _read(path: Path) -> dict[str, Any]:
