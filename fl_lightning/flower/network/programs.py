@@ -26,6 +26,8 @@ def flower_environment(home: Path) -> dict[str, str]:
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         "FLWR_HOME": str(home),
+        # a process is started for every message, and would compile all it imports
+        "PYTHONDONTWRITEBYTECODE": "",
         "PATH": os.pathsep.join([str(here), os.environ.get("PATH", os.defpath)]),
     }
 
