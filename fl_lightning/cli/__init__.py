@@ -1,4 +1,4 @@
-"""The command line: ``fl-lightning fit | validate | test | predict | compare | search | latency``."""
+"""The command line: ``fl-lightning fit | validate | test | predict`` and our own commands."""
 
 from fl_lightning.cli.command import main
 

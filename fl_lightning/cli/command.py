@@ -2,7 +2,7 @@
 
 ``fl-lightning fit --config configs/quickstart.yaml``; also ``validate``, ``test``, ``predict``.
 Without the block the same files train centrally. ``fl-lightning compare`` runs many fits;
-``search`` and ``latency`` are about architectures.
+``search`` and ``latency`` are about architectures, ``network`` trains over a real network.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fl_lightning.callbacks.client_evaluation import ClientEvaluation
 from fl_lightning.callbacks.evaluated_model import EvaluatedModel
 from fl_lightning.callbacks.partition_report import PartitionReport
 from fl_lightning.callbacks.progress import RoundProgressBar
-from fl_lightning.cli import latency, search
+from fl_lightning.cli import latency, network, search
 from fl_lightning.cli.catalogue import asked_for, catalogue
 from fl_lightning.cli.constructors import watch_configuration, watched
 from fl_lightning.cli.devices import asks_for_several, automatic_processes
@@ -250,6 +250,9 @@ class Commands(Parser):
         subcommands.add_subcommand("compare", compare_parser(), help=DESCRIPTION)
         subcommands.add_subcommand("search", search_parser(), help=search.DESCRIPTION)
         subcommands.add_subcommand("latency", latency_parser(), help=latency.DESCRIPTION)
+        own = _named("network", network.DESCRIPTION)
+        subcommands.add_subcommand("network", own, help=network.DESCRIPTION)
+        network.add_commands(own, Parser)  # jsonargparse wants levels in their order
         return subcommands
 
 
@@ -275,6 +278,17 @@ def latency_parser() -> Parser:
     parser = Parser(prog="fl-lightning latency", description=latency.DESCRIPTION)
     latency.add_arguments(parser)
     return parser
+
+
+def network_parser() -> Parser:
+    """Return the parser of ``network``."""
+    parser = _named("network", network.DESCRIPTION)
+    network.add_commands(parser, Parser)
+    return parser
+
+
+def _named(command: str, description: str) -> Parser:
+    return Parser(prog=f"fl-lightning {command}", description=description)
 
 
 def resolve(words: Sequence[str]) -> str:
@@ -337,6 +351,8 @@ def _run(words: Any, args: ArgsType) -> None:
         search.search(words[1:], parser=search_parser())
     elif words[:1] == ["latency"]:
         latency.latency(words[1:], parser=latency_parser())
+    elif words[:1] == ["network"]:
+        network.network(words[1:], parser=network_parser())
     elif option := asked_for(words):
         print(catalogue(option))
     else:

@@ -6,16 +6,18 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.flower.network.folder import Network
+from fl_lightning.flower.network.probe import check_server
 from fl_lightning.flower.network.programs import flower_command, flower_environment, names_file
 
 _CONNECTION = "network"
 _SECONDS = 60.0
+_PAUSE = 0.2
 
 
 class Control:
@@ -63,11 +65,34 @@ class Control:
             options: that the app's own are replaced by.
         """
         words = [f"{name}={json.dumps(value)}" for name, value in options.items()]
-        command = [flower_command("flwr"), "run", str(app), _CONNECTION, "--stream"]
+        command = ["run", str(app), _CONNECTION, "--stream"]
         if words:
             command += ["--run-config", " ".join(words)]
+        return self._streaming(command)
+
+    def follow(self, run: str) -> subprocess.Popen[str]:
+        """Return a command that tells of a run until its end.
+
+        Args:
+            run: its number.
+        """
+        return self._streaming(["log", run, _CONNECTION, "--stream"])
+
+    def status_of(self, run: str) -> str:
+        """Return a run's status in Flower's words; unknown while the server does not answer.
+
+        Args:
+            run: its number.
+        """
+        try:
+            found = [one for one in self.runs() if str(one.get("run-id")) == run]
+        except ConfigurationError:
+            return "unknown"
+        return str(found[0].get("status")) if found else "unknown"
+
+    def _streaming(self, words: Sequence[str]) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            command,
+            [flower_command("flwr"), *words],
             env=self._environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -91,7 +116,7 @@ class Control:
         command: Sequence[str] = [flower_command("flwr"), *words, "--format", "json"]
         done = subprocess.run(
             command,
-            check=False,
+            check=False,  # it says what is wrong in JSON
             env=self._environment,
             capture_output=True,
             text=True,
@@ -107,14 +132,21 @@ class Control:
         return dict(told)
 
 
-def wait_for_port(host: str, port: int, certificate: Path, seconds: float) -> None:
+def wait_for_port(
+    host: str, port: int, certificate: Path, seconds: float, look: Callable[[], None]
+) -> None:
     """Wait until a server answers.
+
+    Args:
+        host: its address.
+        port: its port.
+        certificate: of the authority.
+        seconds: at most.
+        look: called in between.
 
     Raises:
         ConfigurationError: if it does not.
     """
-    from fl_lightning.flower.network.probe import check_server
-
     until = time.monotonic() + seconds
     while True:
         try:
@@ -122,6 +154,7 @@ def wait_for_port(host: str, port: int, certificate: Path, seconds: float) -> No
         except ConnectionError as error:
             if time.monotonic() > until:
                 raise ConfigurationError(str(error)) from None
-            time.sleep(0.2)
+            look()
+            time.sleep(_PAUSE)
         else:
             return

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from fl_lightning.flower.channel import Channel, Lost
+from fl_lightning.flower.network.folder import SiteFolder
 from fl_lightning.flower.transport.resident import log_to, serve
 
 
@@ -33,15 +34,15 @@ def echo(order: bytes) -> bytes:
     return order
 
 
-def serve_echo(path: str, log: str) -> None:
+def serve_echo(folder: str) -> None:
     """Be such a site until SIGTERM.
 
     Args:
-        path: of its socket.
-        log: its log's file.
+        folder: of the site.
     """
-    log_to(Path(log))
-    serve(Path(path), lambda: echo)
+    site = SiteFolder.read(Path(folder))
+    log_to(site.folder / "log" / "resident.log")
+    serve(site.socket, lambda: echo)
 
 
 def exchange(
@@ -51,15 +52,15 @@ def exchange(
 
     Args:
         channel: to the sites.
-        options: ``sites``, how many to wait for; ``rounds``; ``order``, what is sent.
+        options: ``sites``, how many to wait for; ``rounds``; ``order``, what is sent; ``ttl``, seconds.
         folder: of the app.
     """
     while len(names := channel.sites()) < int(options["sites"]):
         time.sleep(0.5)
     print(f"sites: {', '.join(names)}", flush=True)
-    for number in range(int(options["rounds"])):
+    for number in range(int(options.get("rounds", 3))):
         begun = time.monotonic()
-        order = f"{options['order']} {number}".strip().encode()
+        order = f"{options.get('order', 'round')} {number}".encode()
         for name in names:
             channel.send(name, order, float(options.get("ttl", 120.0)))
         outcomes: dict[str, bytes | Lost] = {}

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from fl_lightning.flower.network.folder import Network, SiteFolder
 from fl_lightning.flower.network.supervision import Ended, Program, backoff
 from fl_lightning.flower.transport.grid import NAMES_VARIABLE
 
-ECHO = "fl_lightning.flower.network.echo:serve_echo"
+# what a site's process and a run consist of: functions of the site's folder, and of the channel
+SITE_PROCESS = "fl_lightning.flower.network.echo:serve_echo"
+SERVER_RUN = "fl_lightning.flower.network.echo:exchange"
 _LOCAL = "127.0.0.1"
 
 
@@ -26,6 +28,8 @@ def flower_environment(home: Path) -> dict[str, str]:
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         "FLWR_HOME": str(home),
+        # a process is started for every message, and would compile all it imports
+        "PYTHONDONTWRITEBYTECODE": "",
         "PATH": os.pathsep.join([str(here), os.environ.get("PATH", os.defpath)]),
     }
 
@@ -90,7 +94,7 @@ def app_runner(network: Network, *, control_port: int) -> Program:
     ]
     environment = flower_environment(folder / "flower")
     environment[NAMES_VARIABLE] = str(names_file(network))
-    return Program("superexec", command, folder / "log" / "superexec.log", environment)
+    return Program("superexec", command, folder / "log" / "superexec.log", environment, layer=1)
 
 
 def names_file(network: Network) -> Path:
@@ -106,7 +110,7 @@ def site_programs(
     site: SiteFolder,
     *,
     runtime_port: int,
-    resident: Sequence[str],
+    process: str = SITE_PROCESS,
     again: Callable[[Ended], float] = backoff,
     environment: Mapping[str, str] | None = None,
 ) -> list[Program]:
@@ -115,7 +119,7 @@ def site_programs(
     Args:
         site: which.
         runtime_port: of Flower's own, on this machine only.
-        resident: the function that the resident process consists of, ``module:function``, and its words.
+        process: the function of its folder that its process consists of, ``module:function``.
         again: how long after its end Flower's node is started again.
         environment: further variables of the resident process.
     """
@@ -129,10 +133,17 @@ def site_programs(
         *("--auth-supernode-private-key", str(folder / "key")),
     ]
     log = folder / "log"
-    process = [sys.executable, "-m", "fl_lightning.flower.transport.resident", *resident]
+    command = [sys.executable, "-m", "fl_lightning.flower.transport.resident", process, str(folder)]
     return [
-        Program("resident", process, log / "resident.out", environment or {}),
         Program(
-            "supernode", node, log / "supernode.log", flower_environment(folder / "flower"), again
+            f"{site.name}: resident", command, log / "resident.out", environment or {}, layer=2
+        ),
+        Program(
+            f"{site.name}: supernode",
+            node,
+            log / "supernode.log",
+            flower_environment(folder / "flower"),
+            again,
+            layer=3,
         ),
     ]

@@ -7,8 +7,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Self
@@ -204,8 +206,20 @@ class Supervisor:
 
     def look(self) -> None:
         """Start again what has ended, if it is time to."""
-        for one in self._running:
+        for one in list(self._running):
             one.look()
+
+    @contextmanager
+    def in_background(self) -> Iterator[None]:
+        """Keep all running by another thread inside a ``with`` block."""
+        is_over = threading.Event()
+        thread = threading.Thread(target=self.watch, args=[is_over.is_set], daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join()
 
     def process(self, name: str) -> int | None:
         """Return a program's process id, None while there is none.

@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 SILENCE = 60.0  # without a heartbeat: the process hangs
 _PATIENCE = 30.0  # for a process that is being restarted
 _PAUSE = 0.2
+_DEATH = 1.0  # takes some time: a socket of a dying process may still be open
 _STATUS_SECONDS = 10.0
 
 
@@ -60,7 +61,7 @@ def ask(
         except TimeoutError:
             return Lost("no answer in time" if time.monotonic() >= until else "not there")
         except ConnectionError:
-            continue
+            time.sleep(_DEATH)
     return Lost("its process died")
 
 

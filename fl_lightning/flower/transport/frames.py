@@ -38,7 +38,8 @@ def send_frame(to: socket.socket, kind: bytes, content: bytes = b"") -> None:
         content: of the frame.
     """
     to.sendall(_HEAD.pack(kind, len(content)))
-    to.sendall(content)
+    if content:  # else the other side may have answered and gone already
+        to.sendall(content)
 
 
 def receive_frame(source: socket.socket, largest: int = LARGEST) -> tuple[bytes, bytes]:

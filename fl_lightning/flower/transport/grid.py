@@ -27,6 +27,7 @@ from fl_lightning.flower.transport.apps import packed, unpacked
 log = logging.getLogger(__name__)
 
 NAMES_VARIABLE = "FL_LIGHTNING_SITES"
+SEEN = "seen.json"  # beside it: what sites have said of themselves
 _POLL_SECONDS = 1.0
 _LOOK_SECONDS = 3.0
 _QUERY_TTL = 60.0
@@ -69,6 +70,7 @@ class GridChannel:
         self._orders: dict[str, _Sent] = {}
         self._queries: dict[str, tuple[int, float]] = {}
         self._came: list[tuple[str, bytes | Lost]] = []
+        self._seen: dict[str, Mapping[str, Any]] = {}
         self._looked = -_LOOK_SECONDS
 
     def sites(self) -> list[str]:
@@ -163,6 +165,13 @@ class GridChannel:
             log.warning("site %s: its process is %s", name, state)
         else:
             self._nodes[name] = node
+            self._note_seen(name, dict(told))
+
+    def _note_seen(self, name: str, told: Mapping[str, Any]) -> None:
+        """Write down what a site says of itself, for ``fl-lightning network status``."""
+        self._seen[name] = told
+        if path := os.environ.get(NAMES_VARIABLE):
+            Path(path).with_name(SEEN).write_text(json.dumps(self._seen))
 
     def _push(self, content: RecordDict, node: int, kind: str, ttl: float) -> str | None:
         message = Message(content, dst_node_id=node, message_type=kind, ttl=ttl)

@@ -209,7 +209,7 @@ def serve(
     Raises:
         ConfigurationError: if the socket cannot be there, or another process has it.
     """
-    with _raising_at_signals():
+    with raising_at_signals():
         resident = Resident(path, largest=largest)
         try:
             handler = make_handler()
@@ -238,8 +238,12 @@ def _own(path: Path) -> TextIO:
 
 
 @contextmanager
-def _raising_at_signals() -> Iterator[None]:
+def raising_at_signals() -> Iterator[None]:
+    """Have SIGTERM and Ctrl-C raise `Interrupted`, the first of them: others would disturb the end."""
+
     def stop(signum: int, frame: FrameType | None) -> NoReturn:
+        for one in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(one, signal.SIG_IGN)
         raise Interrupted(signum)
 
     if threading.current_thread() is not threading.main_thread():

@@ -1,0 +1,230 @@
+"""The command ``fl-lightning network``: train over a real network, through Flower."""
+
+from __future__ import annotations
+
+import shlex
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import ArgumentParser
+from jsonargparse.typing import PositiveInt
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.experiments.table import markdown
+from fl_lightning.flower.transport.resident import raising_at_signals
+
+DESCRIPTION = "Train over a real network: a server, and sites that keep their data."
+_DEMO_SITES = "hospital_a,hospital_b,hospital_c"
+
+
+def add_commands(parser: ArgumentParser, make: Callable[..., ArgumentParser]) -> None:
+    """Give a parser the commands of a network.
+
+    Args:
+        parser: of ``fl-lightning network``.
+        make: makes a parser.
+    """
+    commands = parser.add_subcommands(dest="action", required=True)
+    for name, (add, _, description) in _COMMANDS.items():
+        own = make(prog=f"fl-lightning network {name}", description=description)
+        add(own)
+        commands.add_subcommand(name, own, help=description)
+
+
+def network(words: Sequence[str], *, parser: ArgumentParser) -> None:
+    """Run one of the commands.
+
+    Args:
+        words: of the command line, without ``network``.
+        parser: one with the commands.
+
+    Raises:
+        ConfigurationError: if an option is refused.
+    """
+    words, rest = _split(words)
+    given = parser.parse_args(words or ["--help"])
+    _check_installed()
+    act = _COMMANDS[given.action][1]
+    with raising_at_signals():
+        act(given[given.action], rest)
+
+
+def _add_init(parser: ArgumentParser) -> None:
+    parser.add_argument("--out", type=str, required=True, help="The network's folder; new.")
+    parser.add_argument(
+        "--server", type=str, required=True, help="HOST:PORT under which sites reach the server."
+    )
+    parser.add_argument(
+        "--sites", type=str, required=True, help="Their names: hospital_a,hospital_b."
+    )
+    parser.add_argument(
+        "--host", action="append", type=str, default=[], help="A further name of the server."
+    )
+
+
+def _init(given: Any, rest: Sequence[str]) -> None:
+    from fl_lightning.flower.network.folder import make_network, parse_sites
+
+    made = make_network(Path(given.out), given.server, parse_sites(given.sites), hosts=given.host)
+    _say(f"network: {made.folder}")
+    for name in made.sites:
+        _say(f"site:    give {made.site(name)} to {name}, where nobody else can read it")
+    _say(f"server:  {made.server / 'start.sh'}")
+    _say(f"next:    {made.folder / 'README.md'} says what to do, on a page")
+
+
+def _add_serve(parser: ArgumentParser) -> None:
+    _add_folder(parser)
+    parser.add_argument(
+        "--bind",
+        type=str,
+        default="127.0.0.1",
+        help="Address to listen at for sites; 0.0.0.0 for all of this machine's.",
+    )
+    parser.add_argument(
+        "--control_port",
+        type=PositiveInt | None,
+        default=None,
+        help="Of Flower's own interfaces, on this machine only; the server's port + 1 if null.",
+    )
+
+
+def _serve(given: Any, rest: Sequence[str]) -> None:
+    from fl_lightning.flower.network.folder import Network
+    from fl_lightning.flower.network.serving import serving
+    from fl_lightning.flower.network.supervision import Supervisor
+
+    served = Network.read(Path(given.folder))
+    port = given.control_port or served.port + 1
+    with (
+        Supervisor() as supervisor,
+        serving(served, supervisor, bind=given.bind, control_port=port),
+    ):
+        _say(f"sites:   {', '.join(served.sites)}; their keys are registered")
+        _say(f"for sites: {given.bind}:{served.port}, HTTPS, only what sites need")
+        if given.bind == "127.0.0.1":
+            _say("         from this machine only: --bind 0.0.0.0 opens it to others")
+        _say(f"control: 127.0.0.1:{port}, from this machine only: whoever reaches it can have the")
+        _say("         server and all sites run code, and register keys. Never open it to others")
+        _say(f"logs:    {served.server / 'log'}")
+        _say(f"next:    fl-lightning network run --folder {served.folder} --config run.yaml")
+        supervisor.watch(lambda: False)
+
+
+def _add_join(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--folder", type=str, required=True, help="The site's folder, or with --site the network's."
+    )
+    parser.add_argument("--site", type=str | None, default=None, help="Its name.")
+
+
+def _join(given: Any, rest: Sequence[str]) -> None:
+    from fl_lightning.flower.network.folder import SiteFolder
+    from fl_lightning.flower.network.joining import join
+
+    folder = Path(given.folder)
+    join(SiteFolder.read(folder if given.site is None else folder / "sites" / given.site), _say)
+
+
+def _add_run(parser: ArgumentParser) -> None:
+    _add_folder(parser)
+    parser.add_argument(
+        "--config", type=str, required=True, help="The run, the same YAML file as for fit."
+    )
+    parser.add_argument(
+        "--sites", type=PositiveInt | None, default=None, help="How many to wait for; all if null."
+    )
+    parser.add_argument(
+        "--resume", type=str | None, default=None, help="A checkpoint, or last, to go on from."
+    )
+
+
+def _run(given: Any, rest: Sequence[str]) -> None:
+    from fl_lightning.flower.network.app_folder import write_app
+    from fl_lightning.flower.network.folder import Network
+    from fl_lightning.flower.network.following import follow
+    from fl_lightning.flower.network.programs import SERVER_RUN
+    from fl_lightning.flower.network.serving import control_of
+
+    configuration = Path(given.config)
+    if not configuration.is_file():
+        raise ConfigurationError(f"config: there is no file {configuration}")
+    served = Network.read(Path(given.folder))
+    control = control_of(served)
+    options = {
+        "sites": given.sites or len(served.sites),
+        "resume": given.resume or "",
+        "words": shlex.join(rest),
+        "folder": str(Path.cwd()),
+    }
+    with tempfile.TemporaryDirectory(prefix="fl-") as name:
+        app = Path(name, "app")
+        write_app(app, SERVER_RUN, options, configuration.read_text())
+        follow(control, control.run(app, {}), _say, served.server / "log" / "run.log")
+
+
+def _add_folder(parser: ArgumentParser) -> None:
+    parser.add_argument("--folder", type=str, required=True, help="The network's folder.")
+
+
+def _status(given: Any, rest: Sequence[str]) -> None:
+    from fl_lightning.flower.network.folder import Network
+    from fl_lightning.flower.network.serving import control_of
+    from fl_lightning.flower.network.standing import last_words, runs, sites
+
+    served = Network.read(Path(given.folder))
+    control = control_of(served)
+    _say(markdown(["site", "state", "last seen", "fl-lightning", "flwr"], sites(served, control)))
+    known = runs(control)
+    _say(f"\nruns: {len(known)}" if known else "\nno runs yet")
+    if known:
+        _say(markdown(["run", "state", "started"], known[:5]))
+        _say(f"last words: {last_words(served)}")
+
+
+def _add_demo(parser: ArgumentParser) -> None:
+    parser.add_argument("--sites", type=str, default=_DEMO_SITES, help="Their names.")
+    parser.add_argument("--rounds", type=PositiveInt, default=3, help="Of the run.")
+
+
+def _demo(given: Any, rest: Sequence[str]) -> None:
+    from fl_lightning.flower.network.demo import demo
+    from fl_lightning.flower.network.folder import parse_sites
+
+    names = parse_sites(given.sites)
+    with demo(names, _say) as running:
+        running.run(_say, options={"sites": len(names), "rounds": given.rounds})
+    _say("all processes have ended, all files are removed")
+
+
+_COMMANDS: dict[
+    str, tuple[Callable[[ArgumentParser], None], Callable[[Any, Sequence[str]], None], str]
+] = {
+    "init": (_add_init, _init, "Write a network's folder: certificates, keys, start commands."),
+    "serve": (_add_serve, _serve, "Be the server, until Ctrl-C."),
+    "join": (_add_join, _join, "Be a site, until Ctrl-C."),
+    "run": (_add_run, _run, "Train, at the server. Words after -- are options of the fit."),
+    "status": (_add_folder, _status, "Tell which sites are there, and how far runs are."),
+    "demo": (_add_demo, _demo, "Try it: a server and sites on this machine, gone afterwards."),
+}
+
+
+def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    words = list(words)
+    at = words.index("--") if "--" in words else len(words)
+    return words[:at], words[at + 1 :]
+
+
+def _say(words: str) -> None:
+    print(words, flush=True)
+
+
+def _check_installed() -> None:
+    try:
+        import flwr.app  # noqa: F401
+    except ImportError:
+        raise ConfigurationError(
+            "network needs Flower: pip install 'fl-lightning[flower]'"
+        ) from None

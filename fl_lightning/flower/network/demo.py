@@ -1,0 +1,109 @@
+"""A whole network on one machine: a server and sites as real processes, in folders that go at the end."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from fl_lightning.flower.network.app_folder import write_app
+from fl_lightning.flower.network.control import Control
+from fl_lightning.flower.network.folder import Network, SiteFolder, make_network
+from fl_lightning.flower.network.following import follow
+from fl_lightning.flower.network.joining import site_supervised
+from fl_lightning.flower.network.programs import SERVER_RUN, SITE_PROCESS
+from fl_lightning.flower.network.serving import free_port, serving
+from fl_lightning.flower.network.supervision import Supervisor
+
+_LOCAL = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Demo:
+    """A network that runs on this machine.
+
+    Attributes:
+        network: its folder.
+        sites: their folders.
+        supervisor: keeps all its programs running.
+        control: of its server.
+    """
+
+    network: Network
+    sites: Sequence[SiteFolder]
+    supervisor: Supervisor
+    control: Control
+
+    def run(
+        self,
+        say: Callable[[str], None],
+        *,
+        options: Mapping[str, str | int | float],
+        configuration: str = "",
+        run: str = SERVER_RUN,
+    ) -> None:
+        """Have the server carry out a run, and tell of it.
+
+        Args:
+            say: tells people.
+            options: of the run.
+            configuration: of the run, as YAML.
+            run: what the server does, ``module:function``.
+        """
+        with tempfile.TemporaryDirectory(prefix="fl-") as name:
+            app = Path(name, "app")
+            write_app(app, run, options, configuration)
+            follow(
+                self.control,
+                self.control.run(app, {}),
+                say,
+                self.network.server / "log" / "run.log",
+            )
+
+
+@contextmanager
+def demo(
+    names: Sequence[str],
+    say: Callable[[str], None],
+    *,
+    settings: Mapping[str, object] | None = None,
+    process: str = SITE_PROCESS,
+) -> Iterator[Demo]:
+    """Set up a network on this machine, with certificates and keys, and take it down again.
+
+    Args:
+        names: of the sites.
+        say: tells people.
+        settings: that all ``site.yaml`` have besides.
+        process: what a site's process consists of, ``module:function``.
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix="fl-") as name,
+        Supervisor() as supervisor,
+    ):
+        root = Path(name)
+        network = make_network(root / "network", f"{_LOCAL}:{free_port()}", names)
+        say(f"certificates, and a key for each of {', '.join(names)}")
+        with serving(network, supervisor, bind=_LOCAL, control_port=free_port()) as control:
+            say(f"the server runs at {_LOCAL}:{network.port}, HTTPS; it knows the keys")
+            sites = [_settled(network, site, root, settings or {}) for site in names]
+            for site in sites:
+                for program in site_supervised(site, say, process=process):
+                    supervisor.add(program)
+            say(f"{len(sites)} sites run, two processes each")
+            with supervisor.in_background():
+                yield Demo(network, sites, supervisor, control)
+        say("ending all processes")
+
+
+def _settled(network: Network, name: str, root: Path, settings: Mapping[str, object]) -> SiteFolder:
+    """Give a site a socket in the folder that goes at the end, and its settings."""
+    file = network.site(name) / "site.yaml"
+    told = yaml.safe_load(file.read_text())
+    told |= {"socket": str(root / f"s{network.sites.index(name)}" / "socket"), **settings}
+    file.write_text(yaml.safe_dump(told, sort_keys=False))
+    return SiteFolder.read(file.parent)

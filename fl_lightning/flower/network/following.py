@@ -1,0 +1,75 @@
+"""A run over a network, from its start to its end, as its server tells of it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from fl_lightning.core.errors import Interrupted, RoundFailure
+from fl_lightning.flower.network.control import Control
+
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_STARTED = re.compile(r"Successfully started run (\d+)")
+_CHATTER = re.compile(
+    r"Flower App configuration|^- Recommended property|logstream|^Using SuperLink|^Successfully inst"
+)
+_PAUSE = 3.0
+
+
+def follow(
+    control: Control,
+    started: subprocess.Popen[str],
+    say: Callable[[str], None],
+    log: Path | None = None,
+) -> str:
+    """Tell of a run until its end, and return its number; Ctrl-C ends the run.
+
+    Args:
+        control: of the server.
+        started: the command that has started it, whose words are the run's log.
+        say: tells people.
+        log: a file for all that is said.
+
+    Raises:
+        RoundFailure: if the run has failed.
+    """
+    run = ""
+    try:
+        while True:
+            for line in _lines(started):
+                run = run or next(iter(_STARTED.findall(line)), "")
+                say(line)
+                _note(line, log)
+            status = control.status_of(run) if run else "finished:failed"
+            if status.startswith("finished"):
+                break
+            time.sleep(_PAUSE)  # the server was restarted
+            started = control.follow(run)
+    except Interrupted:
+        started.kill()
+        if run:
+            control.stop(run)
+        raise
+    if status != "finished:completed":
+        raise RoundFailure(
+            f"the run has ended as {status.partition(':')[2]}: its log above says why"
+        )
+    return run
+
+
+def _note(line: str, log: Path | None) -> None:
+    if log is not None:
+        with log.open("a") as file:
+            file.write(f"{line}\n")
+
+
+def _lines(process: subprocess.Popen[str]) -> Iterator[str]:
+    assert process.stdout is not None
+    for line in process.stdout:
+        plain = _COLOURS.sub("", line).strip()
+        if plain and plain != "INFO :" and not _CHATTER.search(plain):
+            yield plain
+    process.wait()
