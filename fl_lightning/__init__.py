@@ -142,7 +142,6 @@ _ROOMS = (
     "engines",
     "experiments",
     "federation",
-    "flower",
     "kernels",
     "models",
     "flower",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -142,26 +141,24 @@ def _add_run(parser: ArgumentParser) -> None:
 
 
 def _run(given: Any, rest: Sequence[str]) -> None:
+    from fl_lightning.cli.command import resolve
     from fl_lightning.flower.network.app_folder import write_app
     from fl_lightning.flower.network.folder import Network
     from fl_lightning.flower.network.following import follow
     from fl_lightning.flower.network.programs import SERVER_RUN
     from fl_lightning.flower.network.serving import control_of
 
-    configuration = Path(given.config)
-    if not configuration.is_file():
-        raise ConfigurationError(f"config: there is no file {configuration}")
+    configuration = resolve([f"--config={_file(given.config)}", *rest])
     served = Network.read(Path(given.folder))
     control = control_of(served)
     options = {
         "sites": given.sites or len(served.sites),
         "resume": given.resume or "",
-        "words": shlex.join(rest),
         "folder": str(Path.cwd()),
     }
     with tempfile.TemporaryDirectory(prefix="fl-") as name:
         app = Path(name, "app")
-        write_app(app, SERVER_RUN, options, configuration.read_text())
+        write_app(app, SERVER_RUN, options, configuration)
         follow(control, control.run(app, {}), _say, served.server / "log" / "run.log")
 
 
@@ -185,18 +182,19 @@ def _status(given: Any, rest: Sequence[str]) -> None:
 
 
 def _add_demo(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--config", type=str, required=True, help="The run, the same YAML file as for fit."
+    )
     parser.add_argument("--sites", type=str, default=_DEMO_SITES, help="Their names.")
     parser.add_argument("--rounds", type=PositiveInt, default=3, help="Of the run.")
 
 
 def _demo(given: Any, rest: Sequence[str]) -> None:
-    from fl_lightning.flower.network.demo import demo
+    from fl_lightning.cli.network_demo import compared_demo
     from fl_lightning.flower.network.folder import parse_sites
 
-    names = parse_sites(given.sites)
-    with demo(names, _say) as running:
-        running.run(_say, options={"sites": len(names), "rounds": given.rounds})
-    _say("all processes have ended, all files are removed")
+    words = [f"--config={_file(given.config)}", *rest]
+    compared_demo(words, parse_sites(given.sites), given.rounds, _say)
 
 
 _COMMANDS: dict[
@@ -215,6 +213,18 @@ def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
     words = list(words)
     at = words.index("--") if "--" in words else len(words)
     return words[:at], words[at + 1 :]
+
+
+def _file(path: str) -> Path:
+    """Return the path of a configuration.
+
+    Raises:
+        ConfigurationError: if there is no such file.
+    """
+    file = Path(path).absolute()
+    if not file.is_file():
+        raise ConfigurationError(f"config: there is no file {path}")
+    return file
 
 
 def _say(words: str) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import secrets
+import shlex
 import tempfile
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -16,10 +18,12 @@ from fl_lightning.cli.command import FederatedCLI, run_lightning
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.federation.federation import Federation
 from fl_lightning.flower.at_site import AtSite
+from fl_lightning.flower.channel import Channel
 from fl_lightning.flower.checks import check_over_network
 from fl_lightning.flower.correspondence import Correspondence
 from fl_lightning.flower.elsewhere import DataElsewhere
 from fl_lightning.flower.messages import Order
+from fl_lightning.flower.network.app_folder import CONFIGURATION
 from fl_lightning.flower.policy import Policy
 from fl_lightning.flower.rules.site_file import read_policy
 from fl_lightning.flower.site import Fit, Site
@@ -85,20 +89,40 @@ def run_site(fit: Fit, policy: Policy) -> None:
         run_lightning(["fit", f"--config={file}", *_SITE_WORDS], cli=SiteCLI, callback=None)
 
 
-def site_process(site_file: str, own_file: str) -> None:
+def site_process(folder: str) -> None:
     """Be a site's resident process: answer orders until told to end.
 
     Args:
-        site_file: its ``site.yaml``.
-        own_file: its own layer of every configuration: data, devices, precision.
+        folder: of the site, with ``site.yaml``, and ``own.yaml``: its own layer of every configuration.
 
     Raises:
         ConfigurationError: if one of them cannot be read.
     """
-    policy = read_policy(site_file)
-    log_to(policy.memory / "log.txt")
-    own = yaml.safe_load(Path(own_file).read_text()) or {}
+    policy = read_policy(Path(folder, "site.yaml"))
+    log_to(Path(folder, "log", "resident.log"))
+    try:
+        own = yaml.safe_load(Path(folder, "own.yaml").read_text()) or {}
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigurationError(f"{folder}/own.yaml: {error}") from None
     serve_site(policy, own)
+
+
+def server_run(channel: Channel, options: Mapping[str, Any], folder: Path) -> None:
+    """Train over the sites of a channel: what a server's app does.
+
+    Args:
+        channel: to the sites.
+        options: ``sites``, how many to wait for; ``folder``, where the run is written; ``words`` of the
+            server's own layer; ``resume``, a checkpoint; ``deadline`` of an order, in seconds.
+        folder: of the app, with the configuration as ``run.yaml``.
+    """
+    words = shlex.split(str(options.get("words", "")))
+    if options.get("resume"):
+        words.append(f"--ckpt_path={options['resume']}")
+    configuration = (folder / CONFIGURATION).read_text()
+    os.chdir(str(options["folder"]))
+    correspondence = Correspondence(channel, deadline=float(options.get("deadline", 3600.0)))
+    run_server(configuration, words, correspondence, wanted=int(options["sites"]))
 
 
 def serve_site(policy: Policy, own: Mapping[str, Any]) -> None:

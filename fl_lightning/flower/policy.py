@@ -29,6 +29,7 @@ class Policy:
 
     Attributes:
         name: of the site.
+        server: where it connects to, ``host:port``.
         clients: by global id, the client's place in the site's own data.
         socket: where the site's resident process listens.
         memory: folder of what its clients remember.
@@ -48,6 +49,7 @@ class Policy:
     clients: Mapping[int, int]
     socket: Path
     memory: Path
+    server: str = ""
     fewest_in_secure_sum: int = 3
     most_epsilon: float | None = None
     metrics: tuple[str, ...] = ("*",)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from fl_lightning.client.local_training import GlobalModel
@@ -47,8 +48,14 @@ class Counted(Stage):
         self.rounds: dict[int, int] = {}
 
     def close(self, record: RoundRecord) -> None:
-        """Note whose update was used."""
+        """Note whose update was used, and tell of the round."""
         absent = {*record.skipped, *record.lost}
+        asked, seconds = len(record.finished), record.seconds
+        up, down = record.total_bytes_up / 1e6, record.total_bytes_down / 1e6
+        rank_zero_info(
+            f"round {self._number + 1}: {asked - len(absent)} of {asked} clients in {seconds:.1f} s, "
+            f"{down:.2f} MB down, {up:.2f} MB up"
+        )
         self.rounds |= {c: self._number for c in record.finished if c not in absent}
 
     def open(self, round_index: int, model: GlobalModel) -> None:

@@ -71,6 +71,8 @@ def demo(
     say: Callable[[str], None],
     *,
     settings: Mapping[str, object] | None = None,
+    clients: Mapping[str, Sequence[int]] | None = None,
+    own: str = "",
     process: str = SITE_PROCESS,
 ) -> Iterator[Demo]:
     """Set up a network on this machine, with certificates and keys, and take it down again.
@@ -79,14 +81,19 @@ def demo(
         names: of the sites.
         say: tells people.
         settings: that all ``site.yaml`` have besides.
+        clients: which clients of the federation each site has; one each if None.
+        own: layer of every site, as YAML.
         process: what a site's process consists of, ``module:function``.
     """
     with (
-        tempfile.TemporaryDirectory(prefix="fl-") as name,
+        tempfile.TemporaryDirectory(prefix="fl-") as folder,
         Supervisor() as supervisor,
     ):
-        root = Path(name)
-        network = make_network(root / "network", f"{_LOCAL}:{free_port()}", names)
+        root = Path(folder)
+        address = f"{_LOCAL}:{free_port()}"
+        network = make_network(root / "network", address, names, clients=clients)
+        for name in names if own else ():
+            (network.site(name) / "own.yaml").write_text(own)
         say(f"certificates, and a key for each of {', '.join(names)}")
         with serving(network, supervisor, bind=_LOCAL, control_port=free_port()) as control:
             say(f"the server runs at {_LOCAL}:{network.port}, HTTPS; it knows the keys")

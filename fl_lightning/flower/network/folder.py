@@ -3,7 +3,7 @@
 README.md
 network.yaml        the server's address, the sites
 server/             ca.crt ca.key server.pem server.key superexec.secret start.sh, keys/<site>.pub
-sites/<site>/       ca.crt key site.yaml start.sh: all that a site gets
+sites/<site>/       ca.crt key site.yaml own.yaml start.sh: all that a site gets
 """
 
 from __future__ import annotations
@@ -192,6 +192,7 @@ def make_network(
         (own / "ca.crt").write_bytes(certificate)
         members = list((clients or {}).get(name, [number]))
         (own / "site.yaml").write_text(_site_yaml(name, server, members))
+        (own / "own.yaml").write_text(_OWN_YAML)
         _write_start(own, "join --folder .")
     told = {"server": server, "sites": list(sites)}
     (folder / "network.yaml").write_text(yaml.safe_dump(told, sort_keys=False))
@@ -224,7 +225,21 @@ def _site_yaml(name: str, server: str, clients: Sequence[int]) -> str:
         f"clients: {list(clients)} # of the federation, which are at this site\n"
         "# of the process that holds the model; its path may have about a hundred bytes\n"
         f"socket: ~/.fl-lightning/{name}/socket\n"
+        "memory: memory # folder of what its clients remember between rounds\n"
+        "# what it allows: fewest_in_secure_sum, most_epsilon, metrics, most_bytes, classes\n"
     )
+
+
+_OWN_YAML = """\
+# This site's own layer of every run: what lies here, the server can neither read nor set.
+data:
+  class_path: fl_lightning.FederatedDataModule
+  init_args:
+    source: {class_path: my_project.MyDataModule} # this site's own data, any LightningDataModule
+    num_clients: 1
+trainer:
+  accelerator: auto
+"""
 
 
 def _readme(server: str, sites: Sequence[str], end: str) -> str:

@@ -1,6 +1,7 @@
 """A site's ``site.yaml``, which only the site's people write.
 
     name: hospital_a
+    server: fl.example.org:8443  # where it connects to
     clients: [3, 4]              # global ids; or {3: 0, 4: 1}, to the places in the site's own data
     socket: site.sock            # beside this file, unless the path is absolute
     memory: memory               # folder of what clients remember between rounds
@@ -88,7 +89,7 @@ def _in_types(given: dict[str, Any], folder: Path) -> dict[str, Any]:
     for name in ("socket", "memory"):
         if not isinstance(found[name], str) or not found[name]:
             raise ConfigurationError(f"{name} must be a path, got {shown(found[name])}")
-        found[name] = folder / found[name]
+        found[name] = folder / Path(found[name]).expanduser()
     for name, first in (("metrics", ()), ("classes", DEFAULT)):
         if isinstance(found.get(name), list):
             found[name] = (*first, *found[name])

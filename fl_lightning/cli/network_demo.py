@@ -1,0 +1,101 @@
+"""``fl-lightning network demo``: a configuration over a network on this machine, and simulated."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+
+from fl_lightning.cli.command import resolve
+from fl_lightning.core.errors import ConfigurationError, RoundFailure
+from fl_lightning.flower.network.demo import demo
+
+_QUIET = "--trainer.enable_progress_bar=false --trainer.enable_model_summary=false"
+Say = Callable[[str], None]
+
+
+def compared_demo(words: Sequence[str], names: Sequence[str], rounds: int, say: Say) -> None:
+    """Train over a server and sites as real processes, and simulate the same; say whether bits agree.
+
+    Args:
+        words: of the command line after ``fit``.
+        names: of the sites, which share the configuration's clients.
+        rounds: how many.
+        say: tells people.
+
+    Raises:
+        ConfigurationError: if the configuration is no federation.
+        RoundFailure: if the run fails, or ends in other bits than its simulation.
+    """
+    text = resolve([*words, f"--trainer.max_epochs={rounds}", "--trainer.devices=1"])
+    config: dict[str, Any] = yaml.safe_load(text)
+    if not config.get("federation"):
+        raise ConfigurationError("config: it has no federation block, see configs/quickstart.yaml")
+    config["federation"]["engine"] = "sequential"  # as sites train
+    text = yaml.safe_dump(config, sort_keys=False)
+    with tempfile.TemporaryDirectory(prefix="fl-") as name:
+        folder = Path(name)
+        for part in ("network", "simulation"):
+            (folder / part).mkdir()
+        options: dict[str, str | int | float] = {
+            "sites": len(names),
+            "folder": str(folder / "network"),
+            "words": f"--trainer.default_root_dir={folder / 'network'} {_QUIET}",
+        }
+        began = time.monotonic()
+        with demo(names, say, clients=_shared(config, names), own=_own_layer(config)) as running:
+            running.run(say, options=options, configuration=text)
+            say(
+                f"{rounds} rounds over the network: {time.monotonic() - began:.0f} s with its start"
+            )
+        say("all processes have ended; now the same as a simulation")
+        _simulate(folder / "simulation", text)
+        differing = _differing(folder)
+    if differing:
+        raise RoundFailure(f"other bits than the simulation: {', '.join(differing[:3])} differ")
+    say("same bits as the simulation; all files are removed")
+
+
+def _shared(config: dict[str, Any], names: Sequence[str]) -> dict[str, list[int]]:
+    """Return which clients each site has."""
+    count = config["data"]["init_args"].get("num_clients")
+    if not count or count < len(names):
+        raise ConfigurationError(
+            f"data.num_clients must be at least {len(names)}, one for each site, got {count}"
+        )
+    parts = np.array_split(np.arange(count), len(names))
+    return {name: part.tolist() for name, part in zip(names, parts, strict=True)}
+
+
+def _own_layer(config: dict[str, Any]) -> str:
+    """Return the layer of every site: here all have the same data, and use their own clients of it."""
+    trainer = {n: config["trainer"].get(n) for n in ("accelerator", "precision")}
+    return yaml.safe_dump({"data": config["data"], "trainer": trainer}, sort_keys=False)
+
+
+def _simulate(folder: Path, configuration: str) -> None:
+    file = folder / "run.yaml"
+    file.write_text(configuration)
+    command = [sys.executable, "-m", "fl_lightning", "fit", f"--config={file}"]
+    command.append(f"--trainer.default_root_dir={folder}")
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RoundFailure(f"the simulation failed: {done.stderr.strip().splitlines()[-1]}")
+
+
+def _differing(folder: Path) -> list[str]:
+    """Return the names of weights that differ between the two last checkpoints."""
+    found = [sorted((folder / part).rglob("last.ckpt")) for part in ("network", "simulation")]
+    if not all(found):
+        raise RoundFailure("a run has written no checkpoint")
+    one, other = (torch.load(f[-1], map_location="cpu", weights_only=False) for f in found)
+    pairs = ((n, t, other["state_dict"].get(n)) for n, t in one["state_dict"].items())
+    return [name for name, ours, theirs in pairs if theirs is None or not torch.equal(ours, theirs)]
