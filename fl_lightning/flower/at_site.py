@@ -25,8 +25,9 @@ from fl_lightning.federation.options import Options
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stages.order import run_aggregator, stages_of
 from fl_lightning.federation.start import prepare, take_over
-from fl_lightning.flower.desk import Desk
+from fl_lightning.flower.desk import Desk, Done
 from fl_lightning.flower.messages import Order
+from fl_lightning.flower.metric_sums import OPTION
 from fl_lightning.flower.site_memory import SiteMemory
 from fl_lightning.flower.site_rounds import SiteRounds
 from fl_lightning.server.server import as_aggregator
@@ -92,7 +93,9 @@ class AtSite(Callback):
         if self._order is not None:
             rounds = self._rounds
             self._memory.end(self._order, [answer.client for answer in rounds.answers])
-            self._desk.answer(rounds.answers, rounds.tensors, rounds.failures)
+            tensors = rounds.tensors | rounds.sums.tensors
+            options = {OPTION: rounds.sums.logged}
+            self._desk.answer(Done(rounds.answers, tensors, rounds.failures, options=options))
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Give Trainer, module and data module back as they were."""

@@ -22,14 +22,14 @@ class Done:
         tensors: that go with them.
         failures: why some have no update.
         error: what ended the fit, instead of all that.
-        facts: of the site, ahead of the first order.
+        options: that go with the answers; of the site, ahead of the first order.
     """
 
     answers: Sequence[ClientAnswer] = ()
     tensors: Mapping[str, Tensor] | None = None
     failures: Sequence[ClientFailure] = ()
     error: BaseException | None = None
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Desk:
@@ -65,16 +65,11 @@ class Desk:
 
     def hello(self, facts: Mapping[str, Any]) -> None:
         """Say that data are there, and what they are."""
-        self._done.put(Done(facts=facts))
+        self._done.put(Done(options=facts))
 
-    def answer(
-        self,
-        answers: Sequence[ClientAnswer],
-        tensors: Mapping[str, Tensor],
-        failures: Sequence[ClientFailure],
-    ) -> None:
+    def answer(self, done: Done) -> None:
         """Answer the last order."""
-        self._done.put(Done(answers, tensors, failures))
+        self._done.put(done)
 
     def fail(self, error: BaseException) -> None:
         """Say what ended the fit while an order was there, or ahead of the first."""

@@ -11,6 +11,7 @@ wrong here, the server gets a category and an id; this site's log has the rest.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from queue import SimpleQueue
@@ -114,6 +115,8 @@ class Site:
         if order.kind != "train":
             raise OrderRefused("policy", f"this site follows no order of kind {order.kind}")
         self._policy.clients_here(order.clients)
+        epsilon = order.options.get("epsilon")
+        self._policy.check_epsilon(math.inf if epsilon is None else float(epsilon))
         if order.round <= self._round:
             raise OrderRefused(
                 "round",
@@ -141,7 +144,7 @@ class Site:
             site=self._name,
             order=name,
             clients=tuple(done.answers),
-            options=options or {},
+            options=done.options if options is None else options,
             tensors=done.tensors or {},
             failure=failure,
         )
@@ -168,7 +171,7 @@ class Site:
         if done.error is not None:
             self._desk = None
             raise done.error
-        self._facts = done.facts
+        self._facts = done.options
 
     def _asked(self, order: Order) -> Done:
         if self._desk is None:

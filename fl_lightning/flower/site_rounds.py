@@ -23,6 +23,7 @@ from fl_lightning.federation.stage import Sent, Stages, Start
 from fl_lightning.federation.stages.transport import Transport
 from fl_lightning.federation.training import Training
 from fl_lightning.flower.messages import ClientAnswer, Order
+from fl_lightning.flower.metric_sums import MetricSums, taken_sums
 from fl_lightning.flower.packing import Packing
 
 
@@ -39,6 +40,7 @@ class SiteRounds:
         answers: of the clients of the present order.
         tensors: that go with them.
         failures: why clients of the present order have no update.
+        sums: of the metrics that its clients have logged.
     """
 
     def __init__(self, run: Run, stages: Stages, allows: Callable[[str], bool]) -> None:
@@ -52,11 +54,13 @@ class SiteRounds:
         self.answers: list[ClientAnswer] = []
         self.tensors: dict[str, Tensor] = {}
         self.failures: list[ClientFailure] = []
+        self.sums = MetricSums([], {})
 
     def obey(self, order: Order | None) -> None:
         """Be given the next order; None to do nothing in the round that begins."""
         self._order = order
         self.answers, self.tensors, self.failures = [], {}, []
+        self.sums = MetricSums([], {})
 
     def train_group(self, group: ClientGroup) -> None:
         """Train the clients of the order; the groups of Lightning's loader say nothing here."""
@@ -68,6 +72,7 @@ class SiteRounds:
             with self._clients.metrics_kept_apart():
                 start = Start(model, model)
                 self._clients.train(start, self._clients.work_of(order.clients), self)
+                self.sums = taken_sums(self.run.collector, self.run.module, self._allows)
             self.run.local.check_constants()
         finally:
             self._clients.restore(model)

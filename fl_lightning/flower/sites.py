@@ -7,11 +7,12 @@ simulation. What a client's update goes through on its way, it has gone through 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from fl_lightning.client.local_training import GlobalModel
@@ -22,10 +23,12 @@ from fl_lightning.federation.processes.ranks import Ranks
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Sent, Stage, Stages, Start
+from fl_lightning.federation.stages.private_rounds import PrivateRounds
 from fl_lightning.federation.stages.transport import Transport
 from fl_lightning.federation.training import Taker, Training
 from fl_lightning.flower.correspondence import Correspondence, Reply
 from fl_lightning.flower.messages import ClientAnswer, Order
+from fl_lightning.flower.metric_sums import OPTION, MetricSums, pool_sums, told_sums
 from fl_lightning.flower.packing import Packing
 from fl_lightning.flower.site_rounds import options_of
 from fl_lightning.flower.wire.failures import CATEGORIES
@@ -142,13 +145,26 @@ class Sites(Training):
         packing = Packing(self._transport, self.local.space, self.local.buffers.size, num_up)
         orders = self._orders(clients, start, packing)
         came: dict[int, _Came] = {}
+        sums: dict[str, MetricSums] = {}
         place = 0
         for reply in self._correspondence.ask(orders):
+            self._note_sums(reply, sums)
             came |= _by_client(reply, orders[reply.site])
             while place < len(clients) and clients[place] in came:
                 client = clients[place]
                 self._hand_on(client, came.pop(client), start, packing, taker)
                 place += 1
+        pool_sums([sums[site] for site in sorted(sums)], self.collector, self._run.module)
+
+    def _note_sums(self, reply: Reply, sums: dict[str, MetricSums]) -> None:
+        """Take what a site tells of logged torchmetrics objects."""
+        if reply.answer is None:
+            return
+        logged, tensors = reply.answer.options.get(OPTION, []), reply.answer.tensors
+        try:
+            sums[reply.site] = told_sums(logged, tensors, self._run.module)
+        except ValueError as error:
+            rank_zero_warn(f"site {reply.site}: its metrics are left out: {error}")
 
     def _orders(self, clients: list[int], start: Start, packing: Packing) -> dict[str, Order]:
         number = self._run.round_index
@@ -161,6 +177,7 @@ class Sites(Training):
             "optimizers": options_of(self._run.trainer.optimizers),
             "state": self.local.state_names or [],
             "buffers_stay": self._stages.buffers_stay,
+            "epsilon": self._epsilon(),
         }
         by_site: dict[str, list[int]] = {}
         for client in clients:
@@ -179,6 +196,15 @@ class Sites(Training):
             )
             for site, some in by_site.items()
         }
+
+    def _epsilon(self) -> float | None:
+        """Return what the whole run costs of a client's privacy; None without a bound."""
+        private = next((s for s in self._ours if isinstance(s, PrivateRounds)), None)
+        rounds = self._run.num_rounds
+        if private is None or not math.isfinite(rounds):
+            return None
+        epsilon = private.ledger.mechanism.epsilon(int(rounds))
+        return epsilon if math.isfinite(epsilon) else None
 
     def _hand_on(
         self, client: int, came: _Came, start: Start, packing: Packing, taker: Taker
