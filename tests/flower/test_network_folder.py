@@ -1,5 +1,6 @@
 """Certificates, keys and the folder of a network; who is let in, and what is said to others."""
 
+import contextlib
 import socket
 import ssl
 import stat
@@ -28,6 +29,20 @@ def network(tmp_path_factory):
     )
 
 
+def _answer(server, context):
+    while True:
+        try:
+            connection, _ = server.accept()
+        except OSError:
+            return
+        with connection, contextlib.suppress(OSError):
+            if context is not None:
+                context.wrap_socket(connection, server_side=True).close()
+                continue
+            connection.recv(1000)
+            connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+
 @pytest.fixture
 def listening():
     """A server that speaks TLS with some certificate, or plain HTTP."""
@@ -41,23 +56,7 @@ def listening():
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_cert_chain(folder / "server.pem", folder / "server.key")
 
-        def answer():
-            while True:
-                try:
-                    connection, _ = server.accept()
-                except OSError:
-                    return
-                with connection:
-                    try:
-                        if context is None:
-                            connection.recv(1000)
-                            connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-                        else:
-                            context.wrap_socket(connection, server_side=True).close()
-                    except OSError:
-                        pass
-
-        threading.Thread(target=answer, daemon=True).start()
+        threading.Thread(target=_answer, args=[server, context], daemon=True).start()
         return server.getsockname()[1]
 
     yield listen
@@ -127,7 +126,7 @@ def test_what_is_no_address_is_refused(given):
 
 @pytest.mark.parametrize("sites", [["A"], ["a", "a"], [""], ["a b"], ["../a"]])
 def test_what_is_no_name_is_refused(tmp_path, sites):
-    with pytest.raises(ConfigurationError, match="^sites: "):
+    with pytest.raises(ConfigurationError, match=r"^sites: "):
         make_network(tmp_path / "n", "localhost:8443", sites)
 
 
