@@ -73,9 +73,8 @@ def _tell(line: str, say: Callable[[str], None], log: Path | None) -> None:
 
 
 def _lines(process: subprocess.Popen[str]) -> Iterator[str]:
-    assert process.stdout is not None
-    for line in process.stdout:
-        plain = _COLOURS.sub("", line).strip().strip(_FRAME)
-        if plain and plain != "INFO :" and not _CHATTER.search(plain):
-            yield plain
-    process.wait()
+    with process:  # closes what is read
+        for line in process.stdout or ():
+            plain = _COLOURS.sub("", line).strip().strip(_FRAME)
+            if plain and plain != "INFO :" and not _CHATTER.search(plain):
+                yield plain
