@@ -57,9 +57,12 @@ def waited(condition, seconds=20.0):
 
 
 def echo_program(folder, name, **options):
-    command = [*RESIDENT, "fl_lightning.flower.network.echo:serve_echo", str(folder / name)]
-    log = folder / f"{name}.log"
-    return Program(name, [*command, str(log)], log, **options)
+    own = folder / f"{name}.site"
+    own.mkdir()
+    site = f"name: {name}\nserver: localhost:1\nclients: [0]\nsocket: {folder / name}\n"
+    (own / "site.yaml").write_text(site)
+    command = [*RESIDENT, "fl_lightning.flower.network.echo:serve_echo", str(own)]
+    return Program(name, command, own / "log" / "out", **options)
 
 
 def test_an_order_is_answered_and_large_ones_as_well(resident):
@@ -191,8 +194,8 @@ def test_sigterm_ends_the_process_cleanly(folder):
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
     assert not (folder / "a").exists()
-    assert " | INFO | stopped by SIGTERM" in program.log.read_text()
-    program.log.unlink()
+    log = program.log.with_name("resident.log").read_text()
+    assert " | INFO | stopped by SIGTERM" in log
 
 
 def test_a_process_that_is_killed_is_started_again_and_gets_the_order_again(folder):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ _STARTED = re.compile(r"Successfully started run (\d+)")
 _CHATTER = re.compile(
     r"Flower App configuration|^- Recommended property|logstream|^Using SuperLink|^Successfully inst"
 )
+_FRAME = " ╭─╮│╰╯"
 _PAUSE = 3.0
 
 
@@ -36,13 +38,16 @@ def follow(
     Raises:
         RoundFailure: if the run has failed.
     """
-    run = ""
+    run, told = "", Counter[str]()
     try:
         while True:
+            before = Counter(told)  # a log that is followed again begins anew
             for line in _lines(started):
                 run = run or next(iter(_STARTED.findall(line)), "")
-                say(line)
-                _note(line, log)
+                before[line] -= 1
+                if before[line] < 0:
+                    told[line] += 1
+                    _tell(line, say, log)
             status = control.status_of(run) if run else "finished:failed"
             if status.startswith("finished"):
                 break
@@ -60,16 +65,16 @@ def follow(
     return run
 
 
-def _note(line: str, log: Path | None) -> None:
+def _tell(line: str, say: Callable[[str], None], log: Path | None) -> None:
+    say(line)
     if log is not None:
         with log.open("a") as file:
             file.write(f"{line}\n")
 
 
 def _lines(process: subprocess.Popen[str]) -> Iterator[str]:
-    assert process.stdout is not None
-    for line in process.stdout:
-        plain = _COLOURS.sub("", line).strip()
-        if plain and plain != "INFO :" and not _CHATTER.search(plain):
-            yield plain
-    process.wait()
+    with process:  # closes what is read
+        for line in process.stdout or ():
+            plain = _COLOURS.sub("", line).strip().strip(_FRAME)
+            if plain and plain != "INFO :" and not _CHATTER.search(plain):
+                yield plain

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import fl_lightning
 from fl_lightning.flower.network.folder import Network, SiteFolder
 from fl_lightning.flower.network.supervision import Ended, Program, backoff
 from fl_lightning.flower.transport.grid import NAMES_VARIABLE
@@ -23,13 +24,15 @@ def flower_environment(home: Path) -> dict[str, str]:
     Args:
         home: where Flower keeps what it keeps.
     """
-    here = Path(sys.executable).parent
+    here, package = Path(sys.executable).parent, Path(fl_lightning.__file__).parents[1]
+    paths = [str(package), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         "FLWR_HOME": str(home),
         # a process is started for every message, and would compile all it imports
         "PYTHONDONTWRITEBYTECODE": "",
+        "PYTHONPATH": os.pathsep.join(paths),  # the package that this process has as well
         "PATH": os.pathsep.join([str(here), os.environ.get("PATH", os.defpath)]),
     }
 
@@ -132,17 +135,21 @@ def site_programs(
         *("--node-config", f"site='{site.name}' socket='{site.socket}'"),
         *("--auth-supernode-private-key", str(folder / "key")),
     ]
-    log = folder / "log"
+    log, common = folder / "log", flower_environment(folder / "flower")
     command = [sys.executable, "-m", "fl_lightning.flower.transport.resident", process, str(folder)]
     return [
         Program(
-            f"{site.name}: resident", command, log / "resident.out", environment or {}, layer=2
+            f"{site.name}: resident",
+            command,
+            log / "resident.out",
+            {**common, **(environment or {})},
+            layer=2,
         ),
         Program(
             f"{site.name}: supernode",
             node,
             log / "supernode.log",
-            flower_environment(folder / "flower"),
+            common,
             again,
             layer=3,
         ),

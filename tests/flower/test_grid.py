@@ -1,0 +1,197 @@
+"""Bytes over Flower's messages, and a channel over a grid that answers as Flower does."""
+
+import time
+
+import pytest
+
+pytest.importorskip("flwr")
+
+from flwr.app import ConfigRecord, Error, RecordDict
+from flwr.app.message import make_message
+from flwr.app.metadata import Metadata
+from flwr.supercore.task_identity import TaskIdentity
+
+from fl_lightning.flower.channel import Lost
+from fl_lightning.flower.network.gate import make_gate
+from fl_lightning.flower.transport.apps import packed, unpacked
+from fl_lightning.flower.transport.grid import GridChannel
+
+
+class Grid:
+    """Nodes that answer queries at once, and orders when a test has them do so."""
+
+    def __init__(self, names):
+        self.names = dict(names)
+        self.online = set(names)
+        self.replies, self.orders, self.sent = {}, [], 0
+
+    def get_node_ids(self):
+        return sorted(self.online)
+
+    def push_messages(self, messages):
+        ids = []
+        for message in messages:
+            self.sent += 1
+            ids.append(str(self.sent))
+            node = message.metadata.dst_node_id
+            if message.metadata.message_type == "query":
+                told = ConfigRecord({"site": self.names[node], "state": "idle"})
+                self.reply(ids[-1], RecordDict({"site": told}))
+            else:
+                self.orders.append((ids[-1], node, unpacked(message.content)))
+        return ids
+
+    def reply(self, id_, content):
+        metadata = Metadata(
+            run_id=1,
+            message_id="",
+            src_node_id=1,
+            dst_node_id=1,
+            reply_to_message_id=id_,
+            group_id="",
+            created_at=time.time(),
+            ttl=1.0,
+            message_type="train",
+        )
+        if isinstance(content, Error):
+            self.replies[id_] = make_message(metadata=metadata, error=content)
+        else:
+            self.replies[id_] = make_message(metadata=metadata, content=content)
+
+    def pull_messages(self, ids):
+        return [self.replies.pop(id_) for id_ in ids if id_ in self.replies]
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch):
+    for name in ("_run_id", "_node_id", "_task_id"):  # of the process that Flower starts
+        monkeypatch.setattr(TaskIdentity, name, 1, raising=False)
+    monkeypatch.setattr("fl_lightning.flower.transport.grid._LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("fl_lightning.flower.transport.grid._POLL_SECONDS", 0.01)
+
+
+def there(channel, names):
+    channel.sites()
+    assert channel.sites() == names
+
+
+def test_bytes_are_carried_as_they_are():
+    message = bytes(range(256)) * 10
+    assert unpacked(packed(message)) == message
+    assert unpacked(RecordDict({"message": ConfigRecord({"a": 1})})) is None
+
+
+def test_each_order_has_one_outcome():
+    grid = Grid({7: "a", 9: "b"})
+    channel = GridChannel(grid)
+    there(channel, ["a", "b"])
+    channel.send("a", b"x", 60)
+    channel.send("b", b"y", 60)
+    assert channel.sites() == []
+    for id_, _, content in grid.orders:
+        grid.reply(id_, packed(content * 2))
+    assert sorted(channel.receive(5)) == [("a", b"xx"), ("b", b"yy")]
+    for id_, _, content in grid.orders:
+        grid.reply(id_, packed(content))  # once more: nobody asks for it
+    assert channel.receive(0.05) == []
+    assert channel.sites() == ["a", "b"]
+
+
+def test_a_site_that_has_not_answered_gets_nothing_new():
+    grid = Grid({7: "a"})
+    channel = GridChannel(grid)
+    there(channel, ["a"])
+    channel.send("a", b"x", 60)
+    channel.send("a", b"y", 60)
+    assert channel.receive(1) == [("a", Lost("busy with an earlier order"))]
+    assert [content for _, _, content in grid.orders] == [b"x"]
+
+
+@pytest.mark.parametrize(
+    ("code", "category"),
+    [(2, "its app failed"), (3, "no answer in time"), (5, "not there"), (8, "its app failed")],
+)
+def test_errors_of_flowers_are_told_without_their_text(code, category):
+    grid = Grid({7: "a"})
+    channel = GridChannel(grid)
+    there(channel, ["a"])
+    channel.send("a", b"x", 60)
+    grid.reply(grid.orders[0][0], Error(code, "patient 17"))
+    assert channel.receive(1) == [("a", Lost(category))]
+    there(channel, ["a"])  # it has answered a query since
+
+
+def test_what_the_thin_app_says_is_believed_if_it_is_a_category():
+    grid = Grid({7: "a"})
+    channel = GridChannel(grid)
+    for said, category in (("its process died", "its process died"), ("?", "its app failed")):
+        there(channel, ["a"])
+        channel.send("a", b"x", 60)
+        told = RecordDict({"lost": ConfigRecord({"category": said})})
+        grid.reply(grid.orders[-1][0], told)
+        assert channel.receive(1) == [("a", Lost(category))]
+
+
+def test_an_order_that_nobody_tells_of_is_given_up(monkeypatch):
+    monkeypatch.setattr("fl_lightning.flower.transport.grid._GRACE", 0.0)
+    grid = Grid({7: "a"})
+    channel = GridChannel(grid)
+    there(channel, ["a"])
+    channel.send("a", b"x", 0.1)
+    time.sleep(0.15)
+    assert channel.receive(1) == [("a", Lost("no answer in time"))]
+
+
+def test_a_node_cannot_pose_as_another_site():
+    channel = GridChannel(Grid({7: "a", 9: "a"}), {7: "a", 9: "b"})
+    there(channel, ["a"])
+    channel.send("b", b"x", 60)
+    assert channel.receive(1) == [("b", Lost("not there"))]
+
+
+def test_who_goes_offline_is_not_there():
+    grid = Grid({7: "a"})
+    channel = GridChannel(grid)
+    there(channel, ["a"])
+    grid.online.clear()
+    assert channel.sites() == []
+
+
+@pytest.mark.parametrize(
+    ("path", "method", "code"),
+    [
+        ("/v1/control/start-run", "POST", 404),
+        ("/v1/runtime/acquire-task", "POST", 404),
+        ("/v1/fleet/../control/start-run", "POST", 404),
+        ("/v1/fleet/%2e%2e/control/start-run", "POST", 404),
+        ("/v1/fleet/get-run", "GET", 405),
+        ("/v1/fleet/get-run", "POST", 503),  # let through, to where nobody is
+    ],
+)
+def test_the_gate_lets_sites_requests_through_and_nothing_else(path, method, code, tmp_path):
+    import asyncio
+
+    from fl_lightning.flower.network.folder import make_network
+
+    network = make_network(tmp_path / "n", "localhost:1", ["a"])
+    gate = make_gate("https://127.0.0.1:1", str(network.server / "ca.crt"))
+    sent = []
+
+    async def receive():
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "method": method,
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "headers": [],
+        "server": ("localhost", 1),
+        "scheme": "https",
+    }
+    asyncio.run(gate(scope, receive, send))
+    assert sent[0]["status"] == code

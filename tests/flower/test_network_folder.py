@@ -1,0 +1,172 @@
+"""Certificates, keys and the folder of a network; who is let in, and what is said to others."""
+
+import contextlib
+import socket
+import ssl
+import stat
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import yaml
+
+pytest.importorskip("cryptography")
+
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.flower.network.folder import Network, SiteFolder, make_network, parse_address
+from fl_lightning.flower.network.probe import check_server
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory):
+    return make_network(
+        tmp_path_factory.mktemp("n") / "net", "localhost:8443", ["a", "b"], clients={"b": [3, 4]}
+    )
+
+
+def _answer(server, context):
+    while True:
+        try:
+            connection, _ = server.accept()
+        except OSError:
+            return
+        with connection, contextlib.suppress(OSError):
+            if context is not None:
+                context.wrap_socket(connection, server_side=True).close()
+                continue
+            connection.recv(1000)
+            connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+
+@pytest.fixture
+def listening():
+    """A server that speaks TLS with some certificate, or plain HTTP."""
+    opened = []
+
+    def listen(folder=None, host="127.0.0.1"):
+        server = socket.create_server((host, 0))
+        opened.append(server)
+        context = None
+        if folder is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(folder / "server.pem", folder / "server.key")
+
+        threading.Thread(target=_answer, args=[server, context], daemon=True).start()
+        return server.getsockname()[1]
+
+    yield listen
+    for server in opened:
+        server.close()
+
+
+def test_private_keys_are_their_owners(network):
+    private = [
+        network.server / "ca.key",
+        network.server / "server.key",
+        network.server / "superexec.secret",
+        network.site("a") / "key",
+    ]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in private} == {0o600}
+    assert stat.S_IMODE(network.server.stat().st_mode) == 0o700
+    assert stat.S_IMODE(network.site("a").stat().st_mode) == 0o700
+
+
+def test_a_site_gets_its_own_key_and_nothing_of_others(network):
+    names = {path.name for path in network.site("a").iterdir()}
+    assert names == {"ca.crt", "key", "site.yaml", "start.sh"}
+    keys = {}
+    for name in ("a", "b"):
+        private = load_ssh_private_key((network.site(name) / "key").read_bytes(), None)
+        public = load_ssh_public_key((network.server / "keys" / f"{name}.pub").read_bytes())
+        assert private.public_key() == public
+        keys[name] = private.private_numbers().private_value
+    assert keys["a"] != keys["b"]
+
+
+def test_the_certificate_has_the_names_of_the_server(network):
+    certificate = x509.load_pem_x509_certificate((network.server / "server.pem").read_bytes())
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert names.get_values_for_type(x509.DNSName) == ["localhost"]
+    assert [str(ip) for ip in names.get_values_for_type(x509.IPAddress)] == ["127.0.0.1"]
+
+
+def test_the_folder_is_read_as_it_was_written(network):
+    read = Network.read(network.folder)
+    assert read == network
+    assert yaml.safe_load((network.site("b") / "site.yaml").read_text())["clients"] == [3, 4]
+    site = SiteFolder.read(network.site("b"))
+    assert (site.name, site.server) == ("b", "localhost:8443")
+    assert site.socket == Path.home() / ".fl-lightning/b/socket"
+    readme = (network.folder / "README.md").read_text()
+    assert "localhost:8443" in readme
+    assert "{" not in readme
+
+
+def test_start_scripts_are_commands(network):
+    for path in (network.server / "start.sh", network.site("a") / "start.sh"):
+        assert subprocess.run(["sh", "-n", str(path)], check=False).returncode == 0
+        assert path.stat().st_mode & stat.S_IXUSR
+
+
+def test_nothing_is_overwritten(network):
+    with pytest.raises(ConfigurationError, match="keys are never overwritten"):
+        make_network(network.folder, "localhost:8443", ["a"])
+
+
+@pytest.mark.parametrize("given", ["foo", "https://foo:1", "foo:0", "foo:99999", ":1", "foo:x"])
+def test_what_is_no_address_is_refused(given):
+    with pytest.raises(ConfigurationError, match="give HOST:PORT"):
+        parse_address(given)
+
+
+@pytest.mark.parametrize("sites", [["A"], ["a", "a"], [""], ["a b"], ["../a"]])
+def test_what_is_no_name_is_refused(tmp_path, sites):
+    with pytest.raises(ConfigurationError, match=r"^sites: "):
+        make_network(tmp_path / "n", "localhost:8443", sites)
+
+
+def test_the_right_server_is_reached(network, listening):
+    port = listening(network.server)
+    check_server(f"127.0.0.1:{port}", network.site("a") / "ca.crt")
+
+
+def test_the_server_of_another_network_is_not(network, listening, tmp_path):
+    other = make_network(tmp_path / "other", "localhost:8443", ["a"])
+    port = listening(other.server)
+    with pytest.raises(ConfigurationError, match="another network, or somebody poses as it"):
+        check_server(f"127.0.0.1:{port}", network.site("a") / "ca.crt")
+
+
+def test_a_server_under_a_name_that_its_certificate_lacks(network, listening):
+    port = listening(network.server, "127.0.0.2")
+    with pytest.raises(ConfigurationError, match="is for other names"):
+        check_server(f"127.0.0.2:{port}", network.site("a") / "ca.crt")
+
+
+def test_plain_http_is_said_at_once(network, listening):
+    with pytest.raises(ConfigurationError, match="plain HTTP"):
+        check_server(f"127.0.0.1:{listening()}", network.site("a") / "ca.crt")
+
+
+def test_nobody_there_may_change(network):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with pytest.raises(ConnectionError, match="nobody answers"):
+        check_server(f"127.0.0.1:{port}", network.site("a") / "ca.crt")
+
+
+def test_the_thin_app_needs_neither_pytorch_nor_lightning():
+    pytest.importorskip("flwr")
+    script = (
+        "import sys\n"
+        "from fl_lightning.flower import make_client_app\n"
+        "make_client_app()\n"
+        "heavy = {'torch', 'lightning', 'torchvision', 'sklearn', 'timm'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)

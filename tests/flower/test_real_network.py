@@ -1,0 +1,85 @@
+"""A network of real processes: TLS, keys, a killed node, a killed server; nothing is left over."""
+
+import os
+import signal
+import tempfile
+import threading
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("flwr")
+
+from fl_lightning.flower.network.demo import demo
+from fl_lightning.flower.network.folder import SiteFolder, make_network
+from fl_lightning.flower.network.joining import NodeEnds, site_supervised
+from fl_lightning.flower.network.supervision import Supervisor
+
+pytestmark = pytest.mark.slow
+
+
+def processes_with(words):
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command = path.read_bytes().decode(errors="replace")
+        except OSError:
+            continue
+        if words in command:
+            found.append(int(path.parent.name))
+    return found
+
+
+@pytest.fixture(autouse=True)
+def short_folders(monkeypatch):
+    """Sockets allow about a hundred bytes."""
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp")
+
+
+def test_rounds_over_tls_with_a_killed_node_and_a_killed_server():
+    said = []
+
+    def say(line):
+        said.append(line)
+        if line.startswith("round 0"):
+            os.kill(running.supervisor.process("b: supernode"), signal.SIGKILL)
+        if line.startswith("round 1"):
+            killed.set()
+            os.kill(running.supervisor.process("superlink"), signal.SIGKILL)
+
+    killed = threading.Event()
+    with demo(["a", "b", "c"], print) as running:
+        folder = str(running.network.folder)
+        running.run(say, options={"sites": 3, "rounds": 3, "ttl": 25})
+        pids = processes_with(folder)
+        assert len(pids) >= 9
+    assert killed.is_set()
+    rounds = [line for line in said if line.startswith("round")]
+    assert len(rounds) == 3
+    assert all(f"{name} answered" in rounds[0] for name in "abc")
+    assert "a answered" in rounds[1]
+    assert "c answered" in rounds[1]
+    assert "a answered" in rounds[2]  # by a run that the server's death did not end
+    assert "all rounds done" in said
+    assert not processes_with(folder)
+    assert not Path(folder).exists()
+
+
+def test_who_is_not_let_in_is_told_why():
+    said = []
+    with demo(["a"], print) as running, tempfile.TemporaryDirectory(prefix="fl-") as name:
+        other = make_network(Path(name, "other"), "127.0.0.1:1", ["b"]).site("b")
+        file = other / "site.yaml"
+        file.write_text(
+            f"name: b\nserver: {running.sites[0].server}\nclients: [0]\nsocket: {name}/s/socket\n"
+        )
+        (other / "ca.crt").write_bytes((running.network.server / "ca.crt").read_bytes())
+        with Supervisor(site_supervised(SiteFolder.read(other), said.append)) as supervisor:
+            assert supervisor.watch(lambda: bool(said), 60)
+        assert "does not let b in: its key is not registered there" in said[0]
+        said.clear()
+        (other / "key").write_bytes((running.sites[0].folder / "key").read_bytes())
+        with Supervisor(site_supervised(SiteFolder.read(other), said.append)) as supervisor:
+            assert supervisor.watch(lambda: bool(said), 60)
+        assert "with the same key is" in said[0]
+        assert isinstance(NodeEnds(SiteFolder.read(other), print), NodeEnds)
