@@ -141,7 +141,7 @@ def test_the_code_runs(tmp_path):
     pytest.importorskip("flwr")
     [code] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     names = {"__file__": str(tmp_path / "server_app.py")}
-    exec(compile(code, "page", "exec"), names)
+    exec(compile(code, "page", "exec"), names)  # noqa: S102
     assert type(names["app"]).__name__ == "ServerApp"
 
 
