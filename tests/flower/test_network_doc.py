@@ -1,0 +1,198 @@
+"""docs/network.md is true: its commands and options exist, its keys, categories and lists are the code's."""
+
+import dataclasses
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from flower.test_same_bits import FAST, SLOW
+from lightning.fabric.plugins.environments.lightning import find_free_network_port
+from readme import ROOT
+
+from fl_lightning.cli.command import network_parser
+from fl_lightning.flower.channel import CATEGORIES as LOST
+from fl_lightning.flower.policy import Policy
+from fl_lightning.flower.rules.class_paths import DEFAULT
+from fl_lightning.flower.rules.layers import SHARED, SHARED_TRAINER
+from fl_lightning.flower.wire.failures import CATEGORIES
+
+PAGE = (ROOT / "docs" / "network.md").read_text()
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+CONFIG = ROOT / "tests" / "cli" / "small_run.yaml"
+MOST_LINES = 250
+
+
+def section(title):
+    """What stands between a heading and the next of any level."""
+    [found] = re.findall(
+        rf"^#+ {re.escape(title)}\n(.*?)(?=^#+ |\Z)", PAGE, re.DOTALL | re.MULTILINE
+    )
+    return found
+
+
+def first_cells(text):
+    """The names in the first column of the tables of a text."""
+    rows = re.findall(r"^\| (`[^|]*) \|", text, re.MULTILINE)
+    return [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
+
+
+def of_network():
+    """Every command of the page that is one of ours, in a block or inside a sentence."""
+    spans = [*re.findall(r"`((?:uv run [^`]*)?fl-lightning network [^`]+)`", PAGE)]
+    blocks = "".join(re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)).splitlines()
+    return list(
+        dict.fromkeys([*spans, *(line for line in blocks if "fl-lightning network" in line)])
+    )
+
+
+def test_the_page_is_short():
+    assert len(PAGE.splitlines()) <= MOST_LINES
+
+
+@pytest.mark.parametrize("command", of_network())
+def test_commands_and_their_options_exist(command, monkeypatch):
+    before, _, words = command.partition("fl-lightning network ")
+    for extra in re.findall(r"--extra (\w+)", before):
+        assert extra in PROJECT["optional-dependencies"]
+    own, _, _ = words.partition(" -- ")
+    monkeypatch.chdir(ROOT)
+    given = network_parser().parse_args(shlex.split(own))
+    config = given[given.action].get("config")
+    assert config in (None, "run.yaml") or Path(config).is_file()
+
+
+def test_every_command_of_a_network_is_on_the_page():
+    listed = {words.split()[0] for c in of_network() for words in [c.split("network ")[1]]}
+    actions = network_parser()._subcommands_action.choices
+    assert listed == set(actions)
+
+
+def test_options_in_sentences_exist():
+    ours = {
+        option
+        for parser in network_parser()._subcommands_action.choices.values()
+        for action in parser._actions
+        for option in action.option_strings
+    }
+    named = set(re.findall(r"`(--[a-z_]+)[^`]*`", PAGE))
+    assert (
+        named - {"--node_rank", "--insecure", "--config"} <= ours
+    )  # torchrun's, Flower's, the fit's
+
+
+def test_keys_of_a_site_are_those_of_its_policy():
+    keys = first_cells(section("site.yaml: what a site is and what it allows"))
+    assert sorted(keys) == sorted(field.name for field in dataclasses.fields(Policy))
+
+
+@pytest.mark.parametrize("name", ["most_epsilon", "fewest_in_secure_sum", "most_bytes"])
+def test_defaults_of_a_site_are_those_of_its_policy(name):
+    [told] = re.findall(rf"^\| `{name}` \| `(\w+)` \|", PAGE, re.MULTILINE)
+    [field] = [field for field in dataclasses.fields(Policy) if field.name == name]
+    assert told == ("null" if field.default is None else str(field.default))
+
+
+def test_what_a_site_takes_from_the_server():
+    told = re.search(
+        r"\*\*From the server:\*\*(.*?)\n- \*\*",
+        section("own.yaml: the site's own layer"),
+        re.DOTALL,
+    )
+    names = re.findall(r"`([a-z_]+)`", told[1])
+    assert set(SHARED) <= set(names)
+    assert set(names) <= {*SHARED, *SHARED_TRAINER}
+
+
+def test_default_classes_are_listed():
+    [told] = re.findall(
+        r"Allowed by default: (.*?)\.\n", section("Which classes a site builds"), re.DOTALL
+    )
+    assert tuple(re.findall(r"`([^`]+)`", told)) == DEFAULT
+
+
+def test_categories_of_failures_exist():
+    named = first_cells(PAGE.split("says of an order or a client")[1].split("\n## ")[0])
+    assert named
+    assert set(named) <= set(CATEGORIES)
+    assert not set(named) & set(LOST)
+
+
+def test_what_is_compared_with_its_simulation_is_listed():
+    told = section("The same as a simulation")
+    assert [
+        name for name in (*FAST, *SLOW) if name.replace("plain", "plain FedAvg") not in told
+    ] == []
+
+
+def test_the_app_is_flowers_form():
+    [text] = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
+    app = tomllib.loads(text)["tool"]["flwr"]["app"]
+    assert set(app) == {"publisher", "components", "config"}
+    assert set(app["config"]) <= {"sites", "folder", "words", "resume", "deadline"}
+
+
+def test_the_code_runs(tmp_path):
+    pytest.importorskip("flwr")
+    [code] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    names = {"__file__": str(tmp_path / "server_app.py")}
+    exec(compile(code, "page", "exec"), names)  # noqa: S102
+    assert type(names["app"]).__name__ == "ServerApp"
+
+
+def fit_on_two_machines(folder):
+    """Run the page's torchrun for both machines, each in a folder of its own; return their logs."""
+    [command] = [line for line in PAGE.splitlines() if line.startswith("torchrun ")]
+    words = shlex.split(command)[1:]
+    told = {"--nproc_per_node": "1", "--master_addr": "127.0.0.1", "--config": str(CONFIG)}
+    told["--master_port"] = str(find_free_network_port())
+    started = []
+    for rank in ("0", "1"):
+        options = told | {"--node_rank": rank}
+        own = [options.get(before, word) for before, word in zip(["", *words], words, strict=False)]
+        place = folder / rank
+        place.mkdir()
+        own += ["--trainer.devices", "auto", "--trainer.logger", "false"]
+        started.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "torch.distributed.run", *own],
+                cwd=place,
+                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    try:
+        return [process.communicate(timeout=240)[0] for process in started]
+    finally:
+        for process in started:
+            process.terminate()
+
+
+@pytest.mark.slow
+def test_two_machines_of_torchrun_train_one_model_to_the_bits_of_one_process(tmp_path):
+    logs = fit_on_two_machines(tmp_path)
+    found = list(tmp_path.rglob("last.ckpt"))
+    assert [path.relative_to(tmp_path).parts[0] for path in found] == ["0"], "\n".join(logs)
+    together = torch.load(found[0], weights_only=True)
+    assert together["callbacks"]["Federation"]["ranks"] == 2
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    fit = [sys.executable, "-m", "fl_lightning", "fit", "--config", str(CONFIG)]
+    subprocess.run(
+        [*fit, "--trainer.logger", "false"],
+        cwd=alone,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        check=True,
+        capture_output=True,
+        timeout=240,
+    )
+    [file] = alone.rglob("last.ckpt")
+    weights = torch.load(file, weights_only=True)["state_dict"]
+    assert all(torch.equal(together["state_dict"][name], weights[name]) for name in weights)
