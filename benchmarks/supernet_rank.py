@@ -123,8 +123,10 @@ def main() -> None:
     table = NASBench201Table.read(args.table)
     ranked = Ranked(
         args.root,
-        **{"image_size": args.image_size, "channels": args.channels},
-        **{"cells": args.cells, "seed": args.seed},
+        image_size=args.image_size,
+        channels=args.channels,
+        cells=args.cells,
+        seed=args.seed,
     )
     draws = torch_generator(args.seed, "random cells")
     cells = list(dict.fromkeys(SPACE.sample(draws) for _ in range(args.num)))
@@ -136,7 +138,9 @@ def main() -> None:
         ranks = {name: table.spearman(of, "cifar10") for name, of in scores.items()}
         best = max(cells, key=lambda cell: scores["loss"][cell])
         result = {
-            **{"seed": args.seed, "steps": done, "cells": len(cells)},
+            "seed": args.seed,
+            "steps": done,
+            "cells": len(cells),
             **{name: round(value, 3) for name, value in {**ranks, **sizes}.items()},
             "best_estimate": round(max(scores["accuracy"].values()), 3),
             "best": table.lookup(best)["cifar10"],

@@ -67,9 +67,15 @@ def score(cell: Architecture, data: Any, *, steps: int, over_clients: bool, seed
     rounds = max(1, steps // a_round)
     trainer = Trainer(
         **options,
-        **{"max_epochs": rounds, "check_val_every_n_epoch": rounds, "num_sanity_val_steps": 0},
-        **{"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False},
-        **{"enable_progress_bar": False, "enable_model_summary": False},
+        max_epochs=rounds,
+        check_val_every_n_epoch=rounds,
+        num_sanity_val_steps=0,
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
     )
     trainer.fit(module, datamodule=data)
     return float(trainer.callback_metrics["val/accuracy"])
