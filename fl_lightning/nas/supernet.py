@@ -195,9 +195,11 @@ class Supernet(LightningModule):
         """Return the optimizer that α has in a central search."""
         return self._architecture_optimizer(params)
 
-    def forward(self, images: Tensor) -> Tensor:
-        """Return logits (B, num_classes) of the present architecture in the shared weights."""
-        logits: Tensor = self.network(images, self._fixed(self.architecture))
+    def forward(self, images: Tensor, architecture: Architecture | None = None) -> Tensor:
+        """Return logits (B, num_classes) of an architecture in the shared weights; the present one's if None."""
+        logits: Tensor = self.network(
+            images, self._fixed(self.architecture if architecture is None else architecture)
+        )
         return logits
 
     def _fixed(self, architecture: Architecture) -> EdgeWeights:

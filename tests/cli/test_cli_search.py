@@ -30,7 +30,8 @@ def test_latency_then_search_under_it(tmp_path, capsys):
     assert "held-out networks" in said
     rows = [line for line in said.splitlines() if line.startswith("|") and "~" not in line]
     assert max(map(len, rows)) <= 80
-    best = yaml.safe_load((tmp_path / "best.yaml").read_text())
+    content = yaml.safe_load((tmp_path / "best.yaml").read_text())
+    best = content["model"]["init_args"]["network"]["init_args"]
     space = described_space(best.pop("space"))
     network = space.build(space.parse(best.pop("architecture")), **best)
     told = (tmp_path / "best.yaml").read_text()
