@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from fl_lightning.cli.command import main
-from fl_lightning.nas.named_spaces import described_space
+from fl_lightning.nas.named_spaces import described_space, named_space
 
 SPACE = ["--space", "nas_bench_201", "--channels", "4", "--cells", "1"]
 SMALL = [*SPACE, "--side", "8", "--batch_size", "4"]
@@ -66,3 +66,12 @@ def test_a_mistake_is_told_in_a_sentence(words, says, capsys):
     said = f"{end.value.code} {capsys.readouterr().err}"
     assert says in said
     assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("under", [[], ["space"], ["model", "init_args", "space"]])
+def test_a_file_may_say_the_space_as_a_configuration_does(under, tmp_path):
+    content = {"class_path": "fl_lightning.nas.ViT", "init_args": {"depths": [2, 3]}}
+    for key in reversed(under):
+        content = {key: content}
+    (tmp_path / "space.yaml").write_text(yaml.safe_dump(content))
+    assert named_space(str(tmp_path / "space.yaml")).depths == (2, 3)

@@ -65,7 +65,7 @@ def test_a_cells_own_weights_with_another_number_of_classes(tmp_path):
         Network(NASBench201(), CELL, num_classes=5, weights=path, **shape).state_dict(),
         trained.state_dict(),
     )
-    with pytest.raises(ConfigurationError, match="not of a trained network of.*set new_head"):
+    with pytest.raises(ConfigurationError, match=r"not of a trained network of.*set new_head"):
         Network(NASBench201(), CELL, num_classes=3, weights=path, **shape)
 
 
