@@ -281,7 +281,8 @@ def _report(
     configuration: Retraining,
 ) -> None:
     """Write the findings and print the front."""
-    out, best = Path(given.out), result.best
+    out = Path(given.out)
+    best = [result.best, *result.front(measure)][-1]  # of equals the cheapest
     out.mkdir(parents=True, exist_ok=True)
     write_evaluated(out / "evaluated.csv", result)
     draw_front(out / "front", result, measure=measure, score=given.score)

@@ -23,7 +23,23 @@ from fl_lightning.nas.spaces.space import Architecture
 NETWORK = "fl_lightning.nas.Network"
 _KEPT = ("seed_everything", "num_threads", "data", "federation", "trainer")
 _OF_MODEL = ("label_smoothing", "optimizer", "schedule")
-_PLAIN_SGD = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.01, "momentum": 0.9}}
+# what a layer must say, or the configuration below it goes on saying other things
+_PLAIN_SGD = {
+    "class_path": "torch.optim.SGD",
+    "init_args": {
+        "lr": 0.01,
+        "momentum": 0.9,
+        "dampening": 0.0,
+        "weight_decay": 0.0,
+        "nesterov": False,
+    },
+}
+_NO_NAMED_NETWORK = {
+    "pretrained": False,
+    "checkpoint_path": None,
+    "drop_rate": 0.0,
+    "network_kwargs": None,
+}
 _ONLY_WHILE_SEARCHING = {"alpha", "beta", "kept_state", "baseline"}  # names in a `Supernet`
 
 
@@ -56,6 +72,7 @@ def retraining(
         "num_classes": shape["num_classes"],
         "in_chans": shape["in_channels"],
         "image_size": image_size,
+        **(_NO_NAMED_NETWORK if run is None else {}),
         "optimizer": _PLAIN_SGD,
         **{key: searched[key] for key in _OF_MODEL if searched.get(key) is not None},
     }
