@@ -313,7 +313,9 @@ class Supernet(LightningModule):
         def accuracy(operations: Sequence[int]) -> Tensor:
             images, labels = batch["search"]
             with torch.no_grad():
-                return _accuracy(self.network(images, self._one_each(operations)), labels)
+                logits = self.network(images, self._one_each(operations))
+                # NaN would count as a wrong answer, and nobody would hear of it
+                return torch.where(logits.isfinite().all(), _accuracy(logits, labels), torch.nan)
 
         buffers = {n: of_weights.state[p].get("momentum_buffer") for n, p in params.items()}
         situation = Situation(
