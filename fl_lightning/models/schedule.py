@@ -95,7 +95,7 @@ class Schedule:
         if self.kind == "step":
             return float(self.step_factor ** (elapsed // self.step_every))
         if self.kind == "exponential":
-            return max(self.final_factor, self.step_factor ** (elapsed / self.step_every))
+            return max(self.final_factor, float(self.step_factor ** (elapsed / self.step_every)))
         return 1.0
 
     def _cosine(self, elapsed: int, length: int) -> float:
