@@ -297,16 +297,32 @@ def resolve(words: Sequence[str]) -> str:
     return said.getvalue()
 
 
-def run_lightning(args: ArgsType) -> None:
-    """Run one of Lightning's subcommands."""
+def validate(words: Sequence[str], callback: Callback) -> None:
+    """Run ``validate`` with a callback of ours, which leaves nothing on the disk.
+
+    Args:
+        words: of the command line, after ``validate``.
+        callback: beside those of the configuration.
+    """
+    run_lightning(["validate", *words], [callback])
+
+
+def run_lightning(args: ArgsType, callbacks: Sequence[Callback] = ()) -> None:
+    """Run one of Lightning's subcommands.
+
+    Args:
+        args: of the command line.
+        callbacks: of ours; with them the run saves no configuration.
+    """
     FederatedCLI(
-        save_config_callback=RunConfig,
+        save_config_callback=None if callbacks else RunConfig,
         save_config_kwargs={"save_to_log_dir": False},
         seed_everything_default=0,
         auto_configure_optimizers=False,
         subclass_mode_model=True,
         subclass_mode_data=True,
         args=args,
+        trainer_defaults={"callbacks": list(callbacks)},
         parser_class=Commands,
         parser_kwargs={
             "description": "Federated learning for PyTorch Lightning.",
@@ -324,7 +340,7 @@ def _run(words: Any, args: ArgsType) -> None:
     if words[:1] == ["compare"]:
         compare(words[1:], parser=compare_parser(), resolve=resolve)
     elif words[:1] == ["search"]:
-        search.search(words[1:], parser=search_parser())
+        search.search(words[1:], parser=search_parser(), validate=validate, resolve=resolve)
     elif words[:1] == ["latency"]:
         latency.latency(words[1:], parser=latency_parser())
     elif option := asked_for(words):
