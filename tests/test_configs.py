@@ -60,7 +60,8 @@ EXPERIMENTS = {  # and how many runs they are
     "experiments/private.yaml": 9,
     "experiments/compression.yaml": 9,
     "experiments/virtual_time.yaml": 12,
-    "experiments/nas_bench_201.yaml": 33,
+    "experiments/nas_bench_201.yaml": 45,
+    "experiments/one_shot.yaml": 9,
 }
 GRIDS = {"experiments/robustness.yaml": (8, 5)}  # so many runs that the margins have to do
 

@@ -31,11 +31,12 @@ from fl_lightning.callbacks.client_evaluation import ClientEvaluation
 from fl_lightning.callbacks.evaluated_model import EvaluatedModel
 from fl_lightning.callbacks.partition_report import PartitionReport
 from fl_lightning.callbacks.progress import RoundProgressBar
-from fl_lightning.cli import latency, network, search
+from fl_lightning.cli import latency, search
 from fl_lightning.cli.catalogue import asked_for, catalogue
 from fl_lightning.cli.constructors import watch_configuration, watched
 from fl_lightning.cli.devices import asks_for_several, automatic_processes
 from fl_lightning.cli.errors import Parser, explain
+from fl_lightning.cli.over_network import network
 from fl_lightning.cli.ranges import check_ranges
 from fl_lightning.cli.runs import (
     RunConfig,
@@ -311,26 +312,40 @@ def resolve(words: Sequence[str]) -> str:
     return said.getvalue()
 
 
+def validate(words: Sequence[str], callback: Callback) -> None:
+    """Run ``validate`` with a callback of ours, which leaves nothing on the disk.
+
+    Args:
+        words: of the command line, after ``validate``.
+        callback: beside those of the configuration.
+    """
+    run_lightning(["validate", *words], [callback])
+
+
 def run_lightning(
     args: ArgsType,
+    callbacks: Sequence[Callback] = (),
+    *,
     cli: type[FederatedCLI] = FederatedCLI,
-    callback: type[RunConfig] | None = RunConfig,
+    keeps_configuration: bool = True,
 ) -> None:
     """Run one of Lightning's subcommands.
 
     Args:
         args: of the command line.
+        callbacks: of ours; with them the run saves no configuration.
         cli: what runs it.
-        callback: keeps the configuration beside checkpoints.
+        keeps_configuration: whether the configuration is saved beside checkpoints.
     """
     cli(
-        save_config_callback=callback,
+        save_config_callback=RunConfig if keeps_configuration and not callbacks else None,
         save_config_kwargs={"save_to_log_dir": False},
         seed_everything_default=0,
         auto_configure_optimizers=False,
         subclass_mode_model=True,
         subclass_mode_data=True,
         args=args,
+        trainer_defaults={"callbacks": list(callbacks)},
         parser_class=Commands,
         parser_kwargs={
             "description": "Federated learning for PyTorch Lightning.",
@@ -348,7 +363,7 @@ def _run(words: Any, args: ArgsType) -> None:
     if words[:1] == ["compare"]:
         compare(words[1:], parser=compare_parser(), resolve=resolve)
     elif words[:1] == ["search"]:
-        search.search(words[1:], parser=search_parser())
+        search.search(words[1:], parser=search_parser(), validate=validate, resolve=resolve)
     elif words[:1] == ["latency"]:
         latency.latency(words[1:], parser=latency_parser())
     elif words[:1] == ["network"]:

@@ -30,12 +30,17 @@ class Networks:
     options: dict[str, Any]
 
 
-def add_networks(parser: ArgumentParser) -> None:
-    """Give a parser the options."""
+def add_networks(parser: ArgumentParser, *, required: bool = True) -> None:
+    """Give a parser the options.
+
+    Args:
+        parser: of a command.
+        required: whether there is no other way to name networks.
+    """
     parser.add_argument(
         "--space",
-        type=str,
-        required=True,
+        type=str if required else str | None,
+        **({"required": True} if required else {"default": None}),
         help=f"One of {', '.join(NAMES)}, a class of your own, or a YAML file with class_path and "
         "init_args.",
     )

@@ -1,10 +1,14 @@
-"""The command ``fl-lightning search``: find an architecture without training."""
+"""The command ``fl-lightning search``: find an architecture without training.
+
+Of a space, by a proxy or a table; or of a trained supernet, by the accuracy of its sub-networks.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -12,11 +16,15 @@ from jsonargparse import ArgumentParser
 from jsonargparse.typing import PositiveInt
 
 from fl_lightning.cli.networks import Networks, add_networks, networks_of
+from fl_lightning.cli.trained import Resolve, Trained, Validate, is_asked_for, look_at
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import check_seed
+from fl_lightning.experiments.compare import split
 from fl_lightning.experiments.table import markdown
 from fl_lightning.nas.cost import cost
 from fl_lightning.nas.cost.latency import LatencyTable
+from fl_lightning.nas.named_spaces import NAMES
+from fl_lightning.nas.retraining import retraining
 from fl_lightning.nas.search.batches import folder_batch, noise_batch
 from fl_lightning.nas.search.constraints import shown
 from fl_lightning.nas.search.evolution import Evolution, RegularizedEvolution
@@ -53,16 +61,35 @@ _STRATEGIES: dict[str, Callable[[str], Strategy]] = {
     "nsga2": lambda measure: OptunaSearch("nsga2", measure),
 }
 assert set(_STRATEGIES) == set(get_args(StrategyName))
+# from an architecture to the configuration that trains it
+Retraining = Callable[[Architecture], dict[str, Any]]
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Give a parser the options of the command."""
-    add_networks(parser)
+    add_networks(parser, required=False)
+    parser.add_argument(
+        "--ckpt_path",
+        type=str | None,
+        default=None,
+        help="A checkpoint of a trained supernet (OneShot, Supernet), whose sub-networks are scored by "
+        "their accuracy on validation examples. Space and sizes are its configuration's.",
+    )
+    parser.add_argument(
+        "-c",
+        "--config",
+        action="append",
+        type=str,
+        default=[],
+        help="The supernet's configuration, one file or several; that of the run that wrote "
+        "--ckpt_path if null. Words after -- are further options of it.",
+    )
     parser.add_argument(
         "--score",
-        type=ScoreName,
-        default="synflow",
-        help="What is maximised: a proxy of fresh networks, their size, or the accuracy in --table.",
+        type=ScoreName | None,
+        default=None,
+        help="What is maximised: a proxy of fresh networks (synflow if null), their size, or accuracy: "
+        "that in --table, or with --ckpt_path that of the supernet's parts.",
     )
     parser.add_argument(
         "--table", type=str | None, default=None, help="The truth of NAS-Bench-201, a CSV file."
@@ -107,32 +134,77 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
 
 
-def search(words: Sequence[str], *, parser: ArgumentParser) -> None:
+def search(
+    words: Sequence[str], *, parser: ArgumentParser, validate: Validate, resolve: Resolve
+) -> None:
     """Run the command.
 
     Args:
-        words: of the command line, without the command.
+        words: of the command line, without the command; those after ``--`` are of a supernet's
+            configuration.
         parser: one with the options of the command.
+        validate: runs `validate`, with a callback of ours.
+        resolve: from the words of a fit's command line to its complete configuration as YAML.
 
     Raises:
         ConfigurationError: if an option is refused.
     """
-    given = parser.parse_args(list(words))
+    own, options = split(words)
+    given = parser.parse_args(own)
     check_seed("search", given.seed)
+    if is_asked_for(given):
+        look = partial(_search_trained, given)
+        defaults = parser.get_defaults()
+        look_at(given, defaults, options, look, validate=validate, resolve=resolve)
+        return
+    if options:
+        raise ConfigurationError(
+            "words after -- belong to a configuration: give --ckpt_path as well"
+        )
+    if given.space is None:
+        raise ConfigurationError(
+            f"space: give one of {', '.join(NAMES)}, or --ckpt_path of a trained supernet"
+        )
+    given.score = given.score or "synflow"
     networks = networks_of(given)
+    _search(given, networks, partial(_objective, given, networks), retraining_of(networks))
+
+
+def _search_trained(given: Any, trained: Trained) -> None:
+    given.score = "accuracy"
+    networks = trained.networks
+    options = {"weights": trained.weights, "run": trained.run}
+    _search(given, networks, lambda costs: trained.score, retraining_of(networks, **options))
+
+
+def retraining_of(networks: Networks, **options: Any) -> Retraining:
+    """Return what makes the configuration that trains a network that was found."""
+
+    def configuration(architecture: Architecture) -> dict[str, Any]:
+        return retraining(architecture, networks.options, image_size=networks.side, **options)
+
+    return configuration
+
+
+def _search(
+    given: Any,
+    networks: Networks,
+    objective: Callable[[Costs], Objective],
+    configuration: Retraining,
+) -> None:
     table = _latency_table(given.latency, networks)
     costs = _costs(networks, table)
     constraints = parse_constraints(given.constraint, _measures(table))
     measure = _front_measure(given.front, [one.measure for one in constraints], _measures(table))
-    score = _objective(given, networks, costs)
-    problem = Problem(networks.space, _told(score, given.budget), costs, constraints)
+    told = _told(objective(costs), given.budget)
+    problem = Problem(networks.space, told, costs, constraints)
     strategy = _STRATEGIES[given.strategy](measure)
     result = strategy.search(problem, given.budget, given.seed)
-    _report(result, given, networks, measure, table)
+    _report(result, given, networks, measure, table, configuration)
 
 
 def _objective(given: Any, networks: Networks, costs: Costs) -> Objective:
-    """Return what is maximised; a trained supernet's scores would be another branch here."""
+    """Return what is maximised without a trained supernet."""
     if given.score in ("params", "flops"):
         return CostScore(costs, given.score)
     if given.score == "accuracy":
@@ -206,15 +278,17 @@ def _report(
     networks: Networks,
     measure: str,
     table: LatencyTable | None,
+    configuration: Retraining,
 ) -> None:
     """Write the findings and print the front."""
-    out, best = Path(given.out), result.best
+    out = Path(given.out)
+    best = [result.best, *result.front(measure)][-1]  # of equals the cheapest
     out.mkdir(parents=True, exist_ok=True)
     write_evaluated(out / "evaluated.csv", result)
     draw_front(out / "front", result, measure=measure, score=given.score)
     target = Path(given.export) if given.export else out / "best.yaml"
     notes = [] if table is None else [f"latency_ms on {table}"]
-    export(target, best, networks.options, notes)
+    export(target, best, configuration(best.architecture), notes)
     print(markdown(*front_rows(result, measure, given.score)))
     scored, budget = len(result.evaluated), result.budget
     more = "" if scored == budget else f" of {budget}: no others were found within the constraints"
@@ -225,4 +299,4 @@ def _report(
     if table is not None:
         print(f"latency:  {table.where}\n          {table.accuracy}")
     print(f"results:  {out}/evaluated.csv, front.png, front.svg")
-    print(f"network:  {target}")
+    print(f"network:  {target}, for fl-lightning fit --config")

@@ -55,7 +55,7 @@ def compare(words: Sequence[str], *, parser: ArgumentParser, resolve: Resolve) -
     Raises:
         ConfigurationError: if anything is refused, before any run starts.
     """
-    own, options = _split(words)
+    own, options = split(words)
     given = parser.parse_args(own)
     experiment = _experiment(parser.instantiate(given))
     out = Path(
@@ -72,8 +72,8 @@ def compare(words: Sequence[str], *, parser: ArgumentParser, resolve: Resolve) -
         sys.exit(f"fl-lightning: {len(failures)} of {len(wanted)} runs failed:\n{told}")
 
 
-def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the words before and after the first ``--``."""
+def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the words before and after the first ``--``: a command's own, and those of its fits."""
     at = list(words).index("--") if "--" in words else len(words)
     return list(words[:at]), list(words[at + 1 :])
 

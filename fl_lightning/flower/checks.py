@@ -30,7 +30,7 @@ def _of_options(options: Options) -> Iterator[str]:
     if options.devices is not None:
         yield (
             "federation.devices simulates how fast clients are, and sites are as fast as they are: leave "
-            "it out, and give network.deadline the seconds that the server waits"
+            "it out, and say with network run --deadline how many seconds the server waits"
         )
     if options.asynchronous is not None:
         yield "federation.asynchronous is simulated only: leave it out over a network"

@@ -89,7 +89,8 @@ class Site:
         try:
             order = Order.from_bytes(content, limit=self._policy.most_bytes)
         except MessageError as error:
-            failure = _logged("message", error)
+            is_large = len(content) > self._policy.most_bytes
+            failure = _logged("size" if is_large else "message", error)
             return Answer.refusal(content, site=self._name, failure=failure).to_bytes()
         try:
             answer = self._follow(order, name).to_bytes()

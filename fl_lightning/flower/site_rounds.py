@@ -26,6 +26,9 @@ from fl_lightning.flower.messages import ClientAnswer, Order
 from fl_lightning.flower.metric_sums import MetricSums, taken_sums
 from fl_lightning.flower.packing import Packing
 
+# facts of an update that travel beside it, under the names by which the server logs them
+NORM, ERROR = "round/client_update_norm", "round/compression_error"
+
 
 class SiteRounds:
     """What Lightning's loop drives at a site; takes what its clients send.
@@ -115,6 +118,7 @@ class SiteRounds:
         for stage in self._stages:
             for name, tensor in stage.to_server(client).items():
                 self.tensors[f"{client}/stage/{stage.key}/{name}"] = tensor.cpu()
+        facts = {NORM: float(made.norm), ERROR: error}
         self.answers.append(
             ClientAnswer(
                 client=client,
@@ -123,7 +127,7 @@ class SiteRounds:
                 optimizer_steps=update.optimizer_steps,
                 effective_steps=update.effective_steps,
                 metrics={n: v.detach().cpu() for n, v in made.metrics.items() if self._allows(n)},
-                facts={"norm": float(made.norm), "error": error},
+                facts={n: v for n, v in facts.items() if self._allows(n)},
             )
         )
 

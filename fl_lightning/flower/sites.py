@@ -30,7 +30,7 @@ from fl_lightning.flower.correspondence import Correspondence, Reply
 from fl_lightning.flower.messages import ClientAnswer, Order
 from fl_lightning.flower.metric_sums import OPTION, MetricSums, pool_sums, told_sums
 from fl_lightning.flower.packing import Packing
-from fl_lightning.flower.site_rounds import options_of
+from fl_lightning.flower.site_rounds import ERROR, NORM, options_of
 from fl_lightning.flower.wire.failures import CATEGORIES
 from fl_lightning.updates.wire.reader import DecodeError
 
@@ -246,10 +246,14 @@ class Sites(Training):
         if not self._transport.is_lossy:
             return Sent(arrived, arrived, came.bytes_up)
         made = Updates.of(ClientUpdate(**_fields(update)))
-        norm = torch.tensor(answer.facts["norm"], dtype=opened.delta.dtype)
-        vars(next(iter(made)))["norm"] = norm  # of what left the client, not of what arrived
-        error = torch.tensor(answer.facts["error"], dtype=opened.delta.dtype)
+        norm, error = (_scalar(answer.facts.get(n), opened.delta) for n in (NORM, ERROR))
+        if norm is not None:
+            vars(next(iter(made)))["norm"] = norm  # of what left the client, not of what arrived
         return Sent(made, arrived, came.bytes_up, error)
+
+
+def _scalar(value: float | None, like: Tensor) -> Tensor | None:
+    return None if value is None else torch.tensor(value, dtype=like.dtype)
 
 
 def _fields(update: ClientUpdate) -> dict[str, Any]:

@@ -2,13 +2,15 @@
 
 With w = warmup_rounds, T = num_rounds and t = round - w, counted from the end of the warm-up:
 
-    warm-up    (round + 1) / (w + 1)                                       round < w
-    constant   1
-    cosine     f + (1 - f) * (1 + cos(pi * t / (T - w))) / 2               f = final_factor
-    step       step_factor ** floor(t / step_every)
+    warm-up      (round + 1) / (w + 1)                                     round < w
+    constant     1
+    cosine       f + (1 - f) * (1 + cos(pi * t / (T - w))) / 2             f = final_factor
+    step         step_factor ** floor(t / step_every)
+    exponential  max(f, step_factor ** (t / step_every))
 
-Source: the cosine is Loshchilov and Hutter 2017, ICLR, equation 5, without restarts.
-It reaches `final_factor` after the last round and stays there: a last round at rate 0 would train
+Sources: the cosine is Loshchilov and Hutter 2017, ICLR, equation 5, without restarts; the decay with a
+constant end is Yu et al. 2020, ECCV (BigNAS), section 3.1.
+A cosine reaches `final_factor` after the last round and stays there: a last round at rate 0 would train
 nothing (and with privacy add noise alone). For the same reason the warm-up does not begin at 0.
 A round is one of Lightning's epochs, so the same schedule serves a run that is not federated.
 """
@@ -21,7 +23,7 @@ from typing import Literal, get_args
 
 from fl_lightning.core.errors import ConfigurationError
 
-Kind = Literal["constant", "cosine", "step"]
+Kind = Literal["constant", "cosine", "step", "exponential"]
 
 
 @dataclass(frozen=True)
@@ -31,10 +33,10 @@ class Schedule:
     Args:
         kind: what follows the warm-up.
         warmup_rounds: rounds of linear rise before the full learning rate, at least 0.
-        step_every: rounds between two steps, at least 1; for ``kind="step"``.
-        step_factor: what each step multiplies by, in (0, 1]; for ``kind="step"``.
-        final_factor: what the factor falls to and would be in the round after the last one, in [0, 1];
-            for ``kind="cosine"``.
+        step_every: rounds between two steps, at least 1; a decay takes them round by round.
+        step_factor: what each step multiplies by, in (0, 1]; for ``kind="step"`` and ``"exponential"``.
+        final_factor: what the factor falls to, in [0, 1]: a cosine in the round after the last one, a
+            decay when it gets there.
 
     Raises:
         ConfigurationError: if a value is out of its range.
@@ -83,7 +85,7 @@ class Schedule:
         if self.kind == "cosine" and num_rounds < 1:
             raise ConfigurationError(
                 "schedule.kind: 'cosine' needs to know the last round, but the run has no number "
-                f"of rounds (got {num_rounds}). Set trainer.max_epochs, or use 'constant' or 'step'."
+                f"of rounds (got {num_rounds}). Set trainer.max_epochs, or use 'constant', 'step' or 'exponential'."
             )
         if round < self.warmup_rounds:
             return (round + 1) / (self.warmup_rounds + 1)
@@ -92,6 +94,8 @@ class Schedule:
             return self._cosine(elapsed, num_rounds - self.warmup_rounds)
         if self.kind == "step":
             return float(self.step_factor ** (elapsed // self.step_every))
+        if self.kind == "exponential":
+            return max(self.final_factor, float(self.step_factor ** (elapsed / self.step_every)))
         return 1.0
 
     def _cosine(self, elapsed: int, length: int) -> float:

@@ -38,7 +38,8 @@ def named_space(text: str) -> SearchSpace:
 
     Args:
         text: a name (`NAMES`), a class such as ``fl_lightning.nas.spaces.darts.DARTS``, or a YAML
-            file with ``class_path`` and ``init_args``, at its top or under ``space``.
+            file with ``class_path`` and ``init_args``: at its top, under ``space``, or under
+            ``model.init_args.space`` as in a run's configuration.
 
     Raises:
         ConfigurationError: if it means none.
@@ -121,4 +122,6 @@ def _read(path: Path) -> Any:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no YAML"
         raise ConfigurationError(f"space: {path} cannot be read: {reason}") from None
+    if isinstance(content, dict) and isinstance(content.get("model"), dict):
+        content = content["model"].get("init_args")
     return content["space"] if isinstance(content, dict) and "space" in content else content

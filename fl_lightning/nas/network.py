@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any, final
+from typing import final
 
-import yaml
 from torch import Tensor, nn
 
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.nas.retraining import architecture_in
 from fl_lightning.nas.spaces.cells import CellSpace
 from fl_lightning.nas.spaces.sizes import SizeSpace
-from fl_lightning.nas.sub_networks.extracted import load_part
+from fl_lightning.nas.sub_networks.extracted import load_weights
 
 
 @final
@@ -20,14 +19,16 @@ class Network(nn.Module):
 
     Args:
         space: of cells or of sizes.
-        architecture: of the space, as its string, or the path of a file ``architecture.yaml`` that a
-            search has left; the file's architecture alone is taken.
+        architecture: of the space, as its string, or the path of a YAML file that a search has left
+            (architecture.yaml, retrain.yaml, best.yaml); the file's architecture alone is taken.
         num_classes: length of the output.
         in_channels: of the images.
-        channels: of the first cells, in a space of cells; 16 if None.
-        cells: how many; of what, the space says; 5 if None.
-        weights: a checkpoint of a `OneShot` of the same space of sizes, or weights of this very
-            network, to begin with; None for fresh ones.
+        channels: of the first cells, in a space of cells; as the space has them if None.
+        cells: how many; of what, the space says; as the space has them if None.
+        weights: to begin with: a checkpoint of a `OneShot` of the same space of sizes, or of a run that
+            trained this very network; None for fresh ones.
+        new_head: whether the classifier is fresh all the same, as other classes need it; weights may
+            then have another number of classes.
 
     Raises:
         ConfigurationError: for an architecture that is none of the space, and for what the space does
@@ -52,46 +53,27 @@ class Network(nn.Module):
         channels: int | None = None,
         cells: int | None = None,
         weights: str | None = None,
+        new_head: bool = False,
     ) -> None:
         super().__init__()
-        self.architecture = space.parse(_string_of(architecture))
+        is_file = architecture.endswith((".yaml", ".yml"))
+        self.architecture = space.parse(architecture_in(architecture) if is_file else architecture)
         sizes = {"channels": channels, "cells": cells}
-        shape: dict[str, Any] = {"num_classes": num_classes, "in_channels": in_channels}
-        if isinstance(space, SizeSpace):
-            if given := [name for name, value in sizes.items() if value is not None]:
-                raise ConfigurationError(
-                    f"{given[0]}: {space.name} is not made of cells; its sizes are settings of the space"
-                )
-        elif weights is not None:
+        given = {name: value for name, value in sizes.items() if value is not None}
+        if isinstance(space, SizeSpace) and given:
             raise ConfigurationError(
-                f"weights: they are taken from a supernet of sizes, and {space.name} is a space of "
-                "cells: leave it out, and train from scratch"
+                f"{next(iter(given))}: {space.name} is not made of cells; its sizes are settings of the space"
             )
-        else:
-            shape |= {"channels": channels or 16, "cells": cells or 5}
+        if new_head and weights is None:
+            raise ConfigurationError(
+                "new_head: all of a network without weights is new: leave it out"
+            )
+        shape = {"num_classes": num_classes, "in_channels": in_channels, **given}
         self.network = space.build(self.architecture, **shape)
         if weights is not None:
-            assert isinstance(space, SizeSpace)
-            load_part(self.network, space, self.architecture, weights, shape)
+            load_weights(self.network, self.architecture, weights, shape, new_head=new_head)
 
     def forward(self, images: Tensor) -> Tensor:
         """Return logits (B, num_classes)."""
         logits: Tensor = self.network(images)
         return logits
-
-
-def _string_of(architecture: str) -> str:
-    """Return the string of an architecture, which may stand in a file."""
-    if not architecture.endswith((".yaml", ".yml")):
-        return architecture
-    try:
-        content = yaml.safe_load(Path(architecture).read_text())
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigurationError(f"architecture {architecture}: {error}") from error
-    found = content.get("architecture") if isinstance(content, dict) else None
-    if not isinstance(found, str):
-        raise ConfigurationError(
-            f"architecture {architecture}: the file has no line 'architecture: …', as those that a search "
-            "leaves have"
-        )
-    return found

@@ -6,7 +6,7 @@ At the end, in the run's folder:
 
     cell.png, cell.svg      the architecture as a graph
     architecture.yaml       what `Network` takes, with its exact cost
-    retrain.yaml            a layer of configuration that trains it from scratch
+    retrain.yaml            a configuration that trains it from scratch, see `retraining`
 
 In a federation it hands over the stage by which the server steps α, see `ServerStep`.
 """
@@ -23,10 +23,12 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
+from fl_lightning.federation.checkpoints.earlier_runs import CONFIG
 from fl_lightning.federation.checkpoints.run_folder import run_folder
 from fl_lightning.federation.federation import Federation
 from fl_lightning.nas import pictures
 from fl_lightning.nas.checks import check_beside_updates, check_precision
+from fl_lightning.nas.retraining import retraining
 from fl_lightning.nas.server_step import ServerStep
 
 if TYPE_CHECKING:
@@ -97,35 +99,21 @@ class SearchReport(Callback):
             return
         folder.mkdir(parents=True, exist_ok=True)
         pictures.save(pictures.cell_figure(found), folder / "cell")
-        network = network_arguments(module)
         costs = {"flops": cost.flops, "params": cost.params}
+        content = retraining(
+            found, module.shape, image_size=module.image_size, run=_configuration(folder)
+        )
+        network = content["model"]["init_args"]["network"]["init_args"]
         _write(folder / "architecture.yaml", network)
-        _write(folder / "retrain.yaml", retraining(network, module.image_size))
+        _write(folder / "retrain.yaml", content)
         rank_zero_info(f"cost {costs}; written to {folder}")
 
 
-def network_arguments(module: Supernet) -> dict[str, Any]:
-    """Return what `Network` takes to build the architecture that a supernet means now."""
-    space = module.space
-    return {
-        "space": {"class_path": f"fl_lightning.nas.{type(space).__name__}"},
-        "architecture": str(module.architecture),
-        **module.shape,
-    }
-
-
-def retraining(network: dict[str, Any], image_size: int) -> dict[str, Any]:
-    """Return the layer of configuration that trains a network from scratch on a search's data."""
-    model = {
-        "network": {"class_path": "fl_lightning.nas.Network", "init_args": network},
-        "num_classes": network["num_classes"],
-        "in_chans": network["in_channels"],
-        "image_size": image_size,
-    }
-    return {
-        "model": {"class_path": "fl_lightning.ImageClassifier", "init_args": model},
-        "data": {"init_args": {"search_fraction": 0.0}},
-    }
+def _configuration(folder: Path) -> dict[str, Any] | None:
+    """Return the run's configuration, which the command line leaves; None in Python."""
+    path = folder / CONFIG
+    content = yaml.safe_load(path.read_text()) if path.is_file() else None
+    return content if isinstance(content, dict) else None
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:

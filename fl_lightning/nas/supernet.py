@@ -195,9 +195,11 @@ class Supernet(LightningModule):
         """Return the optimizer that α has in a central search."""
         return self._architecture_optimizer(params)
 
-    def forward(self, images: Tensor) -> Tensor:
-        """Return logits (B, num_classes) of the present architecture in the shared weights."""
-        logits: Tensor = self.network(images, self._fixed(self.architecture))
+    def forward(self, images: Tensor, architecture: Architecture | None = None) -> Tensor:
+        """Return logits (B, num_classes) of an architecture in the shared weights; the present one's if None."""
+        logits: Tensor = self.network(
+            images, self._fixed(self.architecture if architecture is None else architecture)
+        )
         return logits
 
     def _fixed(self, architecture: Architecture) -> EdgeWeights:
@@ -311,7 +313,9 @@ class Supernet(LightningModule):
         def accuracy(operations: Sequence[int]) -> Tensor:
             images, labels = batch["search"]
             with torch.no_grad():
-                return _accuracy(self.network(images, self._one_each(operations)), labels)
+                logits = self.network(images, self._one_each(operations))
+                # NaN would count as a wrong answer, and nobody would hear of it
+                return torch.where(logits.isfinite().all(), _accuracy(logits, labels), torch.nan)
 
         buffers = {n: of_weights.state[p].get("momentum_buffer") for n, p in params.items()}
         situation = Situation(

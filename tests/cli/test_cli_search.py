@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from fl_lightning.cli.command import main
-from fl_lightning.nas.named_spaces import described_space
+from fl_lightning.nas.named_spaces import described_space, named_space
 
 SPACE = ["--space", "nas_bench_201", "--channels", "4", "--cells", "1"]
 SMALL = [*SPACE, "--side", "8", "--batch_size", "4"]
@@ -30,7 +30,8 @@ def test_latency_then_search_under_it(tmp_path, capsys):
     assert "held-out networks" in said
     rows = [line for line in said.splitlines() if line.startswith("|") and "~" not in line]
     assert max(map(len, rows)) <= 80
-    best = yaml.safe_load((tmp_path / "best.yaml").read_text())
+    content = yaml.safe_load((tmp_path / "best.yaml").read_text())
+    best = content["model"]["init_args"]["network"]["init_args"]
     space = described_space(best.pop("space"))
     network = space.build(space.parse(best.pop("architecture")), **best)
     told = (tmp_path / "best.yaml").read_text()
@@ -65,3 +66,12 @@ def test_a_mistake_is_told_in_a_sentence(words, says, capsys):
     said = f"{end.value.code} {capsys.readouterr().err}"
     assert says in said
     assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("under", [[], ["space"], ["model", "init_args", "space"]])
+def test_a_file_may_say_the_space_as_a_configuration_does(under, tmp_path):
+    content = {"class_path": "fl_lightning.nas.ViT", "init_args": {"depths": [2, 3]}}
+    for key in reversed(under):
+        content = {key: content}
+    (tmp_path / "space.yaml").write_text(yaml.safe_dump(content))
+    assert named_space(str(tmp_path / "space.yaml")).depths == (2, 3)

@@ -11,7 +11,7 @@ import torch
 import yaml
 
 from fl_lightning.cli.command import run_lightning
-from fl_lightning.cli.network_runs import run_server, serve_site
+from fl_lightning.cli.over_network.runs import run_server, serve_site
 from fl_lightning.flower.correspondence import Correspondence
 from fl_lightning.flower.policy import Policy
 from fl_lightning.flower.transport.loopback import LoopbackChannel

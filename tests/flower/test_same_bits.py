@@ -62,7 +62,9 @@ SLOW = {
         }
     },
     "central DP": {
-        "federation__privacy": built("CentralDP", clip_norm=0.5, noise_multiplier=1.0, secure_noise=False),
+        "federation__privacy": built(
+            "CentralDP", clip_norm=0.5, noise_multiplier=1.0, secure_noise=False
+        ),
         "federation__aggregator": built("Mean", weight_by_examples=False),
         "federation__cohort": built("PoissonCohort", fraction=0.7),
     },

@@ -60,6 +60,16 @@ def test_steps_are_counted_from_the_end_of_the_warmup():
     assert factors(schedule, 7) == [0.5, 1, 1, 0.5, 0.5, 0.25, 0.25]
 
 
+def test_an_exponential_falls_smoothly_and_ends_constant():
+    schedule = Schedule("exponential", step_every=2, step_factor=0.25, final_factor=0.2)
+    assert factors(schedule, 5) == pytest.approx([1, 0.5, 0.25, 0.2, 0.2])
+    steps = Schedule("step", step_every=2, step_factor=0.25)
+    assert schedule.factor(2, -1) == steps.factor(2, -1)
+    assert (
+        Schedule("exponential", warmup_rounds=1, step_every=1, step_factor=0.5).factor(2, -1) == 0.5
+    )
+
+
 def test_only_the_cosine_needs_a_last_round():
     assert Schedule().factor(3, -1) == 1.0
     assert Schedule("step", step_every=3).factor(3, -1) == pytest.approx(0.1)
@@ -68,7 +78,7 @@ def test_only_the_cosine_needs_a_last_round():
 
 
 @given(
-    st.sampled_from(["constant", "cosine", "step"]),
+    st.sampled_from(["constant", "cosine", "step", "exponential"]),
     st.integers(0, 20),
     st.integers(1, 60),
     st.floats(0, 1),

@@ -6,13 +6,20 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from readme import ROOT
 from small_sets import write_folder
 
 from fl_lightning.cli.command import main
 
 DOC = (ROOT / "docs" / "architecture_search.md").read_text()
-FIT = re.findall(r"^uv run fl-lightning (fit .*)$", DOC, re.MULTILINE)
+BLOCKS = [
+    re.findall(r"^uv run fl-lightning (.*)$", block, re.MULTILINE)
+    for block in re.findall(r"```bash\n(.*?)```", DOC, re.DOTALL)
+]
+STORIES = [block for block in BLOCKS if any(not command.startswith("fit ") for command in block)]
+STORIES += [block for block in BLOCKS if block not in STORIES and "transfer.yaml" in str(block)]
+FIT = [command for block in BLOCKS if block not in STORIES for command in block]
 QUICKSTART = FIT[0]
 SHORT = (
     "--trainer.max_epochs 1 --trainer.enable_progress_bar false --trainer.devices 1"
@@ -26,12 +33,34 @@ pytestmark = [
 ]
 
 
+# what makes other commands short, whatever the machine does meanwhile
+QUICK = {
+    "search": "--budget 3",
+    "latency": "--rounds 2 --calibration 3 --held_out 3",
+}
+
+
 def type_in(command):
+    name = command.split()[0]
+    if name != "fit":
+        main(
+            [
+                *shlex.split(command.replace("latency_ms<=2", "latency_ms<=1e6")),
+                *QUICK[name].split(),
+            ]
+        )
+        return
     small = SHORT
     if "--federation null" in command:
         small += " --trainer.limit_train_batches 1"
+    elif any(f"space/{name}.yaml" in command for name in ("mobilenet", "resnet", "vit")):
+        small += " --federation.local_epochs 1"
     else:
         small += " --federation.local_steps 1"
+    if "one_shot_quickstart" in command:
+        small += " --model.init_args.recalibration_examples 128"
+    if "configs/quickstart.yaml" in command:
+        small = small.replace("--federation.local_steps 1", "--federation.local_epochs 1")
     main([*shlex.split(command), *small.split()])
 
 
@@ -43,7 +72,7 @@ def _clone(tmp_path, monkeypatch):
 
 
 def is_slow(command):
-    return "space/darts" in command or "cifar10_images" in command
+    return "space/darts" in command or "cifar10" in command
 
 
 @pytest.mark.parametrize(
@@ -52,11 +81,20 @@ def is_slow(command):
 def test_commands_run(command):
     if "version_0/retrain.yaml" in command:
         type_in(QUICKSTART)
-    if "cifar10_images" in command:
+    if "cifar10" in command:
         names = [f"class {i}" for i in range(10)]
         write_folder(Path("cifar10"), "train", names, 6, size=(32, 32))
         write_folder(Path("cifar10"), "test", names, 1, size=(32, 32))
     type_in(command)
+    assert list(Path("runs").rglob("*.ckpt"))
+
+
+@pytest.mark.parametrize(
+    "story", [pytest.param(s, marks=[pytest.mark.slow] * ("latency" in str(s))) for s in STORIES]
+)
+def test_stories_run(story):
+    for command in story:
+        type_in(command)
     assert list(Path("runs").rglob("*.ckpt"))
 
 
@@ -66,7 +104,7 @@ def test_the_run_leaves_what_the_table_says():
     names = [name for row in table for name in re.findall(r"`([a-z./]+)`", row)]
     assert len(names) >= 5
     assert all((Path("runs/nas_quickstart/version_0") / name).exists() for name in names)
-    [block] = re.findall(r"```yaml\n(.*?)```", DOC, re.DOTALL)
+    block, _ = re.findall(r"```yaml\n(.*?)```", DOC, re.DOTALL)
     Path("transfer.yaml").write_text(block)
     options = (
         "--data.init_args.source.init_args.classes '[0,1,2,3,4]' --data.init_args.search_fraction 0"
@@ -84,3 +122,15 @@ def test_python_runs(capsys):
 def test_every_config_is_in_the_tables():
     for path in (ROOT / "configs" / "nas").glob("*.yaml"):
         assert path.name in DOC, path
+
+
+def test_the_capability_is_what_a_model_takes():
+    _, block = re.findall(r"```yaml\n(.*?)```", DOC, re.DOTALL)
+    layer = {"model": {"init_args": yaml.safe_load(block)}}
+    Path("capability.yaml").write_text(yaml.safe_dump(layer))
+    type_in("fit --config configs/nas/one_shot_quickstart.yaml --config capability.yaml")
+
+
+def test_commands_are_all_run():
+    written = re.findall(r"^uv run fl-lightning (.*)$", DOC, re.MULTILINE)
+    assert sorted(written) == sorted([*FIT, *(c for story in STORIES for c in story)])

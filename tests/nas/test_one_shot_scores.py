@@ -82,7 +82,9 @@ def test_a_network_begins_with_the_supernets_weights(tmp_path, space):
 
 def test_refusals():
     cell = "|none~0|+|none~0|none~1|+|none~0|none~1|none~2|"
-    with pytest.raises(ConfigurationError, match="is a space of cells: leave it out"):
+    with pytest.raises(ConfigurationError, match="weights: there is no file 'x"):
         Network(NASBench201(), cell, num_classes=4, weights="x.ckpt")
+    with pytest.raises(ConfigurationError, match="new_head: all of a network without weights is"):
+        Network(NASBench201(), cell, num_classes=4, new_head=True)
     with pytest.raises(ConfigurationError, match="cells: resnet is not made of cells"):
         Network(RESNET, str(RESNET.smallest), num_classes=4, cells=2)

@@ -69,7 +69,7 @@ def test_the_expectation_over_dependent_decisions(make):
     for parameter in controller.parameters():
         parameter.data += torch.randn_like(parameter)
     everything = list(product(range(2), range(3), range(2)))
-    total = sum(float(controller.of(c).log_probability.exp()) for c in everything)
+    total = sum(controller.of(c).log_probability.exp().item() for c in everything)
     assert total == pytest.approx(1, abs=1e-12)
     rewards = {c: float(c[0] + 0.5 * c[1] * c[2]) for c in everything}
     for actual, expected in zip(
@@ -93,14 +93,14 @@ def test_samples_say_their_own_probability(make):
     )
     samples = [controller.sample(generator).choices for _ in range(3000)]
     for choices in ((0, 0), (2, 3)):
-        p = float(controller.of(choices).log_probability.exp())
+        p = controller.of(choices).log_probability.exp().item()
         assert samples.count(choices) / 3000 == pytest.approx(p, abs=0.025)
 
 
 def test_a_new_table_is_uniform():
     sampled = TableController([5] * 6).of([0] * 6)
-    assert float(sampled.log_probability) == pytest.approx(-6 * torch.tensor(5.0).log())
-    assert float(sampled.entropy) == pytest.approx(6 * torch.tensor(5.0).log())
+    assert sampled.log_probability.item() == pytest.approx(-6 * torch.tensor(5.0).log())
+    assert sampled.entropy.item() == pytest.approx(6 * torch.tensor(5.0).log())
 
 
 def test_no_logit_of_the_lstm_is_larger_than_the_constant():
@@ -131,7 +131,7 @@ def test_a_controller_learns_what_is_rewarded(make):
 def test_the_baseline_is_of_earlier_rewards():
     controller, rule = table((0.0, 0.0)), Reinforce(entropy_weight=0.0)
     log_two = float(torch.tensor(2.0, dtype=torch.float64).log())
-    losses = [float(rule.loss(controller.of([0]), reward)) for reward in (0.6, 1.0, 0.0)]
+    losses = [rule.loss(controller.of([0]), reward).item() for reward in (0.6, 1.0, 0.0)]
     assert losses == pytest.approx([0, 0.4 * log_two, -0.62 * log_two])
     assert rule.baseline == pytest.approx(0.95 * 0.62)
     other = Reinforce()
@@ -144,7 +144,7 @@ def test_the_entropy_weight_and_the_decay_change_something():
     rule = Reinforce(decay=0.5, entropy_weight=1.0)
     rule.load_state_dict({"baseline": 0.0})
     log_two = float(torch.tensor(2.0, dtype=torch.float64).log())
-    assert float(rule.loss(controller.of([0]), 1.0)) == pytest.approx((1 + log_two) * log_two)
+    assert rule.loss(controller.of([0]), 1.0).item() == pytest.approx((1 + log_two) * log_two)
     assert rule.baseline == pytest.approx(0.5 * (1 + log_two))
 
 

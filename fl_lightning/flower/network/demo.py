@@ -111,6 +111,7 @@ def _settled(network: Network, name: str, root: Path, settings: Mapping[str, obj
     """Give a site a socket in the folder that goes at the end, and its settings."""
     file = network.site(name) / "site.yaml"
     told = yaml.safe_load(file.read_text())
+    told["clients"] = {client: client for client in told["clients"]}  # all have the same data here
     told |= {"socket": str(root / f"s{network.sites.index(name)}" / "socket"), **settings}
     file.write_text(yaml.safe_dump(told, sort_keys=False))
     return SiteFolder.read(file.parent)

@@ -16,7 +16,6 @@ from fl_lightning.flower.wire.fields import check_choice, check_hex
 
 CATEGORIES = {
     "message": "the order could not be read",
-    "version": "the order is of another version of fl_lightning",
     "size": "the order is larger than the site allows",
     "policy": "the site does not allow what the order asks for",
     "run": "the site is in another run",

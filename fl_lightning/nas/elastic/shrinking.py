@@ -75,7 +75,7 @@ class ProgressiveShrinking:
 
         Of sizes whose options differ from part to part, those of the first part.
         """
-        kept = self._kept(round_)
+        kept = self.kept(round_)
         options: dict[str, tuple[float, ...]] = {}
         for (_, size), number in zip(self.space.named_sizes, kept, strict=True):
             options.setdefault(size.name, size.options[-number:])
@@ -84,13 +84,13 @@ class ProgressiveShrinking:
     def sample(self, round_: int, generator: torch.Generator) -> Architecture:
         """Return a sub-network of which every size is drawn uniformly from a round's options."""
         choices = []
-        for (_, size), number in zip(self.space.named_sizes, self._kept(round_), strict=True):
+        for (_, size), number in zip(self.space.named_sizes, self.kept(round_), strict=True):
             drawn = int(torch.randint(number, (), generator=generator))
             choices.append(len(size.options) - number + drawn)
         return self.space.architecture(choices)
 
-    def _kept(self, round_: int) -> list[int]:
-        """How many of the largest options each decision has in a round."""
+    def kept(self, round_: int) -> list[int]:
+        """Return how many of the largest options each decision has in a round."""
         left = self.phase(round_)
         joined = dict.fromkeys(self._most(), 0)
         for name in self.order:

@@ -2,7 +2,7 @@
 
 evaluated.csv         every architecture, with its score and costs, in the order of the search
 front.png, front.svg  score over one cost, with the Pareto front
-best.yaml             the arguments of a network of the best architecture (`export`)
+best.yaml             a configuration that trains the best architecture (`export`)
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Any
 import yaml
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.nas.named_spaces import description
 from fl_lightning.nas.pictures import front_figure, save
 from fl_lightning.nas.search.constraints import shown
 from fl_lightning.nas.search.problem import Evaluated, SearchResult
@@ -46,26 +45,25 @@ def draw_front(path: Path, result: SearchResult, *, measure: str, score: str) ->
     save(front_figure(costs, scores, cost=measure, score=score), path)
 
 
-def export(path: Path, found: Evaluated, options: Mapping[str, Any], notes: Sequence[str]) -> None:
-    """Write the arguments of an architecture's network, its score and costs as comments.
+def export(
+    path: Path, found: Evaluated, configuration: Mapping[str, Any], notes: Sequence[str]
+) -> None:
+    """Write the configuration that trains an architecture, its score and costs as comments.
 
     Args:
         path: of the YAML file.
         found: the architecture.
-        options: of the space's `build`.
+        configuration: that trains it, see `retraining`.
         notes: further comments.
 
     Raises:
         ConfigurationError: if it cannot be written.
     """
-    network = {
-        "space": description(found.architecture.space),
-        "architecture": str(found.architecture),
-        **options,
-    }
     costs = [f"{name}: {shown(value)}" for name, value in found.costs.items()]
     comments = [f"# {line}\n" for line in (*notes, f"score: {found.score:.6g}", *costs)]
-    text = yaml.safe_dump(network, sort_keys=False, allow_unicode=True, default_flow_style=None)
+    text = yaml.safe_dump(
+        configuration, sort_keys=False, allow_unicode=True, default_flow_style=None, width=100
+    )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(comments) + text, encoding="utf-8")

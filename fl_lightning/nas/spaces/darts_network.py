@@ -153,3 +153,7 @@ class DARTSNetwork(nn.Module):
         for cell in self.cells:
             before_last, last = last, cell(before_last, last, weights)
         return self.classifier(self.pool(last).flatten(1))  # type: ignore[no-any-return]
+
+    def get_classifier(self) -> nn.Module:
+        """Return the last layer."""
+        return self.classifier

@@ -209,3 +209,7 @@ class LayeredNetwork(nn.Module):
         for layer in self.layers:
             x = layer(x, weights)
         return self.head(x)  # type: ignore[no-any-return]
+
+    def get_classifier(self) -> nn.Module:
+        """Return the last layer."""
+        return self.head[-1]

@@ -232,3 +232,7 @@ class NASBench201Network(nn.Module):
         for cell in self.cells:
             x = cell(x, weights) if isinstance(cell, NASBench201Cell) else cell(x)
         return self.classifier(self.pool(self.norm(x)).flatten(1))  # type: ignore[no-any-return]
+
+    def get_classifier(self) -> nn.Module:
+        """Return the last layer."""
+        return self.classifier

@@ -79,7 +79,7 @@ class DeviceClasses(Capability):
         seed: of which clients are in which class; the run's seed if None.
 
     Example:
-        >>> DeviceClasses([0.25, 1.0], [0.5, 0.5], seed=0).budgets(4)
+        >>> sorted(DeviceClasses([0.25, 1.0], [0.5, 0.5], seed=0).budgets(4))
         [1.0, 0.25, 1.0, 0.25]
     """
 

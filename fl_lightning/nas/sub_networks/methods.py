@@ -123,12 +123,15 @@ class Shrinking(Method):
         order: names of sizes, in the order in which they shrink; None: kernel, depth, widths.
         num_drawn: sub-networks in a step, at least 1.
         distillation: λ, how much the largest teaches them, at least 0.
+        sort: whether channels are sorted by importance before a narrower width joins, see
+            `sort_before_round`.
     """
 
     rounds: tuple[int, ...] | None = None
     order: tuple[str, ...] | None = None
     num_drawn: int = 1
     distillation: float = 1.0
+    sort: bool = False
 
     def __post_init__(self) -> None:
         for name in ("rounds", "order"):  # lists of a YAML file

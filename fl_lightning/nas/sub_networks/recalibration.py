@@ -81,8 +81,7 @@ def recalibrated(
         return None
     ranks = Ranks(trainer)
     sizes = np.array([len(indices) for indices in owners.indices])
-    total = int(sizes.sum())
-    part = 1.0 if max_examples is None else min(1.0, max_examples / max(1, total))
+    part = _part(owners, max_examples)
     mine = shares(sizes, ranks.size)[ranks.rank].tolist()
     found: list[list[Sums]] = [[] for _ in architectures]
     with visiting(trainer, "validation", mode="eval") as visit:
@@ -104,6 +103,33 @@ def recalibrated(
         pieces = [sums[number] for _, sums in told if sums[number]]
         together.append(reduce(add_sums, pieces) if pieces else {})
     return Recalibrated(together, sum(num_bytes for num_bytes, _ in told))
+
+
+def training_batches(
+    trainer: Trainer, *, max_examples: int | None, seed: int
+) -> Iterator[Any] | None:
+    """Yield the batches that `recalibrated` reads, owner by owner, before they are on a device.
+
+    Args:
+        trainer: of one process, whose training data are read.
+        max_examples: of all clients together, each in proportion to its own; None for all.
+        seed: of which examples, and of their order.
+
+    Returns:
+        None if no training data are at hand.
+    """
+    owners = _owners(trainer)
+    if owners is None:
+        return None
+    part = _part(owners, max_examples)
+    everyone = range(len(owners.indices))
+    return (batch for owner in everyone for batch in _batches(owners, owner, part, seed))
+
+
+def _part(owners: _Owners, max_examples: int | None) -> float:
+    """Return the share of its examples that each owner reads."""
+    total = sum(len(indices) for indices in owners.indices)
+    return 1.0 if max_examples is None else min(1.0, max_examples / max(1, total))
 
 
 def _owners(trainer: Trainer) -> _Owners | None:

@@ -2,6 +2,7 @@
 
 Training: in a federation it tells the module whose turn it is. With a capability each client keeps to a
 mask: the coordinates that it can afford, which alone travel and are averaged over those who held them.
+Between rounds: channels are sorted before narrower widths join, if the method says so.
 Evaluation: statistics of the largest, of the smallest and of one in between are recalibrated before
 every validation and test, and at the end of rounds without one. The module keeps the largest's.
 """
@@ -23,6 +24,7 @@ from fl_lightning.nas.elastic.calibration import Sums, apply_sums
 from fl_lightning.nas.spaces.space import Architecture
 from fl_lightning.nas.sub_networks.capability import limits, reach
 from fl_lightning.nas.sub_networks.recalibration import has_statistics, recalibrated
+from fl_lightning.nas.sub_networks.sorted_channels import check_sorting, sort_before_round
 
 if TYPE_CHECKING:
     from fl_lightning.nas.one_shot import OneShot
@@ -110,6 +112,7 @@ class SubNetworkRounds(Callback):
             self.unprotected = "the sums of each client's activations, for batch norm statistics"
         if stage != "fit":
             return
+        check_sorting(trainer, module.method)
         federations = [c for c in trainer.callbacks if isinstance(c, Federation)]  # type: ignore[attr-defined]
         if module.capability is not None:
             if not federations:
@@ -136,6 +139,10 @@ class SubNetworkRounds(Callback):
             held = reach(self._module.space, self._module.network, limit)
             self._masks[limit] = {f"network.{name}": mask for name, mask in held.items()}
         return self._masks[limit]
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Sort the channels where the method asks for it."""
+        sort_before_round(trainer, pl_module)
 
     # Evaluation.
 

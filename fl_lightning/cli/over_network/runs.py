@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from lightning.pytorch.utilities import rank_zero_warn
 
+from fl_lightning.callbacks.calibration.mask_calibration import MaskCalibration
 from fl_lightning.cli.command import FederatedCLI, run_lightning
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.federation.federation import Federation
@@ -22,7 +24,7 @@ from fl_lightning.flower.channel import Channel
 from fl_lightning.flower.checks import check_over_network
 from fl_lightning.flower.correspondence import Correspondence
 from fl_lightning.flower.elsewhere import DataElsewhere
-from fl_lightning.flower.messages import Order
+from fl_lightning.flower.messages import Answer, Order
 from fl_lightning.flower.network.app_folder import CONFIGURATION
 from fl_lightning.flower.policy import Policy
 from fl_lightning.flower.rules.site_file import read_policy
@@ -76,6 +78,7 @@ def run_site(fit: Fit, policy: Policy) -> None:
                     "clients": [[client, size] for client, size in sorted(sizes.items())],
                     "batch_size": data.batch_size,
                     "drop_last": data.drop_last,
+                    "precision": self.trainer.precision,
                 }
             )
             order = fit.desk.first_order()
@@ -86,7 +89,9 @@ def run_site(fit: Fit, policy: Policy) -> None:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "run.yaml")
         file.write_text(yaml.safe_dump(dict(fit.configuration), sort_keys=False))
-        run_lightning(["fit", f"--config={file}", *_SITE_WORDS], cli=SiteCLI, callback=None)
+        run_lightning(
+            ["fit", f"--config={file}", *_SITE_WORDS], cli=SiteCLI, keeps_configuration=False
+        )
 
 
 def site_process(folder: str) -> None:
@@ -137,7 +142,6 @@ def serve_site(policy: Policy, own: Mapping[str, Any]) -> None:
         policy.socket,
         lambda: site.handle,
         meanwhile=lambda: site.serve(lambda fit: run_site(fit, policy)),
-        largest=policy.most_bytes,
     )
 
 
@@ -163,6 +167,7 @@ def run_server(
             callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
             federation = next(c for c in callbacks if isinstance(c, Federation))
             check_over_network(self.trainer, self.datamodule, federation)
+            _check_masks(callbacks)
             counted = Counted(_run_of(kwargs.get("ckpt_path")))
             hello = Order(
                 kind="hello",
@@ -173,6 +178,7 @@ def run_server(
             )
             told = correspondence.greet(hello, wanted)
             site_of, sizes = _members({site: answer.options for site, answer in told.items()})
+            _compare_precision(told, self.trainer.precision)
             first = next(iter(told.values())).options
             federation.clients_side = partial(
                 Sites,
@@ -200,6 +206,25 @@ def run_server(
         file.write_text(configuration)
         run_lightning(["fit", f"--config={file}", *words], cli=ServerCLI)
     return found[0]
+
+
+def _check_masks(callbacks: Sequence[Any]) -> None:
+    if any(isinstance(callback, MaskCalibration) for callback in callbacks):
+        raise ConfigurationError(
+            "trainer.callbacks: MaskCalibration sets masks at the server, of which sites know nothing: leave "
+            "it out over a network"
+        )
+
+
+def _compare_precision(told: Mapping[str, Answer], ours: str) -> None:
+    """Say which sites train in another precision than a simulation of this configuration would."""
+    for site, answer in told.items():
+        theirs = answer.options.get("precision")
+        if theirs != ours:
+            rank_zero_warn(
+                f"site {site} trains in precision {theirs}, this configuration says {ours}: precision is a "
+                "site's own, set in its own.yaml"
+            )
 
 
 def _members(told: Mapping[str, Mapping[str, Any]]) -> tuple[dict[int, str], dict[int, int]]:

@@ -138,6 +138,12 @@ def _add_run(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--resume", type=str | None, default=None, help="A checkpoint, or last, to go on from."
     )
+    parser.add_argument(
+        "--deadline",
+        type=PositiveInt,
+        default=3600,
+        help="Seconds that a site may take for a round.",
+    )
 
 
 def _run(given: Any, rest: Sequence[str]) -> None:
@@ -148,12 +154,14 @@ def _run(given: Any, rest: Sequence[str]) -> None:
     from fl_lightning.flower.network.programs import SERVER_RUN
     from fl_lightning.flower.network.serving import control_of
 
-    configuration = resolve([f"--config={_file(given.config)}", *rest])
+    # sites have devices of their own
+    configuration = resolve([f"--config={_file(given.config)}", *rest, "--trainer.devices=1"])
     served = Network.read(Path(given.folder))
     control = control_of(served)
     options = {
         "sites": given.sites or len(served.sites),
         "resume": given.resume or "",
+        "deadline": float(given.deadline),
         "folder": str(Path.cwd()),
     }
     with tempfile.TemporaryDirectory(prefix="fl-") as name:
@@ -190,7 +198,7 @@ def _add_demo(parser: ArgumentParser) -> None:
 
 
 def _demo(given: Any, rest: Sequence[str]) -> None:
-    from fl_lightning.cli.network_demo import compared_demo
+    from fl_lightning.cli.over_network.compared_demo import compared_demo
     from fl_lightning.flower.network.folder import parse_sites
 
     words = [f"--config={_file(given.config)}", *rest]

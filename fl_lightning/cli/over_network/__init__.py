@@ -1,0 +1,1 @@
+"""The command ``fl-lightning network``, and the two fits that it starts."""

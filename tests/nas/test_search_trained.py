@@ -1,0 +1,188 @@
+"""`fl-lightning search` of a trained supernet: scores, what is exported, what is refused."""
+
+import csv
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from readme import ROOT
+
+from fl_lightning.cli.command import main
+
+ONE_SHOT = str(ROOT / "configs/nas/one_shot_quickstart.yaml")
+CELLS = str(ROOT / "configs/nas/quickstart.yaml")
+SHORT = [
+    *("--trainer.max_epochs=1", "--trainer.enable_progress_bar=false", "--trainer.devices=1"),
+    *("--trainer.enable_model_summary=false", "--test_after_fit=false"),
+    *("--data.init_args.num_clients=3", "--trainer.limit_val_batches=3"),
+]
+TINY = ["--model.init_args.channels=4", "--federation.local_steps=1"]
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The number of training batches"),
+    pytest.mark.filterwarnings("ignore:Total length of `list` across ranks is zero"),
+]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A run of each kind of supernet, and the folder that they lie in."""
+    folder = tmp_path_factory.mktemp("trained")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(sys, "argv", ["fl-lightning"])
+        main(["fit", "--config", ONE_SHOT, *SHORT, "--model.init_args.recalibration_examples=128"])
+        main(["fit", "--config", CELLS, *SHORT, *TINY])
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _here(runs, monkeypatch):
+    monkeypatch.chdir(runs)
+    monkeypatch.setattr(sys, "argv", ["fl-lightning"])
+
+
+def run_of(kind):
+    return Path("runs", kind, "version_0")
+
+
+def checkpoint(kind):
+    return str(run_of(kind) / "checkpoints/last.ckpt")
+
+
+def search(kind, *words):
+    main(["search", "--ckpt_path", checkpoint(kind), *words])
+
+
+def scores(out):
+    with Path(out, "evaluated.csv").open() as file:
+        return {row["architecture"]: float(row["score"]) for row in csv.DictReader(file)}
+
+
+def logged(kind, name, capsys):
+    """Return a metric as `validate` prints it."""
+    words = ["--trainer.logger=false", f"--trainer.default_root_dir={kind}"]
+    capsys.readouterr()
+    main(
+        [
+            "validate",
+            "--config",
+            str(run_of(kind) / "config.yaml"),
+            *words,
+            f"--ckpt_path={checkpoint(kind)}",
+        ]
+    )
+    [line] = [line for line in capsys.readouterr().out.splitlines() if f" {name} " in line]
+    return float(line.replace("│", " ").split()[-1])
+
+
+@pytest.mark.parametrize(
+    ("network", "bound", "name"),
+    [
+        ("w1:e1-e1|w1:e1-e1", "params>=29250", "accuracy"),
+        ("w0.5:e0.5|w0.5:e0.5", "params<=2082", "smallest_accuracy"),
+    ],
+)
+def test_scores_are_those_that_validate_logs(network, bound, name, capsys):
+    search("one_shot_quickstart", f"--constraint={bound}", "--strategy=random", "--out=ends")
+    expected = logged("one_shot_quickstart", f"val/{name}", capsys)
+    assert scores("ends")[network] == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_search_leaves_no_trace_in_the_run_and_writes_what_it_found(capsys):
+    before = {path: path.stat().st_mtime_ns for path in run_of("one_shot_quickstart").rglob("*")}
+    words = ["--constraint=params<=4000", "--budget=6", "--out=few", "--export=few/best.yaml"]
+    search("one_shot_quickstart", *words)
+    said = capsys.readouterr().out
+    assert "| accuracy | flops" in said
+    assert {path.name for path in Path("few").iterdir()} == {
+        *("best.yaml", "evaluated.csv", "front.png", "front.svg")
+    }
+    after = {path: path.stat().st_mtime_ns for path in run_of("one_shot_quickstart").rglob("*")}
+    assert after == before
+    assert not Path("config.yaml").exists()
+
+
+def test_the_exported_network_begins_with_the_supernets_weights_or_from_scratch():
+    search("one_shot_quickstart", "--budget=3", "--constraint=params<=4000", "--export=best.yaml")
+    best = yaml.safe_load(Path("best.yaml").read_text())
+    network = best["model"]["init_args"]["network"]["init_args"]
+    assert network["weights"] == checkpoint("one_shot_quickstart")
+    stay = ["--model.init_args.optimizer.init_args.lr=1e-6"]
+    supernet = torch.load(checkpoint("one_shot_quickstart"), weights_only=True)["state_dict"]
+    del network["weights"]
+    Path("scratch.yaml").write_text(yaml.safe_dump(best))
+    for name, file in (("kept", "best.yaml"), ("fresh", "scratch.yaml")):
+        logger = f"--trainer.logger.init_args.name={name}"
+        main(["fit", "--config", file, *SHORT, *stay, logger])
+        trained = torch.load(checkpoint(name), weights_only=True)["state_dict"]
+        stem = trained["network.network.stem.0.weight"]
+        same = torch.allclose(stem, supernet["network.stem.0.weight"], atol=1e-4)
+        assert same == (name == "kept")
+
+
+def test_cells_are_scored_by_the_shared_weights_and_trained_from_scratch(capsys):
+    words = ["--constraint=flops<=60000", "--budget=4", "--out=cells", "--export=cell.yaml"]
+    search("nas_quickstart", *words)
+    best = yaml.safe_load(Path("cell.yaml").read_text())
+    assert "weights" not in best["model"]["init_args"]["network"]["init_args"]
+    assert best["data"]["init_args"]["search_fraction"] == 0.0
+    main(["fit", "--config", "cell.yaml", *SHORT, "--trainer.logger.init_args.name=cell"])
+    assert Path(checkpoint("cell")).exists()
+
+
+def test_what_a_search_over_cells_leaves_trains_by_itself():
+    retrain = run_of("nas_quickstart") / "retrain.yaml"
+    content = yaml.safe_load(retrain.read_text())
+    assert content["model"]["init_args"]["optimizer"]["init_args"]["lr"] == 0.1
+    main(["fit", "--config", str(retrain), *SHORT, "--trainer.logger.init_args.name=retrained"])
+    assert Path(checkpoint("retrained")).exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--ckpt_path=none.ckpt"], "there is no file 'none.ckpt'"),
+        (["--ckpt_path=none.ckpt", "--config", ONE_SHOT], "none.ckpt does not exist"),
+        (["--config", ONE_SHOT], "give --ckpt_path as well"),
+        (["--ckpt_path=ONE", "--space=darts"], "space: with --ckpt_path it is the configuration's"),
+        (["--ckpt_path=ONE", "--score=synflow"], "synflow is of untrained networks"),
+        (["--ckpt_path=ONE", "--config=no.yaml"], "no.yaml"),
+        (["--ckpt_path=ONE", "--config", CELLS], "another space: model.class_path"),
+        (["--ckpt_path=ONE", "--constraint=joules<=1"], "There are flops, params, activations"),
+        (["--ckpt_path=ONE", "--constraint=params<=1"], "the smallest params is"),
+        (
+            ["--ckpt_path=ONE", "--", "--data.init_args.source.init_args.val_fraction=0"],
+            "no validation examples",
+        ),
+        (["--ckpt_path=moved.ckpt", "--config", CELLS], "of another model or another space"),
+        (["--ckpt_path=moved.ckpt"], "has left no config.yaml beside it"),
+        (["--ckpt_path=nan.ckpt", "--config", ONE_SHOT], "is not finite"),
+        (["--space=darts", "--", "--trainer.devices=1"], "give --ckpt_path as well"),
+        ([], "space: give one of"),
+    ],
+)
+def test_a_mistake_is_told_in_a_sentence(words, says, capsys, tmp_path):
+    content = torch.load(checkpoint("one_shot_quickstart"), weights_only=True)
+    torch.save(content, tmp_path / "moved.ckpt")
+    content["state_dict"]["network.stem.0.weight"][0] = torch.nan
+    torch.save(content, tmp_path / "nan.ckpt")
+    words = [
+        word.replace("=ONE", f"={checkpoint('one_shot_quickstart')}")
+        .replace("=moved", f"={tmp_path}/moved")
+        .replace("=nan", f"={tmp_path}/nan")
+        for word in words
+    ]
+    with pytest.raises(SystemExit) as end:
+        main(["search", *words])
+    said = f"{end.value.code} {capsys.readouterr().err}"
+    assert says in said
+    assert "Traceback" not in said
+
+
+def test_a_plain_network_has_no_sub_networks():
+    main(["fit", "--config", str(ROOT / "configs/quickstart.yaml"), *SHORT])
+    with pytest.raises(SystemExit, match="OneShot or Supernet, got ImageClassifier"):
+        main(["search", "--ckpt_path", checkpoint("quickstart")])
