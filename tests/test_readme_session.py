@@ -36,6 +36,7 @@ PLOT = first_with("benchmarks.plot_runs")
 OVERHEAD = first_with("benchmarks.overhead")
 ROUNDS = first_with("benchmarks --workloads")
 ROUNDS_IN_BF16 = first_with("--precision bf16-mixed")
+TURNS = first_with("benchmarks.turns")
 MEMORY = first_with("benchmarks.memory")
 REMEMBERED = first_with("benchmarks.memory --parameters")
 CODEC = first_with("benchmarks.codec")
@@ -203,8 +204,10 @@ def type_in(folder):
     return type_in
 
 
+# test_benchmarks measures a workload in either precision and writes the table without their processes
+SLOW = (ROUNDS, ROUNDS_IN_BF16, TURNS, OVERHEAD)
 TYPED = [
-    pytest.param(c, marks=pytest.mark.slow) if c in (ROUNDS, OVERHEAD) else c
+    pytest.param(c, marks=pytest.mark.slow) if c in SLOW else c
     for c in commands()
     if c not in NOT_TYPED
 ]
