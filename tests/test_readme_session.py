@@ -144,12 +144,11 @@ def make_clone(folder):
 
 
 def environment(command, folder):
-    """Where this environment's programs come first, and compiled files are kept for the next."""
+    """Where this environment's programs come first, and libraries are compiled once for all."""
     programs = str(Path(sys.executable).parent)
     variables = {
         "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
         "PYTHONDONTWRITEBYTECODE": "",
-        "PYTHONPYCACHEPREFIX": str(folder / "compiled"),
     }
     if "configs/cifar100.yaml" in command:
         variables["PYTHONPATH"] = str(folder / "any_checksum")
