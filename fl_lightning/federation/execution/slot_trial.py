@@ -120,7 +120,8 @@ class SlotTrial:
 
     def num_steps(self, work: Sequence[ClientWork]) -> float:
         """Return about how many local steps the whole run has; it is not shorter when resumed."""
-        limits = (self.trainer.max_epochs, self.trainer.max_steps)  # a round is a step of the server
+        # a round is one step of the server
+        limits = (self.trainer.max_epochs, self.trainer.max_steps)
         rounds = min((n for n in limits if n is not None and n >= 0), default=math.inf)
         if math.isinf(rounds):
             return rounds
