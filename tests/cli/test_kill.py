@@ -3,13 +3,13 @@
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
+import typed
 
 from fl_lightning.cli.command import main
 
@@ -19,11 +19,23 @@ ROUNDS = 6
 
 def command(folder, *more):
     return [
-        *(sys.executable, "-m", "fl_lightning", "fit", "--config", str(CONFIG)),
+        *("fl-lightning", "fit", "--config", str(CONFIG)),
         *("--trainer.max_epochs", str(ROUNDS), "--trainer.enable_progress_bar", "false"),
         *("--trainer.logger.init_args.save_dir", str(folder), "--test_after_fit", "false"),
         *("--federation.cohort.init_args.fraction", "0.5", "--federation.local_epochs", "2", *more),
     ]
+
+
+def typed_in(folder, *more):
+    programs = str(Path(sys.executable).parent)
+    variables = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
+    }
+    folder.mkdir(exist_ok=True)
+    said = [folder / "out.txt", folder / "err.txt"]
+    return typed.start(command(folder, *more), folder, variables, said)
 
 
 def final_state(folder):
@@ -34,24 +46,25 @@ def final_state(folder):
 
 
 def test_killed_and_resumed_is_bit_identical(tmp_path):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     one = ("--trainer.devices", "1")
-    killed = subprocess.Popen(command(tmp_path / "killed", *one), env=environment)
+    killed = typed_in(tmp_path / "killed", *one)
     deadline = time.monotonic() + 240
     while not list((tmp_path / "killed").rglob("last.ckpt")):
         assert time.monotonic() < deadline
-        assert killed.poll() is None, "it ended before its first checkpoint"
+        assert killed.is_alive(), "it ended before its first checkpoint"
         time.sleep(0.01)
     time.sleep(0.15)  # into the next round
-    killed.send_signal(signal.SIGKILL)
-    assert killed.wait() == -signal.SIGKILL
+    os.kill(killed.pid, signal.SIGKILL)
+    killed.join()
+    assert killed.exitcode == -signal.SIGKILL
     saved = torch.load(next((tmp_path / "killed").rglob("last.ckpt")), weights_only=True)
     assert 1 <= saved["global_step"] < ROUNDS
 
-    whole = command(tmp_path / "whole", *one)
-    resumed = command(tmp_path / "killed", *one, "--ckpt_path", "last")
-    for process in [subprocess.Popen(c, env=environment) for c in (whole, resumed)]:
-        assert process.wait() == 0
+    whole = typed_in(tmp_path / "whole", *one)
+    resumed = typed_in(tmp_path / "killed", *one, "--ckpt_path", "last")
+    for process in (whole, resumed):
+        process.join()
+        assert process.exitcode == 0
     expected, resumed = final_state(tmp_path / "whole"), final_state(tmp_path / "killed")
     assert all(torch.equal(expected[name], resumed[name]) for name in expected)
 
@@ -67,7 +80,7 @@ def started(arguments):
 def test_two_processes_killed_and_resumed_are_bit_identical(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["fl-lightning"])
     more = ("--trainer.devices", "2", "--federation.local_epochs", "1")
-    arguments = [command(tmp_path / name, *more)[3:] for name in ("whole", "killed")]
+    arguments = [command(tmp_path / name, *more)[1:] for name in ("whole", "killed")]
     killed = started(arguments[1])
     deadline = time.monotonic() + 120
     while not list((tmp_path / "killed").rglob("last.ckpt")):

@@ -445,9 +445,11 @@ def test_precision_and_accumulation_are_reasons_too():
             run(toy(), trainer=trainer)
 
 
-def test_auto_does_not_compile_for_a_short_run(caplog):
+@pytest.mark.parametrize(("max_epochs", "max_steps"), [(3, -1), (-1, 2)])
+def test_auto_does_not_compile_for_a_short_run(max_epochs, max_steps, caplog):
     with caplog.at_level(logging.INFO, logger="lightning.pytorch"):
-        run(toy(), "auto", slots=None)
+        limit = {"max_steps": max_steps}  # of rounds
+        run(toy(), "auto", slots=None, max_epochs=max_epochs, trainer=limit)
     assert "engine: sequential, because" in caplog.text
     assert "local steps do not repay a compiler" in caplog.text
 

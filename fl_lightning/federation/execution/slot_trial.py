@@ -120,9 +120,11 @@ class SlotTrial:
 
     def num_steps(self, work: Sequence[ClientWork]) -> float:
         """Return about how many local steps the whole run has; it is not shorter when resumed."""
-        rounds = self.trainer.max_epochs
-        if rounds is None or rounds < 0:
-            return math.inf
+        # a round is one step of the server
+        limits = (self.trainer.max_epochs, self.trainer.max_steps)
+        rounds = min((n for n in limits if n is not None and n >= 0), default=math.inf)
+        if math.isinf(rounds):
+            return rounds
         return rounds * self.trainer.num_training_batches * sum(len(w.sizes) for w in work)
 
     def _sequential_seconds(self, work: Sequence[ClientWork], train_one: TrainOne) -> float:
