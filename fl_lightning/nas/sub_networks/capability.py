@@ -80,7 +80,7 @@ class DeviceClasses(Capability):
 
     Example:
         >>> sorted(DeviceClasses([0.25, 1.0], [0.5, 0.5], seed=0).budgets(4))
-        [1.0, 0.25, 1.0, 0.25]
+        [0.25, 0.25, 1.0, 1.0]
     """
 
     budgets_of_classes: Sequence[float]
