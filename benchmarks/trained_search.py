@@ -110,15 +110,15 @@ def main() -> None:
     rate = partial(score, data=data, steps=args.steps, over_clients=over, seed=args.seed)
     problem = Problem(NASBench201(), rate, _no_costs)
     best = STRATEGIES[args.strategy].search(problem, args.networks, args.seed).best
-    result = {
+    result: dict[str, Any] = {
         "strategy": args.strategy,
         "clients": args.clients,
         "seed": args.seed,
-        **table.lookup(best.architecture),
         "score": best.score,
         "seconds": round(time.process_time() - began, 1),
         "cell": str(best.architecture),
     }
+    result |= dict(table.lookup(best.architecture))
     print(json.dumps(result), flush=True)
 
 

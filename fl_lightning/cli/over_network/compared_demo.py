@@ -6,7 +6,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from fl_lightning.cli.command import resolve
 from fl_lightning.core.errors import ConfigurationError, RoundFailure
 from fl_lightning.flower.network.demo import demo
 
-_QUIET = "--trainer.enable_progress_bar=false --trainer.enable_model_summary=false"
+_QUIET = "--trainer.enable_progress_bar=false --trainer.enable_model_summary=false --test_after_fit=false"
 Say = Callable[[str], None]
 
 
@@ -51,13 +52,14 @@ def compared_demo(words: Sequence[str], names: Sequence[str], rounds: int, say: 
             "words": f"--trainer.default_root_dir={folder / 'network'} {_QUIET}",
         }
         began = time.monotonic()
-        with demo(names, say, clients=_shared(config, names), own=_own_layer(config)) as running:
-            running.run(say, options=options, configuration=text)
-            say(
-                f"{rounds} rounds over the network: {time.monotonic() - began:.0f} s with its start"
-            )
-        say("all processes have ended; now the same as a simulation")
-        _simulate(folder / "simulation", text)
+        shared, own = _shared(config, names), _own_layer(config)
+        with _simulating(folder / "simulation", text) as end:  # beside a network that mostly waits
+            with demo(names, say, clients=shared, own=own) as running:
+                running.run(say, options=options, configuration=text)
+                seconds = time.monotonic() - began
+                say(f"{rounds} rounds over the network: {seconds:.0f} s with its start")
+            say("all processes have ended; the same is simulated")
+            end()
         differing = _differing(folder)
     if differing:
         raise RoundFailure(f"other bits than the simulation: {', '.join(differing[:3])} differ")
@@ -81,14 +83,29 @@ def _own_layer(config: dict[str, Any]) -> str:
     return yaml.safe_dump({"data": config["data"], "trainer": trainer}, sort_keys=False)
 
 
-def _simulate(folder: Path, configuration: str) -> None:
+@contextmanager
+def _simulating(folder: Path, configuration: str) -> Iterator[Callable[[], None]]:
+    """Simulate in a process of its own; yield what waits for its end."""
     file = folder / "run.yaml"
     file.write_text(configuration)
     command = [sys.executable, "-m", "fl_lightning", "fit", f"--config={file}"]
-    command.append(f"--trainer.default_root_dir={folder}")
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RoundFailure(f"the simulation failed: {done.stderr.strip().splitlines()[-1]}")
+    command += [f"--trainer.default_root_dir={folder}", *_QUIET.split()]
+    log = folder / "log.txt"
+    with log.open("w") as words:
+        process = subprocess.Popen(
+            command, cwd=folder, stdin=subprocess.DEVNULL, stdout=words, stderr=words
+        )
+
+    def end() -> None:
+        if process.wait():
+            said = log.read_text().strip().splitlines() or ["without a word"]
+            raise RoundFailure(f"the simulation failed: {said[-1]}")
+
+    try:
+        yield end
+    finally:
+        process.kill()
+        process.wait()
 
 
 def _differing(folder: Path) -> list[str]:
