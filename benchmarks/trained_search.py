@@ -118,7 +118,7 @@ def main() -> None:
         "seconds": round(time.process_time() - began, 1),
         "cell": str(best.architecture),
     }
-    result |= dict(table.lookup(best.architecture))
+    result |= {str(data): value for data, value in table.lookup(best.architecture).items()}
     print(json.dumps(result), flush=True)
 
 
