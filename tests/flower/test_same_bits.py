@@ -30,14 +30,14 @@ SPARSE = built(
     transforms=[built("updates.TopK", fraction=0.1), built("updates.QSGD", bits=8)],
 )
 FAST = {
+    "top-k with feedback": {"federation__updates": [SPARSE]},
+}
+SLOW = {
     "momentum, clipping": {
         "model__init_args__optimizer__init_args": MOMENTUM,
         "trainer__gradient_clip_val": 0.5,
     },
     "SCAFFOLD": {"federation__correction": built("Scaffold")},
-    "top-k with feedback": {"federation__updates": [SPARSE]},
-}
-SLOW = {
     "plain": {},
     "FedProx": {"federation__correction": built("FedProx", mu=0.1)},
     "FedDyn": {"federation__correction": built("FedDyn", alpha=0.1)},
