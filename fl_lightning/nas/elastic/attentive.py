@@ -17,7 +17,6 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 import torch
-from sklearn.ensemble import RandomForestRegressor
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import derive_seed, torch_generator
@@ -147,6 +146,8 @@ class ForestPredictor:
                 f"{len(architectures)} architectures and {len(scores)} scores"
             )
         state = derive_seed(seed, "predictor") % 2**32
+        from sklearn.ensemble import RandomForestRegressor  # slow to import, and few need it
+
         self._forest: Any = RandomForestRegressor(100, max_depth=15, random_state=state)
         self._forest.fit(_features(architectures), np.asarray(scores, np.float64))
 
