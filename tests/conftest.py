@@ -12,6 +12,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # small tensors gain nothing from
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
+# Ahead of all others: of Optional[Union[int, float]] and Optional[Union[float, int]] typing keeps the one
+# that a process has met first, and by the second the command line takes 3 batches for 3.0
+import lightning.pytorch  # noqa: F401, I001
 import hypothesis
 import numpy as np
 import pytest
