@@ -22,9 +22,11 @@ from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Sent, Stages, Start
 from fl_lightning.federation.stages.transport import Transport
 from fl_lightning.federation.training import Training
+from fl_lightning.flower.constants import constants_digest
 from fl_lightning.flower.messages import ClientAnswer, Order
 from fl_lightning.flower.metric_sums import MetricSums, taken_sums
 from fl_lightning.flower.packing import Packing
+from fl_lightning.flower.wire.failures import OrderRefused
 
 # facts of an update that travel beside it, under the names by which the server logs them
 NORM, ERROR = "round/client_update_norm", "round/compression_error"
@@ -54,6 +56,7 @@ class SiteRounds:
         for stage in stages:
             stage.place(run.local.space)
         self._order: Order | None = None
+        self._constants_agree = False
         self.answers: list[ClientAnswer] = []
         self.tensors: dict[str, Tensor] = {}
         self.failures: list[ClientFailure] = []
@@ -88,6 +91,14 @@ class SiteRounds:
         local, options = self.run.local, order.options
         if local.state_names != options["state"]:
             local.settle_state(options["state"])
+        if not self._constants_agree:
+            if constants_digest(self.run.module, local) != options["constants"]:
+                raise OrderRefused(
+                    "model",
+                    "frozen weights or constants of the module are not the server's: both sides need the "
+                    "same seed, and the same file of weights",
+                )
+            self._constants_agree = True
         _take_options(self.run.trainer.optimizers, options["optimizers"])
         num_up = 0 if options["buffers_stay"] else local.buffers.size
         self._packing = Packing(self._transport, local.space, local.buffers.size, num_up)

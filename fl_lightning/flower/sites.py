@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from fl_lightning.federation.stage import Sent, Stage, Stages, Start
 from fl_lightning.federation.stages.private_rounds import PrivateRounds
 from fl_lightning.federation.stages.transport import Transport
 from fl_lightning.federation.training import Taker, Training
+from fl_lightning.flower.constants import constants_digest
 from fl_lightning.flower.correspondence import Correspondence, Reply
 from fl_lightning.flower.messages import ClientAnswer, Order
 from fl_lightning.flower.metric_sums import OPTION, MetricSums, pool_sums, told_sums
@@ -178,6 +180,7 @@ class Sites(Training):
             "state": self.local.state_names or [],
             "buffers_stay": self._stages.buffers_stay,
             "epsilon": self._epsilon(),
+            "constants": self._constants,
         }
         by_site: dict[str, list[int]] = {}
         for client in clients:
@@ -196,6 +199,11 @@ class Sites(Training):
             )
             for site, some in by_site.items()
         }
+
+    @cached_property
+    def _constants(self) -> str:
+        """The hash of what does not travel, taken when the first order is written."""
+        return constants_digest(self._run.module, self.local)
 
     def _epsilon(self) -> float | None:
         """Return what the whole run costs of a client's privacy; None without a bound."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 from flower.networks import configuration, differing, over_network, simulated, three_sites
 
+from fl_lightning.core.errors import ClientFailure
 from fl_lightning.flower.messages import Order
 
 MOMENTUM = {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3}
@@ -158,3 +159,18 @@ def test_a_server_that_is_killed_goes_on_to_the_same_bits(tmp_path):
     alone = simulated(config, tmp_path / "alone")
     assert network["epoch"] == alone["epoch"] == 3
     assert differing(network, alone) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_site_with_other_frozen_weights_is_refused(seed, tmp_path):
+    config = configuration(model__init_args__freeze_backbone=True)
+    with three_sites(config) as sites:
+        sites.kill("a")
+        sites.own["seed_everything"] = seed
+        sites.start("a")
+        if seed == 0:
+            over_network(sites, config, tmp_path / "network")
+            return
+        with pytest.raises(ClientFailure, match=r"at site a: the order's model does not fit"):
+            over_network(sites, config, tmp_path / "network")
