@@ -6,7 +6,7 @@ import time
 
 import pytest
 import torch
-from flower.networks import configuration, differing, over_network, simulated, three_sites
+from flower.site_processes import configuration, differing, over_network, simulated, three_sites
 
 from fl_lightning.core.errors import ClientFailure
 from fl_lightning.flower.messages import Order
