@@ -20,6 +20,10 @@ import numpy as np
 import pytest
 import torch
 
+# Lightning keeps its messages from the root logger, thus from `caplog`, unless that has handlers by now;
+# it depends on pytest's version whether it has.
+logging.getLogger("lightning.pytorch").propagate = True
+
 # How long an example takes says more about the machine than about the code.
 hypothesis.settings.register_profile("any machine", deadline=None)
 hypothesis.settings.load_profile("any machine")
