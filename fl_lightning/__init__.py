@@ -24,12 +24,15 @@ A map of the house; every room imports only from those above it in this list:
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+__version__ = "0.1.0"
+
 if TYPE_CHECKING:
     from fl_lightning.callbacks.backdoor_success import BackdoorSuccess
     from fl_lightning.callbacks.calibration.mask_calibration import MaskCalibration
     from fl_lightning.callbacks.client_evaluation import ClientEvaluation
     from fl_lightning.callbacks.partition_report import PartitionReport
     from fl_lightning.callbacks.progress import RoundProgressBar
+    from fl_lightning.cli.command import FederatedCLI
     from fl_lightning.client.corrections.feddyn import FedDyn
     from fl_lightning.client.corrections.fedlc import FedLC
     from fl_lightning.client.corrections.fedprox import FedProx
@@ -73,6 +76,7 @@ __all__ = [
     "FedDyn",
     "FedLC",
     "FedProx",
+    "FederatedCLI",
     "FederatedDataModule",
     "FederatedStrategy",
     "Federation",
@@ -112,6 +116,7 @@ _HOMES = {
     "FedDyn": "fl_lightning.client.corrections.feddyn",
     "FedLC": "fl_lightning.client.corrections.fedlc",
     "FedProx": "fl_lightning.client.corrections.fedprox",
+    "FederatedCLI": "fl_lightning.cli.command",
     "FederatedDataModule": "fl_lightning.data.federated",
     "FederatedStrategy": "fl_lightning.federation.processes.strategy",
     "Federation": "fl_lightning.federation.federation",
@@ -164,4 +169,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_ROOMS})
+    return sorted({"__version__", *__all__, *_ROOMS})

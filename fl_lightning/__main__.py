@@ -1,6 +1,6 @@
 """``python -m fl_lightning`` is ``fl-lightning``."""
 
-from fl_lightning.cli.command import main
+from fl_lightning.cli.door import main
 
 if __name__ == "__main__":
     main()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fl_lightning.cli.command import main
+from fl_lightning.cli import main
 
 FOLDER = Path(__file__).parents[1] / "configs" / "algorithms"
 FILES = sorted(FOLDER.glob("*.yaml"))

@@ -9,7 +9,8 @@ import torchvision
 import yaml
 from small_sets import write_folder, write_pickles
 
-from fl_lightning.cli.command import compare_parser, main, resolve
+from fl_lightning.cli import main
+from fl_lightning.cli.command import parser_of, resolve
 from fl_lightning.experiments import Experiment
 from fl_lightning.experiments.plan import plan_runs
 from fl_lightning.sparsity import load_mask
@@ -121,7 +122,7 @@ def test_no_config_is_left_out():
 
 
 def experiment_of(name):
-    given = compare_parser().parse_args(["--config", str(CONFIGS / name)])
+    given = parser_of("compare").parse_args(["--config", str(CONFIGS / name)])
     return Experiment(**{key: given[key] for key in Experiment.__dataclass_fields__})
 
 

@@ -27,7 +27,7 @@ from fl_lightning import (
     PoissonCohort,
     UniformCohort,
 )
-from fl_lightning.cli.command import main
+from fl_lightning.cli import main
 from fl_lightning.client import Correction, GradientTerm
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.data import Cohort, Population

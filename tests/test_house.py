@@ -111,7 +111,7 @@ def test_every_file_that_a_command_names_exists():
 )
 def test_the_command_line_of_every_command_is_understood(command, capsys, monkeypatch):
     """The same words with --print_config: parsed, checked, resolved, but nothing is trained."""
-    from fl_lightning.cli.command import main
+    from fl_lightning.cli import main
 
     monkeypatch.chdir(ROOT)
     words = shlex.split(command, comments=True)

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from readme import ROOT
 
-from fl_lightning.cli.command import main
+from fl_lightning.cli import main
 
 DOC = (ROOT / "docs" / "privacy.md").read_text()
 # the first is the one that test_configs runs

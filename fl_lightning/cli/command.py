@@ -11,32 +11,33 @@ import logging
 import signal
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
+from jsonargparse import get_loader, set_loader
 from jsonargparse.typing import PositiveInt
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from typing_extensions import override
 
 from fl_lightning.callbacks.client_evaluation import ClientEvaluation
 from fl_lightning.callbacks.evaluated_model import EvaluatedModel
 from fl_lightning.callbacks.partition_report import PartitionReport
 from fl_lightning.callbacks.progress import RoundProgressBar
-from fl_lightning.cli import latency, search
-from fl_lightning.cli.catalogue import asked_for, catalogue
+from fl_lightning.cli.at_once.commands import COMMANDS
+from fl_lightning.cli.at_once.configs import with_paths
+from fl_lightning.cli.at_once.short_names import loader, with_whole_names
 from fl_lightning.cli.constructors import watch_configuration, watched
 from fl_lightning.cli.devices import asks_for_several, automatic_processes
 from fl_lightning.cli.errors import Parser, explain
-from fl_lightning.cli.over_network import network
 from fl_lightning.cli.ranges import check_ranges
 from fl_lightning.cli.runs import (
     RunConfig,
@@ -47,9 +48,8 @@ from fl_lightning.cli.runs import (
 )
 from fl_lightning.cli.started import take_what_was_started
 from fl_lightning.cli.trainer import check_trainer
-from fl_lightning.cli.wrong_command import check_command
 from fl_lightning.core.errors import ConfigurationError, Interrupted
-from fl_lightning.experiments.compare import DESCRIPTION, add_arguments, compare
+from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.checkpoints.csv_rows import keep_rows
 from fl_lightning.federation.checkpoints.earlier_runs import EarlierRun
 from fl_lightning.federation.checkpoints.resumption import (
@@ -75,11 +75,61 @@ _EXPECTED_WARNINGS = (
 )
 
 
+# YAML in which classes may stand without their modules
+_SHORT = "short"
+set_loader(_SHORT, loader(get_loader("yaml")), exceptions=(yaml.YAMLError,))
+
+
 class FederatedCLI(LightningCLI):
-    """Lightning's command line with a ``federation`` block and runs that can be resumed."""
+    """Lightning's command line with a ``federation`` block and runs that can be resumed.
+
+    For a script of your own, whose subcommands then are ``fit``, ``validate``, ``test`` and ``predict``:
+
+        if __name__ == "__main__":
+            FederatedCLI(MyModule, MyDataModule)
+
+    Args:
+        model_class: a `LightningModule`, whose options follow ``--model.``; any by ``class_path`` if None.
+        datamodule_class: a `LightningDataModule`. One that is not federated becomes the ``source`` of
+            `FederatedDataModule`: ``--data.num_clients 10 --data.source.batch_size 32``. Any by
+            ``class_path`` if None.
+        options: further ones of `LightningCLI`, whose defaults here are ours. Without ``args`` it reads the
+            command line of the process, and mistakes end it with a sentence.
+    """
+
+    def __init__(
+        self,
+        model_class: type[LightningModule] | None = None,
+        datamodule_class: type[LightningDataModule] | None = None,
+        **options: Any,
+    ) -> None:
+        self._source = datamodule_class
+        if datamodule_class is None or issubclass(datamodule_class, FederatedDataModule):
+            self._source = None
+        ours: dict[str, Any] = {
+            "save_config_callback": RunConfig,
+            "save_config_kwargs": {"save_to_log_dir": False},
+            "seed_everything_default": 0,
+            "auto_configure_optimizers": False,
+            "parser_class": Parser,
+            "parser_kwargs": {
+                "description": "Federated learning for PyTorch Lightning.",
+                "allow_abbrev": False,
+                "parser_mode": _SHORT,
+            },
+        }
+        data = datamodule_class if self._source is None else FederatedDataModule
+        run = partial(super().__init__, model_class, data, **{**ours, **options})
+        if options.get("args") is not None:
+            run()
+        else:
+            _ended_with_a_sentence(lambda: run(args=with_whole_names(with_paths(sys.argv[1:]))))
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add what is not Lightning's."""
+        if self._source is not None:
+            path = f"{self._source.__module__}.{self._source.__qualname__}"
+            parser.set_defaults({"data.source": {"class_path": path}})
         parser.add_argument(
             "--federation",
             type=Federation | None,
@@ -241,57 +291,6 @@ def _has_test(model: LightningModule, data: LightningDataModule | None) -> bool:
     )
 
 
-class Commands(Parser):
-    """The parser of the whole command line: Lightning's subcommands and ours."""
-
-    @override
-    def add_subcommands(self, *args: Any, **kwargs: Any) -> Any:
-        """Let ours be listed with the others."""
-        subcommands = super().add_subcommands(*args, **kwargs)
-        subcommands.add_subcommand("compare", compare_parser(), help=DESCRIPTION)
-        subcommands.add_subcommand("search", search_parser(), help=search.DESCRIPTION)
-        subcommands.add_subcommand("latency", latency_parser(), help=latency.DESCRIPTION)
-        own = _named("network", network.DESCRIPTION)
-        subcommands.add_subcommand("network", own, help=network.DESCRIPTION)
-        network.add_commands(own, Parser)  # jsonargparse wants levels in their order
-        return subcommands
-
-
-def compare_parser() -> Parser:
-    """Return the parser of ``compare``."""
-    parser = Parser(
-        prog="fl-lightning compare",
-        description=f"{DESCRIPTION} Words after -- are options of every run's fit.",
-    )
-    add_arguments(parser)
-    return parser
-
-
-def search_parser() -> Parser:
-    """Return the parser of ``search``."""
-    parser = Parser(prog="fl-lightning search", description=search.DESCRIPTION)
-    search.add_arguments(parser)
-    return parser
-
-
-def latency_parser() -> Parser:
-    """Return the parser of ``latency``."""
-    parser = Parser(prog="fl-lightning latency", description=latency.DESCRIPTION)
-    latency.add_arguments(parser)
-    return parser
-
-
-def network_parser() -> Parser:
-    """Return the parser of ``network``."""
-    parser = _named("network", network.DESCRIPTION)
-    network.add_commands(parser, Parser)
-    return parser
-
-
-def _named(command: str, description: str) -> Parser:
-    return Parser(prog=f"fl-lightning {command}", description=description)
-
-
 def resolve(words: Sequence[str]) -> str:
     """Return the complete configuration of a fit, as YAML, without running it.
 
@@ -338,60 +337,80 @@ def run_lightning(
         keeps_configuration: whether the configuration is saved beside checkpoints.
     """
     cli(
-        save_config_callback=RunConfig if keeps_configuration and not callbacks else None,
-        save_config_kwargs={"save_to_log_dir": False},
-        seed_everything_default=0,
-        auto_configure_optimizers=False,
-        subclass_mode_model=True,
-        subclass_mode_data=True,
         args=args,
         trainer_defaults={"callbacks": list(callbacks)},
-        parser_class=Commands,
-        parser_kwargs={
-            "description": "Federated learning for PyTorch Lightning.",
-            "allow_abbrev": False,
-        },
+        save_config_callback=RunConfig if keeps_configuration and not callbacks else None,
     )
 
 
-def _run(words: Any, args: ArgsType) -> None:
-    """Run one of our commands, or one of Lightning's."""
-    if not isinstance(words, list):
-        run_lightning(args)
-        return
-    check_command(words)
-    if words[:1] == ["compare"]:
-        compare(words[1:], parser=compare_parser(), resolve=resolve)
-    elif words[:1] == ["search"]:
-        search.search(words[1:], parser=search_parser(), validate=validate, resolve=resolve)
-    elif words[:1] == ["latency"]:
-        latency.latency(words[1:], parser=latency_parser())
-    elif words[:1] == ["network"]:
-        network.network(words[1:], parser=network_parser())
-    elif option := asked_for(words):
-        print(catalogue(option))
+def parser_of(command: str) -> Parser:
+    """Return the parser of one of our commands.
+
+    Args:
+        command: ``compare``, ``search``, ``latency`` or ``network``. What runs it is imported now.
+    """
+    parser = Parser(prog=f"fl-lightning {command}", description=COMMANDS[command])
+    if command == "compare":
+        from fl_lightning.experiments.compare import add_arguments
+
+        add_arguments(parser)
+    elif command == "search":
+        from fl_lightning.cli.search import add_arguments
+
+        add_arguments(parser)
+    elif command == "latency":
+        from fl_lightning.cli.latency import add_arguments
+
+        add_arguments(parser)
     else:
-        run_lightning(args)
+        from fl_lightning.cli.over_network.network import add_commands
+
+        add_commands(parser, Parser)
+    return parser
+
+
+def _run(words: Any) -> None:
+    """Run one of our commands, or one of Lightning's."""
+    command, *rest = words if isinstance(words, list) and words else [None]
+    if command == "compare":
+        from fl_lightning.experiments.compare import compare
+
+        compare(rest, parser=parser_of(command), resolve=resolve)
+    elif command == "search":
+        from fl_lightning.cli.search import search
+
+        search(rest, parser=parser_of(command), validate=validate, resolve=resolve)
+    elif command == "latency":
+        from fl_lightning.cli.latency import latency
+
+        latency(rest, parser=parser_of(command))
+    elif command == "network":
+        from fl_lightning.cli.over_network.network import network
+
+        network(rest, parser=parser_of(command))
+    else:
+        run_lightning(words)
+
+
+def run_command(args: ArgsType) -> None:
+    """Run a command; a setting that cannot work ends it with one sentence.
+
+    Args:
+        args: words of the command line, as the door gives them on.
+    """
+    _ended_with_a_sentence(lambda: _run(args))
 
 
 @ended_by_signals
-def main(args: ArgsType = None) -> None:
-    """Run the command line; a setting that cannot work ends it with one sentence."""
+def _ended_with_a_sentence(run: Callable[[], None]) -> None:
     for expected in _EXPECTED_WARNINGS:
         warnings.filterwarnings("ignore", message=expected)
     logging.getLogger("lightning.pytorch").setLevel(logging.INFO)
-    words = sys.argv[1:] if args is None else args
-    if words == []:
-        args = words = ["--help"]
     with watched() as watch:
         try:
-            _run(words, args)
+            run()
         except Exception as error:
             sentence = explain(error, watch)
             if sentence is None:
                 raise
             sys.exit(f"fl-lightning: {sentence}")
-
-
-if __name__ == "__main__":
-    main()

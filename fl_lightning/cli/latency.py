@@ -17,7 +17,6 @@ from fl_lightning.nas.cost.latency import LatencyTable
 from fl_lightning.nas.cost.latency_measure import measure_latency
 from fl_lightning.nas.cost.stopwatch import Pace
 
-DESCRIPTION = "Measure the latency of a search space's networks on this device."
 # beyond, a table is of little use for a constraint
 _MOST_ERROR, _LEAST_RANK = 0.15, 0.9
 

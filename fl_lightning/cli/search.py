@@ -49,7 +49,6 @@ from fl_lightning.nas.search.strategy import Strategy
 from fl_lightning.nas.spaces.nas_bench_201_table import NASBench201Table
 from fl_lightning.nas.spaces.space import Architecture
 
-DESCRIPTION = "Find an architecture under constraints, without training."
 StrategyName = Literal["random", "evolution", "regularized_evolution", "tpe", "nsga2"]
 ScoreName = Literal["synflow", "naswot", "jacov", "snip", "params", "flops", "accuracy"]
 

@@ -19,8 +19,6 @@ from fl_lightning.experiments.schedule import train_all
 from fl_lightning.experiments.table import matrix_table, results_table
 from fl_lightning.experiments.training import is_finished
 
-DESCRIPTION = "Many runs from one file: variants x seeds, a table, a CSV and a figure."
-
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Give a parser the options of the command."""

@@ -76,8 +76,8 @@ class Options:
 
         Args:
             cohort: who takes part in a round; everybody if None.
-            local_steps: optimizer steps of a client per round; or
-            local_epochs: passes over its shard per round. One pass if neither is given.
+            local_steps: optimizer steps of a client per round, in place of passes.
+            local_epochs: a client's passes over its shard per round; one if neither is given.
             correction: what clients add to their gradients so that they do not drift apart: `FedProx`,
                 `Scaffold`, `FedDyn`, …; nothing if None.
             personal: what clients have for themselves: layers (`Personal`: FedPer, FedBN, FedRep), a

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from fl_lightning import ImageClassifier
-from fl_lightning.cli.command import main
+from fl_lightning.cli import main
 
 CONFIG = Path(__file__).with_name("small_run.yaml")
 SECONDS = 5.0  # after which nobody may be left

@@ -10,7 +10,7 @@ import torch
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from fl_lightning.cli.command import main
+from fl_lightning.cli import main
 from fl_lightning.federation.processes.cores import num_usable_cores
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -224,30 +224,31 @@ def test_a_run_with_lightnings_own_logger_is_resumed_as_well():
 
 
 def test_help_explains_every_option_of_the_block(capsys):
-    with pytest.raises(SystemExit):
-        main(["fit", "--federation.help"])
+    main(["fit", "--federation.help"])
     said = capsys.readouterr().out
     for option in ("cohort", "local_steps", "aggregator", "server_optimizer", "min_replies"):
-        assert f"--federation.{option}" in said or f"--{option}" in said
+        assert f"\n  {option} " in said
     assert "a round with fewer valid updates stops the run" in " ".join(said.split())
 
 
 @pytest.mark.parametrize(
     ("option", "some", "none"),
     [
-        ("correction", ["fl_lightning.Scaffold", "fl_lightning.FedLC"], "fl_lightning.Ditto"),
-        ("aggregator", ["fl_lightning.server.Krum", "SecureMean", "fl_lightning.Mean"], "FedAdam"),
-        ("server_optimizer", ["fl_lightning.server.FedAdam"], "Krum"),
-        ("updates", ["fl_lightning.updates.TopK", "ErrorFeedback"], "SparseSGDM"),
+        ("correction", ["Scaffold", "FedLC"], "Ditto"),
+        ("aggregator", ["Krum", "SecureMean", "Mean"], "FedAdam"),
+        ("server_optimizer", ["FedAdam"], "Krum"),
+        ("updates", ["TopK", "ErrorFeedback"], "SparseSGDM"),
     ],
 )
 def test_help_lists_what_an_option_takes(option, some, none, capsys):
     main(["fit", "--config", str(CONFIGS / "quickstart.yaml"), f"--federation.{option}.help"])
     said = capsys.readouterr().out
-    assert all(name in said for name in some)
+    assert all(f"\n  {name} " in said for name in some)
     assert none not in said
     with pytest.raises(SystemExit):
-        main(["fit", f"--federation.{option}.help", *re.findall(r"fl_lightning\.[\w.]+", said)[:1]])
+        main(
+            ["fit", f"--federation.{option}.help", *re.findall(r"^  (\w+)", said, re.MULTILINE)[:1]]
+        )
     assert "usage" in capsys.readouterr().out
 
 
@@ -296,14 +297,12 @@ class TestTheWrongCommand:
             ("compare", "quickstart.yaml", "use fl-lightning fit"),
         ],
     )
-    def test_a_file_of_the_other_command(self, command, file, said):
+    def test_a_file_of_the_other_command(self, command, file, said, capsys):
         with pytest.raises(SystemExit) as end:
             main([command, "--config", str(self.FOLDER / file)])
-        assert said in str(end.value.code)
+        assert end.value.code == 2
+        assert said in capsys.readouterr().err
 
-    def test_no_word_at_all_prints_help(self, capsys, monkeypatch):
-        monkeypatch.setattr("sys.argv", ["fl-lightning"])
-        with pytest.raises(SystemExit) as end:
-            main([])
-        assert end.value.code == 0
+    def test_no_word_at_all_prints_help(self, capsys):
+        main([])
         assert "fit" in capsys.readouterr().out

@@ -5,7 +5,7 @@ import sys
 import pytest
 import yaml
 
-from fl_lightning.cli.command import main
+from fl_lightning.cli import main
 from fl_lightning.nas.named_spaces import described_space, named_space
 
 SPACE = ["--space", "nas_bench_201", "--channels", "4", "--cells", "1"]

@@ -11,7 +11,7 @@ import pytest
 import torch
 import typed
 
-from fl_lightning.cli.command import main
+from fl_lightning.cli import main
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 ROUNDS = 6

@@ -12,7 +12,7 @@ import torch
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from fl_lightning.cli.command import main
+from fl_lightning.cli import main
 
 CONFIG = Path(__file__).with_name("small_run.yaml")
 LOGGERS = "lightning.pytorch.loggers."

@@ -297,7 +297,7 @@ class TestInAFederation:
     [("writer", "writer"), ("toys.reversed_labels", "toys.reversed_labels"), ("[1, 0]", [1, 0])],
 )
 def test_the_command_line_takes_and_keeps_them(given, wanted, capsys):
-    from fl_lightning.cli.command import main
+    from fl_lightning.cli import main
 
     owner = {"class_path": "fl_lightning.data.NaturalPartition", "init_args": {"attribute": wanted}}
     data = ["fit", "--config", str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")]

@@ -12,7 +12,7 @@ import matplotlib.image
 import pytest
 import yaml
 
-from fl_lightning.cli.command import main
+from fl_lightning.cli import main
 from fl_lightning.experiments.curves import curves
 from fl_lightning.experiments.experiment import Variant
 from fl_lightning.experiments.plan import PlannedRun

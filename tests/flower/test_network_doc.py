@@ -15,7 +15,7 @@ from flower.test_same_bits import FAST, SLOW
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
 from readme import ROOT
 
-from fl_lightning.cli.command import network_parser
+from fl_lightning.cli.command import parser_of
 from fl_lightning.flower.channel import CATEGORIES as LOST
 from fl_lightning.flower.policy import Policy
 from fl_lightning.flower.rules.class_paths import DEFAULT
@@ -62,21 +62,21 @@ def test_commands_and_their_options_exist(command, monkeypatch):
         assert extra in PROJECT["optional-dependencies"]
     own, _, _ = words.partition(" -- ")
     monkeypatch.chdir(ROOT)
-    given = network_parser().parse_args(shlex.split(own))
+    given = parser_of("network").parse_args(shlex.split(own))
     config = given[given.action].get("config")
     assert config in (None, "run.yaml") or Path(config).is_file()
 
 
 def test_every_command_of_a_network_is_on_the_page():
     listed = {words.split()[0] for c in of_network() for words in [c.split("network ")[1]]}
-    actions = network_parser()._subcommands_action.choices
+    actions = parser_of("network")._subcommands_action.choices
     assert listed == set(actions)
 
 
 def test_options_in_sentences_exist():
     ours = {
         option
-        for parser in network_parser()._subcommands_action.choices.values()
+        for parser in parser_of("network")._subcommands_action.choices.values()
         for action in parser._actions
         for option in action.option_strings
     }

@@ -10,7 +10,7 @@ import yaml
 from readme import ROOT
 from small_sets import write_folder
 
-from fl_lightning.cli.command import main
+from fl_lightning.cli import main
 
 DOC = (ROOT / "docs" / "architecture_search.md").read_text()
 # comparisons take hours and data of the user's: test_configs plans them

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from small_sets import write_folder
 
-from fl_lightning.cli.command import main
+from fl_lightning.cli import main
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "nas"
 SMALL = {

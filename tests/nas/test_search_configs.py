@@ -7,7 +7,7 @@ import pytest
 import yaml
 from small_sets import write_folder
 
-from fl_lightning.cli.command import main
+from fl_lightning.cli import main
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SPACES = [CONFIGS / "nas" / "space" / name for name in ("darts.yaml", "nas_bench_201.yaml")]

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from toys import LoaderData, toy_trainer, weights
 
 from fl_lightning import FederatedDataModule, Federation
-from fl_lightning.cli.command import main
+from fl_lightning.cli import main
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.data import NaturalPartition
 from fl_lightning.nas import DeviceClasses, NASBench201, Reward, SinglePath

@@ -9,7 +9,7 @@ import torch
 import yaml
 from readme import ROOT
 
-from fl_lightning.cli.command import main
+from fl_lightning.cli import main
 
 ONE_SHOT = str(ROOT / "configs/nas/one_shot_quickstart.yaml")
 CELLS = str(ROOT / "configs/nas/quickstart.yaml")

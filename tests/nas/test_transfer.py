@@ -11,7 +11,7 @@ from test_one_shot import RESNET, VIT, data, one_shot
 from toys import toy_trainer
 
 from fl_lightning import ConfigurationError, ImageClassifier
-from fl_lightning.cli.command import main
+from fl_lightning.cli import main
 from fl_lightning.nas import NASBench201, Network
 
 CELL = "|nor_conv_3x3~0|+|skip_connect~0|nor_conv_1x1~1|+|none~0|skip_connect~1|nor_conv_3x3~2|"

@@ -14,7 +14,6 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.experiments.table import markdown
 from fl_lightning.flower.transport.resident import raising_at_signals
 
-DESCRIPTION = "Train over a real network: a server, and sites that keep their data."
 _DEMO_SITES = "hospital_a,hospital_b,hospital_c"
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 from refused_rows import Row, merged
 
-from fl_lightning.cli.command import main
+from fl_lightning.cli import main
 
 WORKS = yaml.safe_load(Path(__file__).with_name("works.yaml").read_text())
 # what a refusal says to do, or what is allowed

@@ -1,0 +1,222 @@
+"""The door of the command line: what is said at once, names in place of paths, projects to start from."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typed
+import yaml
+
+import fl_lightning
+from fl_lightning.cli import main, projects
+from fl_lightning.cli.at_once import configs
+from fl_lightning.cli.at_once.block_help import GROUPS, block_help
+from fl_lightning.cli.at_once.catalogue import FILE, blocks, catalogue, paths
+from fl_lightning.cli.at_once.catalogued import as_text
+from fl_lightning.cli.at_once.commands import COMMANDS, help_of_all
+from fl_lightning.cli.at_once.short_names import expanded, with_whole_names
+from fl_lightning.core.errors import ConfigurationError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(*words, folder):
+    """Return the code of a command that is typed in a folder, and all that it says."""
+    said = [folder / f"said_{stream}" for stream in (1, 2)]
+    process = typed.start(words, folder, os.environ, said)
+    process.join()
+    text = "".join(path.read_text() for path in said)
+    for path in said:
+        path.unlink()
+    return process.exitcode, text
+
+
+def answer(*words, folder="."):
+    """Return what a command says in a fresh process, its code, and whether PyTorch was imported."""
+    code = (
+        "import sys\nfrom fl_lightning.cli import main\n"
+        "try:\n    main()\nfinally:\n    print('torch' in sys.modules, file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words],
+        check=False,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+    )
+    *said, torch = (done.stdout + done.stderr).splitlines()
+    return "\n".join(said), done.returncode, torch == "True"
+
+
+@pytest.mark.parametrize(
+    ("words", "said", "code"),
+    [
+        ([], "usage: fl-lightning COMMAND", 0),
+        (["--help"], "usage: fl-lightning COMMAND", 0),
+        (["--version"], f"fl-lightning {fl_lightning.__version__}", 0),
+        (["configs"], "quickstart", 0),
+        (["init"], "usage: fl-lightning init", 0),
+        (["fit", "--federation.help"], "what most people set", 0),
+        (["fit", "--federation.correction.help"], "FedProx", 0),
+        (["fit", "--data.partition.help"], "DirichletPerClass", 0),
+        (["fit", "--config", "nowhere.yaml"], "neither a file nor a configuration", 2),
+        (["fit", "--config", "quikstart"], "Did you mean 'quickstart'?", 2),
+        (["fti"], "'fti' is no command. Did you mean 'fit'?", 2),
+        (["--config", "quickstart"], "a command is missing", 2),
+        (["compare", "--config", "quickstart"], "use fl-lightning fit", 2),
+        (["configs", "copy", "fedprx"], "there is no 'fedprx'", 2),
+        (["init", "my-project"], "cannot be the name of a Python package", 2),
+        (["init", "mine", "--template", "audio"], "one of images, text, tabular", 2),
+    ],
+)
+def test_what_needs_no_pytorch_is_said_without_it(words, said, code, tmp_path):
+    text, returned, has_torch = answer(*words, folder=tmp_path)
+    assert said in text
+    assert (returned, has_torch) == (code, False)
+    assert "Traceback" not in text
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_catalogue_is_what_the_classes_say():
+    told = "run python -m fl_lightning.cli.at_once.catalogued"
+    assert FILE.read_text(encoding="utf-8") == as_text(), told
+
+
+def test_help_fits_a_terminal():
+    listed = "\n".join(configs._listed())
+    for text in (help_of_all(), block_help("federation"), listed):
+        assert max(map(len, text.splitlines())) <= 80
+    assert all(f"\n  {name} " in help_of_all() for name in COMMANDS)
+
+
+def test_every_option_of_the_block_is_in_one_group():
+    grouped = [name for names in GROUPS["federation"].values() for name in names]
+    assert sorted(grouped) == sorted(blocks()["federation"]["options"])
+
+
+def test_an_option_without_classes_in_the_box_says_what_it_takes():
+    assert "derives from Stage" in catalogue("federation", "stages")
+    assert "any Optimizer of torch.optim" in catalogue("federation", "server_optimizer")
+
+
+def test_no_short_name_means_two_classes():
+    found = {}
+    for block in blocks().values():
+        for option in block["classes"].values():
+            for path in option["classes"]:
+                assert found.setdefault(path.rpartition(".")[2], path) == path
+
+
+def test_short_names_in_words_and_files_are_those_that_are_meant():
+    words = ["fit", "--federation.cohort", "PoissonCohort", "--trainer.callbacks", "IID"]
+    assert with_whole_names(words)[2] == "fl_lightning.PoissonCohort"
+    assert with_whole_names(words)[4] == "IID"  # no option of ours
+    assert with_whole_names(["--federation.updates+=TopK"]) == [
+        "--federation.updates+=fl_lightning.updates.TopK"
+    ]
+    inside = {"updates": ["Sign", {"class_path": "TopK", "init_args": {"fraction": 0.1}}]}
+    assert expanded({"federation": inside})["federation"]["updates"] == [
+        {"class_path": "fl_lightning.updates.Sign"},
+        {"class_path": "fl_lightning.updates.TopK", "init_args": {"fraction": 0.1}},
+    ]
+    assert expanded({"federation": None, "model": "Mean"}) == {"federation": None, "model": "Mean"}
+
+
+def test_a_run_with_short_names_is_the_run_with_whole_ones(tmp_path, capsys):
+    short = tmp_path / "short.yaml"
+    short.write_text(
+        yaml.safe_dump(
+            {
+                "data": {"class_path": "fl_lightning.FederatedDataModule"}
+                | {"init_args": {"source": "Digits", "num_clients": 4, "partition": "IID"}},
+                "federation": {"aggregator": "Krum", "updates": ["Sign"]},
+            }
+        )
+    )
+    with pytest.raises(SystemExit):
+        main(["fit", f"--config={short}", "--federation.cohort=PoissonCohort", "--print_config"])
+    found = yaml.safe_load(capsys.readouterr().out)
+    assert found["federation"]["aggregator"]["class_path"] == paths()["Krum"]
+    assert found["federation"]["cohort"]["class_path"] == paths()["PoissonCohort"]
+    assert found["federation"]["updates"][0]["class_path"] == paths()["Sign"]
+    assert found["data"]["init_args"]["source"]["class_path"] == paths()["Digits"]
+    assert found["data"]["init_args"]["partition"]["class_path"] == paths()["IID"]
+
+
+def test_configurations_by_name_are_the_files(tmp_path, monkeypatch):
+    assert sorted(configs.names()) == sorted(
+        path.relative_to(ROOT / "configs").with_suffix("").as_posix()
+        for path in (ROOT / "configs").rglob("*.yaml")
+    )
+    monkeypatch.chdir(tmp_path)
+    assert configs.with_paths(["fit", "-c", "quickstart", "--config=kmeans"]) == [
+        *("fit", "-c", str(ROOT / "configs" / "quickstart.yaml")),
+        f"--config={ROOT / 'configs' / 'kmeans.yaml'}",
+    ]
+    Path("quickstart").write_text("one's own")
+    assert configs.with_paths(["--config", "quickstart"]) == ["--config", "quickstart"]
+
+
+def test_a_copied_configuration_is_the_one_in_the_box(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "fl-lightning fit --config fedprox.yaml" in configs.run(["copy", "algorithms/fedprox"])
+    box = ROOT / "configs" / "algorithms" / "fedprox.yaml"
+    assert Path("fedprox.yaml").read_text() == box.read_text()
+    with pytest.raises(ConfigurationError, match="exists"):
+        configs.run(["copy", "algorithms/fedprox"])
+    configs.run(["copy", "experiments/private", "mine.yaml"])
+    (base,) = yaml.safe_load(Path("mine.yaml").read_text())["configs"]
+    assert Path(base).samefile(ROOT / "configs" / "quickstart.yaml")
+
+
+@pytest.mark.parametrize("template", projects.TEMPLATES)
+def test_a_project_trains_and_its_own_test_passes(template, tmp_path):
+    code, said = run(
+        "python", "-m", "fl_lightning", "init", "mine", "--template", template, folder=tmp_path
+    )
+    assert (code, "cd mine" in said) == (0, True)
+    assert "my_project" not in "".join(
+        path.read_text() for path in (tmp_path / "mine").rglob("*") if path.is_file()
+    )
+    checked = ["check", "--no-cache", "--isolated", "--extend-select=B,UP", str(tmp_path)]
+    assert subprocess.run([sys.executable, "-m", "ruff", *checked], check=False).returncode == 0
+    fit = ("python", "-m", "fl_lightning", "fit", "--config", "config.yaml")
+    code, said = run(*fit, "--trainer.max_epochs", "2", folder=tmp_path / "mine")
+    assert code == 0, said
+    assert "runs/mine/version_0" in said
+    code, said = run("python", "-m", "pytest", "-q", folder=tmp_path / "mine")
+    assert code == 0, said
+    assert "2 passed" in said
+
+
+def test_nothing_is_made_over_a_folder_that_is_there(tmp_path):
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(ConfigurationError, match="exists"):
+        projects.make(tmp_path / "mine", "images")
+    assert not list((tmp_path / "mine").iterdir())
+
+
+SCRIPT = """
+from fl_lightning import FederatedCLI
+from fl_lightning.data import Digits
+from fl_lightning.models import ImageClassifier
+
+if __name__ == "__main__":
+    FederatedCLI(ImageClassifier, Digits)
+"""
+
+
+def test_a_script_of_ones_own_has_the_same_command_line(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    model = ("--model.network=lenet", "--model.num_classes=10", "--model.in_chans=1")
+    fit = ("python", "-m", "script", "fit", *model, "--model.image_size=32")
+    data = ("--data.num_clients=4", "--data.source.image_size=32", "--data.partition=LabelShards")
+    shards = "--data.partition.classes_per_client=5"
+    rounds = ("--trainer.max_epochs=1", "--trainer.devices=1", "--federation.local_steps=1")
+    code, said = run(*fit, *data, shards, *rounds, folder=tmp_path)
+    assert code == 0, said
+    assert "checkpoint:" in said
+    code, said = run(*fit, "--data.num_clint=4", folder=tmp_path)
+    assert (code, "Did you mean 'data.num_clients'?" in said) == (2, True)
