@@ -371,7 +371,9 @@ def parser_of(command: str) -> Parser:
 
 def _run(words: Any) -> None:
     """Run one of our commands, or one of Lightning's."""
-    command, *rest = words if isinstance(words, list) and words else [None]
+    is_typed = isinstance(words, list) and words
+    command: str = words[0] if is_typed else ""
+    rest: list[str] = words[1:] if is_typed else []
     if command == "compare":
         from fl_lightning.experiments.compare import compare
 

@@ -180,8 +180,8 @@ def test_a_project_trains_and_its_own_test_passes(template, tmp_path):
     assert "my_project" not in "".join(
         path.read_text() for path in (tmp_path / "mine").rglob("*") if path.is_file()
     )
-    checked = ["check", "--no-cache", "--isolated", "--extend-select=B,UP", str(tmp_path)]
-    assert subprocess.run([sys.executable, "-m", "ruff", *checked], check=False).returncode == 0
+    ruff = [sys.executable, "-m", "ruff", "check", "--no-cache", "--isolated"]
+    assert subprocess.run(ruff, check=False, cwd=tmp_path / "mine").returncode == 0
     fit = ("python", "-m", "fl_lightning", "fit", "--config", "config.yaml")
     code, said = run(*fit, "--trainer.max_epochs", "2", folder=tmp_path / "mine")
     assert code == 0, said

@@ -52,19 +52,15 @@ def block_help(block: str) -> str:
         ]
     example = next(name for name in GROUPS[block]["what most people set"] if name in listed)
     lines += [
-        f"In YAML a mapping, on the command line --{block}.NAME VALUE. The classes that an",
-        f"option takes: --{block}.NAME.help, as in --{block}.{example}.help.",
+        f"In YAML a mapping, on the command line --{block}.NAME VALUE. Classes of an",
+        f"option: --{block}.NAME.help, as in --{block}.{example}.help.",
     ]
     return "\n".join(lines)
 
 
 def _lines(name: str, option: dict[str, Any]) -> Iterator[str]:
-    default = option["default"]
-    said = (
-        f"{option['help']} (default: {default})"
-        if default not in option["help"]
-        else option["help"]
-    )
+    default = "" if option["default"] == "null" else f" (default: {option['default']})"
+    said = f"{option['help']}{default}".replace("`", "").replace("None", "null")
     first, *more = textwrap.wrap(said, 56)
     yield f"  {name.ljust(20)}{first}"
     yield from (f"  {'':20}{line}" for line in more)
