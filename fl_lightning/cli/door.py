@@ -46,7 +46,7 @@ def main(args: Any = None) -> None:
     except OSError as error:
         _refuse(f"{error.filename}: {error.strerror}")
     if said is not None:
-        print(said)
+        _say(said)
         return
     _go_on(words)
 
@@ -78,6 +78,13 @@ def _refuse_command(word: str) -> NoReturn:
         raise ConfigurationError(f"a command is missing: one of {', '.join(COMMANDS)}")
     hint = f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(COMMANDS)}."
     raise ConfigurationError(f"{word!r} is no command. {hint}")
+
+
+def _say(text: str) -> None:
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # `fl-lightning configs | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _refuse(sentence: str) -> NoReturn:
