@@ -78,6 +78,7 @@ def test_what_the_configurations_share_is_allowed(path):
         "lightning.pytorch.loggers.CSVLogger",
         "fl_lightning.__main__.main",
         "fl_lightning.cli.command.FederatedCLI",
+        "fl_lightning.FederatedCLI",
         "fl_lightning.cli.command.sys",
         "fl_lightning.client.vector_file.VectorFile",
         "fl_lightning.sparsity.save_mask",

@@ -47,6 +47,7 @@ _OWN_PACKAGES = (
     *(f"fl_lightning.{room}" for room in ("server", "client", "data", "secure", "updates")),
     *(f"fl_lightning.{room}" for room in ("sparsity", "models", "nas")),
 )
+_NO_OPTIONS = ("FederatedCLI",)  # it runs a command line
 _OWN_EXTRA = ("fl_lightning.secure.protocol.graph.SparseGraph",)  # options of exported classes
 MOST_CHARACTERS = 10_000
 MOST_DEPTH = 64
@@ -156,7 +157,7 @@ def own_names() -> dict[str, str]:
         except ImportError:  # needs an extra
             continue
         for name in module.__all__:
-            if inspect.isclass(getattr(module, name)):
+            if inspect.isclass(getattr(module, name)) and name not in _NO_OPTIONS:
                 found.setdefault(name, f"{package}.{name}")
     return found
 
