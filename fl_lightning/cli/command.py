@@ -23,14 +23,15 @@ import yaml
 from jsonargparse import get_loader, set_loader
 from jsonargparse.typing import PositiveInt
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
+from lightning.pytorch.callbacks import BasePredictionWriter, ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from fl_lightning.callbacks.client_evaluation import ClientEvaluation
-from fl_lightning.callbacks.evaluated_model import EvaluatedModel
+from fl_lightning.callbacks.evaluated_model import EvaluatedModel, shown_path
 from fl_lightning.callbacks.partition_report import PartitionReport
+from fl_lightning.callbacks.predictions import Predictions
 from fl_lightning.callbacks.progress import RoundProgressBar
 from fl_lightning.cli.at_once.commands import COMMANDS
 from fl_lightning.cli.at_once.configs import with_paths
@@ -197,7 +198,7 @@ class FederatedCLI(LightningCLI):
         options = self._get(self.config_init, "trainer")
         given = options.get("callbacks") or []
         given = given if isinstance(given, list) else [given]
-        options["callbacks"] = [*given, EvaluatedModel()]
+        options["callbacks"] = [*given, EvaluatedModel(), *self._predictions(given)]
         if self.subcommand == "fit":
             self._interruption = Interruption()
             options["callbacks"].insert(0, self._interruption)  # before others begin a round
@@ -219,6 +220,11 @@ class FederatedCLI(LightningCLI):
         if federation is not None and self.subcommand == "fit":
             check_strategy(trainer)
         return trainer
+
+    def _predictions(self, given: Sequence[Callback]) -> list[Callback]:
+        """Return what keeps predictions, unless the configuration has something for it."""
+        is_kept = any(isinstance(callback, BasePredictionWriter) for callback in given)
+        return [Predictions()] if self.subcommand == "predict" and not is_kept else []
 
     def _choose_processes(self, options: Any, federation: Federation) -> None:
         """Let ``devices: auto`` mean all cores where clients train on CPUs."""
@@ -247,6 +253,12 @@ class FederatedCLI(LightningCLI):
         if self.config[self.subcommand].test_after_fit and _has_test(self.model, data):
             self.trainer.test(self.model, datamodule=data)
         report_whereabouts(self.trainer)
+
+    def after_predict(self) -> None:
+        """Say where the predictions are."""
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, Predictions) and callback.path is not None:
+                print(f"\npredictions: {shown_path(str(callback.path))}")
 
 
 def companions(given: Sequence[Callback], trainer: Mapping[str, Any]) -> list[Callback]:

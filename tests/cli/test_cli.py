@@ -170,10 +170,16 @@ def test_validate_and_test_report_global_and_per_client_metrics(capsys, caplog):
         assert f"{command}: the model after round 1, {checkpoint[1]}" in caplog.text
 
 
-def test_predict_gives_probabilities():
+def test_predict_writes_probabilities(capsys):
     main(["fit", *QUICK, *ONE_ROUND, "--test_after_fit", "false"])
     checkpoint = ["--ckpt_path", "runs/quickstart/version_0/checkpoints/last.ckpt"]
     main(["predict", *QUICK, "--trainer.enable_progress_bar", "false", *checkpoint])
+    path = Path("runs/quickstart/version_1/predictions.csv")
+    assert capsys.readouterr().out.splitlines()[-1] == f"predictions: {path}"
+    first, *rows = [line.split(",") for line in path.read_text().splitlines()]
+    assert first[:3] == ["loader", "row", "prediction_0"]
+    assert [int(row[1]) for row in rows] == list(range(len(rows)))
+    assert all(sum(map(float, row[2:])) == pytest.approx(1.0, abs=1e-5) for row in rows)
 
 
 def test_without_the_federation_block_training_is_central():

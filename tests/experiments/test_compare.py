@@ -110,8 +110,7 @@ def test_mistakes_are_told_before_anything_runs(capsys, words, changes, says):
 
 
 def test_the_command_is_listed_and_prints_what_it_understood(capsys):
-    with pytest.raises(SystemExit):
-        main(["--help"])
+    main(["--help"])
     assert "compare" in capsys.readouterr().out
     with pytest.raises(SystemExit) as exit_:
         compare("--seeds", "0,1", "--print_config")

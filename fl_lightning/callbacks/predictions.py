@@ -1,0 +1,90 @@
+"""Keeps what ``predict`` returns: a table, or a file of PyTorch's where it is no table."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from typing_extensions import override
+
+from fl_lightning.federation.checkpoints.run_folder import own_run_folder
+
+
+class Predictions(Callback):
+    """Writes the predictions of one data loader or several into the run's folder.
+
+    Where every batch's prediction is a tensor of one or two axes, as are classes and probabilities,
+    ``predictions.csv`` has a row for each example in the loader's order: the loader's number, the row's
+    number in it, the columns. Otherwise ``predictions.pt`` holds a list of batches for each loader, which
+    ``torch.load`` reads. Several processes write a file each. A file that is there stays: the next is
+    ``predictions_1.csv``.
+
+    Attributes:
+        path: of the file; None before it is written.
+    """
+
+    path: Path | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._loaders: dict[int, list[Any]] = {}
+
+    @override
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin anew."""
+        self._loaders, self.path = {}, None
+
+    @override
+    def on_predict_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Keep a batch's prediction in RAM."""
+        self._loaders.setdefault(dataloader_idx, []).append(move_data_to_device(outputs, "cpu"))
+
+    @override
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write them all."""
+        process = f"_process_{trainer.global_rank}" if trainer.world_size > 1 else ""
+        stem = Path(own_run_folder(trainer), f"predictions{process}")
+        stem.parent.mkdir(parents=True, exist_ok=True)
+        loaders = [batches for _, batches in sorted(self._loaders.items())]
+        if not all(isinstance(b, Tensor) and b.ndim in (1, 2) for each in loaders for b in each):
+            path = _free(stem, ".pt")
+            torch.save(loaders, path)
+        else:
+            path = _free(stem, ".csv")
+            with path.open("w", newline="", encoding="utf-8") as file:
+                csv.writer(file).writerows(_table(loaders))
+        self.path = path
+
+
+def _table(loaders: Sequence[Sequence[Tensor]]) -> Iterator[list[Any]]:
+    for loader, batches in enumerate(loaders):
+        rows = [row for batch in batches for row in batch.reshape(len(batch), -1).tolist()]
+        if loader == 0 and rows:
+            yield ["loader", "row", *_columns(len(rows[0]))]
+        yield from ([loader, n, *row] for n, row in enumerate(rows))
+
+
+def _columns(count: int) -> list[str]:
+    return ["prediction"] if count == 1 else [f"prediction_{n}" for n in range(count)]
+
+
+def _free(stem: Path, suffix: str) -> Path:
+    path, number = stem.with_name(f"{stem.name}{suffix}"), 0
+    while path.exists():
+        number += 1
+        path = stem.with_name(f"{stem.name}_{number}{suffix}")
+    return path
