@@ -1,11 +1,11 @@
-"""The plan of the house: imports run downhill, the README tells the truth."""
+"""The plan of the house: imports run downhill, the manual tells the truth."""
 
 import ast
 import re
 import shlex
 
 import pytest
-from readme import README, ROOT, commands
+from readme import MANUAL, ROOT, commands
 
 PACKAGE = ROOT / "fl_lightning"
 FLOORS = {
@@ -91,8 +91,8 @@ def test_every_room_has_a_floor():
     assert {room(path) for path in FILES} == set(FLOORS)
 
 
-def test_the_map_in_the_readme_is_the_disk():
-    block = re.search(r"```\nfl_lightning/\n(.*?)```", README, re.DOTALL).group(1)
+def test_the_map_in_the_manual_is_the_disk():
+    block = re.search(r"```\nfl_lightning/\n(.*?)```", MANUAL, re.DOTALL).group(1)
     names = {line.split()[0].rstrip("/") for line in block.splitlines() if line.strip()}
     disk = {p.name for p in PACKAGE.iterdir() if p.name not in ("__pycache__", "py.typed")}
     assert names == disk
@@ -125,9 +125,25 @@ def test_the_command_line_of_every_command_is_understood(command, capsys, monkey
     assert "class_path: fl_lightning" in capsys.readouterr().out
 
 
-def test_python_in_the_readme_runs(tmp_path, monkeypatch):
+def test_python_in_the_manual_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", MANUAL, re.DOTALL)
     assert blocks
     for block in blocks:
-        exec(compile(block, "README.md", "exec"), {})  # noqa: S102 - our own words
+        exec(compile(block, "the manual", "exec"), {})  # noqa: S102 - our own words
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def test_the_block_in_the_readme_is_understood(tmp_path, capsys):
+    from fl_lightning.cli import main
+
+    (block,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (tmp_path / "block.yaml").write_text(block)
+    words = ["--config", "quickstart", "--config", str(tmp_path / "block.yaml"), "--print_config"]
+    with pytest.raises(SystemExit) as exit_:
+        main(["fit", *words])
+    assert exit_.value.code == 0
+    assert "class_path: fl_lightning.FedProx" in capsys.readouterr().out

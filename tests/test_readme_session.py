@@ -21,7 +21,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 import typed
-from readme import README, ROOT, commands, first_with
+from readme import MANUAL, ROOT, commands, first_with
 from small_sets import write_folder, write_pickles
 
 QUICKSTART = first_with("configs/quickstart.yaml")
@@ -293,14 +293,14 @@ def test_the_figure_shows_both_runs_in_both_panels(type_in, folder):
 def test_the_overhead_is_measured_for_the_models_in_the_readme(type_in):
     rows = re.findall(r"^(\S.*?) {2,}\d+ µs", type_in(OVERHEAD).text, re.MULTILINE)
     assert len(rows) == 2
-    assert all(f"\n{row} " in README for row in rows)
+    assert all(f"\n{row} " in MANUAL for row in rows)
 
 
 @pytest.mark.slow
 def test_the_rounds_are_those_of_the_bare_loop(type_in):
     text = type_in(ROUNDS).text
     workloads = re.findall(r"^(\S+): ", text, re.MULTILINE)
-    assert all(f"\n{name}: " in README for name in workloads)
+    assert all(f"\n{name}: " in MANUAL for name in workloads)
     differences = re.findall(r"^  ours .* (\S+)$", text, re.MULTILINE)
     assert len(differences) == len(workloads) == 1
     assert all(float(difference) <= 1e-3 for difference in differences)
