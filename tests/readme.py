@@ -6,7 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 _PAGES = (
     *("get_started", "overview", "engines", "sparse", "experiments"),
-    *("own_module", "results", "benchmarks", "development"),
+    *("own_module", "export", "results", "benchmarks", "development"),
 )
 MANUAL = "\n".join(
     path.read_text() for path in (ROOT / "README.md", *(ROOT / "docs" / f"{p}.md" for p in _PAGES))

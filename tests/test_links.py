@@ -49,3 +49,14 @@ def test_every_page_can_be_reached_from_the_readme():
                 ahead.append((page.parent / target).resolve())
     missing = {page.name for page in (ROOT / "docs").glob("*.md")} - {page.name for page in seen}
     assert missing <= {"index.md"}
+
+
+def test_every_name_that_a_round_logs_is_explained():
+    page = (ROOT / "docs" / "logged.md").read_text()
+    code = "\n".join(path.read_text() for path in (ROOT / "fl_lightning").rglob("*.py"))
+    rooms = "round|privacy|calibration|head|mask|search"
+    names = set(re.findall(rf'"((?:{rooms})/\w+)"', code))
+    assert len(names) > 25
+    assert not {name for name in names if f"`{name}`" not in page}
+    explained = set(re.findall(rf"`((?:{rooms})/\w+)`", page))
+    assert not {name for name in explained if name not in code}
