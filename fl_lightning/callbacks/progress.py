@@ -1,24 +1,251 @@
-"""The progress bar counts rounds and clients."""
+"""One bar for the run: rounds done, time left, and metrics, the one that is monitored first.
+
+    round 12/50  ━━━━━━────────────────────  1:03 left  val/accuracy 0.861  val/loss 0.412
+      clients 3/5  ━━━━━━━━━━━━━━━━━━──────────── 0:07
+
+A round that takes more than five seconds has a bar of its own below. Where nobody looks, because
+standard error is a file or a pipe, every round is a line in the log instead.
+"""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.utilities import rank_zero_info
+from typing_extensions import override
+
+from fl_lightning.callbacks.console.round_line import (
+    federation_of,
+    metrics_in_order,
+    round_line,
+    unit,
+)
+from fl_lightning.callbacks.console.run_bar import Inner, Pace, run_line
+from fl_lightning.core.console.screen import Screen, Ticker
+from fl_lightning.core.errors import ConfigurationError
+
+SECONDS_OF_A_SHORT_ROUND = 5.0
+_SECONDS_BETWEEN_DRAWINGS = 0.1
 
 
-class RoundProgressBar(TQDMProgressBar):
-    """Lightning's bar with the word that fits: ``Round 3/30``, one tick per client."""
+class RoundProgressBar(ProgressBar):
+    """A bar of rounds, never cut off and never printed into; see the module's first lines.
 
-    def on_train_epoch_start(self, trainer: Trainer, *args: LightningModule | Any) -> None:
-        """Say which round it is."""
-        super().on_train_epoch_start(trainer, *args)
-        last = f"/{trainer.max_epochs}" if (trainer.max_epochs or -1) > 0 else ""
-        self.train_progress_bar.set_description(f"Round {trainer.current_epoch + 1}{last}")
+    Args:
+        refresh_rate: draw after so many groups of clients, or batches, at the most often; 0 for no bar.
 
-    def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-        """Show the metrics without the logger's version number."""
-        metrics = super().get_metrics(trainer, pl_module)
-        metrics.pop("v_num", None)
-        return dict(metrics)
+    Raises:
+        ConfigurationError: if the rate is negative.
+    """
+
+    def __init__(self, refresh_rate: int = 1) -> None:
+        super().__init__()
+        if refresh_rate < 0:
+            raise ConfigurationError(
+                f"refresh_rate must be a whole number, at least 0 (no bar), got {refresh_rate}"
+            )
+        self.refresh_rate = refresh_rate
+        self._is_wanted = refresh_rate > 0
+        self._screen = Screen()
+        self._pace = Pace()
+        self._inner: Inner | None = None
+        self._run_text: str | None = None
+        self._has_begun = False  # the first round, after what calibrates a mask
+        self._drawn_at = 0.0
+        self._ticker = Ticker(self._show)
+
+    @property
+    def says_rounds(self) -> bool:
+        """Whether rounds are lines in the log, for want of a terminal."""
+        return self._is_wanted and not self._screen.is_open
+
+    @override
+    def disable(self) -> None:
+        self._is_wanted = False
+
+    @override
+    def enable(self) -> None:
+        self._is_wanted = self.refresh_rate > 0
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Know whose rounds they are."""
+        self._trainer = trainer
+        self.enable()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin to draw; in other processes, to keep out of what the first one draws."""
+        self._pace, self._has_begun = Pace(done=trainer.current_epoch), True
+        if self._is_wanted:
+            self._open()
+        self._draw(at_once=True)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin a round."""
+        self._inner = Inner(*_count(trainer))
+        self._pace.begin()
+        self._draw()
+
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Count clients, or batches."""
+        if self._inner is not None:
+            self._inner.done = round(
+                (batch_idx + 1) / trainer.num_training_batches * self._inner.total
+            )
+        self._draw(batch_idx)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Count a round; where there is no terminal, say it."""
+        self._inner = None
+        self._pace.end()
+        if self.says_rounds:
+            rank_zero_info(round_line(trainer))
+        self._draw(at_once=True)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Say nothing of a round any more."""
+        self._inner = None
+        self._draw(at_once=True)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin to count batches."""
+        self._begin(trainer, "validation", trainer.num_val_batches)
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin to count batches."""
+        self._begin(trainer, "test", trainer.num_test_batches)
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin to count batches."""
+        self._begin(trainer, "predict", trainer.num_predict_batches)
+
+    def on_validation_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        """Count one."""
+        self._count_batch()
+
+    def on_test_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        """Count one."""
+        self._count_batch()
+
+    def on_predict_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        """Count one."""
+        self._count_batch()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Say nothing of it any more."""
+        self._inner = None
+        self._draw()
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Leave the bar as it is, above what is said of the exception."""
+        self._close()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Leave the bar of the whole run, as a line like any other."""
+        self._close()
+
+    @contextmanager
+    def counting(self, what: str, total: float) -> Iterator[Callable[[], None]]:
+        """Show a bar of something else inside this block, and give the function that moves it by one.
+
+        Args:
+            what: is counted.
+            total: how many there are.
+        """
+        was_open, self._inner = self._screen.is_open, Inner(what, total)
+        if self._is_wanted:
+            self._open()
+        self._show()
+
+        def tick() -> None:
+            if self._inner is not None:
+                self._inner.done += 1
+                self._draw()
+
+        try:
+            yield tick
+        finally:
+            self._inner = None
+            if not was_open:
+                self._ticker.stop()
+                self._screen.close()
+
+    @override
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        print(*args, **kwargs)  # goes above the bar, as all that is printed
+
+    def _begin(self, trainer: Trainer, what: str, batches: Sequence[float] | float) -> None:
+        if trainer.sanity_checking:
+            return
+        total = sum(batches) if isinstance(batches, Sequence) else batches
+        self._inner = Inner(what, total)
+        if trainer.state.fn != "fit" and self._is_wanted:
+            self._open()
+        self._draw()
+
+    def _count_batch(self) -> None:
+        if self._inner is not None and not self.trainer.sanity_checking:
+            self._inner.done += 1
+            self._draw()
+
+    def _draw(self, index: int = 0, *, at_once: bool = False) -> None:
+        now = time.monotonic()
+        is_due = index % max(1, self.refresh_rate) == 0
+        is_due = is_due and now - self._drawn_at > _SECONDS_BETWEEN_DRAWINGS
+        if self._screen.is_open and self.trainer.is_global_zero and (at_once or is_due):
+            self._drawn_at = now
+            is_shown = self._has_begun and self.trainer.state.fn == "fit"
+            self._run_text = self._run_line(self._screen.width) if is_shown else None
+            self._show()
+
+    def _show(self) -> None:
+        """Show what is known; every second, so that a clock goes on while nothing ends."""
+        width, inner = self._screen.width, self._inner
+        lines = [] if self._run_text is None else [self._run_text]
+        if inner is not None and (not lines or inner.seconds > SECONDS_OF_A_SHORT_ROUND):
+            lines.append(f"  {inner.line(width - 2)}" if lines else inner.line(width))
+        self._screen.show(*lines)
+
+    def _open(self) -> None:
+        is_first = self.trainer.is_global_zero
+        self._screen.open(draws=is_first)
+        if self._screen.is_open and is_first:
+            self._ticker.start()
+
+    def _run_line(self, width: int, *, has_ended: bool = False) -> str:
+        total = self.trainer.max_epochs if (self.trainer.max_epochs or -1) > 0 else None
+        label = f"{unit(self.trainer)} {self._pace.done}{f'/{total}' if total else ''}"
+        share = None if total is None else self._pace.done / total
+        clock = self._pace.words(None if has_ended else total)
+        return run_line(label, share, clock, metrics_in_order(self.trainer), width)
+
+    def _close(self) -> None:
+        self._ticker.stop()
+        if self._screen.is_open:  # not where the processes were started that have a bar
+            is_fit = self.trainer.state.fn == "fit" and self.trainer.is_global_zero
+            left = [self._run_line(self._screen.width, has_ended=True)] if is_fit else []
+            self._screen.close(*left)
+        self._inner = self._run_text = None
+        self._has_begun = False
+
+
+def _count(trainer: Trainer) -> tuple[str, float]:
+    """Return what a round has, clients or batches, and how many."""
+    federation = federation_of(trainer)
+    if federation is None or federation.rounds is None:
+        return "batches", trainer.num_training_batches
+    return "clients", federation.rounds.run.groups.num_clients
