@@ -50,7 +50,12 @@ from fl_lightning.cli.runs import (
 from fl_lightning.cli.started import take_what_was_started
 from fl_lightning.cli.trainer import check_trainer
 from fl_lightning.core.console.screen import clear_leftovers
-from fl_lightning.core.errors import ConfigurationError, Interrupted
+from fl_lightning.core.errors import (
+    ClientFailure,
+    ConfigurationError,
+    Interrupted,
+    RoundFailure,
+)
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.checkpoints.csv_rows import keep_rows
 from fl_lightning.federation.checkpoints.earlier_runs import EarlierRun
@@ -323,6 +328,28 @@ def resolve(words: Sequence[str]) -> str:
     return said.getvalue()
 
 
+def fit_trial(words: Sequence[str], callback: Callback) -> None:
+    """Run ``fit`` with a callback of ours, in a process that has just begun.
+
+    Args:
+        words: of the command line, after ``fit``.
+        callback: beside those of the configuration.
+
+    Raises:
+        ConfigurationError: for a setting that cannot work, whoever refuses it.
+    """
+    with console(), watched() as watch:
+        try:
+            run_lightning(["fit", *words], [callback])
+        except (ClientFailure, RoundFailure):
+            raise
+        except Exception as error:
+            sentence = explain(error, watch)
+            if sentence is None:
+                raise
+            raise ConfigurationError(sentence) from error
+
+
 def validate(words: Sequence[str], callback: Callback) -> None:
     """Run ``validate`` with a callback of ours, which leaves nothing on the disk.
 
@@ -330,7 +357,7 @@ def validate(words: Sequence[str], callback: Callback) -> None:
         words: of the command line, after ``validate``.
         callback: beside those of the configuration.
     """
-    run_lightning(["validate", *words], [callback])
+    run_lightning(["validate", *words], [callback], keeps_configuration=False)
 
 
 def run_lightning(
@@ -344,14 +371,14 @@ def run_lightning(
 
     Args:
         args: of the command line.
-        callbacks: of ours; with them the run saves no configuration.
+        callbacks: of ours.
         cli: what runs it.
         keeps_configuration: whether the configuration is saved beside checkpoints.
     """
     cli(
         args=args,
         trainer_defaults={"callbacks": list(callbacks)},
-        save_config_callback=RunConfig if keeps_configuration and not callbacks else None,
+        save_config_callback=RunConfig if keeps_configuration else None,
     )
 
 
@@ -359,11 +386,15 @@ def parser_of(command: str) -> Parser:
     """Return the parser of one of our commands.
 
     Args:
-        command: ``compare``, ``search``, ``latency`` or ``network``. What runs it is imported now.
+        command: ``compare``, ``sweep``, ``search``, ``latency`` or ``network``. What runs it is imported now.
     """
     parser = Parser(prog=f"fl-lightning {command}", description=COMMANDS[command])
     if command == "compare":
         from fl_lightning.experiments.compare import add_arguments
+
+        add_arguments(parser)
+    elif command == "sweep":
+        from fl_lightning.cli.sweep import add_arguments
 
         add_arguments(parser)
     elif command == "search":
@@ -390,6 +421,10 @@ def _run(words: Any) -> None:
         from fl_lightning.experiments.compare import compare
 
         compare(rest, parser=parser_of(command), resolve=resolve)
+    elif command == "sweep":
+        from fl_lightning.cli.sweep import sweep
+
+        sweep(rest, parser=parser_of(command), resolve=resolve, fit=fit_trial)
     elif command == "search":
         from fl_lightning.cli.search import search
 
