@@ -36,10 +36,10 @@ from fl_lightning.cli.at_once.commands import COMMANDS
 from fl_lightning.cli.at_once.configs import with_paths
 from fl_lightning.cli.at_once.short_names import loader, with_whole_names
 from fl_lightning.cli.console import console, forget_early_messages
-from fl_lightning.cli.constructors import watch_configuration, watched
 from fl_lightning.cli.devices import asks_for_several, automatic_processes
-from fl_lightning.cli.errors import Parser, explain
-from fl_lightning.cli.ranges import check_ranges
+from fl_lightning.cli.mistakes.constructors import watch_configuration, watched
+from fl_lightning.cli.mistakes.errors import Parser, explain
+from fl_lightning.cli.mistakes.ranges import check_ranges
 from fl_lightning.cli.runs import (
     RunConfig,
     ended_by_signals,

@@ -14,7 +14,7 @@ from lightning.pytorch import Callback
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from fl_lightning.cli.constructors import named, specs
+from fl_lightning.cli.mistakes.constructors import named, specs
 from fl_lightning.core.errors import ConfigurationError
 
 _AT_LEAST_ZERO = (

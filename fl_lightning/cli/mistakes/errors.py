@@ -19,8 +19,15 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser
 from typing_extensions import override
 
-from fl_lightning.cli.constructors import Noting, NotingWithLinks, Refusal, Watch, causes, told_at
-from fl_lightning.cli.words import sentence, shortened
+from fl_lightning.cli.mistakes.constructors import (
+    Noting,
+    NotingWithLinks,
+    Refusal,
+    Watch,
+    causes,
+    told_at,
+)
+from fl_lightning.cli.mistakes.words import sentence, shortened
 from fl_lightning.core.errors import (
     CheckpointFailure,
     ConfigurationError,

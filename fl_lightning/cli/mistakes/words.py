@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-from fl_lightning.cli.complaints import Complaint, complaint
-from fl_lightning.cli.unfinished import what_is_missing
+from fl_lightning.cli.mistakes.complaints import Complaint, complaint
+from fl_lightning.cli.mistakes.unfinished import what_is_missing
 
 MOST_CHARACTERS = 500
 

@@ -1,0 +1,1 @@
+"""What is wrong with a command line or a configuration, in a sentence."""
