@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from fl_lightning.callbacks.backdoor_success import BackdoorSuccess
     from fl_lightning.callbacks.calibration.mask_calibration import MaskCalibration
     from fl_lightning.callbacks.client_evaluation import ClientEvaluation
+    from fl_lightning.callbacks.console.companions import companions
+    from fl_lightning.callbacks.console.run_log import RunLog
     from fl_lightning.callbacks.partition_report import PartitionReport
     from fl_lightning.callbacks.progress import RoundProgressBar
     from fl_lightning.cli.command import FederatedCLI
@@ -93,10 +95,12 @@ __all__ = [
     "PoissonCohort",
     "RoundFailure",
     "RoundProgressBar",
+    "RunLog",
     "Scaffold",
     "SparseAdamW",
     "SparseSGDM",
     "UniformCohort",
+    "companions",
 ]
 
 # Imported when first asked for: PyTorch and Lightning take seconds (PEP 562).
@@ -133,10 +137,12 @@ _HOMES = {
     "PoissonCohort": "fl_lightning.data.cohorts.cohort",
     "RoundFailure": "fl_lightning.core.errors",
     "RoundProgressBar": "fl_lightning.callbacks.progress",
+    "RunLog": "fl_lightning.callbacks.console.run_log",
     "Scaffold": "fl_lightning.client.corrections.scaffold",
     "SparseAdamW": "fl_lightning.sparsity.optimizers.sparse_adamw",
     "SparseSGDM": "fl_lightning.sparsity.optimizers.sparse_sgdm",
     "UniformCohort": "fl_lightning.data.cohorts.cohort",
+    "companions": "fl_lightning.callbacks.console.companions",
 }
 _ROOMS = (
     "callbacks",

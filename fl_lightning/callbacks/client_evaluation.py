@@ -32,6 +32,7 @@ from fl_lightning.callbacks.client_examples import (
     common_test_examples,
     held_out_examples,
 )
+from fl_lightning.callbacks.console.tidy import detail
 from fl_lightning.callbacks.evaluated_model import ModelOrigin
 from fl_lightning.callbacks.spread_over_clients import jains_index, worst_decile
 from fl_lightning.client.local_step import SizedBatch
@@ -121,9 +122,10 @@ class ClientEvaluation(Callback):
         common = self.common_test_set and stage == "test"
         examples = common_test_examples(trainer, data) if common else held_out_examples(data, stage)
         if why_not := _why_not(trainer, data, stage, examples):
-            rank_zero_info(f"No per-client evaluation: {why_not}.")
+            rank_zero_info(f"No per-client evaluation: {why_not}.", **detail())
             return
-        rank_zero_info(f"per-client evaluation ({stage}): {self._origin.words(trainer)}")
+        words = f"per-client evaluation ({stage}): {self._origin.words(trainer)}"
+        rank_zero_info(words, **detail())
         self._write(trainer, stage, examples, self._evaluate(trainer, module, stage, examples))
 
     def _evaluate(
@@ -259,9 +261,11 @@ def _log(trainer: Trainer, name: str, values: Tensor, *, higher_is_better: bool)
     if bool((values >= 0).all()):
         logs[f"{key}_jain"] = jains_index(values)
         fairness = f", Jain's index {logs[f'{key}_jain']:.4f}"
+    trainer.callback_metrics.update({k: torch.as_tensor(v).float() for k, v in logs.items()})
     rank_zero_info(
         f"clients: {name} mean {mean:.4f}, spread {spread:.4f}, worst decile {worst:.4f}{fairness} "
-        f"over {len(values)} clients"
+        f"over {len(values)} clients",
+        **detail(),
     )
     for logger in trainer.loggers:
         logger.log_metrics({k: float(v) for k, v in logs.items()}, step=trainer.global_step)

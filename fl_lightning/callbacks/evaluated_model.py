@@ -16,6 +16,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
+from fl_lightning.callbacks.console.tidy import detail
 from fl_lightning.federation.federation import Federation
 
 
@@ -68,11 +69,11 @@ class EvaluatedModel(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say it in the ``validate`` command; a fit's own validations stand beside their round."""
         if trainer.state.fn == "validate":
-            rank_zero_info(f"validate: {self._origin.words(trainer)}")
+            rank_zero_info(f"validate: {self._origin.words(trainer)}", **detail())
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say it in the ``test`` command and in the test at the end of a fit."""
-        rank_zero_info(f"test: {self._origin.words(trainer)}")
+        rank_zero_info(f"test: {self._origin.words(trainer)}", **detail())
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say it in the ``predict`` command."""

@@ -8,6 +8,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info
 
+from fl_lightning.callbacks.console.tidy import detail
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.checkpoints.run_folder import run_folder
 
@@ -15,7 +16,7 @@ from fl_lightning.federation.checkpoints.run_folder import run_folder
 class PartitionReport(Callback):
     """Logs the partition when a fit starts.
 
-    Prints a few lines, draws clients × classes into TensorBoard as ``partition`` and saves
+    Prints a line, and a few more into the log, draws clients × classes into TensorBoard as ``partition`` and saves
     ``partition.csv``, one row per client, in the logger's directory.
     """
 
@@ -31,7 +32,8 @@ class PartitionReport(Callback):
         if not trainer.is_global_zero:
             return
         summary = data.summary()
-        rank_zero_info(summary.as_text())
+        rank_zero_info(f"data: {type(data.source).__name__}, {summary.as_line()}")
+        rank_zero_info(summary.as_text(), **detail())
         if trainer.logger is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         Path(folder).mkdir(parents=True, exist_ok=True)

@@ -1,24 +1,320 @@
-"""The progress bar counts rounds and clients."""
+"""One bar for the run: rounds done, time left, and metrics, the one that is monitored first.
+
+    round 12/50  ━━━━━━────────────────────  1:03 left  val/accuracy 0.861  val/loss 0.412
+      clients 3/5  ━━━━━━━━━━━━━━━━━━──────────── 0:07
+
+A round that takes more than five seconds has a bar of its own below. Where nobody looks, because
+standard error is a file or a pipe, every round is a line in the log instead.
+"""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.utilities import rank_zero_info
+from typing_extensions import override
+
+from fl_lightning.callbacks.console.round_line import (
+    federation_of,
+    metrics_in_order,
+    number,
+    round_line,
+    unit,
+)
+from fl_lightning.core.console.bars import duration, filled
+from fl_lightning.core.console.screen import Screen
+from fl_lightning.core.errors import ConfigurationError
+
+SECONDS_OF_A_SHORT_ROUND = 5.0
+_SECONDS_BETWEEN_DRAWINGS = 0.1
+_WIDEST_BAR, _NARROWEST_BAR = 30, 8
 
 
-class RoundProgressBar(TQDMProgressBar):
-    """Lightning's bar with the word that fits: ``Round 3/30``, one tick per client."""
+class RoundProgressBar(ProgressBar):
+    """A bar of rounds, never cut off and never printed into; see the module's first lines.
 
-    def on_train_epoch_start(self, trainer: Trainer, *args: LightningModule | Any) -> None:
-        """Say which round it is."""
-        super().on_train_epoch_start(trainer, *args)
-        last = f"/{trainer.max_epochs}" if (trainer.max_epochs or -1) > 0 else ""
-        self.train_progress_bar.set_description(f"Round {trainer.current_epoch + 1}{last}")
+    Args:
+        refresh_rate: draw after so many groups of clients, or batches, at the most often; 0 for no bar.
 
-    def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-        """Show the metrics without the logger's version number."""
-        metrics = super().get_metrics(trainer, pl_module)
-        metrics.pop("v_num", None)
-        return dict(metrics)
+    Raises:
+        ConfigurationError: if the rate is negative.
+    """
+
+    def __init__(self, refresh_rate: int = 1) -> None:
+        super().__init__()
+        if refresh_rate < 0:
+            raise ConfigurationError(
+                f"refresh_rate must be a whole number, at least 0 (no bar), got {refresh_rate}"
+            )
+        self.refresh_rate = refresh_rate
+        self._is_wanted = refresh_rate > 0
+        self._screen = Screen()
+        self._pace = Pace()
+        self._inner: Inner | None = None
+        self._drawn_at = 0.0
+
+    @property
+    def says_rounds(self) -> bool:
+        """Whether rounds are lines in the log, for want of a terminal."""
+        return self._is_wanted and not self._screen.is_open
+
+    @override
+    def disable(self) -> None:
+        self._is_wanted = False
+
+    @override
+    def enable(self) -> None:
+        self._is_wanted = self.refresh_rate > 0
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Know whose rounds they are."""
+        self._trainer = trainer
+        self.enable()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin to draw; in other processes, to keep out of what the first one draws."""
+        self._pace = Pace(done=trainer.current_epoch)
+        if self._is_wanted:
+            self._screen.open(draws=trainer.is_global_zero)
+        self._draw(at_once=True)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin a round."""
+        self._inner = Inner(*_count(trainer))
+        self._pace.begin()
+        self._draw()
+
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Count clients, or batches."""
+        if self._inner is not None:
+            self._inner.done = round(
+                (batch_idx + 1) / trainer.num_training_batches * self._inner.total
+            )
+        self._draw(batch_idx)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Count a round; where there is no terminal, say it."""
+        self._inner = None
+        self._pace.end()
+        if self.says_rounds:
+            rank_zero_info(round_line(trainer))
+        self._draw(at_once=True)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Say nothing of a round any more."""
+        self._inner = None
+        self._draw(at_once=True)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin to count batches."""
+        self._begin(trainer, "validation", trainer.num_val_batches)
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin to count batches."""
+        self._begin(trainer, "test", trainer.num_test_batches)
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin to count batches."""
+        self._begin(trainer, "predict", trainer.num_predict_batches)
+
+    def on_validation_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        """Count one."""
+        self._count_batch()
+
+    def on_test_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        """Count one."""
+        self._count_batch()
+
+    def on_predict_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        """Count one."""
+        self._count_batch()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Say nothing of it any more."""
+        self._inner = None
+        self._draw()
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Leave the bar as it is, above what is said of the exception."""
+        self._close()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Leave the bar of the whole run, as a line like any other."""
+        self._close()
+
+    @override
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        print(*args, **kwargs)  # goes above the bar, as all that is printed
+
+    def _begin(self, trainer: Trainer, what: str, batches: Sequence[float] | float) -> None:
+        if trainer.sanity_checking:
+            return
+        total = sum(batches) if isinstance(batches, Sequence) else batches
+        self._inner = Inner(what, total)
+        if trainer.state.fn != "fit" and self._is_wanted:
+            self._screen.open(draws=trainer.is_global_zero)
+        self._draw()
+
+    def _count_batch(self) -> None:
+        if self._inner is not None and not self.trainer.sanity_checking:
+            self._inner.done += 1
+            self._draw()
+
+    def _draw(self, index: int = 0, *, at_once: bool = False) -> None:
+        now = time.monotonic()
+        is_due = index % max(1, self.refresh_rate) == 0
+        is_due = is_due and now - self._drawn_at > _SECONDS_BETWEEN_DRAWINGS
+        if self._screen.is_open and self.trainer.is_global_zero and (at_once or is_due):
+            self._drawn_at = now
+            self._screen.show(*self._lines())
+
+    def _lines(self) -> list[str]:
+        width, inner = self._screen.width, self._inner
+        if self.trainer.state.fn != "fit":
+            return [] if inner is None else [inner.line(width)]
+        lines = [self._run_line(width)]
+        if inner is not None and inner.seconds > SECONDS_OF_A_SHORT_ROUND:
+            lines.append(f"  {inner.line(width - 2)}")
+        return lines
+
+    def _run_line(self, width: int, *, has_ended: bool = False) -> str:
+        total = self.trainer.max_epochs if (self.trainer.max_epochs or -1) > 0 else None
+        label = f"{unit(self.trainer)} {self._pace.done}{f'/{total}' if total else ''}"
+        share = None if total is None else self._pace.done / total
+        clock = self._pace.words(None if has_ended else total)
+        return run_line(label, share, clock, metrics_in_order(self.trainer), width)
+
+    def _close(self) -> None:
+        is_fit = self.trainer.state.fn == "fit" and self.trainer.is_global_zero
+        is_shown = is_fit and self._screen.is_open
+        left = [self._run_line(self._screen.width, has_ended=True)] if is_shown else []
+        self._screen.close(*left)
+        self._inner = None
+
+
+class Pace:
+    """How many rounds are done, and how long the others will take.
+
+    Args:
+        done: rounds at the start.
+    """
+
+    def __init__(self, done: int = 0) -> None:
+        self.done = done
+        self._started = self._began = time.monotonic()
+        self._seconds: list[float] = []
+
+    def begin(self) -> None:
+        """Note that a round begins."""
+        self._began = time.monotonic()
+
+    def end(self) -> None:
+        """Note that it has ended."""
+        self.done += 1
+        self._seconds.append(time.monotonic() - self._began)
+
+    def words(self, total: int | None) -> str:
+        """Return the time that is left, or, at the end or without an end, the time that it took.
+
+        Args:
+            total: rounds of the run, None if nobody knows.
+        """
+        if total is None or self.done >= total:
+            return f"in {duration(time.monotonic() - self._started)}"
+        # what is measured and compiled in the first round takes its time once
+        known = self._seconds[1:][-10:] or self._seconds
+        if not known:
+            return ""
+        return f"{duration((total - self.done) * sum(known) / len(known))} left"
+
+
+class Inner:
+    """What goes on within a round: clients, or batches, that are done.
+
+    Args:
+        what: is counted.
+        total: how many there are; infinite if nobody knows.
+    """
+
+    def __init__(self, what: str, total: float) -> None:
+        self.what, self.total, self.done = what, total, 0
+        self._began = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Since it began."""
+        return time.monotonic() - self._began
+
+    def line(self, width: int) -> str:
+        """Return a bar.
+
+        Args:
+            width: columns of the line.
+        """
+        is_known = 0 < self.total < float("inf")
+        label = f"{self.what} {self.done}{f'/{self.total:.0f}' if is_known else ''}"
+        share = self.done / self.total if is_known else None
+        return run_line(label, share, duration(self.seconds), {}, width)
+
+
+def run_line(
+    label: str, share: float | None, clock: str, metrics: Mapping[str, float], width: int
+) -> str:
+    """Return a bar with metrics, of which as many are shown as there is room for, the first ones first.
+
+    Args:
+        label: what is counted, and how far.
+        share: that is done, in [0, 1]; None for no bar.
+        clock: time, left or taken.
+        metrics: by name.
+        width: columns of the line.
+
+    Example:
+        >>> metrics = {"val/accuracy": 0.861, "val/loss": 0.412}
+        >>> run_line("round 12/50", 0.24, "1:03 left", metrics, 72)
+        'round 12/50  ━━━━────────────  1:03 left  val/accuracy 0.861  val/loss 0.412'[:72]
+    """
+    words = [label] if share is None else [label, ""]
+    bar = 0 if share is None else _NARROWEST_BAR
+    words += [clock] if clock else []
+    parts = [f"{name} {number(value)}" for name, value in metrics.items()]
+    if parts and _length([*words, parts[0]]) + bar > width and share is not None:
+        words, bar, share = (
+            [word for word in words if word],
+            0,
+            None,
+        )  # a metric goes before the bar
+    for part in parts:
+        if _length([*words, part]) + bar > width:
+            break
+        words.append(part)
+    if share is not None:
+        bar = min(_WIDEST_BAR, width - _length(words))
+        words[1] = filled(share, bar)
+    return "  ".join(words)[:width]
+
+
+def _length(words: Sequence[str]) -> int:
+    return len("  ".join(words))
+
+
+def _count(trainer: Trainer) -> tuple[str, float]:
+    """Return what a round has, clients or batches, and how many."""
+    federation = federation_of(trainer)
+    if federation is None or federation.rounds is None:
+        return "batches", trainer.num_training_batches
+    return "clients", federation.rounds.run.groups.num_clients

@@ -7,10 +7,8 @@ Without the block the same files train centrally. ``fl-lightning compare`` runs 
 
 from __future__ import annotations
 
-import logging
 import signal
 import sys
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
@@ -23,19 +21,21 @@ import yaml
 from jsonargparse import get_loader, set_loader
 from jsonargparse.typing import PositiveInt
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import BasePredictionWriter, ModelCheckpoint, ProgressBar
+from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from fl_lightning.callbacks.client_evaluation import ClientEvaluation
-from fl_lightning.callbacks.evaluated_model import EvaluatedModel, shown_path
-from fl_lightning.callbacks.partition_report import PartitionReport
+from fl_lightning.callbacks.console.companions import companions
+from fl_lightning.callbacks.console.results_table import ResultsTable
+from fl_lightning.callbacks.console.run_log import Level
+from fl_lightning.callbacks.console.tidy import detail
+from fl_lightning.callbacks.evaluated_model import shown_path
 from fl_lightning.callbacks.predictions import Predictions
-from fl_lightning.callbacks.progress import RoundProgressBar
 from fl_lightning.cli.at_once.commands import COMMANDS
 from fl_lightning.cli.at_once.configs import with_paths
 from fl_lightning.cli.at_once.short_names import loader, with_whole_names
+from fl_lightning.cli.console import console, forget_early_messages
 from fl_lightning.cli.constructors import watch_configuration, watched
 from fl_lightning.cli.devices import asks_for_several, automatic_processes
 from fl_lightning.cli.errors import Parser, explain
@@ -49,6 +49,7 @@ from fl_lightning.cli.runs import (
 )
 from fl_lightning.cli.started import take_what_was_started
 from fl_lightning.cli.trainer import check_trainer
+from fl_lightning.core.console.screen import clear_leftovers
 from fl_lightning.core.errors import ConfigurationError, Interrupted
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.checkpoints.csv_rows import keep_rows
@@ -64,17 +65,6 @@ from fl_lightning.federation.checks.checkpoint_file import check_checkpoint
 from fl_lightning.federation.checks.compatibility import check_strategy
 from fl_lightning.federation.federation import Federation
 from fl_lightning.federation.processes.interruption import Interruption
-
-_EXPECTED_WARNINGS = (
-    # the data sets here build whole batches in the main process: workers would only slow them
-    ".*does not have many workers",
-    # a resumed run goes on in its own folder, `validate` and `test` log in a new one
-    "Checkpoint directory .* exists and is not empty",
-    "The dirpath has changed",
-    # compare reads every variant's configuration with this command line
-    "LightningCLI's args parameter is intended to run from within Python",
-)
-
 
 # YAML in which classes may stand without their modules
 _SHORT = "short"
@@ -158,6 +148,12 @@ class FederatedCLI(LightningCLI):
             default=False,
             help="With ckpt_path: go on although the configuration is not that of the run.",
         )
+        parser.add_argument(
+            "--log_level",
+            type=Level,
+            default="info",
+            help="Of the least important messages that run.log, in the run's folder, keeps.",
+        )
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Parse, and refuse what Lightning would stumble over, or take without a look."""
@@ -198,20 +194,23 @@ class FederatedCLI(LightningCLI):
         options = self._get(self.config_init, "trainer")
         given = options.get("callbacks") or []
         given = given if isinstance(given, list) else [given]
-        options["callbacks"] = [*given, EvaluatedModel(), *self._predictions(given)]
+        options["callbacks"] = [*given, *self._predictions(given)]
         if self.subcommand == "fit":
             self._interruption = Interruption()
             options["callbacks"].insert(0, self._interruption)  # before others begin a round
             if not options["fast_dev_run"]:
                 settle_folder(options, self._run)
         take_what_was_started(options)
+        if options["enable_model_summary"] is None:
+            options["enable_model_summary"] = (
+                False  # the overview has a line, the log file the layers
+            )
         if federation is not None:
-            options["callbacks"] += [federation, *companions(given, options)]
-            if self.subcommand == "fit":
-                self._choose_processes(options, federation)
-            if options["strategy"] == "auto" and asks_for_several(options):
-                options["strategy"] = "federated"
-                rank_zero_info("trainer.strategy: federated, because there are several devices")
+            options["callbacks"].append(federation)
+            self._choose_processes(options, federation)
+        options["callbacks"] += self._companions(
+            given, options, is_federated=federation is not None
+        )
         trainer = super().instantiate_trainer(**kwargs)
         write_atomically(trainer)
         if self._run is not None and trainer.is_global_zero:
@@ -226,16 +225,39 @@ class FederatedCLI(LightningCLI):
         is_kept = any(isinstance(callback, BasePredictionWriter) for callback in given)
         return [Predictions()] if self.subcommand == "predict" and not is_kept else []
 
+    def _companions(
+        self, given: Sequence[Callback], options: Mapping[str, Any], *, is_federated: bool
+    ) -> list[Callback]:
+        """Return the callbacks of every run, but for those that the configuration brings itself."""
+        own = self.config[self.subcommand]
+        self._results = ResultsTable(
+            waits_for_test=bool(own.get("test_after_fit")), is_wanted=own.get("verbose", True)
+        )
+        found = companions(
+            *(*given, self._results),
+            log_level=own.log_level,
+            progress_bar=options["enable_progress_bar"] is not False,
+            checkpoint=is_federated and options["enable_checkpointing"] is not False,
+            is_federated=is_federated,
+        )
+        return [callback for callback in found if callback not in given]
+
     def _choose_processes(self, options: Any, federation: Federation) -> None:
-        """Let ``devices: auto`` mean all cores where clients train on CPUs."""
-        num_threads = self.config[self.subcommand].num_threads
-        count = automatic_processes(options, federation, self.datamodule, num_threads)
-        if count > 1:
-            options["devices"], options["strategy"] = count, "federated"
-            rank_zero_info(
-                f"trainer.devices: {count} processes of one thread each, as there are cores for; "
-                "1 trains in this process alone"
-            )
+        """Let ``devices: auto`` of a fit mean all cores where clients train on CPUs."""
+        if self.subcommand == "fit":
+            num_threads = self.config[self.subcommand].num_threads
+            count = automatic_processes(options, federation, self.datamodule, num_threads)
+            if count > 1:
+                options["devices"], options["strategy"] = count, "federated"
+                rank_zero_info(
+                    f"trainer.devices: {count} processes of one thread each, as there are cores "
+                    "for; 1 trains in this process alone",
+                    **detail(),
+                )
+        if options["strategy"] == "auto" and asks_for_several(options):
+            options["strategy"] = "federated"
+            why = "because there are several devices"
+            rank_zero_info(f"trainer.strategy: federated, {why}", **detail())
 
     def fit(self, *args: Any, **kwargs: Any) -> None:
         """Fit as the Trainer does; when interrupted, say how to go on."""
@@ -244,14 +266,18 @@ class FederatedCLI(LightningCLI):
             self.trainer.fit(*args, **kwargs)
         except Interrupted as stop:
             raise Interrupted(stop.signum, way_on(folders)) from stop
+        forget_early_messages()
         if self._interruption.is_asked:  # during the last round
             raise Interrupted(signal.SIGINT, way_on(folders))
 
     def after_fit(self) -> None:
         """Test the last model and say where everything is."""
         data = self.datamodule
+        self._results.keep(self.trainer)
         if self.config[self.subcommand].test_after_fit and _has_test(self.model, data):
-            self.trainer.test(self.model, datamodule=data)
+            self.trainer.test(self.model, datamodule=data, verbose=False)
+        else:
+            self._results.report(self.trainer)
         report_whereabouts(self.trainer)
 
     def after_predict(self) -> None:
@@ -260,39 +286,13 @@ class FederatedCLI(LightningCLI):
             if isinstance(callback, Predictions) and callback.path is not None:
                 print(f"\npredictions: {shown_path(str(callback.path))}")
 
+    def validate(self, **kwargs: Any) -> None:
+        """Validate as the Trainer does; the table is ours, and so it is with `test`."""
+        self.trainer.validate(**{**kwargs, "verbose": False})
 
-def companions(given: Sequence[Callback], trainer: Mapping[str, Any]) -> list[Callback]:
-    """Return the callbacks that a federated run has unless the configuration brings its own.
-
-    Args:
-        given: the callbacks of the configuration.
-        trainer: the Trainer's other settings.
-    """
-    watchers: list[Callback] = [PartitionReport(), ClientEvaluation()]
-    if trainer["enable_progress_bar"] is not False:
-        watchers.append(RoundProgressBar())
-    keeps_last = any(isinstance(c, ModelCheckpoint) and c.save_last for c in given)
-    if trainer["enable_checkpointing"] is not False and not keeps_last:
-        watchers.append(every_round_checkpoint())
-    taken = (ProgressBar, PartitionReport, ClientEvaluation)
-    return [
-        new
-        for new in watchers
-        if not any(
-            isinstance(new, kind) and isinstance(old, kind) for kind in taken for old in given
-        )
-    ]
-
-
-def every_round_checkpoint() -> ModelCheckpoint:
-    """Return a callback that overwrites ``last.ckpt`` at the end of every round.
-
-    A killed run loses no more than the round it was in. (``save_last`` alone saves only when the
-    callback saves another checkpoint as well.)
-    """
-    return ModelCheckpoint(
-        filename="last", enable_version_counter=False, save_on_train_epoch_end=True
-    )
+    def test(self, **kwargs: Any) -> None:
+        """Test as the Trainer does."""
+        self.trainer.test(**{**kwargs, "verbose": False})
 
 
 def _has_test(model: LightningModule, data: LightningDataModule | None) -> bool:
@@ -417,14 +417,12 @@ def run_command(args: ArgsType) -> None:
 
 @ended_by_signals
 def _ended_with_a_sentence(run: Callable[[], None]) -> None:
-    for expected in _EXPECTED_WARNINGS:
-        warnings.filterwarnings("ignore", message=expected)
-    logging.getLogger("lightning.pytorch").setLevel(logging.INFO)
-    with watched() as watch:
+    with console(), watched() as watch:
         try:
             run()
         except Exception as error:
             sentence = explain(error, watch)
             if sentence is None:
                 raise
+            clear_leftovers()
             sys.exit(f"fl-lightning: {sentence}")

@@ -19,7 +19,11 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
+from fl_lightning.callbacks.console.run_log import NAME
 from fl_lightning.callbacks.evaluated_model import saved_after, shown_path
+from fl_lightning.core.console.layout import laid_out
+from fl_lightning.core.console.screen import clear_leftovers
+from fl_lightning.core.console.terminal import is_terminal, width_of
 from fl_lightning.core.errors import Interrupted
 from fl_lightning.federation.checkpoints.atomic_checkpoint import AtomicCheckpointIO
 from fl_lightning.federation.checkpoints.earlier_runs import CONFIG, newest_checkpoint
@@ -38,6 +42,7 @@ def ended_by_signals(command: Callable[Arguments, None]) -> Callable[Arguments, 
             with interruptible():
                 command(*args, **kwargs)
         except Interrupted as stop:
+            clear_leftovers()
             print(f"fl-lightning: {stop}", file=sys.stderr)
             sys.exit(stop.exit_code)
         except SIGTERMException:
@@ -111,8 +116,22 @@ def report_whereabouts(trainer: Trainer) -> None:
         lines.append(f"checkpoint: {shown_path(path)}{f' ({words})' if words else ''}")
     if trainer.logger is not None:
         lines.append(f"logs:       {shown_path(folder)}")
+        lines.append(f"messages:   {shown_path(str(Path(folder, NAME)))}")
     if isinstance(trainer.logger, TensorBoardLogger):
         lines.append(
             f"look:       tensorboard --logdir {shown_path(trainer.logger.save_dir or '')}"
         )
-    print("\n".join(["", *lines]))
+    configuration = Path(own_run_folder(trainer), CONFIG)
+    if configuration.exists() and saved_models(trainer):
+        best = shown_path([*saved_models(trainer)][-1])
+        where = f"--config {shown_path(str(configuration))} --ckpt_path {best}"
+        lines.append(f"next:       fl-lightning validate {where}")
+    print("\n".join(["", *map(_shown, lines)]))
+
+
+def _shown(line: str) -> str:
+    """Return a line as wide as the terminal, in two columns; elsewhere as it is."""
+    if not is_terminal(sys.stdout):
+        return line
+    label, _, text = line.partition(":")
+    return laid_out(f"{label}: {text.strip()}", width_of(sys.stdout) - 1)

@@ -121,6 +121,20 @@ class PartitionSummary:
         logarithm = np.log2(share, out=np.zeros_like(share), where=share > 0)
         return np.asarray(np.abs((share * logarithm).sum(axis=1)))  # abs: no "-0.0"
 
+    def as_line(self) -> str:
+        """Return the most important in a line.
+
+        Example:
+            >>> shards = [np.array([0, 1]), np.array([2, 3, 4])]
+            >>> PartitionSummary.of(shards, np.array([0, 0, 1, 1, 1])).as_line()
+            '2 clients with 2 to 3 examples, 5 in all; 1 of 2 classes each'
+        """
+        sizes = f"{_range(self.sizes)} examples, {self.sizes.sum():,} in all"
+        line = f"{len(self.sizes):,} clients with {sizes}"
+        if not len(self.classes):
+            return line
+        return f"{line}; {_range(self.classes_per_client)} of {len(self.classes)} classes each"
+
     def as_text(self) -> str:
         """Return a few lines for people."""
         rows = {
@@ -193,6 +207,11 @@ class PartitionSummary:
         total = f"{self.sizes.sum()} examples of {len(self.classes)} classes"
         figure.suptitle(f"{total} on {num_clients} clients{sample}")
         return figure
+
+
+def _range(numbers: np.ndarray) -> str:
+    least, most = int(numbers.min()), int(numbers.max())
+    return f"{least:,}" if least == most else f"{least:,} to {most:,}"
 
 
 def _evenly_spaced(count: int, most: int) -> np.ndarray:

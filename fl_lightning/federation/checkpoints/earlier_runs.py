@@ -23,7 +23,7 @@ CONFIG = "config.yaml"
 # What a run may have otherwise when it is taken up again, and remains the same run.
 _FREE = (
     *("ckpt_path", "config", "num_threads", "resume_changed", "test_after_fit", "verbose"),
-    *("return_predictions", "weights_only"),
+    *("return_predictions", "weights_only", "log_level"),
     *("trainer.accelerator", "trainer.barebones", "trainer.default_root_dir", "trainer.devices"),
     *("trainer.enable_model_summary", "trainer.enable_progress_bar", "trainer.fast_dev_run"),
     *("trainer.max_epochs", "trainer.max_steps", "trainer.max_time", "trainer.min_epochs"),

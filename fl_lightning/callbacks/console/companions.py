@@ -1,0 +1,78 @@
+"""The callbacks that a run has beside its federation, on the command line and in Python."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
+
+from fl_lightning.callbacks.client_evaluation import ClientEvaluation
+from fl_lightning.callbacks.console.overview import RunOverview
+from fl_lightning.callbacks.console.results_table import ResultsTable
+from fl_lightning.callbacks.console.run_log import Level, RunLog
+from fl_lightning.callbacks.evaluated_model import EvaluatedModel
+from fl_lightning.callbacks.partition_report import PartitionReport
+from fl_lightning.callbacks.progress import RoundProgressBar
+
+# of these one is enough, of any kind
+_ONE_EACH = (ProgressBar, PartitionReport, ClientEvaluation, RunLog, EvaluatedModel)
+
+
+def companions(
+    *given: Callback,
+    log_level: Level = "info",
+    progress_bar: bool = True,
+    checkpoint: bool = True,
+    is_federated: bool = True,
+) -> list[Callback]:
+    """Return what a run on the command line has beside its `Federation`, for a Trainer in Python.
+
+    An overview before the first round, a bar of rounds, ``run.log``, the partition as picture and table,
+    every client's metrics at the end, ``last.ckpt`` after every round, and a table of results.
+
+    Args:
+        given: callbacks of your own, which come first; what one of them does already is left out.
+        log_level: of the least important messages that ``run.log`` keeps.
+        progress_bar: whether to show rounds; with False also tell the Trainer, by
+            ``enable_progress_bar``.
+        checkpoint: whether to save ``last.ckpt``.
+        is_federated: whether there is a `Federation`; without it nothing is said of clients.
+
+    Example:
+        >>> [type(callback).__name__ for callback in companions(RoundProgressBar(0))]
+        ... # doctest: +NORMALIZE_WHITESPACE
+        ['RoundProgressBar', 'RunLog', 'EvaluatedModel', 'PartitionReport', 'ClientEvaluation',
+        'RunOverview', 'ModelCheckpoint', 'ResultsTable']
+    """
+    watchers: list[Callback] = [RunLog(log_level), EvaluatedModel()]
+    if is_federated:
+        watchers += [PartitionReport(), ClientEvaluation()]
+    watchers.append(RunOverview())
+    if progress_bar:
+        watchers.append(RoundProgressBar())
+    keeps_last = any(isinstance(c, ModelCheckpoint) and c.save_last for c in given)
+    if checkpoint and not keeps_last:
+        watchers.append(every_round_checkpoint())
+    tables = [callback for callback in given if isinstance(callback, ResultsTable)]
+    others = [callback for callback in given if callback not in tables]
+    news = [new for new in watchers if not _is_among(new, given)]
+    return [*others, *news, *(tables or [ResultsTable()])]  # tells what the others have found
+
+
+def every_round_checkpoint() -> ModelCheckpoint:
+    """Return a callback that overwrites ``last.ckpt`` at the end of every round.
+
+    A killed run loses no more than the round it was in. (``save_last`` alone saves only when the
+    callback saves another checkpoint as well.)
+    """
+    return ModelCheckpoint(
+        filename="last", enable_version_counter=False, save_on_train_epoch_end=True
+    )
+
+
+def _is_among(new: Callback, given: Sequence[Callback]) -> bool:
+    """Return whether one of the callbacks does what a new one would."""
+    return any(
+        isinstance(new, kind) and isinstance(old, kind) for kind in _ONE_EACH for old in given
+    )

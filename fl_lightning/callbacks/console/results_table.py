@@ -1,0 +1,114 @@
+"""The last table: metrics of the model, and over clients their mean, spread and worst decile."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info
+
+from fl_lightning.callbacks.console.round_line import number
+from fl_lightning.callbacks.console.tidy import detail
+from fl_lightning.callbacks.evaluated_model import ModelOrigin
+
+# of a round, not of the model
+_OF_ROUNDS = re.compile(r"round/|privacy/|lr-|epoch$|step$|.*_(step|epoch)$|train/|search/")
+_OVER_CLIENTS = re.compile(r"(clients/)?(?P<name>.+)_(?P<kind>mean|spread|worst_decile|jain)")
+_COLUMNS = ("mean", "spread", "worst_decile")
+_HEAD = ("model", "clients", "spread", "worst 10 %")
+
+
+class ResultsTable(Callback):
+    """Prints the metrics at the end of a fit, a validation and a test, and of which model they are.
+
+    Args:
+        waits_for_test: whether a fit is followed by a test, whose table has the fit's metrics as well:
+            give them to `keep`.
+        is_wanted: whether to print at all.
+    """
+
+    def __init__(self, *, waits_for_test: bool = False, is_wanted: bool = True) -> None:
+        super().__init__()
+        self._waits, self._is_wanted = waits_for_test, is_wanted
+        self._origin = ModelOrigin()
+        self._kept: dict[str, Any] = {}
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Remember what is evaluated."""
+        self._origin.note(trainer, pl_module, checkpoint)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Print, unless a test is to follow."""
+        if not self._waits:
+            self.report(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Print in the ``validate`` command."""
+        if trainer.state.fn == "validate":
+            self.report(trainer)
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Print in the ``test`` command and in the test at the end of a fit."""
+        self.report(trainer)
+
+    def keep(self, trainer: Trainer) -> None:
+        """Have the next table show the present metrics, too."""
+        self._kept = dict(trainer.callback_metrics)
+
+    def report(self, trainer: Trainer) -> None:
+        """Print the table, on standard output and into the log file."""
+        table = results_table(self._kept | trainer.callback_metrics)
+        if not table or not self._is_wanted or not trainer.is_global_zero:
+            return
+        text = f"results of {self._origin.words(trainer)}\n\n{table}"
+        print(f"\n{text}", flush=True)
+        rank_zero_info(text, **detail())
+
+
+def results_table(metrics: Mapping[str, Any]) -> str:
+    """Return a table of metrics, a row each; empty if there is none.
+
+    Args:
+        metrics: by name, as the Trainer's ``callback_metrics``: ``val/accuracy`` of the model,
+            ``clients/val/accuracy_mean`` and its like over clients, ``personal/…`` of their own models.
+
+    Example:
+        >>> metrics = {"test/accuracy": 0.96, "train/loss": 0.1, "clients/test/accuracy_mean": 0.95}
+        >>> metrics |= {"clients/test/accuracy_spread": 0.04, "personal/test/accuracy_mean": 0.97}
+        >>> print(results_table(metrics))
+                                 model  clients  spread  worst 10 %
+        test/accuracy            0.960    0.950   0.040           -
+        personal/test/accuracy       -    0.970       -           -
+    """
+    rows: dict[str, dict[str, float]] = {}
+    for name, value in metrics.items():
+        found = _OVER_CLIENTS.fullmatch(name)
+        if found and name.startswith(("clients/", "personal/")):
+            rows.setdefault(found["name"], {})[found["kind"]] = float(value)
+        elif not _OF_ROUNDS.match(name):
+            rows.setdefault(name, {})["model"] = float(value)
+    if not rows:
+        return ""
+    has_clients = any(kind in row for row in rows.values() for kind in _COLUMNS)
+    kinds = ("model", *_COLUMNS) if has_clients else ("model",)
+    order = sorted(rows, key=lambda name: (name.startswith("personal/"), name))
+    lines = [["", *_HEAD[: len(kinds)]]]
+    lines += [[name, *(_cell(rows[name].get(kind)) for kind in kinds)] for name in order]
+    return aligned(lines)
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> str:
+    """Return a table whose first column is aligned to the left and whose others to the right."""
+    if not lines:
+        return ""
+    first, *others = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    rows = ([line[0].ljust(first), *map(str.rjust, line[1:], others)] for line in lines)
+    return "\n".join("  ".join(row).rstrip() for row in rows)
+
+
+def _cell(value: float | None) -> str:
+    return "-" if value is None else number(value)
