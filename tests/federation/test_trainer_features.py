@@ -1,6 +1,7 @@
 """Lightning's own features act on rounds of the global model."""
 
 import csv
+import re
 
 import pytest
 import torch
@@ -143,7 +144,7 @@ def test_timer_and_progress_bars(caplog):
     fit(timer, RichProgressBar(), enable_progress_bar=True, max_epochs=1)
     assert timer.time_elapsed("train") > 0
     fit(RoundProgressBar(), enable_progress_bar=True, max_epochs=2)
-    assert re.search(r"round 2/2: val/loss \S+, train/loss \S+, 8 clients, \S+ s", caplog.text)
+    assert re.search(r"round 2/2: train/loss \S+, 3 clients, \S+ s", caplog.text)
 
 
 def test_csv_logger_counts_rounds(tmp_path):

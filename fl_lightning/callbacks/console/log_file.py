@@ -152,7 +152,7 @@ class _Once(logging.FileHandler):
 
     @override
     def handle(self, record: logging.LogRecord) -> bool:
-        if record is self._last:
+        if record is self._last or record.levelno < self.level:
             return False
         self._last = record
         return bool(super().handle(record))

@@ -9,6 +9,7 @@ import logging
 import platform
 import sys
 import traceback
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal, get_args
@@ -57,9 +58,11 @@ class RunLog(Callback):
             )
         self.level = level
         self._file = LogFile(getattr(logging, level.upper()))
+        self._put_back: Callable[[], None] | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Take in messages from now on."""
+        self._close()
         self._put_back = tidy_screen()
         self._file.begin()
 
@@ -109,7 +112,9 @@ class RunLog(Callback):
 
     def _close(self) -> None:
         self._file.close()
-        self._put_back()
+        if self._put_back is not None:
+            self._put_back()
+        self._put_back = None
 
 
 def _layers(module: LightningModule) -> str:
