@@ -286,7 +286,7 @@ def run_line(
     Example:
         >>> metrics = {"val/accuracy": 0.861, "val/loss": 0.412}
         >>> run_line("round 12/50", 0.24, "1:03 left", metrics, 72)
-        'round 12/50  ━━━━────────────  1:03 left  val/accuracy 0.861  val/loss 0.412'[:72]
+        'round 12/50  ━━━─────────  1:03 left  val/accuracy 0.861  val/loss 0.412'
     """
     words = [label] if share is None else [label, ""]
     bar = 0 if share is None else _NARROWEST_BAR

@@ -7,16 +7,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
 from jsonargparse import ArgumentParser
 from jsonargparse.typing import PositiveInt
 
+from fl_lightning.core.console.tables import in_blocks
+from fl_lightning.core.console.terminal import is_terminal, width_of
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.experiments.experiment import BEFORE, Experiment
 from fl_lightning.experiments.figure import draw
 from fl_lightning.experiments.plan import PlannedRun, Resolve, plan_runs
 from fl_lightning.experiments.results import RunResult, read_result, write_csv, write_curves
 from fl_lightning.experiments.schedule import train_all
-from fl_lightning.experiments.table import matrix_table, results_table
+from fl_lightning.experiments.table import matrix_table, results_lines, results_table
 from fl_lightning.experiments.training import is_finished
 
 
@@ -61,6 +64,7 @@ def compare(words: Sequence[str], *, parser: ArgumentParser, resolve: Resolve) -
     )
     runs = plan_runs(experiment, out=out, options=options, resolve=resolve)
     wanted = _wanted(runs, given.only)
+    print(_planned(experiment, wanted, given.workers), flush=True)
     failures = train_all(wanted, workers=given.workers)
     finished = [run for run in runs if run.variant.name != BEFORE and is_finished(run)]
     if finished:
@@ -68,6 +72,29 @@ def compare(words: Sequence[str], *, parser: ArgumentParser, resolve: Resolve) -
     if failures:
         told = "\n".join(f"  {name}: {failure}" for name, failure in failures.items())
         sys.exit(f"fl-lightning: {len(failures)} of {len(wanted)} runs failed:\n{told}")
+
+
+def _planned(experiment: Experiment, runs: Sequence[PlannedRun], workers: int) -> str:
+    """Return what is to be trained, in a line.
+
+    Example:
+        >>> experiment = Experiment(variants={"a": None, "b": None}, seeds="0,1,2")
+        >>> runs = [PlannedRun(v, seed, "trainer: {max_epochs: 50}", Path())
+        ...         for v in experiment.all_variants for seed in experiment.all_seeds]
+        >>> _planned(experiment, runs, workers=2)
+        'planned: 6 runs of 50 rounds, 2 variants x 3 seeds, 2 at a time'
+    """
+    names = {run.variant.name for run in runs} - {BEFORE}
+    rounds = {
+        (yaml.safe_load(run.configuration).get("trainer") or {}).get("max_epochs") for run in runs
+    }
+    known = sorted(number for number in rounds if number)
+    of = f" of {' or '.join(map(str, known))} rounds" if known else ""
+    seeds = len(experiment.all_seeds)
+    return (
+        f"planned: {len(runs)} run{'s' * (len(runs) > 1)}{of}, {len(names)} variant"
+        f"{'s' * (len(names) > 1)} x {seeds} seed{'s' * (seeds > 1)}, {workers} at a time"
+    )
 
 
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -105,5 +132,8 @@ def _report(experiment: Experiment, results: Sequence[RunResult], out: Path) -> 
     write_curves(out / "curves.csv", results)
     (out / "results.md").write_text(text + "\n")
     draw(out / "results.png", results, experiment.report, axes, experiment.over)
-    print(f"\n{text}\n\nresults:    {out}/results.csv, curves.csv, results.md, results.png")
+    shown = text
+    if is_terminal(sys.stdout):  # the whole table is in the file
+        shown = in_blocks(results_lines(results), width_of(sys.stdout) - 1)
+    print(f"\n{shown}\n\nresults:    {out}/results.csv, curves.csv, results.md, results.png")
     print(f"look:       tensorboard --logdir {out}")

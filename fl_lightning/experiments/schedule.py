@@ -7,14 +7,18 @@ side, nor on the order.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
+from fl_lightning.core.console.screen import Screen
 from fl_lightning.experiments.plan import PlannedRun
+from fl_lightning.experiments.progress import Watch
 from fl_lightning.experiments.training import RunFailure, is_finished, seconds_of, train
+
+_SECONDS_BETWEEN_LOOKS = 0.5
 
 
 def train_all(runs: Sequence[PlannedRun], *, workers: int) -> dict[str, str]:
-    """Train every run that is not finished, and say so in one line each.
+    """Train every run that is not finished, and say so in one line each; show how far they are.
 
     Args:
         runs: those that others start from come first.
@@ -27,25 +31,40 @@ def train_all(runs: Sequence[PlannedRun], *, workers: int) -> dict[str, str]:
     if len(missing) < len(runs):
         print(f"{len(runs) - len(missing)} of {len(runs)} runs were finished before", flush=True)
     failures: dict[str, str] = {}
+    watch, screen = Watch(len(missing), workers), Screen()
     pool = ThreadPoolExecutor(workers)
     started: dict[str, Future[None]] = {}
+    screen.open()
     try:
         for run in missing:
             before = started.get(run.before.name) if run.before else None
             started[run.name] = pool.submit(_train_after, before, run)
-        by_future = {future: run for run, future in zip(missing, started.values(), strict=True)}
-        for number, future in enumerate(as_completed(by_future), 1):
-            run = by_future[future]
-            try:
-                future.result()
-                ended = f"{seconds_of(run):.0f} s"
-            except RunFailure as failure:
-                failures[run.name] = str(failure)
-                ended = f"FAILED: {failure}"
-            print(f"[{number}/{len(missing)}] {run.name}: {ended}", flush=True)
+        pending = {future: run for run, future in zip(missing, started.values(), strict=True)}
+        while pending:
+            running = [run for future, run in pending.items() if future.running()]
+            screen.show(*watch.lines(running, screen.width))
+            pause = _SECONDS_BETWEEN_LOOKS if screen.is_open else None
+            for future in wait(pending, pause, FIRST_COMPLETED).done:
+                run = pending.pop(future)
+                ended = _ended(future, run, watch, failures)
+                number = len(missing) - len(pending)
+                print(f"[{number}/{len(missing)}] {run.name}: {ended}", flush=True)
     finally:  # interrupted: what runs is interrupted as well, what has not begun never will
         pool.shutdown(cancel_futures=True)
+        screen.close()
     return failures
+
+
+def _ended(future: Future[None], run: PlannedRun, watch: Watch, failures: dict[str, str]) -> str:
+    """Note how a run has ended, and return it in words."""
+    try:
+        future.result()
+    except RunFailure as failure:
+        failures[run.name] = str(failure)
+        watch.end()
+        return f"FAILED: {failure}"
+    watch.end(seconds_of(run))
+    return f"{seconds_of(run):.0f} s"
 
 
 def _train_after(before: Future[None] | None, run: PlannedRun) -> None:

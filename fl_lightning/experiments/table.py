@@ -13,13 +13,19 @@ def results_table(results: Sequence[RunResult]) -> str:
 
     The last column counts runs. Bytes are totals over rounds and clients, seconds those of a run.
     """
+    head, *lines = results_lines(results)
+    return markdown(head, lines)
+
+
+def results_lines(results: Sequence[RunResult]) -> list[list[str]]:
+    """Return the lines of that table, the head first."""
     rows = {name: spreads(group) for name, group in by_variant(results).items()}
     columns = list(dict.fromkeys(name for row in rows.values() for name in row))
     lines = [
         [name, *(_cell(column, row.get(column)) for column in columns), str(row["seconds"].n)]
         for name, row in rows.items()
     ]
-    return markdown(["variant", *columns, "runs"], lines)
+    return [["variant", *columns, "runs"], *lines]
 
 
 def matrix_table(

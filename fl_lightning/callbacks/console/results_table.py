@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -12,6 +12,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from fl_lightning.callbacks.console.round_line import number
 from fl_lightning.callbacks.console.tidy import detail
 from fl_lightning.callbacks.evaluated_model import ModelOrigin
+from fl_lightning.core.console.tables import aligned
 
 # of a round, not of the model
 _OF_ROUNDS = re.compile(r"round/|privacy/|lr-|epoch$|step$|.*_(step|epoch)$|train/|search/")
@@ -80,9 +81,9 @@ def results_table(metrics: Mapping[str, Any]) -> str:
         >>> metrics = {"test/accuracy": 0.96, "train/loss": 0.1, "clients/test/accuracy_mean": 0.95}
         >>> metrics |= {"clients/test/accuracy_spread": 0.04, "personal/test/accuracy_mean": 0.97}
         >>> print(results_table(metrics))
-                                 model  clients  spread  worst 10 %
-        test/accuracy            0.960    0.950   0.040           -
-        personal/test/accuracy       -    0.970       -           -
+                                model  clients  spread  worst 10 %
+        test/accuracy           0.960    0.950   0.040           -
+        personal/test/accuracy      -    0.970       -           -
     """
     rows: dict[str, dict[str, float]] = {}
     for name, value in metrics.items():
@@ -99,15 +100,6 @@ def results_table(metrics: Mapping[str, Any]) -> str:
     lines = [["", *_HEAD[: len(kinds)]]]
     lines += [[name, *(_cell(rows[name].get(kind)) for kind in kinds)] for name in order]
     return aligned(lines)
-
-
-def aligned(lines: Sequence[Sequence[str]]) -> str:
-    """Return a table whose first column is aligned to the left and whose others to the right."""
-    if not lines:
-        return ""
-    first, *others = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    rows = ([line[0].ljust(first), *map(str.rjust, line[1:], others)] for line in lines)
-    return "\n".join("  ".join(row).rstrip() for row in rows)
 
 
 def _cell(value: float | None) -> str:

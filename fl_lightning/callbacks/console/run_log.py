@@ -18,10 +18,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.model_summary.model_summary import summarize
 
 from fl_lightning.callbacks.console.log_file import LogFile
-from fl_lightning.callbacks.console.results_table import aligned
 from fl_lightning.callbacks.console.round_line import round_line
 from fl_lightning.callbacks.console.tidy import tidy_screen
 from fl_lightning.callbacks.progress import RoundProgressBar
+from fl_lightning.core.console.tables import aligned
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.federation.checkpoints.run_folder import run_folder
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,6 +37,7 @@ class Screen:
         self._lines: tuple[str, ...] = ()
         self._stream: Any = None
         self._undo: list[Callable[[], None]] = []
+        self.lock = threading.RLock()
 
     @property
     def is_open(self) -> bool:
@@ -60,7 +62,7 @@ class Screen:
             stream = getattr(sys, name)
             if not is_terminal(stream):
                 continue
-            above = _Above(stream, self._draw if draws else None)
+            above = _Above(stream, self._draw if draws else None, self.lock)
             self._replace(name, stream, above)
 
     def show(self, *lines: str) -> None:
@@ -70,9 +72,10 @@ class Screen:
             lines: no longer than `width`; longer ones are cut.
         """
         if self.is_open:
-            fewer = len(lines) < len(self._lines)
-            self._lines = tuple(line[: self.width] for line in lines)
-            self._draw(_CLEAR_DOWN if fewer else "\r")
+            with self.lock:
+                fewer = len(lines) < len(self._lines)
+                self._lines = tuple(line[: self.width] for line in lines)
+                self._draw(_CLEAR_DOWN if fewer else "\r")
 
     def close(self, *lines: str) -> None:
         """Remove the lines, and leave others that scroll like all that is printed.
@@ -118,20 +121,22 @@ class _Above:
     Args:
         stream: the terminal.
         draw: draws the lines that stay anew; None where another process does.
+        lock: for threads, of which one at a time moves the cursor.
     """
 
-    def __init__(self, stream: Any, draw: Callable[[], None] | None) -> None:
-        self._stream, self._draw = stream, draw
+    def __init__(self, stream: Any, draw: Callable[[], None] | None, lock: threading.RLock) -> None:
+        self._stream, self._draw, self._lock = stream, draw, lock
         self._begun = ""
 
     def write(self, text: str) -> int:
         """Write what ends with a line; the beginning of another one waits for its end."""
-        lines, newline, self._begun = (self._begun + text).rpartition("\n")
-        if newline:
-            self._stream.write(f"{_CLEAR_DOWN}{lines}\n")
-            self._stream.flush()
-            if self._draw is not None:
-                self._draw()
+        with self._lock:
+            lines, newline, self._begun = (self._begun + text).rpartition("\n")
+            if newline:
+                self._stream.write(f"{_CLEAR_DOWN}{lines}\n")
+                self._stream.flush()
+                if self._draw is not None:
+                    self._draw()
         return len(text)
 
     def writelines(self, lines: Sequence[str]) -> None:

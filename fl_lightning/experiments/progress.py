@@ -1,0 +1,89 @@
+"""What runs are doing while they train, read from their log files: a bar a run, one for all of them."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+
+from fl_lightning.core.console.bars import duration, filled
+from fl_lightning.experiments.plan import PlannedRun
+
+# run.log, which every run writes: "… | INFO | round 3/50: val/accuracy 0.486, …"
+_LOG = "run.log"
+_ROUND = re.compile(r"\| INFO \| (?:round|epoch) (\d+)/(\d+): ([^,\n]*)")
+_LAST_BYTES = 4096
+_BAR = 12
+
+
+class Watch:
+    """Knows how far runs are.
+
+    Args:
+        num_runs: of the experiment that are still to be trained.
+        workers: how many train at a time.
+    """
+
+    def __init__(self, num_runs: int, workers: int) -> None:
+        self._num_runs, self._workers = num_runs, workers
+        self._num_done = 0
+        self._began = time.monotonic()
+        self._first: dict[str, tuple[int, float]] = {}
+        self._seconds: list[float] = []
+
+    def end(self, seconds: float | None = None) -> None:
+        """Count a run that has ended, in so many seconds if it ended well."""
+        self._num_done += 1
+        if seconds is not None:
+            self._seconds.append(seconds)
+
+    def lines(self, running: Sequence[PlannedRun], width: int) -> list[str]:
+        """Return a line about all runs, and one about each that is running.
+
+        Args:
+            running: at present.
+            width: columns of a line.
+        """
+        names = [run.name[: width // 3] for run in running]
+        longest = max(map(len, names), default=0)
+        own = [
+            f"{name.ljust(longest)}  {self._progress(run)}"[:width]
+            for name, run in zip(names, running, strict=True)
+        ]
+        return [self._all()[:width], *own]
+
+    def _all(self) -> str:
+        left = ""
+        if self._seconds:
+            mean = sum(self._seconds) / len(self._seconds)
+            left = f"  {duration(mean * (self._num_runs - self._num_done) / self._workers)} left"
+        share = filled(self._num_done / self._num_runs, _BAR)
+        return f"runs {self._num_done}/{self._num_runs}  {share}{left}"
+
+    def _progress(self, run: PlannedRun) -> str:
+        found = last_round(run)
+        if found is None:
+            return "starting"
+        number, total, metric = found
+        first, at = self._first.setdefault(run.name, (number, time.monotonic()))
+        words = [f"{filled(number / total, _BAR)}  {number}/{total}"]
+        if number > first:
+            seconds = (time.monotonic() - at) / (number - first)
+            words.append(f"{duration(seconds * (total - number))} left")
+        return "  ".join([*words, metric])
+
+
+def last_round(run: PlannedRun) -> tuple[int, int, str] | None:
+    """Return a run's last round, how many there are to be, and its first metric; None if it has none."""
+    try:
+        with (run.folder / _LOG).open("rb") as file:
+            file.seek(0, 2)
+            file.seek(max(0, file.tell() - _LAST_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return None
+    rounds = _ROUND.findall(text)
+    if not rounds:
+        return None
+    number, total, metric = rounds[-1]
+    return int(number), int(total), metric
