@@ -12,6 +12,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -123,6 +124,7 @@ def _prepare(run: PlannedRun) -> list[str]:
 def _last_words(run: PlannedRun, code: int) -> str:
     lines = [line for line in (run.folder / "log.txt").read_text().splitlines() if line.strip()]
     said = lines[-1].strip().removeprefix("fl-lightning: ") if lines else f"ended with code {code}"
+    said = re.sub(r"^(\w+\.)+(?=\w+: )", "", said)  # a class of errors without its modules
     return f"{said} ({run.folder / 'log.txt'})"
 
 

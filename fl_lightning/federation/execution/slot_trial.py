@@ -28,6 +28,7 @@ from fl_lightning.federation.execution.slot_engine import (
     fitting_slots,
 )
 from fl_lightning.federation.execution.slot_tuning import Remembered, fastest
+from fl_lightning.federation.execution.trial_budget import TrialBudget
 from fl_lightning.server.means.running_mean import RunningMean
 
 # Compiling takes 5 to 20 seconds: less local training than this does not repay it.
@@ -59,6 +60,7 @@ class SlotTrial:
     num_slots: int | None = None
     times_faster: float | None = None
     _engines: dict[int, SlotEngine] = field(default_factory=dict)
+    _budget: TrialBudget = field(default_factory=lambda: TrialBudget(math.inf))
 
     def force(
         self, model: GlobalModel, work: Sequence[ClientWork], train_one: TrainOne
@@ -92,6 +94,8 @@ class SlotTrial:
         total = seconds_per_step * self.num_steps(work)
         if total < SHORT_RUN_SECONDS:
             raise CannotStack(f"{total:.0f} s of training do not repay a compiler")
+        self._budget = TrialBudget(total)
+        self._budget.announce("whether many clients at once are faster")
         self.stacking = agreeing(self.trainer, self.local, self.stacking, model, work, train_one)
         work, share = self._stackable(work)
         trial = _shortened(work, max_steps=math.ceil(_TRIAL_SECONDS / seconds_per_step))
@@ -141,8 +145,10 @@ class SlotTrial:
         """Return compiled slots."""
         if number not in self._engines:
             stacking = replace(self.stacking, num_slots=number, compiled=True)
+            began = time.monotonic()
             self._engines[number] = SlotEngine(self.trainer, self.local, stacking)
             _train_all(self._engines[number], model, trial)  # compiles
+            self._budget.note(time.monotonic() - began)
         return self._engines[number]
 
     def _number(
@@ -161,6 +167,8 @@ class SlotTrial:
             return _without_idle_slots(start, work)
 
         def ratio(number: int, other: int) -> float:
+            if not self._budget.has_room():
+                return math.inf  # as good as slower: nobody knows
             engines = [
                 self._engine(_without_idle_slots(most, work), model, trial)
                 for most in (number, other)
@@ -174,7 +182,8 @@ class SlotTrial:
         found = remembered.get(key)
         if found is None:
             found = fastest(ratio, start, len(work))
-            remembered.put(key, found)
+            if not self._budget.is_cut:
+                remembered.put(key, found)
         return _without_idle_slots(min(found, len(work)), work)
 
     def _key(self, num_clients: int) -> str:

@@ -20,6 +20,7 @@ from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.engines import SPEEDUPS, NotCompiled, Speedup, reason_against
 from fl_lightning.federation.execution.engine_options import tolerance
+from fl_lightning.federation.execution.trial_budget import TrialBudget
 from fl_lightning.federation.visits.lightning_step import LightningStep, extra_work
 
 TrainOne = Callable[[ClientWork], ClientUpdate]
@@ -32,6 +33,7 @@ _COMPILER_SECONDS = 1200.0
 # What a speedup must bring, so that it is not noise.
 _LEAST_RATIO = 1.03
 _SECONDS_OF_A_TRY = 0.1
+_FEWEST_TRIES = 3
 _NUM_TRIES = 5
 _NUM_TRIES_OF_LONG_RUN = 15
 
@@ -50,6 +52,7 @@ class SpeedupTrial:
     ) -> None:
         self._trainer, self._step, self._adds_to_loss = trainer, step, adds_to_loss
         self._num_tries = _NUM_TRIES
+        self._budget = TrialBudget(math.inf)
 
     def force(self, speedups: Sequence[Speedup]) -> None:
         """Use what was asked for.
@@ -93,10 +96,12 @@ class SpeedupTrial:
             self._num_tries = _NUM_TRIES
             candidates = [speedup for speedup in candidates if speedup != "compiled"]
         sample = client.head(max(1, math.ceil(_SECONDS_OF_A_TRY / one)))
+        self._budget = TrialBudget(one * num_steps)
+        self._budget.announce("which speedups of a step pay")
         expected, total, remarks = train_one(sample.head(2)), 1.0, ""
         for added in additions(candidates):
             before = self._step.speedups
-            if set(added) & set(before):
+            if set(added) & set(before) or not self._budget.has_room():
                 continue
             ratio, remark = self._tried(before, added, sample, train_one, expected)
             pays = ratio >= _LEAST_RATIO
@@ -135,6 +140,7 @@ class SpeedupTrial:
         is_compiled, began = "compiled" in added, time.perf_counter()
         try:
             ratio = self._ratio(before, added, sample, train_one, expected)
+            self._budget.note(time.perf_counter() - began)
         except ClientFailure as failure:  # e.g. a view of images that wants the usual layout
             return 0.0, f"; {failure.__cause__ or failure.reason}" if is_compiled else ""
         spent = time.perf_counter() - began
@@ -164,7 +170,9 @@ class SpeedupTrial:
             found = train_one(sample.head(2))
         if not self._agree(expected, found):
             return 0.0
-        for _ in range(self._num_tries):
+        for number in range(self._num_tries):
+            if number >= _FEWEST_TRIES and not self._budget.has_room():
+                break
             for chosen, seconds in turns:
                 self._step.use(chosen)
                 seconds.append(_seconds(train_one, sample))
