@@ -44,7 +44,7 @@ class Watch:
             running: at present.
             width: columns of a line.
         """
-        names = [run.name[: width // 3] for run in running]
+        names = [_short(run, width // 3) for run in running]
         longest = max(map(len, names), default=0)
         own = [
             f"{name.ljust(longest)}  {self._progress(run)}"[:width]
@@ -71,6 +71,12 @@ class Watch:
             seconds = (time.monotonic() - at) / (number - first)
             words.append(f"{duration(seconds * (total - number))} left")
         return "  ".join([*words, metric])
+
+
+def _short(run: PlannedRun, width: int) -> str:
+    """Return a run's name, of a long variant's only the beginning: the seed has to be seen."""
+    seed = f", seed {run.seed}"
+    return f"{run.variant.name[: width - len(seed)]}{seed}"
 
 
 def last_round(run: PlannedRun) -> tuple[int, int, str] | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
+from fl_lightning.core.console.layout import laid_out
 from fl_lightning.core.console.screen import Screen
 from fl_lightning.experiments.plan import PlannedRun
 from fl_lightning.experiments.progress import Watch
@@ -48,7 +49,8 @@ def train_all(runs: Sequence[PlannedRun], *, workers: int) -> dict[str, str]:
                 run = pending.pop(future)
                 ended = _ended(future, run, watch, failures)
                 number = len(missing) - len(pending)
-                print(f"[{number}/{len(missing)}] {run.name}: {ended}", flush=True)
+                told = f"[{number}/{len(missing)}] {run.name}: {ended}"
+                print(laid_out(told, screen.width) if screen.is_open else told, flush=True)
     finally:  # interrupted: what runs is interrupted as well, what has not begun never will
         pool.shutdown(cancel_futures=True)
         screen.close()
