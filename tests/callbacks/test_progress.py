@@ -1,0 +1,103 @@
+"""The bar of rounds: what stands in it, and for whom there is room."""
+
+import logging
+import re
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+from toys import ToyModule, toy_data, toy_trainer
+
+from fl_lightning import ConfigurationError, Federation, RoundProgressBar, RunLog, companions
+from fl_lightning.callbacks import progress
+from fl_lightning.callbacks.console.round_line import number
+from fl_lightning.callbacks.progress import Inner, Pace, run_line
+from fl_lightning.federation.execution.trial_budget import TrialBudget
+
+NAMES = st.text("abcdefgh/_", min_size=1, max_size=30)
+METRICS = st.dictionaries(NAMES, st.floats(-1e9, 1e9), min_size=1, max_size=6)
+
+
+@hypothesis.given(metrics=METRICS, share=st.floats(0, 1), width=st.integers(60, 160))
+def test_metrics_stand_whole_in_their_order_or_not_at_all(metrics, share, width):
+    line = run_line("round 7/50", share, "12:03 left", metrics, width)
+    assert len(line) <= width
+    shown = line.split("12:03 left")[1].split("  ")[1:]
+    assert shown == [f"{name} {number(value)}" for name, value in metrics.items()][: len(shown)]
+    assert shown, "the first one goes before the bar"
+
+
+def test_the_bar_takes_what_room_is_left():
+    assert run_line("round 5/10", 0.5, "0:10 left", {}, 79) == (
+        f"round 5/10  {'━' * 15}{'─' * 15}  0:10 left"
+    )
+    assert "━" not in run_line("round 5/10", 0.5, "0:10 left", {"a" * 40: 1.0}, 72)
+
+
+class TestTheTimeThatIsLeft:
+    def test_it_is_that_of_the_last_rounds_without_the_first(self, monkeypatch):
+        now = [0.0]
+        monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+        pace = Pace()
+        assert pace.words(4) == ""
+        for seconds, said in ((60, "3:00 left"), (10, "0:20 left"), (20, "0:15 left")):
+            pace.begin()
+            now[0] += seconds
+            pace.end()
+            assert pace.words(4) == said
+        now[0] += 5
+        assert pace.words(3) == "in 1:35"
+        assert pace.words(None) == "in 1:35"
+
+
+def test_a_part_of_a_round_has_its_own_count():
+    inner = Inner("clients", 5)
+    inner.done = 2
+    assert re.fullmatch(r"clients 2/5  ━+─+  0:00", inner.line(77))
+    assert Inner("batches", float("inf")).line(77) == "batches 0  0:00"
+
+
+def test_a_negative_rate_is_refused():
+    with pytest.raises(ConfigurationError, match=r"refresh_rate must be .* at least 0"):
+        RoundProgressBar(-1)
+    with pytest.raises(ConfigurationError, match="level must be one of debug, info"):
+        RunLog("loud")
+
+
+def test_a_trial_ends_when_its_time_is_spent(monkeypatch):
+    budget = TrialBudget(1000.0)
+    assert budget.limit == 50
+    assert budget.has_room()
+    budget.note(49.0)
+    assert budget.has_room()
+    budget.note(51.0)
+    assert not budget.has_room()
+    assert budget.is_cut
+
+
+def test_companions_say_all_there_is_without_a_second_of_anything(tmp_path, caplog, capsys):
+    """A fit in Python: overview, rounds, results, and everything in the log file."""
+    from lightning.pytorch.loggers import CSVLogger
+
+    bar = RoundProgressBar()
+    trainer = toy_trainer(
+        Federation(seed=0),
+        *companions(bar, log_level="debug"),
+        logger=CSVLogger(tmp_path, name="", version=""),
+        enable_progress_bar=True,
+        enable_checkpointing=True,
+        max_epochs=2,
+    )
+    assert [c for c in trainer.callbacks if isinstance(c, RoundProgressBar)] == [bar]
+    before = logging.getLogger("fl_lightning").level, len(logging.getLogger().handlers)
+    with caplog.at_level(logging.INFO):
+        trainer.fit(ToyModule(), datamodule=toy_data(client_val_fraction=0.3))
+    assert before == (logging.getLogger("fl_lightning").level, len(logging.getLogger().handlers))
+    log = (tmp_path / "run.log").read_text()
+    for said in ("| INFO | data: ", "| INFO | model: ToyModule, ", "| INFO | federation: "):
+        assert log.count(said) == 1
+    assert len(re.findall(r"\| INFO \| round \d/2: ", log)) == 2
+    table = capsys.readouterr().out
+    assert re.search(r"model +clients +spread +worst 10 %", table)
+    assert "results of the model after round 2" in table
+    assert float(trainer.callback_metrics["clients/val/loss_mean"]) > 0
