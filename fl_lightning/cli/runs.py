@@ -116,6 +116,7 @@ def report_whereabouts(trainer: Trainer) -> None:
         lines.append(f"checkpoint: {shown_path(path)}{f' ({words})' if words else ''}")
     if trainer.logger is not None:
         lines.append(f"logs:       {shown_path(folder)}")
+    if Path(folder, NAME).exists():
         lines.append(f"messages:   {shown_path(str(Path(folder, NAME)))}")
     if isinstance(trainer.logger, TensorBoardLogger):
         lines.append(

@@ -9,8 +9,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
 from fl_lightning.callbacks.console.round_line import federation_of
+from fl_lightning.callbacks.console.run_log import folder_of
 from fl_lightning.callbacks.evaluated_model import shown_path
-from fl_lightning.federation.checkpoints.run_folder import run_folder
 from fl_lightning.federation.federation import Federation
 
 
@@ -22,14 +22,14 @@ class RunOverview(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say it once, before the first round."""
-        folder = run_folder(trainer)  # which processes agree on: all must ask
+        folder = folder_of(trainer)  # which processes agree on: all must ask
         if not trainer.is_global_zero:
             return
         rank_zero_info(f"model: {', '.join(_model(pl_module))}")
         if (federation := federation_of(trainer)) is not None:
             rank_zero_info(f"federation: {'; '.join(_federation(trainer, federation))}")
         rank_zero_info(f"machine: {', '.join(_machine(trainer))}")
-        if trainer.logger is not None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if folder is not None:
             rank_zero_info(f"run: {shown_path(folder)}")
 
 

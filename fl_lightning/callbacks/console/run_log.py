@@ -35,8 +35,8 @@ class RunLog(Callback):
 
     What is logged by `logging` and what is warned of, by anybody, is in it; so are the model's layers
     and, when a run fails, the traceback. A run that is resumed, validated or tested writes at the end of
-    its file. Without a logger a Trainer has no folder of the run, and there is no file. On the screen,
-    Lightning's messages about itself are left out meanwhile.
+    its file. A Trainer with neither logger nor ``default_root_dir`` has no folder, and so no file. On the
+    screen, Lightning's messages about itself are left out meanwhile.
 
     Args:
         level: of the least important messages that are kept: debug, info, warning or error.
@@ -103,9 +103,9 @@ class RunLog(Callback):
         self._close()
 
     def _open(self, trainer: Trainer) -> None:
-        if self._file.is_open or trainer.fast_dev_run or trainer.logger is None:  # type: ignore[attr-defined]
+        folder = folder_of(trainer)  # which processes agree on: all must ask
+        if folder is None or self._file.is_open:
             return
-        folder = run_folder(trainer)  # which processes agree on: all must ask
         self._file.open(Path(folder, NAME), trainer.global_rank)
         if trainer.is_global_zero:
             self._file.write(logging.INFO, f"{' '.join(sys.argv)} ({_software()})")
@@ -115,6 +115,18 @@ class RunLog(Callback):
         if self._put_back is not None:
             self._put_back()
         self._put_back = None
+
+
+def folder_of(trainer: Trainer) -> str | None:
+    """Return the folder of a run, which processes agree on: all must ask; None if it has none.
+
+    Without a logger it is the Trainer's ``default_root_dir``, but for that where the program was started.
+    """
+    if trainer.fast_dev_run:  # type: ignore[attr-defined]
+        return None
+    folder = run_folder(trainer)
+    is_own = trainer.logger is not None or Path(folder).resolve() != Path.cwd()
+    return folder if is_own else None
 
 
 def _layers(module: LightningModule) -> str:
