@@ -26,7 +26,7 @@ from fl_lightning.callbacks.console.round_line import (
     unit,
 )
 from fl_lightning.core.console.bars import duration, filled
-from fl_lightning.core.console.screen import Screen
+from fl_lightning.core.console.screen import Screen, Ticker
 from fl_lightning.core.errors import ConfigurationError
 
 SECONDS_OF_A_SHORT_ROUND = 5.0
@@ -55,7 +55,9 @@ class RoundProgressBar(ProgressBar):
         self._screen = Screen()
         self._pace = Pace()
         self._inner: Inner | None = None
+        self._run_text: str | None = None
         self._drawn_at = 0.0
+        self._ticker = Ticker(self._show)
 
     @property
     def says_rounds(self) -> bool:
@@ -80,7 +82,7 @@ class RoundProgressBar(ProgressBar):
         """Begin to draw; in other processes, to keep out of what the first one draws."""
         self._pace = Pace(done=trainer.current_epoch)
         if self._is_wanted:
-            self._screen.open(draws=trainer.is_global_zero)
+            self._open()
         self._draw(at_once=True)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -166,7 +168,7 @@ class RoundProgressBar(ProgressBar):
         total = sum(batches) if isinstance(batches, Sequence) else batches
         self._inner = Inner(what, total)
         if trainer.state.fn != "fit" and self._is_wanted:
-            self._screen.open(draws=trainer.is_global_zero)
+            self._open()
         self._draw()
 
     def _count_batch(self) -> None:
@@ -180,16 +182,23 @@ class RoundProgressBar(ProgressBar):
         is_due = is_due and now - self._drawn_at > _SECONDS_BETWEEN_DRAWINGS
         if self._screen.is_open and self.trainer.is_global_zero and (at_once or is_due):
             self._drawn_at = now
-            self._screen.show(*self._lines())
+            is_fit = self.trainer.state.fn == "fit"
+            self._run_text = self._run_line(self._screen.width) if is_fit else None
+            self._show()
 
-    def _lines(self) -> list[str]:
+    def _show(self) -> None:
+        """Show what is known; every second, so that a clock goes on while nothing ends."""
         width, inner = self._screen.width, self._inner
-        if self.trainer.state.fn != "fit":
-            return [] if inner is None else [inner.line(width)]
-        lines = [self._run_line(width)]
-        if inner is not None and inner.seconds > SECONDS_OF_A_SHORT_ROUND:
-            lines.append(f"  {inner.line(width - 2)}")
-        return lines
+        lines = [] if self._run_text is None else [self._run_text]
+        if inner is not None and (not lines or inner.seconds > SECONDS_OF_A_SHORT_ROUND):
+            lines.append(f"  {inner.line(width - 2)}" if lines else inner.line(width))
+        self._screen.show(*lines)
+
+    def _open(self) -> None:
+        is_first = self.trainer.is_global_zero
+        self._screen.open(draws=is_first)
+        if self._screen.is_open and is_first:
+            self._ticker.start()
 
     def _run_line(self, width: int, *, has_ended: bool = False) -> str:
         total = self.trainer.max_epochs if (self.trainer.max_epochs or -1) > 0 else None
@@ -199,11 +208,12 @@ class RoundProgressBar(ProgressBar):
         return run_line(label, share, clock, metrics_in_order(self.trainer), width)
 
     def _close(self) -> None:
-        is_fit = self.trainer.state.fn == "fit" and self.trainer.is_global_zero
-        is_shown = is_fit and self._screen.is_open
-        left = [self._run_line(self._screen.width, has_ended=True)] if is_shown else []
-        self._screen.close(*left)
-        self._inner = None
+        self._ticker.stop()
+        if self._screen.is_open:  # not where the processes were started that have a bar
+            is_fit = self.trainer.state.fn == "fit" and self.trainer.is_global_zero
+            left = [self._run_line(self._screen.width, has_ended=True)] if is_fit else []
+            self._screen.close(*left)
+        self._inner = self._run_text = None
 
 
 class Pace:

@@ -8,6 +8,7 @@ drawn again below it. So nothing is ever printed into a line that stays.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -18,6 +19,12 @@ from fl_lightning.core.console.terminal import is_terminal, width_of
 _CLEAR_DOWN = "\r\x1b[J"
 _CLEAR_RIGHT = "\x1b[K"
 _UP = "\x1b[{}A"
+
+# One thread at a time moves the cursor, and none while a process is forked, which would never get it.
+_LOCK = threading.RLock()
+os.register_at_fork(
+    before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release
+)
 
 
 def clear_leftovers() -> None:
@@ -37,7 +44,6 @@ class Screen:
         self._lines: tuple[str, ...] = ()
         self._stream: Any = None
         self._undo: list[Callable[[], None]] = []
-        self.lock = threading.RLock()
 
     @property
     def is_open(self) -> bool:
@@ -62,7 +68,7 @@ class Screen:
             stream = getattr(sys, name)
             if not is_terminal(stream):
                 continue
-            above = _Above(stream, self._draw if draws else None, self.lock)
+            above = _Above(stream, self._draw if draws else None)
             self._replace(name, stream, above)
 
     def show(self, *lines: str) -> None:
@@ -72,7 +78,7 @@ class Screen:
             lines: no longer than `width`; longer ones are cut.
         """
         if self.is_open:
-            with self.lock:
+            with _LOCK:
                 fewer = len(lines) < len(self._lines)
                 self._lines = tuple(line[: self.width] for line in lines)
                 self._draw(_CLEAR_DOWN if fewer else "\r")
@@ -85,14 +91,15 @@ class Screen:
         """
         if not self.is_open:
             return
-        for stream in (sys.stdout, sys.stderr):
-            if isinstance(stream, _Above):
-                stream.finish()
-        while self._undo:
-            self._undo.pop()()
-        text = "".join(f"{line[: self.width]}\n" for line in lines)
-        self._write(f"{_CLEAR_DOWN}{text}")
-        self._lines, self._stream = (), None
+        with _LOCK:
+            for stream in (sys.stdout, sys.stderr):
+                if isinstance(stream, _Above):
+                    stream.finish()
+            while self._undo:
+                self._undo.pop()()
+            text = "".join(f"{line[: self.width]}\n" for line in lines)
+            self._write(f"{_CLEAR_DOWN}{text}")
+            self._lines, self._stream = (), None
 
     def _replace(self, name: str, stream: Any, above: _Above) -> None:
         setattr(sys, name, above)
@@ -115,22 +122,52 @@ class Screen:
         self._stream.flush()
 
 
+class Ticker:
+    """Does something every second, in a thread, between `start` and `stop`.
+
+    Args:
+        tick: what; it must not wait for anybody.
+    """
+
+    def __init__(self, tick: Callable[[], None]) -> None:
+        self._tick = tick
+        self._ends: threading.Event | None = None  # made late: it cannot be copied
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin."""
+        if self._thread is None:
+            self._ends = threading.Event()
+            self._thread = threading.Thread(target=self._run, args=(self._ends,), daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """End, before anything else is done."""
+        if self._thread is not None and self._ends is not None:
+            self._ends.set()
+            self._thread.join()
+            self._thread = self._ends = None
+
+    def _run(self, ends: threading.Event) -> None:
+        while not ends.wait(1.0):
+            self._tick()
+
+
 class _Above:
     """A stream whose whole lines go above those that stay.
 
     Args:
         stream: the terminal.
         draw: draws the lines that stay anew; None where another process does.
-        lock: for threads, of which one at a time moves the cursor.
     """
 
-    def __init__(self, stream: Any, draw: Callable[[], None] | None, lock: threading.RLock) -> None:
-        self._stream, self._draw, self._lock = stream, draw, lock
+    def __init__(self, stream: Any, draw: Callable[[], None] | None) -> None:
+        self._stream, self._draw = stream, draw
         self._begun = ""
 
     def write(self, text: str) -> int:
         """Write what ends with a line; the beginning of another one waits for its end."""
-        with self._lock:
+        with _LOCK:
             lines, newline, self._begun = (self._begun + text).rpartition("\n")
             if newline:
                 self._stream.write(f"{_CLEAR_DOWN}{lines}\n")
