@@ -10,7 +10,8 @@ standard error is a file or a pipe, every round is a line in the log instead.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -21,17 +22,15 @@ from typing_extensions import override
 from fl_lightning.callbacks.console.round_line import (
     federation_of,
     metrics_in_order,
-    number,
     round_line,
     unit,
 )
-from fl_lightning.core.console.bars import duration, filled
+from fl_lightning.callbacks.console.run_bar import Inner, Pace, run_line
 from fl_lightning.core.console.screen import Screen, Ticker
 from fl_lightning.core.errors import ConfigurationError
 
 SECONDS_OF_A_SHORT_ROUND = 5.0
 _SECONDS_BETWEEN_DRAWINGS = 0.1
-_WIDEST_BAR, _NARROWEST_BAR = 30, 8
 
 
 class RoundProgressBar(ProgressBar):
@@ -56,6 +55,7 @@ class RoundProgressBar(ProgressBar):
         self._pace = Pace()
         self._inner: Inner | None = None
         self._run_text: str | None = None
+        self._has_begun = False  # the first round, after what calibrates a mask
         self._drawn_at = 0.0
         self._ticker = Ticker(self._show)
 
@@ -80,7 +80,7 @@ class RoundProgressBar(ProgressBar):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to draw; in other processes, to keep out of what the first one draws."""
-        self._pace = Pace(done=trainer.current_epoch)
+        self._pace, self._has_begun = Pace(done=trainer.current_epoch), True
         if self._is_wanted:
             self._open()
         self._draw(at_once=True)
@@ -158,6 +158,32 @@ class RoundProgressBar(ProgressBar):
         """Leave the bar of the whole run, as a line like any other."""
         self._close()
 
+    @contextmanager
+    def counting(self, what: str, total: float) -> Iterator[Callable[[], None]]:
+        """Show a bar of something else inside this block, and give the function that moves it by one.
+
+        Args:
+            what: is counted.
+            total: how many there are.
+        """
+        was_open, self._inner = self._screen.is_open, Inner(what, total)
+        if self._is_wanted:
+            self._open()
+        self._show()
+
+        def tick() -> None:
+            if self._inner is not None:
+                self._inner.done += 1
+                self._draw()
+
+        try:
+            yield tick
+        finally:
+            self._inner = None
+            if not was_open:
+                self._ticker.stop()
+                self._screen.close()
+
     @override
     def print(self, *args: Any, **kwargs: Any) -> None:
         print(*args, **kwargs)  # goes above the bar, as all that is printed
@@ -182,8 +208,8 @@ class RoundProgressBar(ProgressBar):
         is_due = is_due and now - self._drawn_at > _SECONDS_BETWEEN_DRAWINGS
         if self._screen.is_open and self.trainer.is_global_zero and (at_once or is_due):
             self._drawn_at = now
-            is_fit = self.trainer.state.fn == "fit"
-            self._run_text = self._run_line(self._screen.width) if is_fit else None
+            is_shown = self._has_begun and self.trainer.state.fn == "fit"
+            self._run_text = self._run_line(self._screen.width) if is_shown else None
             self._show()
 
     def _show(self) -> None:
@@ -214,112 +240,7 @@ class RoundProgressBar(ProgressBar):
             left = [self._run_line(self._screen.width, has_ended=True)] if is_fit else []
             self._screen.close(*left)
         self._inner = self._run_text = None
-
-
-class Pace:
-    """How many rounds are done, and how long the others will take.
-
-    Args:
-        done: rounds at the start.
-    """
-
-    def __init__(self, done: int = 0) -> None:
-        self.done = done
-        self._started = self._began = time.monotonic()
-        self._seconds: list[float] = []
-
-    def begin(self) -> None:
-        """Note that a round begins."""
-        self._began = time.monotonic()
-
-    def end(self) -> None:
-        """Note that it has ended."""
-        self.done += 1
-        self._seconds.append(time.monotonic() - self._began)
-
-    def words(self, total: int | None) -> str:
-        """Return the time that is left, or, at the end or without an end, the time that it took.
-
-        Args:
-            total: rounds of the run, None if nobody knows.
-        """
-        if total is None or self.done >= total:
-            return f"in {duration(time.monotonic() - self._started)}"
-        # what is measured and compiled in the first round takes its time once
-        known = self._seconds[1:][-10:] or self._seconds
-        if not known:
-            return ""
-        return f"{duration((total - self.done) * sum(known) / len(known))} left"
-
-
-class Inner:
-    """What goes on within a round: clients, or batches, that are done.
-
-    Args:
-        what: is counted.
-        total: how many there are; infinite if nobody knows.
-    """
-
-    def __init__(self, what: str, total: float) -> None:
-        self.what, self.total, self.done = what, total, 0
-        self._began = time.monotonic()
-
-    @property
-    def seconds(self) -> float:
-        """Since it began."""
-        return time.monotonic() - self._began
-
-    def line(self, width: int) -> str:
-        """Return a bar.
-
-        Args:
-            width: columns of the line.
-        """
-        is_known = 0 < self.total < float("inf")
-        label = f"{self.what} {self.done}{f'/{self.total:.0f}' if is_known else ''}"
-        share = self.done / self.total if is_known else None
-        return run_line(label, share, duration(self.seconds), {}, width)
-
-
-def run_line(
-    label: str, share: float | None, clock: str, metrics: Mapping[str, float], width: int
-) -> str:
-    """Return a bar with metrics, of which as many are shown as there is room for, the first ones first.
-
-    Args:
-        label: what is counted, and how far.
-        share: that is done, in [0, 1]; None for no bar.
-        clock: time, left or taken.
-        metrics: by name.
-        width: columns of the line.
-
-    Example:
-        >>> metrics = {"val/accuracy": 0.861, "val/loss": 0.412}
-        >>> run_line("round 12/50", 0.24, "1:03 left", metrics, 72)
-        'round 12/50  ━━━─────────  1:03 left  val/accuracy 0.861  val/loss 0.412'
-    """
-    words = [label] if share is None else [label, ""]
-    bar = 0 if share is None else _NARROWEST_BAR
-    words += [clock] if clock else []
-    parts = [f"{name} {number(value)}" for name, value in metrics.items()]
-    if parts and _length([*words, parts[0]]) + bar > width and share is not None:
-        words, bar, share = (
-            [word for word in words if word],
-            0,
-            None,
-        )  # a metric goes before the bar
-    for part in parts:
-        if _length([*words, part]) + bar > width:
-            break
-        words.append(part)
-    if share is not None:
-        bar = min(_WIDEST_BAR, width - _length(words))
-        words[1] = filled(share, bar)
-    return "  ".join(words)[:width]
-
-
-def _length(words: Sequence[str]) -> int:
-    return len("  ".join(words))
+        self._has_begun = False
 
 
 def _count(trainer: Trainer) -> tuple[str, float]:

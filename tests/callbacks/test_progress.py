@@ -1,18 +1,27 @@
 """The bar of rounds: what stands in it, and for whom there is room."""
 
+import io
 import logging
 import re
+import sys
 
 import hypothesis
 import hypothesis.strategies as st
 import pytest
+from terminal_screen import seen
 from toys import ToyModule, toy_data, toy_trainer
 
 from fl_lightning import ConfigurationError, Federation, RoundProgressBar, RunLog, companions
-from fl_lightning.callbacks import progress
+from fl_lightning.callbacks.console import run_bar
 from fl_lightning.callbacks.console.round_line import number
-from fl_lightning.callbacks.progress import Inner, Pace, run_line
+from fl_lightning.callbacks.console.run_bar import Inner, Pace, run_line
 from fl_lightning.federation.execution.trial_budget import TrialBudget
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
 
 NAMES = st.text("abcdefgh/_", min_size=1, max_size=30)
 METRICS = st.dictionaries(NAMES, st.floats(-1e9, 1e9), min_size=1, max_size=6)
@@ -37,7 +46,7 @@ def test_the_bar_takes_what_room_is_left():
 class TestTheTimeThatIsLeft:
     def test_it_is_that_of_the_last_rounds_without_the_first(self, monkeypatch):
         now = [0.0]
-        monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+        monkeypatch.setattr(run_bar.time, "monotonic", lambda: now[0])
         pace = Pace()
         assert pace.words(4) == ""
         for seconds, said in ((60, "3:00 left"), (10, "0:20 left"), (20, "0:15 left")):
@@ -101,3 +110,24 @@ def test_companions_say_all_there_is_without_a_second_of_anything(tmp_path, capl
     assert re.search(r"model +clients +spread +worst 10 %", table)
     assert "results of the model after round 2" in table
     assert float(trainer.callback_metrics["clients/val/loss_mean"]) > 0
+
+
+def test_a_bar_that_was_never_opened_is_not_closed():
+    """Where processes are started, nobody sets callbacks up, and all hear of an exception."""
+    RoundProgressBar().on_exception(None, None, RuntimeError())
+    RunLog().on_exception(None, None, RuntimeError())
+
+
+def test_a_calibration_counts_in_the_same_place(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    bar = RoundProgressBar()
+    bar.setup(toy_trainer(bar, enable_progress_bar=True), None, "fit")
+    with bar.counting("Calibration", 3) as tick:
+        tick()
+        print("said meanwhile", file=sys.stderr)
+        lines = seen(terminal.getvalue().replace("\n", "\r\n"), 80)
+    assert lines[0] == "said meanwhile"
+    assert re.match(r"Calibration 1/3  ━+─+", lines[1])
+    assert seen(terminal.getvalue().replace("\n", "\r\n"), 80) == ["said meanwhile", ""]

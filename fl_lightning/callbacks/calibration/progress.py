@@ -10,12 +10,14 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
+from fl_lightning.callbacks.progress import RoundProgressBar
+
 
 @contextmanager
 def progress_bar(trainer: Trainer, what: str, total: int) -> Iterator[Callable[[], None]]:
     """Show a bar inside this block, and give the function that moves it by one.
 
-    It is rich's or tqdm's as the Trainer's own bar is; none where that one is missing or disabled,
+    It is ours, rich's or tqdm's as the Trainer's own bar is; none where that one is missing or disabled,
     nor in other processes than the first.
 
     Args:
@@ -24,7 +26,10 @@ def progress_bar(trainer: Trainer, what: str, total: int) -> Iterator[Callable[[
         total: how often it moves.
     """
     own = trainer.progress_bar_callback
-    if isinstance(own, RichProgressBar) and own.is_enabled:
+    if isinstance(own, RoundProgressBar):
+        with own.counting(what, total) as tick:
+            yield tick
+    elif isinstance(own, RichProgressBar) and own.is_enabled:
         from rich.console import Console
         from rich.progress import Progress
 
