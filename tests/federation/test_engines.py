@@ -477,6 +477,7 @@ def test_auto_takes_slots_that_are_faster(kind, how, monkeypatch, caplog):
         second = run(many, "auto", slots=None)
     said = rf"engine: 4 slots, measured at [\d.]+ times the sequential speed, {how} \d+ s"
     assert re.search(said, caplog.text)
+    assert "engine: measuring whether many clients at once are faster, for about" in caplog.text
     torch.testing.assert_close(weights(one), weights(many), rtol=1e-5, atol=1e-6)
     assert_same_logs(first, second)
 

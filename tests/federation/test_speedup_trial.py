@@ -122,6 +122,8 @@ def test_auto_measures_says_and_keeps(tmp_path, caplog):
         "engine: sequential with direct_layers, channels_last, fused_optimizer, thin_gradients ("
         in caplog.text
     )
+    told = "engine: measuring which speedups of a step pay, for about 30 s at most"
+    assert caplog.text.index(told) < caplog.text.index("engine: sequential with")
     assert sorted(speedups_of(trainer)) == SGD_SPEEDUPS
     forced, _ = run(speedups=SGD_SPEEDUPS)
     assert torch.equal(weights(module), weights(forced))  # asked for, the same bits

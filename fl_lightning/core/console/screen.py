@@ -22,9 +22,10 @@ _UP = "\x1b[{}A"
 
 # One thread at a time moves the cursor, and none while a process is forked, which would never get it.
 _LOCK = threading.RLock()
-os.register_at_fork(
-    before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release
-)
+if hasattr(os, "register_at_fork"):  # not on Windows, where nothing forks
+    os.register_at_fork(
+        before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release
+    )
 
 
 def clear_leftovers() -> None:

@@ -50,7 +50,7 @@ def of_the_right_type(row):
     other_type = row.value in SWITCH[1:] or row.value in (1.5, 3, 5) or isinstance(row.value, str)
     if row.python is None or other_type or row.option.endswith("source.init_args.seed"):
         return False
-    return not row.python[0].startswith(("torch.", "fl_lightning.RoundProgressBar"))
+    return not row.python[0].startswith("torch.")
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if of_the_right_type(row)], ids=str)
