@@ -48,7 +48,12 @@ from fl_lightning.cli.runs import (
 )
 from fl_lightning.cli.started import take_what_was_started
 from fl_lightning.cli.trainer import check_trainer
-from fl_lightning.core.errors import ConfigurationError, Interrupted
+from fl_lightning.core.errors import (
+    ClientFailure,
+    ConfigurationError,
+    Interrupted,
+    RoundFailure,
+)
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.checkpoints.csv_rows import keep_rows
 from fl_lightning.federation.checkpoints.earlier_runs import EarlierRun
@@ -311,6 +316,29 @@ def resolve(words: Sequence[str]) -> str:
     return said.getvalue()
 
 
+def fit_trial(words: Sequence[str], callback: Callback) -> None:
+    """Run ``fit`` with a callback of ours, in a process that has just begun.
+
+    Args:
+        words: of the command line, after ``fit``.
+        callback: beside those of the configuration.
+
+    Raises:
+        ConfigurationError: for a setting that cannot work, whoever refuses it.
+    """
+    _expect()
+    with watched() as watch:
+        try:
+            run_lightning(["fit", *words], [callback])
+        except (ClientFailure, RoundFailure):
+            raise
+        except Exception as error:
+            sentence = explain(error, watch)
+            if sentence is None:
+                raise
+            raise ConfigurationError(sentence) from error
+
+
 def validate(words: Sequence[str], callback: Callback) -> None:
     """Run ``validate`` with a callback of ours, which leaves nothing on the disk.
 
@@ -318,7 +346,7 @@ def validate(words: Sequence[str], callback: Callback) -> None:
         words: of the command line, after ``validate``.
         callback: beside those of the configuration.
     """
-    run_lightning(["validate", *words], [callback])
+    run_lightning(["validate", *words], [callback], keeps_configuration=False)
 
 
 def run_lightning(
@@ -332,14 +360,14 @@ def run_lightning(
 
     Args:
         args: of the command line.
-        callbacks: of ours; with them the run saves no configuration.
+        callbacks: of ours.
         cli: what runs it.
         keeps_configuration: whether the configuration is saved beside checkpoints.
     """
     cli(
         args=args,
         trainer_defaults={"callbacks": list(callbacks)},
-        save_config_callback=RunConfig if keeps_configuration and not callbacks else None,
+        save_config_callback=RunConfig if keeps_configuration else None,
     )
 
 
@@ -347,11 +375,15 @@ def parser_of(command: str) -> Parser:
     """Return the parser of one of our commands.
 
     Args:
-        command: ``compare``, ``search``, ``latency`` or ``network``. What runs it is imported now.
+        command: ``compare``, ``sweep``, ``search``, ``latency`` or ``network``. What runs it is imported now.
     """
     parser = Parser(prog=f"fl-lightning {command}", description=COMMANDS[command])
     if command == "compare":
         from fl_lightning.experiments.compare import add_arguments
+
+        add_arguments(parser)
+    elif command == "sweep":
+        from fl_lightning.cli.sweep import add_arguments
 
         add_arguments(parser)
     elif command == "search":
@@ -378,6 +410,10 @@ def _run(words: Any) -> None:
         from fl_lightning.experiments.compare import compare
 
         compare(rest, parser=parser_of(command), resolve=resolve)
+    elif command == "sweep":
+        from fl_lightning.cli.sweep import sweep
+
+        sweep(rest, parser=parser_of(command), resolve=resolve, fit=fit_trial)
     elif command == "search":
         from fl_lightning.cli.search import search
 
@@ -405,9 +441,7 @@ def run_command(args: ArgsType) -> None:
 
 @ended_by_signals
 def _ended_with_a_sentence(run: Callable[[], None]) -> None:
-    for expected in _EXPECTED_WARNINGS:
-        warnings.filterwarnings("ignore", message=expected)
-    logging.getLogger("lightning.pytorch").setLevel(logging.INFO)
+    _expect()
     with watched() as watch:
         try:
             run()
@@ -416,3 +450,10 @@ def _ended_with_a_sentence(run: Callable[[], None]) -> None:
             if sentence is None:
                 raise
             sys.exit(f"fl-lightning: {sentence}")
+
+
+def _expect() -> None:
+    """Leave out warnings of what is meant to be so."""
+    for expected in _EXPECTED_WARNINGS:
+        warnings.filterwarnings("ignore", message=expected)
+    logging.getLogger("lightning.pytorch").setLevel(logging.INFO)

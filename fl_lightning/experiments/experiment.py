@@ -113,15 +113,7 @@ class Experiment:
     @property
     def all_seeds(self) -> list[int]:
         """The seeds, however they were written."""
-        if isinstance(self.seeds, int):
-            return [self.seeds]
-        given = self.seeds.split(",") if isinstance(self.seeds, str) else self.seeds
-        try:
-            return [int(seed) for seed in given]
-        except ValueError:
-            raise ConfigurationError(
-                f"experiment: seeds must be whole numbers, as [0, 1, 2] or 0,1,2, got {self.seeds}"
-            ) from None
+        return read_seeds(self.seeds, "experiment")
 
     @property
     def axes(self) -> dict[str, list[str]]:
@@ -145,3 +137,28 @@ class Experiment:
             )
             for pairs in combinations
         ]
+
+
+def read_seeds(seeds: list[int] | int | str, owner: str) -> list[int]:
+    """Return seeds, however they were written.
+
+    Args:
+        seeds: a list, one number, or numbers with commas between them.
+        owner: what they are given for, for messages.
+
+    Raises:
+        ConfigurationError: if one is not a whole number.
+
+    Example:
+        >>> read_seeds("0,1", "experiment")
+        [0, 1]
+    """
+    if isinstance(seeds, int):
+        return [seeds]
+    given = seeds.split(",") if isinstance(seeds, str) else seeds
+    try:
+        return [int(seed) for seed in given]
+    except ValueError:
+        raise ConfigurationError(
+            f"{owner}: seeds must be whole numbers, as [0, 1, 2] or 0,1,2, got {seeds}"
+        ) from None

@@ -32,7 +32,7 @@ class RunFailure(RuntimeError):  # noqa: N818
 
 def is_finished(run: PlannedRun) -> bool:
     """Return whether a run with this configuration has ended well."""
-    state = _state(run)
+    state = state_of(run)
     return state.get("fingerprint") == run.fingerprint and "seconds" in state
 
 
@@ -41,7 +41,7 @@ def seconds_of(run: PlannedRun) -> float:
 
     Of a resumed run they are those since it was resumed.
     """
-    return float(str(_state(run)["seconds"]))
+    return float(str(state_of(run)["seconds"]))
 
 
 def train(run: PlannedRun) -> None:
@@ -50,10 +50,10 @@ def train(run: PlannedRun) -> None:
     Raises:
         RunFailure: if its process ends with an error.
     """
-    with _lock(run) as lock:
+    with locked(run) as lock:
         if is_finished(run):
             return
-        words = _prepare(run)
+        words = prepare(run)
         began = time.monotonic()
         # one thread each: so many runs at a time as there are cores
         threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -68,8 +68,8 @@ def train(run: PlannedRun) -> None:
                 pass_fds=[lock],
             )
         if done.returncode:
-            raise RunFailure(_last_words(run, done.returncode))
-        _save_state(run, {"seconds": round(time.monotonic() - began, 1)})
+            raise RunFailure(last_words(run, done.returncode))
+        save_state(run, {"seconds": round(time.monotonic() - began, 1)})
 
 
 def checkpoint_of(run: PlannedRun) -> Path:
@@ -91,16 +91,16 @@ def _last_checkpoint(run: PlannedRun) -> Path:
     return run.folder / "checkpoints" / "last.ckpt"
 
 
-def _prepare(run: PlannedRun) -> list[str]:
+def prepare(run: PlannedRun) -> list[str]:
     """Write what the run needs; return the words of its command line."""
-    resumed = _state(run).get("fingerprint") == run.fingerprint and _last_checkpoint(run).exists()
+    resumed = state_of(run).get("fingerprint") == run.fingerprint and _last_checkpoint(run).exists()
     if not resumed:
         shutil.rmtree(run.folder, ignore_errors=True)
     run.folder.mkdir(parents=True, exist_ok=True)
     first = "" if run.before is None else str(checkpoint_of(run.before).absolute())
     configuration = run.folder / "run.yaml"
     configuration.write_text(run.configuration.replace(FIRST, first))
-    _save_state(run, {})
+    save_state(run, {})
     place = {
         "save_dir": str(run.folder.parent.parent),
         "name": run.folder.parent.name,
@@ -120,13 +120,15 @@ def _prepare(run: PlannedRun) -> list[str]:
     ]
 
 
-def _last_words(run: PlannedRun, code: int) -> str:
+def last_words(run: PlannedRun, code: int) -> str:
+    """Return what a run that failed said last, or else the code it ended with."""
     lines = [line for line in (run.folder / "log.txt").read_text().splitlines() if line.strip()]
     said = lines[-1].strip().removeprefix("fl-lightning: ") if lines else f"ended with code {code}"
     return f"{said} ({run.folder / 'log.txt'})"
 
 
-def _state(run: PlannedRun) -> dict[str, object]:
+def state_of(run: PlannedRun) -> dict[str, object]:
+    """Return what is kept of a run: its fingerprint, and more once it is finished."""
     try:
         state = json.loads((run.folder / "run.json").read_text())
     except (OSError, ValueError):  # never begun, or killed while it was written
@@ -134,7 +136,8 @@ def _state(run: PlannedRun) -> dict[str, object]:
     return state if isinstance(state, dict) else {}
 
 
-def _save_state(run: PlannedRun, more: dict[str, object]) -> None:
+def save_state(run: PlannedRun, more: dict[str, object]) -> None:
+    """Keep a run's fingerprint, and what else is known of it."""
     path = run.folder / "run.json"
     temporary = path.with_suffix(".part")
     temporary.write_text(json.dumps({"fingerprint": run.fingerprint, **more}))
@@ -142,7 +145,7 @@ def _save_state(run: PlannedRun, more: dict[str, object]) -> None:
 
 
 @contextmanager
-def _lock(run: PlannedRun) -> Iterator[int]:
+def locked(run: PlannedRun) -> Iterator[int]:
     """Hold the run alone; the process that trains it inherits the lock."""
     run.folder.parent.mkdir(parents=True, exist_ok=True)
     with run.folder.with_suffix(".lock").open("w") as file:

@@ -14,6 +14,7 @@ OURS = {
     "init": "Make a project to start from: a module, data, a YAML, a test.",
     "configs": "List the configurations in the box, or copy one.",
     "compare": "Many runs from one file: variants x seeds, a table and a figure.",
+    "sweep": "Search values for options: learning rates, steps, classes.",
     "search": "Find an architecture under constraints, without training.",
     "latency": "Measure the latency of a search space's networks on this device.",
     "network": "Train over a real network: a server, and sites that keep their data.",

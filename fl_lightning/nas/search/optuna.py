@@ -8,12 +8,11 @@ Sources: Bergstra et al. 2011 (TPE); Deb et al. 2002 (NSGA-II); Akiba et al. 201
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, final
 
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.optuna_extra import optuna_for, quiet
 from fl_lightning.core.seeds import derive_seed, torch_generator
 from fl_lightning.nas.search.feasible import draw
 from fl_lightning.nas.search.problem import Evaluations, Problem, SearchResult
@@ -55,7 +54,7 @@ class OptunaSearch(Strategy):
         """Score as many architectures as the budget says."""
         evaluations = Evaluations(problem, budget)
         generator = torch_generator(seed, "optuna")
-        with _quiet():
+        with quiet(_optuna()):
             directions = ["maximize", "minimize"] if self.sampler == "nsga2" else ["maximize"]
             sampler = self._sampler(derive_seed(seed, "optuna sampler") % 2**32)
             study = _optuna().create_study(sampler=sampler, directions=directions)
@@ -111,23 +110,4 @@ def _enqueue(study: Study, architecture: Architecture | None) -> None:
 
 
 def _optuna() -> Any:
-    try:
-        import optuna
-    except ImportError:
-        raise ConfigurationError(
-            "the strategies tpe and nsga2 are Optuna's: install it with pip install "
-            "'fl-lightning[nas]', or use evolution"
-        ) from None
-    return optuna
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Optuna writes a line for every study unless it is told otherwise."""
-    logging = _optuna().logging
-    before = logging.get_verbosity()
-    logging.set_verbosity(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
+    return optuna_for("a search by tpe or nsga2", "nas", ", or use evolution")

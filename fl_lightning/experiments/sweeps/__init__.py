@@ -1,0 +1,1 @@
+"""Hyper-parameter search: many trials of one configuration, with options of it varied."""

@@ -1,0 +1,145 @@
+"""Pictures of a search: which options matter, and what every trial gave.
+
+Importance: by how much the values of an option among the best trials differ from those among all
+(PED-ANOVA, shares of a sum of 1).
+Source: Watanabe et al. 2023, IJCAI; Optuna's implementation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import optuna
+from optuna.trial import FrozenTrial, TrialState
+
+from fl_lightning.experiments.sweeps.parameters import Parameter, Range
+from fl_lightning.experiments.sweeps.study import is_maximised
+
+_FEWEST = 4  # complete trials that say anything about importance
+_MOST_ACROSS = 3  # panels in a row
+
+
+def importances(study: optuna.Study) -> dict[str, float]:
+    """Return by path how much an option matters, the most important one first; none if unknown."""
+    complete = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+    if len(complete) < _FEWEST or len({one.value for one in complete}) < 2:
+        return {}
+    try:
+        found: dict[str, float] = optuna.importance.get_param_importances(study)
+    except (RuntimeError, ValueError):  # e.g. an option that had one value only
+        return {}
+    return found
+
+
+def draw_importance(path: Path, shares: Mapping[str, float], names: Mapping[str, str]) -> None:
+    """Write bars of importances, as PNG and SVG.
+
+    Args:
+        path: without a suffix.
+        shares: of the options, by path.
+        names: short ones of the options, by path.
+    """
+    from matplotlib.figure import Figure  # a second to import
+
+    figure = Figure(figsize=(6.0, 1.0 + 0.45 * len(shares)), layout="constrained")
+    axes = figure.subplots()
+    bars = axes.barh([names[option] for option in shares], list(shares.values()), color="C0")
+    axes.bar_label(bars, fmt="%.2f", padding=3)
+    axes.invert_yaxis()
+    axes.set(xlabel="importance, share of all", xlim=(0, 1.1 * max(shares.values(), default=1)))
+    axes.spines[["top", "right"]].set_visible(False)
+    _save(figure, path)
+
+
+def draw_trials(
+    path: Path,
+    study: optuna.Study,
+    metric: str,
+    parameters: Mapping[str, Parameter],
+    names: Mapping[str, str],
+) -> None:
+    """Write every trial's value, over time and over each option, as PNG and SVG.
+
+    Args:
+        path: without a suffix.
+        study: with at least one complete trial.
+        metric: what values are of.
+        parameters: what was searched, by path.
+        names: short ones of the options, by path.
+    """
+    from matplotlib.figure import Figure
+
+    trials = study.get_trials(deepcopy=False)
+    count = 1 + len(parameters)
+    across = min(count, _MOST_ACROSS)
+    down = -(-count // across)
+    figure = Figure(figsize=(4.2 * across, 3.3 * down), layout="constrained")
+    panels = figure.subplots(down, across, squeeze=False).flat
+    first, *others = panels
+    _draw_history(first, trials, is_maximised(study))
+    first.set(xlabel="trial", ylabel=metric, title="all trials")
+    first.xaxis.get_major_locator().set_params(integer=True)
+    for panel, (option, parameter) in zip(others, parameters.items(), strict=False):
+        _draw_option(panel, trials, option, parameter)
+        panel.set(xlabel=names[option], ylabel=metric)
+    for panel in others[len(parameters) :]:
+        panel.set_axis_off()
+    handles, labels = first.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+    _save(figure, path)
+
+
+def _draw_history(panel: Any, trials: Sequence[FrozenTrial], maximised: bool) -> None:
+    complete = _points(trials, TrialState.COMPLETE)
+    stopped = _points(trials, TrialState.PRUNED)
+    panel.scatter(*_columns([(one.number, value) for one, value in complete]), label="complete")
+    panel.scatter(
+        *_columns([(one.number, value) for one, value in stopped]), label="stopped", **_STOPPED
+    )
+    running = np.maximum.accumulate if maximised else np.minimum.accumulate
+    if complete:
+        numbers, values = _columns([(one.number, value) for one, value in complete])
+        panel.step(numbers, running(values), where="post", color="C1", label="best so far")
+    panel.grid(alpha=0.3)
+
+
+_STOPPED = {"facecolors": "none", "edgecolors": "0.5"}
+
+
+def _draw_option(
+    panel: Any, trials: Sequence[FrozenTrial], option: str, parameter: Parameter
+) -> None:
+    is_range = isinstance(parameter, Range)
+    keys = [] if is_range else [str(key) for key in parameter.grid(option)]
+    for state, style in ((TrialState.PRUNED, _STOPPED), (TrialState.COMPLETE, {"color": "C0"})):
+        points = [
+            (one.params[option] if is_range else keys.index(str(one.params[option])), value)
+            for one, value in _points(trials, state)
+            if option in one.params
+        ]
+        panel.scatter(*_columns(points), **style)
+    if isinstance(parameter, Range):
+        panel.set_xscale("log" if parameter.log else "linear")
+    else:
+        panel.set_xticks(range(len(keys)), keys)
+        panel.set_xlim(-0.5, len(keys) - 0.5)
+    panel.grid(alpha=0.3)
+
+
+def _points(
+    trials: Sequence[FrozenTrial], state: TrialState
+) -> list[tuple[FrozenTrial, float]]:
+    """Return trials with their values; a stopped one's is that of its last round."""
+    return [(one, one.value) for one in trials if one.state == state and one.value is not None]
+
+
+def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    return [x for x, _ in points], [y for _, y in points]
+
+
+def _save(figure: Any, path: Path) -> None:
+    for suffix in (".png", ".svg"):
+        figure.savefig(path.with_suffix(suffix), dpi=130)

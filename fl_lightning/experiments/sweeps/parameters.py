@@ -1,0 +1,255 @@
+"""What is searched: of every option a range of numbers, or a list of values.
+
+    model.optimizer.lr: {low: 1.0e-4, high: 1.0e-1, log: true}
+    federation.local_epochs: {low: 1, high: 8}
+    federation.aggregator: {choices: {mean: {class_path: ...}, median: {class_path: ...}}}
+    data.batch_size: [8, 16, 32]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from fl_lightning.core.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from optuna.distributions import BaseDistribution
+
+_KEYS = ("low", "high", "log", "step", "points")
+_MOST_GRID = 10_000  # numbers of one range: more is a mistake
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers between two ends, both included; whole ones if the ends are.
+
+    Attributes:
+        low: the lower end.
+        high: the upper end, not below it.
+        log: whether equal ratios are equally likely, rather than equal differences.
+        step: distance of neighbours from `low` on; None: any number in between.
+        points: how many a grid takes, both ends among them; None: every step.
+    """
+
+    low: float
+    high: float
+    log: bool = False
+    step: float | None = None
+    points: int | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is of whole numbers."""
+        return all(isinstance(one, int) for one in (self.low, self.high, self.step or 1))
+
+    @property
+    def ends(self) -> list[Any]:
+        """The values that show whether the option takes such numbers."""
+        return list(dict.fromkeys((self.low, self.high)))
+
+    def distribution(self) -> BaseDistribution:
+        """Return the same for Optuna."""
+        from optuna.distributions import FloatDistribution, IntDistribution
+
+        if self.is_whole:
+            return IntDistribution(
+                int(self.low), int(self.high), log=self.log, step=int(self.step or 1)
+            )
+        return FloatDistribution(self.low, self.high, log=self.log, step=self.step)
+
+    def grid(self, path: str) -> list[Any]:
+        """Return the values of a grid.
+
+        Args:
+            path: of the option, for messages.
+
+        Raises:
+            ConfigurationError: if there is no end of them.
+
+        Example:
+            >>> Range(1, 7, step=2).grid("x"), Range(0.01, 1.0, log=True, points=3).grid("x")
+            ([1, 3, 5, 7], [0.01, 0.1, 1.0])
+        """
+        if self.points is not None:
+            return self._spaced(self.points)
+        step = self.step or (1 if self.is_whole and not self.log else None)
+        if step is None:
+            raise ConfigurationError(
+                f"space: a grid over {path} needs to know which numbers: give points, or a list"
+            )
+        count = math.floor((self.high - self.low) / step + 1e-9) + 1
+        if count > _MOST_GRID:
+            raise ConfigurationError(
+                f"space: a grid over {path} has {count} numbers: give points, or a larger step"
+            )
+        return [self.low + number * step for number in range(count)]
+
+    def key_of(self, value: Any) -> Any:
+        """Return a value of the configuration as Optuna knows it; None if it is outside."""
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return None
+        if not self.low <= value <= self.high or (self.is_whole and value != int(value)):
+            return None
+        return int(value) if self.is_whole else float(value)
+
+    def value_of(self, key: Any) -> Any:
+        """Return a value of Optuna's as the configuration has it."""
+        return key
+
+    def _spaced(self, count: int) -> list[Any]:
+        if count == 1:
+            return [self.low]
+        shares = [number / (count - 1) for number in range(count)]
+        if self.log:
+            between = [self.low * (self.high / self.low) ** share for share in shares]
+        else:
+            between = [self.low + (self.high - self.low) * share for share in shares]
+        between = [float(f"{one:.12g}") for one in between]
+        inside = [min(max(one, self.low), self.high) for one in between]
+        return list(dict.fromkeys(round(one) for one in inside)) if self.is_whole else inside
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Values by name; a value that is a number, a word, true, false or null is its own name."""
+
+    values: Mapping[Any, Any]
+
+    @property
+    def ends(self) -> list[Any]:
+        """All values."""
+        return list(self.values.values())
+
+    def distribution(self) -> BaseDistribution:
+        """Return the names, for Optuna."""
+        from optuna.distributions import CategoricalDistribution
+
+        return CategoricalDistribution(list(self.values))
+
+    def grid(self, path: str) -> list[Any]:
+        """Return all names."""
+        return list(self.values)
+
+    def key_of(self, value: Any) -> Any:
+        """Return a value's name; None if it is not among them."""
+        return next((key for key, one in self.values.items() if one == value), None)
+
+    def value_of(self, key: Any) -> Any:
+        """Return the value of a name."""
+        return self.values[key]
+
+
+Parameter: TypeAlias = Range | Choices
+
+
+def read_parameters(space: Mapping[str, Any]) -> dict[str, Parameter]:
+    """Return what is searched, by the path of the option.
+
+    Args:
+        space: path to a list of values, or to a mapping with `low` and `high`, or with `choices`.
+
+    Raises:
+        ConfigurationError: with everything that is wrong with it.
+
+    Example:
+        >>> read_parameters({"model.lr": {"low": "1e-3", "high": 1, "log": True}})
+        {'model.lr': Range(low=0.001, high=1.0, log=True, step=None, points=None)}
+        >>> read_parameters({"data.batch_size": [8, 16]})
+        {'data.batch_size': Choices(values={8: 8, 16: 16})}
+    """
+    found: dict[str, Parameter] = {}
+    issues = []
+    for path, given in space.items():
+        try:
+            found[str(path)] = _parameter(given)
+        except ConfigurationError as error:
+            issues.append(f"space: {path} {error}")
+    inner = [(a, b) for a in found for b in found if b.startswith(f"{a}.")]
+    issues += [f"space: {b} lies inside {a}: search one of them" for a, b in inner]
+    if not space:
+        issues.append(
+            "space: there is nothing to search: name an option of the configuration, e.g. "
+            "model.optimizer.lr: {low: 1e-4, high: 1e-1, log: true}"
+        )
+    if issues:
+        raise ConfigurationError("\n".join(issues))
+    return found
+
+
+def _parameter(given: Any) -> Parameter:
+    if isinstance(given, list):
+        return Choices(_named(given))
+    if not isinstance(given, dict) or ("choices" in given) == ("low" in given or "high" in given):
+        raise ConfigurationError(
+            f"must be a list of values, or have low and high, or choices, got {given!r}"
+        )
+    if "choices" in given:
+        _only(given, ("choices",))
+        choices = given["choices"]
+        if isinstance(choices, dict) and choices:
+            return Choices({str(name): value for name, value in choices.items()})
+        return Choices(_named(choices))
+    return _range(given)
+
+
+def _range(given: Mapping[str, Any]) -> Range:
+    _only(given, _KEYS)
+    low, high, step = (_number(given.get(key), key) for key in ("low", "high", "step"))
+    log, points = given.get("log", False), given.get("points")
+    if low is None or high is None:
+        raise ConfigurationError(f"must have both low and high, got {dict(given)}")
+    if not isinstance(log, bool):
+        raise ConfigurationError(f"has log: true or false, got {log!r}")
+    if low > high:
+        raise ConfigurationError(f"has low: {low} above high: {high}")
+    if log and low <= 0:
+        raise ConfigurationError(f"with log: true needs low above 0, got {low}")
+    if step is not None and (log or step <= 0):
+        raise ConfigurationError(f"has a step above 0 and no log, got step: {step}, log: {log}")
+    if points is not None and (not isinstance(points, int) or points < 1):
+        raise ConfigurationError(f"has points that are a whole number > 0, got {points!r}")
+    if not all(isinstance(one, int) for one in (low, high, step or 1)):
+        low, high, step = float(low), float(high), None if step is None else float(step)
+    return Range(low, high, log, step, points)
+
+
+def _number(given: Any, key: str) -> float | int | None:
+    if given is None:
+        return None
+    try:
+        if isinstance(given, bool):
+            raise ValueError
+        value = float(given)
+    except (TypeError, ValueError):
+        raise ConfigurationError(f"has {key} that must be a number, got {given!r}") from None
+    if not math.isfinite(value):
+        raise ConfigurationError(f"has {key} that must be finite, got {given!r}")
+    return given if isinstance(given, int) else value
+
+
+def _named(values: Any) -> dict[Any, Any]:
+    """Return values by their names: themselves, or of classes the class's name."""
+    if not isinstance(values, list) or not values:
+        raise ConfigurationError(f"must have at least one value to choose, got {values!r}")
+    names = [_name(value) for value in values]
+    if len({(type(name), name) for name in names}) < len(names):
+        raise ConfigurationError("has choices of the same name: give names, choices: {name: value}")
+    return dict(zip(names, values, strict=True))
+
+
+def _name(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, dict) and "class_path" in value:
+        return str(value["class_path"]).rpartition(".")[2]
+    return str(value)
+
+
+def _only(given: Mapping[str, Any], allowed: Sequence[str]) -> None:
+    if unknown := [str(key) for key in given if key not in allowed]:
+        raise ConfigurationError(
+            f"has {', '.join(unknown)}, which is not one of {', '.join(allowed)}"
+        )

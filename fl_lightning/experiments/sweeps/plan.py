@@ -1,0 +1,175 @@
+"""From a search to the runs of its trials: the configuration with a trial's values in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import yaml
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.experiments.experiment import Variant, read_seeds
+from fl_lightning.experiments.plan import PlannedRun, Resolve
+from fl_lightning.experiments.sweeps.parameters import Parameter
+from fl_lightning.experiments.sweeps.places import Place, place_of, value_at, with_values
+from fl_lightning.experiments.sweeps.search import Search
+
+# What a trial may have otherwise on another machine, and remains comparable.
+_FREE = ("num_threads", "test_after_fit", "trainer.accelerator", "trainer.devices")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The runs that a search may need.
+
+    Attributes:
+        configuration: complete, of the trial that changes nothing.
+        parameters: what is searched, by path.
+        places: where that is in the configuration, by path.
+        seeds: of the runs of a trial.
+        out: folder of the search.
+    """
+
+    configuration: dict[str, Any]
+    parameters: Mapping[str, Parameter]
+    places: Mapping[str, Place]
+    seeds: Sequence[int]
+    out: Path
+
+    @property
+    def num_rounds(self) -> int:
+        """Rounds of a whole trial; -1 if they are not limited by their number."""
+        rounds = self.configuration["trainer"]["max_epochs"]
+        return -1 if rounds is None else int(rounds)
+
+    @property
+    def as_configured(self) -> dict[str, Any] | None:
+        """The configuration's own values as Optuna knows them; None if one is not in the space."""
+        keys = {
+            path: parameter.key_of(value_at(self.configuration, self.places[path]))
+            for path, parameter in self.parameters.items()
+        }
+        return None if any(key is None for key in keys.values()) else keys
+
+    def with_keys(self, keys: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the configuration with values by path, as Optuna knows them."""
+        values = {
+            self.places[path]: self.parameters[path].value_of(key) for path, key in keys.items()
+        }
+        return with_values(self.configuration, values)
+
+    def folder(self, number: int) -> Path:
+        """Return a trial's folder."""
+        return self.out / f"trial_{number:04d}"
+
+    def run(self, number: int, keys: Mapping[str, Any], seed: int) -> PlannedRun:
+        """Return one run of a trial."""
+        folder = self.folder(number)
+        # what the test says must not decide
+        text = as_text({**self.with_keys(keys), "test_after_fit": False})
+        return PlannedRun(Variant(folder.name, ()), seed, text, folder / f"seed_{seed}")
+
+    def identity(self) -> dict[str, Any]:
+        """Return what trials must have in common to be compared, path to value."""
+        # what is searched is no part of it, but whether it is searched
+        values = {self.places[path]: "<searched>" for path in self.parameters}
+        flat = dict(_leaves("", with_values(self.configuration, values)))
+        return {
+            key: value
+            for key, value in flat.items()
+            if value is not None and key not in _FREE and not key.startswith("trainer.logger")
+        }
+
+
+def plan_search(
+    search: Search, configs: Sequence[str], options: Sequence[str], *, out: Path, resolve: Resolve
+) -> Plan:
+    """Read the configuration, and try whether it takes the ends of every range and every choice.
+
+    Args:
+        search: what is searched.
+        configs: further files of the configuration, as they were named.
+        options: further words of every run's command line.
+        out: folder of the search.
+        resolve: from the words of a command line to the complete configuration as YAML.
+
+    Raises:
+        ConfigurationError: if anything is refused, before any trial starts.
+    """
+    files = [*(str(path.absolute) for path in search.configs), *configs]
+    if not files and search.base is None:
+        raise ConfigurationError(
+            "there is no configuration to search: give --config, as you give it to fit, or configs "
+            "in the search's file"
+        )
+    words = [word for path in files for word in ("--config", path)]
+    configuration = _resolved([search.base] if search.base else [], options, words, resolve)
+    parameters = search.parameters
+    places = {path: place_of(configuration, path) for path in parameters}
+    _check_places(places)
+    seed = configuration.get("seed_everything")
+    own = int(seed) if isinstance(seed, int) and not isinstance(seed, bool) else 0
+    seeds = [own] if search.seeds is None else read_seeds(search.seeds, "search")
+    plan = Plan(configuration, parameters, places, seeds, out)
+    if search.pruner == "hyperband" and plan.num_rounds < 1:
+        raise ConfigurationError(
+            "search: pruner hyperband needs trainer.max_epochs, the rounds of a whole trial"
+        )
+    _check_ends(plan, resolve)
+    return plan
+
+
+def as_text(configuration: Mapping[str, Any]) -> str:
+    """Return a configuration as YAML."""
+    return yaml.safe_dump(dict(configuration), sort_keys=False, allow_unicode=True)
+
+
+def _check_places(places: Mapping[str, Place]) -> None:
+    by_place: dict[Place, str] = {}
+    for path, place in places.items():
+        if place in by_place:
+            raise ConfigurationError(
+                f"space: {by_place[place]} and {path} are the same option: name it once"
+            )
+        by_place[place] = path
+
+
+def _check_ends(plan: Plan, resolve: Resolve) -> None:
+    ends = {path: parameter.ends for path, parameter in plan.parameters.items()}
+    for number in range(max(map(len, ends.values()))):
+        values = {path: own[min(number, len(own) - 1)] for path, own in ends.items()}
+        placed = {plan.places[path]: value for path, value in values.items()}
+        try:
+            _resolved([with_values(plan.configuration, placed)], [], [], resolve)
+        except ConfigurationError as error:
+            shown = ", ".join(f"{path}: {value}" for path, value in values.items())
+            raise ConfigurationError(f"space: with {shown}: {error}") from error
+
+
+def _resolved(
+    layers: Sequence[Mapping[str, Any]],
+    options: Sequence[str],
+    words: Sequence[str],
+    resolve: Resolve,
+) -> dict[str, Any]:
+    """Return the complete configuration of a command line with layers over its files."""
+    with TemporaryDirectory() as folder:
+        paths = []
+        for number, layer in enumerate(layers):
+            path = Path(folder, f"{number}.yaml")
+            path.write_text(as_text(layer))
+            paths += ["--config", str(path)]
+        found = yaml.safe_load(resolve([*words, *paths, *options]))
+    assert isinstance(found, dict), "a complete configuration has sections"
+    return found
+
+
+def _leaves(key: str, value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        return [leaf for k, v in value.items() for leaf in _leaves(f"{key}.{k}".strip("."), v)]
+    if isinstance(value, list) and any(isinstance(one, dict) for one in value):
+        return [leaf for n, one in enumerate(value) for leaf in _leaves(f"{key}.{n}", one)]
+    return [(key, value)]

@@ -1,0 +1,85 @@
+"""What a terminal shows of a search: a line a trial, and below them how far the running ones are."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+
+import optuna
+from optuna.trial import FrozenTrial, TrialState
+
+from fl_lightning.experiments.sweeps.plan import Plan
+from fl_lightning.experiments.sweeps.results import best_of, shown_values
+
+_CLEAR = "\r\x1b[2K"
+
+
+class Screen:
+    """Prints lines to stdout and, at a terminal, a status that is no line.
+
+    Args:
+        study: whose trials are told of.
+        plan: of the search.
+        budget: trials in all.
+        names: short ones of the options, by path.
+    """
+
+    def __init__(
+        self, study: optuna.Study, plan: Plan, budget: int, names: Mapping[str, str]
+    ) -> None:
+        self._study, self._plan, self._budget, self._names = study, plan, budget, names
+        self._has_status = False
+        self._is_terminal = sys.stderr.isatty() and sys.stdout.isatty()
+
+    def line(self, text: str) -> None:
+        """Print a line."""
+        if self._has_status:
+            print(_CLEAR, end="", file=sys.stderr, flush=True)
+            self._has_status = False
+        print(self._fitting(text), flush=True)
+
+    def status(self, running: Sequence[tuple[int, int]]) -> None:
+        """Show how far the running trials are, instead of what was shown before.
+
+        Args:
+            running: numbers of trials, and of their rounds so far.
+        """
+        if not self._is_terminal:
+            return
+        total = self._plan.num_rounds
+        of = f"/{total}" if total > 0 else ""
+        parts = [f"trial {number} round {rounds}{of}" for number, rounds in running]
+        text = self._fitting(", ".join(parts))
+        print(f"{_CLEAR}{text}", end="", file=sys.stderr, flush=True)
+        self._has_status = bool(text)
+
+    def ended(self, number: int, reason: str | None) -> None:
+        """Print how a trial has ended."""
+        trials = self._study.get_trials(deepcopy=False)
+        states = (TrialState.COMPLETE, TrialState.PRUNED)
+        done = sum(one.state in states for one in trials)
+        self.line(told(trials[number], trials, done, self._budget, self._names, reason))
+
+    def _fitting(self, text: str) -> str:
+        width = shutil.get_terminal_size().columns - 1
+        if not self._is_terminal or len(text) <= width:
+            return text
+        return f"{text[: width - 1]}…"
+
+
+def told(
+    trial: FrozenTrial,
+    trials: Sequence[FrozenTrial],
+    done: int,
+    budget: int,
+    names: Mapping[str, str],
+    reason: str | None,
+) -> str:
+    """Return a trial's end in a line."""
+    seconds = f"{float(trial.user_attrs.get('seconds', 0)):.0f} s"
+    value = f"{trial.value:.4f}" if reason is None and trial.value is not None else reason
+    best = best_of(trials)
+    mark = ", best so far" if best is not None and best.number == trial.number else ""
+    values = shown_values(trial.params, names)
+    return f"[{done}/{budget}] trial {trial.number}: {value}{mark}, {seconds}: {values}"
