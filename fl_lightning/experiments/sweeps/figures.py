@@ -129,9 +129,7 @@ def _draw_option(
     panel.grid(alpha=0.3)
 
 
-def _points(
-    trials: Sequence[FrozenTrial], state: TrialState
-) -> list[tuple[FrozenTrial, float]]:
+def _points(trials: Sequence[FrozenTrial], state: TrialState) -> list[tuple[FrozenTrial, float]]:
     """Return trials with their values; a stopped one's is that of its last round."""
     return [(one, one.value) for one in trials if one.state == state and one.value is not None]
 

@@ -1,9 +1,9 @@
 """What is searched: of every option a range of numbers, or a list of values.
 
-    model.optimizer.lr: {low: 1.0e-4, high: 1.0e-1, log: true}
-    federation.local_epochs: {low: 1, high: 8}
-    federation.aggregator: {choices: {mean: {class_path: ...}, median: {class_path: ...}}}
-    data.batch_size: [8, 16, 32]
+model.optimizer.lr: {low: 1.0e-4, high: 1.0e-1, log: true}
+federation.local_epochs: {low: 1, high: 8}
+federation.aggregator: {choices: {mean: {class_path: ...}, median: {class_path: ...}}}
+data.batch_size: [8, 16, 32]
 """
 
 from __future__ import annotations
@@ -220,13 +220,11 @@ def _number(given: Any, key: str) -> float | int | None:
     if given is None:
         return None
     try:
-        if isinstance(given, bool):
-            raise ValueError
-        value = float(given)
+        value = math.nan if isinstance(given, bool) else float(given)
     except (TypeError, ValueError):
         raise ConfigurationError(f"has {key} that must be a number, got {given!r}") from None
     if not math.isfinite(value):
-        raise ConfigurationError(f"has {key} that must be finite, got {given!r}")
+        raise ConfigurationError(f"has {key} that must be a finite number, got {given!r}")
     return given if isinstance(given, int) else value
 
 

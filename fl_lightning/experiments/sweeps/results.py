@@ -21,7 +21,7 @@ _STATES = {
 }
 
 
-def best_of(trials: Sequence[FrozenTrial], *, maximised: bool = True) -> FrozenTrial | None:
+def best_of(trials: Sequence[FrozenTrial], *, maximised: bool) -> FrozenTrial | None:
     """Return the complete trial with the best value, of equal ones the earliest."""
     complete = [one for one in trials if one.state == TrialState.COMPLETE]
     return min(complete, key=lambda one: _rank(one, maximised), default=None)
@@ -45,7 +45,7 @@ def table(trials: Sequence[FrozenTrial], metric: str, names: Mapping[str, str]) 
     Args:
         trials: in the order of the rows.
         metric: what values are of.
-        names: short ones of the options, by path.
+        names: short ones of the options, by path: a column each.
     """
     head = ["trial", metric, "rounds", "seconds", *names.values()]
     rows = [
@@ -59,6 +59,29 @@ def table(trials: Sequence[FrozenTrial], metric: str, names: Mapping[str, str]) 
         for one in trials
     ]
     return markdown(head, rows)
+
+
+def fitting_table(
+    trials: Sequence[FrozenTrial], metric: str, names: Mapping[str, str], width: int
+) -> str:
+    """Return the same with the columns of as many options as a terminal has room for.
+
+    Args:
+        trials: in the order of the rows.
+        metric: what values are of.
+        names: short ones of the options, by path, in the order in which they are wanted.
+        width: of the terminal, in characters.
+    """
+    wanted = list(names)
+    while wanted:
+        found = table(trials, metric, {path: names[path] for path in wanted})
+        if len(found.partition("\n")[0]) <= width:
+            break
+        wanted.pop()
+    if len(wanted) == len(names):
+        return found
+    left_out = ", ".join(name for path, name in names.items() if path not in wanted)
+    return f"{table(trials, metric, {p: names[p] for p in wanted})}\nnot shown: {left_out}"
 
 
 def write_csv(path: Path, trials: Sequence[FrozenTrial], options: Sequence[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 
 import optuna
@@ -11,6 +12,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from fl_lightning.experiments.sweeps.plan import Plan
 from fl_lightning.experiments.sweeps.results import best_of, shown_values
+from fl_lightning.experiments.sweeps.study import is_maximised
 
 _CLEAR = "\r\x1b[2K"
 
@@ -37,7 +39,10 @@ class Screen:
         if self._has_status:
             print(_CLEAR, end="", file=sys.stderr, flush=True)
             self._has_status = False
-        print(self._fitting(text), flush=True)
+        if self._is_terminal:
+            width = shutil.get_terminal_size().columns
+            text = textwrap.fill(text, width, subsequent_indent="    ", break_long_words=False)
+        print(text, flush=True)
 
     def status(self, running: Sequence[tuple[int, int]]) -> None:
         """Show how far the running trials are, instead of what was shown before.
@@ -50,7 +55,8 @@ class Screen:
         total = self._plan.num_rounds
         of = f"/{total}" if total > 0 else ""
         parts = [f"trial {number} round {rounds}{of}" for number, rounds in running]
-        text = self._fitting(", ".join(parts))
+        width = shutil.get_terminal_size().columns - 1
+        text = textwrap.shorten(", ".join(parts), width, placeholder=" …")
         print(f"{_CLEAR}{text}", end="", file=sys.stderr, flush=True)
         self._has_status = bool(text)
 
@@ -59,27 +65,30 @@ class Screen:
         trials = self._study.get_trials(deepcopy=False)
         states = (TrialState.COMPLETE, TrialState.PRUNED)
         done = sum(one.state in states for one in trials)
-        self.line(told(trials[number], trials, done, self._budget, self._names, reason))
-
-    def _fitting(self, text: str) -> str:
-        width = shutil.get_terminal_size().columns - 1
-        if not self._is_terminal or len(text) <= width:
-            return text
-        return f"{text[: width - 1]}…"
+        best = best_of(trials, maximised=is_maximised(self._study))
+        self.line(told(trials[number], best, done, self._budget, self._names, reason))
 
 
 def told(
     trial: FrozenTrial,
-    trials: Sequence[FrozenTrial],
+    best: FrozenTrial | None,
     done: int,
     budget: int,
     names: Mapping[str, str],
     reason: str | None,
 ) -> str:
-    """Return a trial's end in a line."""
+    """Return a trial's end in a line.
+
+    Args:
+        trial: that has ended.
+        best: of all so far.
+        done: how many trials have ended.
+        budget: how many there are in all.
+        names: short ones of the options, by path.
+        reason: why it was stopped, None if it was not.
+    """
     seconds = f"{float(trial.user_attrs.get('seconds', 0)):.0f} s"
     value = f"{trial.value:.4f}" if reason is None and trial.value is not None else reason
-    best = best_of(trials)
     mark = ", best so far" if best is not None and best.number == trial.number else ""
     values = shown_values(trial.params, names)
     return f"[{done}/{budget}] trial {trial.number}: {value}{mark}, {seconds}: {values}"

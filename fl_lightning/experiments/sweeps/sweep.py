@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from fl_lightning.experiments.sweeps.places import short_names
 from fl_lightning.experiments.sweeps.plan import Plan, plan_search
 from fl_lightning.experiments.sweeps.results import (
     best_of,
+    fitting_table,
     ranked,
     shown_values,
     table,
@@ -95,7 +97,9 @@ def _introduce(search: Search, plan: Plan, trials: Trials, out: Path) -> None:
 
 
 def _pruner(search: Search) -> str:
-    return "none is stopped early" if search.pruner == "none" else f"stopped early by {search.pruner}"
+    return (
+        "none is stopped early" if search.pruner == "none" else f"stopped early by {search.pruner}"
+    )
 
 
 def _report(search: Search, plan: Plan, trials: Trials, out: Path, names: dict[str, str]) -> None:
@@ -111,14 +115,22 @@ def _report(search: Search, plan: Plan, trials: Trials, out: Path, names: dict[s
     if best is None:
         print(f"\nno trial was completed, so that none is the best: see {out}/trials.csv")
         return
-    files = ["trials.csv", "trials.md"] + _draw(search, plan, study, out, names)
+    draw_trials(out / "trials", study, search.metric, plan.parameters, names)
+    shares = importances(study)
+    if shares:
+        draw_importance(out / "importance", shares, names)
+    by_importance = {path: names[path] for path in [*shares, *names]}
+    files = ["trials.csv", "trials.md", "trials.png", *(["importance.png"] if shares else [])]
     write_best(out / "best.yaml", best, plan, search.metric)
-    print(f"\n{table(shown[:_MOST_ROWS], search.metric, names)}\n")
+    width = shutil.get_terminal_size().columns
+    print(f"\n{fitting_table(shown[:_MOST_ROWS], search.metric, by_importance, width)}\n")
     if elsewhere := trials.elsewhere():
         print(f"running:  {elsewhere} more in other processes")
-    print(f"best:     {search.metric} {best.value:.4f}, trial {best.number}{_than(plan, everything)}")
+    print(
+        f"best:     {search.metric} {best.value:.4f}, trial {best.number}{_than(plan, everything)}"
+    )
     print(f"          {shown_values(best.params, names)}")
-    print(f"results:  {out}/{files[0]}, {', '.join(files[1:])}")
+    print(f"results:  {out}/\n          {', '.join(files)}")
     print(f"next:     fl-lightning fit --config {out}/best.yaml")
 
 
@@ -133,14 +145,3 @@ def _than(plan: Plan, trials: Sequence[Any]) -> str:
         None,
     )
     return "" if own is None else f"; as configured {own.value:.4f}"
-
-
-def _draw(
-    search: Search, plan: Plan, study: optuna.Study, out: Path, names: dict[str, str]
-) -> list[str]:
-    draw_trials(out / "trials", study, search.metric, plan.parameters, names)
-    shares = importances(study)
-    if not shares:
-        return ["trials.png"]
-    draw_importance(out / "importance", shares, names)
-    return ["trials.png", "importance.png"]

@@ -52,9 +52,7 @@ class Ended(NamedTuple):
     cause: Cause | None = None
 
 
-def train_run(
-    run: PlannedRun, metric: str, connection: Connection, fit: Fit, folder: str
-) -> None:
+def train_run(run: PlannedRun, metric: str, connection: Connection, fit: Fit, folder: str) -> None:
     """Train one run, unless that was done before; tell its end.
 
     Args:
@@ -93,7 +91,7 @@ def _ended(run: PlannedRun, fit: Fit, words: list[str], report: ReportRounds) ->
     except SystemExit as end:  # the parser's
         if end.code:
             return Ended(report.values, last_words(run, 2), "setting")
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - told to who has started this process
         traceback.print_exc()
         said = str(error).splitlines() or [""]
         return Ended(report.values, f"{type(error).__name__}: {said[0]}", "crash")

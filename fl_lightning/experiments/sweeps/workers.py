@@ -11,7 +11,6 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
@@ -228,5 +227,3 @@ class Workers:
             self._trials.leave(running.held)
         self._running = []
         sys.stderr.flush()
-
-
