@@ -93,14 +93,14 @@ def test_all_problems_of_a_space_are_told_at_once():
 
 @given(
     low=st.floats(1e-6, 1e3),
-    ratio=st.floats(1, 1e6),
+    ratio=st.just(1.0) | st.floats(1.001, 1e6),
     points=st.integers(1, 9),
     log=st.booleans(),
 )
 def test_a_grid_lies_in_its_range_and_is_one_of_optunas(low, ratio, points, log):
     own = Range(low, low * ratio, log=log, points=points)
     grid = own.grid("x")
-    assert 1 <= len(grid) <= points
+    assert len(grid) == points
     assert grid[0] == low
     assert grid == sorted(grid)
     if points > 1:
@@ -156,8 +156,8 @@ def test_an_option_that_is_not_there_is_refused_before_any_trial(path, message, 
 
 
 def test_the_ends_of_every_range_are_tried_before_any_trial(tmp_path):
-    with pytest.raises(ConfigurationError, match=r"space: with .*local_steps: 0"):
-        plan({"model.lr": LR, "federation.local_steps": {"low": 0, "high": 4}}, tmp_path)
+    with pytest.raises(ConfigurationError, match=r"space: with .*local_steps: many"):
+        plan({"model.lr": LR, "federation.local_steps": [1, "many"]}, tmp_path)
     with pytest.raises(ConfigurationError, match=r"space: with .*Fediverse"):
         plan({"federation.cohort": [{"class_path": "fl_lightning.Fediverse"}]}, tmp_path)
 

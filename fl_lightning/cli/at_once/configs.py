@@ -11,7 +11,9 @@ from pathlib import Path
 from fl_lightning.core.errors import ConfigurationError
 
 _PACKAGE = Path(__file__).resolve().parents[2]
-_OPTIONS = ("--config", "-c")
+# by folder, what runs the files in it
+_COMMANDS = {"experiments": "compare --config", "sweeps": "sweep --search"}
+_OPTIONS = ("--config", "-c", "--search")
 _USAGE = """\
 usage: fl-lightning configs [copy NAME [FILE]]
 
@@ -56,8 +58,9 @@ def with_paths(words: Sequence[str]) -> list[str]:
     for word in words:
         if found and found[-1] in _OPTIONS:
             word = _path(word)
-        elif word.startswith("--config="):
-            word = f"--config={_path(word.removeprefix('--config='))}"
+        elif word.startswith(("--config=", "--search=")):
+            option, _, given = word.partition("=")
+            word = f"{option}={_path(given)}"
         found.append(word)
     return found
 
@@ -82,8 +85,8 @@ def run(words: Sequence[str]) -> str:
     if target.exists():
         raise ConfigurationError(f"configs: {target} exists; name another file, or remove it")
     target.write_text(_with_whole_paths(source), encoding="utf-8")
-    command = "compare" if name.startswith("experiments/") else "fit"
-    return f"{target} is yours to edit: fl-lightning {command} --config {target}"
+    command = _COMMANDS.get(name.partition("/")[0], "fit --config")
+    return f"{target} is yours to edit: fl-lightning {command} {target}"
 
 
 def _with_whole_paths(source: Path) -> str:
@@ -108,7 +111,8 @@ def _listed() -> Iterator[str]:
         yield from (f"{' ' * width}  {rest}" for rest in more)
     yield ""
     yield "fl-lightning fit --config NAME trains; several are layered, later ones win."
-    yield "fl-lightning compare --config experiments/NAME runs an experiment."
+    yield "fl-lightning compare --config experiments/NAME runs an experiment,"
+    yield "fl-lightning sweep --search sweeps/NAME a search."
     yield "fl-lightning configs copy NAME writes one to edit."
 
 

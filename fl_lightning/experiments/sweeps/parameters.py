@@ -107,8 +107,8 @@ class Range:
             between = [self.low * (self.high / self.low) ** share for share in shares]
         else:
             between = [self.low + (self.high - self.low) * share for share in shares]
-        between = [float(f"{one:.12g}") for one in between]
-        inside = [min(max(one, self.low), self.high) for one in between]
+        # 0.1 rather than 0.10000000000000002; the ends are as they were given
+        inside = [self.low, *(float(f"{one:.12g}") for one in between[1:-1]), self.high]
         return list(dict.fromkeys(round(one) for one in inside)) if self.is_whole else inside
 
 

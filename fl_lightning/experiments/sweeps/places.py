@@ -80,9 +80,8 @@ def short_names(paths: Sequence[str]) -> dict[str, str]:
     """Return for every path its last words, as many as tell it from the others.
 
     Example:
-        >>> short_names(["model.optimizer.lr", "federation.server_optimizer.lr", "data.batch_size"])
-        {'model.optimizer.lr': 'optimizer.lr', 'federation.server_optimizer.lr': 'server_optimizer.lr',
-         'data.batch_size': 'batch_size'}
+        >>> short_names(["model.optimizer.lr", "model.scheduler.lr", "data.batch_size"]).values()
+        dict_values(['optimizer.lr', 'scheduler.lr', 'batch_size'])
     """
     words = {path: [w for w in path.split(".") if w != "init_args"] for path in paths}
     names = {}
