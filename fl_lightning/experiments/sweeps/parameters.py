@@ -100,7 +100,7 @@ class Range:
         return key
 
     def _spaced(self, count: int) -> list[Any]:
-        if count == 1:
+        if count == 1 or self.low == self.high:
             return [self.low]
         shares = [number / (count - 1) for number in range(count)]
         if self.log:

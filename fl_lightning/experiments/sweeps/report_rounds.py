@@ -53,7 +53,7 @@ class ReportRounds(Callback):
             )
         number, value = trainer.current_epoch + 1, float(logged[self.metric])
         self.values[number] = value
-        goes_on = self.tell(number, value) if trainer.is_global_zero else True  # type: ignore[attr-defined]
+        goes_on = self.tell(number, value) if trainer.is_global_zero else True
         if not trainer.strategy.broadcast(goes_on):
             self.is_stopped = trainer.should_stop = True
 
