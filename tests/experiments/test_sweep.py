@@ -216,7 +216,7 @@ def test_processes_of_a_run_stop_together():
         (("--trials", "0"), {}, "trials must be a whole number"),
         (("--sampler", "tep"), {}, "sampler must be one of tpe, random, grid"),
         (("--storage", "mysqk://x/y"), {}, "storage: mysqk://x/y"),
-        (("--", "--model.init_args.lr=fast"), {}, "lr"),
+        (("--", "--trainer.max_epochs=fast"), {}, "trainer.max_epochs must be a whole number"),
     ],
 )
 def test_what_cannot_work_is_one_sentence(words, changes, message, capsys):

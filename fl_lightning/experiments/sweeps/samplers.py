@@ -93,7 +93,8 @@ def _maker(search: Search) -> Callable[[int], samplers.BaseSampler]:
         grid: Mapping[str, Any] = {
             path: parameter.grid(path) for path, parameter in search.parameters.items()
         }
-        return lambda seed: samplers.GridSampler(grid, seed=seed)
+        shuffled = derive_seed(search.sampler_seed, "sweep grid") % 2**32  # by all in the same way
+        return lambda _: samplers.GridSampler(grid, seed=shuffled)
     if search.sampler == "random":
         return lambda seed: samplers.RandomSampler(seed=seed)
     return lambda seed: samplers.TPESampler(n_startup_trials=search.startup_trials, seed=seed)

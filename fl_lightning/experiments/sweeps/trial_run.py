@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -32,17 +31,16 @@ Cause = Literal["setting", "training", "crash"]
 
 
 class Told(NamedTuple):
-    """The metric after a round; the answer is whether to go on."""
+    """The metric so far, round to value; the answer is whether to go on."""
 
-    round_number: int
-    value: float
+    values: dict[int, float]
 
 
 class Ended(NamedTuple):
     """The end of a run.
 
     Attributes:
-        values: of the metric, round to value.
+        values: of a run that had ended before: the metric, round to value.
         failure: what went wrong, None if nothing.
         cause: of that: a setting that cannot work, training that came to nothing, or another error.
     """
@@ -70,40 +68,46 @@ def train_run(run: PlannedRun, metric: str, connection: Connection, fit: Fit, fo
         if is_finished(run):
             connection.send(Ended(_values(state_of(run)["values"])))
             return
-        began = time.monotonic()
         words = prepare(run)
         _redirect(run.folder / "log.txt")
-        report = ReportRounds(metric, lambda number, value: _goes_on(connection, number, value))
-        ended = _ended(run, fit, words, report)
-        if ended.failure is None and not report.is_stopped:
-            seconds = round(time.monotonic() - began, 1)
-            save_state(run, {"seconds": seconds, "values": ended.values})
-        connection.send(ended)
+        # of several processes the first one tells, which need not be this one
+        report = ReportRounds(metric, lambda _, __: _goes_on(connection, Told(report.values)))
+        connection.send(_ended(run, fit, words, report))
 
 
 def _ended(run: PlannedRun, fit: Fit, words: list[str], report: ReportRounds) -> Ended:
     try:
         fit(words, report)
     except (ClientFailure, RoundFailure) as error:
-        return Ended(report.values, str(error), "training")
+        return Ended({}, str(error), "training")
     except ConfigurationError as error:
-        return Ended(report.values, str(error), "setting")
+        return Ended({}, str(error), "setting")
     except SystemExit as end:  # the parser's
         if end.code:
-            return Ended(report.values, last_words(run, 2), "setting")
+            return Ended({}, last_words(run, 2), "setting")
     except Exception as error:  # noqa: BLE001 - told to who has started this process
         traceback.print_exc()
         said = str(error).splitlines() or [""]
-        return Ended(report.values, f"{type(error).__name__}: {said[0]}", "crash")
-    if not report.values:
-        return Ended({}, f"metric: the run has not logged {report.metric!r}", "setting")
+        return Ended({}, f"{type(error).__name__}: {said[0]}", "crash")
     return Ended(report.values)
 
 
-def _goes_on(connection: Connection, number: int, value: float) -> bool:
+def finish(run: PlannedRun, values: Mapping[int, float], seconds: float) -> None:
+    """Note that a run has ended well.
+
+    Args:
+        run: that has ended.
+        values: of the metric, round to value.
+        seconds: that it took.
+    """
+    if not is_finished(run):
+        save_state(run, {"seconds": seconds, "values": dict(values)})
+
+
+def _goes_on(connection: Connection, told: Told) -> bool:
     """Ask; nobody there means no: the run can be taken up again."""
     try:
-        connection.send(Told(number, value))
+        connection.send(told)
         return bool(connection.recv())
     except (EOFError, OSError):
         return False

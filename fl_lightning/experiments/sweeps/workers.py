@@ -11,16 +11,18 @@ import multiprocessing
 import os
 import signal
 import sys
+import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from fl_lightning.experiments.plan import PlannedRun
 from fl_lightning.experiments.sweeps.plan import Plan
 from fl_lightning.experiments.sweeps.screen import Screen
 from fl_lightning.experiments.sweeps.search import Search
-from fl_lightning.experiments.sweeps.trial_run import Ended, Fit, Told, train_run
+from fl_lightning.experiments.sweeps.trial_run import Ended, Fit, Told, finish, train_run
 from fl_lightning.experiments.sweeps.trials import SECONDS_BETWEEN_SIGNS, Held, Trials
 
 _MOST_FAILURES = 3
@@ -43,18 +45,27 @@ class Running:
     Attributes:
         held: the trial.
         process: of its present run.
-        connection: to that.
+        run: the present one.
+        connection: to that process.
+        began: the present run, by the monotonic clock.
         values: of the runs that have ended.
-        rounds: told by the present run.
+        told: the metric of the present run, round to value.
         stopped: why it was stopped, None if it was not.
     """
 
     held: Held
     process: BaseProcess
     connection: Connection
+    run: PlannedRun
+    began: float = field(default_factory=time.monotonic)
     values: list[float] = field(default_factory=list)
-    rounds: int = 0
+    told: dict[int, float] = field(default_factory=dict)
     stopped: str | None = None
+
+    @property
+    def rounds(self) -> int:
+        """How many rounds the present run has told of."""
+        return max(self.told, default=0)
 
     @property
     def is_first_run(self) -> bool:
@@ -129,14 +140,14 @@ class Workers:
         self._screen.status([(one.held.number, one.rounds) for one in self._running])
         return bool(self._running)
 
-    def _started(self, held: Held, number: int) -> tuple[BaseProcess, Connection]:
+    def _started(self, held: Held, number: int) -> tuple[BaseProcess, Connection, PlannedRun]:
         run = self._plan.run(held.number, held.trial.params, self._plan.seeds[number])
         own, other = self._context.Pipe()
         arguments = (run, self._search.metric, other, self._fit, os.getcwd())
         process = self._context.Process(target=train_run, args=arguments)
         process.start()
         other.close()  # else its end would not be noticed
-        return process, own
+        return process, own, run
 
     def _hear(self, running: Running) -> None:
         try:
@@ -153,34 +164,40 @@ class Workers:
 
     def _answer(self, running: Running, told: Told) -> None:
         trial = running.held.trial
-        running.rounds = told.round_number
-        if not math.isfinite(told.value):
-            running.stopped = f"{self._search.metric} is {told.value} in round {told.round_number}"
+        running.told = told.values
+        number, value = running.rounds, told.values[max(told.values)]
+        if not math.isfinite(value):
+            running.stopped = f"{self._search.metric} is {value} in round {number}"
         elif running.is_first_run:
             known = self._trials.study.trials[running.held.number].intermediate_values
-            if told.round_number not in known:  # else it was told before a resume
-                trial.report(told.value, told.round_number)
-            is_last = told.round_number == self._plan.num_rounds
-            if not is_last and trial.should_prune():
-                running.stopped = f"stopped after round {told.round_number}"
+            if number not in known:  # else it was told before a resume
+                trial.report(value, number)
+            if number != self._plan.num_rounds and trial.should_prune():
+                running.stopped = f"stopped after round {number}"
         with suppress(OSError):  # it has died: that is heard next
             running.connection.send(running.stopped is None)
         self._screen.status([(one.held.number, one.rounds) for one in self._running])
 
     def _end(self, running: Running, ended: Ended) -> None:
+        running.told = running.told or ended.values
+        if ended.failure is None and running.stopped is None and not running.told:
+            said = f"metric: the run has not logged {self._search.metric!r}"
+            ended = Ended({}, said, "setting")
         if ended.failure is None and running.stopped is None:
-            running.values.append(self._value(ended.values))
+            seconds = round(time.monotonic() - running.began, 1)
+            finish(running.run, running.told, seconds)
+            running.values.append(self._value(running.told))
             if len(running.values) < len(self._plan.seeds):
                 started = self._started(running.held, len(running.values))
-                running.process, running.connection = started
-                running.rounds = 0
+                running.process, running.connection, running.run = started
+                running.began, running.told = time.monotonic(), {}
                 return
         self._running.remove(running)
         self._note(running, ended)
 
     def _note(self, running: Running, ended: Ended) -> None:
         """Tell the study how a trial has ended."""
-        held, rounds = running.held, max(ended.values, default=0)
+        held, rounds = running.held, running.rounds
         if ended.failure is not None and ended.cause != "training":
             self._fail(running, ended)
             return

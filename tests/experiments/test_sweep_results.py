@@ -1,0 +1,152 @@
+"""What a search shows: the order of its trials, tables that fit, what matters, pictures."""
+
+import csv
+
+import matplotlib.image
+import optuna
+import pytest
+import yaml
+from optuna.trial import TrialState, create_trial
+
+from fl_lightning.experiments.sweeps.figures import draw_importance, draw_trials, importances
+from fl_lightning.experiments.sweeps.parameters import Choices, Range
+from fl_lightning.experiments.sweeps.places import short_names
+from fl_lightning.experiments.sweeps.plan import Plan
+from fl_lightning.experiments.sweeps.results import (
+    best_of,
+    fitting_table,
+    ranked,
+    table,
+    write_best,
+    write_csv,
+)
+from fl_lightning.experiments.sweeps.screen import told
+
+LR, STEPS = "model.optimizer.lr", "federation.local_steps"
+PARAMETERS = {LR: Range(1e-3, 1.0, log=True), STEPS: Choices({1: 1, 4: 4})}
+NAMES = short_names([*PARAMETERS])
+
+
+@pytest.fixture(autouse=True)
+def quiet_optuna():
+    before = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    yield
+    optuna.logging.set_verbosity(before)
+
+
+def study_of(trials, direction="maximize"):
+    """Make a study of (state, value, lr, steps)."""
+    study = optuna.create_study(direction=direction)
+    distributions = {path: one.distribution() for path, one in PARAMETERS.items()}
+    for number, (state, value, lr, steps) in enumerate(trials):
+        stopped = state == TrialState.PRUNED
+        study.add_trial(
+            create_trial(
+                state=state,
+                value=value,  # of a stopped one that of its last round, as Optuna keeps it
+                params={LR: lr, STEPS: steps},
+                distributions=distributions,
+                intermediate_values={2: value} if stopped else {},
+                user_attrs={"rounds": 2 if stopped else 9, "seconds": 7.0 + number},
+            )
+        )
+    return study
+
+
+def mixed(direction="maximize"):
+    done, stopped = TrialState.COMPLETE, TrialState.PRUNED
+    return study_of(
+        [
+            *((done, 0.8, 0.1, 1), (stopped, 0.2, 0.9, 4), (done, 0.9, 0.2, 4)),
+            *((done, 0.9, 0.3, 1), (stopped, 0.3, 0.001, 1), (done, 0.7, 0.05, 4)),
+        ],
+        direction,
+    )
+
+
+def test_the_best_come_first_and_the_stopped_ones_last():
+    trials = mixed().trials
+    assert [one.number for one in ranked(trials, maximised=True)] == [2, 3, 0, 5, 1, 4]
+    assert [one.number for one in ranked(trials, maximised=False)] == [5, 0, 2, 3, 1, 4]
+    assert best_of(trials, maximised=True).number == 2  # of equal ones the earliest
+    assert best_of([trials[1]], maximised=True) is None
+
+
+def test_a_table_fits_the_terminal_and_says_what_it_leaves_out():
+    trials = mixed().trials
+    whole = table(trials, "val/accuracy", NAMES)
+    assert fitting_table(trials, "val/accuracy", NAMES, 200) == whole
+    narrow = fitting_table(trials, "val/accuracy", NAMES, 52)
+    assert max(map(len, narrow.splitlines())) <= 52
+    assert narrow.endswith("not shown: local_steps")
+    assert "| 2     | 0.9000       | 9      | 9       | 0.2   |" in narrow
+    assert "| 1     | stopped      | 2      | 8       | 0.9   |" in narrow
+
+
+def test_a_line_for_every_trial():
+    trials = mixed().trials
+    line = told(trials[2], trials[2], 3, 6, NAMES, None)
+    assert line == "[3/6] trial 2: 0.9000, best so far, 9 s: lr 0.2, local_steps 4"
+    line = told(trials[1], trials[2], 4, 6, NAMES, "stopped after round 2")
+    assert line == "[4/6] trial 1: stopped after round 2, 8 s: lr 0.9, local_steps 4"
+
+
+def test_the_csv_has_every_digit_and_no_value_of_what_was_stopped(tmp_path):
+    trials = study_of(
+        [(TrialState.COMPLETE, 1 / 3, 0.1, 1), (TrialState.PRUNED, 0.5, 0.2, 4)]
+    ).trials
+    write_csv(tmp_path / "t.csv", trials, [LR, STEPS])
+    with (tmp_path / "t.csv").open() as file:
+        first, second = csv.DictReader(file)
+    assert float(first["value"]) == 1 / 3
+    assert (first["state"], first[LR], first[STEPS]) == ("complete", "0.1", "1")
+    assert (second["state"], second["value"], second["rounds"]) == ("stopped", "", "2")
+
+
+def test_best_yaml_is_the_configuration_with_the_values(tmp_path):
+    configuration = {
+        "model": {"optimizer": {"class_path": "a.B", "init_args": {"lr": 0.5}}},
+        "federation": {"local_steps": 2},
+        "test_after_fit": True,
+    }
+    places = {LR: ("model", "optimizer", "init_args", "lr"), STEPS: ("federation", "local_steps")}
+    plan = Plan(configuration, PARAMETERS, places, [0], tmp_path)
+    write_best(tmp_path / "best.yaml", mixed().trials[2], plan, "val/accuracy")
+    text = (tmp_path / "best.yaml").read_text()
+    assert text.startswith("# val/accuracy 0.9: trial 2 of a search over\n#   model.optimizer.lr")
+    found = yaml.safe_load(text)
+    assert found["model"]["optimizer"]["init_args"]["lr"] == 0.2
+    assert found["federation"] == {"local_steps": 4}
+    assert found["test_after_fit"] is True
+
+
+@pytest.mark.parametrize(("direction", "sign"), [("maximize", 1), ("minimize", -1)])
+def test_the_option_that_decides_matters_most_also_where_bad_trials_were_stopped(direction, sign):
+    """Where the rate is bad, trials were stopped; among the others only steps differ a little."""
+    trials = []
+    for number in range(24):
+        lr, steps = 10.0 ** (-3 + 3 * (number * 5 % 24) / 23), (1, 4)[number % 2]
+        if lr < 0.1:
+            trials.append((TrialState.PRUNED, sign * 0.2, lr, steps))
+        else:
+            trials.append((TrialState.COMPLETE, sign * (0.9 + 0.01 * (steps == 4)), lr, steps))
+    shares = importances(study_of(trials, direction))
+    assert next(iter(shares)) == LR
+    assert shares[LR] > 0.8
+    assert sum(shares.values()) == pytest.approx(1)
+
+
+def test_few_or_equal_trials_say_nothing_about_importance():
+    done = TrialState.COMPLETE
+    assert importances(study_of([(done, 0.5, 0.1, 1), (done, 0.6, 0.2, 4)])) == {}
+    assert importances(study_of([(done, 0.5, 0.1 * n, 1) for n in range(1, 7)])) == {}
+
+
+def test_pictures(tmp_path):
+    study = mixed("minimize")
+    draw_trials(tmp_path / "trials", study, "val/loss", PARAMETERS, NAMES)
+    draw_importance(tmp_path / "importance", importances(study), NAMES)
+    for name in ("trials", "importance"):
+        assert matplotlib.image.imread(tmp_path / f"{name}.png")[..., :3].std() > 0.05
+        assert (tmp_path / f"{name}.svg").read_text().startswith("<?xml")
