@@ -86,10 +86,10 @@ def test_a_table_fits_the_terminal_and_says_what_it_leaves_out():
 
 def test_a_line_for_every_trial():
     trials = mixed().trials
-    line = told(trials[2], trials[2], 3, 6, NAMES, None)
-    assert line == "[3/6] trial 2: 0.9000, best so far, 9 s: lr 0.2, local_steps 4"
-    line = told(trials[1], trials[2], 4, 6, NAMES, "stopped after round 2")
-    assert line == "[4/6] trial 1: stopped after round 2, 8 s: lr 0.9, local_steps 4"
+    line = told(trials[2], trials[2], 3, 6, None)
+    assert line == "[3/6] trial 2: 0.9000, best so far, 9 s"
+    line = told(trials[1], trials[2], 4, 6, "stopped after round 2")
+    assert line == "[4/6] trial 1: stopped after round 2, 8 s"
 
 
 def test_the_csv_has_every_digit_and_no_value_of_what_was_stopped(tmp_path):

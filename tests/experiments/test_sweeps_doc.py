@@ -2,6 +2,7 @@
 
 import re
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -24,8 +25,9 @@ def test_that_search_includes_what_the_quickstart_says(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["fl-lightning"])
     given = parser_of("sweep").parse_args(["--search", str(QUICKSTART)])
     search = Search(**{key: getattr(given, key) for key in Search.__dataclass_fields__})
-    assert [path.absolute for path in search.configs] == [str(ROOT / "configs" / "quickstart.yaml")]
-    configuration = yaml.safe_load(resolve(["--config", search.configs[0].absolute]))
+    [file] = search.configs
+    assert Path(file.absolute).resolve() == ROOT / "configs" / "quickstart.yaml"
+    configuration = yaml.safe_load(resolve(["--config", file.absolute]))
     for path, parameter in search.parameters.items():
         if not path.startswith("federation.server_optimizer"):  # base gives it
             assert parameter.key_of(value_at(configuration, place_of(configuration, path)))

@@ -20,7 +20,7 @@ from optuna.trial import FrozenTrial, TrialState
 from fl_lightning.experiments.sweeps.parameters import Parameter, Range
 from fl_lightning.experiments.sweeps.study import is_maximised
 
-_FEWEST = 4  # complete trials that say anything about importance
+_FEWEST = 6  # trials that say anything about importance
 _MOST_ACROSS = 3  # panels in a row
 
 
@@ -28,7 +28,8 @@ def importances(study: optuna.Study) -> dict[str, float]:
     """Return by path how much an option matters, the most important one first; none if unknown."""
     trials = study.get_trials(deepcopy=False)
     complete = [value for _, value in _points(trials, TrialState.COMPLETE)]
-    if len(complete) < _FEWEST or len(set(complete)) < 2:
+    stopped = sum(one.state == TrialState.PRUNED for one in trials)
+    if len(complete) + stopped < _FEWEST or len(set(complete)) < 2:
         return {}
     worst = min if is_maximised(study) else max
     known = optuna.create_study(direction=study.direction)
@@ -47,8 +48,11 @@ def importances(study: optuna.Study) -> dict[str, float]:
 
 
 def _add(known: optuna.Study, trial: FrozenTrial, value: float) -> None:
-    options = {"params": trial.params, "distributions": trial.distributions}
-    known.add_trial(optuna.trial.create_trial(value=value, **options))
+    known.add_trial(
+        optuna.trial.create_trial(
+            value=value, params=trial.params, distributions=trial.distributions
+        )
+    )
 
 
 def draw_importance(path: Path, shares: Mapping[str, float], names: Mapping[str, str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,31 @@ def shown_values(params: Mapping[str, Any], names: Mapping[str, str]) -> str:
         'lr 0.003123'
     """
     return ", ".join(f"{names[path]} {shown(value)}" for path, value in params.items())
+
+
+def wrapped(text: str, values: str, width: int, indent: str) -> str:
+    """Return a text and values after it, in lines that part no value from its option.
+
+    Args:
+        text: before the values.
+        values: as `shown_values` returns them.
+        width: of a line, in characters.
+        indent: of the lines after the first.
+
+    Example:
+        >>> print(wrapped("trial 1:", "lr 0.1, steps 4", 16, "  "))
+        trial 1: lr 0.1,
+          steps 4
+    """
+    fixed = ", ".join(one.replace(" ", "\N{NO-BREAK SPACE}") for one in values.split(", "))
+    lines = textwrap.wrap(
+        f"{text}{fixed}" if not text.strip() else f"{text} {fixed}",
+        width,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return "\n".join(lines).replace("\N{NO-BREAK SPACE}", " ")
 
 
 def shown(value: Any) -> str:

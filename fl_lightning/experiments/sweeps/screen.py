@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import sys
 import textwrap
+import time
 from collections.abc import Mapping, Sequence
 
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
 from fl_lightning.experiments.sweeps.plan import Plan
-from fl_lightning.experiments.sweeps.results import best_of, shown_values
+from fl_lightning.experiments.sweeps.results import best_of, shown_values, wrapped
 from fl_lightning.experiments.sweeps.study import is_maximised
 
+_DONE = (TrialState.COMPLETE, TrialState.PRUNED)
 _CLEAR = "\r\x1b[2K"
 
 
@@ -32,6 +35,7 @@ class Screen:
     ) -> None:
         self._study, self._plan, self._budget, self._names = study, plan, budget, names
         self._has_status = False
+        self._began, self._done_before = time.monotonic(), self._num_done()
         self._is_terminal = sys.stderr.isatty() and sys.stdout.isatty()
 
     def line(self, text: str) -> None:
@@ -39,9 +43,6 @@ class Screen:
         if self._has_status:
             print(_CLEAR, end="", file=sys.stderr, flush=True)
             self._has_status = False
-        if self._is_terminal:
-            width = shutil.get_terminal_size().columns
-            text = textwrap.fill(text, width, subsequent_indent="    ", break_long_words=False)
         print(text, flush=True)
 
     def status(self, running: Sequence[tuple[int, int]]) -> None:
@@ -50,11 +51,13 @@ class Screen:
         Args:
             running: numbers of trials, and of their rounds so far.
         """
-        if not self._is_terminal:
+        if not self._is_terminal or not running:
             return
         total = self._plan.num_rounds
         of = f"/{total}" if total > 0 else ""
-        parts = [f"trial {number} round {rounds}{of}" for number, rounds in running]
+        done = self._num_done()
+        parts = [f"{done}/{self._budget} done{self._left(done)}"]
+        parts += [f"trial {number} round {rounds}{of}" for number, rounds in running]
         width = shutil.get_terminal_size().columns - 1
         text = textwrap.shorten(", ".join(parts), width, placeholder=" …")
         print(f"{_CLEAR}{text}", end="", file=sys.stderr, flush=True)
@@ -63,10 +66,22 @@ class Screen:
     def ended(self, number: int, reason: str | None) -> None:
         """Print how a trial has ended."""
         trials = self._study.get_trials(deepcopy=False)
-        states = (TrialState.COMPLETE, TrialState.PRUNED)
-        done = sum(one.state in states for one in trials)
+        done = self._num_done()
         best = best_of(trials, maximised=is_maximised(self._study))
-        self.line(told(trials[number], best, done, self._budget, self._names, reason))
+        text = told(trials[number], best, done, self._budget, reason)
+        values = shown_values(trials[number].params, self._names)
+        width = shutil.get_terminal_size().columns if self._is_terminal else 10_000
+        self.line(wrapped(f"{text}:", values, width, "    "))
+
+    def _num_done(self) -> int:
+        return len(self._study.get_trials(deepcopy=False, states=_DONE))
+
+    def _left(self, done: int) -> str:
+        """Return how long the others will take, if they take as long as those so far."""
+        if done <= self._done_before:
+            return ""
+        seconds = (time.monotonic() - self._began) / (done - self._done_before)
+        return f", {math.ceil(seconds * (self._budget - done) / 60)} min left"
 
 
 def told(
@@ -74,7 +89,6 @@ def told(
     best: FrozenTrial | None,
     done: int,
     budget: int,
-    names: Mapping[str, str],
     reason: str | None,
 ) -> str:
     """Return a trial's end in a line.
@@ -84,11 +98,9 @@ def told(
         best: of all so far.
         done: how many trials have ended.
         budget: how many there are in all.
-        names: short ones of the options, by path.
         reason: why it was stopped, None if it was not.
     """
     seconds = f"{float(trial.user_attrs.get('seconds', 0)):.0f} s"
     value = f"{trial.value:.4f}" if reason is None and trial.value is not None else reason
     mark = ", best so far" if best is not None and best.number == trial.number else ""
-    values = shown_values(trial.params, names)
-    return f"[{done}/{budget}] trial {trial.number}: {value}{mark}, {seconds}: {values}"
+    return f"[{done}/{budget}] trial {trial.number}: {value}{mark}, {seconds}"

@@ -23,6 +23,7 @@ from fl_lightning.experiments.sweeps.results import (
     ranked,
     shown_values,
     table,
+    wrapped,
     write_best,
     write_csv,
 )
@@ -129,7 +130,7 @@ def _report(search: Search, plan: Plan, trials: Trials, out: Path, names: dict[s
     print(
         f"best:     {search.metric} {best.value:.4f}, trial {best.number}{_than(plan, everything)}"
     )
-    print(f"          {shown_values(best.params, names)}")
+    print(wrapped(" " * 10, shown_values(best.params, names), width, " " * 10))
     print(f"results:  {out}/\n          {', '.join(files)}")
     print(f"next:     fl-lightning fit --config {out}/best.yaml")
 
