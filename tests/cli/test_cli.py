@@ -301,6 +301,7 @@ class TestTheWrongCommand:
         [
             ("fit", "experiments/private.yaml", "use fl-lightning compare"),
             ("compare", "quickstart.yaml", "use fl-lightning fit"),
+            ("fit", "sweeps/quickstart.yaml", "use fl-lightning sweep --search"),
         ],
     )
     def test_a_file_of_the_other_command(self, command, file, said, capsys):

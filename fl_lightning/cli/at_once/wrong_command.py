@@ -29,6 +29,10 @@ def check_command(words: Sequence[str]) -> None:
         except (OSError, ValueError, yaml.YAMLError):
             continue  # the parser says what is wrong with it
         keys = content.keys() if isinstance(content, dict) else ()
+        if "space" in keys:
+            raise ConfigurationError(
+                f"{path} describes a search: use fl-lightning sweep --search {path}"
+            )
         is_experiment = any(key in keys for key in _OF_EXPERIMENTS)
         if words[0] == "compare" and not is_experiment and any(key in keys for key in _OF_RUNS):
             raise ConfigurationError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ class Held:
         began: when, by the monotonic clock.
         seconds_before: that it had run before it was taken up.
         is_taken_up: whether it was interrupted before.
+        reported: rounds that the study knows of.
     """
 
     trial: optuna.Trial
@@ -41,6 +42,8 @@ class Held:
     began: float
     seconds_before: float = 0.0
     is_taken_up: bool = False
+    reported: set[int] = field(default_factory=set)
+    _signed: float = 0.0
 
     @property
     def number(self) -> int:
@@ -54,8 +57,14 @@ class Held:
 
     def give_sign(self) -> None:
         """Tell others that it goes on."""
+        self._signed = time.monotonic()
         self.trial.set_user_attr("heard of", time.time())
         self.trial.set_user_attr("seconds", self.seconds)
+
+    def give_sign_if_due(self) -> None:
+        """Do so every half a minute: others may be many, and the storage far away."""
+        if time.monotonic() - self._signed >= SECONDS_BETWEEN_SIGNS:
+            self.give_sign()
 
 
 class Trials:
@@ -142,7 +151,9 @@ class Trials:
                 continue
             trial = optuna.Trial(self.study, known._trial_id)
             before = float(known.user_attrs.get("seconds", 0.0))
-            yield self._hold(trial, lock, before, is_taken_up=True)
+            held = self._hold(trial, lock, before, is_taken_up=True)
+            held.reported |= set(known.intermediate_values)
+            yield held
 
     def _ask(self) -> Held | None:
         """Return a new trial; None if another process was faster."""

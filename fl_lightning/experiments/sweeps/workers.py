@@ -9,8 +9,6 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
-import signal
-import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -120,7 +118,7 @@ class Workers:
                 for running in [one for one in self._running if one.connection in ready]:
                     self._hear(running)
                 for running in self._running:
-                    running.held.give_sign()
+                    running.held.give_sign_if_due()
         finally:
             self._end_all()
 
@@ -169,9 +167,9 @@ class Workers:
         if not math.isfinite(value):
             running.stopped = f"{self._search.metric} is {value} in round {number}"
         elif running.is_first_run:
-            known = self._trials.study.trials[running.held.number].intermediate_values
-            if number not in known:  # else it was told before a resume
+            if number not in running.held.reported:  # before it was interrupted
                 trial.report(value, number)
+                running.held.reported.add(number)
             if number != self._plan.num_rounds and trial.should_prune():
                 running.stopped = f"stopped after round {number}"
         with suppress(OSError):  # it has died: that is heard next
@@ -217,9 +215,10 @@ class Workers:
         self._screen.line(f"trial {held.number} failed: {reason}")
         is_hopeless = ended.cause == "setting" and not self._trials.finished()
         if is_hopeless or self._failures >= _MOST_FAILURES:
-            count = "a trial" if is_hopeless else f"{self._failures} trials in a row"
-            logs = self._plan.folder(held.number)
-            raise TrialsFail(f"{count} failed, trial {held.number} so: {reason} (logs: {logs})")
+            said = f"{reason} (logs: {self._plan.folder(held.number)})"
+            if not is_hopeless:
+                said = f"{self._failures} trials in a row failed, the last one so: {said}"
+            raise TrialsFail(said)
 
     def _value(self, values: dict[int, float]) -> float:
         if self._search.value == "last":
@@ -233,9 +232,7 @@ class Workers:
     def _end_all(self) -> None:
         """End what still runs, after an interruption or an error; it can be taken up again."""
         for running in self._running:
-            if running.process.pid is not None and running.process.is_alive():
-                os.kill(running.process.pid, signal.SIGINT)
-            running.connection.close()
+            running.connection.close()  # nobody hears it: it ends after its round
         for running in self._running:
             running.process.join(_SECONDS_TO_END)
             if running.process.is_alive():
@@ -243,4 +240,3 @@ class Workers:
                 running.process.join()
             self._trials.leave(running.held)
         self._running = []
-        sys.stderr.flush()
