@@ -461,10 +461,3 @@ def _ended_with_a_sentence(run: Callable[[], None]) -> None:
                 raise
             clear_leftovers()
             sys.exit(f"fl-lightning: {sentence}")
-
-
-def _expect() -> None:
-    """Leave out warnings of what is meant to be so."""
-    for expected in _EXPECTED_WARNINGS:
-        warnings.filterwarnings("ignore", message=expected)
-    logging.getLogger("lightning.pytorch").setLevel(logging.INFO)
