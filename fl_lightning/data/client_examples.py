@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, default_collate
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import derive_seed, numpy_generator
 from fl_lightning.data.partitions.flat_shards import FlatShards
+from fl_lightning.data.shards import gathers
 
 
 class ExampleTransform(Protocol):
@@ -196,7 +197,7 @@ def changed_reader(
         seed: the data module's.
     """
     at_once = loader.batch_sampler is None
-    collate = _whole_batch(loader.collate_fn) if at_once else loader.collate_fn
+    collate = _whole_batch(loader, dataset) if at_once else loader.collate_fn
 
     def changed(index: int) -> Any:
         client = int(owners()[index])
@@ -211,12 +212,13 @@ def changed_reader(
     return lambda indices: collate([changed(index) for index in indices.tolist()])
 
 
-def _whole_batch(collate: Callable[[Any], Any]) -> Callable[[list[Any]], Any]:
-    """Return the function from examples to what a data set returns for all of them, collated."""
+def _whole_batch(loader: DataLoader[Any], dataset: Any) -> Callable[[list[Any]], Any]:
+    """Return the function from examples to what clients read where batches come whole."""
 
     def of_examples(examples: list[Any]) -> Any:
         batch = default_collate(examples)
-        return collate(tuple(batch) if type(examples[0]) is tuple else batch)
+        batch = tuple(batch) if type(examples[0]) is tuple else batch
+        return batch if gathers(dataset, loader.collate_fn) else loader.collate_fn(batch)
 
     return of_examples
 
