@@ -1,7 +1,8 @@
 """The scripts of docs/how_to: short, the same as on the page, and they learn what they are about."""
 
-import ast
 import re
+import runpy
+from pathlib import Path
 
 import pytest
 from lightning.pytorch import Trainer
@@ -34,15 +35,15 @@ def test_a_script_is_short_and_on_the_page(name):
 def trained(name, tmp_path, monkeypatch):
     """Run a script in an empty folder and return its trainer."""
     monkeypatch.chdir(tmp_path)
-    source = (FOLDER / f"{name}.py").read_text()
-    names = {"__name__": "__main__"}
-    exec(compile(ast.parse(source), f"{name}.py", "exec"), names)
+    names = runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
     assert isinstance(names["trainer"], Trainer)
     return names["trainer"]
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # Lightning's advice: the scripts have no validation, no workers
+@pytest.mark.filterwarnings(
+    "ignore"
+)  # Lightning's advice: the scripts have no validation, no workers
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_learns(name, tmp_path, monkeypatch):
     needed, metric, least, most = SCRIPTS[name]
@@ -58,16 +59,15 @@ def test_only_what_lora_trains_travels(tmp_path, monkeypatch):
     for module in SCRIPTS["text_classifier"][0]:
         pytest.importorskip(module)
     source = (FOLDER / "text_classifier.py").read_text().replace("max_epochs=10", "max_epochs=1")
-    before, after = source.split("trainer.fit(")
-    names = {}
     monkeypatch.chdir(tmp_path)
-    exec(compile(before, "before.py", "exec"), names)
+    Path("before.py").write_text(source.split("trainer.fit(")[0])
+    names = runpy.run_path("before.py")
     module = names["Reviewer"]()
     frozen = {name: p.clone() for name, p in module.named_parameters() if not p.requires_grad}
     names["trainer"].fit(module, datamodule=names["data"])
     size = sum(p.numel() for p in module.parameters() if p.requires_grad)
     sent = float(names["trainer"].callback_metrics["round/bytes_up"])
     assert 4 * size <= sent <= 4 * size + 400  # 4 bytes a number, and a header
-    assert 100 * size < 100 * sum(p.numel() for p in module.parameters()) / 10
+    assert size < sum(p.numel() for p in module.parameters()) / 10
     for name, parameter in module.named_parameters():
         assert name not in frozen or (parameter == frozen[name]).all()

@@ -1,4 +1,4 @@
-"""torchvision's ResNet-18 over five clients; group norm has no statistics that clients must share."""
+"""torchvision's ResNet-18 over four clients; group norm has no statistics that clients must share."""
 
 from functools import partial
 
@@ -6,14 +6,14 @@ import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from torch.nn import GroupNorm
 from torch.nn.functional import cross_entropy
-from torch.optim import SGD
+from torch.optim import AdamW
 from torchvision.models import resnet18
 
 from fl_lightning import FederatedDataModule, Federation
 from fl_lightning.data import Arrays, DirichletPerClient
 
-colours = torch.arange(150) % 3  # is an image red, green or blue?
-images = torch.rand(150, 3, 16, 16) + torch.eye(3)[colours][:, :, None, None]
+colours = torch.arange(120) % 3  # is an image red, green or blue?
+images = 0.2 * torch.randn(120, 3, 16, 16) + torch.eye(3)[colours][:, :, None, None]
 
 
 class Classifier(LightningModule):
@@ -29,13 +29,12 @@ class Classifier(LightningModule):
         self.log("test/accuracy", right.float().mean())
 
     def configure_optimizers(self):
-        return SGD(self.parameters(), lr=0.02)
+        return AdamW(self.parameters(), lr=1e-3)
 
 
 seed_everything(0)
 source = Arrays(images, colours, batch_size=8)  # or CIFAR10(download=True) of fl_lightning.data
-partition = DirichletPerClient(alpha=1.0)
-data = FederatedDataModule(source, num_clients=5, partition=partition)
-trainer = Trainer(max_epochs=3, callbacks=[Federation(local_epochs=1)])
+data = FederatedDataModule(source, num_clients=4, partition=DirichletPerClient(alpha=100.0))
+trainer = Trainer(max_epochs=4, callbacks=[Federation(local_epochs=1)])
 trainer.fit(Classifier(), datamodule=data)
 trainer.test(datamodule=data)

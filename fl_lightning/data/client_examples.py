@@ -216,8 +216,9 @@ def _whole_batch(loader: DataLoader[Any], dataset: Any) -> Callable[[list[Any]],
     """Return the function from examples to what clients read where batches come whole."""
 
     def of_examples(examples: list[Any]) -> Any:
-        batch = default_collate(examples)
-        batch = tuple(batch) if type(examples[0]) is tuple else batch
+        batch: Any = default_collate(examples)
+        if type(examples[0]) is tuple:
+            batch = tuple(batch)
         return batch if gathers(dataset, loader.collate_fn) else loader.collate_fn(batch)
 
     return of_examples

@@ -72,7 +72,7 @@ class Features:
                 f"Table: column {name!r} holds numbers in the training rows, and in {where} "
                 f"{column.dtype}"
             )
-        numbers = column.to_numpy(np.float64, na_value=np.nan)
+        numbers = column.to_numpy(np.float64, copy=True, na_value=np.nan)
         unknown = ~np.isfinite(numbers)
         if unknown.any() and self.missing is None:
             raise ConfigurationError(
@@ -80,7 +80,8 @@ class Features:
                 f"{len(numbers)} rows: set missing to the number that stands for it, or leave the "
                 "column out with ignore"
             )
-        return np.where(unknown, self.missing, numbers) if unknown.any() else numbers
+        numbers[unknown] = self.missing
+        return numbers
 
 
 def _categories(column: Series[Any], name: str) -> npt.NDArray[Any] | None:
