@@ -36,7 +36,7 @@ class Segmenter(LightningModule):
 
 
 seed_everything(0)
-source = LightningDataModule.from_datasets(Spots(), test_dataset=Spots(), batch_size=10)
-trainer = Trainer(max_epochs=10, callbacks=[Federation(local_epochs=1)])
+source = LightningDataModule.from_datasets(Spots(), test_dataset=Spots(), batch_size=5)
+trainer = Trainer(max_epochs=10, callbacks=[Federation(local_epochs=3)])
 trainer.fit(Segmenter(), datamodule=FederatedDataModule(source, num_clients=10))
 trainer.test(datamodule=source)

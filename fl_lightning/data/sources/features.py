@@ -72,7 +72,7 @@ class Features:
                 f"Table: column {name!r} holds numbers in the training rows, and in {where} "
                 f"{column.dtype}"
             )
-        numbers = column.to_numpy(np.float64, copy=True, na_value=np.nan)
+        numbers: npt.NDArray[np.float64] = column.to_numpy(np.float64, copy=True, na_value=np.nan)
         unknown = ~np.isfinite(numbers)
         if unknown.any() and self.missing is None:
             raise ConfigurationError(
