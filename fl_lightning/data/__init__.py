@@ -1,5 +1,6 @@
 """Whose examples are whose, and who takes part in a round."""
 
+from fl_lightning.data.client_examples import ExampleTransform, LabelPermutation, QuarterTurns
 from fl_lightning.data.cohorts.availability import Availability, AvailableCohort, Diurnal, Stretches
 from fl_lightning.data.cohorts.cohort import (
     AllClients,
@@ -33,10 +34,13 @@ from fl_lightning.data.partitions.partition import (
 )
 from fl_lightning.data.partitions.quantity_skew import DirichletSizes, PowerLawSizes
 from fl_lightning.data.poisoning import LabelFlip, Poison, Trigger
+from fl_lightning.data.sources.arrays import Arrays
 from fl_lightning.data.sources.digits import Digits
+from fl_lightning.data.sources.hugging_face import HuggingFace
 from fl_lightning.data.sources.image_folder import ImageFolder
 from fl_lightning.data.sources.images import ImageTensors
 from fl_lightning.data.sources.iris import Iris
+from fl_lightning.data.sources.table import Table
 from fl_lightning.data.sources.torchvision_sources import CIFAR10, CIFAR100, MNIST, FashionMNIST
 from fl_lightning.data.summary import PartitionSummary
 
@@ -46,6 +50,7 @@ __all__ = [
     "IID",
     "MNIST",
     "AllClients",
+    "Arrays",
     "Availability",
     "AvailableCohort",
     "ByLossCohort",
@@ -58,15 +63,18 @@ __all__ = [
     "DirichletPerClient",
     "DirichletSizes",
     "Diurnal",
+    "ExampleTransform",
     "FashionMNIST",
     "FederatedDataModule",
     "FederatedNormalize",
     "FlatShards",
+    "HuggingFace",
     "ImageFolder",
     "ImageTensors",
     "InputTransform",
     "Iris",
     "LabelFlip",
+    "LabelPermutation",
     "LabelShards",
     "LeastRecentCohort",
     "McMahanShards",
@@ -81,10 +89,12 @@ __all__ = [
     "Population",
     "PowerLawSizes",
     "PowerOfChoiceCohort",
+    "QuarterTurns",
     "Reshape",
     "RoundRobinCohort",
     "SizedCohort",
     "Stretches",
+    "Table",
     "Trigger",
     "UniformCohort",
     "check_sizes",

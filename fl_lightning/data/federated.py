@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from lightning.pytorch import LightningDataModule
@@ -27,6 +28,7 @@ from torch.utils.data import (
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import run_seed
 from fl_lightning.data.classes import are_classes, as_labels, quantile_bins
+from fl_lightning.data.client_examples import ExampleTransform, owners_of
 from fl_lightning.data.columns import Column, read_column
 from fl_lightning.data.division import divide
 from fl_lightning.data.forwarding import ForwardingDataModule
@@ -88,6 +90,9 @@ class FederatedDataModule(ForwardingDataModule):
             then hold both, see `SearchHalf`, in a central run as well.
         transforms: what is done to the inputs of every batch, in training and in evaluation, e.g.
             `FederatedNormalize`; in a central run as well.
+        example_transforms: what is done to every example of a client, its label included, before
+            ``transforms``, e.g. `QuarterTurns`; each client's in its own way. Labels for partitions are
+            those before. A central run then pools what clients train on.
         labels: one label per example: the name of an attribute of the data set, of a column (as in
             data sets of Hugging Face), or of a key of its items; or a function of the data set, or its
             import path; or a list of them, in Python also an array or tensor. Strings and one-hot rows are fine.
@@ -122,6 +127,7 @@ class FederatedDataModule(ForwardingDataModule):
         client_test_fraction: float = 0.0,
         search_fraction: float = 0.0,
         transforms: list[InputTransform] | None = None,
+        example_transforms: list[ExampleTransform] | None = None,
         labels: Column | None = None,
         bins: int | None = None,
         ignore_sampler: bool = False,
@@ -136,6 +142,7 @@ class FederatedDataModule(ForwardingDataModule):
         self.client_test_fraction = client_test_fraction
         self.search_fraction = search_fraction
         self.transforms = list(transforms or [])
+        self.example_transforms = list(example_transforms or [])
         self.label_column, self.bins, self.ignore_sampler = labels, bins, ignore_sampler
         self.seed = run_seed(seed)
         self._batch_size = batch_size
@@ -163,7 +170,7 @@ class FederatedDataModule(ForwardingDataModule):
     @cached_property
     def fitted_transforms(self) -> list[Transform]:
         """The transforms as functions of inputs; what they learn, they learn from all clients."""
-        return fit_transforms(self.transforms, self.clients, self._examples.read_for_evaluation)
+        return fit_transforms(self.transforms, self.clients, self._read(augmented=False))
 
     def setup(self, stage: str) -> None:
         """Let the source load; the partition itself is drawn when it is first asked for."""
@@ -174,12 +181,12 @@ class FederatedDataModule(ForwardingDataModule):
         """Return the rounds' client groups in a federation, else the loader of a central run."""
         if self._rounds is not None:
             return self._rounds
-        if self.search_fraction:
-            return self._paired_loader()
+        if self.search_fraction or self.example_transforms:
+            return self._pooled_loader()
         return self._transformed(self.source.train_dataloader())
 
-    def _paired_loader(self) -> DataLoader[Any]:
-        """Return a central run's loader: all clients' examples, each with its partner."""
+    def _pooled_loader(self) -> DataLoader[Any]:
+        """Return a central run's loader over all clients' examples as clients read them."""
         examples = torch.from_numpy(self.clients.flat.indices)
         places: Any = range(len(examples))
         weights = self.weights_of(examples)
@@ -301,6 +308,7 @@ class FederatedDataModule(ForwardingDataModule):
                     f"{num_clients} clients and one of the {here} of this site's data"
                 )
         vars(self)["_roles"] = self._roles.placed(places, num_clients)
+        vars(self).pop("_owners", None)
 
     @property
     def clients(self) -> ClientShards:
@@ -341,7 +349,7 @@ class FederatedDataModule(ForwardingDataModule):
     @cached_property
     def train_batch(self) -> Callable[[Tensor], Any]:
         """The function from indices, shape (B,), to a training batch."""
-        read = self._reader(self._examples.read)
+        read = self._reader(self._read(augmented=True))
         if self._poison is not None:
             read = self._poisoned(read)
         return (
@@ -356,6 +364,20 @@ class FederatedDataModule(ForwardingDataModule):
         total = len(self._examples)
         chosen = poisoned_examples(self._roles.learning, clients, poison.share, total, seed)
         return poisoned_reader(read, chosen, poison)
+
+    @cached_property
+    def _owners(self) -> npt.NDArray[np.int64]:
+        """The client of each example, shape (N,); -1 for nobody."""
+        roles = self._roles
+        shards = (roles.learning.flat, roles.validation.flat, roles.test.flat)
+        return owners_of(shards, len(self._examples))
+
+    def _read(self, *, augmented: bool) -> Callable[[Tensor], Any]:
+        """Return the function from indices, shape (B,), to a batch before `transforms`."""
+        examples, own = self._examples, self.example_transforms
+        if own:
+            return examples.changed(own, lambda: self._owners, self.seed, augmented=augmented)
+        return examples.read if augmented else examples.read_for_evaluation
 
     def _reader(self, read: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
         transforms = self.fitted_transforms
@@ -374,7 +396,7 @@ class FederatedDataModule(ForwardingDataModule):
         """
         check_apart(self._roles.learning, clients)
         if poison is not None and len(clients) and are_classes(self._classes):
-            batch = self._reader(self._examples.read)(self.clients[clients[0]])
+            batch = self._reader(self._read(augmented=True))(self.clients[clients[0]])
             check_poison(batch, self._classes, poison)
         self._poison = None if poison is None else (list(clients), poison, seed)
         self.__dict__.pop("train_batch", None)
@@ -382,7 +404,7 @@ class FederatedDataModule(ForwardingDataModule):
     @property
     def reads_by_index(self) -> bool:
         """Whether a batch is a plain selection of rows in memory, the same at every reading."""
-        return self._examples.reads_by_index
+        return self._examples.reads_by_index and not self.example_transforms
 
     @property
     def has_own_collate(self) -> bool:
@@ -398,7 +420,7 @@ class FederatedDataModule(ForwardingDataModule):
     @cached_property
     def evaluation_batch(self) -> Callable[[Tensor], Any]:
         """The function from indices, shape (B,), to a batch without augmentation, if known."""
-        return self._reader(self._examples.read_for_evaluation)
+        return self._reader(self._read(augmented=False))
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run must find unchanged."""

@@ -44,7 +44,7 @@ def evaluation_reader(loader: DataLoader[Any]) -> Callable[[Tensor], Any]:
         >>> evaluation_reader(DataLoader([4.0, 5.0, 6.0]))(torch.tensor([2, 0]))
         tensor([6., 4.], dtype=torch.float64)
     """
-    return _reader(loader, _without_augmentation(loader.dataset))
+    return _reader(loader, without_augmentation(loader.dataset))
 
 
 def _reader(loader: DataLoader[Any], dataset: Dataset[Any]) -> Callable[[Tensor], Any]:
@@ -52,10 +52,11 @@ def _reader(loader: DataLoader[Any], dataset: Dataset[Any]) -> Callable[[Tensor]
     return batch_reader(dataset, loader.collate_fn, at_once=loader.batch_sampler is None)
 
 
-def _without_augmentation(dataset: Dataset[Any]) -> Dataset[Any]:
+def without_augmentation(dataset: Dataset[Any]) -> Dataset[Any]:
+    """Return a data set whose examples are not augmented, if it knows."""
     if type(dataset) is Subset:
-        return Subset(_without_augmentation(dataset.dataset), dataset.indices)
+        return Subset(without_augmentation(dataset.dataset), dataset.indices)
     if type(dataset) is ConcatDataset:
-        return ConcatDataset([_without_augmentation(part) for part in dataset.datasets])
+        return ConcatDataset([without_augmentation(part) for part in dataset.datasets])
     evaluation = getattr(dataset, "evaluation", None)
     return evaluation() if callable(evaluation) else dataset

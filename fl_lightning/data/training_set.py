@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
@@ -21,7 +23,13 @@ from torch.utils.data import (
 )
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.data.reading import evaluation_reader, loader_option, training_reader
+from fl_lightning.data.client_examples import ExampleTransform, changed_reader
+from fl_lightning.data.reading import (
+    evaluation_reader,
+    loader_option,
+    training_reader,
+    without_augmentation,
+)
 from fl_lightning.data.samplers import Drawn, drawn_examples
 from fl_lightning.data.shards import gathers, reads_by_index
 
@@ -86,6 +94,18 @@ class TrainingSet:
     def read_for_evaluation(self) -> Callable[[Tensor], Any]:
         """The same without augmentation, if known."""
         return evaluation_reader(self._loader)
+
+    def changed(
+        self,
+        transforms: Sequence[ExampleTransform],
+        owners: Callable[[], npt.NDArray[np.int64]],
+        seed: int,
+        *,
+        augmented: bool,
+    ) -> Callable[[Tensor], Any]:
+        """Return the function from indices, shape (B,), to a batch of examples changed one by one."""
+        dataset = self.dataset if augmented else without_augmentation(self.dataset)
+        return changed_reader(self._loader, dataset, transforms, owners, seed)
 
     @property
     def reads_by_index(self) -> bool:

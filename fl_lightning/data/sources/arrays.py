@@ -1,0 +1,124 @@
+"""NumPy arrays and tensors, given in Python or in one .npz file."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+import torch
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.data.sources.row_source import LoadedRows, RowSource, as_tensor
+from fl_lightning.data.sources.rows import Rows
+from fl_lightning.data.sources.targets import TargetKind, Targets, column_of
+
+
+@final
+class Arrays(RowSource):
+    """Inputs and targets, one row an example.
+
+    Real numbers leave as float32, other inputs as they are. Targets of strings become class numbers.
+    Targets of several numbers a row, e.g. masks of a segmentation, stay as they are.
+
+    Args:
+        inputs: an array or tensor, shape (N, …); or its name in ``file``.
+        targets: likewise, shape (N,) or (N, …).
+        clients: whose each example is, shape (N,), for `NaturalPartition("clients")`; or its name in
+            ``file``; None if nobody's.
+        file: a .npz file, as `numpy.savez` writes it.
+        target_type: whether targets of shape (N,) are a ``class`` or a ``number``; None lets the values
+            decide: real numbers are numbers, strings and up to 100 different whole numbers classes.
+        batch_size: examples a batch; the last batch of a pass may be smaller.
+        val_fraction: part of the examples held out for validation, in [0, 1).
+        test_fraction: part of the examples held out for the test, in [0, 1).
+        seed: decides which examples are held out and the order of central training. None takes the
+            run's seed.
+
+    Raises:
+        ConfigurationError: for a setting out of range, a file or array that is not there, or lengths
+            that differ.
+
+    Example:
+        >>> data = Arrays(np.eye(10), np.arange(10) % 2, clients=["al", "bo"] * 5, seed=0)
+        >>> data.setup()
+        >>> len(data.train_set), len(data.val_set), len(data.test_set), data.num_classes
+        (7, 1, 2, 2)
+        >>> inputs, targets = next(iter(data.train_dataloader()))
+        >>> inputs.shape, inputs.dtype, targets.dtype
+        (torch.Size([7, 10]), torch.float32, torch.int64)
+    """
+
+    def __init__(
+        self,
+        inputs: Any,
+        targets: Any,
+        *,
+        clients: Any = None,
+        file: str | None = None,
+        target_type: TargetKind | None = None,
+        batch_size: int = 32,
+        val_fraction: float = 0.1,
+        test_fraction: float = 0.2,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__(
+            batch_size=batch_size, val_fraction=val_fraction, test_fraction=test_fraction, seed=seed
+        )
+        self._given = {"inputs": inputs, "targets": targets, "clients": clients}
+        self._file, self._target_type = file, target_type
+
+    def load(self) -> LoadedRows:
+        """Put the arrays together.
+
+        Raises:
+            ConfigurationError: for a file or array that is not there, or lengths that differ.
+        """
+        found = {name: _found(self._file, name, value) for name, value in self._given.items()}
+        inputs = as_tensor(found["inputs"], "Arrays: inputs")
+        for name in ("targets", "clients"):
+            if found[name] is not None and len(found[name]) != len(inputs):
+                raise ConfigurationError(
+                    f"Arrays: {name} must have one row for each of {len(inputs)} inputs, got "
+                    f"{len(found[name])}"
+                )
+        values = _on_the_host(found["targets"])
+        if values.ndim == 1:
+            kind = Targets.of(values, self._target_type, "Arrays: targets")
+            targets, class_names = kind.encode(values, "targets"), kind.class_names
+        else:
+            targets, class_names = as_tensor(found["targets"], "Arrays: targets"), ()
+        owners, columns = found["clients"], {}
+        if owners is not None:
+            columns["clients"] = partial(_on_the_host, owners)
+        return LoadedRows(Rows([inputs, targets], columns), class_names=class_names)
+
+
+def _on_the_host(values: Any) -> Any:
+    return column_of(values.detach().cpu() if isinstance(values, torch.Tensor) else values)
+
+
+def _found(file: str | None, option: str, value: Any) -> Any:
+    """Return an array that is given, or that a file holds under a name."""
+    if not isinstance(value, str):
+        return value
+    if file is None:
+        raise ConfigurationError(
+            f"Arrays: {option} is the name {value!r}, and there is no file: set file to a .npz, or give "
+            "the array"
+        )
+    if not Path(file).is_file():
+        raise ConfigurationError(f"Arrays: there is no file {file!r}")
+    try:
+        with np.load(file, allow_pickle=False) as stored:  # a pickle may run code
+            if value not in stored:
+                names = ", ".join(map(repr, stored.files))
+                raise ConfigurationError(
+                    f"Arrays: {file} has no array {value!r} for {option}: there are {names}"
+                )
+            return stored[value]
+    except (OSError, ValueError, AttributeError) as error:  # AttributeError: a lone .npy
+        raise ConfigurationError(
+            f"Arrays: {file} is no .npz of plain arrays ({error}): write it with numpy.savez"
+        ) from error

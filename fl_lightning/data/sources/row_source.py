@@ -1,0 +1,152 @@
+"""Data modules over rows in memory: what is held out, and the loaders.
+
+Loaders ask the set for a whole batch (`batch_size=None` and a `BatchSampler`), so that a batch is one
+selection of rows instead of many examples put together.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.seeds import derive_seed, run_seed, torch_generator
+from fl_lightning.data.partitions.stratified_split import stratified_split
+from fl_lightning.data.sources.rows import Rows
+
+
+@dataclass(frozen=True)
+class LoadedRows:
+    """What a source found; a set that is None is held out of the training rows.
+
+    Attributes:
+        train: training rows.
+        val: validation rows.
+        test: test rows.
+        class_names: by number of the class; empty where targets are no classes.
+    """
+
+    train: Rows
+    val: Rows | None = None
+    test: Rows | None = None
+    class_names: tuple[str, ...] = ()
+
+
+class RowSource(LightningDataModule, ABC):
+    """What `Arrays`, `Table` and `HuggingFace` share. Abstract: write `load`.
+
+    Args:
+        batch_size: examples a batch; the last batch of a pass may be smaller.
+        val_fraction: part of the training examples held out for validation, in [0, 1), where there
+            is no validation set; of every class alike where targets are classes.
+        test_fraction: the same for the test.
+        seed: decides which examples are held out and the order of central training. None takes the
+            run's seed.
+
+    Attributes:
+        train_set: training examples, after `setup`.
+        val_set: validation examples, after `setup`.
+        test_set: test examples, after `setup`.
+        class_names: names of the classes by number; empty where targets are no classes.
+        num_classes: how many there are.
+
+    Raises:
+        ConfigurationError: if a setting is out of its range.
+    """
+
+    train_set: Rows
+    val_set: Rows
+    test_set: Rows
+    class_names: tuple[str, ...]
+    num_classes: int
+
+    def __init__(
+        self,
+        *,
+        batch_size: int = 32,
+        val_fraction: float = 0.1,
+        test_fraction: float = 0.2,
+        seed: int | None = None,
+    ) -> None:
+        name, issues = type(self).__name__, []
+        if batch_size < 1:
+            issues.append(f"batch_size must be at least 1, got {batch_size}")
+        for option, share in (("val_fraction", val_fraction), ("test_fraction", test_fraction)):
+            if not 0 <= share < 1:
+                issues.append(f"{option} must be in [0, 1), got {share}: 0 holds out none")
+        if issues:
+            raise ConfigurationError(f"{name}: " + "; ".join(issues))
+        super().__init__()
+        self.batch_size = batch_size
+        self._val_fraction, self._test_fraction = val_fraction, test_fraction
+        self._seed = seed
+
+    @abstractmethod
+    def load(self) -> LoadedRows:
+        """Read the rows; called once, by `setup`."""
+
+    def setup(self, stage: str | None = None) -> None:
+        """Load and split the rows, the first time; later calls do nothing."""
+        if hasattr(self, "train_set"):
+            return
+        loaded = self.load()
+        train, val, test = loaded.train, loaded.val, loaded.test
+        if test is None:
+            train, test = self._held_out(train, self._test_fraction, "test split")
+        if val is None:
+            train, val = self._held_out(train, self._val_fraction, "val split")
+        if not len(train):
+            raise ConfigurationError(f"{type(self).__name__}: there are no training examples")
+        self.class_names, self.num_classes = loaded.class_names, len(loaded.class_names)
+        self.val_set, self.test_set, self.train_set = val, test, train
+
+    def _held_out(self, rows: Rows, fraction: float, purpose: str) -> tuple[Rows, Rows]:
+        targets = rows.targets
+        if targets.ndim > 1 or targets.is_floating_point():  # no classes: one stratum
+            targets = torch.zeros(len(rows), dtype=torch.long)
+        seed = derive_seed(run_seed(self._seed), purpose)
+        kept, held_out = stratified_split(targets, fraction, seed=seed)
+        return rows.select(kept), rows.select(held_out)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """Return batches of the training examples, in a new order each pass."""
+        generator = torch_generator(run_seed(self._seed), "centralized")
+        return self._batches(self.train_set, RandomSampler(self.train_set, generator=generator))
+
+    def val_dataloader(self) -> DataLoader[Any] | list[Any]:
+        """Return batches of the validation examples in order, or no loader if there are none."""
+        return self._in_order(self.val_set) if len(self.val_set) else []
+
+    def test_dataloader(self) -> DataLoader[Any] | list[Any]:
+        """Return batches of the test examples in order, or no loader if there are none."""
+        return self._in_order(self.test_set) if len(self.test_set) else []
+
+    predict_dataloader = test_dataloader
+
+    def _in_order(self, rows: Rows) -> DataLoader[Any]:
+        return self._batches(rows, SequentialSampler(rows))
+
+    def _batches(self, rows: Rows, order: Any) -> DataLoader[Any]:
+        batches: Any = BatchSampler(order, self.batch_size, drop_last=False)
+        return DataLoader(rows, batch_size=None, sampler=batches)
+
+
+def as_tensor(values: Any, name: str) -> Tensor:
+    """Return an array as a tensor: real numbers in float32, other numbers as they are.
+
+    Raises:
+        ConfigurationError: for values that are no numbers.
+    """
+    try:
+        tensor = torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigurationError(
+            f"{name} must be an array of numbers, got {type(values).__name__}: {error}"
+        ) from error
+    return tensor.float() if tensor.is_floating_point() else tensor

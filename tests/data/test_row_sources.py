@@ -1,0 +1,408 @@
+"""Arrays, tables and data sets of Hugging Face: what goes in comes out, and wrong data is refused."""
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch.nn import Linear
+from torch.nn.functional import mse_loss
+from torch.utils.data import RandomSampler
+
+from fl_lightning import ConfigurationError, FederatedDataModule
+from fl_lightning.data import Arrays, HuggingFace, NaturalPartition, Table
+from fl_lightning.data.columns import read_column
+from fl_lightning.data.sources.rows import Rows
+from fl_lightning.data.sources.targets import Targets, column_of
+
+
+def ready(source):
+    source.prepare_data()
+    source.setup("fit")
+    return source
+
+
+def refused(make, *words):
+    with pytest.raises(ConfigurationError) as caught:
+        ready(make())
+    for word in words:
+        assert word in str(caught.value)
+
+
+def all_rows(source):
+    """Return inputs and targets of all three sets, in the order of the first input."""
+    sets = source.train_set, source.val_set, source.test_set
+    parts = [rows.gather(torch.arange(len(rows))) for rows in sets]
+    inputs, targets = (torch.cat(part) for part in zip(*parts, strict=True))
+    order = inputs.flatten(1)[:, 0].argsort()
+    return inputs[order], targets[order]
+
+
+class TestRows:
+    def test_a_selection_of_a_selection_keeps_columns_beside_their_rows(self):
+        rows = Rows([torch.arange(6)[:, None], torch.arange(6)], {"who": lambda: np.arange(6) * 10})
+        some = rows.select(torch.tensor([5, 3, 1])).select(torch.tensor([2, 0]))
+        assert some["who"].tolist() == [10, 50]
+        assert some.targets.tolist() == [1, 5]
+
+    def test_one_example_is_a_row_of_a_batch(self):
+        rows = Rows({"x": torch.eye(3), "labels": torch.arange(3)})
+        assert rows[-1]["labels"] == 2
+        assert torch.equal(rows[[0, 2]]["x"], torch.eye(3)[[0, 2]])
+        with pytest.raises(IndexError):
+            rows[3]
+
+    def test_a_column_called_targets_does_not_hide_the_targets(self):
+        rows = Rows([torch.eye(2), torch.arange(2)], {"targets": lambda: np.array(["x", "y"])})
+        assert rows.column_names == []
+        assert read_column(rows, None).tolist() == [0, 1]
+
+
+class TestArrays:
+    def test_every_example_is_in_one_set_as_it_was(self):
+        inputs = np.arange(60, dtype=np.float64).reshape(20, 3)
+        labels = np.arange(20) % 2
+        source = ready(Arrays(inputs, labels, seed=3, batch_size=4))
+        found, targets = all_rows(source)
+        assert torch.equal(found, torch.from_numpy(inputs).float())
+        assert targets.tolist() == labels.tolist()
+        assert [len(rows) for rows in (source.train_set, source.val_set, source.test_set)] == [
+            14,
+            2,
+            4,
+        ]
+        assert sorted(source.test_set.targets.tolist()) == [0, 0, 1, 1]  # of every class alike
+
+    def test_the_seed_decides_what_is_held_out(self):
+        def held_out(seed):
+            source = ready(Arrays(np.arange(50.0)[:, None], np.zeros(50), seed=seed))
+            return source.test_set.gather(torch.arange(10))[0]
+
+        assert torch.equal(held_out(1), held_out(1))
+        assert not torch.equal(held_out(1), held_out(2))
+
+    @pytest.mark.parametrize(
+        ("values", "dtype", "num_classes"),
+        [
+            (["yes", "no"] * 5, torch.int64, 2),
+            ([3, 7] * 5, torch.int64, 2),
+            ([True, False] * 5, torch.int64, 2),
+            ([0.5, 1.5] * 5, torch.float32, 0),
+            (torch.arange(10) % 2, torch.int64, 2),
+        ],
+    )
+    def test_targets_are_classes_or_numbers(self, values, dtype, num_classes):
+        source = ready(Arrays(np.eye(10), values))
+        assert (source.train_set.targets.dtype, source.num_classes) == (dtype, num_classes)
+
+    def test_whole_numbers_of_many_values_are_not_guessed(self):
+        prices = np.arange(300)
+        refused(lambda: Arrays(np.ones((300, 1)), prices), "target_type", "300 different")
+        source = ready(Arrays(np.ones((300, 1)), prices, target_type="number"))
+        assert source.train_set.targets.dtype == torch.float32
+
+    def test_targets_of_several_numbers_stay(self):
+        masks = torch.arange(10 * 4).view(10, 2, 2)
+        source = ready(
+            Arrays(torch.zeros(10, 1, 2, 2), masks, seed=0, test_fraction=0, val_fraction=0)
+        )
+        assert torch.equal(source.train_set.targets, masks)
+        assert source.test_dataloader() == []
+
+    def test_an_npz_file_is_read_by_names(self, tmp_path):
+        path = tmp_path / "all.npz"
+        np.savez(path, x=np.eye(10), y=np.arange(10) % 2, who=np.repeat(["al", "bo"], 5))
+        source = Arrays("x", "y", clients="who", file=str(path), seed=0)
+        data = FederatedDataModule(source, partition=NaturalPartition("clients"))
+        data.setup("fit")
+        owners = data.train_dataset["clients"]
+        assert len(data.clients) == 2
+        for client, name in enumerate(["al", "bo"]):
+            assert set(owners[data.clients[client].numpy()]) == {name}
+        refused(lambda: Arrays("x", "z", file=str(path)), "'z'", "'x', 'y', 'who'")
+        refused(lambda: Arrays("x", "y"), "set file")
+        refused(lambda: Arrays("x", "y", file=str(tmp_path / "no.npz")), "no file")
+
+    def test_a_pickle_in_a_file_is_not_run(self, tmp_path):
+        np.savez(tmp_path / "bad.npz", x=np.array([{}, {}], dtype=object), y=np.arange(2))
+        refused(lambda: Arrays("x", "y", file=str(tmp_path / "bad.npz")), "plain arrays")
+
+    def test_other_wrong_data_is_refused(self):
+        refused(lambda: Arrays(np.eye(3), [0, 1]), "one row for each of 3", "got 2")
+        refused(lambda: Arrays(np.eye(3), [0.0, np.nan, 1.0]), "no finite target")
+        refused(lambda: Arrays(np.array(["a", "b"]), [0, 1]), "numbers")
+        refused(
+            lambda: Arrays(np.eye(2), [0, 1], batch_size=0, val_fraction=1.0), "batch_size", "val"
+        )
+        refused(lambda: Arrays(np.eye(2), [0, 1], test_fraction=0.99), "no training examples")
+
+    def test_central_training_sees_whole_batches_in_a_new_order(self):
+        source = ready(Arrays(np.arange(100.0)[:, None], np.zeros(100), seed=0, batch_size=30))
+        loader = source.train_dataloader()
+        assert isinstance(loader.sampler.sampler, RandomSampler)
+        one, other = (torch.cat([inputs for inputs, _ in loader]) for _ in range(2))
+        assert not torch.equal(one, other)
+        assert torch.equal(one.sort(0).values, other.sort(0).values)
+
+    def test_clients_read_what_a_loader_reads(self):
+        source = Arrays(np.arange(100.0)[:, None], np.arange(100) % 3, seed=0)
+        data = FederatedDataModule(source, num_clients=4, seed=0)
+        data.setup("fit")
+        assert data.reads_by_index
+        shard = data.clients[2]
+        inputs, labels = data.train_batch(shard)
+        assert torch.equal(inputs, source.train_set.gather(shard)[0])
+        assert labels.tolist() == data.labels[shard.numpy()].tolist()
+
+
+class TestTargets:
+    def test_missing_values_never_become_a_class(self):
+        for missing in (None, float("nan")):
+            values = column_of(np.array(["a", missing, "b"], dtype=object))
+            with pytest.raises(ConfigurationError, match="1 of 3 examples"):
+                Targets.of(values, None, "x")
+            with pytest.raises(ConfigurationError, match="1 of 3 examples"):
+                Targets.of(column_of(["a", missing, "b"]), None, "x")
+
+    def test_a_class_that_training_lacks_is_refused(self):
+        with pytest.raises(ConfigurationError, match="'c'"):
+            Targets.of(np.array(["a", "b"]), None, "x").encode(np.array(["a", "c"]), "test")
+
+
+@pytest.fixture
+def pandas():
+    return pytest.importorskip("pandas")
+
+
+@pytest.fixture
+def flats(pandas):
+    return pandas.DataFrame(
+        {
+            "area": [30.0, 50.0, 70.0, 90.0] * 5,
+            "rooms": [1, 2, 3, 4] * 5,
+            "view": ["sea", "yard"] * 10,
+            "lift": [True, False, False, True] * 5,
+            "city": ["Bari"] * 12 + ["Como"] * 8,
+            "rent": np.arange(20) / 2,
+        }
+    )
+
+
+class TestTable:
+    def test_columns_become_the_features_by_hand(self, flats):
+        source = ready(Table(flats, "rent", ignore=["city"], val_fraction=0, test_fraction=0))
+        names = ("area", "rooms", "view=sea", "view=yard", "lift=False", "lift=True")
+        assert source.feature_names == names
+        assert source.num_features == 6
+        features, rents = source.train_set.gather(torch.tensor([0, 1]))
+        assert features.tolist() == [[30, 1, 1, 0, 0, 1], [50, 2, 0, 1, 1, 0]]
+        assert rents.tolist() == [0.0, 0.5]
+
+    def test_any_column_tells_whose_a_row_is(self, flats):
+        source = Table(flats, "rent", features=["area"], seed=0)
+        data = FederatedDataModule(source, partition=NaturalPartition("city"))
+        data.setup("fit")
+        cities = data.train_dataset["city"]
+        assert [set(cities[shard.numpy()]) for shard in data.clients] == [{"Bari"}, {"Como"}]
+
+    @pytest.mark.parametrize("kind", ["csv", "tsv", "csv.gz", "parquet"])
+    def test_files_are_frames(self, flats, tmp_path, kind):
+        path = tmp_path / f"flats.{kind}"
+        if kind == "parquet":
+            pytest.importorskip("pyarrow")
+            flats.to_parquet(path)
+        else:
+            flats.to_csv(path, index=False, sep="\t" if kind == "tsv" else ",")
+        one, other = (ready(Table(given, "rent", seed=0)) for given in (str(path), flats))
+        assert all(map(torch.equal, all_rows(one), all_rows(other)))
+
+    def test_categories_that_training_lacks_are_zero(self, flats, pandas):
+        abroad = flats.assign(city="Nice").head(3)
+        source = ready(Table(flats, "rent", features=["city"], test=abroad))
+        assert source.test_set.gather(torch.arange(3))[0].tolist() == [[0.0, 0.0]] * 3
+        assert len(source.train_set) + len(source.val_set) == 20
+
+    def test_missing_numbers_are_refused_or_replaced(self, flats, pandas):
+        holes = flats.assign(area=[None, *flats["area"][1:]], view=[None, *flats["view"][1:]])
+        refused(lambda: Table(holes, "rent"), "'area'", "1 of 20", "set missing")
+        options = {"missing": -1.0, "val_fraction": 0, "test_fraction": 0}
+        source = ready(Table(holes, "rent", features=["area", "view"], **options))
+        assert source.feature_names[1] == "view=missing"
+        assert source.train_set.gather(torch.tensor([0]))[0].tolist() == [[-1, 1, 0, 0]]
+
+    def test_a_target_of_strings_is_classes(self, flats):
+        source = ready(Table(flats, "view", ignore=["city"]))
+        assert source.class_names == ("sea", "yard")
+        assert source.train_set.targets.dtype == torch.int64
+
+    def test_wrong_tables_are_refused(self, flats, pandas, tmp_path):
+        refused(lambda: Table(flats, "price"), "'price'", "'rent'")
+        refused(lambda: Table(flats, "rent", ignore=["x"]), "'x'")
+        refused(lambda: Table(flats, "rent", features=["rent"]), "other than the target")
+        refused(lambda: Table(flats, "rent", test=flats[["rent"]]), "test has no column 'area'")
+        refused(lambda: Table(str(tmp_path / "no.csv"), "rent"), "no file")
+        refused(lambda: Table({"rent": [1]}, "rent"), "DataFrame")
+        (tmp_path / "flats.xlsx").touch()
+        refused(lambda: Table(str(tmp_path / "flats.xlsx"), "rent"), ".parquet")
+        (tmp_path / "empty.csv").touch()
+        refused(lambda: Table(str(tmp_path / "empty.csv"), "rent"), "cannot be read")
+        gaps = flats.assign(rent=[None, *flats["rent"][1:]])
+        refused(lambda: Table(gaps, "rent"), "1 of 20 examples have no finite target")
+        when = flats.assign(day=pandas.Timestamp("2020-01-01"))
+        refused(lambda: Table(when, "rent"), "'day' holds times")
+        words = flats.assign(area=["much"] * 20)
+        refused(lambda: Table(flats, "rent", test=words), "'area' holds numbers")
+
+
+def words_to_numbers(*columns, max_length, **_):
+    """Tokenize: the length of every word, up to three words, padded with 0."""
+    texts = [" ".join(parts).split()[:max_length] for parts in zip(*columns, strict=True)]
+    lengths = [[len(word) for word in text] for text in texts]
+    padded = [text + [0] * (max_length - len(text)) for text in lengths]
+    return {
+        "input_ids": padded,
+        "attention_mask": [[int(number > 0) for number in text] for text in padded],
+    }
+
+
+@pytest.fixture
+def datasets():
+    return pytest.importorskip("datasets")
+
+
+@pytest.fixture
+def reviews(datasets):
+    rows = {
+        "text": ["so good", "bad", "a very good one", "no"] * 5,
+        "other": ["x"] * 20,
+        "label": [1, 0, 1, 0] * 5,
+        "user": ["al", "bo"] * 10,
+        "score": [0.5, 1.0, 2.0, 4.0] * 5,
+    }
+    features = datasets.Features(
+        {
+            "text": datasets.Value("string"),
+            "other": datasets.Value("string"),
+            "label": datasets.ClassLabel(names=["con", "pro", "none"]),
+            "user": datasets.Value("string"),
+            "score": datasets.Value("float32"),
+        }
+    )
+    return datasets.Dataset.from_dict(rows, features=features)
+
+
+class TestHuggingFace:
+    def test_texts_are_dicts_as_long_as_the_longest(self, reviews):
+        options = {"text": "text", "tokenizer": words_to_numbers, "max_length": 6}
+        source = ready(HuggingFace(reviews, val_fraction=0, test_fraction=0, **options))
+        batch = source.train_set.gather(torch.tensor([0, 2]))
+        assert batch["input_ids"].tolist() == [[2, 4, 0, 0], [1, 4, 4, 3]]
+        assert batch["attention_mask"].tolist() == [[1, 1, 0, 0], [1, 1, 1, 1]]
+        assert batch["labels"].tolist() == [1, 1]
+        assert (source.class_names, source.num_classes) == (("con", "pro", "none"), 3)
+
+    def test_pairs_of_texts(self, reviews):
+        options = {"text": ["other", "text"], "tokenizer": words_to_numbers, "test_fraction": 0}
+        source = ready(HuggingFace(reviews, val_fraction=0, max_length=2, **options))
+        assert source.train_set.gather(torch.tensor([1]))["input_ids"].tolist() == [[1, 3]]
+
+    def test_a_column_divides(self, reviews):
+        source = HuggingFace(reviews, text="text", tokenizer=words_to_numbers, seed=0)
+        data = FederatedDataModule(source, partition=NaturalPartition("user"))
+        data.setup("fit")
+        users = data.train_dataset["user"]
+        assert [set(users[shard.numpy()]) for shard in data.clients] == [{"al"}, {"bo"}]
+
+    def test_numbers_and_real_targets(self, datasets):
+        rows = datasets.Dataset.from_dict({"a": [1, 2], "b": [[3.0, 4.0]] * 2, "y": [0.5, 1.5]})
+        source = HuggingFace(rows, "y", inputs=["a", "b"], val_fraction=0, test_fraction=0)
+        inputs, targets = ready(source).train_set.gather(torch.tensor([1]))
+        assert inputs.tolist() == [[2, 3, 4]]
+        assert targets.tolist() == [1.5]
+        assert source.num_classes == 0
+
+    @pytest.mark.parametrize(("channels", "size"), [(1, None), (3, None), (3, 2)])
+    def test_images_are_pixels_in_zero_to_one(self, datasets, channels, size):
+        image = pytest.importorskip("PIL.Image")
+        pictures = [image.fromarray(np.full((4, 4), 51 * k, np.uint8)) for k in range(6)]
+        rows = datasets.Dataset.from_dict({"picture": pictures, "label": [0, 1] * 3})
+        rows = rows.cast_column("picture", datasets.Image())
+        options = {"image": "picture", "channels": channels, "image_size": size}
+        source = ready(HuggingFace(rows, val_fraction=0, test_fraction=0, **options))
+        images, labels = source.train_set.gather(torch.tensor([5, 1]))
+        assert images.shape == (2, channels, size or 4, size or 4)
+        torch.testing.assert_close(images[:, 0, 0, 0], torch.tensor([1.0, 0.2]))
+        assert labels.tolist() == [1, 1]
+
+    def test_the_usual_splits_are_found(self, reviews, datasets, tmp_path):
+        parts = {
+            "train": reviews,
+            "validation": reviews.select(range(3)),
+            "test": reviews.select([5]),
+        }
+        datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "kept"))
+        source = ready(HuggingFace(str(tmp_path / "kept"), inputs=["score"]))
+        sizes = [len(part) for part in (source.train_set, source.val_set, source.test_set)]
+        assert sizes == [20, 3, 1]
+        other = ready(HuggingFace(str(tmp_path / "kept"), inputs=["score"], test="validation"))
+        assert [len(part) for part in (other.train_set, other.val_set, other.test_set)] == [
+            18,
+            2,
+            3,
+        ]
+
+    def test_wrong_data_is_refused(self, reviews, datasets, monkeypatch):
+        both = datasets.DatasetDict({"train": reviews, "test": reviews})
+        refused(
+            lambda: HuggingFace(both, inputs=["score"], train="fit"), "'fit'", "'train', 'test'"
+        )
+        refused(lambda: HuggingFace(both, inputs=["score"], val="test", test="test"), "different")
+        refused(lambda: HuggingFace(reviews, "mood", inputs=["score"]), "'mood'", "'score'")
+        refused(lambda: HuggingFace(reviews, inputs=["text"]), "'text' must hold a number")
+        refused(lambda: HuggingFace(reviews, image="text"), "no images")
+        refused(lambda: HuggingFace(reviews, inputs=["score"], text="text"), "one of text, image")
+        refused(lambda: HuggingFace(reviews, text="text"), "needs a tokenizer")
+        refused(lambda: HuggingFace([1], inputs=["score"]), "got list")
+        unknown = reviews.map(lambda row: {"label": -1})
+        refused(
+            lambda: HuggingFace(
+                datasets.DatasetDict({"train": reviews, "test": unknown}), inputs=["score"]
+            ),
+            "test holds the class",
+            "-1",
+        )
+
+    def test_without_a_network_the_hub_is_refused_in_a_sentence(self, datasets, monkeypatch):
+        monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+        refused(
+            lambda: HuggingFace("nobody/nothing_at_all", inputs=["x"]), "cannot be had from the hub"
+        )
+
+
+class Line(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = Linear(1, 1)
+
+    def training_step(self, batch, batch_idx):
+        return mse_loss(self.layer(batch[0])[:, 0], batch[1])
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val/loss", self.training_step(batch, batch_idx))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_a_source_trains_by_itself():
+    inputs = np.linspace(-1, 1, 200)[:, None]
+    source = Arrays(inputs, 3 * inputs[:, 0], seed=0)
+    trainer = Trainer(
+        max_epochs=30,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Line(), datamodule=source)
+    assert trainer.callback_metrics["val/loss"] < 1e-3
