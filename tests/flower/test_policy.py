@@ -79,6 +79,8 @@ def test_what_the_configurations_share_is_allowed(path):
         "fl_lightning.__main__.main",
         "fl_lightning.cli.command.FederatedCLI",
         "fl_lightning.FederatedCLI",
+        "fl_lightning.data.HuggingFace",
+        "fl_lightning.data.CIFAR10",
         "fl_lightning.cli.command.sys",
         "fl_lightning.client.vector_file.VectorFile",
         "fl_lightning.sparsity.save_mask",

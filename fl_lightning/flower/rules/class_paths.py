@@ -26,6 +26,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import yaml
+from lightning.pytorch import LightningDataModule
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.flower.wire.plain_json import shown
@@ -157,7 +158,10 @@ def own_names() -> dict[str, str]:
         except ImportError:  # needs an extra
             continue
         for name in module.__all__:
-            if inspect.isclass(getattr(module, name)) and name not in _NO_OPTIONS:
+            exported = getattr(module, name)
+            if name in _NO_OPTIONS or not inspect.isclass(exported):
+                continue
+            if not issubclass(exported, LightningDataModule):  # a site's data are its own
                 found.setdefault(name, f"{package}.{name}")
     return found
 
