@@ -74,8 +74,8 @@ def logged(kind, name, capsys):
             f"--ckpt_path={checkpoint(kind)}",
         ]
     )
-    [line] = [line for line in capsys.readouterr().out.splitlines() if f" {name} " in line]
-    return float(line.replace("│", " ").split()[-1])
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith(f"{name} ")]
+    return float(line.split()[1])
 
 
 @pytest.mark.parametrize(
