@@ -88,7 +88,9 @@ def logged(kind, name, capsys):
 def test_scores_are_those_that_validate_logs(network, bound, name, capsys):
     search("one_shot_quickstart", f"--constraint={bound}", "--strategy=random", "--out=ends")
     expected = logged("one_shot_quickstart", f"val/{name}", capsys)
-    assert scores("ends")[network] == pytest.approx(expected, abs=1e-6)
+    assert scores("ends")[network] == pytest.approx(
+        expected, abs=5.1e-4
+    )  # three decimals are printed
 
 
 def test_a_search_leaves_no_trace_in_the_run_and_writes_what_it_found(capsys):
