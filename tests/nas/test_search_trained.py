@@ -74,8 +74,8 @@ def logged(kind, name, capsys):
             f"--ckpt_path={checkpoint(kind)}",
         ]
     )
-    [line] = [line for line in capsys.readouterr().out.splitlines() if f" {name} " in line]
-    return float(line.replace("│", " ").split()[-1])
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith(f"{name} ")]
+    return float(line.split()[1])
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,9 @@ def logged(kind, name, capsys):
 def test_scores_are_those_that_validate_logs(network, bound, name, capsys):
     search("one_shot_quickstart", f"--constraint={bound}", "--strategy=random", "--out=ends")
     expected = logged("one_shot_quickstart", f"val/{name}", capsys)
-    assert scores("ends")[network] == pytest.approx(expected, abs=1e-6)
+    assert scores("ends")[network] == pytest.approx(
+        expected, abs=5.1e-4
+    )  # three decimals are printed
 
 
 def test_a_search_leaves_no_trace_in_the_run_and_writes_what_it_found(capsys):
