@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from fl_lightning.callbacks.client_evaluation import ClientEvaluation
     from fl_lightning.callbacks.partition_report import PartitionReport
     from fl_lightning.callbacks.progress import RoundProgressBar
+    from fl_lightning.callbacks.report.run_report import RunReport
     from fl_lightning.cli.command import FederatedCLI
     from fl_lightning.client.corrections.feddyn import FedDyn
     from fl_lightning.client.corrections.fedlc import FedLC
@@ -93,6 +94,7 @@ __all__ = [
     "PoissonCohort",
     "RoundFailure",
     "RoundProgressBar",
+    "RunReport",
     "Scaffold",
     "SparseAdamW",
     "SparseSGDM",
@@ -133,6 +135,7 @@ _HOMES = {
     "PoissonCohort": "fl_lightning.data.cohorts.cohort",
     "RoundFailure": "fl_lightning.core.errors",
     "RoundProgressBar": "fl_lightning.callbacks.progress",
+    "RunReport": "fl_lightning.callbacks.report.run_report",
     "Scaffold": "fl_lightning.client.corrections.scaffold",
     "SparseAdamW": "fl_lightning.sparsity.optimizers.sparse_adamw",
     "SparseSGDM": "fl_lightning.sparsity.optimizers.sparse_sgdm",

@@ -33,6 +33,7 @@ from fl_lightning.callbacks.evaluated_model import EvaluatedModel, shown_path
 from fl_lightning.callbacks.partition_report import PartitionReport
 from fl_lightning.callbacks.predictions import Predictions
 from fl_lightning.callbacks.progress import RoundProgressBar
+from fl_lightning.callbacks.report.run_report import RunReport
 from fl_lightning.cli.at_once.commands import COMMANDS
 from fl_lightning.cli.at_once.configs import with_paths
 from fl_lightning.cli.at_once.short_names import loader, with_whole_names
@@ -145,6 +146,13 @@ class FederatedCLI(LightningCLI):
         )
 
         parser.add_argument(
+            "--report",
+            type=bool,
+            default=True,
+            help="Make report.html and figures/ in the run's folder when fit ends, a few seconds.",
+        )
+
+        parser.add_argument(
             "--num_threads",
             type=PositiveInt | None,
             default=None,
@@ -212,6 +220,8 @@ class FederatedCLI(LightningCLI):
             if options["strategy"] == "auto" and asks_for_several(options):
                 options["strategy"] = "federated"
                 rank_zero_info("trainer.strategy: federated, because there are several devices")
+        if self.subcommand == "fit":
+            self._add_report(options)
         trainer = super().instantiate_trainer(**kwargs)
         write_atomically(trainer)
         if self._run is not None and trainer.is_global_zero:
@@ -225,6 +235,14 @@ class FederatedCLI(LightningCLI):
         """Return what keeps predictions, unless the configuration has something for it."""
         is_kept = any(isinstance(callback, BasePredictionWriter) for callback in given)
         return [Predictions()] if self.subcommand == "predict" and not is_kept else []
+
+    def _add_report(self, options: Any) -> None:
+        """Have the run keep its rounds, and make its report after the test, if there is one."""
+        own = [each for each in options["callbacks"] if isinstance(each, RunReport)]
+        others = [each for each in options["callbacks"] if each not in own]
+        page = self.config[self.subcommand].report
+        # last: it keeps what the others have logged
+        options["callbacks"] = [*others, *(own or [RunReport(page=page, waits_for_test=True)])]
 
     def _choose_processes(self, options: Any, federation: Federation) -> None:
         """Let ``devices: auto`` mean all cores where clients train on CPUs."""
@@ -252,6 +270,10 @@ class FederatedCLI(LightningCLI):
         data = self.datamodule
         if self.config[self.subcommand].test_after_fit and _has_test(self.model, data):
             self.trainer.test(self.model, datamodule=data)
+        else:
+            for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+                if isinstance(callback, RunReport) and callback.waits_for_test:
+                    callback.finish(self.trainer)
         report_whereabouts(self.trainer)
 
     def after_predict(self) -> None:

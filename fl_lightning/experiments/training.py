@@ -115,6 +115,7 @@ def _prepare(run: PlannedRun) -> list[str]:
         *("--seed_everything", str(run.seed)),
         *("--trainer.logger", json.dumps(logger)),
         *("--trainer.enable_progress_bar", "false"),
+        *("--report", "false"),  # there is one of all runs
         *(("--trainer.devices", "1") if left_open else ()),
         *(("--ckpt_path", str(_last_checkpoint(run))) if resumed else ()),
     ]

@@ -1,0 +1,152 @@
+"""A run's report: the rounds that it keeps, and the page and figures that are made of them."""
+
+import csv
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+from lightning.pytorch.loggers import CSVLogger
+from toys import ToyModule, toy_data, toy_trainer
+
+from fl_lightning import (
+    CentralDP,
+    ClientEvaluation,
+    ConfigurationError,
+    Federation,
+    PartitionReport,
+    PoissonCohort,
+    RunReport,
+    UniformCohort,
+)
+from fl_lightning.callbacks.report.history import History, RoundLine, append, begin
+from fl_lightning.callbacks.report.run_page import write_report
+
+
+class Balanced(HTMLParser):
+    """Counts what is opened and not closed, and what would be loaded from elsewhere."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.loads, self.ids = [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        given = dict(attrs)
+        self.loads += [value for key, value in attrs if key == "src" and value]
+        link = given.get("href") or given.get("xlink:href") or "#"
+        self.loads += [link] if not link.startswith(("#", "data:")) else []
+        self.ids += [given["id"]] if "id" in given else []
+        if tag not in ("meta", "br", "rect", "path", "use", "image"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.handle_starttag(tag, attrs)
+        if self.open[-1:] == [tag]:
+            self.open.pop()
+
+    def handle_endtag(self, tag):
+        if self.open[-1:] == [tag]:
+            self.open.pop()
+
+
+def fit(folder, *callbacks, rounds=3, cohort=None, logger=None, **options):
+    cohort = cohort or UniformCohort(fraction=0.5)
+    federation = Federation(cohort=cohort, local_steps=2, **options)
+    logger = logger or CSVLogger(folder, "toy", version=0)
+    trainer = toy_trainer(federation, *callbacks, max_epochs=rounds, logger=logger)
+    data = toy_data(num_examples=90, client_val_fraction=0.3)
+    trainer.fit(ToyModule(), datamodule=data)
+    return trainer, folder / "toy" / "version_0"
+
+
+def test_rounds_are_those_that_the_loggers_have(tmp_path):
+    _, folder = fit(tmp_path, RunReport(page=False))
+    rounds = History.read(folder).rounds
+    with (folder / "metrics.csv").open() as file:
+        logged = [row for row in csv.DictReader(file) if row["round/cohort_size"]]
+    assert [line.number for line in rounds] == [1, 2, 3]
+    for line, row in zip(rounds, logged, strict=True):
+        for name in ("train_loss", "round/update_norm", "round/total_bytes_up"):
+            if row.get(name):
+                assert line.metrics[name] == pytest.approx(float(row[name]), rel=1e-6)
+    assert not (folder / "report.html").exists()
+
+
+def test_clients_numbers_are_the_mean_over_clients(tmp_path):
+    _, folder = fit(tmp_path, RunReport(page=False))
+    for line in History.read(folder).rounds:
+        assert len(line.clients["ids"]) == line.metrics["round/cohort_size"]
+        names = [name for name in line.clients if name != "ids"]
+        assert names
+        for name in names:
+            values = line.clients[name]
+            mean = sum(values) / len(values)
+            spread = (sum((v - mean) ** 2 for v in values) / len(values)) ** 0.5
+            assert spread == pytest.approx(line.metrics[f"{name}_spread"], abs=1e-6)
+
+
+def test_the_page_needs_nothing_else(tmp_path):
+    _, folder = fit(tmp_path, PartitionReport(), ClientEvaluation(), RunReport())
+    page = (folder / "report.html").read_text()
+    parser = Balanced()
+    parser.feed(page)
+    assert not parser.open
+    assert not parser.loads
+    assert "<script" not in page
+    assert len(set(parser.ids)) == len(parser.ids)
+    used = set(re.findall(r"url\(#([^)]+)\)", page)) | set(re.findall(r'href="#([^"]+)"', page))
+    assert used <= set(parser.ids)
+    assert "#1b1c1e" not in page.split("</style>")[1]  # else dark on dark
+    figures = {path.stem for path in (folder / "figures").glob("*.svg")}
+    assert figures == {path.stem for path in (folder / "figures").glob("*.png")}
+    assert {"training", "clients", "participants", "partition", "bytes", "seconds"} <= figures
+
+
+def test_a_resumed_run_goes_on_after_its_rounds(tmp_path):
+    begin(tmp_path, 0)
+    for number in (1, 2, 3):
+        append(tmp_path, RoundLine(number, {"a": number}))
+    with (tmp_path / "rounds.jsonl").open("a") as file:
+        file.write('{"round": 4, "met')  # killed here
+    begin(tmp_path, 2)
+    append(tmp_path, RoundLine(3, {"a": 30.0, "b": float("nan")}))
+    text = (tmp_path / "rounds.jsonl").read_text()
+    assert [json.loads(line)["round"] for line in text.splitlines()] == [1, 2, 3]
+    assert "NaN" not in text
+    assert History.read(tmp_path).curve("a") == {1: 1.0, 2: 2.0, 3: 30.0}
+
+
+def test_a_central_run_has_a_report_of_epochs(tmp_path):
+    logger = CSVLogger(tmp_path, "toy", version=0)
+    trainer = toy_trainer(RunReport(), max_epochs=2, logger=logger, log_every_n_steps=1)
+    trainer.fit(ToyModule(), datamodule=toy_data(num_examples=30))
+    folder = tmp_path / "toy" / "version_0"
+    assert [line.number for line in History.read(folder).rounds] == [1, 2]
+    assert not any(line.clients for line in History.read(folder).rounds)
+    assert "2 epochs" in (folder / "report.html").read_text()
+
+
+def test_a_private_run_keeps_nothing_of_single_clients(tmp_path):
+    privacy = CentralDP(clip_norm=1.0, noise_multiplier=1.0, log_unprotected=False)
+    _, folder = fit(tmp_path, RunReport(), cohort=PoissonCohort(fraction=0.5), privacy=privacy)
+    lines = History.read(folder).rounds
+    assert len(lines) == 3
+    assert not any(line.clients for line in lines)
+    assert not any(name.endswith("_spread") for line in lines for name in line.metrics)
+    assert (folder / "figures" / "privacy.svg").exists()
+
+
+def test_many_clients_keep_no_numbers_of_their_own(tmp_path):
+    _, folder = fit(tmp_path, RunReport(page=False, max_clients=1))
+    assert not any(line.clients for line in History.read(folder).rounds)
+
+
+def test_places_and_numbers_that_cannot_be_are_refused(tmp_path):
+    with pytest.raises(ConfigurationError, match="max_clients must not be negative, got -1"):
+        RunReport(max_clients=-1)
+    with pytest.raises(ConfigurationError, match="in this order"):
+        toy_trainer(RunReport(), Federation(local_steps=1), max_epochs=1).fit(
+            ToyModule(), datamodule=toy_data()
+        )
+    with pytest.raises(ConfigurationError, match="holds no rounds"):
+        write_report(tmp_path)
