@@ -14,6 +14,7 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.experiments.experiment import BEFORE, Experiment
 from fl_lightning.experiments.figure import draw
 from fl_lightning.experiments.plan import PlannedRun, Resolve, plan_runs
+from fl_lightning.experiments.report import REPORT, write_comparison
 from fl_lightning.experiments.results import RunResult, read_result, write_csv, write_curves
 from fl_lightning.experiments.schedule import train_all
 from fl_lightning.experiments.table import matrix_table, results_table
@@ -96,7 +97,7 @@ def _wanted(runs: Sequence[PlannedRun], names: Sequence[str] | None) -> list[Pla
 
 
 def _report(experiment: Experiment, results: Sequence[RunResult], out: Path) -> None:
-    """Write results.csv, curves.csv, results.md and results.png; print the tables."""
+    """Write results as tables, as a picture and as a page; print the tables."""
     axes = experiment.axes
     text = results_table(results)
     if len(axes) == 2:
@@ -105,5 +106,8 @@ def _report(experiment: Experiment, results: Sequence[RunResult], out: Path) -> 
     write_curves(out / "curves.csv", results)
     (out / "results.md").write_text(text + "\n")
     draw(out / "results.png", results, experiment.report, axes, experiment.over)
-    print(f"\n{text}\n\nresults:    {out}/results.csv, curves.csv, results.md, results.png")
+    write_comparison(out, experiment, results)
+    files = "results.csv, curves.csv, results.md, results.tex, results.png"
+    print(f"\n{text}\n\nresults:    {out}/{files}")
+    print(f"report:     {out}/{REPORT}")
     print(f"look:       tensorboard --logdir {out}")
