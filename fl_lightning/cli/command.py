@@ -220,8 +220,7 @@ class FederatedCLI(LightningCLI):
             if options["strategy"] == "auto" and asks_for_several(options):
                 options["strategy"] = "federated"
                 rank_zero_info("trainer.strategy: federated, because there are several devices")
-        if self.subcommand == "fit":
-            self._add_report(options)
+        self._add_report(options)
         trainer = super().instantiate_trainer(**kwargs)
         write_atomically(trainer)
         if self._run is not None and trainer.is_global_zero:
@@ -238,6 +237,8 @@ class FederatedCLI(LightningCLI):
 
     def _add_report(self, options: Any) -> None:
         """Have the run keep its rounds, and make its report after the test, if there is one."""
+        if self.subcommand != "fit":
+            return
         own = [each for each in options["callbacks"] if isinstance(each, RunReport)]
         others = [each for each in options["callbacks"] if each not in own]
         page = self.config[self.subcommand].report

@@ -44,7 +44,9 @@ def comparison_charts(
 ) -> Iterator[Chart]:
     """Yield a chart a metric; the arguments are those of `draw`."""
     seeds = len({result.seed for result in results})
-    band = "" if seeds < 2 else f" Bands and whiskers are one standard deviation over {seeds} seeds."
+    band = (
+        "" if seeds < 2 else f" Bands and whiskers are one standard deviation over {seeds} seeds."
+    )
     if over is not None:
         band = " A line a seed: each has its own times."
     for name in metrics:
@@ -98,6 +100,4 @@ def _matrix(metric: str, results: Sequence[RunResult], axes: Axes) -> Panel:
         row, column = rows.index(place[down]), columns.index(place[across])
         values[row, column] = spreads(group)[metric].mean
     title = f"{metric}, at the end"
-    return table_map(
-        title, values, x=across, y=down, columns=columns, rows=rows, numbers=True
-    )
+    return table_map(title, values, x=across, y=down, columns=columns, rows=rows, numbers=True)

@@ -56,11 +56,11 @@ def _latex_cell(spread: Spread | None, best: float | None) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Return a text as LaTeX prints it.
+    r"""Return a text as LaTeX prints it.
 
     Example:
         >>> print(_escaped("50 % of a_b"))
-        50 \\% of a\\_b
+        50 \% of a\_b
     """
     special = {c: f"\\{c}" for c in "&%$#_{}"}
     more = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}

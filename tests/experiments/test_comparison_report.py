@@ -48,7 +48,9 @@ def test_the_best_mean_is_bold_and_names_are_escaped():
 
 def test_the_page_has_every_variant_and_run(tmp_path):
     experiment = Experiment(
-        variants={"plain": {}, "top_k 5 %": {}}, seeds=[0, 1], report=["val/accuracy", "test/accuracy"]
+        variants={"plain": {}, "top_k 5 %": {}},
+        seeds=[0, 1],
+        report=["val/accuracy", "test/accuracy"],
     )
     write_comparison(tmp_path, experiment, results())
     page = (tmp_path / "report.html").read_text()

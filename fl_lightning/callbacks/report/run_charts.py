@@ -37,7 +37,9 @@ def run_charts(folder: Path, history: History) -> Iterator[Chart]:
 
 
 def _validation(history: History) -> Iterator[Chart]:
-    names = _best_first([n for n in history.names if _is_of(n, "val") and not n.endswith("_spread")])
+    names = _best_first(
+        [n for n in history.names if _is_of(n, "val") and not n.endswith("_spread")]
+    )
     panels = [curves(name, [_line(history.curve(name))]) for name in names[:_MOST_PANELS]]
     if panels:
         caption = "The global model on the validation set, after each round."
@@ -74,7 +76,9 @@ def _clients(folder: Path) -> Iterator[Chart]:
                 groups["personal"] = table.columns[f"personal/{name}"]
             panels.append(histogram(name, groups, x=name))
     if panels:
-        caption = "The last global model on the examples that each client holds out; clients are counted."
+        caption = (
+            "The last global model on the examples that each client holds out; clients are counted."
+        )
         yield Chart("clients", "Clients at the end", caption, panels[:_MOST_PANELS])
 
 
@@ -84,16 +88,18 @@ def _local_models(folder: Path) -> Iterator[Chart]:
     if not metrics:
         return
     rounds, clients = np.array(table["round"]), np.array(table["client"])
-    shown = [c for c, _ in Counter(clients[clients >= 0].tolist()).most_common(_SHOWN_PATHS)]
+    is_global = np.isnan(clients)  # which has a word there
+    shown = [c for c, _ in Counter(clients[~is_global].tolist()).most_common(_SHOWN_PATHS)]
     panels = []
     for name in _best_first(metrics)[:2]:
         values, lines = np.array(table[name]), []
         for number, client in enumerate(sorted(shown)):
             at = clients == client
             label = "local models" if number == 0 else ""
-            lines.append(Line(rounds[at], values[at], label, colour=series(7)))
-        at = clients < 0
-        lines.append(Line(rounds[at], values[at], "global model", colour=series(0)))
+            local = rounds[at].tolist(), values[at].tolist()
+            lines.append(Line(*local, label, colour=series(7)))
+        whole = rounds[is_global].tolist(), values[is_global].tolist()
+        lines.append(Line(*whole, "global model", colour=series(0)))
         panels.append(curves(name, lines))
     caption = (
         "Every client's model after its local training, and the global model that came of them, on the "
@@ -164,7 +170,11 @@ def _partition(folder: Path) -> Iterator[Chart]:
         panels.append(table_map("examples of each class", counts, x="class", y="client", **names))
     sizes = {"clients": table["num_examples"]}
     panels.append(histogram("examples per client", sizes, x="examples", whole=True))
-    of = f"{len(shown)} of {len(clients)} clients, evenly spaced" if len(shown) < len(clients) else ""
+    of = (
+        f"{len(shown)} of {len(clients)} clients, evenly spaced"
+        if len(shown) < len(clients)
+        else ""
+    )
     caption = f"Who owns what. {f'The map shows {of}.' if of else ''}".strip()
     yield Chart("partition", "Partition", caption, panels, is_tall=len(shown) > 12)
 

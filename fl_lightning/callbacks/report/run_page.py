@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -65,7 +66,9 @@ def _kept_results(folder: Path) -> dict[str, float]:
 
 def _facts(history: History, tests: Mapping[str, float]) -> list[tuple[str, str]]:
     last = history.rounds[-1]
-    main = {n: v for n, v in tests.items() if not n.endswith(("_mean", "_spread", "_jain", "_decile"))}
+    main = {
+        n: v for n, v in tests.items() if not n.endswith(("_mean", "_spread", "_jain", "_decile"))
+    }
     facts = [(name, f"{value:.4g}") for name, value in main.items() if "/" in name][:3]
     shown = [name for name in history.names if name.startswith(("val/", "val_"))]
     facts += [(f"{name}, last", f"{[*history.curve(name).values()][-1]:.4g}") for name in shown[:2]]
@@ -103,7 +106,7 @@ def _numbers(page: Page, folder: Path, history: History, tests: Mapping[str, flo
 
 
 def _spread(values: Sequence[float]) -> list[str]:
-    known = [value for value in values if value == value]  # not nan
+    known = [value for value in values if math.isfinite(value)]
     if not known:
         return ["-"] * 5
     numbers = (

@@ -271,7 +271,9 @@ def table_map(
     return draw
 
 
-def bars(title: str, names: Sequence[str], means: Sequence[float], whiskers: Sequence[float]) -> Panel:
+def bars(
+    title: str, names: Sequence[str], means: Sequence[float], whiskers: Sequence[float]
+) -> Panel:
     """Return a panel with a bar a name, and its spread as a whisker where it is finite."""
 
     def draw(axes: Any) -> None:

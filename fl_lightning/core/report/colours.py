@@ -15,7 +15,9 @@ SERIES = (
     *("#a8780a", "#c43a6b", "#0e8291", "#6b6f75"),
 )
 _DARK = {
-    **{"ink": "#eceef0", "quiet": "#a3a9b0", "rule": "#3a3f46"},
+    "ink": "#eceef0",
+    "quiet": "#a3a9b0",
+    "rule": "#3a3f46",
     **dict(
         zip(
             (f"series-{n}" for n in range(len(SERIES))),

@@ -35,10 +35,10 @@ def write_chart(chart: Chart, folder: Path) -> str:
 
 
 def inline(svg: str, name: str) -> str:
-    """Return a drawing as a part of a page.
+    r"""Return a drawing as a part of a page.
 
     Example:
-        >>> inline('<?xml?>\\n<svg id="a"><use xlink:href="#a"/></svg>', "bytes")
+        >>> inline('<?xml?>\n<svg id="a"><use xlink:href="#a"/></svg>', "bytes")
         '<svg id="bytes-a"><use xlink:href="#bytes-a"/></svg>'
     """
     body = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
