@@ -6,7 +6,7 @@ import re
 from html.parser import HTMLParser
 
 import pytest
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from toys import ToyModule, toy_data, toy_trainer
 
 from fl_lightning import (
@@ -150,3 +150,33 @@ def test_places_and_numbers_that_cannot_be_are_refused(tmp_path):
         )
     with pytest.raises(ConfigurationError, match="holds no rounds"):
         write_report(tmp_path)
+
+
+def test_tensorboard_has_an_order_a_table_and_options(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder = tmp_path / "toy" / "version_0"
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(
+        "model: {class_path: Toy, init_args: {lr: 0.1, depth: null}}"
+    )
+    logger = TensorBoardLogger(tmp_path, "toy", version=0, default_hp_metric=False)
+    trainer, _ = fit(tmp_path, RunReport(), logger=logger)
+    trainer.test(trainer.model, datamodule=trainer.datamodule, verbose=False)
+    logger.experiment.close()
+    events = EventAccumulator(str(folder)).Reload()
+    tags = events.Tags()
+    assert "custom_scalars__config__" in tags["tensors"]
+    table = events.Tensors("results/text_summary")[-1].tensor_proto.string_val[0].decode()
+    assert f"| test/loss | {trainer.callback_metrics['test/loss']:.6g} |" in table
+    plugins = events.summary_metadata
+    assert {"model", "model.lr"} <= _options(plugins["_hparams_/session_start_info"])
+    assert [len(events.Scalars(name)) for name in tags["scalars"] if name == "test/loss"] == [1]
+    assert "hp_metric" not in tags["scalars"]
+
+
+def _options(metadata):
+    from tensorboard.plugins.hparams import metadata as parsing
+
+    content = metadata.plugin_data.content
+    return set(parsing.parse_session_start_info_plugin_data(content).hparams)

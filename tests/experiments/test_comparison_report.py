@@ -1,12 +1,17 @@
 """The report of a comparison: its page, its figures, its table for LaTeX."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
+import yaml
 from matplotlib.figure import Figure
 
 from fl_lightning.experiments.experiment import Experiment, Variant
 from fl_lightning.experiments.figure import _bars, _curves
 from fl_lightning.experiments.latex import latex
+from fl_lightning.experiments.loggers import run_loggers
+from fl_lightning.experiments.plan import PlannedRun
 from fl_lightning.experiments.report import write_comparison
 from fl_lightning.experiments.results import RunResult
 
@@ -74,3 +79,30 @@ def test_two_axes_are_matrices(tmp_path):
     page = (tmp_path / "report.html").read_text()
     assert "attack \\ rule" in page
     assert page.count("<figure") == 1
+
+
+def test_the_users_loggers_stay_with_names_of_runs():
+    of = "lightning.pytorch.loggers"
+    given = [
+        {"class_path": f"{of}.TensorBoardLogger", "init_args": {"save_dir": "mine"}},
+        {"class_path": f"{of}.CSVLogger", "init_args": {"save_dir": "mine"}},
+        {"class_path": f"{of}.WandbLogger", "init_args": {"project": "p", "offline": True}},
+        {"class_path": "my.Logger", "init_args": {"x": 1}},
+    ]
+    text = yaml.safe_dump({"trainer": {"logger": given}})
+    run = PlannedRun(Variant("top k", ()), 3, text, Path("runs/a/top_k/seed_3"))
+    own, table, wandb, mine = run_loggers(run)
+    place = {"save_dir": "runs/a", "name": "top_k", "version": "seed_3"}
+    assert own["init_args"] == {**place, "default_hp_metric": False}
+    assert table["init_args"] == place
+    assert wandb["init_args"] == {
+        "project": "p",
+        "offline": True,
+        "save_dir": "runs/a/top_k/seed_3",
+        "name": "top_k-seed_3",
+    }
+    assert mine == given[3]
+    for logger in (True, False, None):
+        plain = yaml.safe_dump({"trainer": {"logger": logger}})
+        only = PlannedRun(Variant("top k", ()), 3, plain, Path("runs/a/top_k/seed_3"))
+        assert run_loggers(only) == [own]

@@ -8,7 +8,8 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from fl_lightning.callbacks.report.history import IDS, NAME, RoundLine, append, begin
+from fl_lightning.callbacks.report.board import lay_out, show_results
+from fl_lightning.callbacks.report.history import IDS, NAME, History, RoundLine, append, begin
 from fl_lightning.callbacks.report.run_page import write_report
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.federation.checkpoints.run_folder import run_folder
@@ -23,7 +24,8 @@ class RunReport(Callback):
     The page is one file that opens without a network, in light and dark. It has the curves, the clients'
     distributions, who took part, the partition, bytes, privacy, masks and seconds; each figure is also in
     ``figures/`` as PNG and SVG. It is made at the end of a fit and again after its test. Central runs have
-    one as well, with epochs for rounds. A trainer without a logger keeps nothing.
+    one as well, with epochs for rounds. A trainer without a logger keeps nothing. TensorBoard gets an order
+    of charts (tab Custom Scalars), a table of last values (Text) and the run's options (HPARAMS).
 
     Args:
         page: whether to make the page and its figures, a few seconds; the rounds are kept anyway.
@@ -68,6 +70,7 @@ class RunReport(Callback):
         self._seen, self._noted = {}, trainer.current_epoch
         if self._folder is not None:
             begin(self._folder, trainer.current_epoch)
+            lay_out(trainer)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keep the epoch before of a central run: by now all of it has been logged."""
@@ -103,6 +106,7 @@ class RunReport(Callback):
         }
         try:
             write_report(folder, results=results or None)
+            show_results(trainer, folder, History.read(folder), results)
         except OSError as error:  # a full disk: the run itself is done
             rank_zero_warn(f"no {REPORT}: {error}")
             return
