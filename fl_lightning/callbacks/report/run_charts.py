@@ -10,8 +10,9 @@ import numpy as np
 
 from fl_lightning.callbacks.report.history import IDS, Curve, History
 from fl_lightning.callbacks.report.tables import LOCAL_MODELS, PARTITION, Table, evaluated_clients
-from fl_lightning.core.report.charts import Chart, Line, Panel, curves, fan, histogram, table_map
+from fl_lightning.core.report.charts import Chart, Panel
 from fl_lightning.core.report.colours import series
+from fl_lightning.core.report.panels import Line, curves, fan, histogram, table_map
 
 _MOST_PANELS = 4
 _MOST_ROWS = 200  # of a map: more are thinner than a pixel or two
@@ -166,8 +167,12 @@ def _partition(folder: Path) -> Iterator[Chart]:
         counts = np.array([table[name] for name in classes]).T[shown]
         labels = [name.removeprefix("class_") for name in classes]
         rows = [str(client) for client in clients[shown]]
-        names = {"columns": labels, "rows": rows, "legend": "examples"}
-        panels.append(table_map("examples of each class", counts, x="class", y="client", **names))
+        title, legend = "examples of each class", "examples"
+        panels.append(
+            table_map(
+                title, counts, x="class", y="client", columns=labels, rows=rows, legend=legend
+            )
+        )
     sizes = {"clients": table["num_examples"]}
     panels.append(histogram("examples per client", sizes, x="examples", whole=True))
     of = (
