@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +128,7 @@ class RunReport(Callback):
         metrics = {name: float(value) for name, value in new.items()}
         append(self._folder, RoundLine(number, metrics, self._clients(trainer)))
 
-    def _clients(self, trainer: Trainer) -> dict[str, list[float]]:
+    def _clients(self, trainer: Trainer) -> dict[str, Sequence[float]]:
         """Return what clients of the round have shown of themselves."""
         federation = _federation(trainer)
         if federation is None or federation.rounds is None:
@@ -138,9 +139,10 @@ class RunReport(Callback):
         known = {name: record.means.by_client(name) for name in record.means.names}
         ids = sorted(record.finished)
         missing = float("nan")
-        return {IDS: [*ids]} | {
-            name: [values.get(client, missing) for client in ids] for name, values in known.items()
-        }
+        found: dict[str, Sequence[float]] = {IDS: ids}
+        for name, values in known.items():
+            found[name] = [values.get(client, missing) for client in ids]
+        return found
 
 
 def _federation(trainer: Trainer) -> Federation | None:

@@ -57,7 +57,8 @@ def log_histogram(trainer: Trainer, name: str, values: Tensor, *, step: int) -> 
     finite = values[values.isfinite()]
     if not len(finite):
         return
-    for logger in trainer.loggers:
+    loggers: list[Any] = trainer.loggers
+    for logger in loggers:
         for kind, show in _HISTOGRAMS.items():
             if _is_a(logger, kind):
                 show(logger.experiment, name, finite, step)
@@ -122,7 +123,7 @@ def _pixels(figure: Figure) -> npt.NDArray[np.uint8]:
     """Return a figure as pixels, shape (height, width, 3)."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # a second to import
 
-    canvas = FigureCanvasAgg(figure)
+    canvas: Any = FigureCanvasAgg(figure)
     canvas.draw()
     return np.asarray(canvas.buffer_rgba())[..., :3].copy()
 
