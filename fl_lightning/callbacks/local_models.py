@@ -104,13 +104,11 @@ class LocalModels:
         federation.add(self._kept)
 
     def begin(self, trainer: Trainer) -> None:
-        """Set the test set up, and drop rows of rounds that are trained again."""
+        """Set the test set up, and learn where the table is."""
         trainer.datamodule.setup("test")  # type: ignore[attr-defined]
         folder = Path(run_folder(trainer))  # which processes agree on: all must ask
         self._path = folder / TABLE if _keeps_files(trainer) else None
-        if self._path is not None and self._path.exists() and trainer.is_global_zero:
-            rows = [r for r in _rows(self._path) if int(r["round"]) <= trainer.current_epoch]
-            _write(self._path, rows)
+        self._has_begun = False
 
     def report(self, trainer: Trainer) -> None:
         """Evaluate the models of the round that has ended, if it is an n-th one."""
@@ -162,6 +160,9 @@ class LocalModels:
                 {"round": str(number), "client": c} | {n: str(float(v)) for n, v in own.items()}
                 for c, own in named.items()
             ]
+            if not self._has_begun and self._path.exists():  # rounds that are trained again
+                _write(self._path, [r for r in _rows(self._path) if int(r["round"]) < number])
+            self._has_begun = True
             _append(self._path, rows)
 
 

@@ -6,6 +6,7 @@ import re
 from html.parser import HTMLParser
 
 import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from toys import ToyModule, toy_data, toy_trainer
 
@@ -114,6 +115,45 @@ def test_a_resumed_run_goes_on_after_its_rounds(tmp_path):
     assert [json.loads(line)["round"] for line in text.splitlines()] == [1, 2, 3]
     assert "NaN" not in text
     assert History.read(tmp_path).curve("a") == {1: 1.0, 2: 2.0, 3: 30.0}
+
+
+@pytest.mark.filterwarnings("ignore:.*exists and is not empty")
+@pytest.mark.parametrize("is_federated", [True, False])
+def test_a_fit_that_is_taken_up_keeps_all_rounds(tmp_path, is_federated):
+    folder = tmp_path / "toy" / "version_0"
+
+    def go(rounds, **options):
+        saves = ModelCheckpoint(
+            dirpath=tmp_path,
+            filename="last",
+            save_on_train_epoch_end=True,
+            enable_version_counter=False,
+        )
+        federation = [Federation(local_steps=2)] if is_federated else []
+        evaluation = [ClientEvaluation(local_models=True)] if is_federated else []
+        trainer = toy_trainer(
+            *federation,
+            *evaluation,
+            RunReport(page=False),
+            saves,
+            max_epochs=rounds,
+            logger=TensorBoardLogger(tmp_path, "toy", version=0),
+            enable_checkpointing=True,
+            log_every_n_steps=1,
+        )
+        trainer.fit(ToyModule(), datamodule=toy_data(num_examples=30), **options)
+
+    go(2)
+    with (folder / "rounds.jsonl").open("a") as file:
+        file.write('{"round": 3, "metrics": {"val/loss": 77}}')  # killed in its middle
+    go(4, ckpt_path=tmp_path / "last.ckpt")
+    rounds = History.read(folder).rounds
+    assert [line.number for line in rounds] == [1, 2, 3, 4]
+    assert all(0 < line.metrics["val/loss"] < 77 for line in rounds)
+    assert len({line.metrics["val/loss"] for line in rounds}) == 4
+    if is_federated:
+        text = (folder / "local_models.csv").read_text()
+        assert [row.split(",")[0] for row in text.splitlines() if "global" in row] == [*"1234"]
 
 
 def test_a_central_run_has_a_report_of_epochs(tmp_path):

@@ -47,7 +47,8 @@ class RunReport(Callback):
         self.page, self.max_clients, self.waits_for_test = page, max_clients, waits_for_test
         self._folder: Path | None = None
         self._seen: dict[str, Any] = {}
-        self._noted = 0
+        self._noted: int | None = None  # the last round that is kept
+        self._has_begun = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse a place ahead of the federation, which logs a round when it ends.
@@ -64,17 +65,18 @@ class RunReport(Callback):
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Go on after the rounds that were done before."""
+        """Learn where the run's folder is."""
         folder = run_folder(trainer)  # which processes agree on: all must ask
         keeps = trainer.is_global_zero and trainer.loggers and not trainer.fast_dev_run  # type: ignore[attr-defined]
         self._folder = Path(folder) if keeps else None
-        self._seen, self._noted = {}, trainer.current_epoch
+        self._seen, self._noted, self._has_begun = {}, None, False
         if self._folder is not None:
-            begin(self._folder, trainer.current_epoch)
             lay_out(trainer)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keep the epoch before of a central run: by now all of it has been logged."""
+        if self._noted is None:  # only now Lightning has restored which one a resumed run is in
+            self._noted = trainer.current_epoch
         self._note_central(trainer, trainer.current_epoch)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -114,13 +116,15 @@ class RunReport(Callback):
         rank_zero_info(f"report: {folder / REPORT}")
 
     def _note_central(self, trainer: Trainer, number: int) -> None:
-        if number > self._noted and _federation(trainer) is None:
+        if self._noted is not None and number > self._noted and _federation(trainer) is None:
             self._note(trainer, number)
 
     def _note(self, trainer: Trainer, number: int) -> None:
         if self._folder is None:
             return
-        self._noted = number
+        if not self._has_begun:
+            begin(self._folder, number - 1)
+        self._noted, self._has_begun = number, True
         logged = trainer.callback_metrics
         # what was logged in this round is another object than in the last one
         new = {name: v for name, v in logged.items() if self._seen.get(name) is not v}
