@@ -132,6 +132,8 @@ def histogram(
             axes.hist(values, bins=bins, color=colour, alpha=0.55, rwidth=0.92)
             mean = float(values.mean())
             axes.axvline(mean, color=colour, linestyle="--", label=f"{label}mean {mean:.4g}")
+        if whole:
+            axes.xaxis.get_major_locator().set_params(integer=True)
         axes.yaxis.get_major_locator().set_params(integer=True)
         axes.margins(y=0.22)  # room for the legend
         axes.legend(loc="upper right", ncols=2)
