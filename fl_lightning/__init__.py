@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from fl_lightning.callbacks.console.run_log import RunLog
     from fl_lightning.callbacks.partition_report import PartitionReport
     from fl_lightning.callbacks.progress import RoundProgressBar
+    from fl_lightning.callbacks.report.run_report import RunReport
     from fl_lightning.cli.command import FederatedCLI
     from fl_lightning.client.corrections.feddyn import FedDyn
     from fl_lightning.client.corrections.fedlc import FedLC
@@ -96,6 +97,7 @@ __all__ = [
     "RoundFailure",
     "RoundProgressBar",
     "RunLog",
+    "RunReport",
     "Scaffold",
     "SparseAdamW",
     "SparseSGDM",
@@ -138,6 +140,7 @@ _HOMES = {
     "RoundFailure": "fl_lightning.core.errors",
     "RoundProgressBar": "fl_lightning.callbacks.progress",
     "RunLog": "fl_lightning.callbacks.console.run_log",
+    "RunReport": "fl_lightning.callbacks.report.run_report",
     "Scaffold": "fl_lightning.client.corrections.scaffold",
     "SparseAdamW": "fl_lightning.sparsity.optimizers.sparse_adamw",
     "SparseSGDM": "fl_lightning.sparsity.optimizers.sparse_sgdm",

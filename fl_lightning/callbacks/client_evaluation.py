@@ -11,17 +11,12 @@ examples.
 from __future__ import annotations
 
 import csv
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
@@ -32,17 +27,18 @@ from fl_lightning.callbacks.client_examples import (
     common_test_examples,
     held_out_examples,
 )
+from fl_lightning.callbacks.client_visits import evaluate_clients
 from fl_lightning.callbacks.console.tidy import detail
 from fl_lightning.callbacks.evaluated_model import ModelOrigin
+from fl_lightning.callbacks.local_models import LocalModels
 from fl_lightning.callbacks.spread_over_clients import jains_index, worst_decile
-from fl_lightning.client.local_step import SizedBatch
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.core.metric_states import metrics_of
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.checkpoints.run_folder import run_folder
+from fl_lightning.federation.loggers.pictures import log_histogram
 from fl_lightning.federation.processes.ranks import Ranks
 from fl_lightning.federation.visits.personal_models import personal_models
-from fl_lightning.federation.visits.visiting import StepOf, Visit, visiting
+from fl_lightning.federation.visits.visiting import StepOf
 
 _PERSONAL = "personal/"
 # Parts of the names of metrics of which less is better.
@@ -55,8 +51,8 @@ class ClientEvaluation(Callback):
     At the end of a fit and in ``validate`` on the clients' validation examples, in ``test`` on their test
     examples. Needs ``FederatedDataModule(client_val_fraction=…, client_test_fraction=…)``; without
     them there is nothing to evaluate on and one line says so. Writes ``clients/…`` metrics of the global model and ``personal/…`` ones of each
-    client's own (a client that never took part has the global one), a histogram over clients to
-    TensorBoard and ``clients_<stage>.csv``, one row per client, beside the logs.
+    client's own (a client that never took part has the global one), a histogram over clients for
+    loggers that take one, and ``clients_<stage>.csv``, one row per client, beside the logs.
 
     Args:
         every_n_rounds: also after every n-th round's validation; 0 for the end only.
@@ -67,6 +63,10 @@ class ClientEvaluation(Callback):
         common_test_set: in ``test``, evaluate clients' personal models on the data module's whole test
             set instead of on each client's own test examples. (The global model's figures there are
             those of ``test`` itself.)
+        local_models: after every round, or after every n-th with ``every_n_rounds``, also evaluate each
+            client's model as its local training left it, and the global model that came of them, on the
+            data module's whole test set. Costs a pass over the test set for every client of the round.
+            Writes ``local_models.csv``, a row a model and round, which a resumed run goes on with.
     """
 
     def __init__(
@@ -75,6 +75,7 @@ class ClientEvaluation(Callback):
         max_clients: int = 10_000,
         lower_is_better: Sequence[str] = (),
         common_test_set: bool = False,
+        local_models: bool = False,
     ) -> None:
         super().__init__()
         if every_n_rounds < 0:
@@ -82,9 +83,11 @@ class ClientEvaluation(Callback):
         if max_clients < 1:
             raise ConfigurationError(f"max_clients must be at least 1 client, got {max_clients}")
         self.every_n_rounds = every_n_rounds
-        self.unprotected = "the metrics of clients on their held-out examples"
+        local = ", and those of their local models on the common test set" if local_models else ""
+        self.unprotected = f"the metrics of clients on their held-out examples{local}"
         self.max_clients = max_clients
         self.common_test_set = common_test_set
+        self._local = LocalModels(max(1, every_n_rounds)) if local_models else None
         self._origin = ModelOrigin()
         self._lower_is_better = (*_LOWER_IS_BETTER, *lower_is_better)
 
@@ -94,8 +97,20 @@ class ClientEvaluation(Callback):
         """Remember which model is evaluated."""
         self._origin.note(trainer, pl_module, checkpoint)
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Take part in the rounds of a fit, if clients' local models are asked for."""
+        if self._local is not None and stage == "fit":
+            self._local.take_part(trainer)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Go on with the table of local models."""
+        if self._local is not None:
+            self._local.begin(trainer)
+
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Evaluate after every n-th round."""
+        if self._local is not None:
+            self._local.report(trainer)
         n = self.every_n_rounds
         if n and (trainer.current_epoch + 1) % n == 0:
             self._report(trainer, pl_module, "validation")
@@ -191,67 +206,6 @@ def _why_not(
     return None
 
 
-@torch.no_grad()
-def evaluate_clients(
-    trainer: Trainer,
-    module: LightningModule,
-    data: FederatedDataModule,
-    stage: StepOf,
-    clients: npt.NDArray[np.int64] | None = None,
-    having: Callable[[int], AbstractContextManager[None]] | None = None,
-    examples: ClientExamples | None = None,
-) -> dict[int, dict[str, Tensor]]:
-    """Return the metrics that the module logs on each client's examples, on the CPU.
-
-    Of several processes each evaluates its own share of the clients. Torchmetrics objects begin anew
-    with every client and have in the end the states that they had before. A client with so few
-    examples that step or metric fails on a batch of one is left out, with a warning.
-
-    Args:
-        trainer: whose precision and device are used.
-        module: evaluated as it is, in eval mode.
-        data: whose clients.
-        stage: ``validation`` or ``test``: whose step and whose metrics.
-        clients: which of them, all if None; those without examples are left out.
-        having: has the module hold what is evaluated for a client; if None, that is what it holds.
-        examples: on which they are evaluated; if None, those that they hold out for this stage.
-    """
-    examples = examples or held_out_examples(data, stage)
-    ids = (examples.clients if clients is None else clients).tolist()
-    metrics = metrics_of(module)
-    values = {}
-    # the clients' examples are no part of the module's own validation
-    with visiting(trainer, stage, mode="eval") as visit:
-        for client in ids[trainer.global_rank :: trainer.world_size]:
-            for metric in metrics:  # of the global set, of the client before, logged or not
-                metric.reset()
-            with nullcontext() if having is None else having(client):
-                logged = _logged(visit, examples.batches(client), client)
-            if logged:
-                values[client] = logged
-    return values
-
-
-def _logged(visit: Visit, batches: Iterator[SizedBatch], client: int) -> dict[str, Tensor]:
-    """Return what a step logs on a client's batches; empty if it fails on a batch of one example."""
-    try:
-        for _ in visit.steps(batches):
-            pass
-        logged = {name: value.cpu() for name, value in visit.logs.collect().items()}
-        return logged | {k: torch.tensor(v) for k, v in visit.logs.collect_metrics().items()}
-    except (ValueError, RuntimeError, IndexError) as error:
-        if visit.size != 1:
-            raise
-        visit.logs.forget()
-        warnings.warn(
-            f"per-client evaluation: client {client} is left out, whose last batch has one example: "
-            f"{type(error).__name__}: {error} Have clients hold out more examples, by larger "
-            "fractions, fewer clients or a partition with min_examples",
-            stacklevel=2,
-        )
-        return {}
-
-
 def _log(trainer: Trainer, name: str, values: Tensor, *, higher_is_better: bool) -> None:
     worst = worst_decile(values, higher_is_better=higher_is_better)
     mean, spread = values.mean(), values.std(correction=0)
@@ -269,8 +223,7 @@ def _log(trainer: Trainer, name: str, values: Tensor, *, higher_is_better: bool)
     )
     for logger in trainer.loggers:
         logger.log_metrics({k: float(v) for k, v in logs.items()}, step=trainer.global_step)
-        if isinstance(logger, TensorBoardLogger):
-            logger.experiment.add_histogram(key, values, trainer.global_step)
+    log_histogram(trainer, key, values, step=trainer.global_step)
 
 
 def _save(path: Path, values: Mapping[int, Mapping[str, Tensor]], examples: ClientExamples) -> None:

@@ -5,18 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info
 
 from fl_lightning.callbacks.console.tidy import detail
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.checkpoints.run_folder import run_folder
+from fl_lightning.federation.loggers.pictures import log_figure
 
 
 class PartitionReport(Callback):
     """Logs the partition when a fit starts.
 
-    Prints a line, and a few more into the log, draws clients × classes into TensorBoard as ``partition`` and saves
+    Prints a line, and a few more into the log, draws clients × classes for loggers that take pictures as ``partition`` and saves
     ``partition.csv``, one row per client, in the logger's directory.
     """
 
@@ -38,6 +38,4 @@ class PartitionReport(Callback):
             return
         Path(folder).mkdir(parents=True, exist_ok=True)
         summary.save(Path(folder) / "partition.csv")
-        for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger):
-                logger.experiment.add_figure("partition", summary.figure(), global_step=0)
+        log_figure(trainer, "partition", summary.figure, step=0)

@@ -32,6 +32,7 @@ from fl_lightning.callbacks.console.run_log import Level
 from fl_lightning.callbacks.console.tidy import detail
 from fl_lightning.callbacks.evaluated_model import shown_path
 from fl_lightning.callbacks.predictions import Predictions
+from fl_lightning.callbacks.report.run_report import RunReport
 from fl_lightning.cli.at_once.commands import COMMANDS
 from fl_lightning.cli.at_once.configs import with_paths
 from fl_lightning.cli.at_once.short_names import loader, with_whole_names
@@ -140,6 +141,13 @@ class FederatedCLI(LightningCLI):
         )
 
         parser.add_argument(
+            "--report",
+            type=bool,
+            default=True,
+            help="Make report.html and figures/ in the run's folder when fit ends, a few seconds.",
+        )
+
+        parser.add_argument(
             "--num_threads",
             type=PositiveInt | None,
             default=None,
@@ -216,6 +224,7 @@ class FederatedCLI(LightningCLI):
         options["callbacks"] += self._companions(
             given, options, is_federated=federation is not None
         )
+        self._add_report(options)
         trainer = super().instantiate_trainer(**kwargs)
         write_atomically(trainer)
         if self._run is not None and trainer.is_global_zero:
@@ -244,8 +253,19 @@ class FederatedCLI(LightningCLI):
             progress_bar=options["enable_progress_bar"] is not False,
             checkpoint=is_federated and options["enable_checkpointing"] is not False,
             is_federated=is_federated,
+            report=False,  # it has options of the command line
         )
         return [callback for callback in found if callback not in given]
+
+    def _add_report(self, options: Any) -> None:
+        """Have the run keep its rounds, and make its report after the test, if there is one."""
+        if self.subcommand != "fit":
+            return
+        own = [each for each in options["callbacks"] if isinstance(each, RunReport)]
+        others = [each for each in options["callbacks"] if each not in own]
+        page = self.config[self.subcommand].report
+        # last: it keeps what the others have logged
+        options["callbacks"] = [*others, *(own or [RunReport(page=page, waits_for_test=True)])]
 
     def _choose_processes(self, options: Any, federation: Federation) -> None:
         """Let ``devices: auto`` of a fit mean all cores where clients train on CPUs."""
@@ -283,6 +303,9 @@ class FederatedCLI(LightningCLI):
             self.trainer.test(self.model, datamodule=data, verbose=False)
         else:
             self._results.report(self.trainer)
+            for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+                if isinstance(callback, RunReport) and callback.waits_for_test:
+                    callback.finish(self.trainer)
         report_whereabouts(self.trainer)
 
     def after_predict(self) -> None:

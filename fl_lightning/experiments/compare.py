@@ -17,9 +17,10 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.experiments.experiment import BEFORE, Experiment
 from fl_lightning.experiments.figure import draw
 from fl_lightning.experiments.plan import PlannedRun, Resolve, plan_runs
+from fl_lightning.experiments.report import REPORT, write_comparison
 from fl_lightning.experiments.results import RunResult, read_result, write_csv, write_curves
 from fl_lightning.experiments.schedule import train_all
-from fl_lightning.experiments.table import matrix_table, results_lines, results_table
+from fl_lightning.experiments.table import matrix_table, results_cells, results_table
 from fl_lightning.experiments.training import is_finished
 
 
@@ -123,7 +124,7 @@ def _wanted(runs: Sequence[PlannedRun], names: Sequence[str] | None) -> list[Pla
 
 
 def _report(experiment: Experiment, results: Sequence[RunResult], out: Path) -> None:
-    """Write results.csv, curves.csv, results.md and results.png; print the tables."""
+    """Write results as tables, as a picture and as a page; print the tables."""
     axes = experiment.axes
     text = results_table(results)
     if len(axes) == 2:
@@ -132,8 +133,12 @@ def _report(experiment: Experiment, results: Sequence[RunResult], out: Path) -> 
     write_curves(out / "curves.csv", results)
     (out / "results.md").write_text(text + "\n")
     draw(out / "results.png", results, experiment.report, axes, experiment.over)
+    write_comparison(out, experiment, results)
     shown = text
     if is_terminal(sys.stdout):  # the whole table is in the file
-        shown = in_blocks(results_lines(results), width_of(sys.stdout) - 1)
-    print(f"\n{shown}\n\nresults:    {out}/results.csv, curves.csv, results.md, results.png")
+        head, lines = results_cells(results)
+        shown = in_blocks([head, *lines], width_of(sys.stdout) - 1)
+    files = "results.csv, curves.csv, results.md, results.tex, results.png"
+    print(f"\n{shown}\n\nresults:    {out}/{files}")
+    print(f"report:     {out}/{REPORT}")
     print(f"look:       tensorboard --logdir {out}")

@@ -13,25 +13,32 @@ def results_table(results: Sequence[RunResult]) -> str:
 
     The last column counts runs. Bytes are totals over rounds and clients, seconds those of a run.
     """
-    head, *lines = results_lines(results)
-    return markdown(head, lines)
+    return markdown(*results_cells(results))
 
 
-def results_lines(results: Sequence[RunResult]) -> list[list[str]]:
-    """Return the lines of that table, the head first."""
+def results_cells(results: Sequence[RunResult]) -> tuple[list[str], list[list[str]]]:
+    """Return the head of that table, and its rows."""
     rows = {name: spreads(group) for name, group in by_variant(results).items()}
     columns = list(dict.fromkeys(name for row in rows.values() for name in row))
     lines = [
         [name, *(_cell(column, row.get(column)) for column in columns), str(row["seconds"].n)]
         for name, row in rows.items()
     ]
-    return [["variant", *columns, "runs"], *lines]
+    return ["variant", *columns, "runs"], lines
 
 
 def matrix_table(
     results: Sequence[RunResult], metric: str, axes: Mapping[str, Sequence[str]]
 ) -> str:
     """Return the final values of one metric over two axes: rows the first, columns the second."""
+    (down, _), (across, _) = axes.items()
+    return f"{metric}: {down} by {across}\n\n" + markdown(*matrix_cells(results, metric, axes))
+
+
+def matrix_cells(
+    results: Sequence[RunResult], metric: str, axes: Mapping[str, Sequence[str]]
+) -> tuple[list[str], list[list[str]]]:
+    """Return the head of that table, and its rows."""
     (down, rows), (across, columns) = axes.items()
     cells = {
         (group[0].variant.coordinates[down], group[0].variant.coordinates[across]): spreads(group)
@@ -41,7 +48,7 @@ def matrix_table(
         [row, *(_cell(metric, cells.get((row, column), {}).get(metric)) for column in columns)]
         for row in rows
     ]
-    return f"{metric}: {down} by {across}\n\n" + markdown([f"{down} \\ {across}", *columns], lines)
+    return [f"{down} \\ {across}", *columns], lines
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -24,6 +24,7 @@ from pathlib import Path
 import yaml
 
 from fl_lightning.experiments.experiment import FIRST
+from fl_lightning.experiments.loggers import run_loggers
 from fl_lightning.experiments.plan import PlannedRun
 
 
@@ -102,20 +103,14 @@ def prepare(run: PlannedRun) -> list[str]:
     configuration = run.folder / "run.yaml"
     configuration.write_text(run.configuration.replace(FIRST, first))
     save_state(run, {})
-    place = {
-        "save_dir": str(run.folder.parent.parent),
-        "name": run.folder.parent.name,
-        "version": run.folder.name,
-        "default_hp_metric": False,
-    }
-    logger = {"class_path": "lightning.pytorch.loggers.TensorBoardLogger", "init_args": place}
     # one process a run, however many cores there are, unless the configuration says how many
     left_open = yaml.safe_load(run.configuration)["trainer"]["devices"] == "auto"
     return [
         *("--config", str(configuration)),
         *("--seed_everything", str(run.seed)),
-        *("--trainer.logger", json.dumps(logger)),
+        *("--trainer.logger", json.dumps(run_loggers(run))),
         *("--trainer.enable_progress_bar", "false"),
+        *("--report", "false"),  # there is one of all runs
         *(("--trainer.devices", "1") if left_open else ()),
         *(("--ckpt_path", str(_last_checkpoint(run))) if resumed else ()),
     ]

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from fl_lightning.federation.checkpoints.earlier_runs import CONFIG
 from fl_lightning.federation.checkpoints.run_folder import run_folder
 from fl_lightning.federation.federation import Federation
+from fl_lightning.federation.loggers.pictures import log_figure
 from fl_lightning.nas import pictures
 from fl_lightning.nas.checks import check_beside_updates, check_precision
 from fl_lightning.nas.retraining import retraining
@@ -80,12 +80,16 @@ class SearchReport(Callback):
             self._draw(trainer, module, shares)
 
     def _draw(self, trainer: Trainer, module: Supernet, shares: Tensor) -> None:
-        for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger):
-                step, board = trainer.current_epoch, logger.experiment
-                board.add_figure("search/cell", pictures.cell_figure(module.architecture), step)
-                figure = pictures.alpha_figure(module.space, shares.cpu())
-                board.add_figure("search/probabilities", figure, step)
+        step = trainer.current_epoch
+        cell = module.architecture
+        log_figure(trainer, "search/cell", lambda: pictures.cell_figure(cell), step=step)
+        probabilities = shares.cpu()
+        log_figure(
+            trainer,
+            "search/probabilities",
+            lambda: pictures.alpha_figure(module.space, probabilities),
+            step=step,
+        )
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave the architecture that was found."""

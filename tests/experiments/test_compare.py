@@ -25,7 +25,15 @@ BASE = {
         "init_args": {"source": {"class_path": "toys.ToyData"}, "num_clients": 4},
     },
     "federation": {"local_steps": 2, "engine": "sequential"},
-    "trainer": {"max_epochs": 3, "accelerator": "cpu", "enable_model_summary": False},
+    "trainer": {
+        "max_epochs": 3,
+        "accelerator": "cpu",
+        "enable_model_summary": False,
+        "logger": {
+            "class_path": "lightning.pytorch.loggers.CSVLogger",
+            "init_args": {"save_dir": "elsewhere"},
+        },
+    },
 }
 FRAGILE = {"trainer": {"callbacks": [{"class_path": "toys.NeedsFile", "init_args": {"path": "f"}}]}}
 EXPERIMENT = {
@@ -80,6 +88,14 @@ def test_a_failed_run_is_named_and_alone_run_again_from_where_it_was(capsys):
 
     assert Path("runs/toy/results.md").read_text().strip() in said
     assert matplotlib.image.imread("runs/toy/results.png").std() > 0
+    assert "val/accuracy" in Path("runs/toy/plain/seed_0/metrics.csv").read_text()
+    assert not Path("elsewhere").exists()
+    page = Path("runs/toy/report.html").read_text()
+    assert all(f"{float(row['test/loss']):.6g}" in page for row in results.values())
+    assert "test/loss & val/accuracy" in Path("runs/toy/results.tex").read_text()
+    assert Path("runs/toy/figures/val_accuracy.svg").exists()
+    assert Path("runs/toy/plain/seed_0/rounds.jsonl").read_text().count("\n") == 3
+    assert not Path("runs/toy/plain/seed_0/report.html").exists()  # there is one of all runs
 
     # what is reported may change without any run; one at a time elsewhere gives the same numbers
     compare(report=["val/loss"])

@@ -14,7 +14,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.experiments import Experiment, Variant
-from fl_lightning.experiments.figure import _draw_curves, draw
+from fl_lightning.experiments.figure import _curves, draw
 from fl_lightning.experiments.plan import PlannedRun, plan_runs
 from fl_lightning.experiments.results import (
     RunResult,
@@ -180,7 +180,7 @@ def test_curves_over_virtual_time_end_where_the_time_does(tmp_path):
     ]
     assert results[0].curve_over_clock("val/loss") == [(10.0, 3.0), (30.0, 1.0)]
     panel = Figure().subplots()
-    _draw_curves(panel, "val/loss", results)
+    _curves("val/loss", results, "round/total_virtual_seconds")(panel)
     assert [line.get_xdata()[-1] for line in panel.lines] == [30.0, 30.0, 6.0, 6.0]
     assert panel.get_legend_handles_labels()[1] == ["waits", "buffer"]
     draw(tmp_path / "f.png", results, ["val/loss"], {}, "round/total_virtual_seconds")

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info
 
 from fl_lightning.federation.checkpoints.run_folder import run_folder
+from fl_lightning.federation.loggers.pictures import log_figure
 from fl_lightning.sparsity.masks.figure import density_figure
 from fl_lightning.sparsity.masks.mask import Mask
 from fl_lightning.sparsity.masks.mask_file import save_mask
@@ -65,6 +65,9 @@ class MaskReport:
         }
         for logger in trainer.loggers:
             logger.log_metrics(numbers, step=trainer.global_step)
-            if isinstance(logger, TensorBoardLogger):
-                figure = density_figure(self.mask)
-                logger.experiment.add_figure("mask/density per layer", figure, trainer.global_step)
+        log_figure(
+            trainer,
+            "mask/density per layer",
+            lambda: density_figure(self.mask),
+            step=trainer.global_step,
+        )

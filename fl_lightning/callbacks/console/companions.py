@@ -14,9 +14,10 @@ from fl_lightning.callbacks.console.run_log import Level, RunLog
 from fl_lightning.callbacks.evaluated_model import EvaluatedModel
 from fl_lightning.callbacks.partition_report import PartitionReport
 from fl_lightning.callbacks.progress import RoundProgressBar
+from fl_lightning.callbacks.report.run_report import RunReport
 
 # of these one is enough, of any kind
-_ONE_EACH = (ProgressBar, PartitionReport, ClientEvaluation, RunLog, EvaluatedModel)
+_ONE_EACH = (ProgressBar, PartitionReport, ClientEvaluation, RunLog, EvaluatedModel, RunReport)
 
 
 def companions(
@@ -25,11 +26,12 @@ def companions(
     progress_bar: bool = True,
     checkpoint: bool = True,
     is_federated: bool = True,
+    report: bool = True,
 ) -> list[Callback]:
     """Return what a run on the command line has beside its `Federation`, for a Trainer in Python.
 
     An overview before the first round, a bar of rounds, ``run.log``, the partition as picture and table,
-    every client's metrics at the end, ``last.ckpt`` after every round, and a table of results.
+    every client's metrics at the end, ``last.ckpt`` after every round, a table of results and a report.
 
     Args:
         given: callbacks of your own, which come first; what one of them does already is left out.
@@ -38,12 +40,13 @@ def companions(
             ``enable_progress_bar``.
         checkpoint: whether to save ``last.ckpt``.
         is_federated: whether there is a `Federation`; without it nothing is said of clients.
+        report: whether to write ``report.html`` at the end of a fit.
 
     Example:
         >>> [type(callback).__name__ for callback in companions(RoundProgressBar(0))]
         ... # doctest: +NORMALIZE_WHITESPACE
         ['RoundProgressBar', 'RunLog', 'EvaluatedModel', 'PartitionReport', 'ClientEvaluation',
-        'RunOverview', 'ModelCheckpoint', 'ResultsTable']
+        'RunOverview', 'ModelCheckpoint', 'ResultsTable', 'RunReport']
     """
     watchers: list[Callback] = [RunLog(log_level), EvaluatedModel()]
     if is_federated:
@@ -54,10 +57,14 @@ def companions(
     keeps_last = any(isinstance(c, ModelCheckpoint) and c.save_last for c in given)
     if checkpoint and not keeps_last:
         watchers.append(every_round_checkpoint())
-    tables = [callback for callback in given if isinstance(callback, ResultsTable)]
-    others = [callback for callback in given if callback not in tables]
+    if not any(isinstance(callback, ResultsTable) for callback in given):
+        watchers.append(ResultsTable())
+    if report:
+        watchers.append(RunReport())
     news = [new for new in watchers if not _is_among(new, given)]
-    return [*others, *news, *(tables or [ResultsTable()])]  # tells what the others have found
+    # these tell what the others have found
+    tellers = (ResultsTable, RunReport)
+    return sorted([*given, *news], key=lambda callback: isinstance(callback, tellers))
 
 
 def every_round_checkpoint() -> ModelCheckpoint:

@@ -22,7 +22,15 @@ from fl_lightning.federation.checkpoints.run_folder import CHECKPOINTS
 CONFIG = "config.yaml"
 # What a run may have otherwise when it is taken up again, and remains the same run.
 _FREE = (
-    *("ckpt_path", "config", "num_threads", "resume_changed", "test_after_fit", "verbose"),
+    *(
+        "ckpt_path",
+        "config",
+        "num_threads",
+        "report",
+        "resume_changed",
+        "test_after_fit",
+        "verbose",
+    ),
     *("return_predictions", "weights_only", "log_level"),
     *("trainer.accelerator", "trainer.barebones", "trainer.default_root_dir", "trainer.devices"),
     *("trainer.enable_model_summary", "trainer.enable_progress_bar", "trainer.fast_dev_run"),

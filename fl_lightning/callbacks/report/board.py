@@ -1,0 +1,105 @@
+"""What TensorBoard shows besides charts by name: the important ones first, a table, the hparams tab.
+
+TensorBoard sorts charts by name, so that ``calibration/`` comes ahead of ``val/``. Its tab Custom Scalars
+has the order given here. Numbers that a run logs once are a chart with one dot; at the end of the run they
+stand in the tab Text as a table, and in HPARAMS beside the options of the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
+
+from fl_lightning.callbacks.report.history import History
+
+_SECTIONS = ("seed_everything", "model", "data", "federation")
+_MOST_OPTIONS = 60
+_MOST_METRICS = 12
+# tabs in this order: title, then title of a chart and the names in it
+_LAYOUT: dict[str, dict[str, list[str]]] = {
+    "1 Results": {
+        "validation": [r"^val[/_].*"],
+        "test": [r"^test[/_].*"],
+        "training": [r"^train[/_](?!.*_spread$).*"],
+    },
+    "2 Clients": {
+        "spread over clients": [r".*_spread$"],
+        "held-out examples": [r"^(clients|personal|local|global)/.*"],
+        "participants": [r"^round/(cohort_size|skipped|lost)$"],
+    },
+    "3 Cost": {
+        "bytes": [r"^round/total_bytes_(up|down)$"],
+        "seconds": [r"^round/(virtual_)?seconds$"],
+        "privacy": [r"^privacy/.*"],
+        "masks": [r"^mask/.*"],
+    },
+}
+
+
+def lay_out(trainer: Trainer) -> None:
+    """Give TensorBoard the order of charts; for the first process alone."""
+    layout = {
+        tab: {title: ["Multiline", names] for title, names in charts.items()}
+        for tab, charts in _LAYOUT.items()
+    }
+    for board in _boards(trainer):
+        board.experiment.add_custom_scalars(layout)
+
+
+def show_results(
+    trainer: Trainer, folder: Path, history: History, tests: Mapping[str, float]
+) -> None:
+    """Write the table of numbers that were logged once or last, and the hparams tab.
+
+    Args:
+        trainer: with the loggers.
+        folder: of the run, with its ``config.yaml`` if there is one.
+        history: of its rounds.
+        tests: the test's numbers.
+    """
+    last = {name: [*history.curve(name).values()][-1] for name in history.names}
+    rows = [f"| {name} | {value:.6g} |" for name, value in {**tests, **last}.items()]
+    table = "\n".join(["| name | last value |", "|---|---|", *rows])
+    shown = [name for name in (*tests, *last) if name.split("/")[0] in ("test", "val", "train")]
+    metrics = {name: {**last, **tests}[name] for name in shown[:_MOST_METRICS]}
+    for board in _boards(trainer):
+        board.experiment.add_text("results", table, trainer.global_step)
+        if (options := run_options(folder)) and metrics:
+            _show_options(board.experiment, options, metrics)
+        board.experiment.flush()
+
+
+def run_options(folder: Path) -> dict[str, str | float | bool]:
+    """Return the options of a run by their paths in its ``config.yaml``; none without that file."""
+    path = folder / "config.yaml"
+    if not path.exists():
+        return {}
+    known = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    pairs = (pair for name in _SECTIONS for pair in _leaves(name, known.get(name)))
+    return dict(list(pairs)[:_MOST_OPTIONS])
+
+
+def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            kept = path if name == "init_args" else f"{path}.{name}"
+            yield from _leaves(kept, inner)
+    elif isinstance(value, str | int | float | bool):
+        yield path.removesuffix(".class_path"), value
+
+
+def _show_options(writer: Any, options: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
+    """Write what the tab needs, and no chart: it takes the metrics from those that are there."""
+    from torch.utils.tensorboard.summary import hparams  # a second to import
+
+    for summary in hparams(dict(options), dict(metrics)):
+        writer.file_writer.add_summary(summary)
+
+
+def _boards(trainer: Trainer) -> list[TensorBoardLogger]:
+    return [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]

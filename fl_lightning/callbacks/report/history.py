@@ -1,0 +1,128 @@
+"""What is kept of every round, in ``rounds.jsonl`` of a run's folder: one line of JSON a round.
+
+    {"round": 3, "metrics": {"val/loss": 0.41, …}, "clients": {"ids": [4, 9], "train/loss": [0.5, 0.3]}}
+
+A line is written when its round ends, before the round's checkpoint. So a run that was killed has no
+fewer lines than rounds, and one that is resumed goes on after those of its checkpoint. Rounds are
+counted from 1. A number that is not finite is null.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+NAME = "rounds.jsonl"
+IDS = "ids"
+
+Curve = dict[int, float]  # round to value
+
+
+@dataclass(frozen=True)
+class RoundLine:
+    """One round.
+
+    Attributes:
+        number: of it, from 1.
+        metrics: what was logged in it, by name.
+        clients: those that took part, under ``ids``, and their metrics in the same order; empty where
+            that may not be known, or they were too many.
+    """
+
+    number: int
+    metrics: Mapping[str, float]
+    clients: Mapping[str, Sequence[float]] = field(default_factory=dict)
+
+    def text(self) -> str:
+        """Return it as a line of JSON.
+
+        Example:
+            >>> RoundLine(1, {"val/loss": float("nan")}).text()
+            '{"round": 1, "metrics": {"val/loss": null}}'
+        """
+        line: dict[str, Any] = {"round": self.number, "metrics": _plain(self.metrics)}
+        if self.clients:
+            line["clients"] = {
+                name: [*values] if name == IDS else [*_plain(dict(enumerate(values))).values()]
+                for name, values in self.clients.items()
+            }
+        return json.dumps(line)
+
+    @classmethod
+    def of(cls, text: str) -> RoundLine:
+        """Return the round that a line describes."""
+        line = json.loads(text)
+        metrics = {name: _number(value) for name, value in line["metrics"].items()}
+        clients = {
+            name: values if name == IDS else [_number(value) for value in values]
+            for name, values in line.get("clients", {}).items()
+        }
+        return cls(line["round"], metrics, clients)
+
+
+@dataclass(frozen=True)
+class History:
+    """All rounds of a run, in order."""
+
+    rounds: Sequence[RoundLine]
+
+    @classmethod
+    def read(cls, folder: Path) -> History:
+        """Return those of a folder; none if it has no such file. Of a round twice the later counts."""
+        path = folder / NAME
+        if not path.exists():
+            return cls(())
+        found: dict[int, RoundLine] = {}
+        for text in path.read_text(encoding="utf-8").splitlines():
+            try:
+                line = RoundLine.of(text)
+            except (ValueError, KeyError):  # killed while it was written
+                continue
+            found[line.number] = line
+        return cls([found[number] for number in sorted(found)])
+
+    @property
+    def names(self) -> list[str]:
+        """Of all metrics, in the order in which they first occur."""
+        return list(dict.fromkeys(name for line in self.rounds for name in line.metrics))
+
+    def curve(self, name: str) -> Curve:
+        """Return one metric, round to value; empty if it was not logged."""
+        return {r.number: r.metrics[name] for r in self.rounds if name in r.metrics}
+
+    def of_clients(self, name: str) -> dict[int, Sequence[float]]:
+        """Return one metric of the clients that took part, round to values."""
+        return {r.number: r.clients[name] for r in self.rounds if name in r.clients}
+
+    @property
+    def client_names(self) -> list[str]:
+        """Of metrics that are known by client."""
+        names = dict.fromkeys(name for line in self.rounds for name in line.clients)
+        return [name for name in names if name != IDS]
+
+
+def begin(folder: Path, after: int) -> None:
+    """Have a folder's file go on after so many rounds; later ones are dropped."""
+    folder.mkdir(parents=True, exist_ok=True)
+    kept = [line for line in History.read(folder).rounds if line.number <= after]
+    part = folder / f".{NAME}.part"
+    part.write_text("".join(f"{line.text()}\n" for line in kept), encoding="utf-8")
+    part.replace(folder / NAME)
+
+
+def append(folder: Path, line: RoundLine) -> None:
+    """Write a round's line."""
+    with (folder / NAME).open("a", encoding="utf-8") as file:
+        file.write(f"{line.text()}\n")
+
+
+def _plain(values: Mapping[Any, float]) -> dict[Any, float | None]:
+    return {name: value if math.isfinite(value) else None for name, value in values.items()}
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else float(value)

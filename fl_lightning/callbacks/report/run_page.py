@@ -1,0 +1,125 @@
+"""The page of one run, made of what is in its folder and of nothing else."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from fl_lightning.callbacks.report.history import History
+from fl_lightning.callbacks.report.run_charts import run_charts
+from fl_lightning.callbacks.report.tables import evaluated_clients
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.report.files import write_chart
+from fl_lightning.core.report.page import Page
+
+REPORT, FIGURES, RESULTS = "report.html", "figures", "results.json"
+_CONFIG = "config.yaml"
+
+
+def write_report(folder: str | Path, results: Mapping[str, float] | None = None) -> Path:
+    """Write ``report.html`` and ``figures/`` into a run's folder; return the page's path.
+
+    It can be called at any time, also for a run that was stopped or is still training.
+
+    Args:
+        folder: of a run, with its ``rounds.jsonl``.
+        results: the test's numbers, which are kept in ``results.json``; None for those kept there.
+
+    Raises:
+        ConfigurationError: if the folder has no rounds.
+    """
+    folder = Path(folder)
+    history = History.read(folder)
+    if not history.rounds:
+        raise ConfigurationError(
+            f"{folder} holds no rounds (rounds.jsonl): give the folder of a run that had a RunReport"
+        )
+    if results is not None:
+        (folder / RESULTS).write_text(json.dumps(dict(results), indent=1) + "\n")
+    tests = _kept_results(folder)
+    last = history.rounds[-1].number
+    unit = "rounds" if history.curve("round/cohort_size") else "epochs"
+    page = Page(_title(folder), f"{last} {unit} · {folder}")
+    page.tiles(_facts(history, tests))
+    page.heading("Curves and clients")
+    for chart in run_charts(folder, history):
+        page.drawing(write_chart(chart, folder / FIGURES), chart.title, chart.caption)
+    page.heading("Numbers")
+    _numbers(page, folder, history, tests)
+    if (folder / _CONFIG).exists():
+        page.verbatim((folder / _CONFIG).read_text(encoding="utf-8"), "Configuration")
+    page.write(folder / REPORT)
+    return folder / REPORT
+
+
+def _title(folder: Path) -> str:
+    return folder.parent.name if folder.name.startswith("version_") else folder.name
+
+
+def _kept_results(folder: Path) -> dict[str, float]:
+    path = folder / RESULTS
+    return dict(json.loads(path.read_text())) if path.exists() else {}
+
+
+def _facts(history: History, tests: Mapping[str, float]) -> list[tuple[str, str]]:
+    last = history.rounds[-1]
+    main = {
+        n: v for n, v in tests.items() if not n.endswith(("_mean", "_spread", "_jain", "_decile"))
+    }
+    facts = [(name, f"{value:.4g}") for name, value in main.items() if "/" in name][:3]
+    shown = [name for name in history.names if name.startswith(("val/", "val_"))]
+    facts += [(f"{name}, last", f"{[*history.curve(name).values()][-1]:.4g}") for name in shown[:2]]
+    facts.append(("rounds" if "round/cohort_size" in history.names else "epochs", str(last.number)))
+    if asked := history.curve("round/cohort_size"):
+        facts.append(("clients per round", f"{statistics.fmean(asked.values()):.4g}"))
+    for way, words in (("up", "from clients"), ("down", "to clients")):
+        if total := sum(history.curve(f"round/total_bytes_{way}").values()):
+            facts.append((f"bytes {words}", _size(total)))
+    if seconds := history.curve("round/seconds"):
+        facts.append(("seconds of rounds", f"{sum(seconds.values()):.4g}"))
+    if epsilon := history.curve("privacy/epsilon"):
+        facts.append(("ε", f"{[*epsilon.values()][-1]:.4g}"))
+    return facts
+
+
+def _numbers(page: Page, folder: Path, history: History, tests: Mapping[str, float]) -> None:
+    ends = {name: curve for name in history.names if (curve := history.curve(name))}
+    if tests:
+        rows = [[name, f"{value:.6g}"] for name, value in tests.items()]
+        page.table(["test", "value"], rows)
+    for stage, table in evaluated_clients(folder).items():
+        rows = [
+            [name, *_spread(values)]
+            for name, values in table.columns.items()
+            if name not in ("client", "num_examples")
+        ]
+        head = [f"clients, {stage}", "mean", "std", "min", "median", "max"]
+        page.table(head, rows, fold=f"Over {len(table)} clients ({stage})")
+    rows = [
+        [name, f"{[*c.values()][-1]:.6g}", f"{min(c.values()):.6g}", f"{max(c.values()):.6g}"]
+        for name, c in ends.items()
+    ]
+    page.table(["logged", "last", "least", "most"], rows, fold="Everything that was logged")
+
+
+def _spread(values: Sequence[float]) -> list[str]:
+    known = [value for value in values if math.isfinite(value)]
+    if not known:
+        return ["-"] * 5
+    numbers = (
+        statistics.fmean(known),
+        statistics.pstdev(known),
+        min(known),
+        statistics.median(known),
+        max(known),
+    )
+    return [f"{number:.4g}" for number in numbers]
+
+
+def _size(num_bytes: float) -> str:
+    units = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+    unit, size = next(((u, s) for u, s in units if num_bytes >= s), ("bytes", 1.0))
+    return f"{num_bytes / size:.4g} {unit}"

@@ -1,0 +1,1 @@
+"""Charts and pages of a report: of one run, and of a comparison."""

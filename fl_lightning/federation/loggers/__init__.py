@@ -1,0 +1,1 @@
+"""What loggers take besides numbers."""

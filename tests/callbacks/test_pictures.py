@@ -1,0 +1,104 @@
+"""Pictures and histograms reach every logger that takes them, each in its offline mode."""
+
+from pathlib import Path
+
+import matplotlib.image
+import pytest
+import torch
+from lightning.pytorch.loggers import (
+    CSVLogger,
+    Logger,
+    MLFlowLogger,
+    TensorBoardLogger,
+    WandbLogger,
+)
+from matplotlib.figure import Figure
+from toys import toy_trainer
+
+from fl_lightning.federation.loggers.pictures import log_figure, log_histogram
+
+
+class Album(Logger):
+    """Takes pictures by the call that Lightning's own loggers have."""
+
+    name, version = "album", 0
+
+    def __init__(self):
+        super().__init__()
+        self.images = {}
+
+    def log_metrics(self, metrics, step=None): ...
+
+    def log_hyperparams(self, params): ...
+
+    def log_image(self, key, images, step):
+        self.images[key, step] = images[0]
+
+
+def figure():
+    drawn = Figure(figsize=(2, 1), dpi=50)
+    drawn.subplots().plot([1, 2], [3, 1])
+    return drawn
+
+
+def log(logger, folder):
+    trainer = toy_trainer(logger=logger, default_root_dir=folder)
+    log_figure(trainer, "clients/a picture", figure, step=3)
+    log_histogram(trainer, "clients/loss", torch.tensor([1.0, 2.0, float("nan"), 2.5]), step=3)
+    return trainer
+
+
+def test_tensorboard_has_both(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logger = TensorBoardLogger(tmp_path, "run")
+    log(logger, tmp_path)
+    logger.experiment.close()
+    events = EventAccumulator(logger.log_dir).Reload()
+    assert [event.step for event in events.Images("clients/a picture")] == [3]
+    assert events.Histograms("clients/loss")[0].histogram_value.num == 2 + 1
+
+
+def test_any_logger_with_log_image_has_the_picture(tmp_path):
+    album = Album()
+    log(album, tmp_path)
+    (pixels,) = album.images.values()
+    assert pixels.shape == (50, 100, 3)
+    assert pixels.std() > 0
+    assert [*album.images] == [("clients/a picture", 3)]
+
+
+def test_without_such_a_logger_it_is_a_file(tmp_path):
+    logger = CSVLogger(tmp_path, "run", version=0)
+    log(logger, tmp_path)
+    pixels = matplotlib.image.imread(Path(logger.log_dir, "figures", "clients_a_picture.png"))
+    assert pixels.std() > 0
+
+
+def test_without_a_logger_nothing_is_drawn(tmp_path):
+    log_figure(toy_trainer(logger=False), "never", pytest.fail, step=0)
+
+
+@pytest.mark.filterwarnings("ignore")  # of W&B itself
+def test_wandb_offline_has_both(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    logger = WandbLogger(save_dir=tmp_path, offline=True, name="run")
+    log(logger, tmp_path)
+    logger.experiment.finish()
+    (picture,) = tmp_path.rglob("media/images/clients/*.png")
+    assert matplotlib.image.imread(picture).std() > 0
+    (record,) = tmp_path.rglob("*.wandb")
+    assert b"clients/loss" in record.read_bytes()
+
+
+@pytest.mark.filterwarnings("ignore")  # of MLflow itself
+def test_mlflow_files_have_the_picture(tmp_path):
+    pytest.importorskip("mlflow")
+    logger = MLFlowLogger(
+        "toy", tracking_uri=f"sqlite:///{tmp_path}/m.db", artifact_location=str(tmp_path / "a")
+    )
+    log(logger, tmp_path)
+    (picture,) = tmp_path.rglob("figures/*.png")
+    assert picture.name == "clients_a_picture_3.png"

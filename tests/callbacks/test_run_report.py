@@ -1,0 +1,222 @@
+"""A run's report: the rounds that it keeps, and the page and figures that are made of them."""
+
+import csv
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from toys import ToyModule, toy_data, toy_trainer
+
+from fl_lightning import (
+    CentralDP,
+    ClientEvaluation,
+    ConfigurationError,
+    Federation,
+    PartitionReport,
+    PoissonCohort,
+    RunReport,
+    UniformCohort,
+)
+from fl_lightning.callbacks.report.history import History, RoundLine, append, begin
+from fl_lightning.callbacks.report.run_page import write_report
+
+
+class Balanced(HTMLParser):
+    """Counts what is opened and not closed, and what would be loaded from elsewhere."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.loads, self.ids = [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        given = dict(attrs)
+        self.loads += [value for key, value in attrs if key == "src" and value]
+        link = given.get("href") or given.get("xlink:href") or "#"
+        self.loads += [link] if not link.startswith(("#", "data:")) else []
+        self.ids += [given["id"]] if "id" in given else []
+        if tag not in ("meta", "br", "rect", "path", "use", "image"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.handle_starttag(tag, attrs)
+        if self.open[-1:] == [tag]:
+            self.open.pop()
+
+    def handle_endtag(self, tag):
+        if self.open[-1:] == [tag]:
+            self.open.pop()
+
+
+def fit(folder, *callbacks, rounds=3, cohort=None, logger=None, **options):
+    cohort = cohort or UniformCohort(fraction=0.5)
+    federation = Federation(cohort=cohort, local_steps=2, **options)
+    logger = logger or CSVLogger(folder, "toy", version=0)
+    trainer = toy_trainer(federation, *callbacks, max_epochs=rounds, logger=logger)
+    data = toy_data(num_examples=90, client_val_fraction=0.3)
+    trainer.fit(ToyModule(), datamodule=data)
+    return trainer, folder / "toy" / "version_0"
+
+
+def test_rounds_are_those_that_the_loggers_have(tmp_path):
+    _, folder = fit(tmp_path, RunReport(page=False))
+    rounds = History.read(folder).rounds
+    with (folder / "metrics.csv").open() as file:
+        logged = [row for row in csv.DictReader(file) if row["round/cohort_size"]]
+    assert [line.number for line in rounds] == [1, 2, 3]
+    for line, row in zip(rounds, logged, strict=True):
+        for name in ("train_loss", "round/update_norm", "round/total_bytes_up"):
+            if row.get(name):
+                assert line.metrics[name] == pytest.approx(float(row[name]), rel=1e-6)
+    assert not (folder / "report.html").exists()
+
+
+def test_clients_numbers_are_the_mean_over_clients(tmp_path):
+    _, folder = fit(tmp_path, RunReport(page=False))
+    for line in History.read(folder).rounds:
+        assert len(line.clients["ids"]) == line.metrics["round/cohort_size"]
+        names = [name for name in line.clients if name != "ids"]
+        assert names
+        for name in names:
+            values = line.clients[name]
+            mean = sum(values) / len(values)
+            spread = (sum((v - mean) ** 2 for v in values) / len(values)) ** 0.5
+            assert spread == pytest.approx(line.metrics[f"{name}_spread"], abs=1e-6)
+
+
+def test_the_page_needs_nothing_else(tmp_path):
+    _, folder = fit(tmp_path, PartitionReport(), ClientEvaluation(), RunReport())
+    page = (folder / "report.html").read_text()
+    parser = Balanced()
+    parser.feed(page)
+    assert not parser.open
+    assert not parser.loads
+    assert "<script" not in page
+    assert len(set(parser.ids)) == len(parser.ids)
+    used = set(re.findall(r"url\(#([^)]+)\)", page)) | set(re.findall(r'href="#([^"]+)"', page))
+    assert used <= set(parser.ids)
+    assert "#1b1c1e" not in page.split("</style>")[1]  # else dark on dark
+    figures = {path.stem for path in (folder / "figures").glob("*.svg")}
+    assert figures == {path.stem for path in (folder / "figures").glob("*.png")}
+    assert {"training", "clients", "participants", "partition", "bytes", "seconds"} <= figures
+
+
+def test_a_resumed_run_goes_on_after_its_rounds(tmp_path):
+    begin(tmp_path, 0)
+    for number in (1, 2, 3):
+        append(tmp_path, RoundLine(number, {"a": number}))
+    with (tmp_path / "rounds.jsonl").open("a") as file:
+        file.write('{"round": 4, "met')  # killed here
+    begin(tmp_path, 2)
+    append(tmp_path, RoundLine(3, {"a": 30.0, "b": float("nan")}))
+    text = (tmp_path / "rounds.jsonl").read_text()
+    assert [json.loads(line)["round"] for line in text.splitlines()] == [1, 2, 3]
+    assert "NaN" not in text
+    assert History.read(tmp_path).curve("a") == {1: 1.0, 2: 2.0, 3: 30.0}
+
+
+@pytest.mark.filterwarnings("ignore:.*exists and is not empty")
+@pytest.mark.parametrize("is_federated", [True, False])
+def test_a_fit_that_is_taken_up_keeps_all_rounds(tmp_path, is_federated):
+    folder = tmp_path / "toy" / "version_0"
+
+    def go(rounds, **options):
+        saves = ModelCheckpoint(
+            dirpath=tmp_path,
+            filename="last",
+            save_on_train_epoch_end=True,
+            enable_version_counter=False,
+        )
+        federation = [Federation(local_steps=2)] if is_federated else []
+        evaluation = [ClientEvaluation(local_models=True)] if is_federated else []
+        trainer = toy_trainer(
+            *federation,
+            *evaluation,
+            RunReport(page=False),
+            saves,
+            max_epochs=rounds,
+            logger=TensorBoardLogger(tmp_path, "toy", version=0),
+            enable_checkpointing=True,
+            log_every_n_steps=1,
+        )
+        trainer.fit(ToyModule(), datamodule=toy_data(num_examples=30), **options)
+
+    go(2)
+    with (folder / "rounds.jsonl").open("a") as file:
+        file.write('{"round": 3, "metrics": {"val/loss": 77}}')  # killed in its middle
+    go(4, ckpt_path=tmp_path / "last.ckpt")
+    rounds = History.read(folder).rounds
+    assert [line.number for line in rounds] == [1, 2, 3, 4]
+    assert all(0 < line.metrics["val/loss"] < 77 for line in rounds)
+    assert len({line.metrics["val/loss"] for line in rounds}) == 4
+    if is_federated:
+        text = (folder / "local_models.csv").read_text()
+        assert [row.split(",")[0] for row in text.splitlines() if "global" in row] == [*"1234"]
+
+
+def test_a_central_run_has_a_report_of_epochs(tmp_path):
+    logger = CSVLogger(tmp_path, "toy", version=0)
+    trainer = toy_trainer(RunReport(), max_epochs=2, logger=logger, log_every_n_steps=1)
+    trainer.fit(ToyModule(), datamodule=toy_data(num_examples=30))
+    folder = tmp_path / "toy" / "version_0"
+    assert [line.number for line in History.read(folder).rounds] == [1, 2]
+    assert not any(line.clients for line in History.read(folder).rounds)
+    assert "2 epochs" in (folder / "report.html").read_text()
+
+
+def test_a_private_run_keeps_nothing_of_single_clients(tmp_path):
+    privacy = CentralDP(clip_norm=1.0, noise_multiplier=1.0, log_unprotected=False)
+    _, folder = fit(tmp_path, RunReport(), cohort=PoissonCohort(fraction=0.5), privacy=privacy)
+    lines = History.read(folder).rounds
+    assert len(lines) == 3
+    assert not any(line.clients for line in lines)
+    assert not any(name.endswith("_spread") for line in lines for name in line.metrics)
+    assert (folder / "figures" / "privacy.svg").exists()
+
+
+def test_many_clients_keep_no_numbers_of_their_own(tmp_path):
+    _, folder = fit(tmp_path, RunReport(page=False, max_clients=1))
+    assert not any(line.clients for line in History.read(folder).rounds)
+
+
+def test_places_and_numbers_that_cannot_be_are_refused(tmp_path):
+    with pytest.raises(ConfigurationError, match="max_clients must not be negative, got -1"):
+        RunReport(max_clients=-1)
+    with pytest.raises(ConfigurationError, match="in this order"):
+        toy_trainer(RunReport(), Federation(local_steps=1), max_epochs=1).fit(
+            ToyModule(), datamodule=toy_data()
+        )
+    with pytest.raises(ConfigurationError, match="holds no rounds"):
+        write_report(tmp_path)
+
+
+def test_tensorboard_has_an_order_a_table_and_options(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder = tmp_path / "toy" / "version_0"
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(
+        "model: {class_path: Toy, init_args: {lr: 0.1, depth: null}}"
+    )
+    logger = TensorBoardLogger(tmp_path, "toy", version=0, default_hp_metric=False)
+    trainer, _ = fit(tmp_path, RunReport(), logger=logger)
+    trainer.test(trainer.model, datamodule=trainer.datamodule, verbose=False)
+    logger.experiment.close()
+    events = EventAccumulator(str(folder)).Reload()
+    tags = events.Tags()
+    assert "custom_scalars__config__" in tags["tensors"]
+    table = events.Tensors("results/text_summary")[-1].tensor_proto.string_val[0].decode()
+    assert f"| test/loss | {trainer.callback_metrics['test/loss']:.6g} |" in table
+    plugins = events.summary_metadata
+    assert {"model", "model.lr"} <= _options(plugins["_hparams_/session_start_info"])
+    assert [len(events.Scalars(name)) for name in tags["scalars"] if name == "test/loss"] == [1]
+    assert "hp_metric" not in tags["scalars"]
+
+
+def _options(metadata):
+    from tensorboard.plugins.hparams import metadata as parsing
+
+    content = metadata.plugin_data.content
+    return set(parsing.parse_session_start_info_plugin_data(content).hparams)
