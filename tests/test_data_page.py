@@ -9,7 +9,7 @@ import torch
 from readme import ROOT
 
 from fl_lightning import FederatedDataModule
-from fl_lightning.cli.command import main
+from fl_lightning.cli import main
 from fl_lightning.data import Digits
 
 PAGE = (ROOT / "docs" / "data.md").read_text()
