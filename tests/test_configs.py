@@ -21,6 +21,7 @@ ONE_ROUND = {
     "--trainer.max_epochs": "1",
     "--trainer.check_val_every_n_epoch": "1",
     "--trainer.enable_progress_bar": "false",
+    "--report": "false",
     "--trainer.accelerator": "cpu",
 }
 # what makes a base small enough for a test; diffs are tried over the base that they name

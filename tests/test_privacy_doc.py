@@ -14,7 +14,7 @@ DOC = (ROOT / "docs" / "privacy.md").read_text()
 # the first is the one that test_configs runs
 _, *COMMANDS = re.findall(r"^uv run fl-lightning (fit .*)$", DOC, re.MULTILINE)
 SHORT = (
-    "--trainer.max_epochs 1 --trainer.enable_progress_bar false --trainer.devices 1"
+    "--trainer.max_epochs 1 --trainer.enable_progress_bar false --trainer.devices 1 --report false"
     " --federation.local_epochs null --federation.local_steps 1 --test_after_fit false"
 )
 

@@ -34,7 +34,7 @@ IID = first_with("configs/cifar10_images.yaml")
 TWO_CLASSES = first_with("classes_per_client 2")
 PLOT = first_with("benchmarks.plot_runs")
 OVERHEAD = first_with("benchmarks.overhead")
-ROUNDS = first_with("benchmarks --workloads")
+ROUNDS = first_with("--workloads W3,W5")
 ROUNDS_IN_BF16 = first_with("--precision bf16-mixed")
 TURNS = first_with("benchmarks.turns")
 MEMORY = first_with("benchmarks.memory")
@@ -53,6 +53,7 @@ NOT_TYPED = {
     "pip install uv": "needs a network, and who runs the tests has an environment",
     "uv run tensorboard --logdir runs": "serves until somebody stops it",
     "uv run pytest": "is what runs this",
+    first_with("--rivals"): "makes an environment for each of the other frameworks",
     **dict.fromkeys(
         (c for c in commands() if "mask_rules" in c),
         "takes 18 runs; the command before it is of the same kind",

@@ -16,7 +16,7 @@ from fl_lightning.federation.processes.cores import num_usable_cores
 CONFIGS = Path(__file__).parents[2] / "configs"
 QUICK = ["--config", str(CONFIGS / "quickstart.yaml")]
 TESTED = ["--data.init_args.client_test_fraction", "0.1"]  # clients hold out test examples as well
-QUIET = ["--trainer.enable_progress_bar", "false"]
+QUIET = ["--trainer.enable_progress_bar", "false", "--report", "false"]
 ONE_ROUND = ["--trainer.max_epochs", "1", "--trainer.devices", "1", *QUIET]
 
 

@@ -20,7 +20,14 @@ ROUNDS = 6
 def command(folder, *more):
     return [
         *("fl-lightning", "fit", "--config", str(CONFIG)),
-        *("--trainer.max_epochs", str(ROUNDS), "--trainer.enable_progress_bar", "false"),
+        *(
+            "--trainer.max_epochs",
+            str(ROUNDS),
+            "--trainer.enable_progress_bar",
+            "false",
+            "--report",
+            "false",
+        ),
         *("--trainer.logger.init_args.save_dir", str(folder), "--test_after_fit", "false"),
         *("--federation.cohort.init_args.fraction", "0.5", "--federation.local_epochs", "2", *more),
     ]

@@ -20,6 +20,7 @@ CLIENTS = {"a": (0, 1), "b": (2, 3), "c": (4, 5)}  # of each site
 BASE = """
 seed_everything: 0
 num_threads: 1
+report: false
 model:
   class_path: fl_lightning.ImageClassifier
   init_args:

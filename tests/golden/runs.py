@@ -27,6 +27,7 @@ BASE = """
 seed_everything: 0
 num_threads: 1
 test_after_fit: false
+report: false
 model:
   class_path: fl_lightning.ImageClassifier
   init_args:

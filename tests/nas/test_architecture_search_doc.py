@@ -23,7 +23,7 @@ STORIES += [block for block in BLOCKS if block not in STORIES and "transfer.yaml
 FIT = [command for block in BLOCKS if block not in STORIES for command in block]
 QUICKSTART = FIT[0]
 SHORT = (
-    "--trainer.max_epochs 1 --trainer.enable_progress_bar false --trainer.devices 1"
+    "--trainer.max_epochs 1 --trainer.enable_progress_bar false --trainer.devices 1 --report false"
     " --trainer.enable_model_summary false --test_after_fit false --trainer.num_sanity_val_steps 0"
     " --trainer.limit_val_batches 1 --data.init_args.num_clients 5"
 )

@@ -20,7 +20,7 @@ SMALL = {
 
 def run(folder, *words):
     options = ["--trainer.max_epochs=1", "--trainer.accelerator=cpu"]
-    options += ["--trainer.enable_progress_bar=false"]
+    options += ["--trainer.enable_progress_bar=false", "--report=false"]
     main(["fit", *words, *options])
     assert list(folder.rglob("last.ckpt"))
 

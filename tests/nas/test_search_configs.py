@@ -29,6 +29,7 @@ SMALL = {
     "--trainer.devices": "1",
     "--trainer.accelerator": "cpu",
     "--trainer.enable_progress_bar": "false",
+    "--report": "false",
     "--trainer.enable_model_summary": "false",
     "--trainer.num_sanity_val_steps": "0",
     "--trainer.limit_val_batches": "1",

@@ -14,7 +14,12 @@ from fl_lightning.cli import main
 ONE_SHOT = str(ROOT / "configs/nas/one_shot_quickstart.yaml")
 CELLS = str(ROOT / "configs/nas/quickstart.yaml")
 SHORT = [
-    *("--trainer.max_epochs=1", "--trainer.enable_progress_bar=false", "--trainer.devices=1"),
+    *(
+        "--trainer.max_epochs=1",
+        "--trainer.enable_progress_bar=false",
+        "--trainer.devices=1",
+        "--report=false",
+    ),
     *("--trainer.enable_model_summary=false", "--test_after_fit=false"),
     *("--data.init_args.num_clients=3", "--trainer.limit_val_batches=3"),
 ]

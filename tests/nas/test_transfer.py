@@ -79,7 +79,11 @@ def fit(name, rounds, *words):
     main(
         [
             *("fit", *words, f"--trainer.max_epochs={rounds}", "--trainer.devices=1"),
-            *("--trainer.enable_progress_bar=false", f"--trainer.logger.init_args.name={name}"),
+            *(
+                "--trainer.enable_progress_bar=false",
+                "--report=false",
+                f"--trainer.logger.init_args.name={name}",
+            ),
             *("--trainer.enable_model_summary=false", "--data.init_args.num_clients=4"),
         ]
     )
