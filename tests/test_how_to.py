@@ -21,7 +21,8 @@ SCRIPTS = {
 
 
 def test_every_script_is_tested():
-    assert {path.stem for path in FOLDER.glob("*.py")} == set(SCRIPTS)
+    elsewhere = {"sweep_on_slurm"}  # tests/experiments/test_sweeps_doc.py
+    assert {path.stem for path in FOLDER.glob("*.py")} - elsewhere == set(SCRIPTS)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

@@ -79,6 +79,21 @@ def test_handlers_write_above_the_lines_and_get_their_streams_back(monkeypatch):
     assert sys.stdout is sys.stderr is terminal
 
 
+def test_handlers_that_follow_standard_error_are_left_alone(monkeypatch):
+    terminal = at_a_terminal(monkeypatch)
+    logger = logging.getLogger("fl_lightning.follower")
+    logger.addHandler(logging.lastResort)
+    try:
+        screen = Screen()
+        screen.open()
+        screen.show("bar")
+        logger.warning("above")
+        screen.close()
+    finally:
+        logger.removeHandler(logging.lastResort)
+    assert lines(terminal) == ["above", ""]
+
+
 def test_a_process_that_does_not_draw_clears_what_another_one_has_drawn(monkeypatch):
     terminal = at_a_terminal(monkeypatch)
     drawing, other = Screen(), Screen()

@@ -199,4 +199,6 @@ def _handlers_on(stream: Any) -> list[logging.StreamHandler[Any]]:
     """Return what logs to a stream."""
     known = [logging.getLogger(), *logging.Logger.manager.loggerDict.values()]
     handlers = [h for logger in known for h in getattr(logger, "handlers", ())]
-    return [h for h in handlers if isinstance(h, logging.StreamHandler) and h.stream is stream]
+    streamed = [h for h in handlers if isinstance(h, logging.StreamHandler) and h.stream is stream]
+    # others look at sys.stderr whenever they write, and find it replaced: logging.lastResort is one
+    return [handler for handler in streamed if "stream" in vars(handler)]
