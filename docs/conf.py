@@ -37,6 +37,7 @@ suppress_warnings = ["myst.xref_missing"]
 default_role = "code"  # docstrings quote names as Markdown does
 autodoc_typehints = "none"  # the signature has them
 autodoc_member_order = "bysource"
+autodoc_inherit_docstrings = False  # those of Lightning refer to its own pages
 autodoc_preserve_defaults = True
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
