@@ -50,17 +50,21 @@ class Predictions(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Keep a batch's prediction in RAM."""
+        """Keep a batch's prediction in RAM, if there is one."""
+        if outputs is None:
+            return
         self._loaders.setdefault(dataloader_idx, []).append(move_data_to_device(outputs, "cpu"))
 
     @override
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write them all."""
+        """Write them all, if there are any."""
+        if not self._loaders or trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
         process = f"_process_{trainer.global_rank}" if trainer.world_size > 1 else ""
         stem = Path(own_run_folder(trainer), f"predictions{process}")
         stem.parent.mkdir(parents=True, exist_ok=True)
         loaders = [batches for _, batches in sorted(self._loaders.items())]
-        if not all(isinstance(b, Tensor) and b.ndim in (1, 2) for each in loaders for b in each):
+        if not _is_table([batch for batches in loaders for batch in batches]):
             path = _free(stem, ".pt")
             torch.save(loaders, path)
         else:
@@ -68,6 +72,11 @@ class Predictions(Callback):
             with path.open("w", newline="", encoding="utf-8") as file:
                 csv.writer(file).writerows(_table(loaders))
         self.path = path
+
+
+def _is_table(batches: Sequence[Any]) -> bool:
+    is_flat = all(isinstance(batch, Tensor) and batch.ndim in (1, 2) for batch in batches)
+    return is_flat and len({batch.shape[1:] for batch in batches}) == 1
 
 
 def _table(loaders: Sequence[Sequence[Tensor]]) -> Iterator[list[Any]]:

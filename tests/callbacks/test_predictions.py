@@ -90,3 +90,15 @@ def test_a_file_that_is_there_stays(tmp_path):
     writer, _ = predict(lambda x: x[:, 0], loader(), tmp_path)
     assert writer.path == tmp_path / "predictions_1.csv"
     assert (tmp_path / "predictions.csv").read_text() == "mine"
+
+
+def test_rows_of_different_lengths_are_no_table(tmp_path):
+    writer, _ = predict(lambda x: torch.zeros(len(x), len(x)), loader(), tmp_path)  # of 2, 2, 1
+    assert writer.path == tmp_path / "predictions.pt"
+
+
+@pytest.mark.filterwarnings("ignore:predict returned None")
+def test_nothing_is_written_where_nothing_is_predicted(tmp_path):
+    writer, _ = predict(lambda x: None, loader(), tmp_path)
+    assert writer.path is None
+    assert not list(tmp_path.iterdir())

@@ -121,7 +121,17 @@ def test_short_names_in_words_and_files_are_those_that_are_meant():
         {"class_path": "fl_lightning.updates.Sign"},
         {"class_path": "fl_lightning.updates.TopK", "init_args": {"fraction": 0.1}},
     ]
-    assert expanded({"federation": None, "model": "Mean"}) == {"federation": None, "model": "Mean"}
+    for others in (
+        {"federation": None, "model": "Mean"},
+        {"data": {"class_path": "my.Data", "init_args": {"partition": "IID", "source": "MNIST"}}},
+        {"model": {"class_path": "Median"}},
+    ):
+        assert expanded(others) == others
+    assert with_whole_names(["fit", "--data.partition", "IID"]) == [
+        "fit",
+        "--data.partition",
+        "IID",
+    ]
 
 
 def test_a_run_with_short_names_is_the_run_with_whole_ones(tmp_path, capsys):
@@ -155,6 +165,11 @@ def test_configurations_by_name_are_the_files(tmp_path, monkeypatch):
         *("fit", "-c", str(ROOT / "configs" / "quickstart.yaml")),
         f"--config={ROOT / 'configs' / 'kmeans.yaml'}",
     ]
+    Path("at_home.yaml").write_text("")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert (
+        configs.with_paths(["--config=~/at_home.yaml", "-c", "-"])[0] == "--config=~/at_home.yaml"
+    )
     Path("quickstart").write_text("one's own")
     assert configs.with_paths(["--config", "quickstart"]) == ["--config", "quickstart"]
 
@@ -212,7 +227,11 @@ def test_a_script_of_ones_own_has_the_same_command_line(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     model = ("--model.network=lenet", "--model.num_classes=10", "--model.in_chans=1")
     fit = ("python", "-m", "script", "fit", *model, "--model.image_size=32")
-    data = ("--data.num_clients=4", "--data.source.image_size=32", "--data.partition=LabelShards")
+    data = (
+        "--data.num_clients=4",
+        "--data.source.image_size=32",
+        "--data.partition=fl_lightning.data.LabelShards",
+    )
     shards = "--data.partition.classes_per_client=5"
     rounds = ("--trainer.max_epochs=1", "--trainer.devices=1", "--federation.local_steps=1")
     code, said = run(*fit, *data, shards, *rounds, folder=tmp_path)

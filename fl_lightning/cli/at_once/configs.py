@@ -128,12 +128,13 @@ def _first_line(path: Path) -> str:
 
 
 def _path(name: str) -> str:
-    if Path(name).is_file():
+    path = Path(name).expanduser()
+    if name == "-" or (path.exists() and not path.is_dir()):  # standard input, a file, a pipe
         return name
     named = _named(name)
     if named is not None:
         return str(named)
-    said = "a folder" if Path(name).is_dir() else "neither a file nor a configuration in the box"
+    said = "a folder" if path.is_dir() else "neither a file nor a configuration in the box"
     raise ConfigurationError(f"config: {name!r} is {said}. {_close_to(name)}")
 
 

@@ -1,7 +1,8 @@
 """Names of classes without their module, as the catalogue lists them: ``correction: FedProx``.
 
-Words of the command line and loaded YAML get the whole path before the parser sees them: of an option
-by what it takes, of a ``class_path`` anywhere inside by any option that takes a class of that name.
+Options of the ``federation`` block, on the command line and in YAML, and in YAML those of
+`FederatedDataModule`, get whole paths before the parser sees them. Other blocks are somebody else's: an
+option of their own data module may well take the text ``IID``.
 """
 
 from __future__ import annotations
@@ -10,10 +11,16 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fl_lightning.cli.at_once.catalogue import blocks, paths
+from fl_lightning.cli.at_once.catalogue import paths
 
+_OUR_DATA = (
+    "",
+    "FederatedDataModule",
+    "fl_lightning.FederatedDataModule",
+    "fl_lightning.data.FederatedDataModule",
+)
 _WORD = re.compile(
-    r"--(?P<block>\w+)(?:\.init_args)?\.(?P<option>\w+)(?P<rest>\+|\.class_path|\.help)?"
+    r"--(?P<block>federation)(?:\.init_args)?\.(?P<option>\w+)(?P<rest>\+|\.class_path|\.help)?"
     r"(?:=(?P<value>.*))?"
 )
 
@@ -22,8 +29,8 @@ def with_whole_names(words: Sequence[str]) -> list[str]:
     """Return a command line whose classes have their whole paths.
 
     Example:
-        >>> with_whole_names(["fit", "--federation.aggregator", "Krum", "--data.partition=IID"])[2:]
-        ['fl_lightning.server.Krum', '--data.partition=fl_lightning.data.IID']
+        >>> with_whole_names(["fit", "--federation.aggregator", "Krum", "--data.kind=IID"])[2:]
+        ['fl_lightning.server.Krum', '--data.kind=IID']
     """
     found: list[str] = []
     of: Mapping[str, str] = {}
@@ -52,19 +59,28 @@ def expanded(content: Any) -> Any:
     Example:
         >>> expanded({"federation": {"correction": "FedProx"}})
         {'federation': {'correction': {'class_path': 'fl_lightning.FedProx'}}}
-        >>> expanded({"aggregator": {"class_path": "Krum", "init_args": {"attackers": 1}}})
-        {'aggregator': {'class_path': 'fl_lightning.server.Krum', 'init_args': {'attackers': 1}}}
+        >>> expanded({"data": {"class_path": "my.Data", "init_args": {"partition": "IID"}}})
+        {'data': {'class_path': 'my.Data', 'init_args': {'partition': 'IID'}}}
     """
     if not isinstance(content, dict):
         return content
-    found = _class_paths(content)
-    for block in blocks():
-        options = found.get(block)
-        if isinstance(options, dict):
-            inside: Any = options.get("init_args") if "class_path" in options else options
-            for name in [*inside] if isinstance(inside, dict) else ():
-                inside[name] = _of_option(inside[name], paths(block, name.rstrip("+")))
+    found = dict(content)
+    if isinstance(options := found.get("federation"), dict):
+        found["federation"] = _of_block("federation", options)
+    data = found.get("data")
+    if isinstance(data, dict) and data.get("class_path", "") in _OUR_DATA:
+        if "class_path" not in data:  # of a command line whose data module is known
+            found["data"] = _of_block("data", data)
+        elif isinstance(inside := data.get("init_args"), dict):
+            found["data"] = {**data, "init_args": _of_block("data", inside)}
     return found
+
+
+def _of_block(block: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: _class_paths(_of_option(value, paths(block, str(name).rstrip("+"))))
+        for name, value in options.items()
+    }
 
 
 def _of_option(value: Any, names: Mapping[str, str]) -> Any:

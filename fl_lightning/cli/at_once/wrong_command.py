@@ -24,6 +24,8 @@ def check_command(words: Sequence[str]) -> None:
         ConfigurationError: with the command to use.
     """
     for path in _files(words):
+        if not path.is_file():  # what a pipe says can be read once
+            continue
         try:
             content = yaml.safe_load(path.read_text())
         except (OSError, ValueError, yaml.YAMLError):
