@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def bare(work: Workload, options: Options, variant: Variant) -> Column:
     """Train rounds of the bare loop."""
     stopwatch = Stopwatch()
-    loop = BareLoop(work, work.data(), variant, options.precision)
+    loop = BareLoop(work, work.data(), variant, options.precision, device=options.device)
     for round_index in range(1 + options.rounds):
         loop.train_round(own_plan(work, round_index))
         stopwatch.round_done()

@@ -90,6 +90,7 @@ class BareLoop:
         data: its examples.
         variant: how.
         precision: Lightning's name: ``32-true``, ``bf16-mixed`` or ``16-mixed``.
+        device: where it trains; examples are there from the start.
         mean_dtype: of the running mean. In float32 a mean of 1,000 clients' weights is off by 1e-4
             of a small step: enough for training, not for comparing.
 
@@ -104,11 +105,13 @@ class BareLoop:
         variant: Variant = PLAIN,
         precision: str = "32-true",
         *,
+        device: str = "cpu",
         mean_dtype: torch.dtype = torch.float32,
     ) -> None:
         self.work, self.variant = work, variant
-        self._x, self._y = data
-        network = work.initial_network()
+        self._device = device
+        self._x, self._y = (part.to(device) for part in data)
+        network = work.initial_network().to(device)
         if variant.channels_last:
             network = network.to(memory_format=torch.channels_last)
             self._x = self._x.to(memory_format=torch.channels_last)
@@ -142,14 +145,16 @@ class BareLoop:
             if self._draws:
                 torch.default_generator.manual_seed(visit.seed)
             for batch in visit.batches:
-                step(self._x[batch], self._y[batch])
+                indices = batch.to(self._device, non_blocking=True)
+                step(self._x[indices], self._y[indices])
             torch._foreach_add_(self._mean, self._params, alpha=visit.share)
         torch._foreach_copy_(self.start, self._mean)
         torch._foreach_zero_(self._mean)
+        wait_for(self._device)
         return time.perf_counter() - began
 
     def _loss(self, x: Tensor, y: Tensor) -> Tensor:
-        mixed = torch.autocast("cpu", torch.bfloat16) if self._is_mixed else _nothing
+        mixed = torch.autocast(self._device, torch.bfloat16) if self._is_mixed else _nothing
         with mixed:
             return F.cross_entropy(self._network(x), y)
 
@@ -172,18 +177,26 @@ class BareLoop:
 _nothing = contextlib.nullcontext()
 
 
+def wait_for(device: str) -> None:
+    """Return when a device has done what it was given: a GPU is given work ahead of time."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
 def _is_mixed(precision: str) -> bool:
     if precision not in ("32-true", "bf16-mixed", "16-mixed"):
         raise ValueError(f"precision must be 32-true, bf16-mixed or 16-mixed, got {precision!r}")
     return precision != "32-true"  # on a CPU, 16-mixed is bfloat16 as well
 
 
-def best_variant(work: Workload, data: Data, precision: str, repetitions: int = 3) -> Variant:
+def best_variant(
+    work: Workload, data: Data, precision: str, device: str = "cpu", repetitions: int = 3
+) -> Variant:
     """Return the variant that trains clients fastest: of each the best of some tries in turn."""
     layers = work.initial_network().modules()
     is_convolutional = sum(isinstance(layer, nn.Conv2d) for layer in layers) > 1
     candidates = [v for v in VARIANTS.values() if is_convolutional or not v.channels_last]
-    loops = [BareLoop(work, data, variant, precision) for variant in candidates]
+    loops = [BareLoop(work, data, variant, precision, device=device) for variant in candidates]
     one_client = [loops[0].train_round(own_plan(work, 0)[:1]) for _ in range(2)][-1]
     num_clients = max(1, int(0.2 / one_client))  # a try takes about 0.2 s
     seconds = dict.fromkeys(candidates, float("inf"))

@@ -16,6 +16,7 @@ class Options:
         rounds: measured rounds, or turns of several where those are short, after one that warms up.
         engine: `Federation`'s, if it has that option.
         precision: the Trainer's and the bare loop's.
+        accelerator: ``cpu`` or ``gpu``, the Trainer's; the bare loop's data are there from the start.
         devices: the Trainer's; more than one need its strategy ``federated``.
         scale: factor on the numbers of clients and of each one's examples.
     """
@@ -23,6 +24,7 @@ class Options:
     rounds: int = 5
     engine: str = "auto"
     precision: str = "32-true"
+    accelerator: str = "cpu"
     devices: int = 1
     scale: float = 1.0
 
@@ -30,6 +32,11 @@ class Options:
         for name in ("rounds", "devices", "scale"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+
+    @property
+    def device(self) -> str:
+        """Where the bare loop trains."""
+        return "cuda" if self.accelerator == "gpu" else "cpu"
 
     def workload(self, name: str) -> Workload:
         """Return a workload by name, at these options' scale."""
@@ -65,6 +72,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="how a federation trains a cohort, if this version can be told",
     )
     parser.add_argument("--precision", default=default.precision, help="e.g. bf16-mixed")
+    parser.add_argument(
+        "--accelerator",
+        choices=["cpu", "gpu"],
+        default=default.accelerator,
+        help="what all but rivals train on",
+    )
     parser.add_argument("--devices", type=int, default=default.devices, help="processes")
     parser.add_argument(
         "--scale", type=float, default=default.scale, help="factor on clients and examples"

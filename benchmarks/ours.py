@@ -83,7 +83,7 @@ def federation(work: Workload, options: Options) -> Federation:
 def fit(
     work: Workload, data: tuple[Tensor, Tensor], options: Options, num_rounds: int, watch: Callback
 ) -> None:
-    """Train some rounds on the CPU; the callback comes after the federation's.
+    """Train some rounds; the callback comes after the federation's.
 
     They are the first rounds of a long run: compiling is for those.
     """
@@ -98,7 +98,7 @@ def fit(
     several: dict[str, Any] = {"strategy": "federated"} if options.devices > 1 else {}
     trainer = Trainer(
         max_epochs=LONG_RUN,
-        accelerator="cpu",
+        accelerator=options.accelerator,
         devices=options.devices,
         precision=options.precision,  # type: ignore[arg-type]
         callbacks=[federation(work, options), watch, StopAfter(num_rounds)],

@@ -24,7 +24,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from benchmarks import ours
-from benchmarks.bare import PLAIN, BareLoop, Visit, best_variant, own_plan
+from benchmarks.bare import PLAIN, BareLoop, Visit, best_variant, own_plan, wait_for
 from benchmarks.options import Options, add_options
 from benchmarks.plan import federation_plan
 from benchmarks.workloads import WORKLOADS
@@ -106,6 +106,7 @@ class TakeTurns(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note a round; after the turn's last the others' begins, while other processes wait."""
+        wait_for(pl_module.device.type)
         seconds = time.perf_counter() - self._began
         after = [p.detach().clone() for p in pl_module.parameters()]
         self._turn.append(Round(trainer.current_epoch, self._before, after, seconds))
@@ -161,16 +162,17 @@ def measure(name: str, options: Options) -> Turns:
     torch.set_num_threads(1)
     work = options.workload(name)
     data = work.data()
-    plain = BareLoop(work, data, PLAIN, options.precision)
+    device = options.device
+    plain = BareLoop(work, data, PLAIN, options.precision, device=device)
     timed = {"bare": plain, "bare_best": plain}
     precisions = {"bare_best": options.precision}
     if options.precision != FULL:
         precisions["bare_full"] = FULL
     for column, precision in precisions.items():
-        variant = best_variant(work, data, precision)
+        variant = best_variant(work, data, precision, device)
         if (variant, precision) != (PLAIN, options.precision):
-            timed[column] = BareLoop(work, data, variant, precision)
-    exact = BareLoop(work, data, PLAIN, options.precision, mean_dtype=torch.float64)
+            timed[column] = BareLoop(work, data, variant, precision, device=device)
+    exact = BareLoop(work, data, PLAIN, options.precision, device=device, mean_dtype=torch.float64)
     rounds = rounds_of_a_turn(plain)
     with tempfile.TemporaryDirectory() as folder:
         turns = TakeTurns(timed, exact, rounds, Path(folder) / "turns.json")

@@ -49,6 +49,8 @@ TrainOne = Callable[[ClientWork], ClientUpdate]
 # of slots for networks from 8 thousand to 215 thousand parameters lie near this line.
 _CACHE_BYTES = 8 * 2**20
 MOST_SLOTS = 32
+# On a GPU they may fill this part of its memory: activations need the rest.
+_SHARE_OF_GPU = 1 / 16
 
 
 @dataclass(frozen=True)
@@ -227,9 +229,12 @@ def raise_if_by_hand(trainer: Trainer) -> None:
 
 
 def fitting_slots(trainer: Trainer, num_parameters: int) -> int:
-    """Return the power of two of slots that fill a core's cache, between 1 and 32."""
+    """Return the power of two of slots that fill a core's cache, or their part of a GPU; 1 to 32."""
+    device, room = trainer.strategy.root_device, float(_CACHE_BYTES)
+    if device.type == "cuda":
+        room = _SHARE_OF_GPU * torch.cuda.get_device_properties(device).total_memory
     num_copies = copies_per_slot(trainer.optimizers[0])
-    slots = 2 ** round(math.log2(_CACHE_BYTES / (4 * num_parameters * num_copies)))
+    slots = 2 ** round(math.log2(room / (4 * num_parameters * num_copies)))
     return int(min(MOST_SLOTS, max(1, slots)))
 
 

@@ -18,7 +18,7 @@ from lightning.pytorch import Trainer
 from fl_lightning.client.local_training import GlobalModel, LocalTrainer
 from fl_lightning.client.work import ClientWork, GroupWork
 from fl_lightning.engines import CannotStack, receive_usable
-from fl_lightning.federation.execution.engine_options import MOST_PARAMETERS, SHORT_RUN_STEPS
+from fl_lightning.federation.execution.engine_options import SHORT_RUN_STEPS, most_parameters
 from fl_lightning.federation.execution.slot_engine import (
     SlotEngine,
     Stacking,
@@ -136,7 +136,7 @@ class SlotTrial:
         num_steps, size = self.num_steps(work), self.local.space.num_entries
         if num_steps < SHORT_RUN_STEPS:
             raise CannotStack(f"{num_steps:.0f} local steps do not repay a compiler")
-        if size > MOST_PARAMETERS:
+        if size > most_parameters(self.trainer.strategy.root_device):
             raise CannotStack(f"the steps of a model of {size:,} parameters are large enough")
         sample = max(work, key=lambda client: len(client.sizes)).head(10)
         return _seconds(lambda: train_one(sample)) / len(sample.sizes)
