@@ -75,7 +75,9 @@ class RoundRecord:
         self.total_bytes_up += num_bytes * len(updates.client_ids)
         counts, clients = updates.num_examples, updates.client_ids
         self.means.add_rows(updates.metrics, counts, clients)
-        norms = {"round/client_update_norm": updates.norms}
+        norms = {}
+        if updates.deltas.shape[1]:  # else nobody here has seen the update
+            norms["round/client_update_norm"] = updates.norms
         if error is not None:
             norms["round/compression_error"] = error
         self.norms.add_rows(norms, counts, clients)

@@ -30,6 +30,7 @@ from fl_lightning.flower.messages import Order
 from fl_lightning.flower.metric_sums import OPTION
 from fl_lightning.flower.site_memory import SiteMemory
 from fl_lightning.flower.site_rounds import SiteRounds
+from fl_lightning.server.protected import SumsOverSites
 from fl_lightning.server.server import as_aggregator
 
 
@@ -73,7 +74,7 @@ class AtSite(Callback):
         run = Run.of(trainer, options, calendar)
         aggregator = run_aggregator(trainer, options.aggregator, None)
         stages = stages_of(run, aggregator, calendar.time, None)
-        self._rounds = SiteRounds(run, stages, self._allows)
+        self._rounds = SiteRounds(run, stages, self._allows, sums_of(self._given))
         self._memory.serve(run.memory)
         take_over(trainer, self._rounds, self._cleanup)
 
@@ -95,7 +96,8 @@ class AtSite(Callback):
             self._memory.end(self._order, [answer.client for answer in rounds.answers])
             tensors = rounds.tensors | rounds.sums.tensors
             options = {OPTION: rounds.sums.logged}
-            self._desk.answer(Done(rounds.answers, tensors, rounds.failures, options=options))
+            done = Done(rounds.answers, tensors, rounds.vectors, rounds.failures, options=options)
+            self._desk.answer(done)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Give Trainer, module and data module back as they were."""
@@ -106,6 +108,21 @@ class AtSite(Callback):
     ) -> None:
         """Clean up as well."""
         self._cleanup.close()
+
+
+def sums_of(options: Options) -> SumsOverSites | None:
+    """Return how updates are hidden from the server; None where it sees them.
+
+    Raises:
+        ConfigurationError: if they cannot be hidden over a network.
+    """
+    protection = as_aggregator(options.aggregator).protection
+    if protection is not None and protection.over_sites is None:
+        raise ConfigurationError(
+            f"federation.aggregator {type(options.aggregator).__name__} is simulated only: this site "
+            "would have to show updates to the server"
+        )
+    return None if protection is None else protection.over_sites
 
 
 def options_at_site(options: Options, num_clients: int) -> Options:

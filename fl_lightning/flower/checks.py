@@ -45,10 +45,11 @@ def _of_options(options: Options) -> Iterator[str]:
 
 def _of_hidden(options: Options) -> Iterator[str]:
     aggregator = as_aggregator(options.aggregator)
-    if aggregator.protection is not None:
+    if aggregator.protection is not None and aggregator.protection.over_sites is None:
         yield (
-            f"federation.aggregator {type(aggregator).__name__} is simulated only: over this network the "
-            "server would see updates in clear, which it promises not to"
+            f"federation.aggregator {type(aggregator).__name__} is simulated only as it is configured: over "
+            "this network the server would see updates in clear, which it promises not to; SecureMean "
+            "with protocol: run works"
         )
     private = options.client_privacy
     if options.example_privacy is not None or (private is not None and private.clients_add_noise):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
 
+import numpy.typing as npt
 from torch import Tensor
 
 from fl_lightning.core.errors import ClientFailure
@@ -20,6 +21,7 @@ class Done:
     Attributes:
         answers: of its clients.
         tensors: that go with them.
+        vectors: of clients whose updates the server is not to see, by client; they stay at the site.
         failures: why some have no update.
         error: what ended the fit, instead of all that.
         options: that go with the answers; of the site, ahead of the first order.
@@ -27,6 +29,7 @@ class Done:
 
     answers: Sequence[ClientAnswer] = ()
     tensors: Mapping[str, Tensor] | None = None
+    vectors: Mapping[int, npt.NDArray[Any]] = field(default_factory=dict)
     failures: Sequence[ClientFailure] = ()
     error: BaseException | None = None
     options: Mapping[str, Any] = field(default_factory=dict)

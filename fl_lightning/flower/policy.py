@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from fl_lightning.flower.wire.plain_json import MessageError, shown
 __all__ = ["Policy", "Refused"]
 
 MOST_SOCKET_CHARACTERS = 100  # the system's limit is 107 bytes
+_KEY = re.compile(r"[0-9a-f]{64}")
 _PATTERN = re.compile(r"[^\W\d]\w*(\.\w+)*(\.\*)?")
 
 
@@ -40,6 +41,8 @@ class Policy:
         most_bytes: of an order.
         classes: patterns of class paths that an order may have built, see `class_paths`. In a file
             they come on top of the default.
+        signing_key: file of the key, 32 bytes, with which the site signs what it says in secure sums.
+        peers: public signing keys of all sites, this one's too, by name, 64 hexadecimal digits each.
 
     Raises:
         ConfigurationError: for values out of range, all of them at once.
@@ -55,6 +58,8 @@ class Policy:
     metrics: tuple[str, ...] = ("*",)
     most_bytes: int = 2_000_000_000
     classes: tuple[str, ...] = DEFAULT
+    signing_key: Path | None = None
+    peers: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         raise_together(
@@ -66,7 +71,18 @@ class Policy:
             partial(_check_texts, "metrics", self.metrics),
             partial(_check_whole, "most_bytes", self.most_bytes, 1, "bytes"),
             partial(_check_patterns, self.classes),
+            partial(_check_peers, self.peers),
         )
+
+    @property
+    def public_key(self) -> str:
+        """The public half of the signing key, 64 hexadecimal digits; empty if there is no key."""
+        if self.signing_key is None:
+            return ""
+        # not above: without a key a site needs no cryptography
+        from fl_lightning.secure.protocol.keys import SigningKey
+
+        return SigningKey(self.signing_key.read_bytes()).public.hex()
 
     def check_configuration(self, configuration: Mapping[str, Any]) -> dict[str, Any]:
         """Refuse a configuration that names a class that may not be built; import none before.
@@ -163,6 +179,15 @@ def _check_clients(clients: Any) -> None:
         )
     if len(set(clients.values())) < len(clients):
         raise ConfigurationError(f"clients must have places of their own, got {shown(clients)}")
+
+
+def _check_peers(peers: Any) -> None:
+    is_table = isinstance(peers, Mapping) and all(type(key) is str for key in peers.values())
+    if not is_table or not all(_KEY.fullmatch(key) for key in peers.values()):
+        raise ConfigurationError(
+            "peers must be a mapping from names of sites to 64 hexadecimal digits each, got "
+            f"{shown(peers)}"
+        )
 
 
 def _check_socket(socket: Path) -> None:

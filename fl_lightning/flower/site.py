@@ -2,6 +2,7 @@
 
     hello   here is the configuration of a run; who are you, and how many examples have your clients?
     train   train these clients in this round, from this model
+    sum     here is what the secure sum's other clients say; what do these clients answer?
     stop    the run is over
 
 An order that comes again is answered with the same bytes, without being followed again. Whatever goes
@@ -23,6 +24,7 @@ from fl_lightning.flower.desk import Desk, Done
 from fl_lightning.flower.messages import Answer, MessageError, Order, digest
 from fl_lightning.flower.policy import Policy
 from fl_lightning.flower.site_memory import SiteMemory
+from fl_lightning.flower.sums.at_site import SiteSums
 from fl_lightning.flower.wire.failures import Failure, OrderRefused, category_of
 
 log = logging.getLogger(__name__)
@@ -58,7 +60,9 @@ class Site:
         self._run = self._configuration = ""
         self._facts: Mapping[str, Any] = {}
         self._round = -1
+        self._sums: SiteSums
         self._last: tuple[str, bytes] = "", b""
+        self._last_sum: tuple[str, bytes] = "", b""
 
     def serve(self, fit: Callable[[Fit], None]) -> None:
         """Run one fit after the other, in this thread, until `close`.
@@ -84,8 +88,9 @@ class Site:
     def handle(self, content: bytes) -> bytes:
         """Return the answer to an order."""
         name = digest(content)
-        if name == self._last[0]:
-            return self._last[1]
+        for known, answered in (self._last, self._last_sum):
+            if name == known:
+                return answered
         try:
             order = Order.from_bytes(content, limit=self._policy.most_bytes)
         except MessageError as error:
@@ -96,6 +101,8 @@ class Site:
             answer = self._follow(order, name).to_bytes()
             if order.kind == "train":
                 self._keep(order, name, answer)
+            elif order.kind == "sum":
+                self._last_sum = name, answer
         except Exception as error:  # noqa: BLE001 - whatever it says may hold data
             failure = _logged(category_of(error), error)
             return self._answer(order, name, failure=failure).to_bytes()
@@ -104,18 +111,26 @@ class Site:
     def _follow(self, order: Order, name: str) -> Answer:
         if order.kind == "hello":
             return self._answer(order, name, options=self._hello(order))
+        self._check_run(order)
+        if order.kind == "stop":
+            self._stop()
+            return self._answer(order, name)
+        self._policy.clients_here(order.clients)
+        if order.kind == "sum":
+            return self._answer(order, name, done=self._sums.follow(order))
+        if order.kind == "train":
+            return self._answer(order, name, done=self._trained(order))
+        raise OrderRefused("policy", f"this site follows no order of kind {order.kind}")
+
+    def _check_run(self, order: Order) -> None:
         if order.run != self._run:
             raise OrderRefused(
                 "run", f"the order is of run {order.run}, this site is in {self._run}"
             )
         if order.configuration != self._configuration:
             raise OrderRefused("configuration", f"the order has {order.configuration}")
-        if order.kind == "stop":
-            self._stop()
-            return self._answer(order, name)
-        if order.kind != "train":
-            raise OrderRefused("policy", f"this site follows no order of kind {order.kind}")
-        self._policy.clients_here(order.clients)
+
+    def _trained(self, order: Order) -> Done:
         epsilon = order.options.get("epsilon")
         self._policy.check_epsilon(math.inf if epsilon is None else float(epsilon))
         if order.round <= self._round:
@@ -124,9 +139,10 @@ class Site:
                 f"this site has answered round {self._round}, not this order of {order.round}",
             )
         done = self._asked(order)
+        self._sums.keep(order.round, done.vectors)
         for failure in done.failures:
             log.warning("round %d, %s", order.round, failure, exc_info=failure.__cause__)
-        return self._answer(order, name, done=done)
+        return done
 
     def _answer(
         self,
@@ -167,6 +183,7 @@ class Site:
         self._run, self._configuration, self._desk = order.run, order.configuration, Desk()
         folder = self._folder / order.run
         self._recall(folder)
+        self._sums, self._last_sum = SiteSums(folder, self._policy), ("", b"")
         self._fits.put(Fit(configuration, self._desk, SiteMemory(folder)))
         done = self._desk.wait()
         if done.error is not None:

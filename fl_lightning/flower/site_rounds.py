@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import numpy.typing as npt
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -27,6 +28,7 @@ from fl_lightning.flower.messages import ClientAnswer, Order
 from fl_lightning.flower.metric_sums import MetricSums, taken_sums
 from fl_lightning.flower.packing import Packing
 from fl_lightning.flower.wire.failures import OrderRefused
+from fl_lightning.server.protected import SumsOverSites, Terms
 
 # facts of an update that travel beside it, under the names by which the server logs them
 NORM, ERROR = "round/client_update_norm", "round/compression_error"
@@ -39,17 +41,25 @@ class SiteRounds:
         run: in whose module they train.
         stages: of the run.
         allows: whether a metric of a name may leave.
+        sums: makes of updates what only sums are shown of; None where they are shown.
 
     Attributes:
         run: as given.
         answers: of the clients of the present order.
         tensors: that go with them.
+        vectors: that clients have added up, by client, and show to nobody.
         failures: why clients of the present order have no update.
         sums: of the metrics that its clients have logged.
     """
 
-    def __init__(self, run: Run, stages: Stages, allows: Callable[[str], bool]) -> None:
-        self.run, self._stages, self._allows = run, stages, allows
+    def __init__(
+        self,
+        run: Run,
+        stages: Stages,
+        allows: Callable[[str], bool],
+        sums: SumsOverSites | None = None,
+    ) -> None:
+        self.run, self._stages, self._allows, self._sums = run, stages, allows, sums
         self._clients = Training(run, stages)
         self._transport = next(stage for stage in stages if isinstance(stage, Transport))
         self._ahead = stages.before(self._transport)
@@ -59,13 +69,14 @@ class SiteRounds:
         self._constants_agree = False
         self.answers: list[ClientAnswer] = []
         self.tensors: dict[str, Tensor] = {}
+        self.vectors: dict[int, npt.NDArray[Any]] = {}
         self.failures: list[ClientFailure] = []
         self.sums = MetricSums([], {})
 
     def obey(self, order: Order | None) -> None:
         """Be given the next order; None to do nothing in the round that begins."""
         self._order = order
-        self.answers, self.tensors, self.failures = [], {}, []
+        self.answers, self.tensors, self.vectors, self.failures = [], {}, {}, []
         self.sums = MetricSums([], {})
 
     def train_group(self, group: ClientGroup) -> None:
@@ -100,6 +111,10 @@ class SiteRounds:
                 )
             self._constants_agree = True
         _take_options(self.run.trainer.optimizers, options["optimizers"])
+        if self._sums is not None:
+            terms = Terms(most_clients=options["most_clients"], seed=self.run.options.seed)
+            self._sums.begin(terms)
+            self._sums.start_round(order.round)
         num_up = 0 if options["buffers_stay"] else local.buffers.size
         self._packing = Packing(self._transport, local.space, local.buffers.size, num_up)
         model = self._packing.opened_model(order.tensors["model"], order.round)
@@ -120,16 +135,19 @@ class SiteRounds:
     def take(self, sent: Sent) -> None:
         """Pack updates for their way to the server."""
         for made, update in zip(sent.made, sent.arrived, strict=True):
-            self._pack(made, update)
+            if self._sums is None:
+                payload, error = self._packing.update(update, self.run.round_index)
+                self.tensors[f"{update.client_id}/payload"] = payload
+                self._answer(made, update, {NORM: float(made.norm), ERROR: error})
+            else:
+                self.vectors[update.client_id] = self._sums.vector_of(update)
+                self._answer(made, update, {})
 
-    def _pack(self, made: ClientUpdate, update: ClientUpdate) -> None:
-        client, number = update.client_id, self.run.round_index
-        payload, error = self._packing.update(update, number)
-        self.tensors[f"{client}/payload"] = payload
+    def _answer(self, made: ClientUpdate, update: ClientUpdate, facts: dict[str, float]) -> None:
+        client = update.client_id
         for stage in self._stages:
             for name, tensor in stage.to_server(client).items():
                 self.tensors[f"{client}/stage/{stage.key}/{name}"] = tensor.cpu()
-        facts = {NORM: float(made.norm), ERROR: error}
         self.answers.append(
             ClientAnswer(
                 client=client,

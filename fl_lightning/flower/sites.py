@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from functools import cached_property
+from dataclasses import replace
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,14 +26,16 @@ from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Sent, Stage, Stages, Start
 from fl_lightning.federation.stages.private_rounds import PrivateRounds
+from fl_lightning.federation.stages.secure_rounds import SecureRounds
 from fl_lightning.federation.stages.transport import Transport
 from fl_lightning.federation.training import Taker, Training
 from fl_lightning.flower.constants import constants_digest
 from fl_lightning.flower.correspondence import Correspondence, Reply
-from fl_lightning.flower.messages import ClientAnswer, Order
+from fl_lightning.flower.messages import ClientAnswer, Kind, Order
 from fl_lightning.flower.metric_sums import OPTION, MetricSums, pool_sums, told_sums
 from fl_lightning.flower.packing import Packing
 from fl_lightning.flower.site_rounds import ERROR, NORM, options_of
+from fl_lightning.flower.sums.at_server import SumOverSites
 from fl_lightning.flower.wire.failures import CATEGORIES
 from fl_lightning.updates.wire.reader import DecodeError
 
@@ -109,6 +112,7 @@ class Sites(Training):
         site_of: the site of each client.
         counted: knows what sites have to know.
         configuration: hash of what all have agreed on.
+        signing_keys: of sites, with which they sign what they say in secure sums.
     """
 
     def __init__(
@@ -120,6 +124,7 @@ class Sites(Training):
         site_of: Mapping[int, str],
         counted: Counted,
         configuration: str,
+        signing_keys: Mapping[str, bytes],
     ) -> None:
         super().__init__(run, stages)
         for stage in run.options.handed:
@@ -129,6 +134,14 @@ class Sites(Training):
         self._counted, self._configuration = counted, configuration
         self._transport = next(stage for stage in stages if isinstance(stage, Transport))
         self._ours = stages.after(self._transport)
+        hidden = next((stage for stage in stages if isinstance(stage, SecureRounds)), None)
+        self._sums = None if hidden is None else hidden.aggregator.over_sites
+        if self._sums is not None:
+            self._sums.have_added(
+                SumOverSites(
+                    correspondence, site_of, signing_keys, partial(self._order, "sum"), self._lose
+                )
+            )
 
     def settle_state(self, group: Iterable[int], ranks: Ranks) -> bool:
         """Take for state what is known to be without training, and what the configuration names."""
@@ -142,6 +155,7 @@ class Sites(Training):
 
     def train(self, start: Start, work: GroupWork, taker: Taker) -> None:
         """Send orders, and hand on what comes back in the order of the clients."""
+        self._taker = taker
         clients = work.client_ids.tolist()
         num_up = 0 if self._stages.buffers_stay else self.local.buffers.size
         packing = Packing(self._transport, self.local.space, self.local.buffers.size, num_up)
@@ -182,23 +196,39 @@ class Sites(Training):
             "epsilon": self._epsilon(),
             "constants": self._constants,
         }
+        if self._sums is not None:
+            options["most_clients"] = self._sums.terms.most_clients
         by_site: dict[str, list[int]] = {}
         for client in clients:
             by_site.setdefault(self._site_of[client], []).append(client)
-        rounds = self._counted.rounds
         return {
-            site: Order(
-                kind="train",
-                run=self._counted.run,
-                configuration=self._configuration,
-                round=number,
-                clients=tuple(some),
-                counted={client: rounds.get(client, -1) for client in some},
-                options=options,
-                tensors=tensors,
-            )
+            site: self._order("train", tuple(some), options, tensors)
             for site, some in by_site.items()
         }
+
+    def _order(
+        self,
+        kind: Kind,
+        clients: tuple[int, ...],
+        options: Mapping[str, Any],
+        tensors: Mapping[str, Tensor],
+    ) -> Order:
+        """Return an order of the present round."""
+        rounds = self._counted.rounds
+        return Order(
+            kind=kind,
+            run=self._counted.run,
+            configuration=self._configuration,
+            round=self._run.round_index,
+            clients=clients,
+            counted={client: rounds.get(client, -1) for client in clients},
+            options=options,
+            tensors=tensors,
+        )
+
+    def _lose(self, client: int, reason: str) -> None:
+        """Do without a client whose vector did not get into the round's sum."""
+        self._taker.skip(ClientFailure(client, reason))
 
     @cached_property
     def _constants(self) -> str:
@@ -232,14 +262,9 @@ class Sites(Training):
 
     def _sent(self, answer: ClientAnswer, came: _Came, packing: Packing) -> Sent:
         """Return a client's update as `Transport` would have handed it on."""
-        number = self._run.round_index
-        opened = packing.opened_update(came.tensors["payload"], answer.client, number)
-        update = ClientUpdate(
-            client_id=answer.client,
-            delta=opened.delta,
-            buffers=opened.buffers,
-            num_examples=opened.num_examples,
-            num_steps=opened.num_steps,
+        opened = self._opened(answer, came, packing)
+        update = replace(
+            opened,
             metrics=dict(answer.metrics),
             effective_steps=answer.effective_steps,
             optimizer_steps=answer.optimizer_steps,
@@ -258,6 +283,14 @@ class Sites(Training):
         if norm is not None:
             vars(next(iter(made)))["norm"] = norm  # of what left the client, not of what arrived
         return Sent(made, arrived, came.bytes_up, error)
+
+    def _opened(self, answer: ClientAnswer, came: _Came, packing: Packing) -> ClientUpdate:
+        """Return an update as it came; without numbers where they are to be hidden."""
+        if self._sums is None:
+            payload = came.tensors["payload"]
+            return packing.opened_update(payload, answer.client, self._run.round_index)
+        nothing = torch.empty(0, dtype=self.local.space.dtype)
+        return ClientUpdate(answer.client, nothing, nothing, answer.num_examples, answer.num_steps)
 
 
 def _scalar(value: float | None, like: Tensor) -> Tensor | None:

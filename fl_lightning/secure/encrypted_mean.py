@@ -104,6 +104,11 @@ class EncryptedMean(Aggregator):
         return self
 
     @property
+    def over_sites(self) -> None:
+        """None: sites would need the key that the server has not, and get none."""
+        return None
+
+    @property
     def hides(self) -> str:
         """What the server sees, in words."""
         part = "" if self.fraction == 1 else f" of {self.fraction:.3g} of the coordinates"

@@ -69,6 +69,7 @@ class SecurePrivateSum(PrivateAggregator):
 
     Attributes:
         clip_norm: of the present round, set by whoever opens it.
+        terms: of the run.
         num_unclipped: updates within it.
         memory: nothing is kept from round to round.
     """
@@ -83,7 +84,7 @@ class SecurePrivateSum(PrivateAggregator):
         terms: Terms,
         bits: int | None = None,
     ) -> None:
-        self._shares, self._make_sum, self._terms, self._bits = shares, make_sum, terms, bits
+        self._shares, self._make_sum, self.terms, self._bits = shares, make_sum, terms, bits
         self.clip_norm = float("inf")
         self._round_index = 0
         self._rounds = RoundSum(self._secure_sum(), terms.seed)
@@ -94,7 +95,7 @@ class SecurePrivateSum(PrivateAggregator):
         Raises:
             ConfigurationError: if a sum might not fit into the ring, or the cohort is too small.
         """
-        shares, most = self._shares(), self._terms.most_clients
+        shares, most = self._shares(), self.terms.most_clients
         needed = shares.num_bits(most)
         bits = self._bits or needed
         if not needed <= bits <= 64:
@@ -114,6 +115,11 @@ class SecurePrivateSum(PrivateAggregator):
     def protection(self) -> SecurePrivateSum:
         """Itself."""
         return self
+
+    @property
+    def over_sites(self) -> None:
+        """None: noise of clients is not made at sites."""
+        return None
 
     @property
     def expense(self) -> Expense:
@@ -163,7 +169,7 @@ class SecurePrivateSum(PrivateAggregator):
         delta, is_within = clipped(update.delta, self.clip_norm)
         client = update.client_id
         whole = self._shares().client_integers(delta, self.clip_norm, self._round_index, client)
-        self._rounds.take(client, to_ring(whole, self._ring))
+        self._rounds.take(client, lambda: to_ring(whole, self._ring))
         self._unclipped += is_within
 
     def exchange(

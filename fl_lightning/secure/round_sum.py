@@ -8,6 +8,7 @@ Source: Bonawitz et al. 2017; the protocol is that of `fl_lightning.secure`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from secrets import randbits
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,10 @@ from fl_lightning.core.errors import RoundFailure
 from fl_lightning.core.seeds import derive_seed
 from fl_lightning.secure.protocol.session import AbortedError, ProtocolStage
 from fl_lightning.secure.ring import Ring, RingIntegers
-from fl_lightning.secure.secure_sum import SecureSum
+from fl_lightning.secure.secure_sum import SecureSum, by_client
 from fl_lightning.secure.simulation import SumOutcome
 from fl_lightning.secure.unit_seconds import UnitSeconds
-from fl_lightning.server.protected import Expense
+from fl_lightning.server.protected import AddsAtSites, Expense
 
 
 class RoundSum:
@@ -33,6 +34,7 @@ class RoundSum:
 
     Attributes:
         secure_sum: as given; may be changed between rounds.
+        adds_at_sites: adds vectors that are at sites; None where they are taken in here.
         expense: of the last round that was closed; of nothing while one is open.
         clients: whose vectors are in the open round.
 
@@ -40,7 +42,7 @@ class RoundSum:
         >>> rounds = RoundSum(SecureSum(bits=8), seed=0)
         >>> rounds.open(size=1, device=torch.device("cpu"), round_index=0)
         >>> for client, number in enumerate([1, 2, 250]):
-        ...     rounds.take(client, np.array([number], np.uint8))
+        ...     rounds.take(client, lambda n=number: np.array([n], np.uint8))
         >>> rounds.total()
         array([253], dtype=uint8)
     """
@@ -48,6 +50,7 @@ class RoundSum:
     def __init__(self, secure_sum: SecureSum, seed: int) -> None:
         self.secure_sum, self._seed = secure_sum, seed
         self._unit_seconds: UnitSeconds | None = None
+        self.adds_at_sites: AddsAtSites | None = None
         self.expense = Expense()
 
     def open(self, size: int, device: torch.device, round_index: int) -> None:
@@ -70,9 +73,13 @@ class RoundSum:
         # every client's, or only their sum
         self._vectors: list[RingIntegers] = []
 
-    def take(self, client: int, vector: RingIntegers) -> None:
-        """Take in one client's integers."""
+    def take(self, client: int, vector: Callable[[], RingIntegers]) -> None:
+        """Take in one client's integers, which are asked for unless they are at its site."""
         self.clients.append(client)
+        if self.adds_at_sites is None:
+            self._take(vector())
+
+    def _take(self, vector: RingIntegers) -> None:
         if self._keeps_vectors or not self._vectors:
             self._vectors.append(vector)
         else:
@@ -117,18 +124,16 @@ class RoundSum:
             ) from error
         costs = outcome.costs
         word = "estimated_" if self.secure_sum.protocol == "count" else ""
-        self.expense = Expense(
-            bytes_up=costs.bytes_up,
-            bytes_down=costs.bytes_down,
-            seconds={
-                f"{word}client_seconds": costs.client_seconds,
-                f"{word}server_seconds": costs.server_seconds,
-            },
-        )
+        seconds = {f"{word}server_seconds": costs.server_seconds}
+        if self.adds_at_sites is None:  # sites do not tell theirs
+            seconds[f"{word}client_seconds"] = costs.client_seconds
+        self.expense = Expense(costs.bytes_up, costs.bytes_down, seconds)
         self._vectors = []
         return outcome.total
 
     def _outcome(self) -> SumOutcome:
+        if self.adds_at_sites is not None:
+            return self._outcome_at_sites(self.adds_at_sites)
         vectors = self._vectors
         if not self._keeps_vectors and vectors:
             nothing = np.broadcast_to(np.zeros(1, vectors[0].dtype), vectors[0].shape)
@@ -142,6 +147,13 @@ class RoundSum:
             seed=derive_seed(self._seed, "secure mean"),
             unit_seconds=self._unit_seconds,
         )
+
+    def _outcome_at_sites(self, adds: AddsAtSites) -> SumOutcome:
+        cohort = sorted({*self.clients, *self._missing})
+        session = self.secure_sum.session(
+            len(cohort), size=self._size, round_index=self._round_index, graph_seed=randbits(63)
+        )
+        return by_client(adds(session, cohort), cohort)
 
     def state_dict(self) -> dict[str, Any]:
         """Return whose vectors there are, and these or their sum."""

@@ -19,12 +19,13 @@ from fl_lightning.core.update import ClientUpdate
 from fl_lightning.secure.private_sum import SecurePrivateSum
 from fl_lightning.secure.protocol.graph import SparseGraph
 from fl_lightning.secure.protocol.session import new_run_id
+from fl_lightning.secure.ring import RingIntegers
 from fl_lightning.secure.round_sum import RoundSum
 from fl_lightning.secure.secure_sum import SecureSum
 from fl_lightning.secure.sum_quantiser import SumQuantiser, fine_levels
 from fl_lightning.server.aggregator import Aggregator
 from fl_lightning.server.kept_updates import check_whole
-from fl_lightning.server.protected import Expense, NoiseShares, Terms
+from fl_lightning.server.protected import AddsAtSites, Expense, NoiseShares, Terms
 from fl_lightning.updates.payload import Dense
 from fl_lightning.updates.random_k import RandomK
 
@@ -61,6 +62,7 @@ class SecureMean(Aggregator):
 
     Attributes:
         expense: see `Protected`.
+        terms: of the run.
         memory: nothing is kept from round to round.
 
     Example:
@@ -143,7 +145,7 @@ class SecureMean(Aggregator):
         Raises:
             ConfigurationError: if a cohort is too small, or a sum too large.
         """
-        self._terms, self._seed = terms, terms.seed
+        self.terms, self._seed = terms, terms.seed
         self._run = new_run_id()  # also where a run goes on: with new keys, in a new protocol run
         try:
             self._quantiser = (
@@ -156,9 +158,9 @@ class SecureMean(Aggregator):
         self._rounds = RoundSum(self._secure_sum, terms.seed)
 
     def _given(self, levels: int) -> SumQuantiser:
-        most = self._terms.most_clients * levels * self.max_examples
+        most = self.terms.most_clients * levels * self.max_examples
         return SumQuantiser(
-            num_clients=self._terms.most_clients,
+            num_clients=self.terms.most_clients,
             clip=self.clip,
             levels=levels,
             max_examples=self.max_examples,
@@ -168,7 +170,7 @@ class SecureMean(Aggregator):
     def _fine_quantiser(self) -> SumQuantiser:
         self._given(LEAST_LEVELS)  # refuses what no levels could be found for
         levels = fine_levels(
-            num_clients=self._terms.most_clients,
+            num_clients=self.terms.most_clients,
             clip=self.clip,
             max_examples=self.max_examples,
             bits=self.bits or 64,
@@ -213,7 +215,7 @@ class SecureMean(Aggregator):
         return SecurePrivateSum(
             shares,
             self.secure_sum,
-            self._terms,
+            self.terms,
             self.bits,
         )
 
@@ -240,11 +242,27 @@ class SecureMean(Aggregator):
         Raises:
             ConfigurationError: if it is under a mask of the client's own.
         """
+        self._rounds.take(update.client_id, lambda: self.vector_of(update))
+
+    @property
+    def over_sites(self) -> SecureMean | None:
+        """Itself, where it runs the protocol."""
+        return self if self.protocol == "run" else None
+
+    def vector_of(self, update: ClientUpdate) -> RingIntegers:
+        """Return what a client has added up: its update as integers, shape (size,).
+
+        Raises:
+            ConfigurationError: if the update is under a mask of the client's own.
+        """
         check_whole(update, "SecureMean")
         client = update.client_id
         draws = numpy_generator(self._seed, "secure rounding", self._round_index, client).random
-        vector = self._quantiser.encode(self._chosen(update.delta), update.num_examples, draws)
-        self._rounds.take(client, vector)
+        return self._quantiser.encode(self._chosen(update.delta), update.num_examples, draws)
+
+    def have_added(self, adds: AddsAtSites) -> None:
+        """Have vectors added where they are."""
+        self._rounds.adds_at_sites = adds
 
     def exchange(
         self, gather: Callable[[Any], list[Any]], all_reduce: Callable[[Tensor], None]

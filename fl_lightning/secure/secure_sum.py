@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from secrets import randbits
 from typing import Literal, TypeVar
@@ -169,7 +169,7 @@ class SecureSum:
             outcome = shortcut(session, vectors, silent, unit_seconds)
         else:
             outcome = simulate(session, vectors, silent, entropy_of)
-        return _by_client(outcome, cohort)
+        return by_client(outcome, cohort)
 
     def bytes_up(self, k: int, n: int) -> int:
         """Return what each client of a cohort of n sends for k numbers, if nobody drops."""
@@ -185,7 +185,9 @@ class SecureSum:
         return shortcut(session, dict.fromkeys(range(n), nothing)).costs
 
 
-def _by_client(outcome: SumOutcome, cohort: list[int]) -> SumOutcome:
+def by_client(outcome: SumOutcome, cohort: Sequence[int]) -> SumOutcome:
+    """Return an outcome with clients' ids where it has places."""
+
     def renamed(by_place: Mapping[int, Value]) -> dict[int, Value]:
         return {cohort[place]: value for place, value in by_place.items()}
 

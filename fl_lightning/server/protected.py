@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy.typing as npt
 from torch import Tensor
 
+from fl_lightning.core.update import ClientUpdate
 from fl_lightning.core.whole_numbers import Integers
+
+# Adds up the vectors of clients that have them at their sites: a protocol's session and the clients
+# in the order of their places give the sum's outcome.
+AddsAtSites = Callable[[Any, Sequence[int]], Any]
 
 # so few that a sum over them would show them: their updates are in no round
 FEWEST_CLIENTS = 2
@@ -29,7 +35,7 @@ class Terms:
     num_processes: int = 1
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Expense:
     """What hiding the updates of a round has cost.
 
@@ -62,6 +68,10 @@ class Protected(Protocol):
     def hides(self) -> str:
         """What the server sees instead of updates, and what protects them, in words."""
 
+    @property
+    def over_sites(self) -> SumsOverSites | None:
+        """How its sums come about where clients are at sites; None where they cannot."""
+
     def begin(self, terms: Terms) -> None:
         """Learn about the run; to be called before the first round."""
 
@@ -70,6 +80,26 @@ class Protected(Protocol):
 
     def typical_bytes(self, size: int, num_clients: int) -> tuple[int, int]:
         """Return what a client sends for ``size`` numbers, and what it receives besides the model."""
+
+
+class SumsOverSites(Protocol):
+    """Two halves of hidden sums: what a client makes at its site, and how the server has it added."""
+
+    @property
+    def terms(self) -> Terms:
+        """Of the run; the server's, which sites begin with as well."""
+
+    def begin(self, terms: Terms) -> None:
+        """Learn about the run."""
+
+    def start_round(self, round_index: int) -> None:
+        """Learn which round comes next."""
+
+    def vector_of(self, update: ClientUpdate) -> npt.NDArray[Any]:
+        """Return the whole numbers that a client has added up, of the round that has come."""
+
+    def have_added(self, adds: AddsAtSites) -> None:
+        """Have vectors added where they are; updates are only counted from here on."""
 
 
 class NoiseShares(Protocol):

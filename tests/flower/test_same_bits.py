@@ -32,6 +32,7 @@ SPARSE = built(
 )
 FAST = {
     "top-k with feedback": {"federation__updates": [SPARSE]},
+    "secure sums": {"federation__aggregator": built("secure.SecureMean")},
 }
 SLOW = {
     "momentum, clipping": {

@@ -79,6 +79,7 @@ def run_site(fit: Fit, policy: Policy) -> None:
                     "batch_size": data.batch_size,
                     "drop_last": data.drop_last,
                     "precision": self.trainer.precision,
+                    "signing": policy.public_key,
                 }
             )
             order = fit.desk.first_order()
@@ -186,6 +187,7 @@ def run_server(
                 site_of=site_of,
                 counted=counted,
                 configuration=digest,
+                signing_keys=_signing_keys(told),
             )
             federation.clients_per_group = len(sizes)
             federation.handed.append(counted)
@@ -225,6 +227,12 @@ def _compare_precision(told: Mapping[str, Answer], ours: str) -> None:
                 f"site {site} trains in precision {theirs}, this configuration says {ours}: precision is a "
                 "site's own, set in its own.yaml"
             )
+
+
+def _signing_keys(told: Mapping[str, Answer]) -> dict[str, bytes]:
+    """Return the public keys of those sites that sign what they say in secure sums."""
+    given = {site: str(answer.options.get("signing", "")) for site, answer in told.items()}
+    return {site: bytes.fromhex(key) for site, key in given.items() if key}
 
 
 def _members(told: Mapping[str, Mapping[str, Any]]) -> tuple[dict[int, str], dict[int, int]]:

@@ -29,17 +29,20 @@ class SecureRounds(Stage):
     Args:
         aggregator: which has begun.
         run: whose callbacks, and transforms of inputs, may show something of clients.
+
+    Attributes:
+        aggregator: as given.
     """
 
     def __init__(self, aggregator: Protected, run: Run) -> None:
-        self._aggregator, self.restarts = aggregator, aggregator.restarts
+        self.aggregator, self.restarts = aggregator, aggregator.restarts
         self._shown = shown_by([*run.trainer.callbacks, *run.data.transforms])  # type: ignore[attr-defined]
 
     def problems(self, run: Run) -> Iterator[str]:
         """Say that masks of the clients' own would show something of them."""
         if client_masks(run.trainer) is not None:
             yield (
-                f"federation.aggregator {type(self._aggregator).__name__} adds up whole updates, and "
+                f"federation.aggregator {type(self.aggregator).__name__} adds up whole updates, and "
                 "masks of the clients' own tell of their data: set per_client of MaskCalibration to false"
             )
 
@@ -51,7 +54,7 @@ class SecureRounds(Stage):
         """
         if num_buffers:
             raise ConfigurationError(
-                f"federation.aggregator {type(self._aggregator).__name__} hides deltas, and the model "
+                f"federation.aggregator {type(self.aggregator).__name__} hides deltas, and the model "
                 f"has {num_buffers} numbers in buffers (statistics of batch norm), or in frozen "
                 "parameters that clients change, which would travel in clear: use group or layer "
                 "norm, or track_running_stats: false"
@@ -64,7 +67,7 @@ class SecureRounds(Stage):
             "the metrics that clients log, with the number of examples they are means over",
             *self._shown,
         ]
-        yield f"secure: {self._aggregator.hides}; in clear go " + ", ".join(clear)
+        yield f"secure: {self.aggregator.hides}; in clear go " + ", ".join(clear)
 
     def up(self, sent: Sent, start: Start) -> Iterable[Sent]:
         """Count no deltas: what travels instead is told by the aggregator when it is done."""
@@ -74,17 +77,17 @@ class SecureRounds(Stage):
 
     def more_bytes(self, model: GlobalModel, num_clients: int) -> tuple[int, int]:
         """Return what hidden updates are larger than others, and what else a client gets."""
-        up, down = self._aggregator.typical_bytes(len(model.params), max(2, num_clients))
+        up, down = self.aggregator.typical_bytes(len(model.params), max(2, num_clients))
         dense, empty = (_message_bytes(params) for params in (model.params, model.params[:0]))
         return up + empty - dense, down
 
     def settle(self, record: RoundRecord) -> None:
         """Tell the aggregator whose updates will not come."""
-        self._aggregator.miss(record.skipped.keys() | set(record.lost))
+        self.aggregator.miss(record.skipped.keys() | set(record.lost))
 
     def close(self, record: RoundRecord) -> None:
         """Put what the round has cost into its record."""
-        expense = self._aggregator.expense
+        expense = self.aggregator.expense
         absent = record.skipped.keys() | set(record.lost)
         record.total_bytes_up += sum(expense.bytes_up.values())
         record.total_bytes_down += sum(expense.bytes_down.values())

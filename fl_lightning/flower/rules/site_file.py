@@ -10,6 +10,8 @@
     metrics: ["*"]               # patterns of the names that may leave
     most_bytes: 2000000000       # of an order
     classes: [my_project.*]      # that may be built, beside those of `class_paths.DEFAULT`
+    signing_key: signing.key     # 32 bytes; signs what the site says in secure sums
+    peers: {hospital_a: …}       # public signing keys of all sites, as `network init` wrote them
 
 The first four must be there.
 """
@@ -90,6 +92,8 @@ def _in_types(given: dict[str, Any], folder: Path) -> dict[str, Any]:
         if not isinstance(found[name], str) or not found[name]:
             raise ConfigurationError(f"{name} must be a path, got {shown(found[name])}")
         found[name] = folder / Path(found[name]).expanduser()
+    if isinstance(found.get("signing_key"), str):
+        found["signing_key"] = folder / Path(found["signing_key"]).expanduser()
     for name, first in (("metrics", ()), ("classes", DEFAULT)):
         if isinstance(found.get(name), list):
             found[name] = (*first, *found[name])

@@ -85,16 +85,23 @@ class SecureServer:
             raise AbortedError("there is no sum: the session has not come to its end")
         return self._total[: self._session.size]
 
-    def receive(self, data: bytes) -> int:
+    def receive(self, data: bytes, sender: int | None = None) -> int:
         """Take a client's message; return the client's place.
 
+        Args:
+            data: the message.
+            sender: the place of whom it came from, where that is known.
+
         Raises:
-            DecodeError: if these bytes are no message that is waited for; they change nothing.
+            DecodeError: if these bytes are no message of the sender's that is waited for; they change
+                nothing.
             ForgedError: if a signature is not the client's; that changes nothing either.
         """
         if self.stage is None:
             raise DecodeError("no message is waited for: the session is over")
         place, message = decode(self._session, data, _KINDS[self.stage])
+        if sender is not None and place != sender:
+            raise DecodeError(f"client {sender} sent a message of client {place}")
         if place not in self.awaited:
             raise DecodeError(f"client {place} sent a message that is not waited for")
         self._check(place, message)

@@ -1,0 +1,1 @@
+"""Secure sums over a network: a message round for every stage of the protocol."""

@@ -1,0 +1,84 @@
+"""What all parties of one secure sum agree on, as it travels with every order of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from fl_lightning.secure.protocol.session import ProtocolStage, Session
+from fl_lightning.secure.protocol.signing import Directory
+
+# names of the messages in orders and in answers
+TO_CLIENT, FROM_CLIENT = "stage/sum/{}", "stage/sum/message"
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """A session and its clients.
+
+    Args:
+        session: of the protocol.
+        clients: in the order of their places.
+        sites: of each of them.
+
+    Raises:
+        ValueError: if there are not as many of each, or a client twice.
+    """
+
+    session: Session
+    clients: tuple[int, ...]
+    sites: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        number = self.session.num_clients
+        if not len(set(self.clients)) == len(self.clients) == len(self.sites) == number:
+            raise ValueError(
+                f"the session is of {number} clients, got {len(self.clients)} at {len(self.sites)} sites"
+            )
+
+    def place(self, client: int) -> int:
+        """Return the place of a client; ValueError if it has none."""
+        return self.clients.index(client)
+
+    def directory(self, keys: Mapping[str, bytes]) -> Directory | None:
+        """Return the signing keys by place, given those of sites; None where nothing is signed."""
+        if not self.session.active:
+            return None
+        return Directory({at: keys.get(site, b"") for at, site in enumerate(self.sites)})
+
+    def options(self, stage: ProtocolStage) -> dict[str, Any]:
+        """Return it as plain JSON, with the stage that an order is about."""
+        return {
+            "session": asdict(self.session),
+            "clients": list(self.clients),
+            "sites": list(self.sites),
+            "stage": int(stage),
+        }
+
+    @classmethod
+    def of_options(cls, options: Mapping[str, Any]) -> tuple[Agreed, ProtocolStage]:
+        """Return what `options` wrote.
+
+        Raises:
+            ValueError: if it cannot have.
+        """
+        parts: list[Any] = [options.get(name) for name in ("session", "clients", "sites")]
+        session, clients, sites = parts
+        known = {field.name for field in fields(Session)}
+        if not isinstance(session, Mapping) or session.keys() != known:
+            raise ValueError("there is no session, or one of another version")
+        for name, value in session.items():
+            optional = value is None and name in ("num_neighbours", "min_survivors")
+            kind = {"run": str, "active": bool}.get(name, int)
+            if not optional and type(value) is not kind:
+                raise ValueError(f"{name} of the session is {value!r}")
+        if not _all_of(clients, int) or not _all_of(sites, str):
+            raise ValueError("clients and their sites must be lists of ids and of names")
+        return cls(Session(**session), tuple(clients), tuple(sites)), ProtocolStage(
+            options.get("stage", -1)
+        )
+
+
+def _all_of(values: Any, kind: type) -> bool:
+    return isinstance(values, Sequence) and all(type(value) is kind for value in values)

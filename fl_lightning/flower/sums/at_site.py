@@ -1,0 +1,123 @@
+"""A site's half of a secure sum: its clients' vectors stay here, messages of the protocol leave.
+
+Each stage is an order, with the server's message to every client that is asked, and an answer, with
+every client's own. A site that is killed between two stages has lost its clients' keys: they are silent
+from there on, which the protocol allows for. Secrets come from the operating system.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fl_lightning.flower.desk import Done
+from fl_lightning.flower.messages import ClientAnswer, Order
+from fl_lightning.flower.policy import Policy
+from fl_lightning.flower.sums.agreed import FROM_CLIENT, TO_CLIENT, Agreed
+from fl_lightning.flower.sums.site_vectors import SiteVectors
+from fl_lightning.flower.wire.failures import OrderRefused
+from fl_lightning.secure.protocol.client import SecureClient
+from fl_lightning.secure.protocol.keys import SigningKey
+from fl_lightning.secure.protocol.messages import RevealRequest
+from fl_lightning.secure.protocol.session import ProtocolStage
+from fl_lightning.secure.protocol.wire import decode
+from fl_lightning.secure.ring import RingIntegers
+
+log = logging.getLogger(__name__)
+
+
+class SiteSums:
+    """Takes part in the secure sums of one run.
+
+    Args:
+        folder: of the run at this site.
+        policy: says how few clients a sum may have, and whom this site knows.
+    """
+
+    def __init__(self, folder: Path, policy: Policy) -> None:
+        self._policy, self._kept = policy, SiteVectors(folder)
+        self._agreed: Agreed | None = None
+        self._clients: dict[int, SecureClient] = {}
+
+    def keep(self, round_index: int, vectors: Mapping[int, RingIntegers]) -> None:
+        """Have vectors ready for the sum of a round."""
+        if vectors:
+            self._kept.keep(round_index, vectors)
+
+    def follow(self, order: Order) -> Done:
+        """Return what the clients that are asked say at a stage; some may say nothing.
+
+        Raises:
+            OrderRefused: if the order is of another round, or of a sum that this site takes no part in.
+        """
+        try:
+            agreed, stage = Agreed.of_options(order.options)
+        except ValueError as error:
+            raise OrderRefused("message", f"the sum: {error}") from None
+        if stage == ProtocolStage.ADVERTISE:
+            self._begin(agreed, order)
+        elif agreed != self._agreed:
+            raise OrderRefused("run", "this site takes no part in this sum, or was started again")
+        answers: list[ClientAnswer] = []
+        tensors: dict[str, Tensor] = {}
+        for client in order.clients:
+            try:
+                message = self._answer(client, stage, order)
+            except (ValueError, KeyError, OrderRefused) as error:
+                log.warning("secure sum, %s, client %d: %s", stage.name, client, error)
+                self._clients.pop(client, None)
+                answers.append(ClientAnswer(client=client, failure="policy"))
+            else:
+                answers.append(ClientAnswer(client=client))
+                tensors[f"{client}/{FROM_CLIENT}"] = _bytes_as_tensor(message)
+        self._kept.note_used()
+        return Done(answers, tensors)
+
+    def _begin(self, agreed: Agreed, order: Order) -> None:
+        session, policy, kept = agreed.session, self._policy, self._kept
+        if session.round_index != order.round or order.round != kept.round:
+            raise OrderRefused("round", f"there are vectors of round {kept.round} here")
+        policy.check_secure_sum(session.least_survivors)
+        if session.active and policy.signing_key is None:
+            raise OrderRefused("policy", "the sum is signed, and site.yaml has no signing_key")
+        if session.active and (unknown := sorted(set(agreed.sites) - policy.peers.keys())):
+            raise OrderRefused("policy", f"the sum is with sites that peers do not have: {unknown}")
+        kept.begin(agreed.clients, order.clients)
+        key = None if policy.signing_key is None else SigningKey(policy.signing_key.read_bytes())
+        directory = agreed.directory({s: bytes.fromhex(k) for s, k in policy.peers.items()})
+        self._agreed = agreed
+        try:
+            self._clients = {
+                client: SecureClient(
+                    session,
+                    agreed.place(client),
+                    kept.vectors[client],
+                    used=kept.used[client],
+                    signing_key=key,
+                    directory=directory,
+                )
+                for client in order.clients
+                if client in kept.vectors
+            }
+        except ValueError as error:
+            raise OrderRefused("policy", f"the sum: {error}") from None
+
+    def _answer(self, client: int, stage: ProtocolStage, order: Order) -> bytes:
+        secure = self._clients[client]
+        if stage == ProtocolStage.ADVERTISE:
+            return secure.advertise()
+        message = order.tensors[TO_CLIENT.format(client)].numpy().tobytes()
+        if stage == ProtocolStage.REVEAL:
+            assert self._agreed is not None
+            agreed = self._agreed
+            _, request = decode(agreed.session, message, RevealRequest)
+            self._kept.open(client, (agreed.clients[at] for at in request.survivors))
+        return secure.receive(message)
+
+
+def _bytes_as_tensor(content: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
