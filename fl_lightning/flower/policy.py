@@ -19,6 +19,7 @@ from fl_lightning.flower.wire.plain_json import MessageError, shown
 
 __all__ = ["Policy", "Refused"]
 
+KEY_SIZE = 32  # bytes
 MOST_SOCKET_CHARACTERS = 100  # the system's limit is 107 bytes
 _KEY = re.compile(r"[0-9a-f]{64}")
 _PATTERN = re.compile(r"[^\W\d]\w*(\.\w+)*(\.\*)?")
@@ -72,6 +73,7 @@ class Policy:
             partial(_check_whole, "most_bytes", self.most_bytes, 1, "bytes"),
             partial(_check_patterns, self.classes),
             partial(_check_peers, self.peers),
+            partial(_check_signing_key, self.signing_key),
         )
 
     @property
@@ -187,6 +189,17 @@ def _check_peers(peers: Any) -> None:
         raise ConfigurationError(
             "peers must be a mapping from names of sites to 64 hexadecimal digits each, got "
             f"{shown(peers)}"
+        )
+
+
+def _check_signing_key(file: Any) -> None:
+    if file is None:
+        return
+    is_path = isinstance(file, Path)
+    if not is_path or not file.is_file() or file.stat().st_size != KEY_SIZE:
+        raise ConfigurationError(
+            f"signing_key must be a file of {KEY_SIZE} bytes, as network init writes it, got "
+            f"{str(file) if is_path else shown(file)}"
         )
 
 

@@ -3,7 +3,7 @@
 README.md
 network.yaml        the server's address, the sites
 server/             ca.crt ca.key server.pem server.key superexec.secret start.sh, keys/<site>.pub
-sites/<site>/       ca.crt key site.yaml own.yaml start.sh: all that a site gets
+sites/<site>/       ca.crt key signing.key site.yaml own.yaml start.sh: all that a site gets
 """
 
 from __future__ import annotations
@@ -170,6 +170,7 @@ def make_network(
         make_site_key,
         write_private,
     )
+    from fl_lightning.secure.protocol.keys import SigningKey
 
     host, port = parse_address(server)
     sites = parse_sites(",".join(sites))
@@ -183,6 +184,8 @@ def make_network(
     write_private(network.server / "superexec.secret", secrets.token_hex(32).encode())
     _write_start(network.server, "serve --folder ..")
     certificate = (network.server / "ca.crt").read_bytes()
+    signing = {name: SigningKey(secrets.token_bytes(32)) for name in sites}
+    peers = {name: key.public.hex() for name, key in signing.items()}
     for number, name in enumerate(sites):
         own = network.site(name)
         own.mkdir(parents=True)
@@ -191,7 +194,8 @@ def make_network(
         (own / "key.pub").rename(network.server / "keys" / f"{name}.pub")
         (own / "ca.crt").write_bytes(certificate)
         members = list((clients or {}).get(name, [number]))
-        (own / "site.yaml").write_text(_site_yaml(name, server, members))
+        write_private(own / "signing.key", signing[name].private)
+        (own / "site.yaml").write_text(_site_yaml(name, server, members, peers))
         (own / "own.yaml").write_text(_OWN_YAML)
         _write_start(own, "join --folder .")
     told = {"server": server, "sites": list(sites)}
@@ -218,7 +222,8 @@ def _write_start(folder: Path, words: str) -> None:
     path.chmod(0o755)
 
 
-def _site_yaml(name: str, server: str, clients: Sequence[int]) -> str:
+def _site_yaml(name: str, server: str, clients: Sequence[int], peers: Mapping[str, str]) -> str:
+    keys = "".join(f"  {peer}: {key}\n" for peer, key in peers.items())
     return (
         f"name: {name}\n"
         f"server: {server}\n"
@@ -227,6 +232,8 @@ def _site_yaml(name: str, server: str, clients: Sequence[int]) -> str:
         f"socket: ~/.fl-lightning/{name}/socket\n"
         "memory: memory # folder of what its clients remember between rounds\n"
         "# what it allows: fewest_in_secure_sum, most_epsilon, metrics, most_bytes, classes\n"
+        "signing_key: signing.key # signs what this site says in secure sums\n"
+        f"peers: # whose signatures this site believes there: the public keys of all sites\n{keys}"
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -81,4 +81,4 @@ class Agreed:
 
 
 def _all_of(values: Any, kind: type) -> bool:
-    return isinstance(values, Sequence) and all(type(value) is kind for value in values)
+    return isinstance(values, list) and all(type(value) is kind for value in values)

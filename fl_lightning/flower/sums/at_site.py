@@ -61,7 +61,7 @@ class SiteSums:
         if stage == ProtocolStage.ADVERTISE:
             self._begin(agreed, order)
         elif agreed != self._agreed:
-            raise OrderRefused("run", "this site takes no part in this sum, or was started again")
+            raise OrderRefused("sum", "this site takes no part in this sum, or was started again")
         answers: list[ClientAnswer] = []
         tensors: dict[str, Tensor] = {}
         for client in order.clients:
@@ -70,7 +70,7 @@ class SiteSums:
             except (ValueError, KeyError, OrderRefused) as error:
                 log.warning("secure sum, %s, client %d: %s", stage.name, client, error)
                 self._clients.pop(client, None)
-                answers.append(ClientAnswer(client=client, failure="policy"))
+                answers.append(ClientAnswer(client=client, failure="sum"))
             else:
                 answers.append(ClientAnswer(client=client))
                 tensors[f"{client}/{FROM_CLIENT}"] = _bytes_as_tensor(message)
@@ -80,7 +80,7 @@ class SiteSums:
     def _begin(self, agreed: Agreed, order: Order) -> None:
         session, policy, kept = agreed.session, self._policy, self._kept
         if session.round_index != order.round or order.round != kept.round:
-            raise OrderRefused("round", f"there are vectors of round {kept.round} here")
+            raise OrderRefused("sum", f"there are vectors of round {kept.round} here")
         policy.check_secure_sum(session.least_survivors)
         if session.active and policy.signing_key is None:
             raise OrderRefused("policy", "the sum is signed, and site.yaml has no signing_key")
@@ -104,7 +104,7 @@ class SiteSums:
                 if client in kept.vectors
             }
         except ValueError as error:
-            raise OrderRefused("policy", f"the sum: {error}") from None
+            raise OrderRefused("sum", f"the sum: {error}") from None
 
     def _answer(self, client: int, stage: ProtocolStage, order: Order) -> bytes:
         secure = self._clients[client]

@@ -61,7 +61,7 @@ class SiteVectors:
             self._told = {"round": self.round, "clients": cohort, "opened": {}}
         elif self._told["clients"] != cohort:
             raise OrderRefused(
-                "round", f"round {self.round} began with a sum of {self._told['clients']}"
+                "sum", f"round {self.round} began with a sum of {self._told['clients']}"
             )
         for client in own:
             self.used.setdefault(client, UsedRounds())
@@ -77,7 +77,7 @@ class SiteVectors:
         opened = self._told["opened"].setdefault(str(client), asked)
         if opened != asked:
             raise OrderRefused(
-                "round", f"client {client} opened the sum of {opened}, and is asked for {asked}"
+                "sum", f"client {client} opened the sum of {opened}, and is asked for {asked}"
             )
         self._write_told()
 

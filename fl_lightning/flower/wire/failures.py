@@ -21,6 +21,7 @@ CATEGORIES = {
     "run": "the site is in another run",
     "configuration": "the site agreed to another configuration",
     "round": "the order is of an older round with other content",
+    "sum": "the site has no part in this secure sum, was started again since, or would tell too much",
     "clients": "a client that was asked is not at the site",
     "model": "the order's model does not fit the site's",
     "setup": "the site cannot run this configuration",

@@ -1,0 +1,222 @@
+"""A secure sum over sites: the sum of who stayed, and nothing else, whatever server and sites do."""
+
+from secrets import token_bytes
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fl_lightning.flower.correspondence import Correspondence
+from fl_lightning.flower.messages import Answer, Failure, Order, digest
+from fl_lightning.flower.policy import Policy, Refused
+from fl_lightning.flower.sums.agreed import Agreed
+from fl_lightning.flower.sums.at_server import SumOverSites
+from fl_lightning.flower.sums.at_site import SiteSums
+from fl_lightning.flower.wire.failures import OrderRefused, category_of
+from fl_lightning.secure.protocol.keys import SigningKey
+from fl_lightning.secure.protocol.session import AbortedError, ProtocolStage, Session
+
+pytestmark = pytest.mark.filterwarnings("ignore:client . at site")
+RUN, CONFIGURATION = "a" * 32, "b" * 64
+SITES = {"a": (0, 1), "b": (2, 3), "c": (4, 5)}
+SITE_OF = {client: site for site, clients in SITES.items() for client in clients}
+CLIENTS = sorted(SITE_OF)
+
+
+def session(run="c" * 32, active=False, size=3, **options):
+    given = {"round_index": 0, "num_clients": 6, "threshold": 5, "bits": 20}
+    return Session(run=run, size=size, active=active, **given | options)
+
+
+class Sites:
+    """A channel to sites in this process; each holds the vectors of round 0."""
+
+    def __init__(self, folder, **policy):
+        self.folder, self.policy = folder, policy
+        self.keys, self.secrets = {}, {}
+        for name in SITES:
+            self.secrets[name] = folder / f"{name}.key"
+            self.secrets[name].write_bytes(token_bytes(32))
+            self.keys[name] = SigningKey(self.secrets[name].read_bytes()).public
+        self.vectors = {c: np.array([c, 1, 2**20 - 1], np.uint32) for c in CLIENTS}
+        self.sums, self.waiting, self.silent = {}, [], {}
+        self.change = lambda content: content
+        for name, clients in SITES.items():
+            self.start(name)
+            self.sums[name].keep(0, {c: self.vectors[c] for c in clients})
+
+    def start(self, name):
+        peers = {site: key.hex() for site, key in self.keys.items()}
+        policy = Policy(
+            name=name,
+            clients={c: c for c in SITES[name]},
+            socket=self.folder / "socket",
+            memory=self.folder / name,
+            signing_key=self.secrets[name],
+            peers=peers,
+            **self.policy,
+        )
+        self.sums[name] = SiteSums(self.folder / name, policy)
+
+    def sites(self):
+        return sorted(SITES)
+
+    def send(self, site, message, ttl):
+        order = Order.from_bytes(message, limit=10**6)
+        stage = order.options["stage"]
+        if self.silent.get(site, 9) <= stage:
+            self.start(site)  # which has lost its keys
+        common = {"kind": "sum", "run": RUN, "round": 0, "site": site, "order": digest(message)}
+        try:
+            done = self.sums[site].follow(order)
+        except (OrderRefused, Refused) as error:
+            answer = Answer(**common, failure=Failure(category_of(error)))
+        else:
+            answer = Answer(**common, clients=tuple(done.answers), tensors=done.tensors)
+        self.waiting.append((site, self.change(answer.to_bytes())))
+
+    def receive(self, seconds):
+        came, self.waiting = self.waiting, []
+        return came
+
+
+def write(clients, options, tensors):
+    return Order(
+        kind="sum",
+        run=RUN,
+        configuration=CONFIGURATION,
+        round=0,
+        clients=clients,
+        options=options,
+        tensors=tensors,
+    )
+
+
+def added(sites, agreed, clients=CLIENTS):
+    lost = {}
+    adds = SumOverSites(
+        Correspondence(sites, deadline=5.0), SITE_OF, sites.keys, write, lost.__setitem__
+    )
+    return adds(agreed, clients), lost
+
+
+@pytest.mark.parametrize("active", [False, True])
+def test_the_sum_is_that_of_the_vectors(active, tmp_path):
+    outcome, lost = added(Sites(tmp_path), session(active=active))
+    assert outcome.total.tolist() == [15, 6, 2**20 - 6]
+    assert outcome.survivors == frozenset(range(6))
+    assert lost == {}
+    assert min(outcome.costs.bytes_up.values()) > 0
+
+
+@pytest.mark.parametrize("stage", list(ProtocolStage)[1:])
+@pytest.mark.parametrize("active", [False, True])
+def test_a_site_that_is_killed_between_stages_is_left_out_or_counted(stage, active, tmp_path):
+    if stage == ProtocolStage.AGREE and not active:
+        return
+    sites = Sites(tmp_path)
+    sites.silent = {"c": stage}
+    agreed = session(active=active, num_clients=6, threshold=5 if active else 4)
+    if active:  # four of six are too few against a server that may lie
+        with pytest.raises(AbortedError, match=f"4 clients answered at stage {stage.name}"):
+            added(sites, agreed)
+        return
+    outcome, lost = added(sites, agreed)
+    stayed = CLIENTS if stage > ProtocolStage.MASK else [0, 1, 2, 3]
+    assert outcome.total.tolist() == [sum(stayed), len(stayed), 2**20 - len(stayed)]
+    assert sorted(lost) == sorted(set(CLIENTS) - set(stayed))
+    assert all(f"at site c: it left the secure sum at stage {stage.name}" in lost[c] for c in lost)
+
+
+def test_a_round_that_is_added_again_gives_the_same_sum_and_no_other(tmp_path):
+    sites = Sites(tmp_path)
+    first, _ = added(sites, session(run="1" * 32, threshold=4))
+    for name in SITES:
+        sites.start(name)  # what they have told is on their disks
+    again, _ = added(sites, session(run="2" * 32, threshold=4))
+    assert again.total.tolist() == first.total.tolist()
+    sites.silent = {"c": ProtocolStage.MASK}  # the server would learn what c's vectors are
+    with pytest.raises(AbortedError, match="0 clients answered at stage REVEAL"):
+        added(sites, session(run="3" * 32, threshold=4))
+
+
+def test_a_round_that_began_with_others_is_not_added(tmp_path):
+    sites = Sites(tmp_path)
+    added(sites, session(run="1" * 32, threshold=4))
+    with pytest.raises(AbortedError, match="0 clients answered at stage ADVERTISE"):
+        added(sites, session(run="2" * 32, threshold=3, num_clients=4), [0, 1, 2, 3])
+
+
+def test_a_protocol_run_is_used_once(tmp_path):
+    sites = Sites(tmp_path)
+    added(sites, session())
+    for name in SITES:
+        sites.start(name)
+    with pytest.raises(AbortedError, match="0 clients answered at stage ADVERTISE"):
+        added(sites, session())
+
+
+def test_a_site_says_how_few_a_sum_may_hide_among(tmp_path):
+    sites = Sites(tmp_path, fewest_in_secure_sum=6)
+    with pytest.raises(AbortedError, match="0 clients answered at stage ADVERTISE"):
+        added(sites, session(threshold=5))
+
+
+def test_keys_that_a_site_does_not_know_are_refused(tmp_path):
+    sites = Sites(tmp_path)
+    stranger = SigningKey(token_bytes(32))
+    sites.keys["c"] = stranger.public  # the server says so, a and b know better
+    with pytest.raises(AbortedError, match="answered at stage"):
+        added(sites, session(active=True))
+
+
+@settings(max_examples=60, deadline=None)
+@given(place=st.integers(0, 10**6), bit=st.integers(0, 7), site=st.sampled_from(sorted(SITES)))
+def test_a_changed_answer_is_never_added(place, bit, site, tmp_path_factory):
+    sites = Sites(tmp_path_factory.mktemp("sums"))
+
+    def change(content):
+        changed = bytearray(content)
+        if content.find(b'"site":"' + site.encode()) >= 0:
+            changed[place % len(content)] ^= 1 << bit
+        return bytes(changed)
+
+    sites.change = change
+    try:
+        outcome, _ = added(sites, session(threshold=4))
+    except AbortedError:
+        return
+    stayed = sorted(outcome.survivors)
+    assert outcome.total.tolist() == [sum(stayed), len(stayed), 2**20 - len(stayed)]
+
+
+def test_what_is_agreed_comes_back_as_it_was():
+    agreed = Agreed(session(active=True), tuple(CLIENTS), tuple(SITE_OF[c] for c in CLIENTS))
+    assert Agreed.of_options(agreed.options(ProtocolStage.MASK)) == (agreed, ProtocolStage.MASK)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"session": None},
+        {"clients": [0, 1]},
+        {"clients": [0, 0, 1, 2, 3, 4]},
+        {"sites": "abcdef"},
+        {"stage": 9},
+        {"stage": None},
+    ],
+)
+def test_what_is_not_agreed_is_refused(change):
+    agreed = Agreed(session(), tuple(CLIENTS), tuple(SITE_OF[c] for c in CLIENTS))
+    with pytest.raises(ValueError, match=r"."):
+        Agreed.of_options(agreed.options(ProtocolStage.MASK) | change)
+
+
+@pytest.mark.parametrize("change", [{"size": "3"}, {"bits": 65}, {"active": 1}, {"more": 1}])
+def test_a_session_of_another_kind_is_refused(change):
+    agreed = Agreed(session(), tuple(CLIENTS), tuple(SITE_OF[c] for c in CLIENTS))
+    options = agreed.options(ProtocolStage.MASK)
+    options["session"] |= change
+    with pytest.raises(ValueError, match=r"."):
+        Agreed.of_options(options)
