@@ -6,10 +6,18 @@ import time
 
 import pytest
 import torch
-from flower.site_processes import configuration, differing, over_network, simulated, three_sites
+from flower.site_processes import (
+    CLIENTS,
+    configuration,
+    differing,
+    over_network,
+    simulated,
+    three_sites,
+)
 
 from fl_lightning.core.errors import ClientFailure
 from fl_lightning.flower.messages import Order
+from fl_lightning.secure.protocol.session import ProtocolStage
 
 MOMENTUM = {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3}
 BATCH_NORM = {
@@ -126,9 +134,17 @@ class Killing:
         return self._channel.receive(seconds)
 
 
+# what a killed site or server has to find again: memory of clients, or vectors of a secure sum
+KEPT = {
+    "memory": {"federation__correction": built("Scaffold"), "federation__updates": [SPARSE]},
+    "vectors": {"federation__aggregator": built("secure.SecureMean")},
+}
+
+
 @pytest.mark.slow
-def test_a_site_that_is_killed_is_asked_again(tmp_path):
-    config = configuration(federation__correction=built("Scaffold"), federation__updates=[SPARSE])
+@pytest.mark.parametrize("kept", KEPT)
+def test_a_site_that_is_killed_is_asked_again(kept, tmp_path):
+    config = configuration(**KEPT[kept])
     with three_sites(config) as sites:
         channel = Killing(sites)
         network = over_network(sites, config, tmp_path / "network", channel=channel)
@@ -137,12 +153,9 @@ def test_a_site_that_is_killed_is_asked_again(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_server_that_is_killed_goes_on_to_the_same_bits(tmp_path):
-    config = configuration(
-        federation__correction=built("Scaffold"),
-        federation__updates=[SPARSE],
-        trainer__max_epochs=4,
-    )
+@pytest.mark.parametrize("kept", KEPT)
+def test_a_server_that_is_killed_goes_on_to_the_same_bits(kept, tmp_path):
+    config = configuration(trainer__max_epochs=20, **KEPT[kept])
     with three_sites(config) as sites:
         fork = multiprocessing.get_context("fork")
         root = tmp_path / "network"
@@ -155,11 +168,56 @@ def test_a_server_that_is_killed_goes_on_to_the_same_bits(tmp_path):
         first.kill()
         first.join()
         [file] = root.rglob("last.ckpt")
-        assert 0 <= torch.load(file, weights_only=False)["epoch"] < 3
+        assert 0 <= torch.load(file, weights_only=False)["epoch"] < 19
         network = over_network(sites, config, root, f"--ckpt_path={file}")
     alone = simulated(config, tmp_path / "alone")
-    assert network["epoch"] == alone["epoch"] == 3
+    assert network["epoch"] == alone["epoch"] == 19
     assert differing(network, alone) == []
+
+
+class KillingInSums(Killing):
+    """A channel on which a site dies in the first round's sum, at a stage of the protocol."""
+
+    def __init__(self, sites, stage):
+        super().__init__(sites)
+        self._stage = stage
+
+    def send(self, site, message, ttl):
+        order = Order.from_bytes(message, limit=2**30)
+        if order.kind == "sum" and order.options["stage"] == self._stage and not self.killed:
+            self.killed.append((site, order.clients))
+            self._sites.kill(site)
+            self._sites.start(site)
+        self._channel.send(site, message, ttl)
+
+
+@pytest.mark.slow
+def test_a_site_that_is_killed_before_its_vector_is_masked_is_left_out(tmp_path):
+    options = {
+        "federation__aggregator": built("secure.SecureMean", threshold=0.5),
+        "federation__cohort": built("UniformCohort", size=6),
+        "trainer__max_epochs": 1,
+    }
+    config = configuration(federation__on_client_failure="skip", **options)
+    with three_sites(config) as sites:
+        channel = KillingInSums(sites, ProtocolStage.MASK)
+        network = over_network(sites, config, tmp_path / "network", channel=channel)
+    [(site, clients)] = channel.killed
+    assert CLIENTS[site] == clients
+    others = configuration(**options, federation__on_client_failure="skip")
+    whole = simulated(others, tmp_path / "alone")
+    assert differing(network, whole) != []
+
+
+@pytest.mark.slow
+def test_a_site_that_is_killed_in_a_sum_is_named(tmp_path):
+    config = configuration(federation__aggregator=built("secure.SecureMean"))
+    with three_sites(config) as sites:
+        channel = KillingInSums(sites, ProtocolStage.SHARE)
+        with pytest.raises(
+            ClientFailure, match=r"at site .: it left the secure sum at stage SHARE"
+        ):
+            over_network(sites, config, tmp_path / "network", channel=channel)
 
 
 @pytest.mark.slow
