@@ -21,13 +21,6 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
-from fl_lightning.callbacks.client_examples import (
-    ClientExamples,
-    chosen_clients,
-    common_test_examples,
-    held_out_examples,
-)
-from fl_lightning.callbacks.client_visits import evaluate_clients
 from fl_lightning.callbacks.console.tidy import detail
 from fl_lightning.callbacks.evaluated_model import ModelOrigin
 from fl_lightning.callbacks.local_models import LocalModels
@@ -37,10 +30,16 @@ from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.checkpoints.run_folder import run_folder
 from fl_lightning.federation.loggers.pictures import log_histogram
 from fl_lightning.federation.processes.ranks import Ranks
+from fl_lightning.federation.visits.client_examples import (
+    ClientExamples,
+    chosen_clients,
+    common_test_examples,
+    held_out_examples,
+)
+from fl_lightning.federation.visits.client_visits import PERSONAL, evaluated_clients
 from fl_lightning.federation.visits.personal_models import personal_models
 from fl_lightning.federation.visits.visiting import StepOf
 
-_PERSONAL = "personal/"
 # Parts of the names of metrics of which less is better.
 _LOWER_IS_BETTER = ("loss", "error", "inertia", "perplexity", "mse", "mae", "nll")
 
@@ -141,26 +140,18 @@ class ClientEvaluation(Callback):
             return
         words = f"per-client evaluation ({stage}): {self._origin.words(trainer)}"
         rank_zero_info(words, **detail())
-        self._write(trainer, stage, examples, self._evaluate(trainer, module, stage, examples))
+        self._write(trainer, stage, examples, self._evaluate(trainer, stage, examples))
 
     def _evaluate(
-        self, trainer: Trainer, module: LightningModule, stage: StepOf, examples: ClientExamples
+        self, trainer: Trainer, stage: StepOf, examples: ClientExamples
     ) -> dict[int, dict[str, Tensor]]:
         """Return this process's clients' metrics, of the global model and of their own ones."""
         data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
         clients = chosen_clients(data, self.max_clients, examples)
-        found: dict[int, dict[str, Tensor]] = {}
-        if not examples.are_common:
-            found = evaluate_clients(trainer, module, data, stage, clients, examples=examples)
+        if data.evaluated_by is not None:  # where their examples are
+            return data.evaluated_by(stage, clients.tolist())
         models = personal_models(trainer)
-        if models is not None:
-            own = evaluate_clients(
-                trainer, module, data, stage, clients, having=models.of, examples=examples
-            )
-            for client, metrics in own.items():
-                named = {f"{_PERSONAL}{name}": value for name, value in metrics.items()}
-                found[client] = found.get(client, {}) | named
-        return found
+        return evaluated_clients(trainer, data, stage, clients, models, examples)
 
     def _write(
         self,
@@ -209,7 +200,7 @@ def _why_not(
 def _log(trainer: Trainer, name: str, values: Tensor, *, higher_is_better: bool) -> None:
     worst = worst_decile(values, higher_is_better=higher_is_better)
     mean, spread = values.mean(), values.std(correction=0)
-    key = name if name.startswith(_PERSONAL) else f"clients/{name}"
+    key = name if name.startswith(PERSONAL) else f"clients/{name}"
     logs = {f"{key}_mean": mean, f"{key}_spread": spread, f"{key}_worst_decile": worst}
     fairness = ""
     if bool((values >= 0).all()):

@@ -16,8 +16,6 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
-from fl_lightning.callbacks.client_examples import ClientExamples, common_test_examples
-from fl_lightning.callbacks.client_visits import evaluate_clients
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.checkpoints.run_folder import run_folder
@@ -25,6 +23,8 @@ from fl_lightning.federation.federation import Federation
 from fl_lightning.federation.processes.ranks import Ranks
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Sent, Stage, Start
+from fl_lightning.federation.visits.client_examples import ClientExamples, common_test_examples
+from fl_lightning.federation.visits.client_visits import evaluate_clients
 from fl_lightning.federation.visits.personal_models import personal_models
 
 TABLE = "local_models.csv"

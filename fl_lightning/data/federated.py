@@ -290,6 +290,10 @@ class FederatedDataModule(ForwardingDataModule):
             seed=self.seed,
         )
 
+    # Where clients' examples are elsewhere: returns what they log on those that they hold out for a
+    # stage, ``validation`` or ``test``, by client. Set by whoever has them evaluated there.
+    evaluated_by: Callable[[str, list[int]], dict[int, dict[str, Tensor]]] | None = None
+
     def join_as(self, places: Mapping[int, int], num_clients: int) -> None:
         """Have clients here be some of a larger federation, whose others have nothing here.
 

@@ -156,7 +156,8 @@ class Federation(Options, Callback):
     def personal_models(self, trainer: Trainer) -> PersonalModels | None:
         """Return what clients have for themselves after the last round, or by the checkpoint."""
         saved = self._saved or self._personal_state or {}
-        return recalled_models(trainer, self.personal, self.seed, self.rounds, saved)
+        run = None if self.rounds is None else self.rounds.run
+        return recalled_models(trainer, self.personal, self.seed, run, saved)
 
     def personal_state(self) -> dict[str, Any]:
         """Return what another process needs to evaluate personal models, unless it is large."""

@@ -25,9 +25,11 @@ from fl_lightning.federation.options import Options
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stages.order import run_aggregator, stages_of
 from fl_lightning.federation.start import prepare, take_over
+from fl_lightning.federation.visits.personal_recall import recalled_models
 from fl_lightning.flower.desk import Desk, Done
 from fl_lightning.flower.messages import Order
 from fl_lightning.flower.metric_sums import OPTION
+from fl_lightning.flower.site_evaluation import evaluated
 from fl_lightning.flower.site_memory import SiteMemory
 from fl_lightning.flower.site_rounds import SiteRounds
 from fl_lightning.server.protected import SumsOverSites
@@ -79,8 +81,14 @@ class AtSite(Callback):
         take_over(trainer, self._rounds, self._cleanup)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Wait for the next order."""
-        order = self._order = self._desk.next_order()
+        """Wait for the next order to train, and evaluate meanwhile what is asked for."""
+        while (order := self._desk.next_order()) is not None and order.kind == "evaluate":
+            self._memory.begin(order)
+            self._rounds.hold(order)
+            run, options = self._rounds.run, self._options
+            models = recalled_models(trainer, options.personal, options.seed, run, {})
+            self._desk.answer(evaluated(trainer, order, models, self._allows))
+        self._order = order
         self._rounds.obey(order)
         if order is None:
             trainer.should_stop = True

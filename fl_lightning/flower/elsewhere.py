@@ -1,4 +1,4 @@
-"""Data that are elsewhere: of its clients a server knows how many examples each has."""
+"""Data that are elsewhere: of its clients a server knows how many examples each has, and holds out."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ class DataElsewhere(FederatedDataModule):
     Args:
         data: of the configuration; its training set is never asked for.
         num_examples: of every client.
+        held_out: of every client, by stage (``validation``, ``test``).
         batch_size: of clients' local batches.
         drop_last: whether clients leave out a smaller last batch.
     """
@@ -30,6 +31,7 @@ class DataElsewhere(FederatedDataModule):
         data: FederatedDataModule,
         *,
         num_examples: Mapping[int, int],
+        held_out: Mapping[str, Mapping[int, int]],
         batch_size: int,
         drop_last: bool,
     ) -> None:
@@ -39,8 +41,8 @@ class DataElsewhere(FederatedDataModule):
                 f"the sites' clients must be numbered from 0 without a gap, got {sorted(num_examples)}: "
                 "set clients in each site.yaml"
             )
-        sizes = np.array([num_examples[client] for client in sorted(num_examples)], np.int64)
-        self._shards = ClientShards(FlatShards(np.arange(sizes.sum()), sizes))
+        self._shards = _shards_of(num_examples)
+        self._held_out = {stage: _shards_of(sizes) for stage, sizes in held_out.items()}
         self._size, self._drops = batch_size, drop_last
 
     @property
@@ -58,12 +60,12 @@ class DataElsewhere(FederatedDataModule):
 
     @property
     def held_out(self) -> ClientShards:
-        """Nothing: what clients hold out they have at their sites."""
+        """How many examples each holds out for validation, at its site."""
         return self.held_out_for("validation")
 
     def held_out_for(self, stage: str) -> ClientShards:
-        """Return nothing, as `held_out`."""
-        return ClientShards([np.empty(0, np.int64)] * len(self._shards))
+        """Return how many examples each holds out for ``validation`` or ``test``, at its site."""
+        return self._held_out[stage]
 
     @property
     def batch_size(self) -> int:
@@ -87,3 +89,9 @@ class DataElsewhere(FederatedDataModule):
     def summary(self) -> PartitionSummary:
         """Return sizes; classes are not known here."""
         return PartitionSummary.of(self.clients.flat, None, max_clients=MAX_CLIENTS_COUNTED)
+
+
+def _shards_of(sizes: Mapping[int, int]) -> ClientShards:
+    """Return shards of so many examples; which ones, only sites know."""
+    lengths = np.array([sizes[client] for client in sorted(sizes)], np.int64)
+    return ClientShards(FlatShards(np.arange(lengths.sum()), lengths))

@@ -102,6 +102,37 @@ class Packing:
         )
         return _as_tensor(encode(message))
 
+    def whole_model(self, model: GlobalModel, round_index: int) -> Tensor:
+        """Return a model as bytes, shape (n,), every number as it is."""
+        message = Message(
+            "model",
+            space=self._agreed,
+            round_index=round_index,
+            client_id=0,
+            params=Dense(model.params),
+            buffers=Dense(model.buffers),
+        )
+        return _as_tensor(encode(message))
+
+    def opened_whole_model(self, data: Tensor, round_index: int) -> GlobalModel:
+        """Return the model of `whole_model`.
+
+        Raises:
+            DecodeError: for bytes that are not one of this round and this space.
+        """
+        agreement = Agreement(
+            kind="model",
+            space=self._agreed,
+            round_index=round_index,
+            num_params=self._space.size,
+            num_buffers=self._num_buffers,
+        )
+        message = decode(_as_bytes(data), agreement)
+        params = message.params.to_dense()
+        self._check(params)
+        device = self._space.device
+        return GlobalModel(params.to(device), message.buffers.to_dense().to(device))
+
     def opened_model(self, data: Tensor, round_index: int) -> GlobalModel:
         """Return the model that clients of a round begin with.
 

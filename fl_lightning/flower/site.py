@@ -3,6 +3,7 @@
     hello   here is the configuration of a run; who are you, and how many examples have your clients?
     train   train these clients in this round, from this model
     sum     here is what the secure sum's other clients say; what do these clients answer?
+    evaluate    how does this model do on what these clients hold out?
     stop    the run is over
 
 An order that comes again is answered with the same bytes, without being followed again. Whatever goes
@@ -118,9 +119,9 @@ class Site:
         self._policy.clients_here(order.clients)
         if order.kind == "sum":
             return self._answer(order, name, done=self._sums.follow(order))
-        if order.kind == "train":
-            return self._answer(order, name, done=self._trained(order))
-        raise OrderRefused("policy", f"this site follows no order of kind {order.kind}")
+        if order.kind == "evaluate":
+            return self._answer(order, name, done=self._asked(order))
+        return self._answer(order, name, done=self._trained(order))
 
     def _check_run(self, order: Order) -> None:
         if order.run != self._run:

@@ -97,8 +97,14 @@ class SiteRounds:
     def close_round(self) -> None:
         """Leave the module with the model of the order: the server steps elsewhere."""
 
-    def _begin(self, order: Order) -> GlobalModel:
-        """Have everything be as where the round begins in the server's process."""
+    def hold(self, order: Order) -> None:
+        """Have the module hold the model of an order, to be evaluated."""
+        self._settle(order)
+        model = self._packing.opened_whole_model(order.tensors["model"], order.round)
+        self._clients.restore(model)
+
+    def _settle(self, order: Order) -> None:
+        """Know what travels, and that what does not is the server's."""
         local, options = self.run.local, order.options
         if local.state_names != options["state"]:
             local.settle_state(options["state"])
@@ -110,13 +116,18 @@ class SiteRounds:
                     "same seed, and the same file of weights",
                 )
             self._constants_agree = True
+        num_up = 0 if options["buffers_stay"] else local.buffers.size
+        self._packing = Packing(self._transport, local.space, local.buffers.size, num_up)
+
+    def _begin(self, order: Order) -> GlobalModel:
+        """Have everything be as where the round begins in the server's process."""
+        self._settle(order)
+        options = order.options
         _take_options(self.run.trainer.optimizers, options["optimizers"])
         if self._sums is not None:
             terms = Terms(most_clients=options["most_clients"], seed=self.run.options.seed)
             self._sums.begin(terms)
             self._sums.start_round(order.round)
-        num_up = 0 if options["buffers_stay"] else local.buffers.size
-        self._packing = Packing(self._transport, local.space, local.buffers.size, num_up)
         model = self._packing.opened_model(order.tensors["model"], order.round)
         self._clients.restore(model)
         self._clients.start_round()

@@ -8,7 +8,7 @@ simulation. What a client's update goes through on its way, it has gone through 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -132,6 +132,7 @@ class Sites(Training):
                 raise ConfigurationError(f"{type(stage).__name__}: {stage.reason_against_sites}")
         self._correspondence, self._site_of = correspondence, site_of
         self._counted, self._configuration = counted, configuration
+        run.data.evaluated_by = self.evaluate
         self._transport = next(stage for stage in stages if isinstance(stage, Transport))
         self._ours = stages.after(self._transport)
         hidden = next((stage for stage in stages if isinstance(stage, SecureRounds)), None)
@@ -172,6 +173,29 @@ class Sites(Training):
                 place += 1
         pool_sums([sums[site] for site in sorted(sums)], self.collector, self._run.module)
 
+    def evaluate(self, stage: str, clients: Sequence[int]) -> dict[int, dict[str, Tensor]]:
+        """Return what clients log on the examples that they hold out, of the model in the module.
+
+        Args:
+            stage: ``validation`` or ``test``.
+            clients: who; those that cannot are left out, with a warning.
+        """
+        num_up = 0 if self._stages.buffers_stay else self.local.buffers.size
+        packing = Packing(self._transport, self.local.space, self.local.buffers.size, num_up)
+        model = packing.whole_model(self.local.read(), self._run.round_index)
+        options = self._agreed() | {"stage": stage}
+        orders = {
+            site: self._order("evaluate", some, options, {"model": model})
+            for site, some in self._by_site(clients).items()
+        }
+        found: dict[int, dict[str, Tensor]] = {}
+        for reply in self._correspondence.ask(orders):
+            if reply.answer is None:
+                rank_zero_warn(f"per-client evaluation: without site {reply.site}: {reply.reason}")
+                continue
+            found |= {a.client: dict(a.metrics) for a in reply.answer.clients if a.metrics}
+        return found
+
     def _note_sums(self, reply: Reply, sums: dict[str, MetricSums]) -> None:
         """Take what a site tells of logged torchmetrics objects."""
         if reply.answer is None:
@@ -188,23 +212,33 @@ class Sites(Training):
         for stage in self._stages:
             told = stage.to_sites().items()
             tensors |= {f"stage/{stage.key}/{name}": tensor.cpu() for name, tensor in told}
-        options = {
-            "num_clients": self._run.groups.population.num_clients,
+        options = self._agreed() | {
             "optimizers": options_of(self._run.trainer.optimizers),
-            "state": self.local.state_names or [],
-            "buffers_stay": self._stages.buffers_stay,
             "epsilon": self._epsilon(),
-            "constants": self._constants,
         }
         if self._sums is not None:
             options["most_clients"] = self._sums.terms.most_clients
-        by_site: dict[str, list[int]] = {}
-        for client in clients:
-            by_site.setdefault(self._site_of[client], []).append(client)
         return {
-            site: self._order("train", tuple(some), options, tensors)
-            for site, some in by_site.items()
+            site: self._order("train", some, options, tensors)
+            for site, some in self._by_site(clients).items()
         }
+
+    def _agreed(self) -> dict[str, Any]:
+        """Return what both sides must know of the model alike."""
+        return {
+            "num_clients": self._run.groups.population.num_clients,
+            "state": self.local.state_names or [],
+            "buffers_stay": self._stages.buffers_stay,
+            "constants": self._constants,
+        }
+
+    def _by_site(self, clients: Iterable[int]) -> dict[str, tuple[int, ...]]:
+        """Return the clients of each site, in the order given."""
+        by_site: dict[str, tuple[int, ...]] = {}
+        for client in clients:
+            site = self._site_of[client]
+            by_site[site] = (*by_site.get(site, ()), client)
+        return by_site
 
     def _order(
         self,

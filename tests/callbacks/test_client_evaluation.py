@@ -12,7 +12,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 from toys import ToyModule, toy_data, toy_trainer
 
 from fl_lightning import ClientEvaluation, ConfigurationError, Federation, Personal
-from fl_lightning.callbacks.client_evaluation import evaluate_clients
+from fl_lightning.federation.visits.client_visits import evaluate_clients
 
 SHORT = {"validation": "val", "test": "test"}
 # the test set is the training set moved by 0.1: figures of clients' examples differ from its own

@@ -111,6 +111,38 @@ def test_a_run_over_sites_has_the_bits_of_its_simulation(options, tmp_path):
     assert differing(network, alone) == []
 
 
+HELD_OUT = {
+    "data__init_args__client_val_fraction": 0.2,
+    "data__init_args__client_test_fraction": 0.2,
+    "trainer__callbacks": [built("ClientEvaluation", every_n_rounds=2)],
+    "trainer__logger": True,
+    "test_after_fit": True,
+}
+PERSONAL = {"federation__personal": built("Personal", head=True)}
+TUNED = {"federation__personal": built("FineTuned")}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        PERSONAL,
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param(TUNED, marks=pytest.mark.slow),
+    ],
+)
+def test_clients_are_evaluated_at_their_sites(options, tmp_path):
+    config = configuration(trainer__max_epochs=2, **HELD_OUT, **options)
+    with three_sites(config) as sites:
+        over_network(sites, config, tmp_path / "network")
+    simulated(config, tmp_path / "alone")
+    for stage in ("validation", "test"):
+        [there] = (tmp_path / "network").rglob(f"clients_{stage}.csv")
+        [here] = (tmp_path / "alone").rglob(f"clients_{stage}.csv")
+        assert there.read_text() == here.read_text()
+        assert len(there.read_text().splitlines()) == 7
+        assert ("personal/" in there.read_text()) == bool(options)
+
+
 class Killing:
     """A channel on which a site dies in every round: while it works, or when it has answered."""
 

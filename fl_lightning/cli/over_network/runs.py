@@ -32,6 +32,7 @@ from fl_lightning.flower.site import Fit, Site
 from fl_lightning.flower.sites import Counted, Sites
 from fl_lightning.flower.transport.resident import log_to, serve
 
+_STAGES = ("validation", "test")  # for which clients hold out examples
 # what a site's Trainer has nothing to do with
 _SITE_WORDS = (
     "--trainer.logger=false",
@@ -80,6 +81,7 @@ def run_site(fit: Fit, policy: Policy) -> None:
                     "drop_last": data.drop_last,
                     "precision": self.trainer.precision,
                     "signing": policy.public_key,
+                    "held_out": {stage: _held_out(data, stage, places) for stage in _STAGES},
                 }
             )
             order = fit.desk.first_order()
@@ -191,23 +193,25 @@ def run_server(
             )
             federation.clients_per_group = len(sizes)
             federation.handed.append(counted)
-            kwargs["datamodule"] = DataElsewhere(
+            self.datamodule = kwargs["datamodule"] = DataElsewhere(
                 self.datamodule,
                 num_examples=sizes,
+                held_out={stage: _told_sizes(told, stage) for stage in _STAGES},
                 batch_size=first["batch_size"],
                 drop_last=first["drop_last"],
             )
             super().fit(model, **kwargs)
             stop = Order(kind="stop", run=counted.run, configuration=digest, round=0)
-            for _ in correspondence.ask(dict.fromkeys(told, stop)):
-                pass
-            found.append(self.trainer)
+            found.extend([self.trainer, dict.fromkeys(told, stop)])
 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "run.yaml")
         file.write_text(configuration)
         run_lightning(["fit", f"--config={file}", *words], cli=ServerCLI)
-    return found[0]
+    trainer, stops = found
+    for _ in correspondence.ask(stops):  # not before the last model was tested
+        pass
+    return trainer
 
 
 def _check_masks(callbacks: Sequence[Any]) -> None:
@@ -227,6 +231,17 @@ def _compare_precision(told: Mapping[str, Answer], ours: str) -> None:
                 f"site {site} trains in precision {theirs}, this configuration says {ours}: precision is a "
                 "site's own, set in its own.yaml"
             )
+
+
+def _held_out(data: Any, stage: str, places: Mapping[int, int]) -> list[list[int]]:
+    """Return how many examples clients hold out for a stage: pairs of client and number."""
+    sizes = data.held_out_for(stage).num_examples
+    return [[client, int(sizes[at])] for client, at in sorted(places.items())]
+
+
+def _told_sizes(told: Mapping[str, Answer], stage: str) -> dict[int, int]:
+    """Return what sites say of examples that clients hold out."""
+    return {c: n for answer in told.values() for c, n in answer.options["held_out"][stage]}
 
 
 def _signing_keys(told: Mapping[str, Answer]) -> dict[str, bytes]:

@@ -13,6 +13,7 @@ from fl_lightning.client.memory import ClientMemory
 from fl_lightning.client.personal.personalisation import Personalisation
 from fl_lightning.federation.checkpoints.run_memory import saved_memory
 from fl_lightning.federation.round import Round
+from fl_lightning.federation.run import Run
 from fl_lightning.federation.visits.fine_tuning import FineTuning
 from fl_lightning.federation.visits.personal_models import PersonalModels
 
@@ -21,7 +22,7 @@ def recalled_models(
     trainer: Trainer,
     personal: Personalisation | None,
     seed: int,
-    rounds: Round | None,
+    run: Run | None,
     saved: Mapping[str, Any],
 ) -> PersonalModels | None:
     """Return what clients have for themselves; None if nothing.
@@ -30,7 +31,7 @@ def recalled_models(
         trainer: whose module holds the global model.
         personal: what the user asked for.
         seed: of what fine-tuning draws.
-        rounds: of the fit in this process; None if there was none.
+        run: of the fit in this process; None if there was none.
         saved: a checkpoint's state, or that of `state_to_bring_home`, which then counts; or empty.
     """
     if personal is None:
@@ -41,8 +42,8 @@ def recalled_models(
     if saved:
         names = (saved.get("personal") or {"names": []})["names"]
         memory = saved_memory(saved["memory"], trainer.ckpt_path)
-    elif rounds is not None:
-        names, memory = rounds.run.local.own.names, rounds.memory.clients
+    elif run is not None:
+        names, memory = run.local.own.names, run.memory.clients
     else:
         names, memory = [], ClientMemory()
     return PersonalModels(module, names, memory, tune) if names or tune else None

@@ -12,11 +12,47 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
-from fl_lightning.callbacks.client_examples import ClientExamples, held_out_examples
 from fl_lightning.client.local_step import SizedBatch
 from fl_lightning.core.metric_states import metrics_of
 from fl_lightning.data.federated import FederatedDataModule
+from fl_lightning.federation.visits.client_examples import ClientExamples, held_out_examples
+from fl_lightning.federation.visits.personal_models import PersonalModels
 from fl_lightning.federation.visits.visiting import StepOf, Visit, visiting
+
+# With which names of metrics of clients' own models begin.
+PERSONAL = "personal/"
+
+
+def evaluated_clients(
+    trainer: Trainer,
+    data: FederatedDataModule,
+    stage: StepOf,
+    clients: npt.NDArray[np.int64],
+    models: PersonalModels | None,
+    examples: ClientExamples | None = None,
+) -> dict[int, dict[str, Tensor]]:
+    """Return clients' metrics by client, of the model that the module holds and of their own ones.
+
+    Args:
+        trainer: whose module, precision and device are used; of several processes each evaluates its share.
+        data: whose clients.
+        stage: ``validation`` or ``test``.
+        clients: which of them.
+        models: their own; None if there are none. Their metrics' names begin with ``personal/``.
+        examples: on which; if None, those that clients hold out for the stage. Of common ones only the
+            clients' own models are evaluated.
+    """
+    module, found = trainer.lightning_module, dict[int, dict[str, Tensor]]()
+    if examples is None or not examples.are_common:
+        found = evaluate_clients(trainer, module, data, stage, clients, examples=examples)
+    if models is not None:
+        own = evaluate_clients(
+            trainer, module, data, stage, clients, having=models.of, examples=examples
+        )
+        for client, metrics in own.items():
+            named = {f"{PERSONAL}{name}": value for name, value in metrics.items()}
+            found[client] = found.get(client, {}) | named
+    return found
 
 
 @torch.no_grad()
