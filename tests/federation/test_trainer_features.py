@@ -221,7 +221,7 @@ def test_a_logger_that_writes_in_its_own_way_is_left_to_it(tmp_path):
 
 def test_per_client_evaluation_weighs_up_to_the_pooled_mean():
     """Over held-out examples the clients' means, weighted, are the plain mean."""
-    from fl_lightning.callbacks.client_evaluation import evaluate_clients
+    from fl_lightning.federation.visits.client_visits import evaluate_clients
 
     module, data = ToyModule(), toy_data(client_val_fraction=0.3)
     trainer = fit(module=module, data=data, max_epochs=1)

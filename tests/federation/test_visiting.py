@@ -19,12 +19,12 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 from toys import ToyModule, toy_data, toy_trainer
 
 from fl_lightning import ClientEvaluation, FederatedDataModule, Federation
-from fl_lightning.callbacks.client_evaluation import evaluate_clients
 from fl_lightning.client.local_step import loss_of
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.state.python_state import PythonState
 from fl_lightning.core.metric_states import metrics_of
 from fl_lightning.federation.hooks import NOT_THE_USERS
+from fl_lightning.federation.visits.client_visits import evaluate_clients
 from fl_lightning.federation.visits.fresh_losses import measured_losses
 from fl_lightning.federation.visits.visiting import visiting
 
