@@ -7,7 +7,6 @@ own; cohorts, validation, checkpoints and schedules are the server's.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -29,10 +28,11 @@ from fl_lightning.federation.visits.personal_recall import recalled_models
 from fl_lightning.flower.desk import Desk, Done
 from fl_lightning.flower.messages import Order
 from fl_lightning.flower.metric_sums import OPTION
+from fl_lightning.flower.policy import Policy
 from fl_lightning.flower.site_evaluation import evaluated
 from fl_lightning.flower.site_memory import SiteMemory
+from fl_lightning.flower.site_privacy import hidden_at_site
 from fl_lightning.flower.site_rounds import SiteRounds
-from fl_lightning.server.protected import SumsOverSites
 from fl_lightning.server.server import as_aggregator
 
 
@@ -43,13 +43,20 @@ class AtSite(Callback):
         options: of the federation.
         desk: where orders come in and answers go out.
         memory: what the site's clients remember, on its disk.
-        allows: whether a metric of a name may leave.
+        policy: of the site.
+        num_rounds: that the configuration plans; None for no end.
     """
 
     def __init__(
-        self, options: Options, desk: Desk, memory: SiteMemory, allows: Callable[[str], bool]
+        self,
+        options: Options,
+        desk: Desk,
+        memory: SiteMemory,
+        policy: Policy,
+        num_rounds: int | None,
     ) -> None:
-        self._given, self._desk, self._memory, self._allows = options, desk, memory, allows
+        self._given, self._desk, self._memory, self._policy = options, desk, memory, policy
+        self._num_rounds = num_rounds
         self._cleanup = ExitStack()
         self._order: Order | None = None
 
@@ -76,9 +83,16 @@ class AtSite(Callback):
         run = Run.of(trainer, options, calendar)
         aggregator = run_aggregator(trainer, options.aggregator, None)
         stages = stages_of(run, aggregator, calendar.time, None)
-        self._rounds = SiteRounds(run, stages, self._allows, sums_of(self._given))
+        sums, privacy = hidden_at_site(self._given, run, self._num_rounds, self._policy)
+        self._rounds = SiteRounds(run, stages, self._allows, sums, privacy)
         self._memory.serve(run.memory)
         take_over(trainer, self._rounds, self._cleanup)
+
+    def _allows(self, name: str) -> bool:
+        """Return whether a metric of a name may leave: without noise none does, unless that is wanted."""
+        private = self._given.client_privacy
+        is_bare = private is None or not private.clients_add_noise or private.log_unprotected
+        return is_bare and self._policy.allows_metric(name)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Wait for the next order to train, and evaluate meanwhile what is asked for."""
@@ -116,21 +130,6 @@ class AtSite(Callback):
     ) -> None:
         """Clean up as well."""
         self._cleanup.close()
-
-
-def sums_of(options: Options) -> SumsOverSites | None:
-    """Return how updates are hidden from the server; None where it sees them.
-
-    Raises:
-        ConfigurationError: if they cannot be hidden over a network.
-    """
-    protection = as_aggregator(options.aggregator).protection
-    if protection is not None and protection.over_sites is None:
-        raise ConfigurationError(
-            f"federation.aggregator {type(options.aggregator).__name__} is simulated only: this site "
-            "would have to show updates to the server"
-        )
-    return None if protection is None else protection.over_sites
 
 
 def options_at_site(options: Options, num_clients: int) -> Options:

@@ -51,11 +51,10 @@ def _of_hidden(options: Options) -> Iterator[str]:
             "this network the server would see updates in clear, which it promises not to; SecureMean "
             "with protocol: run works"
         )
-    private = options.client_privacy
-    if options.example_privacy is not None or (private is not None and private.clients_add_noise):
+    if options.example_privacy is not None:
         yield (
-            f"federation.privacy {type(options.privacy).__name__} adds noise at clients, which sites do "
-            "not do yet: use CentralDP, whose server is trusted"
+            f"federation.privacy {type(options.privacy).__name__} is simulated only: over a network use "
+            "LocalDP, whose noise clients add at their site, or CentralDP, whose server is trusted"
         )
 
 

@@ -27,6 +27,7 @@ from fl_lightning.flower.constants import constants_digest
 from fl_lightning.flower.messages import ClientAnswer, Order
 from fl_lightning.flower.metric_sums import MetricSums, taken_sums
 from fl_lightning.flower.packing import Packing
+from fl_lightning.flower.site_privacy import SitePrivacy
 from fl_lightning.flower.wire.failures import OrderRefused
 from fl_lightning.server.protected import SumsOverSites, Terms
 
@@ -42,6 +43,7 @@ class SiteRounds:
         stages: of the run.
         allows: whether a metric of a name may leave.
         sums: makes of updates what only sums are shown of; None where they are shown.
+        privacy: makes them private before they leave; None where nothing or the server does.
 
     Attributes:
         run: as given.
@@ -58,8 +60,10 @@ class SiteRounds:
         stages: Stages,
         allows: Callable[[str], bool],
         sums: SumsOverSites | None = None,
+        privacy: SitePrivacy | None = None,
     ) -> None:
-        self.run, self._stages, self._allows, self._sums = run, stages, allows, sums
+        self.run, self._stages, self._allows = run, stages, allows
+        self._sums, self._privacy = sums, privacy
         self._clients = Training(run, stages)
         self._transport = next(stage for stage in stages if isinstance(stage, Transport))
         self._ahead = stages.before(self._transport)
@@ -122,6 +126,8 @@ class SiteRounds:
     def _begin(self, order: Order) -> GlobalModel:
         """Have everything be as where the round begins in the server's process."""
         self._settle(order)
+        if self._privacy is not None:
+            self._privacy.check_order(order)
         options = order.options
         _take_options(self.run.trainer.optimizers, options["optimizers"])
         if self._sums is not None:
@@ -147,6 +153,8 @@ class SiteRounds:
         """Pack updates for their way to the server."""
         for made, update in zip(sent.made, sent.arrived, strict=True):
             if self._sums is None:
+                if self._privacy is not None:
+                    update = self._privacy.noisy(update, self.run.round_index)
                 payload, error = self._packing.update(update, self.run.round_index)
                 self.tensors[f"{update.client_id}/payload"] = payload
                 self._answer(made, update, {NORM: float(made.norm), ERROR: error})

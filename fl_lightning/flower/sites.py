@@ -135,6 +135,9 @@ class Sites(Training):
         run.data.evaluated_by = self.evaluate
         self._transport = next(stage for stage in stages if isinstance(stage, Transport))
         self._ours = stages.after(self._transport)
+        for stage in stages:
+            if isinstance(stage, PrivateRounds):
+                stage.have_noise_at_sites()
         hidden = next((stage for stage in stages if isinstance(stage, SecureRounds)), None)
         self._sums = None if hidden is None else hidden.aggregator.over_sites
         if self._sums is not None:

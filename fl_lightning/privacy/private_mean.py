@@ -40,6 +40,7 @@ class PrivateMean(PrivateAggregator):
         exact: as given.
         clip_norm: of the present round, set by whoever opens it.
         release: likewise.
+        clips: whether updates are clipped here; not where that, and the release, was done at their site.
         coins: likewise: client -> coins with which its update is rounded to a grid, for sums in whole
             numbers; None for sums in floating point.
         grid: of the open round, with coins.
@@ -60,6 +61,7 @@ class PrivateMean(PrivateAggregator):
     ) -> None:
         self.exact = exact
         self.clip_norm = float("inf")
+        self.clips = True
         self.release = release
         self.coins: Callable[[int], Draw] | None = None
         self.grid: Grid | None = None
@@ -77,7 +79,8 @@ class PrivateMean(PrivateAggregator):
 
     def add(self, update: ClientUpdate) -> None:
         """Clip and add one update."""
-        delta, is_within = clipped(update.delta, self.clip_norm)
+        norm = self.clip_norm if self.clips else float("inf")
+        delta, is_within = clipped(update.delta, norm)
         if self.release is not None:
             delta = self.release(delta, update.client_id)
         if self.grid is None or self.coins is None:

@@ -26,7 +26,7 @@ from fl_lightning.secure.round_sum import RoundSum
 from fl_lightning.secure.secure_sum import SecureSum
 from fl_lightning.server.aggregator import PrivateAggregator
 from fl_lightning.server.kept_updates import check_whole
-from fl_lightning.server.protected import Expense, NoiseShares, Terms
+from fl_lightning.server.protected import AddsAtSites, Expense, NoiseShares, Terms
 from fl_lightning.updates.clip import clipped
 
 # (bits, fewest vectors) -> the protocol
@@ -87,6 +87,7 @@ class SecurePrivateSum(PrivateAggregator):
         self._shares, self._make_sum, self.terms, self._bits = shares, make_sum, terms, bits
         self.clip_norm = float("inf")
         self._round_index = 0
+        self._unclipped = torch.zeros((), dtype=torch.int64)
         self._rounds = RoundSum(self._secure_sum(), terms.seed)
 
     def _secure_sum(self) -> SecureSum:
@@ -117,9 +118,9 @@ class SecurePrivateSum(PrivateAggregator):
         return self
 
     @property
-    def over_sites(self) -> None:
-        """None: noise of clients is not made at sites."""
-        return None
+    def over_sites(self) -> SecurePrivateSum | None:
+        """Itself, where the protocol is run."""
+        return self if self._rounds.secure_sum.protocol == "run" else None
 
     @property
     def expense(self) -> Expense:
@@ -165,12 +166,24 @@ class SecurePrivateSum(PrivateAggregator):
         Raises:
             ConfigurationError: if it is under a mask of the client's own.
         """
+        self._rounds.take(update.client_id, lambda: self.vector_of(update))
+
+    def vector_of(self, update: ClientUpdate) -> RingIntegers:
+        """Return what a client has added up: its clipped update as whole numbers with noise.
+
+        Raises:
+            ConfigurationError: if the update is under a mask of the client's own.
+        """
         check_whole(update, "SecureMean")
         delta, is_within = clipped(update.delta, self.clip_norm)
+        self._unclipped += is_within.to(self._unclipped)
         client = update.client_id
         whole = self._shares().client_integers(delta, self.clip_norm, self._round_index, client)
-        self._rounds.take(client, lambda: to_ring(whole, self._ring))
-        self._unclipped += is_within
+        return to_ring(whole, self._ring)
+
+    def have_added(self, adds: AddsAtSites) -> None:
+        """Have vectors added where they are."""
+        self._rounds.adds_at_sites = adds
 
     def exchange(
         self, gather: Callable[[Any], list[Any]], all_reduce: Callable[[Tensor], None]

@@ -78,6 +78,18 @@ SLOW = {
         "federation__aggregator": built("Mean", weight_by_examples=False),
         "federation__cohort": built("PoissonCohort", fraction=0.7),
     },
+    "local DP": {
+        "federation__privacy": built(
+            "LocalDP", clip_norm=0.5, noise_multiplier=3.0, secure_noise=False
+        ),
+        "federation__aggregator": built("Mean", weight_by_examples=False),
+    },
+    "distributed DP": {
+        "federation__privacy": built(
+            "DistributedDP", clip_norm=0.5, noise_multiplier=3.0, secure_noise=False
+        ),
+        "federation__aggregator": built("secure.SecureMean"),
+    },
     "bf16": {"trainer__precision": "bf16-mixed"},
     "double precision": {"trainer__precision": "64-true"},
     "exact sums": {"federation__aggregator": built("Mean", exact=True)},

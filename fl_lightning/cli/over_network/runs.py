@@ -63,7 +63,9 @@ def run_site(fit: Fit, policy: Policy) -> None:
         def instantiate_trainer(self, **kwargs: Any) -> Any:
             """Have the Trainer follow orders instead of running rounds."""
             federation = self._get(self.config_init, "federation")
-            at_site = AtSite(federation, fit.desk, fit.memory, policy.allows_metric)
+            rounds = (fit.configuration.get("trainer") or {}).get("max_epochs")
+            num_rounds = None if rounds is None or rounds < 0 else rounds
+            at_site = AtSite(federation, fit.desk, fit.memory, policy, num_rounds)
             options = self._get(self.config_init, "trainer")
             options["callbacks"] = [at_site]
             return super(FederatedCLI, self).instantiate_trainer(**kwargs)

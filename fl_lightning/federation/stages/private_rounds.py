@@ -86,7 +86,12 @@ class PrivateRounds(Stage):
         self.hides_clients = not privacy.log_unprotected
         self._clip_norm = privacy.clip_norm
         self._round_index = 0
+        self._at_sites = False
         self._facts: dict[str, float] = {}
+
+    def have_noise_at_sites(self) -> None:
+        """Take updates as they come, if clients add the noise: their sites clip them and add it."""
+        self._at_sites = self._privacy.clients_add_noise
 
     @property
     def _mechanism(self) -> Mechanism:
@@ -121,7 +126,9 @@ class PrivateRounds(Stage):
         self._round_index, self._facts = round_index, {}
         self.aggregator.clip_norm = self._clip_norm
         if (mean := self._in_clear) is not None:
-            mean.release = self._mechanism.client_release(round_index, self._clip_norm)
+            mean.clips, mean.release = not self._at_sites, None
+            if not self._at_sites:
+                mean.release = self._mechanism.client_release(round_index, self._clip_norm)
             mean.coins = None
             if self._has_server_noise:
                 mean.coins = partial(self._coins.stream, round_index)
@@ -196,7 +203,7 @@ class PrivateRounds(Stage):
     def _count_unclipped(self, like: Tensor) -> None:
         """Note the share of clipped updates, and have the clip norm follow it."""
         unclipped, replies = self.aggregator.num_unclipped, self.aggregator.num_replies
-        if self._privacy.log_unprotected:
+        if self._privacy.log_unprotected and not self._at_sites:
             self._facts["privacy/clip_fraction"] = 1 - unclipped / replies if replies else 0.0
         stddev, adaptive = self._mechanism.bits_stddev, self._privacy.adaptive_clip
         if adaptive is None or stddev is None:

@@ -1,0 +1,129 @@
+"""What a site hides of updates before anything leaves: vectors for sums, noise; and what noise costs.
+
+The site believes the server nothing of that: it works out the mechanism from the configuration that all
+agreed on, refuses a run that costs too much, and rounds and clients that the run's cohorts do not have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.update import ClientUpdate
+from fl_lightning.data.cohorts.cohort import as_cohort
+from fl_lightning.data.cohorts.population import ClientIds
+from fl_lightning.federation.options import Options
+from fl_lightning.federation.run import Run
+from fl_lightning.flower.messages import Order
+from fl_lightning.flower.policy import Policy
+from fl_lightning.flower.wire.failures import OrderRefused
+from fl_lightning.privacy.mechanism import Mechanism, Privacy
+from fl_lightning.privacy.noise.noise_source import noise_source
+from fl_lightning.privacy.run import AccountedRun
+from fl_lightning.server.protected import NoiseShares, Protected, SumsOverSites, Terms
+from fl_lightning.server.server import as_aggregator
+from fl_lightning.updates.clip import clipped
+
+
+class SitePrivacy:
+    """The clients' part of privacy that adds noise at clients.
+
+    Args:
+        privacy: that all agreed on.
+        run: likewise.
+        check_epsilon: refuses what the run costs of a client's privacy.
+
+    Attributes:
+        clip_norm: of updates.
+        mechanism: how noise is made.
+    """
+
+    def __init__(
+        self, privacy: Privacy, run: AccountedRun, check_epsilon: Callable[[float], None]
+    ) -> None:
+        self._privacy, self._run = privacy, run
+        source = noise_source(run.seed, secure=privacy.secure_noise)
+        self.clip_norm, self.mechanism = privacy.clip_norm, privacy.mechanism(run, source)
+        check_epsilon(self.mechanism.epsilon(run.planned_rounds))
+        self._cohorts: Iterator[tuple[int, ClientIds]] = iter(())
+        self._present: tuple[int, ClientIds] | None = None
+
+    def check_order(self, order: Order) -> None:
+        """Refuse clients who are in no cohort of the round.
+
+        Raises:
+            OrderRefused: naming them.
+        """
+        if order.round >= self._run.planned_rounds:
+            raise OrderRefused("policy", f"round {order.round} is beyond those accounted for")
+        if self._present is None or self._present[0] > order.round:
+            self._cohorts = enumerate(self._run.cohorts(self._run.planned_rounds))
+            self._present = next(self._cohorts)
+        while self._present[0] < order.round:
+            self._present = next(self._cohorts)
+        cohort = set(self._present[1].tolist())
+        if others := [client for client in order.clients if client not in cohort]:
+            raise OrderRefused(
+                "policy", f"clients {others} are asked more often than was accounted for"
+            )
+
+    def noisy(self, update: ClientUpdate, round_index: int) -> ClientUpdate:
+        """Return what leaves the site of an update."""
+        delta, _ = clipped(update.delta, self.clip_norm)
+        release = self.mechanism.client_release(round_index, self.clip_norm)
+        return replace(update, delta=delta if release is None else release(delta, update.client_id))
+
+
+def hidden_at_site(
+    options: Options, run: Run, num_rounds: int | None, policy: Policy
+) -> tuple[SumsOverSites | None, SitePrivacy | None]:
+    """Return what only sums are shown of, and what is private before it leaves; None for neither.
+
+    Args:
+        options: of the federation, as all agreed on them.
+        run: of the site.
+        num_rounds: that the configuration plans.
+        policy: of the site.
+
+    Raises:
+        ConfigurationError: if updates cannot be hidden over a network, or the run costs too much.
+    """
+    aggregator, private = as_aggregator(options.aggregator), options.client_privacy
+    if private is None or not private.clients_add_noise:
+        return _sums_of(aggregator.protection), None
+    num_clients, cohort = len(run.data.clients), as_cohort(options.cohort)
+    accounted = AccountedRun(
+        options.cohort,
+        num_clients=num_clients,
+        num_rounds=num_rounds,
+        seed=options.seed,
+        num_coordinates=sum(p.numel() for p in run.module.parameters() if p.requires_grad),
+    )
+    secure, protection = aggregator.noise_shares, aggregator.protection
+    if secure is None or protection is None:
+        return None, SitePrivacy(private, accounted, policy.check_epsilon)
+    most = cohort.expected_size(num_clients) if cohort.has_fixed_size else num_clients
+    protection.begin(Terms(most_clients=most, seed=options.seed))
+    fewest = secure.fewest_survivors(most) if cohort.has_fixed_size else None
+    privacy = SitePrivacy(
+        private, replace(accounted, fewest_survivors=fewest), policy.check_epsilon
+    )
+    sums = secure.with_noise_shares(partial(_shares_of, privacy.mechanism))
+    sums.clip_norm = privacy.clip_norm
+    return _sums_of(sums.protection), privacy
+
+
+def _shares_of(mechanism: Mechanism) -> NoiseShares:
+    assert mechanism.shares is not None, "others are refused, see `check_private`"
+    return mechanism.shares
+
+
+def _sums_of(protection: Protected | None) -> SumsOverSites | None:
+    if protection is not None and protection.over_sites is None:
+        raise ConfigurationError(
+            f"federation.aggregator {type(protection).__name__} is simulated only as it is configured: this "
+            "site would have to show updates to the server"
+        )
+    return None if protection is None else protection.over_sites
