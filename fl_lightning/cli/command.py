@@ -120,7 +120,7 @@ class FederatedCLI(LightningCLI):
         if options.get("args") is not None:
             run()
         else:
-            _ended_with_a_sentence(lambda: run(args=with_whole_names(with_paths(sys.argv[1:]))))
+            ended_with_a_sentence(lambda: run(args=with_whole_names(with_paths(sys.argv[1:]))))
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add what is not Lightning's."""
@@ -470,11 +470,12 @@ def run_command(args: ArgsType) -> None:
     Args:
         args: words of the command line, as the door gives them on.
     """
-    _ended_with_a_sentence(lambda: _run(args))
+    ended_with_a_sentence(lambda: _run(args))
 
 
 @ended_by_signals
-def _ended_with_a_sentence(run: Callable[[], None]) -> None:
+def ended_with_a_sentence(run: Callable[[], None]) -> None:
+    """Run something on a tidy screen; what a user can mend ends it with a sentence and code 1."""
     with console(), watched() as watch:
         try:
             run()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+
+from lightning.pytorch.utilities import rank_zero_info
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.flower.channel import Channel, Lost
@@ -78,14 +80,19 @@ class Correspondence:
             ConfigurationError: if one refuses.
         """
         self._greeting = order.to_bytes()
+        told: Sequence[str] | None = None
         while len(present := self._channel.sites()) < wanted:
+            if told != present:
+                there = ", ".join(present) or "none"
+                rank_zero_info(f"waiting until {wanted} sites are there: {there} there so far")
+            told = present
             time.sleep(_PAUSE)
-        told: dict[str, Answer] = {}
+        answers: dict[str, Answer] = {}
         for reply in self.ask(dict.fromkeys(present, order)):
             if reply.answer is None:
                 raise ConfigurationError(f"site {reply.site}: {reply.reason}")
-            told[reply.site] = reply.answer
-        return told
+            answers[reply.site] = reply.answer
+        return answers
 
     def ask(self, orders: Mapping[str, Order]) -> Iterator[Reply]:
         """Send an order to each of some sites, and yield what they reply, as it comes.

@@ -16,8 +16,8 @@ import yaml
 from lightning.pytorch.utilities import rank_zero_warn
 
 from fl_lightning.callbacks.calibration.mask_calibration import MaskCalibration
-from fl_lightning.cli.command import FederatedCLI, run_lightning
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.cli.command import FederatedCLI, ended_with_a_sentence, run_lightning
+from fl_lightning.core.errors import ClientFailure, ConfigurationError, RoundFailure
 from fl_lightning.federation.federation import Federation
 from fl_lightning.flower.at_site import AtSite
 from fl_lightning.flower.channel import Channel
@@ -132,7 +132,15 @@ def server_run(channel: Channel, options: Mapping[str, Any], folder: Path) -> No
     configuration = (folder / CONFIGURATION).read_text()
     os.chdir(str(options["folder"]))
     correspondence = Correspondence(channel, deadline=float(options.get("deadline", 3600.0)))
-    run_server(configuration, words, correspondence, wanted=int(options["sites"]))
+    wanted = int(options["sites"])
+
+    def run() -> None:
+        try:
+            run_server(configuration, words, correspondence, wanted=wanted)
+        except ClientFailure as failure:  # what went wrong, the site's log says
+            raise RoundFailure(str(failure)) from failure
+
+    ended_with_a_sentence(run)
 
 
 def serve_site(policy: Policy, own: Mapping[str, Any]) -> None:

@@ -74,7 +74,11 @@ def _tell(line: str, say: Callable[[str], None], log: Path | None) -> None:
 
 def _lines(process: subprocess.Popen[str]) -> Iterator[str]:
     with process:  # closes what is read
-        for line in process.stdout or ():
-            plain = _COLOURS.sub("", line).strip().strip(_FRAME)
-            if plain and plain != "INFO :" and not _CHATTER.search(plain):
-                yield plain
+        try:
+            for line in process.stdout or ():
+                plain = _COLOURS.sub("", line).strip().strip(_FRAME)
+                if plain and plain != "INFO :" and not _CHATTER.search(plain):
+                    yield plain
+        except BaseException:
+            process.kill()  # with nothing to say it would never notice, and be waited for
+            raise
