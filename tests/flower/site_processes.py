@@ -72,30 +72,30 @@ def own_layer(config):
     return {"data": given["data"], "trainer": own}
 
 
-def _site(name, folder, own):
+def _site(name, folder, own, clients):
     sys.argv = ["fl-lightning"]
     log = (folder / f"{name}.log").open("a")
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
-    clients = {client: client for client in CLIENTS[name]}
+    clients = {client: client for client in clients}
     socket, memory = folder / f"{name}.socket", folder / name
     serve_site(Policy(name=name, clients=clients, socket=socket, memory=memory), own)
 
 
 class Sites:
-    """The processes of three sites."""
+    """The processes of some sites."""
 
-    def __init__(self, folder, own):
-        self.folder, self.own = folder, own
+    def __init__(self, folder, own, clients):
+        self.folder, self.own, self.clients = folder, own, clients
         self.processes = {}
-        for name in CLIENTS:
+        for name in clients:
             self.start(name)
 
     def start(self, name):
         """Start a site, or start it again."""
         fork = multiprocessing.get_context("fork")
         self.processes[name] = fork.Process(
-            target=_site, args=[name, self.folder, self.own], daemon=True
+            target=_site, args=[name, self.folder, self.own, self.clients[name]], daemon=True
         )
         self.processes[name].start()
 
@@ -105,13 +105,13 @@ class Sites:
         self.processes[name].join()
 
     def channel(self):
-        return LoopbackChannel({name: self.folder / f"{name}.socket" for name in CLIENTS})
+        return LoopbackChannel({name: self.folder / f"{name}.socket" for name in self.clients})
 
 
 @contextmanager
-def three_sites(config):
+def three_sites(config, clients=CLIENTS):
     with tempfile.TemporaryDirectory(prefix="fl-") as folder:
-        sites = Sites(Path(folder), own_layer(config))
+        sites = Sites(Path(folder), own_layer(config), clients)
         try:
             yield sites
         finally:
@@ -122,7 +122,12 @@ def three_sites(config):
 def over_network(sites, config, root, *words, channel=None, deadline=120.0):
     """Train over the sites and return the last checkpoint."""
     correspondence = Correspondence(channel or sites.channel(), deadline=deadline)
-    run_server(config, [f"--trainer.default_root_dir={root}", *words], correspondence, wanted=3)
+    run_server(
+        config,
+        [f"--trainer.default_root_dir={root}", *words],
+        correspondence,
+        wanted=len(sites.clients),
+    )
     return last(root)
 
 

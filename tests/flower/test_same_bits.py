@@ -265,6 +265,40 @@ def test_a_site_that_is_killed_in_a_sum_is_named(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kept", KEPT)
+def test_one_site_may_have_all_clients(kept, tmp_path):
+    config = configuration(**KEPT[kept])
+    with three_sites(config, {"a": range(6)}) as sites:
+        network = over_network(sites, config, tmp_path / "network")
+    assert differing(network, simulated(config, tmp_path / "alone")) == []
+
+
+@pytest.mark.slow
+def test_clients_with_an_example_or_two_train_as_in_the_simulation(tmp_path):
+    config = configuration(
+        data__init_args__partition=built("data.DirichletSizes", alpha=0.05, min_examples=1),
+        data__init_args__source__init_args={"batch_size": 32},
+        federation__cohort=built("AllClients"),
+        federation__on_client_failure="skip",
+    )
+    with three_sites(config) as sites:
+        network = over_network(sites, config, tmp_path / "network")
+    assert differing(network, simulated(config, tmp_path / "alone")) == []
+
+
+@pytest.mark.slow
+def test_a_number_that_is_not_finite_names_client_and_site(tmp_path):
+    config = configuration(
+        model__init_args__optimizer__init_args={"lr": 1e30}, trainer__max_epochs=1
+    )
+    with (
+        three_sites(config) as sites,
+        pytest.raises(ClientFailure, match=r"client \d+: at site .: .* not finite"),
+    ):
+        over_network(sites, config, tmp_path / "network")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_site_with_other_frozen_weights_is_refused(seed, tmp_path):
     config = configuration(model__init_args__freeze_backbone=True)

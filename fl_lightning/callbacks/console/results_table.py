@@ -15,7 +15,7 @@ from fl_lightning.callbacks.evaluated_model import ModelOrigin
 from fl_lightning.core.console.tables import aligned
 
 # of a round, not of the model
-_OF_ROUNDS = re.compile(r"round/|privacy/|lr-|epoch$|step$|.*_(step|epoch)$|train/|search/")
+_OF_ROUNDS = re.compile(r"round/|secure/|privacy/|lr-|epoch$|step$|.*_(step|epoch)$|train/|search/")
 _OVER_CLIENTS = re.compile(r"(clients/)?(?P<name>.+)_(?P<kind>mean|spread|worst_decile|jain)")
 _COLUMNS = ("mean", "spread", "worst_decile")
 _HEAD = ("model", "clients", "spread", "worst 10 %")
