@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from fl_lightning.callbacks.partition_report import PartitionReport
     from fl_lightning.callbacks.progress import RoundProgressBar
     from fl_lightning.callbacks.report.run_report import RunReport
-    from fl_lightning.cli.command import FederatedCLI
+    from fl_lightning.cli.federated_cli import FederatedCLI
     from fl_lightning.client.corrections.feddyn import FedDyn
     from fl_lightning.client.corrections.fedlc import FedLC
     from fl_lightning.client.corrections.fedprox import FedProx
@@ -122,7 +122,7 @@ _HOMES = {
     "FedDyn": "fl_lightning.client.corrections.feddyn",
     "FedLC": "fl_lightning.client.corrections.fedlc",
     "FedProx": "fl_lightning.client.corrections.fedprox",
-    "FederatedCLI": "fl_lightning.cli.command",
+    "FederatedCLI": "fl_lightning.cli.federated_cli",
     "FederatedDataModule": "fl_lightning.data.federated",
     "FederatedStrategy": "fl_lightning.federation.processes.strategy",
     "Federation": "fl_lightning.federation.federation",

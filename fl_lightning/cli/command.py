@@ -1,334 +1,33 @@
-"""The command line: Lightning's own, with a ``federation:`` block.
+"""The commands, and what runs each.
 
 ``fl-lightning fit --config configs/quickstart.yaml``; also ``validate``, ``test``, ``predict``.
-Without the block the same files train centrally. ``fl-lightning compare`` runs many fits;
+``fl-lightning compare`` runs many fits;
 ``search`` and ``latency`` are about architectures, ``network`` trains over a real network.
 """
 
 from __future__ import annotations
 
-import signal
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
-from functools import partial
 from io import StringIO
-from pathlib import Path
 from typing import Any
 
-import torch
-import yaml
-from jsonargparse import get_loader, set_loader
-from jsonargparse.typing import PositiveInt
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import BasePredictionWriter
-from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
-from lightning.pytorch.utilities import rank_zero_info
-from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch import Callback
+from lightning.pytorch.cli import ArgsType
 
-from fl_lightning.callbacks.console.companions import companions
-from fl_lightning.callbacks.console.results_table import ResultsTable
-from fl_lightning.callbacks.console.run_log import Level
-from fl_lightning.callbacks.console.tidy import detail
-from fl_lightning.callbacks.evaluated_model import shown_path
-from fl_lightning.callbacks.predictions import Predictions
-from fl_lightning.callbacks.report.run_report import RunReport
 from fl_lightning.cli.at_once.commands import COMMANDS
-from fl_lightning.cli.at_once.configs import with_paths
-from fl_lightning.cli.at_once.short_names import loader, with_whole_names
-from fl_lightning.cli.console import console, forget_early_messages
-from fl_lightning.cli.devices import asks_for_several, automatic_processes
-from fl_lightning.cli.mistakes.constructors import watch_configuration, watched
+from fl_lightning.cli.console import console
+from fl_lightning.cli.federated_cli import FederatedCLI, ended_with_a_sentence
+from fl_lightning.cli.mistakes.constructors import watched
 from fl_lightning.cli.mistakes.errors import Parser, explain
-from fl_lightning.cli.mistakes.ranges import check_ranges
 from fl_lightning.cli.runs import (
     RunConfig,
-    ended_by_signals,
-    report_whereabouts,
-    way_on,
-    write_atomically,
 )
-from fl_lightning.cli.started import take_what_was_started
-from fl_lightning.cli.trainer import check_trainer
-from fl_lightning.core.console.screen import clear_leftovers
 from fl_lightning.core.errors import (
     ClientFailure,
     ConfigurationError,
-    Interrupted,
     RoundFailure,
 )
-from fl_lightning.data.federated import FederatedDataModule
-from fl_lightning.federation.checkpoints.csv_rows import keep_rows
-from fl_lightning.federation.checkpoints.earlier_runs import EarlierRun
-from fl_lightning.federation.checkpoints.resumption import (
-    clean_up_after,
-    find_run,
-    settle_folder,
-    settle_loggers,
-)
-from fl_lightning.federation.checkpoints.run_folder import checkpoint_folders
-from fl_lightning.federation.checks.checkpoint_file import check_checkpoint
-from fl_lightning.federation.checks.compatibility import check_strategy
-from fl_lightning.federation.federation import Federation
-from fl_lightning.federation.processes.interruption import Interruption
-
-# YAML in which classes may stand without their modules
-_SHORT = "short"
-set_loader(_SHORT, loader(get_loader("yaml")), exceptions=(yaml.YAMLError,))
-
-
-class FederatedCLI(LightningCLI):
-    """Lightning's command line with a ``federation`` block and runs that can be resumed.
-
-    For a script of your own, whose subcommands then are ``fit``, ``validate``, ``test`` and ``predict``:
-
-        if __name__ == "__main__":
-            FederatedCLI(MyModule, MyDataModule)
-
-    Args:
-        model_class: a `LightningModule`, whose options follow ``--model.``; any by ``class_path`` if None.
-        datamodule_class: a `LightningDataModule`. One that is not federated becomes the ``source`` of
-            `FederatedDataModule`: ``--data.num_clients 10 --data.source.batch_size 32``. Any by
-            ``class_path`` if None.
-        options: further ones of `LightningCLI`, whose defaults here are ours. Without ``args`` it reads the
-            command line of the process, and mistakes end it with a sentence.
-    """
-
-    def __init__(
-        self,
-        model_class: type[LightningModule] | None = None,
-        datamodule_class: type[LightningDataModule] | None = None,
-        **options: Any,
-    ) -> None:
-        self._source = datamodule_class
-        if datamodule_class is None or issubclass(datamodule_class, FederatedDataModule):
-            self._source = None
-        ours: dict[str, Any] = {
-            "save_config_callback": RunConfig,
-            "save_config_kwargs": {"save_to_log_dir": False},
-            "seed_everything_default": 0,
-            "auto_configure_optimizers": False,
-            "parser_class": Parser,
-            "parser_kwargs": {
-                "description": "Federated learning for PyTorch Lightning.",
-                "allow_abbrev": False,
-                "parser_mode": _SHORT,
-            },
-        }
-        data = datamodule_class if self._source is None else FederatedDataModule
-        run = partial(super().__init__, model_class, data, **{**ours, **options})
-        if options.get("args") is not None:
-            run()
-        else:
-            ended_with_a_sentence(lambda: run(args=with_whole_names(with_paths(sys.argv[1:]))))
-
-    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add what is not Lightning's."""
-        if self._source is not None:
-            path = f"{self._source.__module__}.{self._source.__qualname__}"
-            parser.set_defaults({"data.source": {"class_path": path}})
-        parser.add_argument(
-            "--federation",
-            type=Federation | None,
-            default=None,
-            help="Train over many clients. Without this block training is central.",
-        )
-        parser.add_argument(
-            "--test_after_fit",
-            type=bool,
-            default=True,
-            help="Test the last model when fit ends, if the data module has a test set.",
-        )
-
-        parser.add_argument(
-            "--report",
-            type=bool,
-            default=True,
-            help="Make report.html and figures/ in the run's folder when fit ends, a few seconds.",
-        )
-
-        parser.add_argument(
-            "--num_threads",
-            type=PositiveInt | None,
-            default=None,
-            help="Threads of a CPU computation, PyTorch's own choice if null. Small models gain "
-            "nothing from several, and lose much where other programs run as well.",
-        )
-
-        parser.add_argument(
-            "--resume_changed",
-            type=bool,
-            default=False,
-            help="With ckpt_path: go on although the configuration is not that of the run.",
-        )
-        parser.add_argument(
-            "--log_level",
-            type=Level,
-            default="info",
-            help="Of the least important messages that run.log, in the run's folder, keeps.",
-        )
-
-    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parse, and refuse what Lightning would stumble over, or take without a look."""
-        super().parse_arguments(parser, args)
-        config = self.config[self.config.subcommand]
-        check_trainer(config)
-        check_ranges(config)
-
-    def _parse_ckpt_path(self) -> None:
-        """Take the model's options from a checkpoint to evaluate, as Lightning does.
-
-        A fit has those it was given, which are compared with the run's: else what differs would be
-        replaced without a word.
-        """
-        subcommand = self.config.subcommand
-        given = None if subcommand == "fit" else self.config[subcommand].get("ckpt_path")
-        if given and Path(given).is_file():
-            check_checkpoint(Path(given))
-            super()._parse_ckpt_path()
-
-    def before_instantiate_classes(self) -> None:
-        """Set the threads; find the run that ``--ckpt_path`` means."""
-        config = self.config[self.subcommand]
-        watch_configuration(config)
-        if config.get("num_threads") is not None:
-            torch.set_num_threads(config.num_threads)
-        self._run: EarlierRun | None = None
-        if config.get("ckpt_path") is not None:
-            plain = yaml.safe_load(self.parser.dump(self.config, skip_none=False))
-            is_fit = self.subcommand == "fit"
-            run = find_run(config, plain[self.subcommand], is_fit=is_fit)
-            self._run = run if is_fit else None
-        settle_loggers(config, self._run)
-
-    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Add the federation, and what a federated run needs, to the Trainer's callbacks."""
-        federation = self._get(self.config_init, "federation")
-        options = self._get(self.config_init, "trainer")
-        given = options.get("callbacks") or []
-        given = given if isinstance(given, list) else [given]
-        options["callbacks"] = [*given, *self._predictions(given)]
-        if self.subcommand == "fit":
-            self._interruption = Interruption()
-            options["callbacks"].insert(0, self._interruption)  # before others begin a round
-            if not options["fast_dev_run"]:
-                settle_folder(options, self._run)
-        take_what_was_started(options)
-        if options["enable_model_summary"] is None:
-            options["enable_model_summary"] = (
-                False  # the overview has a line, the log file the layers
-            )
-        if federation is not None:
-            options["callbacks"].append(federation)
-            self._choose_processes(options, federation)
-        options["callbacks"] += self._companions(
-            given, options, is_federated=federation is not None
-        )
-        self._add_report(options)
-        trainer = super().instantiate_trainer(**kwargs)
-        write_atomically(trainer)
-        if self._run is not None and trainer.is_global_zero:
-            clean_up_after(self._run)
-            keep_rows(trainer, check_checkpoint(self._run.checkpoint))
-        if federation is not None and self.subcommand == "fit":
-            check_strategy(trainer)
-        return trainer
-
-    def _predictions(self, given: Sequence[Callback]) -> list[Callback]:
-        """Return what keeps predictions, unless the configuration has something for it."""
-        is_kept = any(isinstance(callback, BasePredictionWriter) for callback in given)
-        return [Predictions()] if self.subcommand == "predict" and not is_kept else []
-
-    def _companions(
-        self, given: Sequence[Callback], options: Mapping[str, Any], *, is_federated: bool
-    ) -> list[Callback]:
-        """Return the callbacks of every run, but for those that the configuration brings itself."""
-        own = self.config[self.subcommand]
-        self._results = ResultsTable(
-            waits_for_test=bool(own.get("test_after_fit")), is_wanted=own.get("verbose", True)
-        )
-        found = companions(
-            *(*given, self._results),
-            log_level=own.log_level,
-            progress_bar=options["enable_progress_bar"] is not False,
-            checkpoint=is_federated and options["enable_checkpointing"] is not False,
-            is_federated=is_federated,
-            report=False,  # it has options of the command line
-        )
-        return [callback for callback in found if callback not in given]
-
-    def _add_report(self, options: Any) -> None:
-        """Have the run keep its rounds, and make its report after the test, if there is one."""
-        if self.subcommand != "fit":
-            return
-        own = [each for each in options["callbacks"] if isinstance(each, RunReport)]
-        others = [each for each in options["callbacks"] if each not in own]
-        page = self.config[self.subcommand].report
-        # last: it keeps what the others have logged
-        options["callbacks"] = [*others, *(own or [RunReport(page=page, waits_for_test=True)])]
-
-    def _choose_processes(self, options: Any, federation: Federation) -> None:
-        """Let ``devices: auto`` of a fit mean all cores where clients train on CPUs."""
-        if self.subcommand == "fit":
-            num_threads = self.config[self.subcommand].num_threads
-            count = automatic_processes(options, federation, self.datamodule, num_threads)
-            if count > 1:
-                options["devices"], options["strategy"] = count, "federated"
-                rank_zero_info(
-                    f"trainer.devices: {count} processes of one thread each, as there are cores "
-                    "for; 1 trains in this process alone",
-                    **detail(),
-                )
-        if options["strategy"] == "auto" and asks_for_several(options):
-            options["strategy"] = "federated"
-            why = "because there are several devices"
-            rank_zero_info(f"trainer.strategy: federated, {why}", **detail())
-
-    def fit(self, *args: Any, **kwargs: Any) -> None:
-        """Fit as the Trainer does; when interrupted, say how to go on."""
-        folders = checkpoint_folders(self.trainer)
-        try:
-            self.trainer.fit(*args, **kwargs)
-        except Interrupted as stop:
-            raise Interrupted(stop.signum, way_on(folders)) from stop
-        forget_early_messages()
-        if self._interruption.is_asked:  # during the last round
-            raise Interrupted(signal.SIGINT, way_on(folders))
-
-    def after_fit(self) -> None:
-        """Test the last model and say where everything is."""
-        data = self.datamodule
-        self._results.keep(self.trainer)
-        if self.config[self.subcommand].test_after_fit and _has_test(self.model, data):
-            self.trainer.test(self.model, datamodule=data, verbose=False)
-        else:
-            self._results.report(self.trainer)
-            for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
-                if isinstance(callback, RunReport) and callback.waits_for_test:
-                    callback.finish(self.trainer)
-        report_whereabouts(self.trainer)
-
-    def after_predict(self) -> None:
-        """Say where the predictions are."""
-        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, Predictions) and callback.path is not None:
-                print(f"\npredictions: {shown_path(str(callback.path))}")
-
-    def validate(self, **kwargs: Any) -> None:
-        """Validate as the Trainer does; the table is ours, and so it is with `test`."""
-        self.trainer.validate(**{**kwargs, "verbose": False})
-
-    def test(self, **kwargs: Any) -> None:
-        """Test as the Trainer does."""
-        self.trainer.test(**{**kwargs, "verbose": False})
-
-
-def _has_test(model: LightningModule, data: LightningDataModule | None) -> bool:
-    return (
-        data is not None
-        and is_overridden("test_dataloader", data, LightningDataModule)
-        and is_overridden("test_step", model, LightningModule)
-    )
 
 
 def resolve(words: Sequence[str]) -> str:
@@ -471,17 +170,3 @@ def run_command(args: ArgsType) -> None:
         args: words of the command line, as the door gives them on.
     """
     ended_with_a_sentence(lambda: _run(args))
-
-
-@ended_by_signals
-def ended_with_a_sentence(run: Callable[[], None]) -> None:
-    """Run something on a tidy screen; what a user can mend ends it with a sentence and code 1."""
-    with console(), watched() as watch:
-        try:
-            run()
-        except Exception as error:
-            sentence = explain(error, watch)
-            if sentence is None:
-                raise
-            clear_leftovers()
-            sys.exit(f"fl-lightning: {sentence}")

@@ -77,7 +77,7 @@ def test_what_the_configurations_share_is_allowed(path):
         "lightning.pytorch.callbacks.ModelCheckpoint",
         "lightning.pytorch.loggers.CSVLogger",
         "fl_lightning.__main__.main",
-        "fl_lightning.cli.command.FederatedCLI",
+        "fl_lightning.cli.federated_cli.FederatedCLI",
         "fl_lightning.FederatedCLI",
         "fl_lightning.data.HuggingFace",
         "fl_lightning.data.CIFAR10",
