@@ -288,10 +288,12 @@ class FederatedCLI(LightningCLI):
         """Test the last model and say where everything is."""
         data = self.datamodule
         self._results.keep(self.trainer)
-        if self.config[self.subcommand].test_after_fit and _has_test(self.model, data):
+        is_wanted = self.config[self.subcommand].test_after_fit
+        if is_wanted and _has_test(self.model, data):
             self.trainer.test(self.model, datamodule=data, verbose=False)
         else:
-            self._results.report(self.trainer)
+            if is_wanted:  # what waited for a test has not been told yet
+                self._results.report(self.trainer)
             for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
                 if isinstance(callback, RunReport) and callback.waits_for_test:
                     callback.finish(self.trainer)

@@ -14,7 +14,7 @@ from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from fl_lightning.client.local_training import GlobalModel
@@ -56,14 +56,8 @@ class Counted(Stage):
         self.rounds: dict[int, int] = {}
 
     def close(self, record: RoundRecord) -> None:
-        """Note whose update was used, and tell of the round."""
+        """Note whose update was used."""
         absent = {*record.skipped, *record.lost}
-        asked, seconds = len(record.finished), record.seconds
-        up, down = record.total_bytes_up / 1e6, record.total_bytes_down / 1e6
-        rank_zero_info(
-            f"round {self._number + 1}: {asked - len(absent)} of {asked} clients in {seconds:.1f} s, "
-            f"{down:.2f} MB down, {up:.2f} MB up"
-        )
         self.rounds |= {c: self._number for c in record.finished if c not in absent}
 
     def open(self, round_index: int, model: GlobalModel) -> None:

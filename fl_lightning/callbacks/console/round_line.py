@@ -50,6 +50,13 @@ def round_line(trainer: Trainer) -> str:
         words.append(f"{int(known['round/skipped'])} skipped")
     if "round/seconds" in known:
         words.append(f"{float(known['round/seconds']):.1f} s")
+    federation = federation_of(trainer)
+    if federation is not None and federation.clients_side is not None:  # over a network
+        words += [
+            f"{float(known[f'round/total_bytes_{way}']) / 1e6:.2f} MB {way}"
+            for way in ("down", "up")
+            if f"round/total_bytes_{way}" in known
+        ]
     return f"{unit(trainer)} {trainer.current_epoch + 1}{last}: {', '.join(words) or 'done'}"
 
 

@@ -19,7 +19,8 @@ from fl_lightning.cli.command import resolve
 from fl_lightning.core.errors import ConfigurationError, RoundFailure
 from fl_lightning.flower.network.demo import demo
 
-_QUIET = "--trainer.enable_progress_bar=false --trainer.enable_model_summary=false --test_after_fit=false"
+_SHORT = "--trainer.enable_model_summary=false --test_after_fit=false --report=false"
+_QUIET = f"--trainer.enable_progress_bar=false {_SHORT}"
 Say = Callable[[str], None]
 
 
@@ -49,7 +50,7 @@ def compared_demo(words: Sequence[str], names: Sequence[str], rounds: int, say: 
         options: dict[str, str | int | float] = {
             "sites": len(names),
             "folder": str(folder / "network"),
-            "words": f"--trainer.default_root_dir={folder / 'network'} {_QUIET}",
+            "words": f"--trainer.default_root_dir={folder / 'network'} {_SHORT}",
         }
         began = time.monotonic()
         shared, own = _shared(config, names), _own_layer(config)
