@@ -3,7 +3,7 @@
 import torch
 from hypothesis import strategies as st
 
-from fl_lightning.flower.messages import Answer, ClientAnswer, Order
+from fl_lightning.flower.messages import KINDS, Answer, ClientAnswer, Order
 from fl_lightning.flower.wire.container import DTYPES
 from fl_lightning.flower.wire.failures import CATEGORIES, Failure
 
@@ -29,6 +29,15 @@ def orders():
         **about,
     )
     yield Order(kind="evaluate", round=7, clients=(2,), tensors={"model": torch.zeros(3)}, **about)
+    session = {"run": RUN, "num_clients": 3, "active": False, "graph_seed": 2**62}
+    yield Order(
+        kind="sum",
+        round=7,
+        clients=(2, 4),
+        options={"session": session, "clients": [2, 4, 5], "sites": ["a", "a", "b"], "stage": 1},
+        tensors={"stage/sum/2": torch.arange(9, dtype=torch.uint8)},
+        **about,
+    )
 
 
 def answers():
@@ -48,6 +57,9 @@ def answers():
     tensors = {"4/payload": torch.arange(40, dtype=torch.uint8), "4/stage/c/x": torch.ones(2, 3)}
     yield Answer(kind="train", clients=clients, tensors=tensors, options={"a": [1, {}]}, **about)
     yield Answer(kind="train", failure=Failure("training", "0123456789abcdef"), **about)
+    said = {"2/stage/sum/message": torch.arange(5, dtype=torch.uint8)}
+    left = ClientAnswer(client=4, failure="sum")
+    yield Answer(kind="sum", clients=(ClientAnswer(client=2), left), tensors=said, **about)
     yield Answer(kind="hello", tensors={"stage/sums/x": torch.tensor(1.0)}, **about)
 
 
@@ -97,7 +109,7 @@ def any_order(draw):
     clients = tuple(draw(st.lists(numbers, min_size=1, max_size=3, unique=True)))
     round_index = draw(numbers)
     return Order(
-        kind=draw(st.sampled_from(["hello", "train", "evaluate", "stop"])),
+        kind=draw(st.sampled_from(KINDS)),
         run=RUN,
         configuration=CONFIGURATION,
         round=round_index,
@@ -132,7 +144,7 @@ def any_answer(draw):
                 tensors(st.lists(st.integers(0, 9), min_size=1, max_size=1), [torch.uint8])
             )
     return Answer(
-        kind=draw(st.sampled_from(["hello", "train", "evaluate", "stop"])),
+        kind=draw(st.sampled_from(KINDS)),
         run=RUN,
         round=draw(numbers),
         site="hospital_a",

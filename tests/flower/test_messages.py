@@ -184,7 +184,7 @@ def test_each_failure_has_a_sentence_and_an_id_of_its_own():
 
 def test_another_version_is_refused_with_both_named(monkeypatch):
     own = checks.package_version()
-    data = [message.to_bytes() for message in (MESSAGES[1], MESSAGES[3])]
+    data = [message.to_bytes() for message in (MESSAGES[1], next(answers()))]
     monkeypatch.setattr("fl_lightning.flower.wire.fields.package_version", lambda: "9.9")
     for each, kind in zip(data, (Order, Answer), strict=True):
         with pytest.raises(
@@ -209,7 +209,7 @@ def test_an_order_is_no_answer():
 def test_an_answer_belongs_to_its_order():
     order = MESSAGES[1]
     sent = digest(order.to_bytes())
-    answer = replace(MESSAGES[3], order=sent)
+    answer = replace(next(answers()), order=sent)
     answer.check_answers(order, sent)
     for change, said in (
         ({"order": "0" * 64}, "answers another order"),
