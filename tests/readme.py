@@ -15,9 +15,7 @@ MANUAL = "\n".join(
 
 def commands(text=MANUAL):
     """Every command of the manual once: what ``&&`` joins, and those inside a sentence, too."""
-    blocks = re.findall(
-        r"^```(?:bash|sh|shell|console)\n(.*?)^```", text, re.DOTALL | re.MULTILINE
-    )
+    blocks = re.findall(r"^```(?:bash|sh|shell|console)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     typed = "\n".join([*blocks, *re.findall(r"`(uv run [^`]+)`", text)])
     lines = [line for line in typed.replace("\\\n", " ").splitlines() if not line.startswith("#")]
     joined = (part.strip() for line in lines for part in line.split("&&"))

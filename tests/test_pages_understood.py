@@ -40,7 +40,8 @@ COMMANDS = [
     for page in PAGES
     if page.stem not in READ_ELSEWHERE
     for command in commands(page.read_text())
-    if re.search(r"\bfl-lightning (?!\S*\[)", command) and command not in commands()  # test_house reads the manual's
+    if re.search(r"\bfl-lightning (?!\S*\[)", command)
+    and command not in commands()  # test_house reads the manual's
 ]
 
 
@@ -83,8 +84,9 @@ def test_every_algorithm_is_on_one_page_as_its_configuration_has_it():
     named = [re.search(r"`configs/algorithms/(\w+)\.yaml`", s).group(1) for s in sections]
     assert sorted(named) == sorted(ALGORITHMS)
     for name, section in zip(named, sections, strict=True):
-        assert yaml.safe_load(re.search(r"```yaml\n(.*?)```", section, re.DOTALL).group(1)) == (
-            ALGORITHMS[name]
+        assert (
+            yaml.safe_load(re.search(r"```yaml\n(.*?)```", section, re.DOTALL).group(1))
+            == (ALGORITHMS[name])
         )
 
 
