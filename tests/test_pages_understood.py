@@ -1,6 +1,6 @@
 """What pages say to write and to type is understood: their YAML, and the commands of pages that no other test reads."""
 
-import importlib
+import importlib.util
 import inspect
 import re
 import runpy
@@ -11,8 +11,10 @@ import yaml
 from readme import ROOT, commands
 
 from fl_lightning.cli import main
+from fl_lightning.experiments.experiment import Experiment
 
-PAGES = sorted((ROOT / "docs").glob("*.md")) + sorted((ROOT / "docs" / "algorithms").glob("*.md"))
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("algorithms/*.md"))]
 ALGORITHMS = {
     path.stem: yaml.safe_load(path.read_text())
     for path in (ROOT / "configs" / "algorithms").glob("*.yaml")
@@ -73,6 +75,20 @@ def test_a_command_is_understood(command, monkeypatch, capsys):
     assert "class_path: " in understood(arguments, monkeypatch, capsys)
 
 
+def test_the_experiment_on_its_page_is_one():
+    (block,) = blocks(DOCS / "experiments.md")
+    experiment = Experiment(**yaml.safe_load(block))
+    assert [variant.name for variant in experiment.all_variants] == ["dense", "from it"]
+
+
+def test_benchmarks_that_pages_name_are_there():
+    text = "".join(page.read_text() for page in PAGES)
+    named = set(re.findall(r"python -m (benchmarks[.\w]*)", text))
+    assert len(named) > 5
+    for name in named:
+        assert importlib.util.find_spec(name), name
+
+
 def test_every_algorithm_is_on_one_page_as_its_configuration_has_it():
     sections = [
         section
@@ -124,8 +140,8 @@ def test_options_and_their_defaults_are_those_of_the_classes(page):
 
 def test_pictures_of_partitions_are_drawn_by_their_script(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["draw_partitions.py", str(tmp_path)])
-    runpy.run_path(str(ROOT / "docs" / "how_to" / "draw_partitions.py"), run_name="__main__")
-    page = (ROOT / "docs" / "partitions.md").read_text()
+    runpy.run_path(str(DOCS / "how_to" / "draw_partitions.py"), run_name="__main__")
+    page = (DOCS / "partitions.md").read_text()
     shown = set(re.findall(r"\(partitions/(\w+\.png)\)", page))
     assert {path.name for path in tmp_path.iterdir()} == shown
-    assert {path.name for path in (ROOT / "docs" / "partitions").iterdir()} == shown
+    assert {path.name for path in (DOCS / "partitions").iterdir()} == shown
