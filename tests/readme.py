@@ -13,13 +13,11 @@ MANUAL = "\n".join(
 )
 
 
-def commands():
+def commands(text=MANUAL):
     """Every command of the manual once: what ``&&`` joins, and those inside a sentence, too."""
-    blocks = re.findall(
-        r"^```(?:bash|sh|shell|console)\n(.*?)^```", MANUAL, re.DOTALL | re.MULTILINE
-    )
-    text = "\n".join([*blocks, *re.findall(r"`(uv run [^`]+)`", MANUAL)])
-    lines = [line for line in text.replace("\\\n", " ").splitlines() if not line.startswith("#")]
+    blocks = re.findall(r"^```(?:bash|sh|shell|console)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    typed = "\n".join([*blocks, *re.findall(r"`(uv run [^`]+)`", text)])
+    lines = [line for line in typed.replace("\\\n", " ").splitlines() if not line.startswith("#")]
     joined = (part.strip() for line in lines for part in line.split("&&"))
     return list(dict.fromkeys(part for part in joined if part))
 

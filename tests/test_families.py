@@ -17,7 +17,8 @@ from readme import ROOT
 
 from fl_lightning import Mean
 
-PAGES = "".join(page.read_text() for page in sorted((ROOT / "docs").glob("*.md")))
+DOCS = ROOT / "docs"
+PAGES = "".join(page.read_text() for page in (*DOCS.glob("*.md"), *DOCS.glob("algorithms/*.md")))
 NOT_FINAL = {Mean}  # a test derives from it
 FROZEN = FAMILIES.keys() - {"aggregator", "optimizer"}
 

@@ -90,6 +90,11 @@ class ClientEvaluation(Callback):
         self._origin = ModelOrigin()
         self._lower_is_better = (*_LOWER_IS_BETTER, *lower_is_better)
 
+    @property
+    def has_curves(self) -> bool:
+        """Whether it evaluates during rounds, not at the end alone."""
+        return self.every_n_rounds > 0 or self._local is not None
+
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:

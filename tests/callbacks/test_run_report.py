@@ -206,13 +206,25 @@ def test_tensorboard_has_an_order_a_table_and_options(tmp_path):
     logger.experiment.close()
     events = EventAccumulator(str(folder)).Reload()
     tags = events.Tags()
-    assert "custom_scalars__config__" in tags["tensors"]
+    charts = _charts(events.Tensors("custom_scalars__config__")[0])
+    assert [*charts][:2] == ["validation", "validation loss"]
+    for title, names in charts.items():  # none is empty, none has a single dot
+        found = [name for name in tags["scalars"] if re.match(names, name)]
+        assert found, title
+        assert min(len(events.Scalars(name)) for name in found) > 1, title
     table = events.Tensors("results/text_summary")[-1].tensor_proto.string_val[0].decode()
     assert f"| test/loss | {trainer.callback_metrics['test/loss']:.6g} |" in table
     plugins = events.summary_metadata
     assert {"model", "model.lr"} <= _options(plugins["_hparams_/session_start_info"])
     assert [len(events.Scalars(name)) for name in tags["scalars"] if name == "test/loss"] == [1]
     assert "hp_metric" not in tags["scalars"]
+
+
+def _charts(event):
+    from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
+
+    layout = Layout.FromString(event.tensor_proto.string_val[0])
+    return {c.title: c.multiline.tag[0] for category in layout.category for c in category.chart}
 
 
 def _options(metadata):

@@ -7,48 +7,74 @@ stand in the tab Text as a table, and in HPARAMS beside the options of the run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 
+from fl_lightning.callbacks.calibration.mask_calibration import MaskCalibration
+from fl_lightning.callbacks.client_evaluation import ClientEvaluation
 from fl_lightning.callbacks.report.history import History
 
 _SECTIONS = ("seed_everything", "model", "data", "federation")
 _MOST_OPTIONS = 60
 _MOST_METRICS = 12
-# tabs in this order: title, then title of a chart and the names in it
-_LAYOUT: dict[str, dict[str, list[str]]] = {
+# tabs in this order: title, then title of a chart and the names in it; losses have a scale of their own
+_LAYOUT: dict[str, dict[str, str]] = {
     "1 Results": {
-        "validation": [r"^val[/_].*"],
-        "test": [r"^test[/_].*"],
-        "training": [r"^train[/_](?!.*_spread$).*"],
+        "validation": r"^val[/_](?!.*loss).*",
+        "validation loss": r"^val[/_].*loss.*",
+        "training": r"^train[/_](?!.*(loss|_spread$)).*",
+        "training loss": r"^train[/_](?!.*_spread$).*loss.*",
     },
     "2 Clients": {
-        "spread over clients": [r".*_spread$"],
-        "held-out examples": [r"^(clients|personal|local|global)/.*"],
-        "participants": [r"^round/(cohort_size|skipped|lost)$"],
+        "spread over clients": r"^train[/_].*_spread$",
+        "held-out examples, mean": r"^(clients|personal|local|global)/(?!.*(loss|_spread|_jain|_worst_decile)).*",
+        "held-out examples, worst decile": r"^(clients|personal)/(?!.*loss).*_worst_decile$",
+        "participants": r"^round/(cohort_size|skipped|lost)$",
     },
     "3 Cost": {
-        "bytes": [r"^round/total_bytes_(up|down)$"],
-        "seconds": [r"^round/(virtual_)?seconds$"],
-        "privacy": [r"^privacy/.*"],
-        "masks": [r"^mask/.*"],
+        "bytes": r"^round/total_bytes_(up|down)$",
+        "seconds": r"^round/(virtual_)?seconds$",
+        "privacy": r"^privacy/.*",
+        "masks": r"^mask/.*",
     },
 }
 
 
-def lay_out(trainer: Trainer) -> None:
-    """Give TensorBoard the order of charts; for the first process alone."""
+def lay_out(trainer: Trainer, logged: Iterable[str]) -> None:
+    """Give TensorBoard the order of charts, without those that would be empty; for the first process alone.
+
+    Args:
+        trainer: with the loggers.
+        logged: names of the first round's numbers.
+    """
+    names = [*logged]
+    later = {*_filled_later(trainer.callbacks)}  # type: ignore[attr-defined]
     layout = {
-        tab: {title: ["Multiline", names] for title, names in charts.items()}
+        tab: {
+            title: ["Multiline", [pattern]]
+            for title, pattern in charts.items()
+            if title in later or any(re.match(pattern, name) for name in names)
+        }
         for tab, charts in _LAYOUT.items()
     }
     for board in _boards(trainer):
-        board.experiment.add_custom_scalars(layout)
+        board.experiment.add_custom_scalars(
+            {tab: charts for tab, charts in layout.items() if charts}
+        )
+
+
+def _filled_later(callbacks: Sequence[Callback]) -> Iterator[str]:
+    """Yield the charts whose numbers need not be there in the first round."""
+    if any(isinstance(c, MaskCalibration) for c in callbacks):
+        yield "masks"
+    if any(isinstance(c, ClientEvaluation) and c.has_curves for c in callbacks):
+        yield from ("held-out examples, mean", "held-out examples, worst decile")
 
 
 def show_results(

@@ -70,8 +70,6 @@ class RunReport(Callback):
         keeps = trainer.is_global_zero and trainer.loggers and not trainer.fast_dev_run  # type: ignore[attr-defined]
         self._folder = Path(folder) if keeps else None
         self._seen, self._noted, self._has_begun = {}, None, False
-        if self._folder is not None:
-            lay_out(trainer)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keep the epoch before of a central run: by now all of it has been logged."""
@@ -124,6 +122,7 @@ class RunReport(Callback):
             return
         if not self._has_begun:
             begin(self._folder, number - 1)
+            lay_out(trainer, trainer.callback_metrics)
         self._noted, self._has_begun = number, True
         logged = trainer.callback_metrics
         # what was logged in this round is another object than in the last one
