@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from fl_lightning.data.federated import FederatedDataModule
     from fl_lightning.federation.federation import Federation
     from fl_lightning.federation.processes.strategy import FederatedStrategy
+    from fl_lightning.federation.stages.attackers import Attackers
     from fl_lightning.models.image_classifier import ImageClassifier
     from fl_lightning.privacy.adaptive_clip import AdaptiveClip
     from fl_lightning.privacy.banded import BandedMatrixDP
@@ -67,6 +68,7 @@ __all__ = [
     "APFL",
     "AdaptiveClip",
     "AllClients",
+    "Attackers",
     "BackdoorSuccess",
     "BandedMatrixDP",
     "CentralDP",
@@ -110,6 +112,7 @@ _HOMES = {
     "APFL": "fl_lightning.client.personal.apfl",
     "AdaptiveClip": "fl_lightning.privacy.adaptive_clip",
     "AllClients": "fl_lightning.data.cohorts.cohort",
+    "Attackers": "fl_lightning.federation.stages.attackers",
     "BackdoorSuccess": "fl_lightning.callbacks.backdoor_success",
     "BandedMatrixDP": "fl_lightning.privacy.banded",
     "CentralDP": "fl_lightning.privacy.central",

@@ -66,6 +66,9 @@ class ClientEvaluation(Callback):
             client's model as its local training left it, and the global model that came of them, on the
             data module's whole test set. Costs a pass over the test set for every client of the round.
             Writes ``local_models.csv``, a row a model and round, which a resumed run goes on with.
+
+    Attributes:
+        per_client: of the last evaluation, each client's metrics by their names; empty before.
     """
 
     def __init__(
@@ -89,6 +92,7 @@ class ClientEvaluation(Callback):
         self._local = LocalModels(max(1, every_n_rounds)) if local_models else None
         self._origin = ModelOrigin()
         self._lower_is_better = (*_LOWER_IS_BETTER, *lower_is_better)
+        self.per_client: dict[int, dict[str, float]] = {}
 
     @property
     def has_curves(self) -> bool:
@@ -168,6 +172,10 @@ class ClientEvaluation(Callback):
         """Print and log the figures of all processes' clients."""
         shares = Ranks(trainer).gather(found)
         values = dict(sorted(pair for share in shares for pair in share.items()))
+        self.per_client = {
+            client: {name: float(value) for name, value in metrics.items()}
+            for client, metrics in values.items()
+        }
         folder = run_folder(trainer)  # which processes agree on: all must ask
         if not trainer.is_global_zero:
             return

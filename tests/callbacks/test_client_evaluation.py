@@ -131,6 +131,16 @@ class TestMetricObjects:
         assert float(module.val_right.compute()) == pytest.approx(2 / 3)
 
 
+def test_every_clients_figures_are_there_in_python_without_a_logger():
+    torch.manual_seed(0)
+    module, data, evaluation = Scored(), toy_data(**OPTIONS), ClientEvaluation()
+    assert evaluation.per_client == {}
+    toy_trainer(evaluation).validate(module, datamodule=data, verbose=False)
+    found = {client: metrics["val/right"] for client, metrics in evaluation.per_client.items()}
+    expected = counted(module, data, "validation")
+    assert found == pytest.approx({c: right / number for c, (right, number) in expected.items()})
+
+
 class TestParts:
     def test_validation_and_test_examples_and_those_that_train_are_a_disjoint_cover(self):
         data = toy_data(**OPTIONS)
