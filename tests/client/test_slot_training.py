@@ -182,7 +182,7 @@ def test_one_client_twice_in_other_company():
     assert torch.equal(first[3].delta, second[1].delta)
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("dropout", [0.0, pytest.param(0.5, marks=pytest.mark.slow)])
 def test_the_compiled_step_is_the_same_step(dropout):
     module = toy(dropout=dropout)
     assert_same(*in_slots(module, OPTIMIZERS["momentum"], works(), compiled=True))
@@ -208,7 +208,7 @@ def test_batches_may_be_of_any_length(compiled):
     assert_same(*in_slots(toy(Words), OPTIMIZERS["sgd"], todo, **options))
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_batches_may_change_their_type(compiled):
     """As those of numbers do, which are whole in one batch and not in the next."""
 

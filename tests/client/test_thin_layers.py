@@ -435,6 +435,7 @@ def test_a_part_in_the_loss_that_comes_and_goes():
         assert_alike(found, train(module, make, (5, 17))[0])
 
 
+@pytest.mark.slow
 def test_only_a_change_is_looked_for_again():
     """Graphs tell that there is none; a kind of step without a graph cannot tell."""
     module, make, reads = Dense(), OPTIMIZERS["sgd"], []
