@@ -120,18 +120,8 @@ class Packing:
         Raises:
             DecodeError: for bytes that are not one of this round and this space.
         """
-        agreement = Agreement(
-            kind="model",
-            space=self._agreed,
-            round_index=round_index,
-            num_params=self._space.size,
-            num_buffers=self._num_buffers,
-        )
-        message = decode(_as_bytes(data), agreement)
-        params = message.params.to_dense()
-        self._check(params)
-        device = self._space.device
-        return GlobalModel(params.to(device), message.buffers.to_dense().to(device))
+        message = self._message_of_model(data, round_index, self._space.size, ())
+        return self._opened(message.params.to_dense(), message)
 
     def opened_model(self, data: Tensor, round_index: int) -> GlobalModel:
         """Return the model that clients of a round begin with.
@@ -139,16 +129,25 @@ class Packing:
         Raises:
             DecodeError: for bytes that are not one of this round and this space.
         """
+        num_params = self._broadcast.num_sent(self._space.size)
+        message = self._message_of_model(data, round_index, num_params, self._broadcast.names)
+        params = self._broadcast.opened(message.params, round_index, self._like)
+        return self._opened(params, message)
+
+    def _message_of_model(
+        self, data: Tensor, round_index: int, num_params: int, transforms: tuple[str, ...]
+    ) -> Message:
         agreement = Agreement(
             kind="model",
             space=self._agreed,
             round_index=round_index,
-            num_params=self._broadcast.num_sent(self._space.size),
+            num_params=num_params,
             num_buffers=self._num_buffers,
-            transforms=self._broadcast.names,
+            transforms=transforms,
         )
-        message = decode(_as_bytes(data), agreement)
-        params = self._broadcast.opened(message.params, round_index, self._like)
+        return decode(_as_bytes(data), agreement)
+
+    def _opened(self, params: Tensor, message: Message) -> GlobalModel:
         self._check(params)
         device = self._space.device
         return GlobalModel(params.to(device), message.buffers.to_dense().to(device))
