@@ -170,18 +170,22 @@ def _run(
     os.environ["LOCAL_RANK"] = str(local_rank)
     strategy.set_world_ranks()
     neighbours.join(local_rank)
+    note = folder / f"error_{local_rank}"
     try:
-        result = function(*args, **kwargs)
-        if local_rank == 0:
-            torch.save(TrainerOutcome.of(trainer, result), folder / "outcome")
-    except BaseException as error:
-        write_error(error, folder / f"error_{local_rank}")
-        neighbours.leave()  # and need not wait
-        if local_rank == 0:
-            call_on_exception(trainer, strategy, error)
-        if isinstance(error, Interrupted):  # has nothing to tell that the note does not
-            sys.exit(error.exit_code)
-        raise
+        try:
+            result = function(*args, **kwargs)
+            if local_rank == 0:
+                torch.save(TrainerOutcome.of(trainer, result), folder / "outcome")
+        except BaseException as error:
+            write_error(error, note)
+            neighbours.leave()  # and need not wait
+            if local_rank == 0:
+                call_on_exception(trainer, strategy, error)
+            raise
+    except Interrupted as stop:  # also one that comes while another error is being noted
+        write_error(stop, note)  # has nothing to tell that the note does not
+        neighbours.leave()
+        sys.exit(stop.exit_code)
 
 
 def _wait(processes: list[Any], folder: Path) -> None:
