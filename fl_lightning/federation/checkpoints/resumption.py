@@ -102,7 +102,7 @@ def settle_loggers(config: Any, run: EarlierRun | None) -> None:
             if (version := known.get("version") or known.get("id")) is not None:
                 options["version"] = version
         if kind == "WandbLogger" and options.get("version") is None:
-            options["version"] = secrets.token_hex(4)
+            options["version"] = f"w{secrets.token_hex(4)}"  # 12e45678 would be read as a number
 
 
 def settle_folder(trainer: Any, run: EarlierRun | None) -> None:
