@@ -118,8 +118,16 @@ class AtSite(Callback):
             self._memory.end(self._order, [answer.client for answer in rounds.answers])
             tensors = rounds.tensors | rounds.sums.tensors
             options = {OPTION: rounds.sums.logged}
-            done = Done(rounds.answers, tensors, rounds.vectors, rounds.failures, options=options)
-            self._desk.answer(done)
+            self._desk.answer(
+                Done(
+                    rounds.answers,
+                    tensors,
+                    vectors=rounds.vectors,
+                    rules=rounds.rules,
+                    failures=rounds.failures,
+                    options=options,
+                )
+            )
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Give Trainer, module and data module back as they were."""

@@ -22,6 +22,7 @@ class Done:
         answers: of its clients.
         tensors: that go with them.
         vectors: of clients whose updates the server is not to see, by client; they stay at the site.
+        rules: of the sum of these, by the configuration.
         failures: why some have no update.
         error: what ended the fit, instead of all that.
         options: that go with the answers; of the site, ahead of the first order.
@@ -30,6 +31,7 @@ class Done:
     answers: Sequence[ClientAnswer] = ()
     tensors: Mapping[str, Tensor] | None = None
     vectors: Mapping[int, npt.NDArray[Any]] = field(default_factory=dict)
+    rules: Mapping[str, Any] = field(default_factory=dict)
     failures: Sequence[ClientFailure] = ()
     error: BaseException | None = None
     options: Mapping[str, Any] = field(default_factory=dict)

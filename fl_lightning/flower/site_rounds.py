@@ -28,6 +28,7 @@ from fl_lightning.flower.messages import ClientAnswer, Order
 from fl_lightning.flower.metric_sums import MetricSums, taken_sums
 from fl_lightning.flower.packing import Packing
 from fl_lightning.flower.site_privacy import SitePrivacy
+from fl_lightning.flower.sums.agreed import rules_of
 from fl_lightning.flower.wire.failures import OrderRefused
 from fl_lightning.server.protected import SumsOverSites, Terms
 
@@ -82,6 +83,11 @@ class SiteRounds:
         self._order = order
         self.answers, self.tensors, self.vectors, self.failures = [], {}, {}, []
         self.sums = MetricSums([], {})
+
+    @property
+    def rules(self) -> dict[str, Any]:
+        """Of the sums that updates are hidden in, by the configuration; empty if they are not."""
+        return {} if self._sums is None else rules_of(self._sums.agreed_sum)
 
     def train_group(self, group: ClientGroup) -> None:
         """Train the clients of the order; the groups of Lightning's loader say nothing here."""

@@ -168,6 +168,11 @@ class SecurePrivateSum(PrivateAggregator):
         """
         self._rounds.take(update.client_id, lambda: self.vector_of(update))
 
+    @property
+    def agreed_sum(self) -> SecureSum:
+        """The protocol with the user's options, and with survivors enough for the noise."""
+        return self._rounds.secure_sum
+
     def vector_of(self, update: ClientUpdate) -> RingIntegers:
         """Return what a client has added up: its clipped update as whole numbers with noise.
 

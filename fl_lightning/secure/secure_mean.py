@@ -249,6 +249,11 @@ class SecureMean(Aggregator):
         """Itself, where it runs the protocol."""
         return self if self.protocol == "run" else None
 
+    @property
+    def agreed_sum(self) -> SecureSum:
+        """The protocol with these options."""
+        return self._secure_sum
+
     def vector_of(self, update: ClientUpdate) -> RingIntegers:
         """Return what a client has added up: its update as integers, shape (size,).
 

@@ -92,6 +92,10 @@ class SumsOverSites(Protocol):
     def begin(self, terms: Terms) -> None:
         """Learn about the run."""
 
+    @property
+    def agreed_sum(self) -> Any:
+        """The protocol with the options of the configuration, which no server may change."""
+
     def start_round(self, round_index: int) -> None:
         """Learn which round comes next."""
 

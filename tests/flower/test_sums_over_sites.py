@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 from fl_lightning.flower.correspondence import Correspondence
 from fl_lightning.flower.messages import Answer, Failure, Order, digest
 from fl_lightning.flower.policy import Policy, Refused
-from fl_lightning.flower.sums.agreed import Agreed
+from fl_lightning.flower.sums.agreed import Agreed, rules_of
 from fl_lightning.flower.sums.at_server import SumOverSites
 from fl_lightning.flower.sums.at_site import SiteSums
 from fl_lightning.flower.wire.failures import OrderRefused, category_of
 from fl_lightning.secure.protocol.keys import SigningKey
 from fl_lightning.secure.protocol.session import AbortedError, ProtocolStage, Session
+from fl_lightning.secure.secure_sum import SecureSum
 
 pytestmark = pytest.mark.filterwarnings("ignore:client . at site")
 RUN, CONFIGURATION = "a" * 32, "b" * 64
@@ -32,8 +33,9 @@ def session(run="c" * 32, active=False, size=3, **options):
 class Sites:
     """A channel to sites in this process; each holds the vectors of round 0."""
 
-    def __init__(self, folder, **policy):
+    def __init__(self, folder, active=False, threshold=2 / 3, **policy):
         self.folder, self.policy = folder, policy
+        self.rules = rules_of(SecureSum(bits=20, active=active, threshold=threshold))
         self.keys, self.secrets = {}, {}
         for name in SITES:
             self.secrets[name] = folder / f"{name}.key"
@@ -44,7 +46,7 @@ class Sites:
         self.change = lambda content: content
         for name, clients in SITES.items():
             self.start(name)
-            self.sums[name].keep(0, {c: self.vectors[c] for c in clients})
+            self.sums[name].keep(0, {c: self.vectors[c] for c in clients}, self.rules)
 
     def start(self, name):
         peers = {site: key.hex() for site, key in self.keys.items()}
@@ -103,7 +105,7 @@ def added(sites, agreed, clients=CLIENTS):
 
 @pytest.mark.parametrize("active", [False, True])
 def test_the_sum_is_that_of_the_vectors(active, tmp_path):
-    outcome, lost = added(Sites(tmp_path), session(active=active))
+    outcome, lost = added(Sites(tmp_path, active), session(active=active))
     assert outcome.total.tolist() == [15, 6, 2**20 - 6]
     assert outcome.survivors == frozenset(range(6))
     assert lost == {}
@@ -115,7 +117,7 @@ def test_the_sum_is_that_of_the_vectors(active, tmp_path):
 def test_a_site_that_is_killed_between_stages_is_left_out_or_counted(stage, active, tmp_path):
     if stage == ProtocolStage.AGREE and not active:
         return
-    sites = Sites(tmp_path)
+    sites = Sites(tmp_path, active, threshold=2 / 3 if active else 1 / 2)
     sites.silent = {"c": stage}
     agreed = session(active=active, num_clients=6, threshold=5 if active else 4)
     if active:  # four of six are too few against a server that may lie
@@ -130,7 +132,7 @@ def test_a_site_that_is_killed_between_stages_is_left_out_or_counted(stage, acti
 
 
 def test_a_round_that_is_added_again_gives_the_same_sum_and_no_other(tmp_path):
-    sites = Sites(tmp_path)
+    sites = Sites(tmp_path, threshold=1 / 2)
     first, _ = added(sites, session(run="1" * 32, threshold=4))
     for name in SITES:
         sites.start(name)  # what they have told is on their disks
@@ -142,10 +144,28 @@ def test_a_round_that_is_added_again_gives_the_same_sum_and_no_other(tmp_path):
 
 
 def test_a_round_that_began_with_others_is_not_added(tmp_path):
-    sites = Sites(tmp_path)
+    sites = Sites(tmp_path, threshold=1 / 2)
     added(sites, session(run="1" * 32, threshold=4))
     with pytest.raises(AbortedError, match="0 clients answered at stage ADVERTISE"):
         added(sites, session(run="2" * 32, threshold=3, num_clients=4), [0, 1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"threshold": 4},
+        {"active": False},
+        {"bits": 19},
+        {"min_survivors": 6},
+        {"num_neighbours": 4, "threshold": 3},
+    ],
+)
+def test_a_server_cannot_change_what_the_configuration_says(change, tmp_path):
+    sites, agreed = Sites(tmp_path, active="active" in change), {"active": "active" in change}
+    with pytest.raises(AbortedError, match="0 clients answered at stage ADVERTISE"):
+        added(sites, session(**agreed | change))
+    outcome, _ = added(sites, session(**agreed))  # and nothing has been used up
+    assert outcome.survivors == frozenset(range(6))
 
 
 def test_a_protocol_run_is_used_once(tmp_path):
@@ -164,7 +184,7 @@ def test_a_site_says_how_few_a_sum_may_hide_among(tmp_path):
 
 
 def test_keys_that_a_site_does_not_know_are_refused(tmp_path):
-    sites = Sites(tmp_path)
+    sites = Sites(tmp_path, active=True)
     stranger = SigningKey(token_bytes(32))
     sites.keys["c"] = stranger.public  # the server says so, a and b know better
     with pytest.raises(AbortedError, match="answered at stage"):
@@ -174,7 +194,7 @@ def test_keys_that_a_site_does_not_know_are_refused(tmp_path):
 @settings(max_examples=60, deadline=None)
 @given(place=st.integers(0, 10**6), bit=st.integers(0, 7), site=st.sampled_from(sorted(SITES)))
 def test_a_changed_answer_is_never_added(place, bit, site, tmp_path_factory):
-    sites = Sites(tmp_path_factory.mktemp("sums"))
+    sites = Sites(tmp_path_factory.mktemp("sums"), threshold=1 / 2)
 
     def change(content):
         changed = bytearray(content)

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from fl_lightning.secure.protocol.graph import SparseGraph
 from fl_lightning.secure.protocol.session import ProtocolStage, Session
 from fl_lightning.secure.protocol.signing import Directory
+from fl_lightning.secure.secure_sum import SecureSum
 
 # names of the messages in orders and in answers
 TO_CLIENT, FROM_CLIENT = "stage/sum/{}", "stage/sum/message"
@@ -78,6 +80,33 @@ class Agreed:
         return cls(Session(**session), tuple(clients), tuple(sites)), ProtocolStage(
             options.get("stage", -1)
         )
+
+
+def rules_of(secure_sum: SecureSum) -> dict[str, Any]:
+    """Return, as plain JSON, what a configuration says of its sums."""
+    return {name: value for name, value in asdict(secure_sum).items() if name != "run"}
+
+
+def session_by(rules: Mapping[str, Any], given: Session) -> Session:
+    """Return the session that a configuration has where a server gave one: equal, if it is honest.
+
+    A server that had its own way with thresholds, signatures or neighbours could open more than sums.
+
+    Example:
+        >>> rules = rules_of(SecureSum(bits=20))
+        >>> given = Session(run="demo", round_index=0, num_clients=6, size=3, threshold=5, bits=20)
+        >>> session_by(rules, given) == given, session_by(rules, replace(given, threshold=4)) == given
+        (True, True)
+    """
+    sparse = rules["sparse"]
+    graph = None if sparse is None else SparseGraph(**sparse)
+    secure_sum = SecureSum(**{**rules, "sparse": graph, "run": given.run})
+    return secure_sum.session(
+        given.num_clients,
+        size=given.size,
+        round_index=given.round_index,
+        graph_seed=given.graph_seed,
+    )
 
 
 def _all_of(values: Any, kind: type) -> bool:

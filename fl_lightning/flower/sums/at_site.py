@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch import Tensor
 from fl_lightning.flower.desk import Done
 from fl_lightning.flower.messages import ClientAnswer, Order
 from fl_lightning.flower.policy import Policy
-from fl_lightning.flower.sums.agreed import FROM_CLIENT, TO_CLIENT, Agreed
+from fl_lightning.flower.sums.agreed import FROM_CLIENT, TO_CLIENT, Agreed, session_by
 from fl_lightning.flower.sums.site_vectors import SiteVectors
 from fl_lightning.flower.wire.failures import OrderRefused
 from fl_lightning.secure.protocol.client import SecureClient
@@ -43,10 +44,12 @@ class SiteSums:
         self._agreed: Agreed | None = None
         self._clients: dict[int, SecureClient] = {}
 
-    def keep(self, round_index: int, vectors: Mapping[int, RingIntegers]) -> None:
-        """Have vectors ready for the sum of a round."""
+    def keep(
+        self, round_index: int, vectors: Mapping[int, RingIntegers], rules: Mapping[str, Any]
+    ) -> None:
+        """Have vectors ready for the sum of a round, by the rules of the configuration."""
         if vectors:
-            self._kept.keep(round_index, vectors)
+            self._kept.keep(round_index, vectors, rules)
 
     def follow(self, order: Order) -> Done:
         """Return what the clients that are asked say at a stage; some may say nothing.
@@ -81,6 +84,12 @@ class SiteSums:
         session, policy, kept = agreed.session, self._policy, self._kept
         if session.round_index != order.round or order.round != kept.round:
             raise OrderRefused("sum", f"there are vectors of round {kept.round} here")
+        try:
+            is_agreed = session_by(kept.rules, session) == session
+        except ValueError:
+            is_agreed = False
+        if not is_agreed:
+            raise OrderRefused("sum", f"{session} is not what the configuration says")
         policy.check_secure_sum(session.least_survivors)
         if session.active and policy.signing_key is None:
             raise OrderRefused("policy", "the sum is signed, and site.yaml has no signing_key")

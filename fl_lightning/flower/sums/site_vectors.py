@@ -31,6 +31,7 @@ class SiteVectors:
     Attributes:
         round: whose vectors there are; -1 if there are none.
         vectors: by client.
+        rules: of the sum, by the configuration, see `rules_of`.
         used: in which rounds of the protocol clients have taken part, by client.
     """
 
@@ -38,17 +39,21 @@ class SiteVectors:
         self._vectors_file, self._told_file = folder / "vectors.npz", folder / "sums.json"
         self.round = -1
         self.vectors: dict[int, RingIntegers] = {}
+        self.rules: Mapping[str, Any] = {}
         self.used: dict[int, UsedRounds] = {}
         self._told: dict[str, Any] = {"round": -1, "clients": None, "opened": {}}
         self._recall()
 
-    def keep(self, round_index: int, vectors: Mapping[int, RingIntegers]) -> None:
+    def keep(
+        self, round_index: int, vectors: Mapping[int, RingIntegers], rules: Mapping[str, Any]
+    ) -> None:
         """Write down the vectors of a round, ahead of the answer that says that they are there."""
         content = BytesIO()
         arrays: dict[str, Any] = {str(client): vector for client, vector in vectors.items()}
-        np.savez(content, round=np.array(round_index), **arrays)
+        told = json.dumps({"round": round_index, "rules": dict(rules)})
+        np.savez(content, told=np.array(told), **arrays)
         _write(self._vectors_file, content.getvalue())
-        self.round, self.vectors = round_index, dict(vectors)
+        self.round, self.vectors, self.rules = round_index, dict(vectors), rules
 
     def begin(self, clients: Iterable[int], own: Iterable[int]) -> None:
         """Note who takes part in the round's sum, before a first key leaves.
@@ -92,8 +97,9 @@ class SiteVectors:
     def _recall(self) -> None:
         if self._vectors_file.exists():
             with np.load(self._vectors_file, allow_pickle=False) as kept:
-                self.round = int(kept["round"])
-                self.vectors = {int(name): kept[name] for name in kept.files if name != "round"}
+                told = json.loads(str(kept["told"]))
+                self.round, self.rules = told["round"], told["rules"]
+                self.vectors = {int(name): kept[name] for name in kept.files if name != "told"}
         if self._told_file.exists():
             self._told = json.loads(self._told_file.read_text())
             for client, state in self._told.pop("used").items():
