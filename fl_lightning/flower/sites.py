@@ -191,6 +191,8 @@ class Sites(Training):
                 rank_zero_warn(f"per-client evaluation: without site {reply.site}: {reply.reason}")
                 continue
             found |= {a.client: dict(a.metrics) for a in reply.answer.clients if a.metrics}
+        if orders and not found:
+            rank_zero_warn("per-client evaluation: sites let no metric of clients leave")
         return found
 
     def _note_sums(self, reply: Reply, sums: dict[str, MetricSums]) -> None:

@@ -102,7 +102,17 @@ def settle_loggers(config: Any, run: EarlierRun | None) -> None:
             if (version := known.get("version") or known.get("id")) is not None:
                 options["version"] = version
         if kind == "WandbLogger" and options.get("version") is None:
-            options["version"] = f"w{secrets.token_hex(4)}"  # 12e45678 would be read as a number
+            options["version"] = _new_id()
+
+
+def _new_id() -> str:
+    """Return a new name for a run, which YAML does not read as a number, as it does 12e45678.
+
+    Example:
+        >>> len(_new_id()), _new_id()[0]
+        (9, 'w')
+    """
+    return f"w{secrets.token_hex(4)}"
 
 
 def settle_folder(trainer: Any, run: EarlierRun | None) -> None:
