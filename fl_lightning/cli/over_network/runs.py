@@ -141,7 +141,12 @@ def server_run(channel: Channel, options: Mapping[str, Any], folder: Path) -> No
         except ClientFailure as failure:  # what went wrong, the site's log says
             raise RoundFailure(str(failure)) from failure
 
-    ended_with_a_sentence(run)
+    try:
+        ended_with_a_sentence(run)
+    except SystemExit as end:
+        # Flower passes on what was printed when an app raises, but not when it exits
+        print(end.code, flush=True)
+        raise RoundFailure(str(end.code)) from None
 
 
 def serve_site(policy: Policy, own: Mapping[str, Any]) -> None:

@@ -17,6 +17,7 @@ _STARTED = re.compile(r"Successfully started run (\d+)")
 _CHATTER = re.compile(
     r"Flower App configuration|^- Recommended property|logstream|^Using SuperLink|^Successfully inst"
 )
+_EXPLAINED = "fl-lightning: "  # so begins the sentence on why a run has ended
 _FRAME = " ╭─╮│╰╯"
 _PAUSE = 3.0
 
@@ -42,7 +43,7 @@ def follow(
     try:
         while True:
             before = Counter(told)  # a log that is followed again begins anew
-            for line in _lines(started):
+            for line in lines_of(started):
                 run = run or next(iter(_STARTED.findall(line)), "")
                 before[line] -= 1
                 if before[line] < 0:
@@ -72,11 +73,16 @@ def _tell(line: str, say: Callable[[str], None], log: Path | None) -> None:
             file.write(f"{line}\n")
 
 
-def _lines(process: subprocess.Popen[str]) -> Iterator[str]:
+def lines_of(process: subprocess.Popen[str]) -> Iterator[str]:
+    """Yield what a command says of a run, without Flower's chatter, up to why the run has ended."""
+    is_explained = False
     with process:  # closes what is read
         try:
             for line in process.stdout or ():
                 plain = _COLOURS.sub("", line).strip().strip(_FRAME)
+                if is_explained:  # the rest is Flower's account of it
+                    continue
+                is_explained = plain.startswith(_EXPLAINED)
                 if plain and plain != "INFO :" and not _CHATTER.search(plain):
                     yield plain
         except BaseException:
