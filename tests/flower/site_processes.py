@@ -12,8 +12,8 @@ import yaml
 
 from fl_lightning.cli.command import run_lightning
 from fl_lightning.cli.over_network.runs import run_server, serve_site
-from fl_lightning.flower.correspondence import Correspondence
 from fl_lightning.flower.policy import Policy
+from fl_lightning.flower.server.correspondence import Correspondence
 from fl_lightning.flower.transport.loopback import LoopbackChannel
 
 CLIENTS = {"a": (0, 1), "b": (2, 3), "c": (4, 5)}  # of each site

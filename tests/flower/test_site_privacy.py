@@ -12,7 +12,7 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.flower.messages import Order
 from fl_lightning.flower.policy import Policy, Refused
-from fl_lightning.flower.site_privacy import SitePrivacy
+from fl_lightning.flower.site.privacy import SitePrivacy
 from fl_lightning.flower.wire.failures import OrderRefused
 from fl_lightning.privacy.run import AccountedRun
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fl_lightning.flower.correspondence import Correspondence
 from fl_lightning.flower.messages import Answer, Failure, Order, digest
 from fl_lightning.flower.policy import Policy, Refused
+from fl_lightning.flower.server.correspondence import Correspondence
 from fl_lightning.flower.sums.agreed import Agreed, rules_of
 from fl_lightning.flower.sums.at_server import SumOverSites
 from fl_lightning.flower.sums.at_site import SiteSums

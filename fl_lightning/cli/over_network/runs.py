@@ -20,17 +20,18 @@ from fl_lightning.cli.command import run_lightning
 from fl_lightning.cli.federated_cli import FederatedCLI, ended_with_a_sentence
 from fl_lightning.core.errors import ClientFailure, ConfigurationError, RoundFailure
 from fl_lightning.federation.federation import Federation
-from fl_lightning.flower.at_site import AtSite
 from fl_lightning.flower.channel import Channel
-from fl_lightning.flower.checks import check_over_network
-from fl_lightning.flower.correspondence import Correspondence
-from fl_lightning.flower.elsewhere import DataElsewhere
 from fl_lightning.flower.messages import Answer, Order
 from fl_lightning.flower.network.app_folder import CONFIGURATION
 from fl_lightning.flower.policy import Policy
 from fl_lightning.flower.rules.site_file import read_policy
-from fl_lightning.flower.site import Fit, Site
-from fl_lightning.flower.sites import Counted, Sites
+from fl_lightning.flower.server.checks import check_over_network
+from fl_lightning.flower.server.correspondence import Correspondence
+from fl_lightning.flower.server.counted import Counted
+from fl_lightning.flower.server.elsewhere import DataElsewhere
+from fl_lightning.flower.server.sites import Sites
+from fl_lightning.flower.site.fit import AtSite
+from fl_lightning.flower.site.site import Fit, Site
 from fl_lightning.flower.transport.resident import log_to, serve
 
 _STAGES = ("validation", "test")  # for which clients hold out examples

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
-from fl_lightning.flower.correspondence import Correspondence, Reply
 from fl_lightning.flower.messages import CATEGORIES, Order
+from fl_lightning.flower.server.correspondence import Correspondence, Reply
 from fl_lightning.flower.sums.agreed import FROM_CLIENT, TO_CLIENT, Agreed
 from fl_lightning.secure.protocol.server import SecureServer
 from fl_lightning.secure.protocol.session import ProtocolStage, Session

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fl_lightning.flower.desk import Done
 from fl_lightning.flower.messages import ClientAnswer, Order
 from fl_lightning.flower.policy import Policy
+from fl_lightning.flower.site.desk import Done
 from fl_lightning.flower.sums.agreed import FROM_CLIENT, TO_CLIENT, Agreed, session_by
 from fl_lightning.flower.sums.site_vectors import SiteVectors
 from fl_lightning.flower.wire.failures import OrderRefused

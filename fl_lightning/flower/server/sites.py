@@ -22,56 +22,22 @@ from fl_lightning.client.work import GroupWork
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.update import ClientUpdate, Updates
 from fl_lightning.federation.processes.ranks import Ranks
-from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
-from fl_lightning.federation.stage import Sent, Stage, Stages, Start
+from fl_lightning.federation.stage import Sent, Stages, Start
 from fl_lightning.federation.stages.private_rounds import PrivateRounds
 from fl_lightning.federation.stages.secure_rounds import SecureRounds
 from fl_lightning.federation.stages.transport import Transport
 from fl_lightning.federation.training import Taker, Training
 from fl_lightning.flower.constants import constants_digest
-from fl_lightning.flower.correspondence import Correspondence, Reply
 from fl_lightning.flower.messages import ClientAnswer, Kind, Order
 from fl_lightning.flower.metric_sums import OPTION, MetricSums, pool_sums, told_sums
 from fl_lightning.flower.packing import Packing
-from fl_lightning.flower.site_rounds import ERROR, NORM, options_of
+from fl_lightning.flower.server.correspondence import Correspondence, Reply
+from fl_lightning.flower.server.counted import Counted
+from fl_lightning.flower.site.rounds import ERROR, NORM, options_of
 from fl_lightning.flower.sums.at_server import SumOverSites
 from fl_lightning.flower.wire.failures import CATEGORIES
 from fl_lightning.updates.wire.reader import DecodeError
-
-
-class Counted(Stage):
-    """Knows in which round each client counted last, which sites have to know.
-
-    Args:
-        run: of the run, 32 hexadecimal digits; that of the checkpoint in a resumed one.
-    """
-
-    key = "sites"
-    reason_against_sites = None
-    reason_against_privacy = None
-
-    def __init__(self, run: str) -> None:
-        self.run = run
-        self.rounds: dict[int, int] = {}
-
-    def close(self, record: RoundRecord) -> None:
-        """Note whose update was used."""
-        absent = {*record.skipped, *record.lost}
-        self.rounds |= {c: self._number for c in record.finished if c not in absent}
-
-    def open(self, round_index: int, model: GlobalModel) -> None:
-        """Note the round's number."""
-        self._number = round_index
-
-    def state_dict(self, *, with_round: bool) -> dict[str, Any]:
-        """Return both."""
-        return {"run": self.run, "rounds": dict(self.rounds)}
-
-    def load_state_dict(self, state: Any, model: GlobalModel) -> None:
-        """Go on with the run of a checkpoint."""
-        if state:
-            self.run, self.rounds = state["run"], dict(state["rounds"])
 
 
 class _Came(NamedTuple):

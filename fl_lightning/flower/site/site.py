@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from fl_lightning.flower.desk import Desk, Done
 from fl_lightning.flower.messages import Answer, MessageError, Order, digest
 from fl_lightning.flower.policy import Policy
-from fl_lightning.flower.site_memory import SiteMemory
+from fl_lightning.flower.site.desk import Desk, Done
+from fl_lightning.flower.site.memory import SiteMemory
 from fl_lightning.flower.sums.at_site import SiteSums
 from fl_lightning.flower.wire.failures import Failure, OrderRefused, category_of
 

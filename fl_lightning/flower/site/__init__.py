@@ -1,0 +1,1 @@
+"""A site: orders in, answers out; a Trainer that follows them, and what stays here."""
