@@ -13,7 +13,7 @@ from typing import Any
 
 from fl_lightning.core.errors import ConfigurationError, raise_together
 from fl_lightning.flower.rules.class_paths import DEFAULT, Refused, checked
-from fl_lightning.flower.rules.layers import laid_over, shared_part
+from fl_lightning.flower.rules.layers import laid_over, shared_part, without_callbacks
 from fl_lightning.flower.wire.fields import check_site
 from fl_lightning.flower.wire.plain_json import MessageError, shown
 
@@ -116,7 +116,8 @@ class Policy:
         Raises:
             Refused: if what is left of the shared one names a class that may not be built.
         """
-        merged: dict[str, Any] = laid_over(self.check_configuration(shared_part(shared)), dict(own))
+        lower = self.check_configuration(shared_part(shared))
+        merged: dict[str, Any] = laid_over(lower, without_callbacks(own))
         return merged
 
     def allows_metric(self, name: str) -> bool:

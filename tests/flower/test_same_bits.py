@@ -38,8 +38,21 @@ SPARSE = built(
     "updates.ErrorFeedback",
     transforms=[built("updates.TopK", fraction=0.1), built("updates.QSGD", bits=8)],
 )
+SPARSE_SGD = built("SparseSGDM", lr=0.1, momentum=0.9)
+CALIBRATION = {"density": 0.3, "rounds": 2, "max_examples": 400}
+MASKED = {
+    "model__init_args__optimizer": SPARSE_SGD,
+    "trainer__callbacks": [
+        built("MaskCalibration", **CALIBRATION, head=built("sparsity.RidgeHead"))
+    ],
+}
+NEW_MASKS = {
+    "model__init_args__optimizer": SPARSE_SGD,
+    "trainer__callbacks": [built("MaskCalibration", **CALIBRATION, every_n_rounds=1)],
+}
 FAST = {
     "top-k with feedback": {"federation__updates": [SPARSE]},
+    "calibrated mask, fitted head": MASKED,
     "secure sums": {"federation__aggregator": built("secure.SecureMean")},
 }
 SLOW = {
@@ -47,6 +60,10 @@ SLOW = {
         "model__init_args__optimizer__init_args": MOMENTUM,
         "trainer__gradient_clip_val": 0.5,
     },
+    "new masks, top-k with feedback": NEW_MASKS | {"federation__updates": [SPARSE]},
+    "new masks, SCAFFOLD": NEW_MASKS | {"federation__correction": built("Scaffold")},
+    "masked, FedBN": MASKED | {"federation__personal": built("Personal", norms=True)},
+    "masked, bf16": MASKED | {"trainer__precision": "bf16-mixed"},
     "SCAFFOLD": {"federation__correction": built("Scaffold")},
     "plain": {},
     "FedProx": {"federation__correction": built("FedProx", mu=0.1)},

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeAlias, final
 
@@ -28,10 +29,10 @@ from fl_lightning.callbacks.calibration.client_mask_report import (
     tell_client_masks,
 )
 from fl_lightning.callbacks.calibration.client_masks import ClientMasks
-from fl_lightning.callbacks.calibration.head_fitting import fit_head
+from fl_lightning.callbacks.calibration.head_fitting import SumsElsewhere, fit_head
 from fl_lightning.callbacks.calibration.mask_report import MaskReport
 from fl_lightning.callbacks.calibration.owners import federation_of
-from fl_lightning.callbacks.calibration.scores import OwnerScores
+from fl_lightning.callbacks.calibration.scores import OwnerScores, ScoresElsewhere
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import run_seed
 from fl_lightning.data.cohorts.cohort import CohortSampler
@@ -136,11 +137,6 @@ class MaskCalibration(Callback):
     ) -> None:
         super().__init__()
         calibrates = mask_file is None or every_n_rounds is not None
-        shown = {
-            "the mask found from clients' scores": calibrates,
-            "the head fitted to clients' examples": not isinstance(head, str),
-        }
-        self.unprotected = " and ".join(what for what, is_shown in shown.items() if is_shown)
         check_options(head, max_examples, every_n_rounds, mask_file, per_client)
         self._plan: CalibrationPlan | None = None
         if calibrates:
@@ -153,6 +149,12 @@ class MaskCalibration(Callback):
                 soft_mask=soft_mask,
                 per_tensor=per_tensor,
             )
+        scores_clients = self._plan is not None and self._plan.chosen_rule.needs_scores
+        shown = {
+            "the mask found from clients' scores": scores_clients,
+            "the head fitted to clients' examples": not isinstance(head, str),
+        }
+        self.unprotected = " and ".join(what for what, is_shown in shown.items() if is_shown)
         self._scores = OwnerScores(
             sensitivity=sensitivity,
             cohort=cohort,
@@ -164,6 +166,7 @@ class MaskCalibration(Callback):
         self._every_n_rounds = every_n_rounds
         self._mask_file = mask_file
         self._per_client = per_client
+        self._sums_elsewhere: SumsElsewhere | None = None
         self._clients: ClientMasks | None = None
         self._is_claimed = False
         self._moves: WhatMoves | None = None
@@ -190,26 +193,54 @@ class MaskCalibration(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find the mask and put it on the optimizer, ahead of the federation's own start."""
-        optimizer = masked_optimizer(trainer)
-        heads = heads_of(
-            pl_module,
-            self._head_name,
-            is_needed=self._include is None or self._head != "train",
-        )
-        self._moves = WhatMoves(pl_module, optimizer, heads, head_trains=self._head == "train")
+        self._moves = self.what_moves(trainer)
         if self._per_client:
             self._clients = ClientMasks(partial(self._client_mask, trainer))
         if self._saved:
             self._resume(trainer)
             return
         self.mask, self.history = None, []
-        metrics = self._fit_head(trainer, heads)
+        metrics = self._fit_head(trainer)
         if self._clients is not None:
             self._use(trainer, self._everything(pl_module), "each client finds its own", metrics)
         elif self._mask_file is not None:
             self._use(trainer, load_mask(self._mask_file), f"from {self._mask_file}", metrics)
         else:
             self._calibrate(trainer, metrics)
+
+    # For a network, whose clients' examples are at sites.
+
+    @property
+    def scores(self) -> OwnerScores:
+        """How entries are scored."""
+        return self._scores
+
+    @property
+    def head_fit(self) -> HeadFit | None:
+        """How the head is fitted; None if it is not."""
+        return None if isinstance(self._head, str) else self._head
+
+    def heads(self, module: LightningModule) -> list[str]:
+        """Return the names of the modules that are the head."""
+        is_needed = self._include is None or self._head != "train"
+        return heads_of(module, self._head_name, is_needed=is_needed)
+
+    def what_moves(self, trainer: Trainer) -> WhatMoves:
+        """Return what puts masks on a Trainer's module and optimizer."""
+        optimizer, module = masked_optimizer(trainer), trainer.lightning_module
+        return WhatMoves(
+            module, optimizer, self.heads(module), head_trains=self._head == "train"
+        )
+
+    def ask_elsewhere(self, scores: ScoresElsewhere, sums: SumsElsewhere) -> None:
+        """Have clients calibrate whose examples are elsewhere.
+
+        Args:
+            scores: asks them for scores.
+            sums: asks them for sums for the head.
+        """
+        self._scores = replace(self._scores, elsewhere=scores)
+        self._sums_elsewhere = sums
 
     def client_masks(self) -> ClientMasks | None:
         """Return what gives a client's mask; None if all have the same one.
@@ -299,11 +330,12 @@ class MaskCalibration(Callback):
         if n is not None and done and done % n == 0 and self.history[-1]["round"] != done:
             self._calibrate(trainer, {})
 
-    def _fit_head(self, trainer: Trainer, heads: list[str]) -> dict[str, float]:
+    def _fit_head(self, trainer: Trainer) -> dict[str, float]:
         if isinstance(self._head, str):
             return {}
         began = time.perf_counter()
-        fitted = fit_head(trainer, heads, self._head)
+        heads = self.heads(trainer.lightning_module)
+        fitted = fit_head(trainer, heads, self._head, self._sums_elsewhere)
         return {
             "head/seconds": time.perf_counter() - began,
             "head/rounds": float(fitted.rounds),

@@ -53,6 +53,17 @@ def federation_of(trainer: Trainer) -> Federation | None:
     return next((c for c in callbacks if isinstance(c, Federation)), None)
 
 
+def clients_as_owners(data: FederatedDataModule) -> ExampleOwners:
+    """Return the clients of a federation as owners of their examples."""
+    clients = data.clients
+    return ExampleOwners(
+        clients.num_examples,
+        clients.__getitem__,
+        lambda indices: data.evaluation_batch(indices),  # not asked for where clients are elsewhere
+        data.batch_size,
+    )
+
+
 def example_owners(trainer: Trainer) -> ExampleOwners:
     """Return the owners of the examples that a fit trains on.
 
@@ -62,8 +73,7 @@ def example_owners(trainer: Trainer) -> ExampleOwners:
     """
     data = trainer.datamodule  # type: ignore[attr-defined]
     if federation_of(trainer) is not None:
-        clients, read = data.clients, data.evaluation_batch
-        return ExampleOwners(clients.num_examples, clients.__getitem__, read, data.batch_size)
+        return clients_as_owners(data)
     if isinstance(data, FederatedDataModule):
         size, read, everything = data.batch_size, data.evaluation_batch, data.train_indices
     else:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -48,6 +48,11 @@ from fl_lightning.sparsity.sensitivity.fisher import SampledFisher
 from fl_lightning.sparsity.sensitivity.protocol import Scores, Sensitivity
 
 _PURPOSE = "calibration"
+# Scores owners who are elsewhere: yields, in the order asked, the scores of so many examples of each.
+# Arguments: the values at which, (version, round), and the number of examples by owner.
+ScoresElsewhere: TypeAlias = Callable[
+    [Mapping[str, Tensor], tuple[int, int], Mapping[int, int]], Iterator[Scores]
+]
 
 
 @dataclass(frozen=True)
@@ -68,12 +73,14 @@ class OwnerScores:
         max_examples: at most so many in a round of calibration, over all owners together, of each
             in proportion to its examples; None is all.
         seed: root of all draws, each a function of (seed, version, round, client).
+        elsewhere: scores owners whose examples are not here; None if they are.
     """
 
     sensitivity: Sensitivity | None = None
     cohort: CohortSampler | None = None
     max_examples: int | None = None
     seed: int = 0
+    elsewhere: ScoresElsewhere | None = None
 
     def mask(self, trainer: Trainer, plan: CalibrationPlan, names: list[str], version: int) -> Mask:
         """Return the mask of a version, on the CPU; to be called by all processes.
@@ -92,10 +99,13 @@ class OwnerScores:
         rounds = range(len(calibration.num_kept))
         visits = [self._visits(trainer, owners, version, number) for number in rounds]
         batches = [-(-n // owners.batch_size) for v in visits for n in v.num_examples.tolist()]
-        with progress_bar(trainer, "Calibration", sum(batches)) as tick, _scoring(trainer) as visit:
+        with progress_bar(trainer, "Calibration", sum(batches)) as tick, scoring(trainer) as visit:
             for number in rounds:
                 values = calibration.soft_parameters()
-                score = self._score(visit, owners, values, (version, number), tick)
+                if self.elsewhere is None:
+                    score = self.score(visit, owners, values, (version, number), tick)
+                else:
+                    score = _told(self.elsewhere, values, (version, number), visits[number])
                 calibration.step(_summed(trainer, values, visits[number], score))
         return calibration.mask.to("cpu")
 
@@ -122,10 +132,10 @@ class OwnerScores:
         owners = example_owners(trainer)
         most = self.max_examples or int(owners.num_examples[owner])
         count = min(most, int(owners.num_examples[owner]))
-        with _scoring(trainer) as visit:
+        with scoring(trainer) as visit:
             while not calibration.is_done:
                 values = calibration.soft_parameters()
-                score = self._score(visit, owners, values, (0, calibration.round), lambda: None)
+                score = self.score(visit, owners, values, (0, calibration.round))
                 calibration.step(score(owner, count) if calibration.needs_scores else None)
         return calibration.mask.to("cpu")
 
@@ -155,15 +165,23 @@ class OwnerScores:
         mine = own_share(trainer, ids, counts)
         return _Visits(ids[mine], counts[mine])
 
-    def _score(
+    def score(
         self,
         visit: Visit,
         owners: ExampleOwners,
         values: Mapping[str, Tensor],
         ids: tuple[int, int],
-        tick: Callable[[], None],
+        tick: Callable[[], None] = lambda: None,
     ) -> Callable[[int, int], Scores]:
-        """Return the function that scores so many examples of an owner."""
+        """Return the function that scores so many examples of an owner.
+
+        Args:
+            visit: to the module, see `scoring`.
+            owners: of the examples.
+            values: at which entries are scored, by name.
+            ids: version of the mask, and round of its calibration.
+            tick: told of every batch.
+        """
         sensitivity = self.sensitivity or SampledFisher()
 
         def ticking(batches: Iterator[Any]) -> Iterator[Any]:
@@ -185,8 +203,21 @@ class OwnerScores:
         return score
 
 
+def _told(
+    elsewhere: ScoresElsewhere,
+    values: Mapping[str, Tensor],
+    ids: tuple[int, int],
+    visits: _Visits,
+) -> Callable[[int, int], Scores]:
+    """Return the function that hands on what owners elsewhere score, in their order."""
+    asked = dict(zip(visits.owners.tolist(), visits.num_examples.tolist(), strict=True))
+    told = elsewhere(values, ids, asked)
+    return lambda owner, num_examples: next(told)
+
+
 @contextmanager
-def _scoring(trainer: Trainer) -> Iterator[Visit]:
+def scoring(trainer: Trainer) -> Iterator[Visit]:
+    """Have a Trainer's module scored inside this block, in the Trainer's precision."""
     with visiting(trainer) as visit, scoring_context(trainer):
         yield visit
 
@@ -208,7 +239,7 @@ def _summed(
         for owner, count in zip(visits.owners.tolist(), visits.num_examples.tolist(), strict=True):
             scores = score(owner, count)
             for name, total in sums.items():
-                total += scores.sums[name]
+                total += scores.sums[name].to(total.device)
             num_examples.add_(scores.num_examples)
 
     visit_together(trainer, visit)

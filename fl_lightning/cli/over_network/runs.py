@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import secrets
 import shlex
@@ -18,21 +17,27 @@ from lightning.pytorch.utilities import rank_zero_warn
 from fl_lightning.callbacks.calibration.mask_calibration import MaskCalibration
 from fl_lightning.cli.command import run_lightning
 from fl_lightning.cli.federated_cli import FederatedCLI, ended_with_a_sentence
-from fl_lightning.core.errors import ClientFailure, ConfigurationError, RoundFailure
+from fl_lightning.cli.over_network.site_calibration import SiteCalibration
+from fl_lightning.core.errors import ClientFailure, ConfigurationError, RoundFailure, raise_together
 from fl_lightning.federation.federation import Federation
+from fl_lightning.federation.options import Options
 from fl_lightning.flower.channel import Channel
 from fl_lightning.flower.messages import Answer, Order
 from fl_lightning.flower.network.app_folder import CONFIGURATION
 from fl_lightning.flower.policy import Policy
 from fl_lightning.flower.rules.site_file import read_policy
+from fl_lightning.flower.server.calibration import CalibrationAtSites
 from fl_lightning.flower.server.checks import check_over_network
 from fl_lightning.flower.server.correspondence import Correspondence
 from fl_lightning.flower.server.counted import Counted
 from fl_lightning.flower.server.elsewhere import DataElsewhere
+from fl_lightning.flower.server.greeting import Greeting
 from fl_lightning.flower.server.sites import Sites
 from fl_lightning.flower.site.fit import AtSite
 from fl_lightning.flower.site.site import Fit, Site
 from fl_lightning.flower.transport.resident import log_to, serve
+from fl_lightning.server.server import as_aggregator
+from fl_lightning.sparsity.heads.head_fit import OneExchange
 
 _STAGES = ("validation", "test")  # for which clients hold out examples
 # what a site's Trainer has nothing to do with
@@ -44,7 +49,6 @@ _SITE_WORDS = (
     "--trainer.limit_val_batches=0",
     "--trainer.num_sanity_val_steps=0",
     "--trainer.max_epochs=-1",
-    "--trainer.callbacks=null",
     "--trainer.devices=1",
     "--test_after_fit=false",
 )
@@ -67,8 +71,10 @@ def run_site(fit: Fit, policy: Policy) -> None:
             federation = self._get(self.config_init, "federation")
             rounds = (fit.configuration.get("trainer") or {}).get("max_epochs")
             num_rounds = None if rounds is None or rounds < 0 else rounds
-            at_site = AtSite(federation, fit.desk, fit.memory, policy, num_rounds)
             options = self._get(self.config_init, "trainer")
+            calibrations = [SiteCalibration(c) for c in options["callbacks"] or ()]
+            calibrates = calibrations[0] if calibrations else None
+            at_site = AtSite(federation, fit.desk, fit.memory, policy, num_rounds, calibrates)
             options["callbacks"] = [at_site]
             return super(FederatedCLI, self).instantiate_trainer(**kwargs)
 
@@ -176,7 +182,6 @@ def run_server(
         correspondence: with sites.
         wanted: how many sites there must be.
     """
-    digest = hashlib.sha256(configuration.encode()).hexdigest()
     found: list[Any] = []
 
     class ServerCLI(FederatedCLI):
@@ -186,17 +191,15 @@ def run_server(
             """Greet the sites, and train over their clients."""
             callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
             federation = next(c for c in callbacks if isinstance(c, Federation))
-            check_over_network(self.trainer, self.datamodule, federation)
-            _check_masks(callbacks)
-            counted = Counted(_run_of(kwargs.get("ckpt_path")))
-            hello = Order(
-                kind="hello",
-                run=counted.run,
-                configuration=digest,
-                round=0,
-                options={"configuration": configuration},
+            calibration = next((c for c in callbacks if isinstance(c, MaskCalibration)), None)
+            raise_together(
+                lambda: check_over_network(self.trainer, self.datamodule, federation),
+                lambda: _check_calibration(calibration, federation),
             )
-            told = correspondence.greet(hello, wanted)
+            counted = Counted(_run_of(kwargs.get("ckpt_path")))
+            mask = partial(getattr, calibration, "mask", None)
+            greeting = Greeting(configuration, counted, self.trainer, mask)
+            told = correspondence.greet(greeting.order, wanted)
             site_of, sizes = _members({site: answer.options for site, answer in told.items()})
             _compare_precision(told, self.trainer.precision)
             first = next(iter(told.values())).options
@@ -204,8 +207,7 @@ def run_server(
                 Sites,
                 correspondence=correspondence,
                 site_of=site_of,
-                counted=counted,
-                configuration=digest,
+                greeting=greeting,
                 signing_keys=_signing_keys(told),
             )
             federation.clients_per_group = len(sizes)
@@ -217,8 +219,11 @@ def run_server(
                 batch_size=first["batch_size"],
                 drop_last=first["drop_last"],
             )
+            if calibration is not None:
+                asked = CalibrationAtSites(correspondence, greeting, self.trainer, site_of)
+                calibration.ask_elsewhere(asked.scores, asked.sums)
             super().fit(model, **kwargs)
-            stop = Order(kind="stop", run=counted.run, configuration=digest, round=0)
+            stop = Order(kind="stop", run=counted.run, configuration=greeting.digest, round=0)
             found.extend([self.trainer, dict.fromkeys(told, stop)])
 
     with tempfile.TemporaryDirectory() as folder:
@@ -231,11 +236,21 @@ def run_server(
     return trainer
 
 
-def _check_masks(callbacks: Sequence[Any]) -> None:
-    if any(isinstance(callback, MaskCalibration) for callback in callbacks):
+def _check_calibration(calibration: MaskCalibration | None, options: Options) -> None:
+    """Refuse a calibration whose clients would show what the run hides, or send more than sums once."""
+    if calibration is None:
+        return
+    fit, private = calibration.head_fit, options.client_privacy
+    if fit is not None and not isinstance(fit, OneExchange):
         raise ConfigurationError(
-            "trainer.callbacks: MaskCalibration sets masks at the server, of which sites know nothing: leave "
-            "it out over a network"
+            f"MaskCalibration: head {type(fit).__name__} exchanges sums many times, which is simulated "
+            "only: use RidgeHead, train or freeze"
+        )
+    hides = as_aggregator(options.aggregator).protection is not None
+    if calibration.unprotected and (hides or (private is not None and private.clients_add_noise)):
+        raise ConfigurationError(
+            f"MaskCalibration: {calibration.unprotected} would reach the server in clear, and this run "
+            "hides what single clients send: give mask_file, with a mask found elsewhere, and head: train"
         )
 
 

@@ -1,7 +1,7 @@
 """Which options of a configuration the server may set at a site, and which are the site's own.
 
     shared by all: seed_everything, num_threads, model, federation, and of trainer what says how long
-                   and how is trained (`SHARED_TRAINER`)
+                   and how is trained (`SHARED_TRAINER`); of its callbacks `MaskCalibration`
     a site's own:  everything else: data; trainer.accelerator, devices, precision, strategy, logger,
                    callbacks, plugins, profiler, default_root_dir, …; ckpt_path and the like
 
@@ -35,6 +35,9 @@ SHARED_TRAINER = (
     "detect_anomaly",
 )
 
+CALLBACKS, _CALIBRATION = "callbacks", ".MaskCalibration"
+FROM_SERVER = "from the server"  # stands for a file there
+
 
 def shared_part(configuration: Mapping[str, Any]) -> dict[str, Any]:
     """Return what of a configuration the server may set.
@@ -47,7 +50,42 @@ def shared_part(configuration: Mapping[str, Any]) -> dict[str, Any]:
     trainer = kept.pop("trainer", None)
     if isinstance(trainer, Mapping):
         kept["trainer"] = {n: value for n, value in trainer.items() if n in SHARED_TRAINER}
+        if calibrations := [_without_file(c) for c in callbacks_of(trainer) if _is_calibration(c)]:
+            kept["trainer"][CALLBACKS] = calibrations
     return kept
+
+
+def callbacks_of(trainer: Mapping[str, Any]) -> list[Any]:
+    """Return the callbacks that the options of a Trainer name."""
+    given = [trainer.get(name) for name in (CALLBACKS, f"{CALLBACKS}+")]
+    return [c for value in given for c in (value if isinstance(value, list) else [value])]
+
+
+def _is_calibration(callback: Any) -> bool:
+    path = _full(callback) if isinstance(callback, Mapping) else None
+    return isinstance(path, str) and path.startswith("fl_lightning.") and path.endswith(_CALIBRATION)
+
+
+def _without_file(calibration: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a calibration whose first mask, which comes with a greeting, is no file here."""
+    options = calibration.get("init_args")
+    if isinstance(options, Mapping) and options.get("mask_file") is not None:
+        return {**calibration, "init_args": {**options, "mask_file": FROM_SERVER}}
+    return dict(calibration)
+
+
+def without_callbacks(own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a site's own layer without callbacks, of which its Trainer runs none.
+
+    Example:
+        >>> without_callbacks({"trainer": {"callbacks": [1], "accelerator": "gpu"}})
+        {'trainer': {'accelerator': 'gpu'}}
+    """
+    trainer = own.get("trainer")
+    if not isinstance(trainer, Mapping):
+        return dict(own)
+    kept = {n: value for n, value in trainer.items() if n.removesuffix("+") != CALLBACKS}
+    return {**own, "trainer": kept}
 
 
 def not_shared(configuration: Mapping[str, Any]) -> list[str]:

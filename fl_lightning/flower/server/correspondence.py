@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning.pytorch.utilities import rank_zero_info
@@ -14,7 +14,7 @@ from fl_lightning.flower.messages import Answer, MessageError, Order, digest
 
 _PAUSE = 1.0  # seconds
 # what a site says that was started again, and has not been greeted yet
-_OF_RESTARTED = ("run", "stopped", "busy", "lost")
+_OF_RESTARTED = ("run", "stopped", "mask", "busy", "lost")
 
 
 @dataclass(frozen=True)
@@ -67,19 +67,18 @@ class Correspondence:
 
     def __init__(self, channel: Channel, *, deadline: float = 3600.0, largest: int = 2**33) -> None:
         self._channel, self._deadline, self._largest = channel, deadline, largest
-        self._greeting = b""
 
-    def greet(self, order: Order, wanted: int) -> dict[str, Answer]:
+    def greet(self, write: Callable[[], Order], wanted: int) -> dict[str, Answer]:
         """Return what sites say of themselves, when as many as wanted are there.
 
         Args:
-            order: a ``hello``; sites that come back later are greeted with it as well.
+            write: writes the ``hello`` as it is at the moment; sites that come back later are greeted so too.
             wanted: how many.
 
         Raises:
             ConfigurationError: if one refuses.
         """
-        self._greeting = order.to_bytes()
+        self._write, order = write, write()
         told: Sequence[str] | None = None
         while len(present := self._channel.sites()) < wanted:
             if told != present:
@@ -94,17 +93,22 @@ class Correspondence:
             answers[reply.site] = reply.answer
         return answers
 
-    def ask(self, orders: Mapping[str, Order]) -> Iterator[Reply]:
+    def ask(self, orders: Mapping[str, Order], greet: Collection[str] = ()) -> Iterator[Reply]:
         """Send an order to each of some sites, and yield what they reply, as it comes.
 
         A site that does not answer in time, or whose answer is not one, has no answer.
+
+        Args:
+            orders: by site.
+            greet: sites that are greeted anew before.
         """
         until = time.monotonic() + self._deadline
         waiting: dict[str, _Asked] = {}
+        greeting = self._write().to_bytes() if greet else b""
         for site, order in orders.items():
             content = order.to_bytes()
-            waiting[site] = _Asked(order, content, content)
-            self._channel.send(site, content, self._deadline)
+            waiting[site] = _Asked(order, content, greeting if site in greet else content)
+            self._channel.send(site, waiting[site].sent, self._deadline)
         while waiting and (left := until - time.monotonic()) > 0:
             for site, came in self._channel.receive(min(left, _PAUSE)):
                 if site in waiting and (reply := self._reply(site, came, waiting[site], left)):
@@ -136,10 +140,11 @@ class Correspondence:
     def _ask_again(self, waiting: Mapping[str, _Asked], until: float) -> None:
         now = time.monotonic()
         due = {s: a for s, a in waiting.items() if a.again_at is not None and a.again_at <= now}
-        for site in self._channel.sites() if due else ():
-            if site in due:
-                due[site].again_at, due[site].sent = None, self._greeting
-                self._channel.send(site, self._greeting, until - now)
+        here = [site for site in self._channel.sites() if site in due] if due else []
+        greeting = self._write().to_bytes() if here else b""
+        for site in here:
+            due[site].again_at, due[site].sent = None, greeting
+            self._channel.send(site, greeting, until - now)
 
     def _read(self, site: str, came: bytes | Lost, name: str) -> tuple[Answer | None, str, bool]:
         """Return an answer, or why there is none and whether the site is only lost for a while."""

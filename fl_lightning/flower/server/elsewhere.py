@@ -49,7 +49,7 @@ class DataElsewhere(FederatedDataModule):
     def _examples(self) -> TrainingSet:
         raise ConfigurationError(
             "clients' examples are at sites, and something of this configuration wants to read them at "
-            "the server (a calibrated mask, an evaluation on clients' examples): leave it out over a "
+            "the server (an evaluation on clients' examples, a head that is fitted): leave it out over a "
             "network"
         )
 

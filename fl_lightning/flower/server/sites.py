@@ -8,9 +8,9 @@ simulation. What a client's update goes through on its way, it has gone through 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +33,7 @@ from fl_lightning.flower.messages import ClientAnswer, Kind, Order
 from fl_lightning.flower.metric_sums import OPTION, MetricSums, pool_sums, told_sums
 from fl_lightning.flower.packing import Packing
 from fl_lightning.flower.server.correspondence import Correspondence, Reply
-from fl_lightning.flower.server.counted import Counted
+from fl_lightning.flower.server.greeting import Greeting
 from fl_lightning.flower.site.rounds import ERROR, NORM, options_of
 from fl_lightning.flower.sums.at_server import SumOverSites
 from fl_lightning.flower.wire.failures import CATEGORIES
@@ -70,8 +70,7 @@ class Sites(Training):
         stages: of the run.
         correspondence: with sites.
         site_of: the site of each client.
-        counted: knows what sites have to know.
-        configuration: hash of what all have agreed on.
+        greeting: what sites are told at first, and again when the mask is another.
         signing_keys: of sites, with which they sign what they say in secure sums.
     """
 
@@ -82,8 +81,7 @@ class Sites(Training):
         *,
         correspondence: Correspondence,
         site_of: Mapping[int, str],
-        counted: Counted,
-        configuration: str,
+        greeting: Greeting,
         signing_keys: Mapping[str, bytes],
     ) -> None:
         super().__init__(run, stages)
@@ -91,7 +89,9 @@ class Sites(Training):
             if stage.reason_against_sites is not None:
                 raise ConfigurationError(f"{type(stage).__name__}: {stage.reason_against_sites}")
         self._correspondence, self._site_of = correspondence, site_of
-        self._counted, self._configuration = counted, configuration
+        self._greeting = greeting
+        self._masks: dict[str, str] = {}  # hash by site
+        self._constants_of: tuple[str, str] | None = None
         run.data.evaluated_by = self.evaluate
         self._transport = next(stage for stage in stages if isinstance(stage, Transport))
         self._ours = stages.after(self._transport)
@@ -127,7 +127,7 @@ class Sites(Training):
         came: dict[int, _Came] = {}
         sums: dict[str, MetricSums] = {}
         place = 0
-        for reply in self._correspondence.ask(orders):
+        for reply in self._ask(orders):
             self._note_sums(reply, sums)
             came |= _by_client(reply, orders[reply.site])
             while place < len(clients) and clients[place] in came:
@@ -152,7 +152,7 @@ class Sites(Training):
             for site, some in self._by_site(clients).items()
         }
         found: dict[int, dict[str, Tensor]] = {}
-        for reply in self._correspondence.ask(orders):
+        for reply in self._ask(orders):
             if reply.answer is None:
                 rank_zero_warn(f"per-client evaluation: without site {reply.site}: {reply.reason}")
                 continue
@@ -160,6 +160,13 @@ class Sites(Training):
         if orders and not found:
             rank_zero_warn("per-client evaluation: sites let no metric of clients leave")
         return found
+
+    def _ask(self, orders: Mapping[str, Order]) -> Iterator[Reply]:
+        """Ask sites that have the present mask, or get it first."""
+        mask = self._greeting.mask
+        unaware = [site for site in orders if mask and self._masks.get(site) != mask]
+        self._masks |= dict.fromkeys(unaware, mask)
+        return self._correspondence.ask(orders, greet=unaware)
 
     def _note_sums(self, reply: Reply, sums: dict[str, MetricSums]) -> None:
         """Take what a site tells of logged torchmetrics objects."""
@@ -195,6 +202,7 @@ class Sites(Training):
             "state": self.local.state_names or [],
             "buffers_stay": self._stages.buffers_stay,
             "constants": self._constants,
+            "mask": self._greeting.mask,
         }
 
     def _by_site(self, clients: Iterable[int]) -> dict[str, tuple[int, ...]]:
@@ -213,11 +221,12 @@ class Sites(Training):
         tensors: Mapping[str, Tensor],
     ) -> Order:
         """Return an order of the present round."""
-        rounds = self._counted.rounds
+        counted = self._greeting.counted
+        rounds = counted.rounds
         return Order(
             kind=kind,
-            run=self._counted.run,
-            configuration=self._configuration,
+            run=counted.run,
+            configuration=self._greeting.digest,
             round=self._run.round_index,
             clients=clients,
             counted={client: rounds.get(client, -1) for client in clients},
@@ -229,10 +238,13 @@ class Sites(Training):
         """Do without a client whose vector did not get into the round's sum."""
         self._taker.skip(ClientFailure(client, reason))
 
-    @cached_property
+    @property
     def _constants(self) -> str:
-        """The hash of what does not travel, taken when the first order is written."""
-        return constants_digest(self._run.module, self.local)
+        """The hash of what does not travel, taken when the first order under a mask is written."""
+        mask = self._greeting.mask
+        if self._constants_of is None or self._constants_of[0] != mask:
+            self._constants_of = mask, constants_digest(self._run.module, self.local)
+        return self._constants_of[1]
 
     def _epsilon(self) -> float | None:
         """Return what the whole run costs of a client's privacy; None without a bound."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -30,9 +31,12 @@ from fl_lightning.flower.metric_sums import OPTION
 from fl_lightning.flower.policy import Policy
 from fl_lightning.flower.site.desk import Desk, Done
 from fl_lightning.flower.site.evaluation import evaluated
+from fl_lightning.flower.site.masks import Calibrates, SiteMasks
 from fl_lightning.flower.site.memory import SiteMemory
 from fl_lightning.flower.site.privacy import hidden_at_site
 from fl_lightning.flower.site.rounds import SiteRounds
+from fl_lightning.flower.whole_model import told_mask
+from fl_lightning.flower.wire.failures import OrderRefused
 from fl_lightning.server.server import as_aggregator
 
 
@@ -45,6 +49,7 @@ class AtSite(Callback):
         memory: what the site's clients remember, on its disk.
         policy: of the site.
         num_rounds: that the configuration plans; None for no end.
+        calibrates: what the configuration says of masks; None if it has none.
     """
 
     def __init__(
@@ -54,10 +59,12 @@ class AtSite(Callback):
         memory: SiteMemory,
         policy: Policy,
         num_rounds: int | None,
+        calibrates: Calibrates | None = None,
     ) -> None:
         self._given, self._desk, self._memory, self._policy = options, desk, memory, policy
-        self._num_rounds = num_rounds
+        self._num_rounds, self._calibrates = num_rounds, calibrates
         self._cleanup = ExitStack()
+        self._masks: SiteMasks | None = None
         self._order: Order | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -74,6 +81,7 @@ class AtSite(Callback):
                 "not exchange: use bf16-mixed or 32-true"
             )
         options, calendar = self._options, self._calendar
+        greeting = self._first_mask(trainer)
         raise_together(
             lambda: check_set_up(trainer),
             lambda: check_several(trainer, options.aggregator),
@@ -87,6 +95,42 @@ class AtSite(Callback):
         self._rounds = SiteRounds(run, stages, self._allows, sums, privacy)
         self._memory.serve(run.memory)
         take_over(trainer, self._rounds, self._cleanup)
+        if greeting is not None:
+            self._follow_mask(greeting)
+
+    def _first_mask(self, trainer: Trainer) -> Order | None:
+        """Calibrate until there is a mask, and put it on the module; return the order that has it.
+
+        What clients remember has the coordinates of the mask on disk: that one comes first.
+        """
+        if self._calibrates is None:
+            return None
+        self._masks = SiteMasks(trainer, self._calibrates)
+        while (order := self._desk.next_order()) is not None and order.kind == "calibrate":
+            self._calibrate(order)
+        if order is None:
+            raise OrderRefused("stopped", "the run has ended before it had a mask")
+        self._masks.take(order, self._memory.mask)
+        return order
+
+    def _calibrate(self, order: Order) -> None:
+        """Answer with what clients send for a mask, unless it would show what the run is to hide."""
+        private, aggregator = self._given.client_privacy, as_aggregator(self._given.aggregator)
+        hides = private is not None and private.clients_add_noise
+        if self._masks is None or hides or aggregator.protection is not None:
+            raise OrderRefused("policy", "this run calibrates no mask on clients' examples in clear")
+        self._desk.answer(self._masks.calibrated(order))
+
+    def _follow_mask(self, order: Order) -> None:
+        """Go on under the mask of an order, and have what clients remember follow."""
+        if self._masks is None:
+            raise OrderRefused("policy", "this run has no masks")
+        if self._masks.mask != told_mask(order):
+            self._memory.begin(replace(order, clients=tuple(sorted(self._policy.clients))))
+        self._masks.take(order)
+        self._rounds.follow_mask()
+        self._memory.mask = self._masks.mask
+        self._desk.answer(Done())
 
     def _allows(self, name: str) -> bool:
         """Return whether a metric of a name may leave: without noise none does, unless that is wanted."""
@@ -95,13 +139,14 @@ class AtSite(Callback):
         return is_bare and self._policy.allows_metric(name)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Wait for the next order to train, and evaluate meanwhile what is asked for."""
-        while (order := self._desk.next_order()) is not None and order.kind == "evaluate":
-            self._memory.begin(order)
-            self._rounds.hold(order)
-            run, options = self._rounds.run, self._options
-            models = recalled_models(trainer, options.personal, options.seed, run, {})
-            self._desk.answer(evaluated(trainer, order, models, self._allows))
+        """Wait for the next order to train, and do meanwhile what else is asked for."""
+        while (order := self._desk.next_order()) is not None and order.kind != "train":
+            if order.kind == "evaluate":
+                self._evaluate(trainer, order)
+            elif order.kind == "calibrate":
+                self._calibrate(order)
+            else:
+                self._follow_mask(order)
         self._order = order
         self._rounds.obey(order)
         if order is None:
@@ -110,6 +155,14 @@ class AtSite(Callback):
         set_round(trainer, order.round)
         self._memory.begin(order)
         seed_global_generators(derive_seed(self._options.seed, "round", order.round))
+
+    def _evaluate(self, trainer: Trainer, order: Order) -> None:
+        """Answer with the metrics of clients' own examples."""
+        self._memory.begin(order)
+        self._rounds.hold(order)
+        run, options = self._rounds.run, self._options
+        models = recalled_models(trainer, options.personal, options.seed, run, {})
+        self._desk.answer(evaluated(trainer, order, models, self._allows))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Answer."""

@@ -17,6 +17,7 @@ import torch
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.federation.checkpoints.run_memory import RunMemory
 from fl_lightning.flower.messages import Order
+from fl_lightning.sparsity.masks.mask import Mask
 
 
 class SiteMemory:
@@ -24,20 +25,28 @@ class SiteMemory:
 
     Args:
         folder: of this run at this site.
+
+    Attributes:
+        mask: whose coordinates remembered vectors have; None in runs without.
     """
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / "memory.pt"
         self._learnt: dict[int, int] = {}  # by client: the round of what it has learnt last
         self._counted: dict[int, int] = {}  # by client: the round of what it remembers
+        self._on_disk: dict[str, Any] = {}
+        self.mask: Mask | None = None
+        if self._file.exists():
+            self._on_disk = torch.load(self._file, weights_only=True)
+            self._learnt, self._counted = self._on_disk["learnt"], self._on_disk["counted"]
+            if self._on_disk["mask"] is not None:
+                self.mask = Mask.from_state_dict(self._on_disk["mask"])
 
     def serve(self, memory: RunMemory) -> None:
         """Be that of a fit that starts; what is on disk is there again."""
         self._memory = memory.clients
-        if self._file.exists():
-            state = torch.load(self._file, weights_only=True)
-            self._memory.load_state_dict(state["memory"])
-            self._learnt, self._counted = state["learnt"], state["counted"]
+        if self._on_disk:
+            self._memory.load_state_dict(self._on_disk.pop("memory"))
 
     def begin(self, order: Order) -> None:
         """Let count what the server says has counted, and forget what else waits of these clients.
@@ -68,6 +77,7 @@ class SiteMemory:
             "memory": self._memory.state_dict(inside=True),
             "learnt": self._learnt,
             "counted": self._counted,
+            "mask": None if self.mask is None else self.mask.state_dict(),
         }
         self._file.parent.mkdir(parents=True, exist_ok=True)
         partial = self._file.with_suffix(".part")

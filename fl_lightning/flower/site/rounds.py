@@ -29,6 +29,7 @@ from fl_lightning.flower.metric_sums import MetricSums, taken_sums
 from fl_lightning.flower.packing import Packing
 from fl_lightning.flower.site.privacy import SitePrivacy
 from fl_lightning.flower.sums.agreed import rules_of
+from fl_lightning.flower.whole_model import of_stage
 from fl_lightning.flower.wire.failures import OrderRefused
 from fl_lightning.server.protected import SumsOverSites, Terms
 
@@ -113,6 +114,19 @@ class SiteRounds:
         model = self._packing.opened_whole_model(order.tensors["model"], order.round)
         self._clients.restore(model)
 
+    def follow_mask(self) -> None:
+        """Have other coordinates travel and be remembered from here on, if the mask is another."""
+        local = self.run.local
+        if not local.has_new_masks:
+            return
+        before = local.space
+        self._clients.renew_space()
+        positions = local.space.positions_in(before)
+        for stage in self._stages:
+            stage.relocate(positions)
+            stage.place(local.space)
+        self._constants_agree = False
+
     def _settle(self, order: Order) -> None:
         """Know what travels, and that what does not is the server's."""
         local, options = self.run.local, order.options
@@ -145,7 +159,7 @@ class SiteRounds:
         self._clients.start_round()
         for stage in self._stages:
             stage.open(order.round, model)
-            stage.from_server(_of_stage(f"stage/{stage.key}/", order.tensors))
+            stage.from_server(of_stage(f"stage/{stage.key}/", order.tensors))
         return model
 
     # What clients send.
@@ -205,23 +219,22 @@ def _category(failure: ClientFailure) -> str:
     return "examples" if "no local step" in failure.reason else "not_finite"
 
 
-def _of_stage(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors whose names begin so, without it."""
-    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
-
-
 def options_of(optimizers: Sequence[Optimizer]) -> list[list[dict[str, Any]]]:
     """Return the options of clients' optimizers as plain numbers: what schedules have made of them."""
     return [[_plain(group) for group in optimizer.param_groups] for optimizer in optimizers]
 
 
 def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numbers and texts among options; parameters and masks are tensors."""
     items = ((n, v.item() if isinstance(v, Tensor) else v) for n, v in group.items())
-    kinds = (bool, int, float, str, type(None), tuple, list)
     return {
         name: list(value) if isinstance(value, tuple) else value
         for name, value in items
-        if name != "params" and isinstance(value, kinds)
+        if name != "params"
+        and all(
+            isinstance(each, bool | int | float | str | None)
+            for each in (value if isinstance(value, tuple | list) else [value])
+        )
     }
 
 

@@ -1,6 +1,8 @@
 """A site: takes orders as bytes, has its Trainer follow them, answers with bytes.
 
-    hello   here is the configuration of a run; who are you, and how many examples have your clients?
+    hello   here is the configuration of a run, and perhaps a mask; who are you, and how many examples
+            have your clients?
+    calibrate   score entries for a mask on these clients' examples, or send sums for a head
     train   train these clients in this round, from this model
     sum     here is what the secure sum's other clients say; what do these clients answer?
     evaluate    how does this model do on what these clients hold out?
@@ -26,6 +28,7 @@ from fl_lightning.flower.policy import Policy
 from fl_lightning.flower.site.desk import Desk, Done
 from fl_lightning.flower.site.memory import SiteMemory
 from fl_lightning.flower.sums.at_site import SiteSums
+from fl_lightning.flower.whole_model import told_mask
 from fl_lightning.flower.wire.failures import Failure, OrderRefused, category_of
 
 log = logging.getLogger(__name__)
@@ -61,6 +64,7 @@ class Site:
         self._run = self._configuration = ""
         self._facts: Mapping[str, Any] = {}
         self._round = -1
+        self._mask = ""  # its hash
         self._sums: SiteSums
         self._last: tuple[str, bytes] = "", b""
         self._last_sum: tuple[str, bytes] = "", b""
@@ -119,6 +123,11 @@ class Site:
         self._policy.clients_here(order.clients)
         if order.kind == "sum":
             return self._answer(order, name, done=self._sums.follow(order))
+        if order.kind == "calibrate":
+            self._policy.check_epsilon(math.inf)  # no noise covers what is sent for a mask
+            return self._answer(order, name, done=self._asked(order))
+        if order.options.get("mask", "") != self._mask:
+            raise OrderRefused("mask", f"this site has the mask {self._mask or 'of no calibration'}")
         if order.kind == "evaluate":
             return self._answer(order, name, done=self._asked(order))
         return self._answer(order, name, done=self._trained(order))
@@ -177,11 +186,15 @@ class Site:
                     "configuration", "its text is not the one of which it has the hash"
                 )
             self._start(order, self._policy.site_configuration(_parsed(text), self._own))
+        if "mask" in order.options and (mask := told_mask(order).hash()) != self._mask:
+            self._asked(order)
+            self._mask = mask
         return self._facts
 
     def _start(self, order: Order, configuration: Mapping[str, Any]) -> None:
         self._stop()
         self._run, self._configuration, self._desk = order.run, order.configuration, Desk()
+        self._mask = ""
         folder = self._folder / order.run
         self._recall(folder)
         self._sums, self._last_sum = SiteSums(folder, self._policy), ("", b"")

@@ -20,6 +20,7 @@ CATEGORIES = {
     "policy": "the site does not allow what the order asks for",
     "run": "the site is in another run",
     "configuration": "the site agreed to another configuration",
+    "mask": "the site has another mask, or none yet",
     "round": "the order is of an older round with other content",
     "sum": "the site has no part in this secure sum, was started again since, or would tell too much",
     "clients": "a client that was asked is not at the site",

@@ -26,8 +26,8 @@ from fl_lightning.flower.wire.fields import (
 from fl_lightning.flower.wire.plain_json import MessageError, check_form, shown
 
 JSON = Any  # None, bool, int, finite float, str, list and dict of these
-Kind = Literal["hello", "train", "sum", "evaluate", "stop"]
-KINDS = ("hello", "train", "sum", "evaluate", "stop")
+Kind = Literal["hello", "calibrate", "train", "sum", "evaluate", "stop"]
+KINDS = ("hello", "calibrate", "train", "sum", "evaluate", "stop")
 
 
 def digest(content: bytes) -> str:
@@ -40,8 +40,8 @@ class Order:
     """What the server asks of a site.
 
     Attributes:
-        kind: ``hello`` asks for versions and clients, ``sum`` for a stage of a secure sum, ``stop`` ends
-            the run at the site.
+        kind: ``hello`` asks for versions and clients, ``calibrate`` for scores or sums for a mask or a
+            head, ``sum`` for a stage of a secure sum, ``stop`` ends the run at the site.
         run: 32 hexadecimal digits, of this run, also after it was resumed.
         configuration: SHA-256 of the configuration that both have.
         round: of the run, ≥ 0, with every order.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -77,6 +77,23 @@ class HeadFit(Protocol):
             num_classes: of the head.
             has_bias: whether the head has a bias.
             reduce: adds up over processes.
+        """
+
+
+@runtime_checkable
+class OneExchange(HeadFit, Protocol):
+    """A fit for which every owner sends its sums once, so that owners may be at sites elsewhere.
+
+    ``reduce`` of `fit` is called once, with the sums over the owners given.
+    """
+
+    def sums(self, owner: Features, num_features: int, num_classes: int) -> Tensor:
+        """Return what an owner sends, in float64.
+
+        Args:
+            owner: its examples.
+            num_features: D.
+            num_classes: of the head.
         """
 
 

@@ -79,10 +79,7 @@ class RidgeHead:
         size = num_features + 1
         sums = torch.zeros(size, size + num_classes, dtype=torch.float64)
         for owner in owners:
-            for features, labels in double_rows(owner, num_classes):
-                z = pad(features, (0, 1), value=1.0)
-                y = one_hot(labels, num_classes).to(z)
-                sums += (z.T @ torch.cat([z, y], dim=1)).to(sums.device)
+            sums += self.sums(owner, num_features, num_classes)
         reduce(sums)
         weight, bias = _solved(sums, num_features, self.regularisation, has_bias)
         return FittedHead(
@@ -92,6 +89,16 @@ class RidgeHead:
             # of the symmetric matrix one half
             values_up=size * (size + 1) // 2 + size * num_classes,
         )
+
+    def sums(self, owner: Features, num_features: int, num_classes: int) -> Tensor:
+        """Return Σ zᵀ(z, y) over an owner's examples; see `OneExchange`."""
+        size = num_features + 1
+        sums = torch.zeros(size, size + num_classes, dtype=torch.float64)
+        for features, labels in double_rows(owner, num_classes):
+            z = pad(features, (0, 1), value=1.0)
+            y = one_hot(labels, num_classes).to(z)
+            sums += (z.T @ torch.cat([z, y], dim=1)).to(sums.device)
+        return sums
 
 
 def _solved(
