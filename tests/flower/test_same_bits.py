@@ -66,6 +66,9 @@ SLOW = {
     "masked, bf16": MASKED | {"trainer__precision": "bf16-mixed"},
     "SCAFFOLD": {"federation__correction": built("Scaffold")},
     "plain": {},
+    "rates by round": {
+        "model__init_args__schedule": built("models.Schedule", warmup_rounds=1, kind="cosine"),
+    },
     "FedProx": {"federation__correction": built("FedProx", mu=0.1)},
     "FedDyn": {"federation__correction": built("FedDyn", alpha=0.1)},
     "batch norm": BATCH_NORM,

@@ -48,7 +48,6 @@ _SITE_WORDS = (
     "--trainer.enable_model_summary=false",
     "--trainer.limit_val_batches=0",
     "--trainer.num_sanity_val_steps=0",
-    "--trainer.max_epochs=-1",
     "--trainer.devices=1",
     "--test_after_fit=false",
 )

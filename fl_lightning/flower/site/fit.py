@@ -88,6 +88,7 @@ class AtSite(Callback):
             lambda: check_data_fits(trainer),
         )
         trainer.strategy.lr_scheduler_configs.clear()  # rates come with orders
+        trainer.fit_loop.max_epochs = -1  # schedules were made for the rounds that are planned
         run = Run.of(trainer, options, calendar)
         aggregator = run_aggregator(trainer, options.aggregator, None)
         stages = stages_of(run, aggregator, calendar.time, None)
