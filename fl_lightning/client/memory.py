@@ -164,6 +164,11 @@ class ClientMemory:
         return {name: self._written(entries) for name, entries in parts.items()}
 
     @property
+    def is_empty(self) -> bool:
+        """Whether nobody remembers anything."""
+        return not self._present and not self._new
+
+    @property
     def is_small(self) -> bool:
         """Whether all that counts fits inside a checkpoint."""
         return _num_bytes(self._present) <= INSIDE_CHECKPOINT_BYTES

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from fl_lightning.flower.wire.failures import OrderRefused
 from fl_lightning.sparsity.masks.mask import Mask
 
 _MODEL, _BITS = "stage/model/", "stage/mask/"
-_FIELDS = ("version", "hash", "shapes")
+_FIELDS = ("version", "hash", "shapes")  # the version is that of the layout of bits
 
 
 def model_tensors(module: nn.Module, without: Collection[str] = ()) -> dict[str, Tensor]:
@@ -47,22 +47,41 @@ def hold_model(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
             own[name].copy_(tensor)
 
 
-def mask_message(mask: Mask) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return a mask as an option and tensors of an order."""
-    state = mask.state_dict()
+class RunMask(NamedTuple):
+    """A mask of a run.
+
+    Attributes:
+        mask: the mask.
+        number: which of the run's; from 0.
+    """
+
+    mask: Mask
+    number: int
+
+    def __str__(self) -> str:
+        """Return what both sides call it."""
+        return f"{self.number} {self.mask.hash()}"
+
+
+def mask_message(mask: RunMask) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return a mask as options and tensors of an order."""
+    state = mask.mask.state_dict()
     bits = {f"{_BITS}{name}": tensor for name, tensor in state["bits"].items()}
-    return {name: state[name] for name in _FIELDS}, bits
+    return {"mask": {name: state[name] for name in _FIELDS}, "mask_number": mask.number}, bits
 
 
-def told_mask(order: Order) -> Mask:
-    """Return the mask that `mask_message` put into an order.
+def told_mask(order: Order) -> RunMask | None:
+    """Return the mask that `mask_message` put into an order; None if there is none.
 
     Raises:
-        OrderRefused: if it is none.
+        OrderRefused: if it is damaged.
     """
+    if "mask_number" not in order.options:
+        return None
     try:
         told = {name: order.options["mask"][name] for name in _FIELDS}
-        return Mask.from_state_dict(told | {"bits": of_stage(_BITS, order.tensors)})
+        mask = Mask.from_state_dict(told | {"bits": of_stage(_BITS, order.tensors)})
+        return RunMask(mask, int(order.options["mask_number"]))
     except (ConfigurationError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise OrderRefused("model", f"the order has no mask: {error}") from error
 

@@ -202,6 +202,7 @@ class Killing:
 KEPT = {
     "memory": {"federation__correction": built("Scaffold"), "federation__updates": [SPARSE]},
     "vectors": {"federation__aggregator": built("secure.SecureMean")},
+    "masks": NEW_MASKS | {"federation__updates": [SPARSE]},
 }
 
 
@@ -237,6 +238,52 @@ def test_a_server_that_is_killed_goes_on_to_the_same_bits(kept, tmp_path):
     alone = simulated(config, tmp_path / "alone")
     assert network["epoch"] == alone["epoch"] == 19
     assert differing(network, alone) == []
+
+
+class KillingAt(Killing):
+    """A channel on which a site dies once for each of some orders, while it works or before it knows."""
+
+    def __init__(self, sites, wanted):
+        super().__init__(sites)
+        self._wanted = list(wanted)
+
+    def send(self, site, message, ttl):
+        self._channel.send(site, message, ttl)
+        order = Order.from_bytes(message, limit=2**30)
+        if self._wanted and self._wanted[0](order):
+            self._wanted.pop(0)
+            time.sleep(0.2)
+            self._sites.kill(site)
+            self._sites.start(site)
+
+
+@pytest.mark.slow
+def test_a_site_that_is_killed_in_a_calibration_finds_the_same_mask(tmp_path):
+    config = configuration(**KEPT["masks"])
+    moments = [
+        lambda order: order.kind == "calibrate" and order.round == 0,
+        lambda order: order.kind == "hello" and "mask" in order.options,
+        lambda order: order.kind == "calibrate" and order.round == 1,
+        lambda order: order.kind == "hello" and order.round == 1,
+        lambda order: order.kind == "calibrate" and order.round == 2,
+    ]
+    with three_sites(config) as sites:
+        channel = KillingAt(sites, moments)
+        network = over_network(sites, config, tmp_path / "network", channel=channel)
+    assert channel._wanted == []
+    assert differing(network, simulated(config, tmp_path / "alone")) == []
+
+
+@pytest.mark.slow
+def test_a_mask_in_a_file_goes_to_sites_and_into_hidden_sums(tmp_path):
+    simulated(configuration(**MASKED, trainer__logger=True), tmp_path / "before")
+    [file] = (tmp_path / "before").rglob("mask_v0.safetensors")
+    given = built("MaskCalibration", mask_file=str(file))
+    options = MASKED | {"trainer__callbacks": [given]} | KEPT["vectors"]
+    config = configuration(**options)
+    with three_sites(config) as sites:
+        network = over_network(sites, config, tmp_path / "network")
+    assert differing(network, simulated(config, tmp_path / "alone")) == []
 
 
 class KillingInSums(Killing):

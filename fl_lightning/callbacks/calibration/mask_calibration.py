@@ -228,9 +228,7 @@ class MaskCalibration(Callback):
     def what_moves(self, trainer: Trainer) -> WhatMoves:
         """Return what puts masks on a Trainer's module and optimizer."""
         optimizer, module = masked_optimizer(trainer), trainer.lightning_module
-        return WhatMoves(
-            module, optimizer, self.heads(module), head_trains=self._head == "train"
-        )
+        return WhatMoves(module, optimizer, self.heads(module), head_trains=self._head == "train")
 
     def ask_elsewhere(self, scores: ScoresElsewhere, sums: SumsElsewhere) -> None:
         """Have clients calibrate whose examples are elsewhere.

@@ -196,8 +196,7 @@ def run_server(
                 lambda: _check_calibration(calibration, federation),
             )
             counted = Counted(_run_of(kwargs.get("ckpt_path")))
-            mask = partial(getattr, calibration, "mask", None)
-            greeting = Greeting(configuration, counted, self.trainer, mask)
+            greeting = Greeting(configuration, counted, self.trainer, calibration)
             told = correspondence.greet(greeting.order, wanted)
             site_of, sizes = _members({site: answer.options for site, answer in told.items()})
             _compare_precision(told, self.trainer.precision)

@@ -63,7 +63,9 @@ def callbacks_of(trainer: Mapping[str, Any]) -> list[Any]:
 
 def _is_calibration(callback: Any) -> bool:
     path = _full(callback) if isinstance(callback, Mapping) else None
-    return isinstance(path, str) and path.startswith("fl_lightning.") and path.endswith(_CALIBRATION)
+    return (
+        isinstance(path, str) and path.startswith("fl_lightning.") and path.endswith(_CALIBRATION)
+    )
 
 
 def _without_file(calibration: Mapping[str, Any]) -> dict[str, Any]:

@@ -61,7 +61,9 @@ class CalibrationAtSites:
                 raise ConfigurationError(self._of(client, "its scores are not of these entries"))
             if num_examples != asked[client]:
                 raise ConfigurationError(
-                    self._of(client, f"it scored {num_examples} examples instead of {asked[client]}")
+                    self._of(
+                        client, f"it scored {num_examples} examples instead of {asked[client]}"
+                    )
                 )
             yield Scores(sums, num_examples)
 

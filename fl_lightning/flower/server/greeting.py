@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from typing import Any, Protocol
 
 from lightning.pytorch import Trainer
+from torch import Tensor
 
 from fl_lightning.flower.messages import Order
 from fl_lightning.flower.server.counted import Counted
-from fl_lightning.flower.whole_model import mask_message, model_tensors
+from fl_lightning.flower.whole_model import RunMask, mask_message, model_tensors
 from fl_lightning.sparsity.masks.mask import Mask
+
+
+class Masks(Protocol):
+    """Has the masks of a run."""
+
+    @property
+    def mask(self) -> Mask | None:
+        """The present one; None before there is one."""
+
+    @property
+    def version(self) -> int:
+        """Its number."""
 
 
 class Greeting:
@@ -23,7 +36,7 @@ class Greeting:
         configuration: of the run, as YAML.
         counted: knows the run, and in which rounds clients counted.
         trainer: of the server.
-        mask: gives the present mask; None before there is one, and in runs without.
+        masks: of the run; None for one without.
 
     Attributes:
         digest: SHA-256 of the configuration.
@@ -35,24 +48,26 @@ class Greeting:
         configuration: str,
         counted: Counted,
         trainer: Trainer,
-        mask: Callable[[], Mask | None],
+        masks: Masks | None,
     ) -> None:
         self.digest = hashlib.sha256(configuration.encode()).hexdigest()
         self.counted = counted
-        self._configuration, self._trainer, self._mask = configuration, trainer, mask
+        self._configuration, self._trainer, self._masks = configuration, trainer, masks
 
     @property
-    def mask(self) -> str:
-        """The hash of the present mask; empty if there is none."""
-        mask = self._mask()
-        return "" if mask is None else mask.hash()
+    def mask(self) -> RunMask | None:
+        """The present mask; None if there is none."""
+        if self._masks is None or self._masks.mask is None:
+            return None
+        return RunMask(self._masks.mask, self._masks.version)
 
     def order(self) -> Order:
         """Return the order."""
-        options, tensors = {"configuration": self._configuration}, {}
-        mask = self._mask()
-        if mask is not None:
-            options["mask"], tensors = mask_message(mask)
+        options: dict[str, Any] = {"configuration": self._configuration}
+        tensors: dict[str, Tensor] = {}
+        if (mask := self.mask) is not None:
+            more, tensors = mask_message(mask)
+            options |= more
             options["num_clients"] = len(self._trainer.datamodule.clients)  # type: ignore[attr-defined]
             tensors |= model_tensors(self._trainer.lightning_module)
         return Order(

@@ -90,7 +90,7 @@ class Sites(Training):
                 raise ConfigurationError(f"{type(stage).__name__}: {stage.reason_against_sites}")
         self._correspondence, self._site_of = correspondence, site_of
         self._greeting = greeting
-        self._masks: dict[str, str] = {}  # hash by site
+        self._masks: dict[str, str] = {}  # that sites know, by site
         self._constants_of: tuple[str, str] | None = None
         run.data.evaluated_by = self.evaluate
         self._transport = next(stage for stage in stages if isinstance(stage, Transport))
@@ -162,11 +162,20 @@ class Sites(Training):
         return found
 
     def _ask(self, orders: Mapping[str, Order]) -> Iterator[Reply]:
-        """Ask sites that have the present mask, or get it first."""
-        mask = self._greeting.mask
-        unaware = [site for site in orders if mask and self._masks.get(site) != mask]
+        """Ask sites; a new mask gets to all of them, as what clients remember follows each one."""
+        mask = self._mask
+        sites = set(self._site_of.values()) if mask else ()
+        unaware = sorted(site for site in sites if self._masks.get(site) != mask)
         self._masks |= dict.fromkeys(unaware, mask)
-        return self._correspondence.ask(orders, greet=unaware)
+        asked = dict(orders)
+        if others := [site for site in unaware if site not in orders]:
+            asked |= dict.fromkeys(others, self._greeting.order())
+        for reply in self._correspondence.ask(asked, greet=orders.keys() & unaware):
+            if reply.site in orders:
+                yield reply
+            elif reply.answer is None:
+                del self._masks[reply.site]
+                rank_zero_warn(f"site {reply.site} does not know of the new mask: {reply.reason}")
 
     def _note_sums(self, reply: Reply, sums: dict[str, MetricSums]) -> None:
         """Take what a site tells of logged torchmetrics objects."""
@@ -202,7 +211,7 @@ class Sites(Training):
             "state": self.local.state_names or [],
             "buffers_stay": self._stages.buffers_stay,
             "constants": self._constants,
-            "mask": self._greeting.mask,
+            "mask": self._mask,
         }
 
     def _by_site(self, clients: Iterable[int]) -> dict[str, tuple[int, ...]]:
@@ -239,9 +248,15 @@ class Sites(Training):
         self._taker.skip(ClientFailure(client, reason))
 
     @property
+    def _mask(self) -> str:
+        """What both sides call the present mask; empty if there is none."""
+        mask = self._greeting.mask
+        return "" if mask is None else str(mask)
+
+    @property
     def _constants(self) -> str:
         """The hash of what does not travel, taken when the first order under a mask is written."""
-        mask = self._greeting.mask
+        mask = self._mask
         if self._constants_of is None or self._constants_of[0] != mask:
             self._constants_of = mask, constants_digest(self._run.module, self.local)
         return self._constants_of[1]

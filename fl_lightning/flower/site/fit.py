@@ -109,9 +109,10 @@ class AtSite(Callback):
         self._masks = SiteMasks(trainer, self._calibrates)
         while (order := self._desk.next_order()) is not None and order.kind == "calibrate":
             self._calibrate(order)
-        if order is None:
+        mask = None if order is None else told_mask(order)
+        if order is None or mask is None:
             raise OrderRefused("stopped", "the run has ended before it had a mask")
-        self._masks.take(order, self._memory.mask)
+        self._masks.take(order, self._memory.mask or mask)
         return order
 
     def _calibrate(self, order: Order) -> None:
@@ -119,18 +120,22 @@ class AtSite(Callback):
         private, aggregator = self._given.client_privacy, as_aggregator(self._given.aggregator)
         hides = private is not None and private.clients_add_noise
         if self._masks is None or hides or aggregator.protection is not None:
-            raise OrderRefused("policy", "this run calibrates no mask on clients' examples in clear")
+            raise OrderRefused(
+                "policy", "this run calibrates no mask on clients' examples in clear"
+            )
         self._desk.answer(self._masks.calibrated(order))
 
     def _follow_mask(self, order: Order) -> None:
         """Go on under the mask of an order, and have what clients remember follow."""
-        if self._masks is None:
+        mask = told_mask(order)
+        if self._masks is None or mask is None:
             raise OrderRefused("policy", "this run has no masks")
-        if self._masks.mask != told_mask(order):
+        if mask != self._memory.mask:
+            self._memory.check_mask(mask)
             self._memory.begin(replace(order, clients=tuple(sorted(self._policy.clients))))
-        self._masks.take(order)
+        self._masks.take(order, mask)
         self._rounds.follow_mask()
-        self._memory.mask = self._masks.mask
+        self._memory.follow_mask(mask)
         self._desk.answer(Done())
 
     def _allows(self, name: str) -> bool:

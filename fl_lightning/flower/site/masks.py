@@ -8,7 +8,7 @@ from lightning.pytorch import Trainer
 
 from fl_lightning.flower.messages import Order
 from fl_lightning.flower.site.desk import Done
-from fl_lightning.flower.whole_model import hold_model, told_mask
+from fl_lightning.flower.whole_model import RunMask, hold_model
 from fl_lightning.sparsity.masks.mask import Mask
 
 
@@ -43,20 +43,14 @@ class SiteMasks:
     def __init__(self, trainer: Trainer, calibrates: Calibrates) -> None:
         self._trainer, self._calibrates = trainer, calibrates
         self._moves = calibrates.what_moves(trainer)
-        self.mask: Mask | None = None
+        self.mask: RunMask | None = None
 
     def calibrated(self, order: Order) -> Done:
         """Return what clients of an order send for a mask or a head."""
         return self._calibrates.answer(self._trainer, order)
 
-    def take(self, order: Order, recalled: Mask | None = None) -> None:
-        """Have the module be the order's, and keep to its mask.
-
-        Args:
-            order: with model and mask.
-            recalled: the mask to keep to at first, instead of the order's.
-        """
-        mask = recalled or told_mask(order)
+    def take(self, order: Order, mask: RunMask) -> None:
+        """Have the module be an order's, and keep to a mask."""
         hold_model(self._trainer.lightning_module, order.tensors)
-        self._moves.apply(mask)
+        self._moves.apply(mask.mask)
         self.mask = mask

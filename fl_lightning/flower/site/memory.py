@@ -17,6 +17,7 @@ import torch
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.federation.checkpoints.run_memory import RunMemory
 from fl_lightning.flower.messages import Order
+from fl_lightning.flower.whole_model import RunMask
 from fl_lightning.sparsity.masks.mask import Mask
 
 
@@ -35,12 +36,13 @@ class SiteMemory:
         self._learnt: dict[int, int] = {}  # by client: the round of what it has learnt last
         self._counted: dict[int, int] = {}  # by client: the round of what it remembers
         self._on_disk: dict[str, Any] = {}
-        self.mask: Mask | None = None
+        self.mask: RunMask | None = None
         if self._file.exists():
             self._on_disk = torch.load(self._file, weights_only=True)
             self._learnt, self._counted = self._on_disk["learnt"], self._on_disk["counted"]
             if self._on_disk["mask"] is not None:
-                self.mask = Mask.from_state_dict(self._on_disk["mask"])
+                mask = Mask.from_state_dict(self._on_disk["mask"])
+                self.mask = RunMask(mask, self._on_disk["mask_number"])
 
     def serve(self, memory: RunMemory) -> None:
         """Be that of a fit that starts; what is on disk is there again."""
@@ -73,11 +75,33 @@ class SiteMemory:
     def end(self, order: Order, clients: Sequence[int]) -> None:
         """Write down what clients have learnt in a round, ahead of the answer."""
         self._learnt |= dict.fromkeys(clients, order.round)
+        self._write()
+
+    def check_mask(self, mask: RunMask) -> None:
+        """Refuse a mask that vectors cannot follow: what was frozen in between starts anew from 0.
+
+        Raises:
+            ConfigurationError: if masks in between were missed, or the run has gone back.
+        """
+        if self.mask is None or mask.number == self.mask.number + 1 or self._memory.is_empty:
+            return
+        raise ConfigurationError(
+            f"clients of this site remember numbers under mask {self.mask.number}, and the present one is "
+            f"{mask.number}: the site missed masks in between, which it cannot make up for. Start a new run"
+        )
+
+    def follow_mask(self, mask: RunMask) -> None:
+        """Know whose coordinates vectors have from here on, also on disk."""
+        self.mask = mask
+        self._write()
+
+    def _write(self) -> None:
         state: dict[str, Any] = {
             "memory": self._memory.state_dict(inside=True),
             "learnt": self._learnt,
             "counted": self._counted,
-            "mask": None if self.mask is None else self.mask.state_dict(),
+            "mask": None if self.mask is None else self.mask.mask.state_dict(),
+            "mask_number": 0 if self.mask is None else self.mask.number,
         }
         self._file.parent.mkdir(parents=True, exist_ok=True)
         partial = self._file.with_suffix(".part")

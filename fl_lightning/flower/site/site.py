@@ -64,7 +64,7 @@ class Site:
         self._run = self._configuration = ""
         self._facts: Mapping[str, Any] = {}
         self._round = -1
-        self._mask = ""  # its hash
+        self._mask = ""  # see `RunMask`
         self._sums: SiteSums
         self._last: tuple[str, bytes] = "", b""
         self._last_sum: tuple[str, bytes] = "", b""
@@ -127,7 +127,9 @@ class Site:
             self._policy.check_epsilon(math.inf)  # no noise covers what is sent for a mask
             return self._answer(order, name, done=self._asked(order))
         if order.options.get("mask", "") != self._mask:
-            raise OrderRefused("mask", f"this site has the mask {self._mask or 'of no calibration'}")
+            raise OrderRefused(
+                "mask", f"this site has the mask {self._mask or 'of no calibration'}"
+            )
         if order.kind == "evaluate":
             return self._answer(order, name, done=self._asked(order))
         return self._answer(order, name, done=self._trained(order))
@@ -186,9 +188,10 @@ class Site:
                     "configuration", "its text is not the one of which it has the hash"
                 )
             self._start(order, self._policy.site_configuration(_parsed(text), self._own))
-        if "mask" in order.options and (mask := told_mask(order).hash()) != self._mask:
+        mask = told_mask(order)
+        if mask is not None and str(mask) != self._mask:
             self._asked(order)
-            self._mask = mask
+            self._mask = str(mask)
         return self._facts
 
     def _start(self, order: Order, configuration: Mapping[str, Any]) -> None:
