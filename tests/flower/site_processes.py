@@ -72,21 +72,21 @@ def own_layer(config):
     return {"data": given["data"], "trainer": own}
 
 
-def _site(name, folder, own, clients):
+def _site(name, folder, own, clients, policy):
     sys.argv = ["fl-lightning"]
     log = (folder / f"{name}.log").open("a")
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
     clients = {client: client for client in clients}
     socket, memory = folder / f"{name}.socket", folder / name
-    serve_site(Policy(name=name, clients=clients, socket=socket, memory=memory), own)
+    serve_site(Policy(name=name, clients=clients, socket=socket, memory=memory, **policy), own)
 
 
 class Sites:
     """The processes of some sites."""
 
-    def __init__(self, folder, own, clients):
-        self.folder, self.own, self.clients = folder, own, clients
+    def __init__(self, folder, own, clients, policy):
+        self.folder, self.own, self.clients, self.policy = folder, own, clients, policy
         self.processes = {}
         for name in clients:
             self.start(name)
@@ -94,9 +94,8 @@ class Sites:
     def start(self, name):
         """Start a site, or start it again."""
         fork = multiprocessing.get_context("fork")
-        self.processes[name] = fork.Process(
-            target=_site, args=[name, self.folder, self.own, self.clients[name]], daemon=True
-        )
+        given = [name, self.folder, self.own, self.clients[name], self.policy]
+        self.processes[name] = fork.Process(target=_site, args=given, daemon=True)
         self.processes[name].start()
 
     def kill(self, name):
@@ -109,9 +108,9 @@ class Sites:
 
 
 @contextmanager
-def three_sites(config, clients=CLIENTS):
+def three_sites(config, clients=CLIENTS, **policy):
     with tempfile.TemporaryDirectory(prefix="fl-") as folder:
-        sites = Sites(Path(folder), own_layer(config), clients)
+        sites = Sites(Path(folder), own_layer(config), clients, policy)
         try:
             yield sites
         finally:

@@ -174,7 +174,6 @@ class Sites(Training):
             if reply.site in orders:
                 yield reply
             elif reply.answer is None:
-                del self._masks[reply.site]
                 rank_zero_warn(f"site {reply.site} does not know of the new mask: {reply.reason}")
 
     def _note_sums(self, reply: Reply, sums: dict[str, MetricSums]) -> None:
