@@ -5,12 +5,14 @@ import sys
 
 import pytest
 import yaml
+from jsonargparse import ArgumentParser
+from lightning.pytorch import Callback
 from readme import ROOT
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.flower.policy import Policy, Refused
 from fl_lightning.flower.rules.class_paths import DEFAULT, checked
-from fl_lightning.flower.rules.layers import not_shared, shared_part
+from fl_lightning.flower.rules.layers import FROM_SERVER, not_shared, shared_part
 from fl_lightning.flower.rules.site_file import read_policy
 
 SITE = {"name": "hospital_a", "clients": {3: 0, 4: 1}, "socket": "s", "memory": "m"}
@@ -46,6 +48,32 @@ MODEL = model(
 def test_what_the_configurations_share_is_allowed(path):
     configuration = yaml.safe_load((ROOT / path).read_text())
     policy().check_configuration(shared_part(configuration))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"rule": {"class_path": "fl_lightning.sparsity.MostSensitive"}},
+        {"sensitivity": {"class_path": "fl_lightning.sparsity.SampledFisher"}},
+        {"sensitivity": {"class_path": "fl_lightning.sparsity.SquaredMeanGradient"}},
+        {"cohort": {"class_path": "fl_lightning.UniformCohort", "init_args": {"size": 2}}},
+        {"head": {"class_path": "fl_lightning.sparsity.RidgeHead"}},
+        {"mask_file": "/mask.safetensors"},
+    ],
+)
+def test_a_calibration_is_shared_with_all_its_defaults(options):
+    parser = ArgumentParser()
+    parser.add_subclass_arguments(Callback, "callback")
+    options = {"density": 0.1, **options}
+    given = {"class_path": "fl_lightning.MaskCalibration", "init_args": options}
+    whole = parser.dump(parser.parse_object({"callback": given}))  # as network run sends it
+    shared = {"trainer": {"callbacks": [yaml.safe_load(whole)["callback"], {"class_path": "os.x"}]}}
+    own = {"trainer": {"callbacks": [{"class_path": "mine.Callback"}]}}
+    [found] = policy().site_configuration(shared, own)["trainer"]["callbacks"]
+    assert found["class_path"] == "fl_lightning.MaskCalibration"
+    assert found["init_args"]["density"] == 0.1
+    assert found["init_args"]["mask_file"] in (None, FROM_SERVER)
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,15 @@ _OWN_PACKAGES = (
     *(f"fl_lightning.{room}" for room in ("sparsity", "models", "nas")),
 )
 _NO_OPTIONS = ("FederatedCLI",)  # it runs a command line
-_OWN_EXTRA = ("fl_lightning.secure.protocol.graph.SparseGraph",)  # options of exported classes
+# options of exported classes, and functions that they take
+_OWN_EXTRA = (
+    "fl_lightning.secure.protocol.graph.SparseGraph",
+    "fl_lightning.sparsity.sensitivity.scoring.Scoring",
+    "fl_lightning.sparsity.sensitivity.logits.batch_labels",
+    "fl_lightning.sparsity.sensitivity.logits.module_logits",
+    "fl_lightning.sparsity.log_probabilities",
+    "fl_lightning.sparsity.raw_logits",
+)
 MOST_CHARACTERS = 10_000
 MOST_DEPTH = 64
 _NAME = re.compile(r"(?<![\w.])[^\W\d]\w*(?:\.\w+)+")
@@ -235,9 +243,11 @@ def _is_known_kind(path: str, patterns: Sequence[str]) -> bool:
     an allowed module has names of others too.
     """
     found = _look_up(path)
+    if inspect.isfunction(found):
+        return found in _own()
     if not inspect.isclass(found):
         return False
-    if found in _own_classes():
+    if found in _own():
         return True
     defined = f"{found.__module__}.{found.__qualname__}"
     if defined.startswith(("fl_lightning.", *_FETCHES)):
@@ -246,7 +256,7 @@ def _is_known_kind(path: str, patterns: Sequence[str]) -> bool:
 
 
 @cache
-def _own_classes() -> frozenset[Any]:
+def _own() -> frozenset[Any]:
     return frozenset(_look_up(path) for path in (*own_names().values(), *_OWN_EXTRA)) - {None}
 
 
