@@ -151,6 +151,11 @@ def set_round(trainer: Trainer, number: int) -> None:
     present.processed = present.completed = number
 
 
+def run_without_end(trainer: Trainer) -> None:
+    """Have a fit that has been set up go on until ``trainer.should_stop``, however many rounds it planned."""
+    trainer.fit_loop.max_epochs = -1
+
+
 def _steps(trainer: Trainer) -> Any:
     """Return what ``global_step`` counts by, which differs where optimizers are stepped by hand."""
     loop = trainer.fit_loop.epoch_loop

@@ -20,7 +20,7 @@ from fl_lightning.federation.calendar import Calendar
 from fl_lightning.federation.checks.by_hand import check_several
 from fl_lightning.federation.checks.compatibility import check_set_up
 from fl_lightning.federation.checks.first_look import check_data_fits
-from fl_lightning.federation.loop import set_round
+from fl_lightning.federation.loop import run_without_end, set_round
 from fl_lightning.federation.options import Options
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stages.order import run_aggregator, stages_of
@@ -88,7 +88,7 @@ class AtSite(Callback):
             lambda: check_data_fits(trainer),
         )
         trainer.strategy.lr_scheduler_configs.clear()  # rates come with orders
-        trainer.fit_loop.max_epochs = -1  # schedules were made for the rounds that are planned
+        run_without_end(trainer)  # not before schedules were made for the rounds that are planned
         run = Run.of(trainer, options, calendar)
         aggregator = run_aggregator(trainer, options.aggregator, None)
         stages = stages_of(run, aggregator, calendar.time, None)
