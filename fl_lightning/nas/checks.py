@@ -10,9 +10,7 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.server.server import as_aggregator
 from fl_lightning.sparsity import SparseAdamW, SparseSGDM
 
-MASKS_IN_A_SEARCH = (
-    "a search keeps to no mask: operations would compete with parts of them missing"
-)
+MASKS_IN_A_SEARCH = "a search keeps to no mask: operations would compete with parts of them missing"
 MASKS_OF_ALL_SIZES = (
     "a network of all sizes keeps to no mask but its clients' capability: one of its largest size "
     "leaves smaller ones with parts missing"

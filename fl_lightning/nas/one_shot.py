@@ -147,6 +147,7 @@ class OneShot(LightningModule):
             logits=lambda architecture: self(images, architecture),
             labels_loss=labels_loss,
             whole=whole,
+            predict=self._rounds.predict,
         )
         loss = self.method.loss(step)
         self.log(
