@@ -119,12 +119,13 @@ def test_half_of_the_scored_fit_the_forest_and_half_check_it():
     _, trainer = run(GUIDED, Federation(local_steps=1))
     scored = rounds_of(trainer).state_dict()["scores"]
     generator = torch_generator(0, "scored sub-networks")
-    drawn = [RESNET.sample(generator) for _ in range(12)]
+    drawn = list(dict.fromkeys(RESNET.sample(generator) for _ in range(12)))
     assert [text for text, _ in scored] == list(map(str, drawn))
-    forest = ForestPredictor(drawn[:6], [score for _, score in scored[:6]], seed=0)
+    half = (len(drawn) + 1) // 2
+    forest = ForestPredictor(drawn[:half], [score for _, score in scored[:half]], seed=0)
     assert rounds_of(trainer).predict(drawn) == forest(drawn)
     assert -1 <= trainer.callback_metrics["predictor/rank_correlation"] <= 1
-    assert trainer.callback_metrics["predictor/bytes_up"] > 8 * 3 * 13
+    assert trainer.callback_metrics["predictor/bytes_up"] > 8 * 3 * len(drawn)
 
 
 def test_evaluation_data_have_no_say():

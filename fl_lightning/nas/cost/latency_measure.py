@@ -126,10 +126,10 @@ def accuracy_of(predicted: Sequence[float], measured: Sequence[float]) -> Accura
 
 
 def rank_correlation(predicted: Sequence[float], measured: Sequence[float]) -> float:
-    """Return Spearman's rank correlation; 0 where one of the two is constant."""
+    """Return Spearman's rank correlation; 0 where one of the two is constant, or nothing."""
     from scipy.stats import spearmanr
 
-    is_constant = np.ptp(predicted) == 0 or np.ptp(measured) == 0
+    is_constant = len(set(predicted)) < 2 or len(set(measured)) < 2
     return 0.0 if is_constant else float(spearmanr(predicted, measured).statistic)
 
 

@@ -34,7 +34,8 @@ class AccuracyPredictor:
 
     Attributes:
         start: part of a run's rounds before it begins, in [0, 1).
-        num_scored: sub-networks that are scored, at least 4; half of them are for the check.
+        num_scored: sub-networks that are drawn, at least 4; different ones are scored once, and half of
+            them are for the check.
         max_examples: that each is scored on, of all clients together, at least 2; None for all.
 
     Example:
@@ -101,7 +102,8 @@ class RunPredictor:
         if trainer.current_epoch < options.first_round(trainer.max_epochs or 0):
             return {}
         generator = torch_generator(self._seed, "scored sub-networks")
-        drawn = [self._space.sample(generator) for _ in range(options.num_scored)]
+        every = (self._space.sample(generator) for _ in range(options.num_scored))
+        drawn = list(dict.fromkeys(every))  # far fewer in a small space
         found = training_accuracies(
             trainer,
             module.network,
@@ -116,14 +118,14 @@ class RunPredictor:
             )
         rank = self._fit(drawn, found.values)
         rank_zero_info(
-            f"predictor: fitted on {len(drawn) // 2} sub-networks; rank correlation "
-            f"{rank:.2f} on {len(drawn) - len(drawn) // 2} others"
+            f"predictor: fitted on {_half(drawn)} sub-networks; rank correlation {rank:.2f} on "
+            f"{len(drawn) - _half(drawn)} others"
         )
         return {"predictor/rank_correlation": rank, "predictor/bytes_up": float(found.num_bytes)}
 
     def _fit(self, drawn: Sequence[Architecture], scores: Sequence[float]) -> float:
         """Fit the forest on the first half; return its rank correlation on the other."""
-        half = len(drawn) // 2
+        half = _half(drawn)
         self.predict = ForestPredictor(drawn[:half], scores[:half], seed=self._seed)
         self._scores = [(str(a), score) for a, score in zip(drawn, scores, strict=True)]
         return rank_correlation(self.predict(drawn[half:]), scores[half:])
@@ -137,3 +139,8 @@ class RunPredictor:
         if self._options is not None and (scores := state.get("scores")):
             drawn = [self._space.parse(text) for text, _ in scores]
             self._fit(drawn, [score for _, score in scores])
+
+
+def _half(drawn: Sequence[Architecture]) -> int:
+    """Return how many fit the forest."""
+    return (len(drawn) + 1) // 2
