@@ -22,13 +22,16 @@ from fl_lightning.nas.spaces.mobilenet_layers import MobileNetLayers
 from fl_lightning.nas.spaces.nas_bench_201 import NASBench201
 from fl_lightning.nas.spaces.resnet import ResNet
 from fl_lightning.nas.spaces.vit import ViT
+from fl_lightning.nas.sub_networks.accuracy_predictor import AccuracyPredictor
+from fl_lightning.nas.sub_networks.attentive import Attentive
 from fl_lightning.nas.sub_networks.capability import BudgetTable, DeviceClasses
-from fl_lightning.nas.sub_networks.methods import Attentive, RandomPath, Sandwich, Shrinking
+from fl_lightning.nas.sub_networks.methods import RandomPath, Sandwich, Shrinking
 from fl_lightning.nas.supernet import Supernet
 
 __all__ = [
     "DARTS",
     "AbsolutePenalty",
+    "AccuracyPredictor",
     "Attentive",
     "BinaryGates",
     "BudgetTable",

@@ -10,6 +10,12 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.server.server import as_aggregator
 from fl_lightning.sparsity import SparseAdamW, SparseSGDM
 
+MASKS_IN_A_SEARCH = "a search keeps to no mask: operations would compete with parts of them missing"
+MASKS_OF_ALL_SIZES = (
+    "a network of all sizes keeps to no mask but its clients' capability: one of its largest size "
+    "leaves smaller ones with parts missing"
+)
+
 
 def check_precision(precision: str) -> None:
     """Refuse float16.
@@ -53,7 +59,6 @@ def check_weights_optimizer(optimizer: Optimizer) -> None:
     """
     if isinstance(optimizer, SparseSGDM | SparseAdamW):
         raise ConfigurationError(
-            f"model.optimizer is {type(optimizer).__name__}, and a search keeps to no mask: operations "
-            "would compete with parts missing. Search with torch.optim.SGD and no MaskCalibration, then "
-            "mask the network that was found"
+            f"model.optimizer is {type(optimizer).__name__}, and {MASKS_IN_A_SEARCH}. Search with "
+            "torch.optim.SGD, then mask the network that was found"
         )

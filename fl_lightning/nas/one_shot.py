@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import Callback, LightningModule
@@ -26,6 +26,7 @@ from torch.nn import functional
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import run_seed
 from fl_lightning.models.schedule import Schedule
+from fl_lightning.nas.checks import MASKS_OF_ALL_SIZES
 from fl_lightning.nas.cost.table import Measure
 from fl_lightning.nas.elastic.sandwich import step_generator
 from fl_lightning.nas.spaces.sizes import SizeSpace
@@ -67,6 +68,8 @@ class OneShot(LightningModule):
         >>> net(torch.zeros(2, 3, 32, 32), net.space.smallest).shape
         torch.Size([2, 10])
     """
+
+    reason_against_masks: ClassVar[str] = MASKS_OF_ALL_SIZES
 
     def __init__(
         self,
@@ -144,6 +147,7 @@ class OneShot(LightningModule):
             logits=lambda architecture: self(images, architecture),
             labels_loss=labels_loss,
             whole=whole,
+            predict=self._rounds.predict,
         )
         loss = self.method.loss(step)
         self.log(

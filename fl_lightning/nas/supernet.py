@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from lightning.pytorch import Callback, LightningModule
@@ -36,7 +36,7 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import derive_seed, run_seed, torch_generator
 from fl_lightning.models.schedule import Schedule
 from fl_lightning.nas.alpha_gradients import AlphaGradient, Gradient, Reward, Situation
-from fl_lightning.nas.checks import check_weights_optimizer
+from fl_lightning.nas.checks import MASKS_IN_A_SEARCH, check_weights_optimizer
 from fl_lightning.nas.cost.penalties import NoPenalty, Penalty
 from fl_lightning.nas.cost.table import CostTable, Measure, cost_table
 from fl_lightning.nas.kept_state import keep, num_kept, recall
@@ -91,6 +91,7 @@ class Supernet(LightningModule):
         ('|...', torch.Size([6, 5]))
     """
 
+    reason_against_masks: ClassVar[str] = MASKS_IN_A_SEARCH
     baseline: Tensor
     kept_state: Tensor
 

@@ -7,7 +7,7 @@ import torch
 from test_one_shot import MOBILENET, SPACES, data, fitted, images, one_shot, weights
 from toys import toy_trainer
 
-from fl_lightning import ConfigurationError, Federation, OverlapMean
+from fl_lightning import ConfigurationError, Federation, MaskCalibration, OverlapMean
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.nas import BudgetTable, DeviceClasses, RandomPath
 from fl_lightning.nas.sub_networks.capability import CostOf, limits, reach, within
@@ -133,6 +133,13 @@ def test_refusals():
         DeviceClasses([0.1, 0.2], [0.5, 0.6])
     with pytest.raises(ConfigurationError, match="measure must be one of flops"):
         DeviceClasses([0.1], measure="watts")
+
+
+@pytest.mark.parametrize("options", [{}, {"capability": WEAK}], ids=["all sizes", "capability"])
+def test_a_mask_of_the_largest_network_is_refused(options):
+    mask = MaskCalibration(density=0.5)
+    with pytest.raises(ConfigurationError, match=r"^MaskCalibration: a network of all sizes keeps"):
+        fitted(one_shot(optimizer=SPARSE, **options), data(2), mask, Federation(local_steps=1))
 
 
 def test_statistics_of_clients_are_named_to_privacy():

@@ -1,17 +1,27 @@
 """Which sub-networks are trained: pure draws, sandwich, distillation, shrinking, budgets, predictors."""
 
+from collections import Counter
+from itertools import product
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.nas.elastic.attentive import AttentiveDraw, ForestPredictor, Pool, pool_by_cost
+from fl_lightning.core.seeds import torch_generator
+from fl_lightning.nas.elastic.attentive import (
+    CostBins,
+    ForestPredictor,
+    attentive_draw,
+    bins_by_cost,
+    check_candidates,
+)
 from fl_lightning.nas.elastic.budget import fit, largest_within
 from fl_lightning.nas.elastic.sandwich import distillation_loss, sandwich, step_generator
 from fl_lightning.nas.elastic.shrinking import ProgressiveShrinking, published_order
 from fl_lightning.nas.spaces.mobilenet import MobileNet, small_mobilenet
-from fl_lightning.nas.spaces.resnet import small_resnet
+from fl_lightning.nas.spaces.resnet import ResNet, small_resnet
 from fl_lightning.nas.spaces.vit import small_vit
 
 SPACES = [small_mobilenet(), small_resnet(), small_vit()]
@@ -149,39 +159,99 @@ def test_drawn_sub_networks_are_made_to_fit(space, seed, share):
         assert fitted == drawn
 
 
+def test_bins_count_what_uniform_draws_have():
+    """Every size of every draw, those without effect as well; by hand."""
+    space = small_resnet()
+    bins = bins_by_cost(space, flops, seed=0, num_drawn=300, num_bins=4)
+    generator = torch_generator(0, "attentive bins")
+    columns = [torch.randint(len(d.options), (300,), generator=generator) for d in space.decisions]
+    rows = list(zip(*(column.tolist() for column in columns), strict=True))
+    costs = [flops(space.architecture(row)) for row in rows]
+    width = (max(costs) - min(costs)) / 4
+    number_of = [min(3, int((cost - min(costs)) // width)) for cost in costs]
+    assert number_of == [bins.of(cost) for cost in costs]
+    assert [bins.of(0), bins.of(1e12)] == [0, 3]
+    for number in range(4):
+        members = [row for row, own in zip(rows, number_of, strict=True) if own == number]
+        assert float(bins.shares[number]) == pytest.approx(len(members) / 300)
+        for size, decision in enumerate(space.decisions):
+            for option in range(len(decision.options)):
+                share = sum(row[size] == option for row in members) / len(members)
+                assert float(bins.options[number, size, option]) == pytest.approx(share)
+
+
+def test_draws_of_a_bin_follow_its_options_and_keep_to_its_cost():
+    """The product of the options' frequencies, given that the cost falls into the bin."""
+    space = ResNet(
+        stem=8, channels=(16,), strides=(1,), stem_strides=(1, 1), widths=(0.5, 1.0),
+        depths=((1, 2),), expansions=(0.5, 1.0),
+    )  # fmt: skip
+    bins = bins_by_cost(space, flops, seed=0, num_drawn=200, num_bins=3)
+    raw = list(product(*(range(len(decision.options)) for decision in space.decisions)))
+    generator = torch.Generator().manual_seed(1)
+    for number in range(3):
+        expected = Counter()
+        for row in raw:
+            architecture = space.architecture(row)
+            if bins.of(flops(architecture)) == number:
+                chances = (bins.options[number, size, o] for size, o in enumerate(row))
+                expected[architecture] += float(torch.stack(list(chances)).prod())
+        found = Counter(bins.draw(number, generator) for _ in range(3000))
+        assert {bins.of(flops(one)) for one in found} == {number}
+        for architecture, chance in expected.items():
+            share = chance / sum(expected.values())
+            assert found[architecture] / 3000 == pytest.approx(share, abs=0.04)
+
+
+def test_after_a_hundred_more_draws_a_candidate_of_another_bin_is_taken():
+    asked = []
+
+    def never(architecture):
+        asked.append(architecture)
+        return 0.0
+
+    space, uniform = small_resnet(), bins_by_cost(small_resnet(), flops, seed=0, num_bins=2)
+    bins = CostBins(space, never, torch.tensor([0.0, 1.0, 2.0]), uniform.shares, uniform.options)
+    drawn = bins.draw(1, torch.Generator().manual_seed(0))
+    assert len(asked) == 101
+    assert drawn is asked[-1]
+
+
 @pytest.mark.parametrize("keep", ["best", "worst"])
 def test_attentive_draws_are_the_extremes_of_one_bin(keep):
     space = small_resnet()
-    pool = pool_by_cost(space, flops, seed=0, num_drawn=200, num_bins=4)
-    assert sum(len(members) for members in pool.bins) == 200
-    assert float(pool.shares.sum()) == pytest.approx(1)
-    for number, members in enumerate(pool.bins):
-        costs = [flops(member) for member in members]
-        assert pool.edges[number] <= min(costs)
-        assert max(costs) <= pool.edges[number + 1]
+    bins = bins_by_cost(space, flops, seed=0, num_drawn=200, num_bins=4)
     seen = []
 
     def predict(architectures):
         seen.append(architectures)
         return [sum(architecture.choices) for architecture in architectures]
 
-    draw = AttentiveDraw(pool, predict, keep, num_candidates=20)
+    def draw(step):
+        generator = step_generator(0, round_=0, client=1, step=step)
+        return attentive_draw(bins, predict, generator, keep=keep, num_candidates=20)
+
     for step in range(20):
-        drawn = draw(step_generator(0, round_=0, client=1, step=step))
-        assert any(set(seen[-1]) <= set(members) for members in pool.bins)
+        drawn = draw(step)
+        assert len(seen[-1]) == 20
+        assert len({bins.of(flops(candidate)) for candidate in seen[-1]}) == 1
         extreme = (max if keep == "best" else min)(sum(other.choices) for other in seen[-1])
         assert sum(drawn.choices) == extreme
-    again = draw(step_generator(0, round_=0, client=1, step=19))
-    assert again == drawn
+    assert draw(19) == drawn
+    assert len({bins.of(flops(candidates[0])) for candidates in seen}) > 1
 
 
 def test_bins_are_drawn_as_often_as_their_share():
     space = small_resnet()
-    pool = Pool(((space.smallest,) * 30, (space.largest,) * 10), (0.0, 1.0, 2.0))
-    draw = AttentiveDraw(pool, lambda architectures: [0.0] * len(architectures), num_candidates=1)
+    bins = bins_by_cost(space, flops, seed=0, num_drawn=500, num_bins=3)
     generator = torch.Generator().manual_seed(0)
-    share = sum(draw(generator) == space.largest for _ in range(2000)) / 2000
-    assert share == pytest.approx(0.25, abs=0.04)
+    equal = lambda architectures: [0.0] * len(architectures)
+    found = Counter(
+        bins.of(flops(attentive_draw(bins, equal, generator, num_candidates=1)))
+        for _ in range(2000)
+    )
+    for number, share in enumerate(bins.shares.tolist()):
+        assert found[number] / 2000 == pytest.approx(share, abs=0.04)
 
 
 def test_a_forest_ranks_what_it_has_not_seen():
@@ -200,12 +270,11 @@ def test_a_forest_ranks_what_it_has_not_seen():
 
 
 def test_options_of_attentive_draws_that_make_no_sense():
-    pool = Pool(((MOBILENET.smallest,),), (0.0, 1.0))
     with pytest.raises(ConfigurationError, match="keep must be best or worst, got 'better'"):
-        AttentiveDraw(pool, lambda architectures: [], "better")
+        check_candidates("better", 1)
     with pytest.raises(ConfigurationError, match="num_candidates must be at least 1, got 0"):
-        AttentiveDraw(pool, lambda architectures: [], num_candidates=0)
+        check_candidates("best", 0)
     with pytest.raises(ConfigurationError, match="num_drawn and num_bins must be at least 1"):
-        pool_by_cost(MOBILENET, flops, seed=0, num_bins=0)
+        bins_by_cost(MOBILENET, flops, seed=0, num_bins=0)
     with pytest.raises(ConfigurationError, match="a score for each architecture"):
         ForestPredictor([MOBILENET.smallest], [], seed=0)

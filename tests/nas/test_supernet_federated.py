@@ -207,10 +207,16 @@ def sparse(params):
     return SparseSGDM(params, lr=0.1, momentum=0.9)
 
 
-def test_masks_are_refused():
+@pytest.mark.parametrize("optimizer", [{}, {"optimizer": sparse}], ids=["dense", "sparse"])
+def test_masks_are_refused(optimizer):
     mask = MaskCalibration(density=0.5, include=["network.edge.*"], head_name="network.head")
-    with pytest.raises(ConfigurationError, match="keeps to no mask"):
-        search(supernet(optimizer=sparse), mask)
+    with pytest.raises(ConfigurationError, match=r"^MaskCalibration: a search keeps to no mask"):
+        search(supernet(**optimizer), mask)
+
+
+def test_an_optimizer_that_keeps_to_masks_is_refused():
+    with pytest.raises(ConfigurationError, match=r"^model\.optimizer is SparseSGDM, and a search"):
+        search(supernet(optimizer=sparse))
 
 
 def test_clients_evaluate_the_present_architecture(tmp_path):

@@ -70,6 +70,19 @@ def check_callbacks(trainer: Trainer, calibration: Callback) -> None:
         )
 
 
+def check_takes_masks(module: LightningModule) -> None:
+    """Refuse a module that says why it cannot train under a mask (``reason_against_masks``).
+
+    Raises:
+        ConfigurationError: with its reason.
+    """
+    reason = getattr(module, "reason_against_masks", None)
+    if reason is not None:
+        raise ConfigurationError(
+            f"MaskCalibration: {reason}. Search without MaskCalibration, then mask the network that was found"
+        )
+
+
 def check_forward(module: LightningModule, sensitivity: Sensitivity | None) -> None:
     """Refuse a module without logits to score.
 

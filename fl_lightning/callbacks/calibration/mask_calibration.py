@@ -23,6 +23,7 @@ from fl_lightning.callbacks.calibration.checks import (
     check_callbacks,
     check_forward,
     check_options,
+    check_takes_masks,
 )
 from fl_lightning.callbacks.calibration.client_mask_report import (
     announce_client_masks,
@@ -187,6 +188,7 @@ class MaskCalibration(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse what cannot work before anything is computed."""
         if stage == "fit":
+            check_takes_masks(pl_module)
             check_callbacks(trainer, self)
             if self._plan is not None and self._plan.chosen_rule.needs_scores:
                 check_forward(pl_module, self._scores.sensitivity)

@@ -120,11 +120,17 @@ def accuracy_of(predicted: Sequence[float], measured: Sequence[float]) -> Accura
         >>> accuracy_of([1.0, 3.0, 3.0], [1.0, 2.0, 4.0]).mape
         0.25
     """
+    p, m = np.asarray(predicted, dtype=float), np.asarray(measured, dtype=float)
+    rank = rank_correlation(predicted, measured)
+    return Accuracy(len(m), float(np.mean(np.abs(p - m) / m)), rank)
+
+
+def rank_correlation(predicted: Sequence[float], measured: Sequence[float]) -> float:
+    """Return Spearman's rank correlation; 0 where one of the two is constant, or nothing."""
     from scipy.stats import spearmanr
 
-    p, m = np.asarray(predicted, dtype=float), np.asarray(measured, dtype=float)
-    rank = 0.0 if np.ptp(p) == 0 or np.ptp(m) == 0 else float(spearmanr(p, m).statistic)
-    return Accuracy(len(m), float(np.mean(np.abs(p - m) / m)), rank)
+    is_constant = len(set(predicted)) < 2 or len(set(measured)) < 2
+    return 0.0 if is_constant else float(spearmanr(predicted, measured).statistic)
 
 
 def _ready(network: nn.Module, device: torch.device) -> nn.Module:

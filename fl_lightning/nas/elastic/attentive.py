@@ -1,11 +1,12 @@
 """AttentiveNAS: draw several sub-networks of similar cost, train the one a predictor calls best or worst.
 
-    a bin of FLOPs ~ how often uniform draws fall into it;   k sub-networks of this bin;
+    bin t ~ how often uniform draws fall into it
+    k candidates, each:  size i ~ how often uniform draws of bin t have each option of it,
+                         drawn anew until the cost falls into bin t, at most 100 times more
     BestUp: argmax of the predicted accuracy,   WorstUp: argmin
 
-Source: Wang et al. 2021, CVPR (AttentiveNAS), section 4.
-Differs: sub-networks of a bin come from a pool that is drawn once, uniformly, from the run's seed;
-theirs are drawn size by size from the pool's frequencies.
+Source: Wang et al. 2021, CVPR (AttentiveNAS), section 4, and its released code for the 100.
+Differs: the bins cut the range of costs that was seen into equal ones; theirs are 25 million multiply-adds wide.
 """
 
 from __future__ import annotations
@@ -17,43 +18,61 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import derive_seed, torch_generator
 from fl_lightning.nas.spaces.sizes import SizeSpace
 from fl_lightning.nas.spaces.space import Architecture
 
+Keep = Literal["best", "worst"]
 Predict = Callable[[Sequence[Architecture]], Sequence[float]]
+
+_MORE_TRIALS = 100  # then a candidate of another bin is taken, as in the released code
 
 
 @dataclass(frozen=True, eq=False)
-class Pool:
-    """Sub-networks by bins of equal width of their cost; empty bins are left out.
+class CostBins:
+    """How uniform draws of a space spread over bins of their cost; `bins_by_cost` counts.
 
     Attributes:
-        bins: the sub-networks of each, by rising cost.
-        edges: between bins, of the range of cost that was seen.
+        space: of the sub-networks.
+        cost: of an architecture.
+        edges: of the bins, (num_bins + 1,), rising; what costs less or more is in the outer ones.
+        shares: how often draws fall into each bin, (num_bins,).
+        options: how often draws of a bin have each option of each size, (num_bins, num_sizes,
+            num_options); rows of sizes with fewer options end in 0.
     """
 
-    bins: tuple[tuple[Architecture, ...], ...]
-    edges: tuple[float, ...]
+    space: SizeSpace
+    cost: Callable[[Architecture], float]
+    edges: Tensor
+    shares: Tensor
+    options: Tensor
 
-    @property
-    def shares(self) -> torch.Tensor:
-        """How often uniform draws fall into each bin, (num_bins,)."""
-        counts = torch.tensor([len(members) for members in self.bins], dtype=torch.float64)
-        return counts / counts.sum()
+    def of(self, cost: float) -> int:
+        """Return the bin of a cost."""
+        return int(_bins(torch.tensor([cost], dtype=torch.float64), self.edges))
+
+    def draw(self, number: int, generator: torch.Generator) -> Architecture:
+        """Return a sub-network of a bin; of any bin where 101 draws miss it."""
+        for _ in range(1 + _MORE_TRIALS):
+            choices = torch.multinomial(self.options[number], 1, generator=generator)
+            drawn = self.space.architecture(choices.flatten().tolist())
+            if self.of(self.cost(drawn)) == number:
+                break
+        return drawn
 
 
-def pool_by_cost(
+def bins_by_cost(
     space: SizeSpace,
     cost: Callable[[Architecture], float],
     *,
     seed: int,
     num_drawn: int = 2000,
     num_bins: int = 25,
-) -> Pool:
-    """Return sub-networks drawn uniformly, by their cost.
+) -> CostBins:
+    """Draw sub-networks uniformly and count.
 
     Args:
         space: of sizes.
@@ -69,52 +88,65 @@ def pool_by_cost(
         raise ConfigurationError(
             f"num_drawn and num_bins must be at least 1, got {num_drawn} and {num_bins}"
         )
-    generator = torch_generator(seed, "attentive pool")
-    drawn = [space.sample(generator) for _ in range(num_drawn)]
-    costs = np.array([cost(architecture) for architecture in drawn], np.float64)
-    edges = np.linspace(costs.min(), costs.max(), num_bins + 1)
-    of_each = np.clip(np.searchsorted(edges, costs, "right") - 1, 0, num_bins - 1)
-    members = [
-        tuple(
-            architecture for architecture, own in zip(drawn, of_each, strict=True) if own == number
+    generator = torch_generator(seed, "attentive bins")
+    num_options = [len(decision.options) for decision in space.decisions]
+    columns = [torch.randint(n, (num_drawn,), generator=generator) for n in num_options]
+    drawn = torch.stack(columns, 1)
+    costs = [cost(space.architecture(choices)) for choices in drawn.tolist()]
+    found = torch.tensor(costs, dtype=torch.float64)
+    edges = torch.linspace(
+        float(found.min()), float(found.max()), num_bins + 1, dtype=torch.float64
+    )
+    of_each = _bins(found, edges)
+    options = torch.zeros(num_bins, len(num_options), max(num_options), dtype=torch.float64)
+    for size in range(len(num_options)):
+        options[:, size].index_put_(
+            (of_each, drawn[:, size]), torch.ones(num_drawn, dtype=torch.float64), accumulate=True
         )
-        for number in range(num_bins)
-    ]
-    return Pool(tuple(filter(None, members)), tuple(edges.tolist()))
+    counts = torch.bincount(of_each, minlength=num_bins).double()
+    return CostBins(
+        space, cost, edges, counts / num_drawn, options / counts.clamp(min=1)[:, None, None]
+    )
 
 
-@dataclass(frozen=True, eq=False)
-class AttentiveDraw:
-    """Draws as AttentiveNAS does; to hand to `sandwich` as its ``draw``.
+def _bins(costs: Tensor, edges: Tensor) -> Tensor:
+    """Return the number of the bin of each cost."""
+    return (torch.bucketize(costs, edges, right=True) - 1).clamp(0, len(edges) - 2)
 
-    Attributes:
-        pool: of sub-networks.
+
+def check_candidates(keep: str, num_candidates: int) -> None:
+    """Refuse what is neither best nor worst, or of nobody.
+
+    Raises:
+        ConfigurationError: with the value.
+    """
+    if keep not in ("best", "worst"):
+        raise ConfigurationError(f"keep must be best or worst, got {keep!r}")
+    if num_candidates < 1:
+        raise ConfigurationError(f"num_candidates must be at least 1, got {num_candidates}")
+
+
+def attentive_draw(
+    bins: CostBins,
+    predict: Predict,
+    generator: torch.Generator,
+    *,
+    keep: Keep = "best",
+    num_candidates: int = 50,
+) -> Architecture:
+    """Return the best or the worst of some sub-networks of one bin, of equals the first.
+
+    Args:
+        bins: of the space.
         predict: a number for each of several architectures: higher is better.
+        generator: of the draws.
         keep: the ``"best"`` or the ``"worst"``.
         num_candidates: of which that is kept.
     """
-
-    pool: Pool
-    predict: Predict
-    keep: Literal["best", "worst"] = "best"
-    num_candidates: int = 50
-
-    def __post_init__(self) -> None:
-        if self.keep not in ("best", "worst"):
-            raise ConfigurationError(f"keep must be best or worst, got {self.keep!r}")
-        if self.num_candidates < 1:
-            raise ConfigurationError(
-                f"num_candidates must be at least 1, got {self.num_candidates}"
-            )
-
-    def __call__(self, generator: torch.Generator) -> Architecture:
-        """Return the best or the worst of some of one bin."""
-        number = int(torch.multinomial(self.pool.shares, 1, generator=generator))
-        members = self.pool.bins[number]
-        rows = torch.randint(len(members), (self.num_candidates,), generator=generator)
-        candidates: list[Architecture] = [members[row] for row in rows.tolist()]
-        scores = np.asarray(self.predict(candidates))
-        return candidates[int(scores.argmax() if self.keep == "best" else scores.argmin())]
+    number = int(torch.multinomial(bins.shares, 1, generator=generator))
+    candidates = [bins.draw(number, generator) for _ in range(num_candidates)]
+    scores = np.asarray(predict(candidates))
+    return candidates[int(scores.argmax() if keep == "best" else scores.argmin())]
 
 
 class ForestPredictor:

@@ -3,12 +3,12 @@
     RandomPath   L = Σ_i CE(s_i, y)                        s_i drawn uniformly
     Shrinking    L = Σ_i CE(s_i, y) + λ KD(s_i, largest)   s_i drawn from what a round allows
     Sandwich     L = CE(largest, y) + KD(smallest, largest) + Σ_i KD(s_i, largest)
-    Attentive    the same, s_i the best or the worst of several of similar cost
+    Attentive    the same, s_i the best or the worst of several of similar cost: in `attentive`
 
 KD(s, t) is the cross-entropy of s to the probabilities of t, which are constants. A client of limited
 capability has its largest for the largest, and its draws are cut to it. What is drawn is a function of
 the step's generator alone. Sources: Cai et al. 2020 (Once-for-All), section 3; Yu et al. 2020 (BigNAS),
-section 3.1; Wang et al. 2021 (AttentiveNAS), section 4.
+section 3.1.
 Differs: Shrinking's teacher is the present largest network; theirs is a copy from before it shrinks.
 """
 
@@ -18,15 +18,14 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import pairwise
-from typing import Literal, final
+from typing import final
 
 import torch
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.nas.elastic.attentive import AttentiveDraw, Pool, pool_by_cost
+from fl_lightning.nas.elastic.attentive import Predict
 from fl_lightning.nas.elastic.sandwich import distillation_loss, sandwich
 from fl_lightning.nas.elastic.shrinking import ProgressiveShrinking, published_order
 from fl_lightning.nas.spaces.sizes import SizeSpace
@@ -48,6 +47,7 @@ class Step:
         logits: of a sub-network on the batch.
         labels_loss: of logits.
         whole: what makes the logits of the largest, with all that regularises it.
+        predict: accuracies of architectures; None before a run has learnt to.
     """
 
     limit: Architecture
@@ -59,6 +59,7 @@ class Step:
     logits: Callable[[Architecture], Tensor]
     labels_loss: Callable[[Tensor], Tensor]
     whole: Callable[[Architecture], Tensor]
+    predict: Predict | None = None
 
     @property
     def space(self) -> SizeSpace:
@@ -87,7 +88,12 @@ class Method(ABC):
         """
 
 
-def _check_drawn(num_drawn: int, least: int) -> None:
+def check_drawn(num_drawn: int, least: int) -> None:
+    """Refuse fewer draws in a step than make sense.
+
+    Raises:
+        ConfigurationError: with both numbers.
+    """
     if num_drawn < least:
         raise ConfigurationError(f"num_drawn must be at least {least}, got {num_drawn}")
 
@@ -104,7 +110,7 @@ class RandomPath(Method):
     num_drawn: int = 1
 
     def __post_init__(self) -> None:
-        _check_drawn(self.num_drawn, 1)
+        check_drawn(self.num_drawn, 1)
 
     def loss(self, step: Step) -> Tensor:
         """Return the sum of the cross-entropies."""
@@ -137,7 +143,7 @@ class Shrinking(Method):
         for name in ("rounds", "order"):  # lists of a YAML file
             value = getattr(self, name)
             object.__setattr__(self, name, None if value is None else tuple(value))
-        _check_drawn(self.num_drawn, 1)
+        check_drawn(self.num_drawn, 1)
         if not 0 <= self.distillation < math.inf:
             raise ConfigurationError(f"distillation must be at least 0, got {self.distillation}")
 
@@ -185,7 +191,7 @@ class Sandwich(Method):
     num_drawn: int = 2
 
     def __post_init__(self) -> None:
-        _check_drawn(self.num_drawn, 0)
+        check_drawn(self.num_drawn, 0)
 
     def loss(self, step: Step) -> Tensor:
         """Return the loss of the largest and of those that it teaches."""
@@ -197,61 +203,6 @@ class Sandwich(Method):
             largest=step.limit,
         )
         return taught(step, networks)
-
-
-@final
-@dataclass(frozen=True)
-class Attentive(Method):
-    """AttentiveNAS: a sandwich of which the drawn ones are the best or the worst of their cost.
-
-    Candidates are compared by their loss on the step's batch, the published alternative to a
-    predictor of accuracy.
-
-    Attributes:
-        keep: the ``"best"`` or the ``"worst"``.
-        num_candidates: of which one is kept, at least 1.
-        num_drawn: how many are kept in a step, at least 0.
-        num_bins: of multiply-adds.
-        pool: how many sub-networks are drawn for the bins when a run begins.
-    """
-
-    keep: Literal["best", "worst"] = "best"
-    num_candidates: int = 3
-    num_drawn: int = 2
-    num_bins: int = 25
-    pool: int = 2000
-
-    def __post_init__(self) -> None:
-        _check_drawn(self.num_drawn, 0)
-        AttentiveDraw(Pool((), ()), lambda networks: [], self.keep, self.num_candidates)
-        if self.pool < 1 or self.num_bins < 1:
-            raise ConfigurationError(
-                f"pool and num_bins must be at least 1, got {self.pool} and {self.num_bins}"
-            )
-
-    def loss(self, step: Step) -> Tensor:
-        """Return the loss of the largest and of those that it teaches."""
-
-        def score(candidates: Sequence[Architecture]) -> list[float]:
-            with torch.no_grad():
-                cut = (within(network, step.limit) for network in candidates)
-                return [-step.labels_loss(step.logits(network)).item() for network in cut]
-
-        pool = _pool(step.space, step.cost, step.seed, self.pool, self.num_bins)
-        attentive = AttentiveDraw(pool, score, self.keep, self.num_candidates)
-        networks = sandwich(
-            step.space,
-            step.generator,
-            num_drawn=self.num_drawn,
-            draw=lambda generator: within(attentive(generator), step.limit),
-            largest=step.limit,
-        )
-        return taught(step, networks)
-
-
-@lru_cache(maxsize=4)  # a pure function, and two seconds
-def _pool(space: SizeSpace, cost: CostOf, seed: int, num_drawn: int, num_bins: int) -> Pool:
-    return pool_by_cost(space, cost, seed=seed, num_drawn=num_drawn, num_bins=num_bins)
 
 
 def taught(step: Step, networks: Sequence[Architecture]) -> Tensor:

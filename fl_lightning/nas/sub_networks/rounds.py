@@ -2,7 +2,8 @@
 
 Training: in a federation it tells the module whose turn it is. With a capability each client keeps to a
 mask: the coordinates that it can afford, which alone travel and are averaged over those who held them.
-Between rounds: channels are sorted before narrower widths join, if the method says so.
+Between rounds: channels are sorted before narrower widths join, and a predictor of accuracy is fitted, if
+the method says so.
 Evaluation: statistics of the largest, of the smallest and of one in between are recalibrated before
 every validation and test, and at the end of rounds without one. The module keeps the largest's.
 """
@@ -20,8 +21,11 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.federation.federation import Federation
 from fl_lightning.federation.stage import Stage, Turn
 from fl_lightning.federation.stages.client_masks import MaskOfClient
+from fl_lightning.nas.elastic.attentive import Predict
 from fl_lightning.nas.elastic.calibration import Sums, apply_sums
 from fl_lightning.nas.spaces.space import Architecture
+from fl_lightning.nas.sub_networks.accuracy_predictor import RunPredictor
+from fl_lightning.nas.sub_networks.attentive import Attentive
 from fl_lightning.nas.sub_networks.capability import limits, reach
 from fl_lightning.nas.sub_networks.recalibration import has_statistics, recalibrated
 from fl_lightning.nas.sub_networks.sorted_channels import check_sorting, sort_before_round
@@ -91,11 +95,17 @@ class SubNetworkRounds(Callback):
         self._masks: dict[Architecture, Mapping[str, Tensor]] = {}
         self._sums: dict[str, Sums] = {}
         self._recalibrated_at: int | None = None
+        self._predictor: RunPredictor | None = None
 
     @property
     def guest(self) -> Guest | None:
         """Whose turn it is; None in a central run."""
         return None if self._turns is None else self._turns.guest
+
+    @property
+    def predict(self) -> Predict | None:
+        """Accuracies of architectures; None as long as nothing has been fitted to predict them."""
+        return None if self._predictor is None else self._predictor.predict
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Have a federation tell whose turn it is.
@@ -106,13 +116,20 @@ class SubNetworkRounds(Callback):
         """
         module: Any = pl_module
         self._module, self._sums, self._recalibrated_at = module, {}, None
-        self._turns = self._limits = None
+        self._turns = self._limits = self._predictor = None
         self._masks = {}
         if has_statistics(module.network):
             self.unprotected = "the sums of each client's activations, for batch norm statistics"
         if stage != "fit":
             return
         check_sorting(trainer, module.method)
+        options = module.method.predictor if isinstance(module.method, Attentive) else None
+        self._predictor = RunPredictor(options, module.space, module.seed)
+        self._predictor.check(trainer)
+        if options is not None:
+            self.unprotected = ", and ".join(
+                filter(None, [self.unprotected, "how many of its examples sub-networks get right"])
+            )
         federations = [c for c in trainer.callbacks if isinstance(c, Federation)]  # type: ignore[attr-defined]
         if module.capability is not None:
             if not federations:
@@ -141,8 +158,20 @@ class SubNetworkRounds(Callback):
         return self._masks[limit]
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Sort the channels where the method asks for it."""
+        """Sort the channels where the method asks for it, and fit its predictor of accuracy."""
         sort_before_round(trainer, pl_module)
+        assert self._predictor is not None, "a fit was set up"
+        for name, value in self._predictor.before_round(trainer, pl_module).items():
+            pl_module.log(name, value, on_epoch=True, sync_dist=True)  # the same in all processes
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the predictor was fitted on."""
+        return {} if self._predictor is None else self._predictor.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Have the predictor that the run had."""
+        if self._predictor is not None:
+            self._predictor.load_state_dict(state_dict)
 
     # Evaluation.
 
