@@ -24,6 +24,7 @@ from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError, RoundFailure
 from fl_lightning.core.update import ClientUpdate
+from fl_lightning.secure.encryption.ciphertext_numbers import library
 from fl_lightning.secure.encryption.ckks import CKKSKeys, ciphertext_bytes, generate_keys
 from fl_lightning.secure.encryption.ckks_layout import CKKSLayout, most_sensitive
 from fl_lightning.secure.encryption.ckks_parameters import CKKSParameters
@@ -168,7 +169,11 @@ class EncryptedMean(Aggregator):
         self.terms = terms
         self._most = terms.most_clients * self.max_examples
         vars(self).pop("_keys", None)
-        self._paillier = None if self.paillier is None else self.paillier.begin(terms, self.max_examples)
+        self._paillier: PaillierRun | None = None
+        if self.paillier is None:
+            library()
+        else:
+            self._paillier = self.paillier.begin(terms, self.max_examples)
 
     @cached_property
     def _keys(self) -> CKKSKeys:

@@ -79,7 +79,10 @@ def _site(name, folder, own, clients):
     os.dup2(log.fileno(), 2)
     clients = {client: client for client in clients}
     socket, memory = folder / f"{name}.socket", folder / name
-    serve_site(Policy(name=name, clients=clients, socket=socket, memory=memory), own)
+    policy = Policy(
+        name=name, clients=clients, socket=socket, memory=memory, sum_key=folder / "sum.key"
+    )
+    serve_site(policy, own)
 
 
 class Sites:
@@ -88,6 +91,7 @@ class Sites:
     def __init__(self, folder, own, clients):
         self.folder, self.own, self.clients = folder, own, clients
         self.processes = {}
+        (folder / "sum.key").write_bytes(os.urandom(32))
         for name in clients:
             self.start(name)
 

@@ -160,7 +160,9 @@ def test_nothing_but_the_sum_of_those_who_are_named_is_opened(three, ckks_keys, 
     assert (opened - 3).abs().max() < 6 * FLOOD
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(place=st.integers(0, 10**6), bit=st.integers(0, 7))
 def test_no_bit_of_a_sum_can_be_changed(three, place, bit):
     client, server, sent, senders = three

@@ -32,7 +32,10 @@ from fl_lightning.flower.server.elsewhere import DataElsewhere
 from fl_lightning.flower.server.sites import Sites
 from fl_lightning.flower.site.fit import AtSite
 from fl_lightning.flower.site.site import Fit, Site
+from fl_lightning.flower.sums.sum_key import check_sum_keys
 from fl_lightning.flower.transport.resident import log_to, serve
+from fl_lightning.secure.encrypted_mean import EncryptedMean
+from fl_lightning.server.server import as_aggregator
 
 _STAGES = ("validation", "test")  # for which clients hold out examples
 # what a site's Trainer has nothing to do with
@@ -85,6 +88,7 @@ def run_site(fit: Fit, policy: Policy) -> None:
                     "drop_last": data.drop_last,
                     "precision": self.trainer.precision,
                     "signing": policy.public_key,
+                    "sum_key": policy.sum_key_fingerprint,
                     "held_out": {stage: _held_out(data, stage, places) for stage in _STAGES},
                 }
             )
@@ -198,6 +202,7 @@ def run_server(
             )
             told = correspondence.greet(hello, wanted)
             site_of, sizes = _members({site: answer.options for site, answer in told.items()})
+            _compare_sum_keys(told, federation)
             _compare_precision(told, self.trainer.precision)
             first = next(iter(told.values())).options
             federation.clients_side = partial(
@@ -237,6 +242,13 @@ def _check_masks(callbacks: Sequence[Any]) -> None:
             "trainer.callbacks: MaskCalibration sets masks at the server, of which sites know nothing: leave "
             "it out over a network"
         )
+
+
+def _compare_sum_keys(told: Mapping[str, Answer], federation: Federation) -> None:
+    """Refuse sites that do not share the key of what they are to encrypt."""
+    hidden = as_aggregator(federation.aggregator).protection
+    if isinstance(hidden, EncryptedMean):
+        check_sum_keys({s: str(a.options.get("sum_key", "")) for s, a in told.items()})
 
 
 def _compare_precision(told: Mapping[str, Answer], ours: str) -> None:

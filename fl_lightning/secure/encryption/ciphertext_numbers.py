@@ -23,9 +23,23 @@ _HEADER = struct.Struct("<HBBBBHQ")  # magic, its size, version (2), compression
 _MAGIC, _UNCOMPRESSED = 0xA15E, 0
 
 
+def library() -> Any:
+    """Return TenSEAL, which is imported only where it is used.
+
+    Raises:
+        ImportError: saying what to install, if it is not there.
+    """
+    try:
+        import tenseal
+    except ImportError as error:
+        raise ImportError("CKKS needs TenSEAL: pip install 'fl-lightning[he]'") from error
+    return tenseal
+
+
 @cache
 def primes_of(parameters: CKKSParameters) -> tuple[int, ...]:
     """Return the primes that ciphertexts are modulo of."""
+    library()
     from tenseal import sealapi
 
     made = sealapi.CoeffModulus.Create(parameters.degree, list(parameters.coefficient_bits))
@@ -101,7 +115,9 @@ def vector_bytes(numbers: Numbers, like: Any) -> bytes:
         like: a vector of TenSEAL's with the sum's size, scale and parameters.
     """
     [model], message = like.ciphertext(), like.serialize()
-    at = 2 + message[1]  # behind the sizes, field 1, stands the ciphertext, field 2, and behind it the rest
+    at = (
+        2 + message[1]
+    )  # behind the sizes, field 1, stands the ciphertext, field 2, and behind it the rest
     length, begin = _varint(message, at + 1)
     version = message[begin + 3 : begin + 5]
     num_primes = len(numbers)

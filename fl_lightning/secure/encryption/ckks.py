@@ -26,6 +26,7 @@ from torch import Tensor
 from fl_lightning.secure.encryption.ciphertext_numbers import (
     Numbers,
     Packed,
+    library,
     numbers_of,
     primes_of,
     vector_bytes,
@@ -67,12 +68,12 @@ class CKKSKeys:
 
 def generate_keys(parameters: CKKSParameters) -> CKKSKeys:
     """Return new keys, from the operating system's entropy."""
-    context = _tenseal().context(
-        _tenseal().SCHEME_TYPE.CKKS,
+    context = library().context(
+        library().SCHEME_TYPE.CKKS,
         parameters.degree,
         coeff_mod_bit_sizes=list(parameters.coefficient_bits),
         # whoever encrypts has the secret key: with it that takes half the time
-        encryption_type=_tenseal().ENCRYPTION_TYPE.SYMMETRIC,
+        encryption_type=library().ENCRYPTION_TYPE.SYMMETRIC,
     )
     context.global_scale = 2.0**parameters.scale_bits
     secret = context.serialize(
@@ -106,8 +107,9 @@ class CKKSClient:
 
     def __init__(self, layout: CKKSLayout, keys: CKKSKeys) -> None:
         self._layout, self._keys = layout, keys
-        self._context = _tenseal().context_from(keys.secret)
+        self._context = library().context_from(keys.secret)
         self._packed = Packed(layout.parameters)
+        self._models: dict[int, Any] = {}  # vectors of the library, by size
 
     @cached_property
     def _tags(self) -> LinearTags:
@@ -161,21 +163,23 @@ class CKKSClient:
                 f"this is not the sum of what clients {', '.join(map(str, clients))} have sent in this "
                 "round, or it changed on its way: it was not opened"
             )
+        slots, left = self._layout.parameters.slots, self._layout.num_encrypted
         numbers = [
-            self._decrypted(part, len(like))
-            for part, like in zip(parts, self._layout.split(torch.empty(self._layout.num_encrypted)), strict=True)
+            self._decrypted(part, min(slots, left - at * slots)) for at, part in enumerate(parts)
         ]
         values = torch.cat(numbers) if numbers else torch.empty(0, dtype=torch.float64)
         return self._layout.joined(flooded(values, FLOOD), total.clear)
 
     def _vector(self, values: Tensor) -> Any:
         """Return the library's ciphertext."""
-        [ciphertext] = _tenseal().ckks_vector(self._context, values.tolist()).ciphertext()
+        [ciphertext] = library().ckks_vector(self._context, values.tolist()).ciphertext()
         return ciphertext
 
     def _decrypted(self, part: Numbers, size: int) -> Tensor:
-        like = _tenseal().ckks_vector(self._context, [0.0] * size)
-        found = _tenseal().ckks_vector_from(self._context, vector_bytes(part, like))
+        if size not in self._models:
+            self._models[size] = library().ckks_vector(self._context, [0.0] * size)
+        data = vector_bytes(part, self._models[size])
+        found = library().ckks_vector_from(self._context, data)
         return torch.tensor(found.decrypt(), dtype=torch.float64)
 
 
@@ -276,12 +280,3 @@ def _parts(
 def ciphertext_bytes(parameters: CKKSParameters) -> int:
     """Return the length of a ciphertext with its tags."""
     return Packed(parameters).num_bytes + 8 * NUM_TAGS * (len(parameters.coefficient_bits) - 1)
-
-
-def _tenseal() -> Any:
-    """Return the library, which is imported only where it is used."""
-    try:
-        import tenseal
-    except ImportError as error:
-        raise ImportError("CKKS needs TenSEAL: pip install 'fl-lightning[he]'") from error
-    return tenseal

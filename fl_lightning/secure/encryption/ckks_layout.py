@@ -50,7 +50,9 @@ class CKKSLayout:
     def identity(self) -> bytes:
         """What all messages of the round are bound to, 32 bytes."""
         chosen = b"all" if self.selected is None else self.selected.cpu().numpy().tobytes()
-        settings = f"{self.size} {self.parameters} {self.round_index} {self.purpose.hex()} ".encode()
+        settings = (
+            f"{self.size} {self.parameters} {self.round_index} {self.purpose.hex()} ".encode()
+        )
         return sha256(settings + chosen).digest()
 
     @property

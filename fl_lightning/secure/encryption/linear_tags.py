@@ -68,8 +68,7 @@ class LinearTags:
         parts = list(ciphertexts)
         pads = self._pads(sender, len(parts))
         return [
-            self._reduced(self._products(part) + pad)
-            for part, pad in zip(parts, pads, strict=True)
+            self._reduced(self._products(part) + pad) for part, pad in zip(parts, pads, strict=True)
         ]
 
     def are_of_sum(
@@ -80,7 +79,7 @@ class LinearTags:
         pads = sum((self._pads(sender, len(parts)) for sender in senders), start=0)
         expected = [self._reduced(self._products(p) + b) for p, b in zip(parts, pads, strict=True)]
         pairs = zip(expected, given, strict=True)
-        return all([hmac.compare_digest(one.tobytes(), other.tobytes()) for one, other in pairs])
+        return all(hmac.compare_digest(one.tobytes(), other.tobytes()) for one, other in pairs)
 
     def _secret(self, purpose: bytes) -> bytes:
         return hmac.digest(self._key, purpose + b" " + self._context, "sha256")
