@@ -79,9 +79,8 @@ def _site(name, folder, own, clients):
     os.dup2(log.fileno(), 2)
     clients = {client: client for client in clients}
     socket, memory = folder / f"{name}.socket", folder / name
-    policy = Policy(
-        name=name, clients=clients, socket=socket, memory=memory, sum_key=folder / "sum.key"
-    )
+    key = folder / f"{name}.key"
+    policy = Policy(name=name, clients=clients, socket=socket, memory=memory, sum_key=key)
     serve_site(policy, own)
 
 
@@ -91,8 +90,9 @@ class Sites:
     def __init__(self, folder, own, clients):
         self.folder, self.own, self.clients = folder, own, clients
         self.processes = {}
-        (folder / "sum.key").write_bytes(os.urandom(32))
+        shared = os.urandom(32)
         for name in clients:
+            (folder / f"{name}.key").write_bytes(shared)
             self.start(name)
 
     def start(self, name):
@@ -148,6 +148,13 @@ def simulated(config, root, *words):
 def last(root):
     [file] = root.rglob("last.ckpt")
     return torch.load(file, weights_only=False)
+
+
+def farthest(one, other):
+    """Return the largest difference of a weight in two checkpoints."""
+    ours, theirs = one["state_dict"], other["state_dict"]
+    assert ours.keys() == theirs.keys()
+    return max(float((ours[name] - theirs[name]).abs().max()) for name in ours)
 
 
 def differing(one, other):

@@ -78,7 +78,8 @@ def test_private_keys_are_their_owners(network):
 
 def test_a_site_gets_its_own_key_and_nothing_of_others(network):
     names = {path.name for path in network.site("a").iterdir()}
-    assert names == {"ca.crt", "key", "own.yaml", "signing.key", "site.yaml", "start.sh"}
+    own = {"key", "signing.key", "sum.key", "site.yaml", "own.yaml", "start.sh"}
+    assert names == {"ca.crt", *own}
     keys = {}
     for name in ("a", "b"):
         private = load_ssh_private_key((network.site(name) / "key").read_bytes(), None)

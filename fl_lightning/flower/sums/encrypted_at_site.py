@@ -14,11 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fl_lightning.flower.messages import ClientAnswer, Order
-from fl_lightning.flower.policy import Policy
+from fl_lightning.flower.policy import Policy, Refused
 from fl_lightning.flower.site.desk import Done
 from fl_lightning.flower.sums.encrypted_agreed import (
     FEWEST,
@@ -85,6 +86,8 @@ class EncryptedSiteSums:
                 return self._encrypted(client, agreed, order.clients)
             total = layout.decoded(order.tensors[TOTAL].numpy().tobytes())
             return self._opened(client, agreed, senders, total)
+        except Refused:
+            raise
         except (ValueError, KeyError, DecodeError) as error:
             raise OrderRefused("sum", f"the sum: {error!r}") from None
 
@@ -188,4 +191,4 @@ class EncryptedSiteSums:
 
 def as_tensor(content: bytes) -> Tensor:
     """Return bytes as they travel."""
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    return torch.from_numpy(np.frombuffer(content, np.uint8).copy())
