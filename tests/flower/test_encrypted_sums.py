@@ -25,10 +25,13 @@ from fl_lightning.flower.sums.encrypted_agreed import (
 )
 from fl_lightning.flower.sums.encrypted_at_server import EncryptedOverSites
 from fl_lightning.flower.sums.encrypted_at_site import as_tensor
-from fl_lightning.flower.sums.sum_key import SumKey, check_sum_keys
+from fl_lightning.flower.sums.encrypted_checks import check_encrypted
+from fl_lightning.flower.sums.sum_key import SumKey
 from fl_lightning.flower.wire.failures import OrderRefused, category_of
-from fl_lightning.secure.encryption.ckks import FLOOD, CKKSServer
+from fl_lightning.secure.encrypted_mean import EncryptedSum
+from fl_lightning.secure.encryption.ckks import FLOOD, CKKSServer, ciphertext_bytes
 from fl_lightning.secure.encryption.ckks_layout import CKKSLayout
+from fl_lightning.secure.encryption.ckks_parameters import CKKSParameters
 from fl_lightning.secure.encryption.linear_tags import Sender
 
 pytest.importorskip("tenseal", reason="needs the extra he")
@@ -213,7 +216,7 @@ def test_too_few_clients_are_not_added(tmp_path):
 def test_a_sum_that_nobody_opens_fails_with_a_sentence(tmp_path):
     sites = Sites(tmp_path, fewest_in_secure_sum=6)
     fails_at(sites, "b", "encrypt")
-    with pytest.raises(RoundFailure, match="round 0: site a has not opened .* does not allow"):
+    with pytest.raises(RoundFailure, match=r"round 0: site a has not opened .* does not allow"):
         added(sites)
 
 
@@ -412,8 +415,23 @@ def test_what_is_agreed_comes_back_as_it_was():
 
 
 def test_sites_must_share_one_key():
-    check_sum_keys({"a": "1f", "b": "1f"})
-    with pytest.raises(ConfigurationError, match="sites without a sum_key: b. EncryptedMean needs"):
-        check_sum_keys({"a": "1f", "b": ""})
+    check({"a": "1f", "b": "1f"})
+    with pytest.raises(ConfigurationError, match=r"sites without a sum_key: b\. EncryptedMean needs"):
+        check({"a": "1f", "b": ""})
     with pytest.raises(ConfigurationError, match="a has another sum_key than c"):
-        check_sum_keys({"a": "1f", "b": "1f", "c": "2f"})
+        check({"a": "1f", "b": "1f", "c": "2f"})
+
+
+def test_a_sum_that_is_larger_than_a_site_takes_is_refused_at_the_door():
+    size = 10_000  # three ciphertexts
+    needed = 3 * ciphertext_bytes(CKKSParameters())
+    check({"a": "1f", "b": "1f"}, size, most_bytes=needed)
+    with pytest.raises(
+        ConfigurationError, match=rf"site b takes orders .*10000 numbers has {needed}"
+    ):
+        check({"a": "1f", "b": "1f"}, size, most_bytes=needed - 1)
+
+
+def check(keys, size=10, most_bytes=10**9):
+    sites = {site: {"sum_key": key, "most_bytes": most_bytes} for site, key in keys.items()}
+    check_encrypted(sites, EncryptedSum(8192), size)

@@ -32,7 +32,7 @@ from fl_lightning.flower.server.elsewhere import DataElsewhere
 from fl_lightning.flower.server.sites import Sites
 from fl_lightning.flower.site.fit import AtSite
 from fl_lightning.flower.site.site import Fit, Site
-from fl_lightning.flower.sums.sum_key import check_sum_keys
+from fl_lightning.flower.sums.encrypted_checks import check_encrypted
 from fl_lightning.flower.transport.resident import log_to, serve
 from fl_lightning.secure.encrypted_mean import EncryptedMean
 from fl_lightning.server.server import as_aggregator
@@ -89,6 +89,7 @@ def run_site(fit: Fit, policy: Policy) -> None:
                     "precision": self.trainer.precision,
                     "signing": policy.public_key,
                     "sum_key": policy.sum_key_fingerprint,
+                    "most_bytes": policy.most_bytes,
                     "held_out": {stage: _held_out(data, stage, places) for stage in _STAGES},
                 }
             )
@@ -202,7 +203,7 @@ def run_server(
             )
             told = correspondence.greet(hello, wanted)
             site_of, sizes = _members({site: answer.options for site, answer in told.items()})
-            _compare_sum_keys(told, federation)
+            _check_encrypted(told, federation, model)
             _compare_precision(told, self.trainer.precision)
             first = next(iter(told.values())).options
             federation.clients_side = partial(
@@ -244,11 +245,12 @@ def _check_masks(callbacks: Sequence[Any]) -> None:
         )
 
 
-def _compare_sum_keys(told: Mapping[str, Answer], federation: Federation) -> None:
-    """Refuse sites that do not share the key of what they are to encrypt."""
+def _check_encrypted(told: Mapping[str, Answer], federation: Federation, model: Any) -> None:
+    """Refuse sites that cannot take part in encrypted sums, if there are to be any."""
     hidden = as_aggregator(federation.aggregator).protection
     if isinstance(hidden, EncryptedMean):
-        check_sum_keys({s: str(a.options.get("sum_key", "")) for s, a in told.items()})
+        size = sum(each.numel() for each in model.parameters() if each.requires_grad)
+        check_encrypted({s: a.options for s, a in told.items()}, hidden.agreed_sum, size)
 
 
 def _compare_precision(told: Mapping[str, Answer], ours: str) -> None:

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import hmac
 import secrets
-from collections.abc import Mapping
 from pathlib import Path
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
-from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.secure.encryption.ckks import CKKSKeys, generate_keys
 from fl_lightning.secure.encryption.ckks_parameters import CKKSParameters
 
@@ -69,28 +67,6 @@ class SumKey:
 
     def _part(self, purpose: bytes) -> bytes:
         return hmac.digest(self._key, purpose, "sha256")
-
-
-def check_sum_keys(fingerprints: Mapping[str, str]) -> None:
-    """Refuse sites that do not share one key.
-
-    Args:
-        fingerprints: by site, empty for a site without a key.
-
-    Raises:
-        ConfigurationError: naming them.
-    """
-    advice = (
-        "EncryptedMean needs one sum_key at all sites: network init writes it into each site's folder; "
-        "into older ones put one file of 32 random bytes, and its name into each site.yaml"
-    )
-    if without := [site for site, found in sorted(fingerprints.items()) if not found]:
-        raise ConfigurationError(f"sites without a sum_key: {', '.join(without)}. {advice}")
-    first, *others = sorted(fingerprints)
-    if strange := [site for site in others if fingerprints[site] != fingerprints[first]]:
-        raise ConfigurationError(
-            f"{first} has another sum_key than {', '.join(strange)}. {advice}, the server's never"
-        )
 
 
 def _about(run: str, parameters: CKKSParameters) -> bytes:

@@ -114,7 +114,7 @@ def vector_bytes(numbers: Numbers, like: Any) -> bytes:
         numbers: of a sum.
         like: a vector of TenSEAL's with the sum's size, scale and parameters.
     """
-    [model], message = like.ciphertext(), like.serialize()
+    [model], message = like.ciphertext(), bytes(like.serialize())
     at = (
         2 + message[1]
     )  # behind the sizes, field 1, stands the ciphertext, field 2, and behind it the rest

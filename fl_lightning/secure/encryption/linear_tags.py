@@ -76,7 +76,9 @@ class LinearTags:
     ) -> bool:
         """Whether ciphertexts and tags are the sums of what these senders have sent, and of all of it."""
         parts, given = list(ciphertexts), list(tags)
-        pads = sum((self._pads(sender, len(parts)) for sender in senders), start=0)
+        pads = np.zeros((len(parts), NUM_TAGS, len(self._primes)), object)
+        for sender in senders:
+            pads += self._pads(sender, len(parts))
         expected = [self._reduced(self._products(p) + b) for p, b in zip(parts, pads, strict=True)]
         pairs = zip(expected, given, strict=True)
         return all(hmac.compare_digest(one.tobytes(), other.tobytes()) for one, other in pairs)
@@ -102,4 +104,5 @@ class LinearTags:
         return product
 
     def _reduced(self, numbers: npt.NDArray[np.object_]) -> Tags:
-        return (numbers % np.array(self._primes, object)).astype(np.uint64)
+        reduced: Tags = (numbers % np.array(self._primes, object)).astype(np.uint64)
+        return reduced
