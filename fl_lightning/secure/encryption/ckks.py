@@ -44,9 +44,9 @@ from fl_lightning.secure.encryption.linear_tags import (
 from fl_lightning.secure.entropy import Draws, uniform_draws
 from fl_lightning.updates.wire.reader import DecodeError
 
-# of the noise in what is opened. The scheme's own error is about 2^-69 of a sum with the default
-# parameters, so that this hides it with 78 bits, less those of the numbers that are opened in a run
-# (Li, Micciancio, Schultz and Sorrell 2022, CRYPTO).
+# of the noise in what is opened. With the default parameters the scheme's own error is about 2^-70, so that
+# 2 log2(noise / error) - log2(12 numbers) = 46 bits of security are left after 2^30 numbers were opened with a
+# key (Li, Micciancio, Schultz and Sorrell 2022, CRYPTO).
 FLOOD = 2.0**-30
 
 
