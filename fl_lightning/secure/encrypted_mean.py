@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, final
 
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError, RoundFailure
 from fl_lightning.core.update import ClientUpdate
+from fl_lightning.secure.encrypted_sum import EncryptedSum, OpenedSum
 from fl_lightning.secure.encryption.ciphertext_numbers import library
 from fl_lightning.secure.encryption.ckks import CKKSKeys, ciphertext_bytes, generate_keys
 from fl_lightning.secure.encryption.ckks_layout import CKKSLayout, most_sensitive
@@ -37,34 +37,6 @@ from fl_lightning.server.protected import FEWEST_CLIENTS, AddsAtSites, Expense, 
 
 _MOVED = "moved"
 _DEGREE = 8192
-
-
-@dataclass(frozen=True)
-class EncryptedSum:
-    """What a configuration says of sums that sites encrypt.
-
-    Attributes:
-        degree: N of CKKS.
-        scheme: of the encryption.
-    """
-
-    degree: int
-    scheme: str = "ckks"
-
-
-@dataclass(frozen=True)
-class OpenedSum:
-    """What comes of a sum over sites.
-
-    Attributes:
-        values: Σ a_k Δ_k of those who are in it, float64 of shape (k,).
-        clients: who is in it.
-        expense: of the sum.
-    """
-
-    values: Tensor
-    clients: frozenset[int]
-    expense: Expense
 
 
 @final

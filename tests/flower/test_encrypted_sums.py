@@ -28,7 +28,7 @@ from fl_lightning.flower.sums.encrypted_at_site import as_tensor
 from fl_lightning.flower.sums.encrypted_checks import check_encrypted
 from fl_lightning.flower.sums.sum_key import SumKey
 from fl_lightning.flower.wire.failures import OrderRefused, category_of
-from fl_lightning.secure.encrypted_mean import EncryptedSum
+from fl_lightning.secure.encrypted_sum import EncryptedSum
 from fl_lightning.secure.encryption.ckks import FLOOD, CKKSServer, ciphertext_bytes
 from fl_lightning.secure.encryption.ckks_layout import CKKSLayout
 from fl_lightning.secure.encryption.ckks_parameters import CKKSParameters
@@ -416,7 +416,9 @@ def test_what_is_agreed_comes_back_as_it_was():
 
 def test_sites_must_share_one_key():
     check({"a": "1f", "b": "1f"})
-    with pytest.raises(ConfigurationError, match=r"sites without a sum_key: b\. EncryptedMean needs"):
+    with pytest.raises(
+        ConfigurationError, match=r"sites without a sum_key: b\. EncryptedMean needs"
+    ):
         check({"a": "1f", "b": ""})
     with pytest.raises(ConfigurationError, match="a has another sum_key than c"):
         check({"a": "1f", "b": "1f", "c": "2f"})

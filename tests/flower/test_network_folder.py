@@ -98,7 +98,10 @@ def test_all_sites_share_a_key_that_the_server_does_not_have(network):
     assert not any(shared in each or shared.hex().encode() in each for each in written)
     assert stat.S_IMODE((network.site("a") / "sum.key").stat().st_mode) == 0o600
     policy = read_policy(network.site("a") / "site.yaml")
-    assert policy.sum_key_fingerprint == read_policy(network.site("b") / "site.yaml").sum_key_fingerprint
+    assert (
+        policy.sum_key_fingerprint
+        == read_policy(network.site("b") / "site.yaml").sum_key_fingerprint
+    )
 
 
 def test_the_certificate_has_the_names_of_the_server(network):

@@ -24,7 +24,7 @@ from fl_lightning.flower.sums.encrypted_agreed import (
     EncryptedAgreed,
 )
 from fl_lightning.flower.sums.encrypted_at_site import as_tensor
-from fl_lightning.secure.encrypted_mean import OpenedSum
+from fl_lightning.secure.encrypted_sum import OpenedSum
 from fl_lightning.secure.encryption.ckks import CKKSServer, ciphertext_bytes
 from fl_lightning.secure.encryption.ckks_layout import CKKSLayout
 from fl_lightning.secure.encryption.encrypted_update import EncryptedUpdate
@@ -76,7 +76,7 @@ class EncryptedOverSites:
         )
         costs = _Costs(next(c for c in clients if self._site_of[c] == opener))
         if not self._key:
-            self._key = self._bytes_of(KEY, self._asked_opener(agreed, "key", (), {}, costs))
+            self._key = self._new_key(agreed, costs)
         total, senders = self._added(agreed, layout, costs)
         if total is None or len(senders) < FEWEST_CLIENTS:
             raise RoundFailure(
@@ -86,6 +86,15 @@ class EncryptedOverSites:
         reply = self._asked_opener(agreed, "open", senders, {TOTAL: total.encode()}, costs)
         in_sum = frozenset(sender.client for sender in senders)
         return OpenedSum(_values(reply, agreed), in_sum, costs.expense)
+
+    def _new_key(self, agreed: EncryptedAgreed, costs: _Costs) -> bytes:
+        """Return the run's key, sealed, which the opener makes if it has none."""
+        reply = self._asked_opener(agreed, "key", (), {}, costs)
+        assert reply.answer is not None
+        try:
+            return _bytes(reply.answer.tensors.get(KEY))
+        except ValueError as error:
+            raise RoundFailure(f"site {reply.site} made no key for the run: {error}") from None
 
     def _added(
         self, agreed: EncryptedAgreed, layout: CKKSLayout, costs: _Costs
@@ -154,14 +163,6 @@ class EncryptedOverSites:
             raise RoundFailure(f"round {agreed.round}: site {agreed.opener} {what}: {reply.reason}")
         return reply
 
-    @staticmethod
-    def _bytes_of(name: str, reply: Reply) -> bytes:
-        assert reply.answer is not None
-        tensor = reply.answer.tensors.get(name)
-        if tensor is None or tensor.dtype != torch.uint8:
-            raise RoundFailure(f"site {reply.site} made no key for the run: its answer has none")
-        return tensor.numpy().tobytes()
-
 
 class _Costs:
     """What a sum costs, while it grows.
@@ -195,13 +196,24 @@ def _said(reply: Reply, client: int, layout: CKKSLayout) -> tuple[EncryptedUpdat
     if client in failures:
         raise ValueError(CATEGORIES[failures[client]])
     tensors, fewest = reply.answer.tensors, reply.answer.options.get(FEWEST)
-    message, nonce = (tensors.get(f"{client}/{name}") for name in (MESSAGE, NONCE))
-    if message is None or nonce is None or type(fewest) is not int or nonce.numel() != NONCE_SIZE:
-        raise ValueError("its site's answer has nothing of it")
-    sent = layout.decoded(message.numpy().tobytes())
+    message, nonce = (_bytes(tensors.get(f"{client}/{name}")) for name in (MESSAGE, NONCE))
+    if type(fewest) is not int or len(nonce) != NONCE_SIZE:
+        raise ValueError("its site's answer does not say who it is of")
+    sent = layout.decoded(message)
     if sent.sender != client:
         raise DecodeError(f"the message is of client {sent.sender}")
-    return sent, Sender(client, nonce.numpy().tobytes(), fewest)
+    return sent, Sender(client, nonce, fewest)
+
+
+def _bytes(tensor: Tensor | None) -> bytes:
+    """Return the bytes that have come.
+
+    Raises:
+        ValueError: if there are none.
+    """
+    if tensor is None or tensor.dtype != torch.uint8:
+        raise ValueError("its site's answer has nothing of it")
+    return tensor.numpy().tobytes()
 
 
 def _values(reply: Reply, agreed: EncryptedAgreed) -> Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.secure.encrypted_mean import EncryptedSum
+from fl_lightning.secure.encrypted_sum import EncryptedSum
 from fl_lightning.secure.encryption.ckks import ciphertext_bytes
 from fl_lightning.secure.encryption.ckks_parameters import CKKSParameters
 
