@@ -8,7 +8,8 @@ from flower.site_processes import configuration, farthest, over_network, simulat
 from flower.test_same_bits import ENCRYPTED, NOISE, Killing
 
 from fl_lightning.core.errors import ClientFailure, ConfigurationError, RoundFailure
-from fl_lightning.flower.messages import Order
+from fl_lightning.flower.messages import Answer, Order
+from fl_lightning.flower.sums.encrypted_agreed import KEY, MESSAGE, NONCE, TOTAL
 
 pytest.importorskip("tenseal", reason="needs the extra he")
 pytestmark = [
@@ -24,11 +25,12 @@ def _folder(tmp_path, monkeypatch):
 
 
 class Listening:
-    """A channel that counts what goes over it, round by round."""
+    """A channel that counts what goes over it, round by round, and remembers it."""
 
     def __init__(self, sites):
         self._channel = sites.channel()
         self.up, self.down, self._round = {}, {}, 0
+        self.orders, self.answers = [], []
 
     def sites(self):
         return self._channel.sites()
@@ -36,6 +38,7 @@ class Listening:
     def send(self, site, message, ttl):
         order = Order.from_bytes(message, limit=2**30)
         self._round = order.round
+        self.orders.append(message)
         if order.kind in ("train", "sum"):
             self.down[order.round] = self.down.get(order.round, 0) + len(message)
         self._channel.send(site, message, ttl)
@@ -43,6 +46,7 @@ class Listening:
     def receive(self, seconds):
         came = self._channel.receive(seconds)
         for _, answer in came:
+            self.answers.append(answer)
             self.up[self._round] = self.up.get(self._round, 0) + len(answer)
         return came
 
@@ -60,6 +64,7 @@ def test_a_run_over_sites_has_the_model_of_its_simulation(tmp_path):
     with three_sites(config) as sites:
         channel = Listening(sites)
         network = over_network(sites, config, tmp_path / "network", channel=channel)
+        key = (sites.folder / "a.key").read_bytes()
     alone = simulated(logging(tmp_path / "alone"), tmp_path / "alone")
     assert network["epoch"] == alone["epoch"] == 1
     assert farthest(network, alone) <= NOISE
@@ -72,6 +77,16 @@ def test_a_run_over_sites_has_the_model_of_its_simulation(tmp_path):
     assert logged(tmp_path / "network", "round/total_bytes_up")[1] == pytest.approx(
         predicted, rel=0.03
     )
+    heard = [*channel.orders, *channel.answers]
+    assert not any(key in message or key.hex().encode() in message for message in heard)
+    # of a client goes up what is encrypted and its nonce; one site gets one sum a round, and no client's message
+    answers = [Answer.from_bytes(each, limit=2**30) for each in channel.answers]
+    names = {name.partition("/")[2] for a in answers for name in a.tensors if name[0].isdigit()}
+    assert names == {MESSAGE, NONCE}
+    orders = [Order.from_bytes(each, limit=2**30) for each in channel.orders]
+    given = [sorted(order.tensors) for order in orders if order.kind == "sum"]
+    assert {name for names in given for name in names} == {KEY, TOTAL}
+    assert sum(TOTAL in names for names in given) == 2
 
 
 def logged(root, name):
