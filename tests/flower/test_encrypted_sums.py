@@ -22,9 +22,9 @@ from fl_lightning.flower.sums.encrypted_agreed import (
     OPENED,
     TOTAL,
     EncryptedAgreed,
+    as_tensor,
 )
 from fl_lightning.flower.sums.encrypted_at_server import EncryptedOverSites
-from fl_lightning.flower.sums.encrypted_at_site import as_tensor
 from fl_lightning.flower.sums.encrypted_checks import check_encrypted
 from fl_lightning.flower.sums.sum_key import SumKey
 from fl_lightning.flower.wire.failures import OrderRefused, category_of

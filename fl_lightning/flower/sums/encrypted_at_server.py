@@ -22,8 +22,9 @@ from fl_lightning.flower.sums.encrypted_agreed import (
     OPENED,
     TOTAL,
     EncryptedAgreed,
+    as_tensor,
+    bytes_of,
 )
-from fl_lightning.flower.sums.encrypted_at_site import as_tensor
 from fl_lightning.secure.encrypted_sum import OpenedSum
 from fl_lightning.secure.encryption.ckks import CKKSServer, ciphertext_bytes
 from fl_lightning.secure.encryption.ckks_layout import CKKSLayout
@@ -92,7 +93,7 @@ class EncryptedOverSites:
         reply = self._asked_opener(agreed, "key", (), {}, costs)
         assert reply.answer is not None
         try:
-            return _bytes(reply.answer.tensors.get(KEY))
+            return bytes_of(reply.answer.tensors.get(KEY))
         except ValueError as error:
             raise RoundFailure(f"site {reply.site} made no key for the run: {error}") from None
 
@@ -196,24 +197,13 @@ def _said(reply: Reply, client: int, layout: CKKSLayout) -> tuple[EncryptedUpdat
     if client in failures:
         raise ValueError(CATEGORIES[failures[client]])
     tensors, fewest = reply.answer.tensors, reply.answer.options.get(FEWEST)
-    message, nonce = (_bytes(tensors.get(f"{client}/{name}")) for name in (MESSAGE, NONCE))
+    message, nonce = (bytes_of(tensors.get(f"{client}/{name}")) for name in (MESSAGE, NONCE))
     if type(fewest) is not int or len(nonce) != NONCE_SIZE:
         raise ValueError("its site's answer does not say who it is of")
     sent = layout.decoded(message)
     if sent.sender != client:
         raise DecodeError(f"the message is of client {sent.sender}")
     return sent, Sender(client, nonce, fewest)
-
-
-def _bytes(tensor: Tensor | None) -> bytes:
-    """Return the bytes that have come.
-
-    Raises:
-        ValueError: if there are none.
-    """
-    if tensor is None or tensor.dtype != torch.uint8:
-        raise ValueError("its site's answer has nothing of it")
-    return tensor.numpy().tobytes()
 
 
 def _values(reply: Reply, agreed: EncryptedAgreed) -> Tensor:

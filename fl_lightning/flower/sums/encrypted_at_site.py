@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,6 +30,8 @@ from fl_lightning.flower.sums.encrypted_agreed import (
     TOTAL,
     TRAINED_ON,
     EncryptedAgreed,
+    as_tensor,
+    bytes_of,
 )
 from fl_lightning.flower.sums.site_vectors import SiteVectors, write_whole
 from fl_lightning.flower.sums.sum_key import SumKey
@@ -78,13 +79,13 @@ class EncryptedSiteSums:
         key = SumKey(self._policy.sum_key)
         if stage == "key":
             return Done(tensors={KEY: as_tensor(self._sealed(key, agreed))})
-        sealed = order.tensors[KEY].numpy().tobytes() if KEY in order.tensors else b""
         try:
+            sealed = bytes_of(order.tensors.get(KEY))
             layout = agreed.layout(sealed, self._trained_on(agreed))
             client = CKKSClient(layout, key.run_key(sealed, order.run, agreed.parameters))
             if stage == "encrypt":
                 return self._encrypted(client, agreed, order.clients)
-            total = layout.decoded(order.tensors[TOTAL].numpy().tobytes())
+            total = layout.decoded(bytes_of(order.tensors.get(TOTAL)))
             return self._opened(client, agreed, senders, total)
         except Refused:
             raise
@@ -187,8 +188,3 @@ class EncryptedSiteSums:
             )
         self._told |= {"opened_round": round_index, "opened": clients}
         write_whole(self._told_file, json.dumps(self._told).encode())
-
-
-def as_tensor(content: bytes) -> Tensor:
-    """Return bytes as they travel."""
-    return torch.from_numpy(np.frombuffer(content, np.uint8).copy())
