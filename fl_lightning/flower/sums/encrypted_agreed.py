@@ -89,7 +89,8 @@ class EncryptedAgreed:
         Raises:
             ValueError: if it cannot have.
         """
-        about, stage, told = (options.get(name) for name in ("sum", "stage", "senders"))
+        parts: list[Any] = [options.get(name) for name in ("sum", "stage", "senders")]
+        about, stage, told = parts
         names = [field.name for field in fields(cls)]
         if not isinstance(about, dict) or sorted(about) != sorted(names):
             raise ValueError("there is no sum, or one of another version")
