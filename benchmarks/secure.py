@@ -127,11 +127,11 @@ def ckks_row(name: str, layout: CKKSLayout) -> str:
     """Return what encryption with CKKS costs one client, and the server for it."""
     delta = torch.randn(layout.size, generator=torch.Generator().manual_seed(0))
     keys = generate_keys(layout.parameters)
-    client, server = CKKSClient(layout, keys.secret), CKKSServer(layout, keys.public)
-    update, encrypt = timed(lambda: client.encrypt(delta))
-    other = client.encrypt(delta, sender=1)
-    total, add = timed(lambda: server.weighted_sum([(update, 0.25), (other, 0.75)]))
-    values, decrypt = timed(lambda: client.decrypt(total))
+    client, server = CKKSClient(layout, keys), CKKSServer(layout)
+    (update, sender), encrypt = timed(lambda: client.encrypt(0.25 * delta))
+    other, other_sender = client.encrypt(0.75 * delta, client=1)
+    total, add = timed(lambda: server.sum([update, other]))
+    values, decrypt = timed(lambda: client.open(total, [sender, other_sender]))
     error = float((values - delta).abs().max())
     return _cipher_row(
         name,

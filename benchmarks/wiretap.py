@@ -123,14 +123,14 @@ class Encrypted:
 
     def __call__(self, deltas: Sequence[Tensor], client: int) -> Tensor:
         """Return them, from -1 to 1."""
-        update = self._client(len(deltas[client])).encrypt(deltas[client])
+        update, _ = self._client(len(deltas[client])).encrypt(deltas[client])
         data = np.frombuffer(b"".join(update.ciphertexts), np.uint8)[-len(deltas[client]) :]
         return torch.from_numpy(data.astype(np.float32)) / 127.5 - 1
 
     @lru_cache(maxsize=1)  # noqa: B019 - there is one
     def _client(self, size: int) -> CKKSClient:
         layout = CKKSLayout(size)
-        return CKKSClient(layout, generate_keys(layout.parameters).secret)
+        return CKKSClient(layout, generate_keys(layout.parameters))
 
 
 def _masked(deltas: Sequence[Tensor]) -> list[Tensor]:

@@ -43,6 +43,7 @@ class Policy:
         classes: patterns of class paths that an order may have built, see `class_paths`. In a file
             they come on top of the default.
         signing_key: file of the key, 32 bytes, with which the site signs what it says in secure sums.
+        sum_key: file of the key, 32 bytes, that all sites share and the server never has, for EncryptedMean.
         peers: public signing keys of all sites, this one's too, by name, 64 hexadecimal digits each.
 
     Raises:
@@ -60,6 +61,7 @@ class Policy:
     most_bytes: int = 2_000_000_000
     classes: tuple[str, ...] = DEFAULT
     signing_key: Path | None = None
+    sum_key: Path | None = None
     peers: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -73,7 +75,8 @@ class Policy:
             partial(_check_whole, "most_bytes", self.most_bytes, 1, "bytes"),
             partial(_check_patterns, self.classes),
             partial(_check_peers, self.peers),
-            partial(_check_signing_key, self.signing_key),
+            partial(_check_key_file, "signing_key", self.signing_key),
+            partial(_check_key_file, "sum_key", self.sum_key),
         )
 
     @property
@@ -85,6 +88,15 @@ class Policy:
         from fl_lightning.secure.protocol.keys import SigningKey
 
         return SigningKey(self.signing_key.read_bytes()).public.hex()
+
+    @property
+    def sum_key_fingerprint(self) -> str:
+        """Equal at sites whose `sum_key` is the same; empty if there is none."""
+        if self.sum_key is None:
+            return ""
+        from fl_lightning.flower.sums.sum_key import SumKey
+
+        return SumKey(self.sum_key).fingerprint
 
     def check_configuration(self, configuration: Mapping[str, Any]) -> dict[str, Any]:
         """Refuse a configuration that names a class that may not be built; import none before.
@@ -193,13 +205,13 @@ def _check_peers(peers: Any) -> None:
         )
 
 
-def _check_signing_key(file: Any) -> None:
+def _check_key_file(name: str, file: Any) -> None:
     if file is None:
         return
     is_path = isinstance(file, Path)
     if not is_path or not file.is_file() or file.stat().st_size != KEY_SIZE:
         raise ConfigurationError(
-            f"signing_key must be a file of {KEY_SIZE} bytes, as network init writes it, got "
+            f"{name} must be a file of {KEY_SIZE} bytes, as network init writes it, got "
             f"{str(file) if is_path else shown(file)}"
         )
 

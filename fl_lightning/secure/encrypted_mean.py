@@ -3,7 +3,8 @@
     mean = Dec(Σ_k a_k Enc(Δ_k)) / Σ_k a_k        a_k = min(n_k, max_examples) / (m max_examples)
 
 m: clients of the largest cohort, so that the a_k sum to at most 1 before all of them are known. The
-server is given the mean to step on; of an update it sees what is not encrypted. Scheme and limits:
+server is given the mean to step on; of an update it sees what is not encrypted. Where clients are at sites,
+these encrypt and one of them opens the sum, see `have_added`. Scheme and limits:
 `fl_lightning.secure.encryption.ckks`; encrypting a part: Jin et al. 2023 (2303.10837), section 3.
 Differs: most sensitive is what has moved most so far, which needs no client's data.
 """
@@ -12,22 +13,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from functools import cached_property
 from typing import Any, final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError, RoundFailure
 from fl_lightning.core.update import ClientUpdate
-from fl_lightning.secure.encryption.ckks import CKKSKeys, generate_keys
+from fl_lightning.secure.encrypted_sum import EncryptedSum, OpenedSum
+from fl_lightning.secure.encryption.ciphertext_numbers import library
+from fl_lightning.secure.encryption.ckks import CKKSKeys, ciphertext_bytes, generate_keys
 from fl_lightning.secure.encryption.ckks_layout import CKKSLayout, most_sensitive
 from fl_lightning.secure.encryption.ckks_parameters import CKKSParameters
 from fl_lightning.secure.encryption.encrypted_update import EncryptedUpdate
 from fl_lightning.secure.paillier_round import Paillier, PaillierRound, PaillierRun
-from fl_lightning.secure.scheme import CKKSRound, EncryptedRound, ckks_bytes
+from fl_lightning.secure.scheme import CKKSRound, EncryptedRound
 from fl_lightning.server.aggregator import Aggregator
 from fl_lightning.server.kept_updates import check_whole
-from fl_lightning.server.protected import FEWEST_CLIENTS, Expense, Terms
+from fl_lightning.server.protected import FEWEST_CLIENTS, AddsAtSites, Expense, Terms
 
 _MOVED = "moved"
 _DEGREE = 8192
@@ -37,8 +43,8 @@ _DEGREE = 8192
 class EncryptedMean(Aggregator):
     """The mean weighted by examples, of updates encrypted with CKKS or Paillier.
 
-    All clients have the key, the server has not: no client may work with it. CKKS's noise is the
-    system's and differs from run to run, about 1e-7 of the largest number. Paillier's sums are exact
+    All clients have the key, the server has not: no client may work with it. What is opened has noise of
+    the system's, about 1e-9 of a whole share, which differs from run to run. Paillier's sums are exact
     but for rounding, and thousands of times slower: for small vectors, as a mask's dense part.
 
     Args:
@@ -54,6 +60,7 @@ class EncryptedMean(Aggregator):
 
     Attributes:
         expense: see `Protected`.
+        terms: of the run.
         memory: Σ |mean| of every coordinate, with a ``fraction`` below 1.
 
     Example:
@@ -97,6 +104,8 @@ class EncryptedMean(Aggregator):
         self.fraction, self.max_examples, self.paillier = fraction, max_examples, paillier
         self.expense = Expense()
         self._round_index = 0
+        self._adds: AddsAtSites | None = None
+        self.terms = Terms(most_clients=2)
 
     @property
     def protection(self) -> EncryptedMean:
@@ -104,9 +113,9 @@ class EncryptedMean(Aggregator):
         return self
 
     @property
-    def over_sites(self) -> None:
-        """None: sites would need the key that the server has not, and get none."""
-        return None
+    def over_sites(self) -> EncryptedMean | None:
+        """Itself with CKKS and all coordinates: which ones go in clear would be the server's choice."""
+        return self if self.paillier is None and self.fraction == 1 else None
 
     @property
     def hides(self) -> str:
@@ -129,26 +138,33 @@ class EncryptedMean(Aggregator):
                 f"EncryptedMean adds what is encrypted with one key, and {terms.num_processes} "
                 "processes would each make their own: set trainer.devices to 1"
             )
+        self.terms = terms
         self._most = terms.most_clients * self.max_examples
-        self._keys: CKKSKeys | PaillierRun
+        vars(self).pop("_keys", None)
+        self._paillier: PaillierRun | None = None
         if self.paillier is None:
-            self._keys = generate_keys(self._parameters)
+            library()
         else:
-            self._keys = self.paillier.begin(terms, self.max_examples)
+            self._paillier = self.paillier.begin(terms, self.max_examples)
+
+    @cached_property
+    def _keys(self) -> CKKSKeys:
+        """Those of the simulated clients: sites have their own."""
+        return generate_keys(self._parameters)
 
     def typical_bytes(self, size: int, num_clients: int) -> tuple[int, int]:
-        """Return what a client sends and receives, about: ciphertexts differ in a few bytes.
+        """Return what a client sends and receives.
 
         Raises:
             ConfigurationError: if encrypting so many numbers takes longer than is allowed.
         """
         encrypted = max(1, round(self.fraction * size))
-        if isinstance(self._keys, PaillierRun):
-            self._keys.sums(size)  # the first round encrypts all
-            ciphertexts = self._keys.sums(encrypted)[0].num_bytes
+        if self._paillier is not None:
+            self._paillier.sums(size)  # the first round encrypts all
+            ciphertexts = self._paillier.sums(encrypted)[0].num_bytes
         else:
-            one = ckks_bytes(CKKSLayout(size, parameters=self._parameters), self._keys)
-            ciphertexts = -(-encrypted // self._parameters.slots) * one
+            count = -(-encrypted // self._parameters.slots)
+            ciphertexts = count * ciphertext_bytes(self._parameters)
         up = ciphertexts + 4 * (size - encrypted)
         return up + 4 * size // num_clients, up // num_clients
 
@@ -158,19 +174,22 @@ class EncryptedMean(Aggregator):
 
     def open(self, like: Tensor) -> None:
         """Start without updates."""
+        self._like, self._expenses = like, _Expenses()
+        self.expense = Expense()
+        self._total: EncryptedUpdate | None = None
+        self._counted: dict[int, int] = {}  # examples by client
+        if self._adds is None:
+            self._round: EncryptedRound
+            if self._paillier is not None:
+                self._round = PaillierRound(self._layout(), self._paillier, self._most)
+            else:
+                self._round = CKKSRound(self._layout(), self._keys, self._most)
+
+    def _layout(self) -> CKKSLayout:
         selected = None
         if self.fraction < 1 and _MOVED in self.memory:
             selected = most_sensitive(self.memory[_MOVED], self.fraction)
-        layout = CKKSLayout(len(like), selected, self._parameters, self._round_index)
-        self._like, self._expenses = like, _Expenses()
-        self.expense = Expense()
-        self._round: EncryptedRound
-        if isinstance(self._keys, PaillierRun):
-            self._round = PaillierRound(layout, self._keys, self._most)
-        else:
-            self._round = CKKSRound(layout, self._keys, self._most)
-        self._total: EncryptedUpdate | None = None
-        self._num_examples = 0
+        return CKKSLayout(len(self._like), selected, self._parameters, self._round_index)
 
     def add(self, update: ClientUpdate) -> None:
         """Encrypt one update, send it, and add it up.
@@ -179,8 +198,11 @@ class EncryptedMean(Aggregator):
             ConfigurationError: if it is under a mask of the client's own.
             RoundFailure: if a number is too large for the scheme.
         """
-        check_whole(update, "EncryptedMean")
         counted, began = min(update.num_examples, self.max_examples), time.process_time()
+        self._counted[update.client_id] = counted
+        if self._adds is not None:  # which has it at its site
+            return
+        check_whole(update, "EncryptedMean")
         try:
             sent = self._round.encrypt(update.delta, counted, update.client_id)
         except ValueError as error:
@@ -188,10 +210,29 @@ class EncryptedMean(Aggregator):
             raise RoundFailure(f"client {update.client_id}'s update: {error}") from error
         encrypted = time.process_time()
         self._total = self._round.plus(self._total, sent, counted)
-        self._num_examples += counted
         self._expenses.up[update.client_id] = sent.num_bytes
         self._expenses.seconds["client_seconds"] += encrypted - began
         self._expenses.seconds["server_seconds"] += time.process_time() - encrypted
+
+    @property
+    def agreed_sum(self) -> EncryptedSum:
+        """What the configuration says of sums that sites encrypt."""
+        return EncryptedSum(self._parameters.degree)
+
+    def vector_of(self, update: ClientUpdate) -> npt.NDArray[Any]:
+        """Return what a client has added up at its site: its update times its share.
+
+        Raises:
+            ConfigurationError: if it is under a mask of the client's own.
+        """
+        check_whole(update, "EncryptedMean")
+        share = min(update.num_examples, self.max_examples) / self._most
+        values: npt.NDArray[np.float64] = (update.delta.detach().double().cpu() * share).numpy()
+        return values
+
+    def have_added(self, adds: AddsAtSites) -> None:
+        """Have updates encrypted, and their sum opened, where they are."""
+        self._adds = adds
 
     def exchange(
         self, gather: Callable[[Any], list[Any]], all_reduce: Callable[[Tensor], None]
@@ -214,15 +255,19 @@ class EncryptedMean(Aggregator):
         Raises:
             RoundFailure: if so few updates arrived that their mean would show them.
         """
-        assert self._total is not None
-        if (sent := len(self._expenses.up)) < FEWEST_CLIENTS:
+        if (sent := len(self._counted)) < FEWEST_CLIENTS:
             self._forget_contexts()
             raise RoundFailure(
                 f"round {self._round_index}: {sent} client sent an update, whose mean would show it "
                 f"to the server: EncryptedMean needs those of {FEWEST_CLIENTS} or more"
             )
+        mean = self._mean_here() if self._adds is None else self._mean_at_sites(self._adds)
+        return mean.to(self._like)
+
+    def _mean_here(self) -> Tensor:
+        assert self._total is not None
         began = time.process_time()
-        mean = self._round.mean(self._total, self._num_examples)
+        mean = self._round.mean(self._total, sum(self._counted.values()))
         self._expenses.seconds["client_seconds"] += time.process_time() - began
         # the first client of the round gets the sum and sends back float32
         first = next(iter(self._expenses.up))
@@ -234,23 +279,29 @@ class EncryptedMean(Aggregator):
             self.memory[_MOVED] = moved + mean.abs()
         self._total = None
         self._forget_contexts()
-        return mean.to(self._like)
+        return mean
+
+    def _mean_at_sites(self, adds: AddsAtSites) -> Tensor:
+        opened: OpenedSum = adds(self._layout(), list(self._counted))
+        self.expense = opened.expense
+        num_examples = sum(n for c, n in self._counted.items() if c in opened.clients)
+        return opened.values * (self._most / num_examples)
 
     def _forget_contexts(self) -> None:
         # they have threads; freed late, in a process forked meanwhile, they would wait for these
-        del self._round
+        vars(self).pop("_round", None)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sum so far, of use only to who has the keys."""
         return {
             "total": self._total,
-            "num_examples": self._num_examples,
+            "counted": dict(self._counted),
             "expenses": vars(self._expenses),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""
-        self._total, self._num_examples = state["total"], state["num_examples"]
+        self._total, self._counted = state["total"], dict(state["counted"])
         vars(self._expenses).update(state["expenses"])
 
 

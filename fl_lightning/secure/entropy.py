@@ -32,7 +32,7 @@ def seeded_entropy(root: int, purpose: str, *ids: int) -> Entropy:
         True
     """
     seed = derive_seed(root, purpose, *ids).to_bytes(8, "little")
-    return _stream(blake2b(seed, digest_size=32, person=b"entropy").digest())
+    return keystream(blake2b(seed, digest_size=32, person=b"entropy").digest())
 
 
 def uniform_draws(entropy: Entropy = system_entropy) -> Draws:
@@ -45,7 +45,7 @@ def uniform_draws(entropy: Entropy = system_entropy) -> Draws:
         >>> draws.shape, bool(0 <= draws.min() and draws.max() < 1)
         ((1000,), True)
     """
-    stream = _stream(entropy(32))
+    stream = keystream(entropy(32))
 
     def draw(count: int) -> NDArray[np.float64]:
         words = np.frombuffer(stream(8 * count), "<u8")
@@ -54,6 +54,7 @@ def uniform_draws(entropy: Entropy = system_entropy) -> Draws:
     return draw
 
 
-def _stream(key: bytes) -> Entropy:
-    keystream = Cipher(algorithms.ChaCha20(key, bytes(16)), mode=None).encryptor()
-    return lambda size: keystream.update(bytes(size))
+def keystream(key: bytes) -> Entropy:
+    """Return the stream of ChaCha20 under a key of 32 bytes, each part of it given once."""
+    cipher = Cipher(algorithms.ChaCha20(key, bytes(16)), mode=None).encryptor()
+    return lambda size: cipher.update(bytes(size))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Protocol, final
 
-import torch
 from torch import Tensor
 
 from fl_lightning.secure.encryption.ckks import CKKSClient, CKKSKeys, CKKSServer
 from fl_lightning.secure.encryption.ckks_layout import CKKSLayout
 from fl_lightning.secure.encryption.encrypted_update import EncryptedUpdate
+from fl_lightning.secure.encryption.linear_tags import Sender
 
 
 class EncryptedRound(Protocol):
@@ -37,7 +37,7 @@ class EncryptedRound(Protocol):
 
 @final
 class CKKSRound:
-    """One round with CKKS: the server multiplies an update by its share of the most examples.
+    """One round with CKKS: clients multiply an update by its share of the most examples.
 
     Args:
         layout: which coordinates are encrypted.
@@ -46,27 +46,23 @@ class CKKSRound:
     """
 
     def __init__(self, layout: CKKSLayout, keys: CKKSKeys, most_examples: int) -> None:
-        self._client = CKKSClient(layout, keys.secret)
-        self._server = CKKSServer(layout, keys.public)
+        self._client, self._server = CKKSClient(layout, keys), CKKSServer(layout)
         self._most = most_examples
+        self._senders: list[Sender] = []
 
     def encrypt(self, delta: Tensor, num_examples: int, sender: int) -> EncryptedUpdate:
-        """See `EncryptedRound`; the examples are the server's to multiply by."""
-        return self._client.encrypt(delta, sender)
+        """See `EncryptedRound`."""
+        values = delta.double() * (num_examples / self._most)
+        sent, told = self._client.encrypt(values, sender)
+        self._senders.append(told)
+        return sent
 
     def plus(
         self, total: EncryptedUpdate | None, sent: EncryptedUpdate, num_examples: int
     ) -> EncryptedUpdate:
-        """See `EncryptedRound`."""
-        return self._server.plus(total, sent, num_examples / self._most)
+        """See `EncryptedRound`; the examples are in the update already."""
+        return self._server.plus(total, sent)
 
     def mean(self, total: EncryptedUpdate, num_examples: int) -> Tensor:
         """See `EncryptedRound`."""
-        return self._client.decrypt(total) * (self._most / num_examples)
-
-
-def ckks_bytes(layout: CKKSLayout, keys: CKKSKeys) -> int:
-    """Return the length of one full ciphertext, about: ciphertexts differ in a few bytes."""
-    in_first = min(layout.num_encrypted, layout.parameters.slots)
-    first = CKKSLayout(in_first, parameters=layout.parameters)
-    return CKKSClient(first, keys.secret).encrypt(torch.zeros(in_first)).num_bytes
+        return self._client.open(total, self._senders) * (self._most / num_examples)

@@ -79,7 +79,9 @@ def _site(name, folder, own, clients, policy):
     os.dup2(log.fileno(), 2)
     clients = {client: client for client in clients}
     socket, memory = folder / f"{name}.socket", folder / name
-    serve_site(Policy(name=name, clients=clients, socket=socket, memory=memory, **policy), own)
+    key = folder / f"{name}.key"
+    given = {"clients": clients, "socket": socket, "memory": memory, "sum_key": key}
+    serve_site(Policy(name=name, **given, **policy), own)
 
 
 class Sites:
@@ -88,7 +90,9 @@ class Sites:
     def __init__(self, folder, own, clients, policy):
         self.folder, self.own, self.clients, self.policy = folder, own, clients, policy
         self.processes = {}
+        shared = os.urandom(32)
         for name in clients:
+            (folder / f"{name}.key").write_bytes(shared)
             self.start(name)
 
     def start(self, name):
@@ -143,6 +147,13 @@ def simulated(config, root, *words):
 def last(root):
     [file] = root.rglob("last.ckpt")
     return torch.load(file, weights_only=False)
+
+
+def farthest(one, other):
+    """Return the largest difference of a weight in two checkpoints."""
+    ours, theirs = one["state_dict"], other["state_dict"]
+    assert ours.keys() == theirs.keys()
+    return max(float((ours[name] - theirs[name]).abs().max()) for name in ours)
 
 
 def differing(one, other):

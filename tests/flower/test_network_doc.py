@@ -23,6 +23,7 @@ from fl_lightning.flower.rules.layers import SHARED, SHARED_TRAINER
 from fl_lightning.flower.wire.failures import CATEGORIES
 
 PAGE = (ROOT / "docs" / "network.md").read_text()
+SECURE = (ROOT / "docs" / "secure.md").read_text()  # which has commands of a network, too
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 CONFIG = ROOT / "tests" / "cli" / "small_run.yaml"
 MOST_LINES = 260
@@ -44,8 +45,9 @@ def first_cells(text):
 
 def of_network():
     """Every command of the page that is one of ours, in a block or inside a sentence."""
-    spans = [*re.findall(r"`((?:uv run [^`]*)?fl-lightning network [^`]+)`", PAGE)]
-    blocks = "".join(re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)).splitlines()
+    pages = PAGE + SECURE
+    spans = [*re.findall(r"`((?:uv run [^`]*)?fl-lightning network [^`]+)`", pages)]
+    blocks = "".join(re.findall(r"```bash\n(.*?)```", pages, re.DOTALL)).splitlines()
     return list(
         dict.fromkeys([*spans, *(line for line in blocks if "fl-lightning network" in line)])
     )

@@ -20,6 +20,7 @@ from cryptography.hazmat.primitives.serialization import load_ssh_private_key, l
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.flower.network.folder import Network, SiteFolder, make_network, parse_address
 from fl_lightning.flower.network.probe import check_server
+from fl_lightning.flower.rules.site_file import read_policy
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +79,8 @@ def test_private_keys_are_their_owners(network):
 
 def test_a_site_gets_its_own_key_and_nothing_of_others(network):
     names = {path.name for path in network.site("a").iterdir()}
-    assert names == {"ca.crt", "key", "own.yaml", "signing.key", "site.yaml", "start.sh"}
+    own = {"key", "signing.key", "sum.key", "site.yaml", "own.yaml", "start.sh"}
+    assert names == {"ca.crt", *own}
     keys = {}
     for name in ("a", "b"):
         private = load_ssh_private_key((network.site(name) / "key").read_bytes(), None)
@@ -86,6 +88,20 @@ def test_a_site_gets_its_own_key_and_nothing_of_others(network):
         assert private.public_key() == public
         keys[name] = private.private_numbers().private_value
     assert keys["a"] != keys["b"]
+
+
+def test_all_sites_share_a_key_that_the_server_does_not_have(network):
+    [shared] = {(network.site(name) / "sum.key").read_bytes() for name in ("a", "b")}
+    assert len(shared) == 32
+    written = [path.read_bytes() for path in network.server.rglob("*") if path.is_file()]
+    assert written
+    assert not any(shared in each or shared.hex().encode() in each for each in written)
+    assert stat.S_IMODE((network.site("a") / "sum.key").stat().st_mode) == 0o600
+    policy = read_policy(network.site("a") / "site.yaml")
+    assert (
+        policy.sum_key_fingerprint
+        == read_policy(network.site("b") / "site.yaml").sum_key_fingerprint
+    )
 
 
 def test_the_certificate_has_the_names_of_the_server(network):

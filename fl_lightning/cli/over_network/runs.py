@@ -35,7 +35,9 @@ from fl_lightning.flower.server.greeting import Greeting
 from fl_lightning.flower.server.sites import Sites
 from fl_lightning.flower.site.fit import AtSite
 from fl_lightning.flower.site.site import Fit, Site
+from fl_lightning.flower.sums.encrypted_checks import check_encrypted
 from fl_lightning.flower.transport.resident import log_to, serve
+from fl_lightning.secure.encrypted_mean import EncryptedMean
 from fl_lightning.server.server import as_aggregator
 from fl_lightning.sparsity.heads.head_fit import OneExchange
 
@@ -90,6 +92,8 @@ def run_site(fit: Fit, policy: Policy) -> None:
                     "drop_last": data.drop_last,
                     "precision": self.trainer.precision,
                     "signing": policy.public_key,
+                    "sum_key": policy.sum_key_fingerprint,
+                    "most_bytes": policy.most_bytes,
                     "held_out": {stage: _held_out(data, stage, places) for stage in _STAGES},
                 }
             )
@@ -199,6 +203,7 @@ def run_server(
             greeting = Greeting(configuration, counted, self.trainer, calibration)
             told = correspondence.greet(greeting.order, wanted)
             site_of, sizes = _members({site: answer.options for site, answer in told.items()})
+            _check_encrypted(told, federation, model)
             _compare_precision(told, self.trainer.precision)
             first = next(iter(told.values())).options
             federation.clients_side = partial(
@@ -250,6 +255,14 @@ def _check_calibration(calibration: MaskCalibration | None, options: Options) ->
             f"MaskCalibration: {calibration.unprotected} would reach the server in clear, and this run "
             "hides what single clients send: give mask_file, with a mask found elsewhere, and head: train"
         )
+
+
+def _check_encrypted(told: Mapping[str, Answer], federation: Federation, model: Any) -> None:
+    """Refuse sites that cannot take part in encrypted sums, if there are to be any."""
+    hidden = as_aggregator(federation.aggregator).protection
+    if isinstance(hidden, EncryptedMean):
+        size = sum(each.numel() for each in model.parameters() if each.requires_grad)
+        check_encrypted({s: a.options for s, a in told.items()}, hidden.agreed_sum, size)
 
 
 def _compare_precision(told: Mapping[str, Answer], ours: str) -> None:

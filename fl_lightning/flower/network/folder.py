@@ -3,7 +3,7 @@
 README.md
 network.yaml        the server's address, the sites
 server/             ca.crt ca.key server.pem server.key superexec.secret start.sh, keys/<site>.pub
-sites/<site>/       ca.crt key signing.key site.yaml own.yaml start.sh: all that a site gets
+sites/<site>/       ca.crt key signing.key sum.key site.yaml own.yaml start.sh: all that a site gets
 """
 
 from __future__ import annotations
@@ -185,6 +185,7 @@ def make_network(
     _write_start(network.server, "serve --folder ..")
     certificate = (network.server / "ca.crt").read_bytes()
     signing = {name: SigningKey(secrets.token_bytes(32)) for name in sites}
+    sum_key = secrets.token_bytes(32)  # of all sites, in no folder of the server's
     peers = {name: key.public.hex() for name, key in signing.items()}
     for number, name in enumerate(sites):
         own = network.site(name)
@@ -195,6 +196,7 @@ def make_network(
         (own / "ca.crt").write_bytes(certificate)
         members = list((clients or {}).get(name, [number]))
         write_private(own / "signing.key", signing[name].private)
+        write_private(own / "sum.key", sum_key)
         (own / "site.yaml").write_text(_site_yaml(name, server, members, peers))
         (own / "own.yaml").write_text(_OWN_YAML)
         _write_start(own, "join --folder .")
@@ -233,6 +235,7 @@ def _site_yaml(name: str, server: str, clients: Sequence[int], peers: Mapping[st
         "memory: memory # folder of what its clients remember between rounds\n"
         "# what it allows: fewest_in_secure_sum, most_epsilon, metrics, most_bytes, classes\n"
         "signing_key: signing.key # signs what this site says in secure sums\n"
+        "sum_key: sum.key # all sites have the same one, the server never: for EncryptedMean\n"
         f"peers: # whose signatures this site believes there: the public keys of all sites\n{keys}"
     )
 

@@ -11,6 +11,7 @@
     most_bytes: 2000000000       # of an order
     classes: [my_project.*]      # that may be built, beside those of `class_paths.DEFAULT`
     signing_key: signing.key     # 32 bytes; signs what the site says in secure sums
+    sum_key: sum.key             # 32 bytes that all sites share and the server never has, for EncryptedMean
     peers: {hospital_a: …}       # public signing keys of all sites, as `network init` wrote them
 
 The first four must be there.
@@ -92,8 +93,9 @@ def _in_types(given: dict[str, Any], folder: Path) -> dict[str, Any]:
         if not isinstance(found[name], str) or not found[name]:
             raise ConfigurationError(f"{name} must be a path, got {shown(found[name])}")
         found[name] = folder / Path(found[name]).expanduser()
-    if isinstance(found.get("signing_key"), str):
-        found["signing_key"] = folder / Path(found["signing_key"]).expanduser()
+    for name in ("signing_key", "sum_key"):
+        if isinstance(found.get(name), str):
+            found[name] = folder / Path(found[name]).expanduser()
     for name, first in (("metrics", ()), ("classes", DEFAULT)):
         if isinstance(found.get(name), list):
             found[name] = (*first, *found[name])

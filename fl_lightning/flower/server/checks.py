@@ -49,7 +49,7 @@ def _of_hidden(options: Options) -> Iterator[str]:
         yield (
             f"federation.aggregator {type(aggregator).__name__} is simulated only as it is configured: over "
             "this network the server would see updates in clear, which it promises not to; SecureMean "
-            "with protocol: run works"
+            "with protocol: run works, and EncryptedMean with CKKS and fraction: 1"
         )
     if options.example_privacy is not None:
         yield (

@@ -35,7 +35,7 @@ from fl_lightning.flower.packing import Packing
 from fl_lightning.flower.server.correspondence import Correspondence, Reply
 from fl_lightning.flower.server.greeting import Greeting
 from fl_lightning.flower.site.rounds import ERROR, NORM, options_of
-from fl_lightning.flower.sums.at_server import SumOverSites
+from fl_lightning.flower.sums.over_sites import adds_over_sites
 from fl_lightning.flower.wire.failures import CATEGORIES
 from fl_lightning.updates.wire.reader import DecodeError
 
@@ -101,9 +101,10 @@ class Sites(Training):
         hidden = next((stage for stage in stages if isinstance(stage, SecureRounds)), None)
         self._sums = None if hidden is None else hidden.aggregator.over_sites
         if self._sums is not None:
+            write = partial(self._order, "sum")
             self._sums.have_added(
-                SumOverSites(
-                    correspondence, site_of, signing_keys, partial(self._order, "sum"), self._lose
+                adds_over_sites(
+                    self._sums, correspondence, site_of, signing_keys, write, self._lose
                 )
             )
 

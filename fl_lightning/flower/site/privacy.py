@@ -22,6 +22,7 @@ from fl_lightning.flower.wire.failures import OrderRefused
 from fl_lightning.privacy.mechanism import Mechanism, Privacy
 from fl_lightning.privacy.noise.noise_source import noise_source
 from fl_lightning.privacy.run import AccountedRun
+from fl_lightning.secure.encrypted_sum import EncryptedSum
 from fl_lightning.server.protected import NoiseShares, Protected, SumsOverSites, Terms
 from fl_lightning.server.server import as_aggregator
 from fl_lightning.updates.clip import clipped
@@ -92,7 +93,7 @@ def hidden_at_site(
     """
     aggregator, private = as_aggregator(options.aggregator), options.client_privacy
     if private is None or not private.clients_add_noise:
-        return _sums_of(aggregator.protection), None
+        return _sums_of(aggregator.protection, policy), None
     num_clients, cohort = len(run.data.clients), as_cohort(options.cohort)
     accounted = AccountedRun(
         options.cohort,
@@ -112,7 +113,7 @@ def hidden_at_site(
     )
     sums = secure.with_noise_shares(partial(_shares_of, privacy.mechanism))
     sums.clip_norm = privacy.clip_norm
-    return _sums_of(sums.protection), privacy
+    return _sums_of(sums.protection, policy), privacy
 
 
 def _shares_of(mechanism: Mechanism) -> NoiseShares:
@@ -120,10 +121,13 @@ def _shares_of(mechanism: Mechanism) -> NoiseShares:
     return mechanism.shares
 
 
-def _sums_of(protection: Protected | None) -> SumsOverSites | None:
+def _sums_of(protection: Protected | None, policy: Policy) -> SumsOverSites | None:
     if protection is not None and protection.over_sites is None:
         raise ConfigurationError(
             f"federation.aggregator {type(protection).__name__} is simulated only as it is configured: this "
             "site would have to show updates to the server"
         )
-    return None if protection is None else protection.over_sites
+    sums = None if protection is None else protection.over_sites
+    if sums is not None and isinstance(sums.agreed_sum, EncryptedSum) and policy.sum_key is None:
+        raise ConfigurationError("EncryptedMean: this site's site.yaml has no sum_key")
+    return sums

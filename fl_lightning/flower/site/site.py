@@ -151,7 +151,7 @@ class Site:
                 f"this site has answered round {self._round}, not this order of {order.round}",
             )
         done = self._asked(order)
-        self._sums.keep(order.round, done.vectors, done.rules)
+        self._sums.keep(order.round, done.vectors, done.rules, order)
         for failure in done.failures:
             log.warning("round %d, %s", order.round, failure, exc_info=failure.__cause__)
         return done

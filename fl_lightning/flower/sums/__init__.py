@@ -1,1 +1,1 @@
-"""Secure sums over a network: a message round for every stage of the protocol."""
+"""Hidden sums over a network: secure ones, a message round for every stage, and encrypted ones."""

@@ -19,6 +19,8 @@ from fl_lightning.flower.messages import ClientAnswer, Order
 from fl_lightning.flower.policy import Policy
 from fl_lightning.flower.site.desk import Done
 from fl_lightning.flower.sums.agreed import FROM_CLIENT, TO_CLIENT, Agreed, session_by
+from fl_lightning.flower.sums.encrypted_agreed import TRAINED_ON, is_encrypted, trained_on
+from fl_lightning.flower.sums.encrypted_at_site import EncryptedSiteSums
 from fl_lightning.flower.sums.site_vectors import SiteVectors
 from fl_lightning.flower.wire.failures import OrderRefused
 from fl_lightning.secure.protocol.client import SecureClient
@@ -41,13 +43,27 @@ class SiteSums:
 
     def __init__(self, folder: Path, policy: Policy) -> None:
         self._policy, self._kept = policy, SiteVectors(folder)
+        self._encrypted = EncryptedSiteSums(folder, policy, self._kept)
         self._agreed: Agreed | None = None
         self._clients: dict[int, SecureClient] = {}
 
     def keep(
-        self, round_index: int, vectors: Mapping[int, RingIntegers], rules: Mapping[str, Any]
+        self,
+        round_index: int,
+        vectors: Mapping[int, RingIntegers],
+        rules: Mapping[str, Any],
+        order: Order | None = None,
     ) -> None:
-        """Have vectors ready for the sum of a round, by the rules of the configuration."""
+        """Have vectors ready for the sum of a round, by the rules of the configuration.
+
+        Args:
+            round_index: which.
+            vectors: by client.
+            rules: of the configuration.
+            order: that clients have trained on; encrypted sums are of one.
+        """
+        if is_encrypted(rules) and order is not None:
+            rules = {**rules, TRAINED_ON: trained_on(order)}
         if vectors:
             self._kept.keep(round_index, vectors, rules)
 
@@ -57,6 +73,8 @@ class SiteSums:
         Raises:
             OrderRefused: if the order is of another round, or of a sum that this site takes no part in.
         """
+        if is_encrypted(order.options):
+            return self._encrypted.follow(order)
         try:
             agreed, stage = Agreed.of_options(order.options)
         except ValueError as error:
@@ -86,7 +104,7 @@ class SiteSums:
             raise OrderRefused("sum", f"there are vectors of round {kept.round} here")
         try:
             is_agreed = session_by(kept.rules, session) == session
-        except ValueError:
+        except (ValueError, KeyError):  # KeyError: of another scheme
             is_agreed = False
         if not is_agreed:
             raise OrderRefused("sum", f"{session} is not what the configuration says")

@@ -52,7 +52,7 @@ class SiteVectors:
         arrays: dict[str, Any] = {str(client): vector for client, vector in vectors.items()}
         told = json.dumps({"round": round_index, "rules": dict(rules)})
         np.savez(content, told=np.array(told), **arrays)
-        _write(self._vectors_file, content.getvalue())
+        write_whole(self._vectors_file, content.getvalue())
         self.round, self.vectors, self.rules = round_index, dict(vectors), rules
 
     def begin(self, clients: Iterable[int], own: Iterable[int]) -> None:
@@ -92,7 +92,7 @@ class SiteVectors:
 
     def _write_told(self) -> None:
         used = {str(client): each.state_dict() for client, each in self.used.items()}
-        _write(self._told_file, json.dumps(self._told | {"used": used}).encode())
+        write_whole(self._told_file, json.dumps(self._told | {"used": used}).encode())
 
     def _recall(self) -> None:
         if self._vectors_file.exists():
@@ -107,7 +107,8 @@ class SiteVectors:
                 used.load_state_dict(state)
 
 
-def _write(file: Path, content: bytes) -> None:
+def write_whole(file: Path, content: bytes) -> None:
+    """Write a file so that it is there whole or not at all."""
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_suffix(".part")
     with partial.open("wb") as opened:

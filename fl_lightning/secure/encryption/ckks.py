@@ -1,219 +1,229 @@
-"""Weighted sums of encrypted updates with CKKS: the server adds what it cannot read.
+"""Sums of encrypted updates with CKKS: the server adds what it cannot read.
 
-    server: Enc(Σ_i a_i x_i) ≈ Σ_i a_i Enc(x_i)         a_i: client i's share of the examples
+    Σ_i Enc(a_i x_i) ≈ Enc(Σ_i a_i x_i)         a_i: client i's share of the examples
 
-All clients have the same secret key, the server has none: it must follow the rules, and no client
-may work with it. CKKS is approximate, and whoever sees a decrypted result beside its ciphertext
-learns of the error and, from that, of the key (Li and Micciancio 2021, EUROCRYPT): a result that
-leaves the clients needs noise, `flooded`. The library reads nothing that has no tag of a party of the
-run: malformed ciphertexts can end the process that reads them. Scheme: Cheon, Kim, Kim, Song 2017, in TenSEAL (extra
-``he``).
+All clients have the same secret key, the server has none; no client may work with it. Clients multiply by
+their share themselves, so that ciphertexts are only added, number by number. A client opens a sum if its
+tags say that it is the sum of what named clients have sent in this round, and of nothing else: whoever adds
+can have no other ciphertext opened. CKKS is approximate, and whoever knows a result exactly learns of
+the error and, from that, of the key (Li and Micciancio 2021, EUROCRYPT): what is opened gets noise,
+`flooded`. Scheme: Cheon, Kim, Kim, Song 2017, in TenSEAL (extra ``he``).
 """
 
 from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from fl_lightning.secure.encryption.ciphertext_numbers import (
+    Numbers,
+    Packed,
+    library,
+    numbers_of,
+    primes_of,
+    vector_bytes,
+)
 from fl_lightning.secure.encryption.ckks_layout import CKKSLayout
 from fl_lightning.secure.encryption.ckks_parameters import CKKSParameters
 from fl_lightning.secure.encryption.encrypted_update import TAG_SIZE, EncryptedUpdate
+from fl_lightning.secure.encryption.linear_tags import (
+    NONCE_SIZE,
+    NUM_TAGS,
+    LinearTags,
+    Sender,
+    Tags,
+)
 from fl_lightning.secure.entropy import Draws, uniform_draws
 from fl_lightning.updates.wire.reader import DecodeError
 
-_UPDATE, _SUM = b"CKKS update", b"CKKS sum"
+# of the noise in what is opened. With the default parameters the scheme's own error is about 2^-70, so that
+# 2 log2(noise / error) - log2(12 numbers) = 46 bits of security are left after 2^30 numbers were opened with a
+# key (Li, Micciancio, Schultz and Sorrell 2022, CRYPTO).
+FLOOD = 2.0**-30
 
 
 @dataclass(frozen=True)
 class CKKSKeys:
-    """What `generate_keys` makes.
+    """What all clients have, and the server has nothing of.
 
     Attributes:
-        secret: for the clients, with everything that is in
-        public: for the server, which can add with it, but neither encrypt nor decrypt. Both begin
-            with the key of tags, and nobody else may have either.
+        tags: 32 bytes, the key of tags.
+        secret: decrypts.
     """
 
+    tags: bytes
     secret: bytes
-    public: bytes
 
     def __repr__(self) -> str:
-        return f"CKKSKeys({len(self.secret)} secret bytes, {len(self.public)} public bytes)"
+        return f"CKKSKeys({len(self.secret)} secret bytes)"
 
 
 def generate_keys(parameters: CKKSParameters) -> CKKSKeys:
     """Return new keys, from the operating system's entropy."""
-    context = _tenseal().context(
-        _tenseal().SCHEME_TYPE.CKKS,
+    context = library().context(
+        library().SCHEME_TYPE.CKKS,
         parameters.degree,
         coeff_mod_bit_sizes=list(parameters.coefficient_bits),
         # whoever encrypts has the secret key: with it that takes half the time
-        encryption_type=_tenseal().ENCRYPTION_TYPE.SYMMETRIC,
+        encryption_type=library().ENCRYPTION_TYPE.SYMMETRIC,
     )
     context.global_scale = 2.0**parameters.scale_bits
-    secret, public = (
-        context.serialize(
-            save_public_key=True,
-            save_secret_key=is_secret,
-            save_galois_keys=False,
-            save_relin_keys=False,
-        )
-        for is_secret in (True, False)
+    secret = context.serialize(
+        save_public_key=False,
+        save_secret_key=True,
+        save_galois_keys=False,
+        save_relin_keys=False,
     )
-    tag_key = secrets.token_bytes(TAG_SIZE)
-    return CKKSKeys(tag_key + secret, tag_key + public)
+    return CKKSKeys(secrets.token_bytes(TAG_SIZE), secret)
 
 
 class CKKSClient:
-    """Encrypts updates and decrypts their sum.
+    """Encrypts updates and opens their sum.
 
     Args:
         layout: which coordinates are encrypted.
-        secret: the clients' key.
+        keys: the clients'.
 
     Example:
         >>> layout = CKKSLayout(size=3, selected=torch.tensor([0, 2]))
-        >>> keys = generate_keys(layout.parameters)
-        >>> client, server = CKKSClient(layout, keys.secret), CKKSServer(layout, keys.public)
-        >>> one = client.encrypt(torch.tensor([1.0, 2.0, 3.0]))
-        >>> two = client.encrypt(torch.tensor([5.0, 6.0, -1.0]), sender=1)
-        >>> client.decrypt(server.weighted_sum([(one, 0.75), (two, 0.25)])).round(decimals=5)
-        tensor([2., 3., 2.], dtype=torch.float64)
+        >>> client, server = CKKSClient(layout, generate_keys(layout.parameters)), CKKSServer(layout)
+        >>> one, from_one = client.encrypt(torch.tensor([1.0, 2.0, 3.0]), client=1)
+        >>> two, from_two = client.encrypt(torch.tensor([5.0, 6.0, -1.0]), client=2)
+        >>> client.open(server.sum([one, two]), [from_one, from_two]).round(decimals=5)
+        tensor([6., 8., 2.], dtype=torch.float64)
+        >>> client.open(one, [from_one, from_two])  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ...
+        fl_lightning.updates.wire.reader.DecodeError: this is not the sum of what clients 1, 2 have sent ...
     """
 
-    def __init__(self, layout: CKKSLayout, secret: bytes) -> None:
-        self._layout, self._tag_key = layout, secret[:TAG_SIZE]
-        self._context = _tenseal().context_from(secret[TAG_SIZE:])
-        if not self._context.is_private():
-            raise ValueError("the key is the server's: clients need the secret one")
+    def __init__(self, layout: CKKSLayout, keys: CKKSKeys) -> None:
+        self._layout, self._keys = layout, keys
+        self._context = library().context_from(keys.secret)
+        self._packed = Packed(layout.parameters)
+        self._models: dict[int, Any] = {}  # vectors of the library, by size
 
-    def encrypt(self, delta: Tensor, sender: int = 0) -> EncryptedUpdate:
-        """Return the update, encrypted.
+    @cached_property
+    def _tags(self) -> LinearTags:
+        parameters = self._layout.parameters
+        primes = primes_of(parameters)
+        return LinearTags(self._keys.tags, self._layout.identity, primes, 2 * parameters.degree)
+
+    def encrypt(
+        self, values: Tensor, client: int = 0, fewest: int = 2
+    ) -> tuple[EncryptedUpdate, Sender]:
+        """Return an update, encrypted, and what whoever opens the sum is told of its sender.
 
         Args:
-            delta: shape (size,).
-            sender: whose it is, ≥ 0.
+            values: an update times its share of the sum, shape (size,).
+            client: whose it is, ≥ 0.
+            fewest: clients that a sum with it must have.
 
         Raises:
             ValueError: if it has another shape, or numbers that are not finite or too large.
         """
-        if delta.shape != (self._layout.size,):
-            raise ValueError(f"delta must have shape ({self._layout.size},), got {delta.shape}")
+        layout = self._layout
+        if values.shape != (layout.size,):
+            raise ValueError(f"values must have shape ({layout.size},), got {values.shape}")
         # a NaN compares as false
-        if not bool((delta.abs() < self._layout.parameters.largest).all()):
+        if not bool((values.abs() < layout.parameters.largest).all()):
             raise ValueError(
-                f"numbers must be finite and below {self._layout.parameters.largest:g}: clip the "
-                "update, or leave more bits between the first prime and the scale"
+                f"numbers must be finite and below {layout.parameters.largest:g}: clip the "
+                "update, or leave more bits between the primes and the scale"
             )
-        values, clear = self._layout.parted(delta.detach().double().cpu())
-        slots, vector = self._layout.parameters.slots, _tenseal().ckks_vector
-        ciphertexts = tuple(
-            vector(self._context, part.tolist()).serialize() for part in _parts(values, slots)
-        )
-        update = EncryptedUpdate(ciphertexts, clear.float(), sender)
-        return update.signed(self._tag_key, _UPDATE + self._layout.identity)
+        hidden, clear = layout.parted(values.detach().double().cpu())
+        parts = [numbers_of(self._vector(part)) for part in layout.split(hidden)]
+        sender = Sender(client, secrets.token_bytes(NONCE_SIZE), fewest)
+        tags = self._tags.of(parts, sender)
+        return _message(self._packed, parts, tags, clear, client), sender
 
-    def decrypt(self, total: EncryptedUpdate) -> Tensor:
-        """Return a sum's coordinates, float64 of shape (size,).
+    def open(self, total: EncryptedUpdate, senders: Sequence[Sender]) -> Tensor:
+        """Return a sum's coordinates with noise of `FLOOD`, float64 of shape (size,).
+
+        Args:
+            total: the server's sum.
+            senders: whose updates are in it.
 
         Raises:
-            DecodeError: if it is not the server's sum of this round, or none of this scheme.
+            DecodeError: if it is not the sum of their updates of this round.
         """
-        total.check(self._tag_key, _SUM + self._layout.identity)
-        loaded = _loaded(self._context, self._layout, total)
-        numbers = [torch.tensor(each.decrypt(), dtype=torch.float64) for each in loaded]
+        clients = [sender.client for sender in senders]
+        parts, tags = _parts(self._packed, self._layout, total)
+        is_sum = self._tags.are_of_sum(parts, tags, senders)
+        if not is_sum or len(set(clients)) < len(clients):
+            raise DecodeError(
+                f"this is not the sum of what clients {', '.join(map(str, clients))} have sent in this "
+                "round, or it changed on its way: it was not opened"
+            )
+        slots, left = self._layout.parameters.slots, self._layout.num_encrypted
+        numbers = [
+            self._decrypted(part, min(slots, left - at * slots)) for at, part in enumerate(parts)
+        ]
         values = torch.cat(numbers) if numbers else torch.empty(0, dtype=torch.float64)
-        return self._layout.joined(values, total.clear)
+        return self._layout.joined(flooded(values, FLOOD), total.clear)
+
+    def _vector(self, values: Tensor) -> Any:
+        """Return the library's ciphertext."""
+        [ciphertext] = library().ckks_vector(self._context, values.tolist()).ciphertext()
+        return ciphertext
+
+    def _decrypted(self, part: Numbers, size: int) -> Tensor:
+        if size not in self._models:
+            self._models[size] = library().ckks_vector(self._context, [0.0] * size)
+        data = vector_bytes(part, self._models[size])
+        found = library().ckks_vector_from(self._context, data)
+        return torch.tensor(found.decrypt(), dtype=torch.float64)
 
 
 class CKKSServer:
-    """Adds encrypted updates.
+    """Adds encrypted updates, without a key and without the library.
 
     Args:
         layout: which coordinates are encrypted.
-        public: the server's key.
-
-    Raises:
-        ValueError: if the key can decrypt.
     """
 
-    def __init__(self, layout: CKKSLayout, public: bytes) -> None:
-        self._layout, self._tag_key = layout, public[:TAG_SIZE]
-        self._context = _tenseal().context_from(public[TAG_SIZE:])
-        self._added: set[int] = set()
-        if self._context.is_private():
-            raise ValueError("the key can decrypt: the server must have the public one only")
+    def __init__(self, layout: CKKSLayout) -> None:
+        self._layout, self._packed = layout, Packed(layout.parameters)
+        self._primes = np.array(primes_of(layout.parameters), np.uint64)
 
-    def weighted_sum(self, updates: Iterable[tuple[EncryptedUpdate, float]]) -> EncryptedUpdate:
-        """Return Σ a_i x_i, with memory for one sum.
-
-        Args:
-            updates: each with its share a_i > 0 of all examples; shares sum to at most 1, so that
-                the sum fits where each update did.
+    def sum(self, updates: Sequence[EncryptedUpdate]) -> EncryptedUpdate:
+        """Return the sum of updates.
 
         Raises:
-            ValueError: if shares are outside their range or there is no update.
-            DecodeError: if an update is not a client's of this round, or the second of a client, or
-                if a ciphertext is missing.
+            DecodeError: as `plus` does.
         """
-        self._added = set()
-        return self._weighted_sum(updates)
+        total = None
+        for update in updates:
+            total = self.plus(total, update)
+        assert total is not None, "there is no update to add"
+        return total
 
-    def _weighted_sum(self, updates: Iterable[tuple[EncryptedUpdate, float]]) -> EncryptedUpdate:
-        ciphertexts: list[Any] = [None] * self._layout.num_ciphertexts
-        clear, shares = torch.zeros(self._layout.size - self._layout.num_encrypted).double(), 0.0
-        for update, share in updates:
-            shares += share
-            if not share > 0 or shares > 1 + 1e-9:
-                raise ValueError(f"shares must be positive and sum to at most 1, got {share}")
-            update.check(self._tag_key, _UPDATE + self._layout.identity)
-            if update.sender in self._added:
-                raise DecodeError(f"client {update.sender}'s update is in the sum already")
-            self._added.add(update.sender)
-            arrived = _loaded(self._context, self._layout, update)
-            for at, ciphertext in enumerate(arrived):
-                scaled = ciphertext * share
-                ciphertexts[at] = scaled if ciphertexts[at] is None else ciphertexts[at] + scaled
-            clear += share * update.clear.double()
-        if not shares:
-            raise ValueError("there is no update to add")
-        return self._signed(tuple(each.serialize() for each in ciphertexts), clear.float())
-
-    def plus(
-        self, total: EncryptedUpdate | None, update: EncryptedUpdate, share: float
-    ) -> EncryptedUpdate:
-        """Return a weighted sum with one more update in it, for updates that come one by one.
+    def plus(self, total: EncryptedUpdate | None, update: EncryptedUpdate) -> EncryptedUpdate:
+        """Return a sum with one more update in it.
 
         Args:
             total: what this returned before; None for the first update.
             update: one more.
-            share: a_i > 0; those of all updates must sum to at most 1.
 
         Raises:
-            ValueError: if the share is outside its range.
-            DecodeError: as `weighted_sum` does.
+            DecodeError: if it is no message of this layout.
         """
-        if total is None:
-            return self.weighted_sum([(update, share)])
-        total.check(self._tag_key, _SUM + self._layout.identity)
-        scaled = self._weighted_sum([(update, share)])
-        pairs = zip(
-            _loaded(self._context, self._layout, total),
-            _loaded(self._context, self._layout, scaled),
-            strict=True,
-        )
-        ciphertexts = tuple((one + other).serialize() for one, other in pairs)
-        return self._signed(ciphertexts, total.clear + scaled.clear)
-
-    def _signed(self, ciphertexts: tuple[bytes, ...], clear: Tensor) -> EncryptedUpdate:
-        total = EncryptedUpdate(ciphertexts, clear)
-        return total.signed(self._tag_key, _SUM + self._layout.identity)
+        parts, tags = _parts(self._packed, self._layout, update)
+        clear = update.clear.double()
+        if total is not None:
+            others, other_tags = _parts(self._packed, self._layout, total)
+            parts = [self._packed.sum(one, o) for one, o in zip(parts, others, strict=True)]
+            tags = [(one + o) % self._primes for one, o in zip(tags, other_tags, strict=True)]
+            clear = clear + total.clear.double()
+        return _message(self._packed, parts, tags, clear, 0)
 
 
 def flooded(values: Tensor, std: float, draw: Draws | None = None) -> Tensor:
@@ -230,32 +240,43 @@ def flooded(values: Tensor, std: float, draw: Draws | None = None) -> Tensor:
     return values + std * radius * torch.cos(2 * math.pi * uniform[1])
 
 
-def _parts(values: Tensor, size: int) -> tuple[Tensor, ...]:
-    return torch.split(values, size) if len(values) else ()
+def _message(
+    packed: Packed, parts: Sequence[Numbers], tags: Sequence[Tags], clear: Tensor, sender: int
+) -> EncryptedUpdate:
+    """Return a message: a ciphertext and its tags are one piece of bytes."""
+    pieces = (
+        packed.write(part) + tag.astype("<u8").tobytes()
+        for part, tag in zip(parts, tags, strict=True)
+    )
+    return EncryptedUpdate(tuple(pieces), clear.float(), sender)
 
 
-def _loaded(context: Any, layout: CKKSLayout, update: EncryptedUpdate) -> Iterator[Any]:
-    slots = layout.parameters.slots
+def _parts(
+    packed: Packed, layout: CKKSLayout, update: EncryptedUpdate
+) -> tuple[list[Numbers], list[Tags]]:
+    """Return ciphertexts and tags of a message.
+
+    Raises:
+        DecodeError: if it is not laid out like this.
+    """
     if len(update.ciphertexts) != layout.num_ciphertexts:
         raise DecodeError(
             f"{len(update.ciphertexts)} ciphertexts instead of {layout.num_ciphertexts}"
         )
-    # whoever calls has checked the tag
-    for at, data in enumerate(update.ciphertexts):
-        try:
-            ciphertext = _tenseal().ckks_vector_from(context, data)
-        except ValueError as error:
-            raise DecodeError(f"no ciphertext of this scheme: {error}") from None
-        size = min(slots, layout.num_encrypted - at * slots)
-        if ciphertext.size() != size:
-            raise DecodeError(f"no ciphertext of {size} numbers: it has {ciphertext.size()}")
-        yield ciphertext
+    if update.clear.numel() != layout.size - layout.num_encrypted:
+        raise DecodeError(f"{update.clear.numel()} numbers in clear are not those of the round")
+    shape = (NUM_TAGS, len(layout.parameters.coefficient_bits) - 1)
+    size = packed.num_bytes
+    if any(len(each) != size + 8 * math.prod(shape) for each in update.ciphertexts):
+        raise DecodeError("a ciphertext is of another length")
+    parts = [packed.read(each[:size]) for each in update.ciphertexts]
+    tags = [
+        np.frombuffer(each[size:], "<u8").astype(np.uint64).reshape(shape)
+        for each in update.ciphertexts
+    ]
+    return parts, tags
 
 
-def _tenseal() -> Any:
-    """Return the library, which is imported only where it is used."""
-    try:
-        import tenseal
-    except ImportError as error:
-        raise ImportError("CKKS needs TenSEAL: pip install 'fl-lightning[he]'") from error
-    return tenseal
+def ciphertext_bytes(parameters: CKKSParameters) -> int:
+    """Return the length of a ciphertext with its tags."""
+    return Packed(parameters).num_bytes + 8 * NUM_TAGS * (len(parameters.coefficient_bits) - 1)

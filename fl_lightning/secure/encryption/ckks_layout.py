@@ -27,6 +27,7 @@ class CKKSLayout:
         selected: indices of the encrypted ones, int64, increasing; None for all.
         parameters: of the scheme.
         round_index: of the round, so that no message of another one is taken in.
+        purpose: what else all senders agree on.
 
     Raises:
         ValueError: if the indices are not increasing from 0 to k - 1.
@@ -36,6 +37,7 @@ class CKKSLayout:
     selected: Tensor | None = None
     parameters: CKKSParameters = CKKSParameters()  # noqa: RUF009 - frozen
     round_index: int = 0
+    purpose: bytes = b""
 
     def __post_init__(self) -> None:
         if self.selected is None:
@@ -48,7 +50,9 @@ class CKKSLayout:
     def identity(self) -> bytes:
         """What all messages of the round are bound to, 32 bytes."""
         chosen = b"all" if self.selected is None else self.selected.cpu().numpy().tobytes()
-        settings = f"{self.size} {self.parameters} {self.round_index} ".encode()
+        settings = (
+            f"{self.size} {self.parameters} {self.round_index} {self.purpose.hex()} ".encode()
+        )
         return sha256(settings + chosen).digest()
 
     @property
@@ -60,6 +64,10 @@ class CKKSLayout:
     def num_ciphertexts(self) -> int:
         """How many ciphertexts these fill."""
         return -(-self.num_encrypted // self.parameters.slots)
+
+    def split(self, values: Tensor) -> tuple[Tensor, ...]:
+        """Return what goes into each ciphertext."""
+        return torch.split(values, self.parameters.slots) if len(values) else ()
 
     def parted(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return what is encrypted and what is not."""

@@ -1,6 +1,9 @@
-"""Parameters of CKKS that are safe, and large enough for a weighted sum.
+"""Parameters of CKKS that are safe, and large enough for a sum.
 
     log2 Q = Σ coefficient bits ≤ the most that N carries at 128 bits of security
+
+Nothing is multiplied, so that a ciphertext's modulus holds the sum and the scale alone: the larger the
+scale, the smaller the scheme's error, and the less noise has to hide it, see `flooded`.
 
 Source of the limits: the Homomorphic Encryption Security Standard (Albrecht et al. 2018), table 1,
 classical attackers, ternary secrets. Scheme: Cheon, Kim, Kim, Song 2017 (ASIACRYPT).
@@ -20,11 +23,11 @@ class CKKSParameters:
     Args:
         degree: N, a power of two from 1024 to 32768; a ciphertext holds N / 2 numbers.
         coefficient_bits: of the primes of the modulus, each from 20 to 60. The last one is for
-            keys only; each but the first and the last carries one product.
+            keys only; ciphertexts are modulo the others.
         scale_bits: numbers are multiplied by 2^scale_bits and rounded.
 
     Raises:
-        ValueError: if they are unsafe or leave no room for a weighted sum.
+        ValueError: if they are unsafe or leave no room for a sum.
 
     Example:
         >>> CKKSParameters().slots
@@ -38,7 +41,7 @@ of security: use fewer or smaller primes, or degree 16384
 
     degree: int = 8192
     coefficient_bits: tuple[int, ...] = (60, 40, 40)
-    scale_bits: int = 40
+    scale_bits: int = 80
 
     def __post_init__(self) -> None:
         if self.degree not in MOST_BITS:
@@ -53,20 +56,15 @@ of security: use fewer or smaller primes, or degree 16384
             )
         if not all(20 <= each <= 60 for each in self.coefficient_bits):
             raise ValueError(f"coefficient_bits must be from 20 to 60, got {self.coefficient_bits}")
-        if len(self.coefficient_bits) < 3:
+        if len(self.coefficient_bits) < 2:
             raise ValueError(
-                f"coefficient_bits must be at least three, got {self.coefficient_bits}: the first, "
-                "one for the product with a client's share, and the last for keys"
+                f"coefficient_bits must be at least two, got {self.coefficient_bits}: one for the "
+                "sum, and the last for keys"
             )
-        if not 10 <= self.scale_bits <= self.coefficient_bits[0] - 4:
+        if not 10 <= self.scale_bits <= self._sum_bits - 4:
             raise ValueError(
-                f"scale_bits must be from 10 to {self.coefficient_bits[0] - 4}, four below the "
-                f"first prime, which holds the result, got {self.scale_bits}"
-            )
-        if abs(self.scale_bits - self.coefficient_bits[-2]) > 1:
-            raise ValueError(
-                f"scale_bits must be those of the last prime but one, {self.coefficient_bits[-2]}, "
-                f"which takes the scale of a product away, got {self.scale_bits}"
+                f"scale_bits must be from 10 to {self._sum_bits - 4}, four below all primes but the "
+                f"last, which hold the sum, got {self.scale_bits}"
             )
 
     @property
@@ -76,5 +74,9 @@ of security: use fewer or smaller primes, or degree 16384
 
     @property
     def largest(self) -> float:
-        """Numbers must be smaller, so that sums of shares of them fit."""
-        return 2.0 ** (self.coefficient_bits[0] - self.scale_bits - 3)
+        """Sums must be smaller, and so must be what is added up."""
+        return 2.0 ** (self._sum_bits - self.scale_bits - 3)
+
+    @property
+    def _sum_bits(self) -> int:
+        return sum(self.coefficient_bits[:-1])

@@ -6,7 +6,8 @@ tag of 32 bytes, u32 CRC-32
 
     tag = HMAC-SHA256(key, context, the message up to the tag)        context: kind, round, layout
 
-Clients and server of a run have the key; nobody else makes a message that they look into.
+Clients and server of a run have the key; nobody else makes a message that they look into. The messages
+of CKKS have none: their ciphertexts have tags that only clients can check, see `linear_tags`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class EncryptedUpdate:
         ciphertexts: of the selected coordinates, in order, so many to each as the scheme holds.
         clear: the other coordinates in order, float32.
         sender: client that sent it; of a sum 0.
-        tag: see `signed`.
+        tag: see `signed`; zeros without one.
 
     Example:
         >>> update = EncryptedUpdate((b"one", b"two"), torch.tensor([1.0]))

@@ -1,0 +1,439 @@
+"""Encrypted sums over sites: only the sum of enough clients is ever opened, whatever the server asks for."""
+
+from dataclasses import replace
+from secrets import token_bytes
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fl_lightning import ConfigurationError, RoundFailure
+from fl_lightning.flower.messages import Answer, Failure, Order, digest
+from fl_lightning.flower.policy import Policy, Refused
+from fl_lightning.flower.server.correspondence import Correspondence
+from fl_lightning.flower.sums import encrypted_at_server
+from fl_lightning.flower.sums.at_site import SiteSums
+from fl_lightning.flower.sums.encrypted_agreed import (
+    KEY,
+    MESSAGE,
+    NONCE,
+    OPENED,
+    TOTAL,
+    EncryptedAgreed,
+    as_tensor,
+)
+from fl_lightning.flower.sums.encrypted_at_server import EncryptedOverSites
+from fl_lightning.flower.sums.encrypted_checks import check_encrypted
+from fl_lightning.flower.sums.sum_key import SumKey
+from fl_lightning.flower.wire.failures import OrderRefused, category_of
+from fl_lightning.secure.encrypted_sum import EncryptedSum
+from fl_lightning.secure.encryption.ckks import FLOOD, CKKSServer, ciphertext_bytes
+from fl_lightning.secure.encryption.ckks_layout import CKKSLayout
+from fl_lightning.secure.encryption.ckks_parameters import CKKSParameters
+from fl_lightning.secure.encryption.linear_tags import Sender
+
+pytest.importorskip("tenseal", reason="needs the extra he")
+RUN, CONFIGURATION, SIZE = "a" * 32, "b" * 64, 20
+SITES = {"a": (0, 1), "b": (2, 3), "c": (4, 5)}
+SITE_OF = {client: site for site, clients in SITES.items() for client in clients}
+CLIENTS = tuple(sorted(SITE_OF))
+RULES = {"scheme": "ckks", "degree": 8192}
+
+
+def order(kind, clients=(), options=None, tensors=None, round_index=0):
+    return Order(
+        kind=kind,
+        run=RUN,
+        configuration=CONFIGURATION,
+        round=round_index,
+        clients=clients,
+        counted=dict.fromkeys(clients, -1),
+        options=options or {},
+        tensors=tensors or {},
+    )
+
+
+class Sites:
+    """A channel to sites in this process; each holds the vectors of a round. It listens to all."""
+
+    def __init__(self, folder, **policy):
+        self.folder, self.policies = folder, {name: dict(policy) for name in SITES}
+        self.key = token_bytes(32)
+        (folder / "sum.key").write_bytes(self.key)
+        generator = torch.Generator().manual_seed(0)
+        values = torch.rand(6, SIZE, generator=generator, dtype=torch.float64)
+        self.vectors = {c: values[c].numpy() for c in CLIENTS}
+        self.sums, self.waiting, self.heard, self.round = {}, [], [], 0
+        self.before = lambda site, asked: None  # something that happens to an order, or a failure
+        for name in SITES:
+            self.start(name)
+            self.train(name)
+
+    def train(self, name, lr=0.1, round_index=0):
+        """Have a site keep its vectors of a round, as after an order to train."""
+        self.round = round_index
+        given = order("train", SITES[name], {"optimizers": [[{"lr": lr}]]}, {}, round_index)
+        vectors = {c: self.vectors[c] for c in SITES[name]}
+        self.sums[name].keep(round_index, vectors, RULES, given)
+
+    def start(self, name):
+        policy = Policy(
+            name=name,
+            clients={c: c for c in SITES[name]},
+            socket=self.folder / "socket",
+            memory=self.folder / name,
+            sum_key=self.folder / "sum.key",
+            **self.policies[name],
+        )
+        self.sums[name] = SiteSums(self.folder / name, policy)
+
+    def sites(self):
+        return sorted(SITES)
+
+    def send(self, site, message, ttl):
+        self.heard.append(message)
+        asked = Order.from_bytes(message, limit=10**7)
+        common = {
+            "kind": "sum",
+            "run": RUN,
+            "round": asked.round,
+            "site": site,
+            "order": digest(message),
+        }
+        try:
+            self.before(site, asked)
+            done = self.sums[site].follow(asked)
+        except (OrderRefused, Refused) as error:
+            answer = Answer(**common, failure=Failure(category_of(error)))
+        else:
+            answer = Answer(
+                **common, clients=tuple(done.answers), options=done.options, tensors=done.tensors
+            )
+        self.heard.append(answer.to_bytes())
+        self.waiting.append((site, self.heard[-1]))
+
+    def receive(self, seconds):
+        came, self.waiting = self.waiting, []
+        return came
+
+
+def added(sites, clients=CLIENTS, round_index=0):
+    lost = {}
+    adds = EncryptedOverSites(
+        Correspondence(sites, deadline=5.0),
+        SITE_OF,
+        lambda *given: order("sum", *given, round_index=round_index),
+        lost.__setitem__,
+    )
+    return adds(CKKSLayout(SIZE, round_index=round_index), clients), lost
+
+
+def expected(sites, clients=CLIENTS):
+    return torch.from_numpy(sum(sites.vectors[c] for c in clients))
+
+
+def test_the_opened_sum_is_that_of_the_vectors(tmp_path):
+    sites = Sites(tmp_path)
+    opened, lost = added(sites)
+    assert (opened.values - expected(sites)).abs().max() < 6 * FLOOD
+    assert opened.clients == frozenset(CLIENTS)
+    assert lost == {}
+    ciphertext = 213_000
+    assert all(ciphertext < opened.expense.bytes_up[c] < 2.5 * ciphertext for c in CLIENTS)
+
+
+def test_what_is_counted_is_what_was_on_the_wire(tmp_path):
+    sites = Sites(tmp_path)
+    opened, _ = added(sites)
+    told = [*opened.expense.bytes_up.values(), *opened.expense.bytes_down.values()]
+    assert sum(told) == pytest.approx(sum(map(len, sites.heard)), abs=len(sites.heard))
+
+
+def test_neither_key_nor_vector_is_ever_on_the_wire(tmp_path):
+    sites = Sites(tmp_path)
+    added(sites)
+    agreed = EncryptedAgreed(RUN, 0, SIZE, 8192, "a", CLIENTS)
+    sealed = (tmp_path / "a" / "sealed.key").read_bytes()
+    keys = SumKey(tmp_path / "sum.key").run_key(sealed, RUN, agreed.parameters)
+    secret = [sites.key, keys.tags, keys.secret[100:132], keys.secret[-32:]]
+    for vector in sites.vectors.values():
+        for kind in (np.float64, np.float32):
+            data = vector.astype(kind).tobytes()
+            secret += [data[:8], data[-8:]]
+    heard = b"".join(sites.heard)
+    assert sealed in heard  # so that it would be found
+    assert not any(each in heard for each in secret)
+    assert not any(each.hex().encode() in heard for each in secret)
+
+
+def test_many_large_vectors_are_asked_for_one_after_the_other(tmp_path, monkeypatch):
+    monkeypatch.setattr(encrypted_at_server, "MOST_BYTES", 1)
+    sites = Sites(tmp_path)
+    opened, _ = added(sites)
+    assert (opened.values - expected(sites)).abs().max() < 6 * FLOOD
+    assert max(map(len, sites.heard)) < 2 * 213_000
+
+
+def test_a_site_that_was_started_again_goes_on(tmp_path):
+    sites = Sites(tmp_path)
+    sites.before = lambda site, asked: sites.start(site)  # ahead of every order
+    opened, lost = added(sites)
+    assert (opened.values - expected(sites)).abs().max() < 6 * FLOOD
+    assert lost == {}
+    again, _ = added(sites)  # by a server that was started again
+    assert (again.values - expected(sites)).abs().max() < 6 * FLOOD
+
+
+def fails_at(sites, name, stage):
+    def before(site, asked):
+        if site == name and asked.options["stage"] == stage:
+            raise OrderRefused("lost" if stage == "open" else "sum", "it is not there")
+
+    sites.before = before
+
+
+def test_clients_of_a_site_that_is_gone_are_left_out_and_named(tmp_path):
+    sites = Sites(tmp_path)
+    fails_at(sites, "b", "encrypt")
+    opened, lost = added(sites)
+    assert (opened.values - expected(sites, (0, 1, 4, 5))).abs().max() < 6 * FLOOD
+    assert sorted(lost) == [2, 3]
+    assert all("at site b: it left the encrypted sum" in reason for reason in lost.values())
+    sites.before = lambda site, asked: None  # the server would learn what b's vectors are
+    with pytest.raises(RoundFailure, match="site a has not opened the encrypted sum"):
+        added(sites)
+
+
+def test_too_few_clients_are_not_added(tmp_path):
+    sites = Sites(tmp_path)
+    fails_at(sites, "b", "encrypt")
+    with pytest.raises(RoundFailure, match="1 vectors are left for the encrypted sum"):
+        added(sites, (0, 2, 3))
+
+
+def test_a_sum_that_nobody_opens_fails_with_a_sentence(tmp_path):
+    sites = Sites(tmp_path, fewest_in_secure_sum=6)
+    fails_at(sites, "b", "encrypt")
+    with pytest.raises(RoundFailure, match=r"round 0: site a has not opened .* does not allow"):
+        added(sites)
+
+
+# A server that asks for what it should not.
+
+
+@pytest.fixture
+def round_of_a(tmp_path):
+    """Sites that have encrypted for a, with what the server knows then."""
+    return Encrypted(Sites(tmp_path))
+
+
+class Encrypted:
+    """What a server has of a round: the run's key, everybody's messages, and what it agreed on."""
+
+    def __init__(self, sites, clients=CLIENTS, opener="a", round_index=0):
+        self.sites = sites
+        self.agreed = EncryptedAgreed(RUN, round_index, SIZE, 8192, opener, clients)
+        self.layout = CKKSLayout(SIZE, round_index=round_index)
+        self.key = self.ask(opener, "key", ()).tensors[KEY]
+        self.messages, self.senders = {}, {}
+        for site in sorted({SITE_OF[c] for c in clients}):
+            self.encrypt(site)
+
+    def encrypt(self, site):
+        done = self.ask(site, "encrypt", SITES[site])
+        for client in SITES[site]:
+            data = done.tensors[f"{client}/{MESSAGE}"].numpy().tobytes()
+            nonce = done.tensors[f"{client}/{NONCE}"].numpy().tobytes()
+            self.messages[client] = self.layout.decoded(data)
+            self.senders[client] = Sender(client, nonce, done.options["fewest"])
+
+    def ask(self, site, stage, clients, senders=(), **tensors):
+        given = {KEY: self.key, **tensors} if stage != "key" else {}
+        options = self.agreed.options(stage, senders)
+        return self.sites.sums[site].follow(
+            order("sum", clients, options, given, self.agreed.round)
+        )
+
+    def total(self, clients):
+        return CKKSServer(self.layout).sum([self.messages[c] for c in clients])
+
+    def opened(self, site="a", clients=CLIENTS, total=None, senders=None):
+        total = self.total(clients) if total is None else total
+        named = [self.senders[c] for c in clients] if senders is None else senders
+        tensors = {TOTAL: as_tensor(total.encode())}
+        return self.ask(site, "open", (), tuple(named), **tensors).tensors[OPENED]
+
+
+def test_a_server_that_follows_the_rules_has_the_sum_opened(round_of_a):
+    values = round_of_a.opened()
+    assert (values - expected(round_of_a.sites)).abs().max() < 6 * FLOOD
+
+
+def test_no_clients_own_vector_is_opened(round_of_a):
+    for client in CLIENTS:
+        alone = round_of_a.messages[client]
+        with pytest.raises(OrderRefused, match="not the sum"):
+            round_of_a.opened(total=alone)
+        with pytest.raises(OrderRefused, match="not the sum"):
+            round_of_a.opened(total=alone, senders=[round_of_a.senders[client]] * 6)
+        with pytest.raises(Refused, match="the sum is over 1 clients"):
+            round_of_a.opened(clients=(client,))
+    with pytest.raises(OrderRefused, match="not the sum"):  # of two, called three
+        round_of_a.opened(total=round_of_a.total((0, 1)), clients=(0, 1, 2))
+
+
+def test_one_sum_of_a_round_is_opened_and_by_one_site(round_of_a):
+    round_of_a.opened()
+    round_of_a.opened()  # the same
+    round_of_a.sites.start("a")
+    for clients in (CLIENTS[1:], CLIENTS[:3]):
+        with pytest.raises(OrderRefused, match="opened the sum of"):
+            round_of_a.opened(clients=clients)
+    with pytest.raises(OrderRefused, match="a is to open this sum"):
+        round_of_a.opened("b", CLIENTS[1:])
+    round_of_a.agreed = replace(round_of_a.agreed, opener="b")
+    with pytest.raises(OrderRefused, match="not the sum"):  # the messages are for a
+        round_of_a.opened("b", CLIENTS[1:])
+    with pytest.raises(OrderRefused, match="encrypted for a to open it"):
+        round_of_a.encrypt("c")
+
+
+def test_the_same_sum_that_is_opened_again_is_as_private(round_of_a):
+    assert not torch.equal(round_of_a.opened(), round_of_a.opened())  # noise is new
+
+
+def test_messages_of_another_round_are_not_opened(round_of_a):
+    sites, before = round_of_a.sites, round_of_a
+    with pytest.raises(OrderRefused, match="vectors of round 0 here"):
+        Encrypted(sites, round_index=1)
+    for name in SITES:
+        sites.train(name, round_index=1)
+    later = Encrypted(sites, opener="a", round_index=1)
+    mixed = CKKSServer(later.layout).sum(
+        [before.messages[0], *map(later.messages.get, CLIENTS[1:])]
+    )
+    for total in (before.total(CLIENTS), mixed):
+        for senders in (before.senders, later.senders, {**later.senders, 0: before.senders[0]}):
+            with pytest.raises(OrderRefused, match="not the sum"):
+                later.opened(total=total, senders=[senders[c] for c in CLIENTS])
+    with pytest.raises(OrderRefused, match="vectors of round 1 here"):
+        before.opened()
+    later.opened()
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(place=st.integers(0, 10**6), bit=st.integers(0, 7))
+def test_a_changed_sum_is_not_opened(round_of_a, place, bit):
+    total = round_of_a.total(CLIENTS)
+    changed = bytearray(total.ciphertexts[0])
+    changed[place % len(changed)] ^= 1 << bit
+    with pytest.raises(OrderRefused, match=r"not the sum|not below its prime"):
+        round_of_a.opened(total=replace(total, ciphertexts=(bytes(changed),)))
+
+
+def test_clients_that_were_given_other_options_are_in_no_sum_together(tmp_path):
+    sites = Sites(tmp_path)
+    for name in ("b", "c"):
+        sites.train(name, lr=0.0)  # their updates would be nothing
+    with pytest.raises(RoundFailure, match="site a has not opened"):
+        added(sites)
+
+
+def test_every_sites_fewest_counts_wherever_the_sum_is_opened(tmp_path):
+    sites = Sites(tmp_path)
+    sites.policies["c"] = {"fewest_in_secure_sum": 6}
+    sites.start("c")
+    taken = Encrypted(sites)
+    four = (1, 2, 4, 5)
+    with pytest.raises(OrderRefused, match="wants 6 clients in a sum, and it is of 4"):
+        taken.opened(clients=four)
+    lower = [replace(taken.senders[c], fewest=2) for c in four]
+    with pytest.raises(OrderRefused, match="not the sum"):
+        taken.opened(clients=four, senders=lower)
+    taken.opened()
+
+
+def test_keys_that_no_site_has_made_for_the_run_are_refused(round_of_a):
+    (round_of_a.sites.folder / "other.key").write_bytes(token_bytes(32))
+    stranger = SumKey(round_of_a.sites.folder / "other.key")
+    own = SumKey(round_of_a.sites.folder / "sum.key")
+    parameters = round_of_a.agreed.parameters
+    for sealed in (
+        stranger.new_run_key(RUN, parameters),
+        own.new_run_key("f" * 32, parameters),
+        b"",
+    ):
+        round_of_a.key = as_tensor(sealed)
+        with pytest.raises(OrderRefused, match="not one that a site has sealed"):
+            round_of_a.encrypt("b")
+    round_of_a.key = as_tensor(own.new_run_key(RUN, parameters))  # another one of this run
+    with pytest.raises(OrderRefused, match="not the sum"):
+        round_of_a.opened()
+
+
+def test_vectors_for_another_scheme_are_not_encrypted(tmp_path):
+    sites = Sites(tmp_path)
+    sites.sums["b"].keep(0, sites.vectors, {"bits": 20})
+    with pytest.raises(OrderRefused, match="not what the configuration says"):
+        Encrypted(sites)
+
+
+CHANGES = [
+    {"stage": "decrypt"},
+    {"senders": [[0, "zz", 2]]},
+    {"senders": [[0, "00" * 16, 1]]},
+    {"senders": [[0, "00" * 15, 2]]},
+    {"senders": [0]},
+    {"senders": None},
+    {"sum": None},
+]
+SUM_CHANGES = [{"size": -1}, {"degree": 1000}, {"clients": [0, 0]}, {"opener": "../x"}, {"more": 1}]
+
+
+@pytest.mark.parametrize("change", [*CHANGES, *({"sum": each} for each in SUM_CHANGES)])
+def test_what_is_not_agreed_is_refused(change, tmp_path):
+    sites = Sites(tmp_path)
+    options = EncryptedAgreed(RUN, 0, SIZE, 8192, "a", CLIENTS).options("key")
+    if change.get("sum"):
+        change = {"sum": options["sum"] | change["sum"]}
+    with pytest.raises(OrderRefused) as refused:
+        sites.sums["a"].follow(order("sum", (), options | change))
+    assert refused.value.category == "message"
+
+
+def test_what_is_agreed_comes_back_as_it_was():
+    agreed, sender = EncryptedAgreed(RUN, 3, 9, 8192, "a", (0, 4)), Sender(4, bytes(16), 3)
+    assert EncryptedAgreed.of_options(agreed.options("open", (sender,))) == (
+        agreed,
+        "open",
+        (sender,),
+    )
+
+
+def test_sites_must_share_one_key():
+    check({"a": "1f", "b": "1f"})
+    with pytest.raises(
+        ConfigurationError, match=r"sites without a sum_key: b\. EncryptedMean needs"
+    ):
+        check({"a": "1f", "b": ""})
+    with pytest.raises(ConfigurationError, match="a has another sum_key than c"):
+        check({"a": "1f", "b": "1f", "c": "2f"})
+
+
+def test_a_sum_that_is_larger_than_a_site_takes_is_refused_at_the_door():
+    size = 10_000  # three ciphertexts
+    needed = 3 * ciphertext_bytes(CKKSParameters())
+    check({"a": "1f", "b": "1f"}, size, most_bytes=needed)
+    with pytest.raises(
+        ConfigurationError, match=rf"site b takes orders .*10000 numbers has {needed}"
+    ):
+        check({"a": "1f", "b": "1f"}, size, most_bytes=needed - 1)
+
+
+def check(keys, size=10, most_bytes=10**9):
+    sites = {site: {"sum_key": key, "most_bytes": most_bytes} for site, key in keys.items()}
+    check_encrypted(sites, EncryptedSum(8192), size)
