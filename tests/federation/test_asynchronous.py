@@ -15,6 +15,7 @@ from toys import SaveEverywhere, ToyModule, toy_data, toy_trainer, weights
 
 from fl_lightning import ConfigurationError, Federation, Mean, Scaffold, UniformCohort
 from fl_lightning.client import Devices, GivenSpeeds, LogNormalSpeeds
+from fl_lightning.client.clocks import VirtualClock
 from fl_lightning.client.devices import Fate
 from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.core.update import ClientUpdate, Updates
@@ -84,7 +85,7 @@ def told(speeds, concurrency, buffer_size, lost=()):
     def fate(client, start):
         return Fate(1, speeds[client], (client, start) in lost)
 
-    return Arrivals(fate, len(speeds), concurrency, buffer_size, seed=0)
+    return Arrivals(VirtualClock(fate), len(speeds), concurrency, buffer_size, seed=0)
 
 
 def test_arrivals_by_hand():
@@ -124,7 +125,7 @@ def test_arrivals_are_consistent(num_clients, data, seed, sigma):
         return Fate(1, float(speeds[client]), start % 5 == 4)
 
     def steps(order):
-        arrivals = Arrivals(fate, num_clients, concurrency, buffer_size, seed)
+        arrivals = Arrivals(VirtualClock(fate), num_clients, concurrency, buffer_size, seed)
         return {n: arrivals.step(n) for n in order}
 
     found = steps(range(12))

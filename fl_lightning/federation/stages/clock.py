@@ -7,11 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from fl_lightning.client.clocks import VirtualClock
 from fl_lightning.client.devices import Devices, Fate, Fleet
 from fl_lightning.federation.stage import Stage
 from fl_lightning.federation.stages.devices import SimulatedDevices
 from fl_lightning.federation.stages.older_models import StaleUpdates, Versions
-from fl_lightning.federation.stages.schedule import Arrivals, ArrivingCohort
+from fl_lightning.federation.stages.schedule import Arrivals, ArrivingCohort, UnknownCohort
 from fl_lightning.server.staleness import AsyncRule
 
 
@@ -55,7 +56,7 @@ class VirtualTime:
             return fleet.fate(client, max(1, int(num_steps[client])), draw=start)
 
         counts = len(num_steps), rule.concurrency, rule.buffer_size
-        return cls(fleet, rule, Arrivals(fate_of, *counts, seed))
+        return cls(fleet, rule, Arrivals(VirtualClock(fate_of), *counts, seed))
 
     def who_sends(self, accumulate: int) -> list[Stage]:
         """Return what decides whose updates come, and of which model.
