@@ -104,9 +104,7 @@ class RecordedClock:
         ([1, 0], 3.0)
     """
 
-    def __init__(
-        self, record: Iterable[Ended], go_on: Callable[[Sequence[Visit]], Ended]
-    ) -> None:
+    def __init__(self, record: Iterable[Ended], go_on: Callable[[Sequence[Visit]], Ended]) -> None:
         self.record, self._go_on = list(record), go_on
         self._place = 0
         self._at_work: dict[int, tuple[Visit, float]] = {}

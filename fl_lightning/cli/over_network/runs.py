@@ -25,11 +25,11 @@ from fl_lightning.flower.messages import Answer, Order
 from fl_lightning.flower.network.app_folder import CONFIGURATION
 from fl_lightning.flower.policy import Policy
 from fl_lightning.flower.rules.site_file import read_policy
+from fl_lightning.flower.server.asynchronous import sites_for
 from fl_lightning.flower.server.checks import check_over_network
 from fl_lightning.flower.server.correspondence import Correspondence
 from fl_lightning.flower.server.counted import Counted
 from fl_lightning.flower.server.elsewhere import DataElsewhere
-from fl_lightning.flower.server.sites import Sites
 from fl_lightning.flower.site.fit import AtSite
 from fl_lightning.flower.site.site import Fit, Site
 from fl_lightning.flower.transport.resident import log_to, serve
@@ -189,6 +189,7 @@ def run_server(
             check_over_network(self.trainer, self.datamodule, federation)
             _check_masks(callbacks)
             counted = Counted(_run_of(kwargs.get("ckpt_path")))
+            federation.handed.append(counted)
             hello = Order(
                 kind="hello",
                 run=counted.run,
@@ -201,7 +202,7 @@ def run_server(
             _compare_precision(told, self.trainer.precision)
             first = next(iter(told.values())).options
             federation.clients_side = partial(
-                Sites,
+                sites_for(federation, counted, len(sizes)),
                 correspondence=correspondence,
                 site_of=site_of,
                 counted=counted,
@@ -209,7 +210,6 @@ def run_server(
                 signing_keys=_signing_keys(told),
             )
             federation.clients_per_group = len(sizes)
-            federation.handed.append(counted)
             self.datamodule = kwargs["datamodule"] = DataElsewhere(
                 self.datamodule,
                 num_examples=sizes,
@@ -226,6 +226,7 @@ def run_server(
         file.write_text(configuration)
         run_lightning(["fit", f"--config={file}", *words], cli=ServerCLI)
     trainer, stops = found
+    correspondence.forget_posted()
     for _ in correspondence.ask(stops):  # not before the last model was tested
         pass
     return trainer

@@ -18,6 +18,11 @@ from fl_lightning.federation.stage import Sent, Stage, Start
 from fl_lightning.federation.stages.schedule import Arrivals
 from fl_lightning.server.staleness import AsyncRule
 
+MASKS_CHANGE = (
+    "federation: asynchronous does not work with masks that change during the run: clients at work would "
+    "send other entries than the server expects"
+)
+
 
 def counted(updates: Updates, start: Start, rule: AsyncRule) -> Updates:
     """Return updates as the server takes them in, which are as stale as their start.
@@ -35,6 +40,19 @@ def counted(updates: Updates, start: Start, rule: AsyncRule) -> Updates:
         share = rule.weighed(buffers.new_ones(()), start.staleness, None)
         buffers = torch.lerp(start.present.buffers.expand_as(buffers), buffers, share)
     return replace(updates, deltas=deltas, buffers=buffers)
+
+
+def older_start(kept: GlobalModel, start: Start, staleness: int) -> Start:
+    """Return what clients began from that were started some steps ago.
+
+    Args:
+        kept: the model of then, which out of a checkpoint is on the CPU.
+        start: of now.
+        staleness: how many steps, ≥ 1.
+    """
+    present = start.present
+    model = GlobalModel(kept.params.to(present.params), kept.buffers.to(present.buffers))
+    return start._replace(model=model, staleness=staleness)
 
 
 class StaleUpdates(Stage):
@@ -91,14 +109,13 @@ class Versions(Stage):
     def _start(self, version: int, start: Start) -> Start:
         if version == self._present:
             return start
-        kept, present = self._models[version], start.present  # out of a checkpoint on the CPU
-        model = GlobalModel(kept.params.to(present.params), kept.buffers.to(present.buffers))
-        return start._replace(model=model, staleness=self._present - version)
+        return older_start(self._models[version], start, self._present - version)
 
     def settle(self, record: RoundRecord) -> None:
         """Let virtual time go on until the server's step."""
         step = self._arrivals.step(self._present)
         record.durations, record.ended_at = dict(step.durations), step.seconds
+        record.more["round/staleness"] = step.staleness(self._present)
 
     def relocate(self, positions: Tensor) -> None:
         """Refuse other coordinates while clients are at work.
@@ -107,10 +124,7 @@ class Versions(Stage):
             ConfigurationError: if there are such clients.
         """
         if self._models:
-            raise ConfigurationError(
-                "federation: asynchronous does not work with masks that change during the run: "
-                "clients at work would send other entries than the server expects"
-            )
+            raise ConfigurationError(MASKS_CHANGE)
 
     def state_dict(self, *, with_round: bool) -> dict[str, Any]:
         """Return the models that are kept, by version, and who arrived last."""
@@ -127,6 +141,11 @@ class Versions(Stage):
         Raises:
             ConfigurationError: if others would have arrived by now.
         """
+        if "present" not in state:
+            raise ConfigurationError(
+                "the checkpoint is of an asynchronous run over a network, whose clients are still at work at "
+                "their sites: resume it there, or simulate it from its start with RecordedArrivals"
+            )
         step = self._arrivals.step(state["present"])
         if (step.versions, sorted(step.in_flight)) != (state["arrived"], state["in_flight"]):
             raise ConfigurationError(

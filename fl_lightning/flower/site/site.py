@@ -61,6 +61,7 @@ class Site:
         self._run = self._configuration = ""
         self._facts: Mapping[str, Any] = {}
         self._round = -1
+        self._has_rounds = True
         self._sums: SiteSums
         self._last: tuple[str, bytes] = "", b""
         self._last_sum: tuple[str, bytes] = "", b""
@@ -134,10 +135,11 @@ class Site:
     def _trained(self, order: Order) -> Done:
         epsilon = order.options.get("epsilon")
         self._policy.check_epsilon(math.inf if epsilon is None else float(epsilon))
-        if order.round <= self._round:
+        # without rounds each client has its own last one, and memory says whether the server went back
+        last = self._round if self._has_rounds else max(order.counted.values())
+        if order.round <= last:
             raise OrderRefused(
-                "round",
-                f"this site has answered round {self._round}, not this order of {order.round}",
+                "round", f"this site has answered round {last}, not this order of {order.round}"
             )
         done = self._asked(order)
         self._sums.keep(order.round, done.vectors, done.rules)
@@ -182,6 +184,9 @@ class Site:
     def _start(self, order: Order, configuration: Mapping[str, Any]) -> None:
         self._stop()
         self._run, self._configuration, self._desk = order.run, order.configuration, Desk()
+        federation = configuration.get("federation") or {}
+        # without them clients of one site are at work on models of several rounds
+        self._has_rounds = not federation.get("asynchronous")
         folder = self._folder / order.run
         self._recall(folder)
         self._sums, self._last_sum = SiteSums(folder, self._policy), ("", b"")
