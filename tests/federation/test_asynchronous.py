@@ -201,7 +201,8 @@ class Quadratic(LightningModule):
         pass
 
     def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.5)
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.8)]
 
 
 @pytest.mark.parametrize("engine", ["sequential", "slots"])
@@ -224,7 +225,8 @@ def test_stale_starts_by_a_plain_loop(engine):
     for number in range(8):
         x = versions[-1]
         for client, version in federation._calendar.time.arrivals.step(number).versions.items():
-            moved = 0.5 * (means[client] - versions[version])
+            rate = 0.5 * 0.8**version  # of when it was started, whose clients know no later one
+            moved = rate * (means[client] - versions[version])
             x += moved * (1 + number - version) ** -0.5 / 2
         versions.append(x)
     assert (federation.rounds.clients.engine.slots is not None) == (engine == "slots")
