@@ -14,10 +14,11 @@ from torch import nn
 from toys import SaveEverywhere, ToyModule, toy_data, toy_trainer, weights
 
 from fl_lightning import ConfigurationError, Federation, Mean, Scaffold, UniformCohort
-from fl_lightning.client import Devices, GivenSpeeds, LogNormalSpeeds
+from fl_lightning.client import Devices, GivenSpeeds, LogNormalSpeeds, RecordedArrivals
 from fl_lightning.client.clocks import VirtualClock
 from fl_lightning.client.devices import Fate
 from fl_lightning.client.local_training import GlobalModel
+from fl_lightning.client.recorded import write_arrivals
 from fl_lightning.core.update import ClientUpdate, Updates
 from fl_lightning.federation.stage import Start
 from fl_lightning.federation.stages.older_models import counted
@@ -265,6 +266,68 @@ def test_over_processes_as_in_one():
         return module.x.item()
 
     assert fit(devices=2, strategy="federated") == pytest.approx(fit(), rel=1e-9)
+
+
+class Noting(VirtualClock):
+    """Virtual time that notes who ended."""
+
+    order = ()
+
+    def wait(self):
+        ended = super().wait()
+        self.order += tuple(ended)
+        return ended
+
+
+@pytest.fixture
+def recorded(tmp_path):
+    """A run, and the order of arrival in it, written down."""
+    rule = FedBuff(concurrency=4, buffer_size=2)
+    settings = {"asynchronous": rule, "local_steps": 2, "max_epochs": 6}
+    devices = Devices(speeds=LogNormalSpeeds(sigma=1.0), jitter=0.2, drop_rate=0.3)
+    module, rows, federation = run(devices, **settings)
+    fleet = federation._calendar.time.fleet
+    clock = Noting(lambda client, start: fleet.fate(client, 2, draw=start))
+    again = Arrivals(clock, 6, 4, 2, federation.seed)
+    step = [again.step(number) for number in range(6)][-1]
+    assert step == federation._calendar.time.arrivals.step(5)
+    write_arrivals(tmp_path / "arrivals.csv", clock.order, 2)
+    return module, rows, settings, str(tmp_path / "arrivals.csv")
+
+
+def test_an_order_on_record_is_replayed_to_the_same_bits(recorded, tmp_path):
+    expected, rows, settings, file = recorded
+    assert any(ended.is_lost for ended in RecordedArrivals(file=file).arrivals())
+    devices = RecordedArrivals(file=file)
+    module, again, _ = run(devices, SaveEverywhere(tmp_path), **settings)
+    assert torch.equal(weights(module), weights(expected))
+    assert [row["staleness"] for row in again] == [row["staleness"] for row in rows]
+    assert max(row["staleness"] for row in rows) > 0
+    module, *_ = run(devices, ckpt_path=tmp_path / "3-end.ckpt", **settings)
+    assert torch.equal(weights(module), weights(expected))
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"max_epochs": 9}, "the recorded run had no more rounds"),
+        ({"asynchronous": FedBuff(concurrency=3, buffer_size=2)}, "is not at work from version"),
+        ({"asynchronous": None}, "RecordedArrivals is who arrived when in an asynchronous run"),
+    ],
+)
+def test_a_record_of_another_run_is_refused(recorded, other, message):
+    _, _, settings, file = recorded
+    with pytest.raises(ConfigurationError, match=message):
+        run(RecordedArrivals(file=file), **settings | other)
+
+
+def test_a_record_must_be_one(tmp_path):
+    for text in (None, "a,b\n1,2\n", "round,client,version,seconds,lost\n0,x,0,1,0\n"):
+        file = tmp_path / "arrivals.csv"
+        if text is not None:
+            file.write_text(text)
+        with pytest.raises(ConfigurationError, match="is no record of arrivals"):
+            RecordedArrivals(file=str(file))
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,7 @@ SLOW = {
     },
     "bf16": {"trainer__precision": "bf16-mixed"},
     "double precision": {"trainer__precision": "64-true"},
+    "a schedule of rates": {"model__init_args__schedule": {"kind": "cosine"}},
     "exact sums": {"federation__aggregator": built("Mean", exact=True)},
 }
 

@@ -64,6 +64,8 @@ class AtSite(Callback):
         """Have the fit loop ask for orders instead of batches."""
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         self._options = options_at_site(self._given, len(data.clients))
+        if self._num_rounds is not None:  # schedules of rates, built next, may ask
+            trainer.fit_loop.max_epochs = self._num_rounds
         self._calendar: Calendar = prepare(trainer, pl_module, self._options, self._cleanup)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -73,6 +75,7 @@ class AtSite(Callback):
                 "trainer.precision: 16-mixed has a loss scale that all clients share, which sites do "
                 "not exchange: use bf16-mixed or 32-true"
             )
+        trainer.fit_loop.max_epochs = -1  # the server says when it is over
         options, calendar = self._options, self._calendar
         raise_together(
             lambda: check_set_up(trainer),

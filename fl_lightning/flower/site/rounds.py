@@ -135,13 +135,13 @@ class SiteRounds:
         if self._privacy is not None:
             self._privacy.check_order(order)
         options = order.options
-        _take_options(self.run.trainer.optimizers, options["optimizers"])
         if self._sums is not None:
             terms = Terms(most_clients=options["most_clients"], seed=self.run.options.seed)
             self._sums.begin(terms)
             self._sums.start_round(order.round)
         model = self._packing.opened_model(order.tensors["model"], order.round)
-        self._clients.restore(model)
+        self._clients.restore(model)  # with the options of the round before
+        _take_options(self.run.trainer.optimizers, options["optimizers"])
         self._clients.start_round()
         for stage in self._stages:
             stage.open(order.round, model)
