@@ -56,8 +56,9 @@ class VirtualTime:
             ConfigurationError: for a rule, and nobody who says who arrives when.
         """
         if rule is None:
-            is_simulated = isinstance(devices, Devices) and not elsewhere
-            return cls(Fleet(devices, len(num_steps), seed)) if is_simulated else cls()
+            if not isinstance(devices, Devices) or elsewhere:
+                return cls()
+            return cls(Fleet(devices, len(num_steps), seed))
         if elsewhere:
             return cls(rule=rule)
         counts = len(num_steps), rule.concurrency, rule.buffer_size

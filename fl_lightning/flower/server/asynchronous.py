@@ -65,7 +65,7 @@ class VersionsAtSites(Stage):
 
     def __init__(self, rule: AsyncRule, num_clients: int, seed: int, counted: Counted) -> None:
         self._rule, self._seed, self._counted = rule, seed, counted
-        self._sizes = [num_clients, rule.concurrency, rule.buffer_size]
+        self._sizes = num_clients, rule.concurrency, rule.buffer_size
         self._models: dict[int, GlobalModel] = {}
         self._common: dict[int, Common] = {}
         self._present = self._num_closed = 0
@@ -196,7 +196,7 @@ class AsynchronousSites(Sites):
         [visit] = [visit for visit in at_work if visit.client == client]
         seconds = time.monotonic() - self._asked.pop(visit.number)
         if reply.answer is None:
-            self._do_without(client, reply)
+            self._do_without(client, reply, at_work)
         else:
             self._replies[client], self._lost_in_a_row = reply, 0
         return Ended(client, visit.version, seconds, is_lost=reply.answer is None)
@@ -207,8 +207,13 @@ class AsynchronousSites(Sites):
         told = {"model": self._packing().model(model, visit.version), **tensors}
         return self._order("train", (visit.client,), options, told, visit.version)
 
-    def _do_without(self, client: int, reply: Reply) -> None:
+    def _do_without(self, client: int, reply: Reply, at_work: Sequence[Visit]) -> None:
         """Let somebody else be started in place of a client whose answer does not come.
+
+        Args:
+            client: whose.
+            reply: of its site, instead.
+            at_work: who was, with it.
 
         Raises:
             ClientFailure: if that is not to be skipped.
@@ -219,8 +224,7 @@ class AsynchronousSites(Sites):
             self._taker.skip(failure)
         rank_zero_warn(f"round {self._run.round_index}, {failure}: somebody else is started")
         self._lost_in_a_row += 1
-        rule = self._run.options.asynchronous
-        if self._lost_in_a_row >= max(rule.concurrency, len(set(self._site_of.values()))):
+        if self._lost_in_a_row >= max(len(at_work), len(set(self._site_of.values()))):
             raise RoundFailure(
                 f"round {self._run.round_index}: {self._lost_in_a_row} orders in a row had no answer, the "
                 f"last {failure}"
