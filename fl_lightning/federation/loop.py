@@ -155,6 +155,11 @@ def set_round(trainer: Trainer, number: int) -> None:
     present.processed = present.completed = number
 
 
+def plan_rounds(trainer: Trainer, number: int | None) -> None:
+    """Have a Trainer plan so many rounds, as schedules may ask; None for no end."""
+    trainer.fit_loop.max_epochs = -1 if number is None else number
+
+
 def _steps(trainer: Trainer) -> Any:
     """Return what ``global_step`` counts by, which differs where optimizers are stepped by hand."""
     loop = trainer.fit_loop.epoch_loop

@@ -19,7 +19,7 @@ from fl_lightning.federation.calendar import Calendar
 from fl_lightning.federation.checks.by_hand import check_several
 from fl_lightning.federation.checks.compatibility import check_set_up
 from fl_lightning.federation.checks.first_look import check_data_fits
-from fl_lightning.federation.loop import set_round
+from fl_lightning.federation.loop import plan_rounds, set_round
 from fl_lightning.federation.options import Options
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stages.order import run_aggregator, stages_of
@@ -64,8 +64,7 @@ class AtSite(Callback):
         """Have the fit loop ask for orders instead of batches."""
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         self._options = options_at_site(self._given, len(data.clients))
-        if self._num_rounds is not None:  # schedules of rates, built next, may ask
-            trainer.fit_loop.max_epochs = self._num_rounds
+        plan_rounds(trainer, self._num_rounds)  # for schedules of rates, which are built next
         self._calendar: Calendar = prepare(trainer, pl_module, self._options, self._cleanup)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -75,7 +74,7 @@ class AtSite(Callback):
                 "trainer.precision: 16-mixed has a loss scale that all clients share, which sites do "
                 "not exchange: use bf16-mixed or 32-true"
             )
-        trainer.fit_loop.max_epochs = -1  # the server says when it is over
+        plan_rounds(trainer, None)  # the server says when it is over
         options, calendar = self._options, self._calendar
         raise_together(
             lambda: check_set_up(trainer),
