@@ -2,6 +2,7 @@
 
 from fl_lightning.client.corrections.correction import Correction, GradientTerm, Outcome
 from fl_lightning.client.devices import Devices
+from fl_lightning.client.recorded import RecordedArrivals
 from fl_lightning.client.speeds import GivenSpeeds, LogNormalSpeeds, Speeds, SpeedTiers
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "GradientTerm",
     "LogNormalSpeeds",
     "Outcome",
+    "RecordedArrivals",
     "SpeedTiers",
     "Speeds",
 ]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +25,7 @@ from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.optimizer_masks import OptimizerMasks
 from fl_lightning.client.optimizer_steps import OptimizerSteps
 from fl_lightning.client.state.python_state import Growth, PythonState
-from fl_lightning.client.state.round_start import RateSchedule, RoundStart
+from fl_lightning.client.state.round_start import Options, RateSchedule, RoundStart
 from fl_lightning.client.state.state_tensors import (
     Constants,
     Homes,
@@ -266,6 +267,15 @@ class LocalTrainer:
                 "steps of the run left alone, so that it was taken for a constant: name it in "
                 f"federation.client_state, e.g. client_state: [{changed[0]}]"
             )
+
+    @property
+    def options(self) -> Options:
+        """The optimizers' options of the round, not to be changed."""
+        return self._round_start.options
+
+    def as_of(self, options: Options | None) -> AbstractContextManager[None]:
+        """Have clients train with the optimizers' options of another round, inside the block."""
+        return self._round_start.as_of(options)
 
     def restore(self, model: GlobalModel) -> None:
         """Put the global model back, with what a client has for itself, and a fresh optimizer.

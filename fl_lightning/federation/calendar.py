@@ -64,7 +64,13 @@ class Calendar:
         )
         batches = _local_batches(options, data)
         num_steps = batches if options.local_steps else -(-batches // accumulate)
-        time = VirtualTime.of(options.devices, options.asynchronous, num_steps, options.seed)
+        time = VirtualTime.of(
+            options.devices,
+            options.asynchronous,
+            num_steps,
+            options.seed,
+            elsewhere=options.clients_side is not None,
+        )
         aggregator = as_aggregator(options.aggregator)
         fewest = _fewest_clients(aggregator, options.client_privacy)
         groups = RoundGroups(

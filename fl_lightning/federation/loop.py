@@ -13,7 +13,7 @@ and are checked when this file is imported and when the loop is installed. Where
 ends all, ``_broadcast_sigterm_tensor`` of Lightning 2.6 has nothing to do: before every group it would
 have all wait for the first one to say whether it goes on. The counters of rounds and groups,
 ``epoch_progress`` and ``batch_progress``, are read and set here as well, and where a resumed run begins:
-``restarted_mid_epoch`` and its like of both loops.
+``restarted_mid_epoch`` and its like of both loops; and ``_data_fetcher``, which begins anew in every round.
 """
 
 from __future__ import annotations
@@ -144,16 +144,20 @@ def load_progress(trainer: Trainer, state: dict[str, Any]) -> None:
 def set_round(trainer: Trainer, number: int) -> None:
     """Have the epoch that is about to begin be a round of this number, from `on_train_epoch_start` on.
 
-    A site trains in those rounds only for which it is asked.
+    A site trains in those rounds only for which it is asked, and in one of them several times where clients
+    are at work without rounds.
     """
     present: Any = trainer.fit_loop.epoch_progress.current
+    fetcher: Any = trainer.fit_loop._data_fetcher
+    if number == 0 and present.processed > 0 and fetcher is not None:
+        iter(fetcher)  # as Lightning itself does in all rounds but that of number 0
     present.ready, present.started = number + 1, number
     present.processed = present.completed = number
 
 
-def run_without_end(trainer: Trainer) -> None:
-    """Have a fit that has been set up go on until ``trainer.should_stop``, however many rounds it planned."""
-    trainer.fit_loop.max_epochs = -1
+def plan_rounds(trainer: Trainer, number: int | None) -> None:
+    """Have a Trainer plan so many rounds, as schedules may ask; None for no end."""
+    trainer.fit_loop.max_epochs = -1 if number is None else number
 
 
 def _steps(trainer: Trainer) -> Any:

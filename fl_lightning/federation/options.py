@@ -13,6 +13,7 @@ from typing import Any, Literal
 from fl_lightning.client.corrections.correction import Correction
 from fl_lightning.client.devices import Devices
 from fl_lightning.client.personal.personalisation import Personalisation
+from fl_lightning.client.recorded import RecordedArrivals
 from fl_lightning.core.errors import raise_together
 from fl_lightning.core.seeds import check_seed, run_seed
 from fl_lightning.data.cohorts.cohort import AllClients, CohortSampler, UniformCohort
@@ -56,7 +57,7 @@ class Options:
         aggregator: Aggregator | RobustRule | None = None,
         privacy: Privacy | ExampleDP | None = None,
         server_optimizer: ServerOptimizer | None = None,
-        devices: Devices | None = None,
+        devices: Devices | RecordedArrivals | None = None,
         asynchronous: AsyncRule | None = None,
         server_schedule: ServerSchedule | None = None,
         attackers: Attackers | None = None,
@@ -94,10 +95,11 @@ class Options:
             server_optimizer: builds the `torch.optim.Optimizer` that descends the aggregated delta;
                 SGD with learning rate 1, which is FedAvg, if None.
             devices: how fast clients are, how reliable, and how long the server waits for them, in
-                virtual time; if None there is no such time, and all arrive.
+                virtual time; if None there is no such time, and all arrive. Or who arrived when in an
+                asynchronous run over a network, `RecordedArrivals`, which is simulated then.
             asynchronous: instead of waiting for a cohort the server steps whenever so many updates are
-                there (`FedBuff`, `FedAsync`), in the virtual time of ``devices``. A round is a step of
-                the server.
+                there (`FedBuff`, `FedAsync`), in the virtual time of ``devices``, or over a network as they
+                come. A round is a step of the server.
             server_schedule: builds the schedule of that optimizer's learning rate over rounds, e.g. of
                 `torch.optim.lr_scheduler`; None for a constant one.
             attackers: clients that attack, to test defences; nobody if None.

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fl_lightning.client.corrections.correction import GradientTerm
 from fl_lightning.client.local_training import GlobalModel
+from fl_lightning.client.state.round_start import Options as OptimizerOptions
 from fl_lightning.client.work import ClientWork, GroupWork
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.space import Space
@@ -44,12 +45,15 @@ class Start(NamedTuple):
         present: the server's model when their updates arrive.
         staleness: how many steps the server took between; 0 in a synchronous round.
         num_bytes: of what is sent to one of them.
+        options: of their optimizers, as schedules had left them in the round of that model; None for those
+            of this round.
     """
 
     model: GlobalModel
     present: GlobalModel
     staleness: int = 0
     num_bytes: int = 0
+    options: OptimizerOptions | None = None
 
 
 @dataclass

@@ -183,10 +183,11 @@ class Training:
         Raises:
             ClientFailure: if a client's update cannot be used and failures are not skipped.
         """
-        alone = self._train_in_slots(start, work, taker)
-        with self.collector.listening_to(self._module):
-            for client in alone:
-                self._train_client(client, start, taker)
+        with self.local.as_of(start.options):
+            alone = self._train_in_slots(start, work, taker)
+            with self.collector.listening_to(self._module):
+                for client in alone:
+                    self._train_client(client, start, taker)
 
     def _train_client(self, work: ClientWork, start: Start, taker: Taker) -> None:
         turn = Turn(work, start, num_bytes=start.num_bytes)

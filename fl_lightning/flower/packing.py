@@ -55,7 +55,7 @@ class Packing:
         The client remembers that part where there is error feedback.
         """
         update = replace(update, metrics={}, buffers=update.buffers[: self._num_buffers_up])
-        arrival = self._sent(update)
+        arrival = self._sent(update, round_index)
         message = Message.of_update(
             update,
             space=self._agreed,

@@ -14,9 +14,11 @@ from torch import nn
 from toys import SaveEverywhere, ToyModule, toy_data, toy_trainer, weights
 
 from fl_lightning import ConfigurationError, Federation, Mean, Scaffold, UniformCohort
-from fl_lightning.client import Devices, GivenSpeeds, LogNormalSpeeds
+from fl_lightning.client import Devices, GivenSpeeds, LogNormalSpeeds, RecordedArrivals
+from fl_lightning.client.clocks import VirtualClock
 from fl_lightning.client.devices import Fate
 from fl_lightning.client.local_training import GlobalModel
+from fl_lightning.client.recorded import write_arrivals
 from fl_lightning.core.update import ClientUpdate, Updates
 from fl_lightning.federation.stage import Start
 from fl_lightning.federation.stages.older_models import counted
@@ -84,7 +86,7 @@ def told(speeds, concurrency, buffer_size, lost=()):
     def fate(client, start):
         return Fate(1, speeds[client], (client, start) in lost)
 
-    return Arrivals(fate, len(speeds), concurrency, buffer_size, seed=0)
+    return Arrivals(VirtualClock(fate), len(speeds), concurrency, buffer_size, seed=0)
 
 
 def test_arrivals_by_hand():
@@ -124,7 +126,7 @@ def test_arrivals_are_consistent(num_clients, data, seed, sigma):
         return Fate(1, float(speeds[client]), start % 5 == 4)
 
     def steps(order):
-        arrivals = Arrivals(fate, num_clients, concurrency, buffer_size, seed)
+        arrivals = Arrivals(VirtualClock(fate), num_clients, concurrency, buffer_size, seed)
         return {n: arrivals.step(n) for n in order}
 
     found = steps(range(12))
@@ -200,7 +202,8 @@ class Quadratic(LightningModule):
         pass
 
     def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.5)
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.8)]
 
 
 @pytest.mark.parametrize("engine", ["sequential", "slots"])
@@ -223,7 +226,8 @@ def test_stale_starts_by_a_plain_loop(engine):
     for number in range(8):
         x = versions[-1]
         for client, version in federation._calendar.time.arrivals.step(number).versions.items():
-            moved = 0.5 * (means[client] - versions[version])
+            rate = 0.5 * 0.8**version  # of when it was started, whose clients know no later one
+            moved = rate * (means[client] - versions[version])
             x += moved * (1 + number - version) ** -0.5 / 2
         versions.append(x)
     assert (federation.rounds.clients.engine.slots is not None) == (engine == "slots")
@@ -262,6 +266,68 @@ def test_over_processes_as_in_one():
         return module.x.item()
 
     assert fit(devices=2, strategy="federated") == pytest.approx(fit(), rel=1e-9)
+
+
+class Noting(VirtualClock):
+    """Virtual time that notes who ended."""
+
+    order = ()
+
+    def wait(self):
+        ended = super().wait()
+        self.order += tuple(ended)
+        return ended
+
+
+@pytest.fixture
+def recorded(tmp_path):
+    """A run, and the order of arrival in it, written down."""
+    rule = FedBuff(concurrency=4, buffer_size=2)
+    settings = {"asynchronous": rule, "local_steps": 2, "max_epochs": 6}
+    devices = Devices(speeds=LogNormalSpeeds(sigma=1.0), jitter=0.2, drop_rate=0.3)
+    module, rows, federation = run(devices, **settings)
+    fleet = federation._calendar.time.fleet
+    clock = Noting(lambda client, start: fleet.fate(client, 2, draw=start))
+    again = Arrivals(clock, 6, 4, 2, federation.seed)
+    step = [again.step(number) for number in range(6)][-1]
+    assert step == federation._calendar.time.arrivals.step(5)
+    write_arrivals(tmp_path / "arrivals.csv", clock.order, 2)
+    return module, rows, settings, str(tmp_path / "arrivals.csv")
+
+
+def test_an_order_on_record_is_replayed_to_the_same_bits(recorded, tmp_path):
+    expected, rows, settings, file = recorded
+    assert any(ended.is_lost for ended in RecordedArrivals(file=file).arrivals())
+    devices = RecordedArrivals(file=file)
+    module, again, _ = run(devices, SaveEverywhere(tmp_path), **settings)
+    assert torch.equal(weights(module), weights(expected))
+    assert [row["staleness"] for row in again] == [row["staleness"] for row in rows]
+    assert max(row["staleness"] for row in rows) > 0
+    module, *_ = run(devices, ckpt_path=tmp_path / "3-end.ckpt", **settings)
+    assert torch.equal(weights(module), weights(expected))
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"max_epochs": 9}, "the recorded run had no more rounds"),
+        ({"asynchronous": FedBuff(concurrency=3, buffer_size=2)}, "is not at work from version"),
+        ({"asynchronous": None}, "RecordedArrivals is who arrived when in an asynchronous run"),
+    ],
+)
+def test_a_record_of_another_run_is_refused(recorded, other, message):
+    _, _, settings, file = recorded
+    with pytest.raises(ConfigurationError, match=message):
+        run(RecordedArrivals(file=file), **settings | other)
+
+
+def test_a_record_must_be_one(tmp_path):
+    for text in (None, "a,b\n1,2\n", "round,client,version,seconds,lost\n0,x,0,1,0\n"):
+        file = tmp_path / "arrivals.csv"
+        if text is not None:
+            file.write_text(text)
+        with pytest.raises(ConfigurationError, match="is no record of arrivals"):
+            RecordedArrivals(file=str(file))
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ class Facts(Callback):
         self.rows = []
 
     def on_train_epoch_end(self, trainer, module):
-        names = ("virtual_seconds", "total_virtual_seconds", "lost", "cohort_size")
+        names = ("virtual_seconds", "total_virtual_seconds", "lost", "cohort_size", "staleness")
         metrics = trainer.callback_metrics
         self.rows.append(
             {n: float(metrics[f"round/{n}"]) for n in names if f"round/{n}" in metrics}

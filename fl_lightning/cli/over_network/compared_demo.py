@@ -8,7 +8,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 import yaml
 
 from fl_lightning.cli.command import resolve
+from fl_lightning.client.recorded import FILE
 from fl_lightning.core.errors import ConfigurationError, RoundFailure
 from fl_lightning.flower.network.demo import demo
 
@@ -59,12 +61,18 @@ def compared_demo(words: Sequence[str], names: Sequence[str], rounds: int, say: 
         }
         began = time.monotonic()
         shared, own = _shared(config, names), _own_layer(config)
-        with _simulating(folder / "simulation", text) as end:  # beside a network that mostly waits
+        is_recorded = bool(config["federation"].get("asynchronous"))
+        with ExitStack() as simulations:
+            simulate = partial(_simulating, folder / "simulation")
+            if not is_recorded:  # beside a network that mostly waits
+                end = simulations.enter_context(simulate(text))
             with demo(names, say, clients=shared, own=own) as running:
                 running.run(say, options=options, configuration=text)
                 seconds = time.monotonic() - began
                 say(f"{rounds} rounds over the network: {seconds:.0f} s with its start")
             say("all processes have ended; the same is simulated")
+            if is_recorded:
+                end = simulations.enter_context(simulate(_recorded(config, folder / "network")))
             end()
         is_noisy = "EncryptedMean" in str(config["federation"].get("aggregator"))
         apart = _apart(folder)
@@ -74,6 +82,17 @@ def compared_demo(words: Sequence[str], names: Sequence[str], rounds: int, say: 
         raise RoundFailure(f"other bits than the simulation: {', '.join(differing[:3])} differ")
     told = f"weights within {max(apart.values()):.0e} of" if is_noisy else "same bits as"
     say(f"{told} the simulation; all files are removed")
+
+
+def _recorded(config: dict[str, Any], folder: Path) -> str:
+    """Return the configuration of a simulation in which updates arrive as they did over the network."""
+    [file] = folder.rglob(FILE)
+    devices = {
+        "class_path": "fl_lightning.client.RecordedArrivals",
+        "init_args": {"file": str(file)},
+    }
+    federation = config["federation"] | {"devices": devices}
+    return yaml.safe_dump(config | {"federation": federation}, sort_keys=False)
 
 
 def _shared(config: dict[str, Any], names: Sequence[str]) -> dict[str, list[int]]:

@@ -26,13 +26,13 @@ from fl_lightning.flower.messages import Answer, Order
 from fl_lightning.flower.network.app_folder import CONFIGURATION
 from fl_lightning.flower.policy import Policy
 from fl_lightning.flower.rules.site_file import read_policy
+from fl_lightning.flower.server.asynchronous import sites_for
 from fl_lightning.flower.server.calibration import CalibrationAtSites
 from fl_lightning.flower.server.checks import check_over_network
 from fl_lightning.flower.server.correspondence import Correspondence
 from fl_lightning.flower.server.counted import Counted
 from fl_lightning.flower.server.elsewhere import DataElsewhere
 from fl_lightning.flower.server.greeting import Greeting
-from fl_lightning.flower.server.sites import Sites
 from fl_lightning.flower.site.fit import AtSite
 from fl_lightning.flower.site.site import Fit, Site
 from fl_lightning.flower.sums.encrypted_checks import check_encrypted
@@ -200,6 +200,7 @@ def run_server(
                 lambda: _check_calibration(calibration, federation),
             )
             counted = Counted(_run_of(kwargs.get("ckpt_path")))
+            federation.handed.append(counted)
             greeting = Greeting(configuration, counted, self.trainer, calibration)
             told = correspondence.greet(greeting.order, wanted)
             site_of, sizes = _members({site: answer.options for site, answer in told.items()})
@@ -207,14 +208,13 @@ def run_server(
             _compare_precision(told, self.trainer.precision)
             first = next(iter(told.values())).options
             federation.clients_side = partial(
-                Sites,
+                sites_for(federation, counted, len(sizes)),
                 correspondence=correspondence,
                 site_of=site_of,
                 greeting=greeting,
                 signing_keys=_signing_keys(told),
             )
             federation.clients_per_group = len(sizes)
-            federation.handed.append(counted)
             self.datamodule = kwargs["datamodule"] = DataElsewhere(
                 self.datamodule,
                 num_examples=sizes,
@@ -234,6 +234,7 @@ def run_server(
         file.write_text(configuration)
         run_lightning(["fit", f"--config={file}", *words], cli=ServerCLI)
     trainer, stops = found
+    correspondence.forget_posted()
     for _ in correspondence.ask(stops):  # not before the last model was tested
         pass
     return trainer

@@ -9,7 +9,8 @@ torch's own, the same holds for the one that they hold and for numbers kept besi
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -17,6 +18,9 @@ from torch.optim import Optimizer
 
 from fl_lightning.client.wrapped_optimizers import and_inner, is_torchs
 from fl_lightning.core.errors import ConfigurationError
+
+# of every optimizer, of every group of its parameters, by name
+Options = list[list[dict[str, Any]]]
 
 
 class RateSchedule(Protocol):
@@ -57,11 +61,36 @@ class RoundStart:
 
     def note(self) -> None:
         """Note how things are."""
-        self._options = [[_copied(g) for g in each.param_groups] for each in self._optimizers]
+        self._options: Options = [
+            [_copied(g) for g in each.param_groups] for each in self._optimizers
+        ]
         self._numbers = [_numbers(each) for each in self._foreign]
         self._tensors = [_tensors(each) for each in self._foreign]
         self._positions = [_position(each) for each in self._schedules]
         self._states = [copy.deepcopy(each.state_dict()) for each in self._schedules]
+
+    @property
+    def options(self) -> Options:
+        """The optimizers' options as they were noted, not to be changed."""
+        return self._options
+
+    @contextmanager
+    def as_of(self, options: Options | None) -> Iterator[None]:
+        """Have optimizers begin with the options of another round, inside the block.
+
+        Args:
+            options: of then; None for those of this round.
+        """
+        if options is None:
+            yield
+            return
+        noted, self._options = self._options, options
+        self.put_back()
+        try:
+            yield
+        finally:
+            self._options = noted
+            self.put_back()
 
     def put_back(self) -> None:
         """Have optimizers be fresh, and schedules be where the round began.

@@ -9,6 +9,7 @@ import numpy as np
 from fl_lightning.client.corrections.correction import Correction
 from fl_lightning.client.devices import Devices
 from fl_lightning.client.personal.personalisation import Personalisation
+from fl_lightning.client.recorded import RecordedArrivals
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.cohorts.cohort import CohortSampler, as_cohort
 from fl_lightning.data.federated import FederatedDataModule
@@ -63,7 +64,7 @@ def check_values(
 def check_asynchronous(
     asynchronous: AsyncRule | None,
     cohort: CohortSampler | None,
-    devices: Devices | None,
+    devices: Devices | RecordedArrivals | None,
     correction: Correction | None,
     download: object = None,
 ) -> None:
@@ -74,18 +75,18 @@ def check_asynchronous(
     """
     problems: list[str] = []
     if asynchronous is None:
+        if isinstance(devices, RecordedArrivals):
+            raise ConfigurationError(
+                "federation: devices RecordedArrivals is who arrived when in an asynchronous run: set "
+                "asynchronous as well"
+            )
         return
     if cohort is not None:
         problems.append(
             "asynchronous starts clients by itself, uniformly at random among those that are idle: "
             "leave cohort out"
         )
-    if devices is None:
-        problems.append(
-            "asynchronous needs devices: without speeds nobody would ever be late. Use "
-            "fl_lightning.client.Devices"
-        )
-    elif devices.deadline is not None:
+    if isinstance(devices, Devices) and devices.deadline is not None:
         problems.append("asynchronous has no rounds to wait for: leave devices.deadline out")
     if correction is not None and correction.remembers:
         problems.append(

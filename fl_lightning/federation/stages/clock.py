@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from fl_lightning.client.clocks import Ended, RecordedClock, VirtualClock, Visit
 from fl_lightning.client.devices import Devices, Fate, Fleet
+from fl_lightning.client.recorded import RecordedArrivals
+from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.federation.stage import Stage
 from fl_lightning.federation.stages.devices import SimulatedDevices
 from fl_lightning.federation.stages.older_models import StaleUpdates, Versions
-from fl_lightning.federation.stages.schedule import Arrivals, ArrivingCohort
+from fl_lightning.federation.stages.schedule import Arrivals, ArrivingCohort, UnknownCohort
 from fl_lightning.server.staleness import AsyncRule
 
 
@@ -22,7 +26,7 @@ class VirtualTime:
     Attributes:
         fleet: the clients' devices; None if time is not simulated.
         rule: how stale updates count; None if the server waits for its cohort.
-        arrivals: who arrives when; None likewise.
+        arrivals: who arrives when; None likewise, and where that is not simulated.
     """
 
     fleet: Fleet | None = None
@@ -32,10 +36,12 @@ class VirtualTime:
     @classmethod
     def of(
         cls,
-        devices: Devices | None,
+        devices: Devices | RecordedArrivals | None,
         rule: AsyncRule | None,
         num_steps: npt.NDArray[np.int64],
         seed: int,
+        *,
+        elsewhere: bool = False,
     ) -> VirtualTime:
         """Return the time of a run.
 
@@ -44,18 +50,32 @@ class VirtualTime:
             rule: of an asynchronous server.
             num_steps: local steps of each client's round, shape (num_clients,).
             seed: root seed.
+            elsewhere: whether clients are at sites, which are as fast as they are.
+
+        Raises:
+            ConfigurationError: for a rule, and nobody who says who arrives when.
         """
-        if devices is None:
-            return cls()
-        fleet = Fleet(devices, len(num_steps), seed)
         if rule is None:
-            return cls(fleet)
+            if not isinstance(devices, Devices) or elsewhere:
+                return cls()
+            return cls(Fleet(devices, len(num_steps), seed))
+        if elsewhere:
+            return cls(rule=rule)
+        counts = len(num_steps), rule.concurrency, rule.buffer_size
+        if isinstance(devices, RecordedArrivals):
+            clock = RecordedClock(devices.arrivals(), _nobody_more)
+            return cls(rule=rule, arrivals=Arrivals(clock, *counts, seed))
+        if devices is None:
+            raise ConfigurationError(
+                "federation: asynchronous needs devices: without speeds nobody would ever be late. Use "
+                "fl_lightning.client.Devices"
+            )
+        fleet = Fleet(devices, len(num_steps), seed)
 
         def fate_of(client: int, start: int) -> Fate:
             return fleet.fate(client, max(1, int(num_steps[client])), draw=start)
 
-        counts = len(num_steps), rule.concurrency, rule.buffer_size
-        return cls(fleet, rule, Arrivals(fate_of, *counts, seed))
+        return cls(fleet, rule, Arrivals(VirtualClock(fate_of), *counts, seed))
 
     def who_sends(self, accumulate: int) -> list[Stage]:
         """Return what decides whose updates come, and of which model.
@@ -72,8 +92,17 @@ class VirtualTime:
         return [] if self.rule is None else [StaleUpdates(self.rule)]
 
     @property
-    def cohort(self) -> ArrivingCohort | None:
+    def cohort(self) -> ArrivingCohort | UnknownCohort | None:
         """Whose updates arrive for each step of an asynchronous server."""
-        if self.rule is None or self.arrivals is None:
+        if self.rule is None:
             return None
+        if self.arrivals is None:
+            return UnknownCohort(self.rule.buffer_size)
         return ArrivingCohort(self.arrivals, self.rule.buffer_size)
+
+
+def _nobody_more(at_work: Sequence[Visit]) -> Ended:
+    raise ConfigurationError(
+        "federation.devices: the recorded run had no more rounds than this one has had: set trainer.max_epochs "
+        "to as many as it had"
+    )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from fl_lightning.client.local_training import GlobalModel
+from fl_lightning.client.state.round_start import Options
 from fl_lightning.client.work import GroupWork
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.update import Updates
@@ -17,6 +18,14 @@ from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.stage import Sent, Stage, Start
 from fl_lightning.federation.stages.schedule import Arrivals
 from fl_lightning.server.staleness import AsyncRule
+
+if TYPE_CHECKING:
+    from fl_lightning.federation.run import Run
+
+MASKS_CHANGE = (
+    "federation: asynchronous does not work with masks that change during the run: clients at work would "
+    "send other entries than the server expects"
+)
 
 
 def counted(updates: Updates, start: Start, rule: AsyncRule) -> Updates:
@@ -35,6 +44,19 @@ def counted(updates: Updates, start: Start, rule: AsyncRule) -> Updates:
         share = rule.weighed(buffers.new_ones(()), start.staleness, None)
         buffers = torch.lerp(start.present.buffers.expand_as(buffers), buffers, share)
     return replace(updates, deltas=deltas, buffers=buffers)
+
+
+def older_start(kept: GlobalModel, start: Start, staleness: int) -> Start:
+    """Return what clients began from that were started some steps ago.
+
+    Args:
+        kept: the model of then, which out of a checkpoint is on the CPU.
+        start: of now.
+        staleness: how many steps, ≥ 1.
+    """
+    present = start.present
+    model = GlobalModel(kept.params.to(present.params), kept.buffers.to(present.buffers))
+    return start._replace(model=model, staleness=staleness)
 
 
 class StaleUpdates(Stage):
@@ -64,7 +86,12 @@ class Versions(Stage):
     def __init__(self, arrivals: Arrivals) -> None:
         self._arrivals = arrivals
         self._models: dict[int, GlobalModel] = {}
+        self._options: dict[int, Options] = {}  # of clients' optimizers, by version as well
         self._present = 0
+
+    def enter(self, run: Run) -> None:
+        """Learn whose optimizers they are."""
+        self._local = run.local
 
     def open(self, round_index: int, model: GlobalModel) -> None:
         """Keep the present version if it will be needed later, and forget what will not."""
@@ -72,8 +99,10 @@ class Versions(Stage):
         step = self._arrivals.step(version)
         if version in step.in_flight:
             self._models[version] = GlobalModel(model.params.clone(), model.buffers.clone())
+            self._options[version] = self._local.options
         needed = step.in_flight | set(step.versions.values())
         self._models = {v: kept for v, kept in self._models.items() if v in needed}
+        self._options = {v: kept for v, kept in self._options.items() if v in needed}
 
     def versions(self, clients: Sequence[int], rounds: list[int]) -> list[int]:
         """Return from which version each client was started."""
@@ -91,14 +120,14 @@ class Versions(Stage):
     def _start(self, version: int, start: Start) -> Start:
         if version == self._present:
             return start
-        kept, present = self._models[version], start.present  # out of a checkpoint on the CPU
-        model = GlobalModel(kept.params.to(present.params), kept.buffers.to(present.buffers))
-        return start._replace(model=model, staleness=self._present - version)
+        older = older_start(self._models[version], start, self._present - version)
+        return older._replace(options=self._options.get(version))
 
     def settle(self, record: RoundRecord) -> None:
         """Let virtual time go on until the server's step."""
         step = self._arrivals.step(self._present)
         record.durations, record.ended_at = dict(step.durations), step.seconds
+        record.more["round/staleness"] = step.staleness(self._present)
 
     def relocate(self, positions: Tensor) -> None:
         """Refuse other coordinates while clients are at work.
@@ -107,15 +136,13 @@ class Versions(Stage):
             ConfigurationError: if there are such clients.
         """
         if self._models:
-            raise ConfigurationError(
-                "federation: asynchronous does not work with masks that change during the run: "
-                "clients at work would send other entries than the server expects"
-            )
+            raise ConfigurationError(MASKS_CHANGE)
 
     def state_dict(self, *, with_round: bool) -> dict[str, Any]:
         """Return the models that are kept, by version, and who arrived last."""
         return {
             "models": {version: dict(vars(model)) for version, model in self._models.items()},
+            "options": dict(self._options),
             "present": self._present,
             "arrived": dict(self._arrivals.step(self._present).versions),
             "in_flight": sorted(self._arrivals.step(self._present).in_flight),
@@ -127,6 +154,11 @@ class Versions(Stage):
         Raises:
             ConfigurationError: if others would have arrived by now.
         """
+        if "present" not in state:
+            raise ConfigurationError(
+                "the checkpoint is of an asynchronous run over a network, whose clients are still at work at "
+                "their sites: resume it there, or simulate it from its start with RecordedArrivals"
+            )
         step = self._arrivals.step(state["present"])
         if (step.versions, sorted(step.in_flight)) != (state["arrived"], state["in_flight"]):
             raise ConfigurationError(
@@ -135,3 +167,4 @@ class Versions(Stage):
             )
         self._present = state["present"]
         self._models = {version: GlobalModel(**kept) for version, kept in state["models"].items()}
+        self._options = dict(state.get("options", {}))

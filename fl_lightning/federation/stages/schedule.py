@@ -1,10 +1,11 @@
-"""Which updates arrive for which step of an asynchronous server: the whole story, told in advance.
+"""Which updates arrive for which step of an asynchronous server.
 
-When clients are at work all the time, who arrives when depends only on how fast devices are and on
-who is started, not on any weight. So it is a pure function of (seed, devices, numbers of local
-steps), worked out event by event ahead of the training: step v of the server takes the K updates
-that arrive next, each from a client that was started when the model had version u ≤ v. Training
-then is what it is in any round, from the model of version u. Nothing of it needs to be saved.
+Who is started depends on who ends, and on no weight: step v of the server takes the K updates that
+arrive next, each from a client that was started when the model had version u ≤ v. Training then is what
+it is in any round, from the model of version u. Who ends next, a clock says. In simulation that is
+virtual time, and the whole story is told in advance, event by event: a pure function of (seed, devices,
+numbers of local steps), of which nothing needs to be saved. Over a network it is the order in which
+answers come; that order is recorded, and with it the story is the same pure function again.
 
 A client is not started again while its update waits in the buffer: of one version it trains once.
 Updates that arrive at the same moment are taken in before anybody is started anew.
@@ -12,19 +13,15 @@ Updates that arrive at the same moment are taken in before anybody is started an
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from fl_lightning.client.devices import Fate
+from fl_lightning.client.clocks import Clock, Ended, Visit
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import numpy_generator
 from fl_lightning.data.cohorts.population import ClientIds, Population
 
-# (client, number of the start) -> what becomes of its work
-FateOf = Callable[[int, int], Fate]
 # Steps that may pass, in virtual time, without an update that arrives.
 MOST_LOST_IN_A_ROW = 10_000
 
@@ -35,8 +32,8 @@ class ServerStep:
 
     Attributes:
         versions: of the model that each client began from, by client, in increasing order of ids.
-        durations: how long each was at work, in seconds of virtual time.
-        seconds: the virtual time of the step.
+        durations: how long each was at work, in seconds.
+        seconds: the time of the step.
         in_flight: versions from which somebody is still at work.
     """
 
@@ -45,19 +42,20 @@ class ServerStep:
     seconds: float
     in_flight: frozenset[int]
 
+    def staleness(self, present: int) -> float:
+        """Return how many steps the server took between start and arrival, on average.
 
-@dataclass(frozen=True)
-class _Visit:
-    client: int
-    version: int
-    fate: Fate
+        Args:
+            present: number of the step.
+        """
+        return sum(present - version for version in self.versions.values()) / len(self.versions)
 
 
 class Arrivals:
     """The steps of a run's server, worked out as far as they are asked for.
 
     Args:
-        fate_of: how long a client takes, and whether its update arrives.
+        clock: says who ends next.
         num_clients: how many there are.
         concurrency: at work at any time, in [1, num_clients].
         buffer_size: updates per step, in [1, num_clients].
@@ -67,13 +65,16 @@ class Arrivals:
         ConfigurationError: if there are too few clients.
 
     Example:
-        >>> arrivals = Arrivals(lambda client, start: Fate(1, 1.0 + 2.0 * client, False), 2, 2, 1, 0)
+        >>> from fl_lightning.client.clocks import VirtualClock
+        >>> from fl_lightning.client.devices import Fate
+        >>> clock = VirtualClock(lambda client, start: Fate(1, 1.0 + 2.0 * client, False))
+        >>> arrivals = Arrivals(clock, 2, 2, 1, 0)
         >>> [arrivals.step(number).versions for number in range(4)]
         [{0: 0}, {0: 1}, {1: 0}, {0: 2}]
     """
 
     def __init__(
-        self, fate_of: FateOf, num_clients: int, concurrency: int, buffer_size: int, seed: int
+        self, clock: Clock, num_clients: int, concurrency: int, buffer_size: int, seed: int
     ) -> None:
         most = max(concurrency, buffer_size)
         if most > num_clients:
@@ -81,14 +82,13 @@ class Arrivals:
                 f"federation.asynchronous: concurrency and buffer_size must be at most the number "
                 f"of clients, {num_clients}, got {concurrency} and {buffer_size}"
             )
-        self._fate_of, self._seed = fate_of, seed
+        self._clock, self._seed = clock, seed
         self._num_clients, self._concurrency = num_clients, concurrency
         self._buffer_size = buffer_size
         self._steps: list[ServerStep] = []
-        self._at_work: list[tuple[float, int, _Visit]] = []  # by when they end
-        self._arrived: list[_Visit] = []  # not yet in the buffer
+        self._at_work: dict[int, int] = {}  # version, by client
+        self._arrived: list[Ended] = []  # not yet in the buffer
         self._busy: set[int] = set()
-        self._now = 0.0
         self._num_started = 0
 
     def step(self, number: int) -> ServerStep:
@@ -98,7 +98,7 @@ class Arrivals:
         return self._steps[number]
 
     def _next(self) -> ServerStep:
-        buffer: list[_Visit] = []
+        buffer: list[Ended] = []
         num_lost = 0
         while True:
             room = self._buffer_size - len(buffer)
@@ -112,22 +112,22 @@ class Arrivals:
                 raise ConfigurationError(
                     f"federation.devices: {num_lost} updates in a row were lost: lower drop_rate"
                 )
-        self._busy -= {visit.client for visit in buffer}
-        buffer.sort(key=lambda visit: visit.client)
-        waiting = [*self._arrived, *(visit for _, _, visit in self._at_work)]
+        self._busy -= {ended.client for ended in buffer}
+        buffer.sort(key=lambda ended: ended.client)
+        waiting = (ended.version for ended in self._arrived)
         return ServerStep(
-            versions={visit.client: visit.version for visit in buffer},
-            durations={visit.client: visit.fate.seconds for visit in buffer},
-            seconds=self._now,
-            in_flight=frozenset(visit.version for visit in waiting),
+            versions={ended.client: ended.version for ended in buffer},
+            durations={ended.client: ended.seconds for ended in buffer},
+            seconds=self._clock.now,
+            in_flight=frozenset([*waiting, *self._at_work.values()]),
         )
 
     def _start_clients(self) -> None:
+        version = len(self._steps)
         for client in self._drawn(self._concurrency - len(self._at_work)):
-            fate = self._fate_of(client, self._num_started)
-            visit = _Visit(client, len(self._steps), fate)
-            heapq.heappush(self._at_work, (self._now + fate.seconds, self._num_started, visit))
+            self._clock.start(Visit(client, version, self._num_started))
             self._num_started += 1
+            self._at_work[client] = version
             self._busy.add(client)
 
     def _drawn(self, wanted: int) -> list[int]:
@@ -145,14 +145,12 @@ class Arrivals:
 
     def _wait(self) -> int:
         """Let time pass until somebody ends, and return how many updates were lost."""
-        self._now = self._at_work[0][0]
-        ended = []
-        while self._at_work and self._at_work[0][0] == self._now:
-            ended.append(heapq.heappop(self._at_work)[2])
-        lost = [visit for visit in ended if visit.fate.is_lost]
-        self._busy -= {visit.client for visit in lost}
-        self._arrived = [visit for visit in ended if not visit.fate.is_lost]
-        return len(lost)
+        ended = self._clock.wait()
+        for each in ended:
+            del self._at_work[each.client]
+        self._busy -= {each.client for each in ended if each.is_lost}
+        self._arrived = [each for each in ended if not each.is_lost]
+        return len(ended) - len(self._arrived)
 
 
 @dataclass(frozen=True)
@@ -169,3 +167,18 @@ class ArrivingCohort:
     def sample(self, round_index: int, population: Population, seed: int) -> ClientIds:
         """Return the ids of the clients whose updates the step takes in."""
         return np.array(list(self.arrivals.step(round_index).versions), np.int64)
+
+
+@dataclass(frozen=True)
+class UnknownCohort:
+    """The clients of a server that takes what comes: who it will be nobody knows in advance."""
+
+    buffer_size: int
+
+    def expected_size(self, num_clients: int) -> int:
+        """Return the size of the buffer."""
+        return self.buffer_size
+
+    def sample(self, round_index: int, population: Population, seed: int) -> ClientIds:
+        """Return nobody."""
+        return np.empty(0, np.int64)

@@ -69,17 +69,22 @@ class Transport(Stage):
         """Return what arrives of updates: one by one, where something happens to them."""
         if self.path.is_empty:
             return (sent._replace(num_bytes=sent.num_bytes + bytes_up(sent.arrived)),)
-        return self._one_by_one(sent)
+        return self._one_by_one(sent, self._run.round_index - start.staleness)
 
-    def _one_by_one(self, sent: Sent) -> Iterator[Sent]:
+    def _one_by_one(self, sent: Sent, began: int) -> Iterator[Sent]:
         for made, update in zip(sent.made, sent.arrived, strict=True):
-            arrival = self.sent(update)
+            arrival = self.sent(update, began)
             num_bytes = sent.num_bytes + arrival.num_bytes
             yield Sent(Updates.of(made), Updates.of(arrival.update), num_bytes, arrival.error)
 
-    def sent(self, update: ClientUpdate) -> Arrival:
-        """Send a client's update, and have it keep what does not arrive."""
-        arrival = self.path.send(update, self._run.round_index, self._kept(update))
+    def sent(self, update: ClientUpdate, began: int) -> Arrival:
+        """Send a client's update, and have it keep what does not arrive.
+
+        Args:
+            update: of a client.
+            began: of which round's model it is.
+        """
+        arrival = self.path.send(update, began, self._kept(update))
         if arrival.memory is not None:
             self._memory.put(_FEEDBACK, update.client_id, arrival.memory)
         return arrival

@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
+from fl_lightning.client.recorded import RecordedArrivals
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.options import Options
@@ -27,13 +28,15 @@ def check_over_network(trainer: Trainer, data: Any, options: Options) -> None:
 
 
 def _of_options(options: Options) -> Iterator[str]:
-    if options.devices is not None:
+    if isinstance(options.devices, RecordedArrivals):
+        yield (
+            "federation.devices RecordedArrivals simulates a run that has been: leave it out over a network"
+        )
+    elif options.devices is not None and options.asynchronous is None:
         yield (
             "federation.devices simulates how fast clients are, and sites are as fast as they are: leave "
             "it out, and say with network run --deadline how many seconds the server waits"
         )
-    if options.asynchronous is not None:
-        yield "federation.asynchronous is simulated only: leave it out over a network"
     if options.attackers is not None:
         yield "federation.attackers are simulated only: leave them out over a network"
     if options.engine == "slots":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,7 @@ class Reply:
         reason: why not.
         bytes_up: of the answer.
         bytes_down: of the order.
+        order: what it was asked.
     """
 
     site: str
@@ -34,27 +36,32 @@ class Reply:
     reason: str = ""
     bytes_up: int = 0
     bytes_down: int = 0
+    order: Order | None = None
 
 
-@dataclass
+@dataclass(eq=False)
 class _Asked:
-    """An order on its way.
+    """An order on its way, or in line behind others of its site.
 
     Attributes:
-        order: what a site is asked.
+        site: that is asked.
+        order: what.
         content: its bytes.
         sent: what the site has been sent last: these, or those of a greeting.
-        again_at: when it is to be greeted and asked again; None while it works.
+        until: when it is given up; None while it is in line.
+        again_at: when the site is to be greeted and asked again; None while it works.
     """
 
+    site: str
     order: Order
     content: bytes
     sent: bytes
+    until: float | None = None
     again_at: float | None = None
 
 
 class Correspondence:
-    """Asks sites.
+    """Asks sites, each one thing at a time: orders to a site that is at work stand in line.
 
     A site that is lost while it works (killed, restarted, cut off) is greeted and asked again as soon as
     it is there, until the deadline: the same order gives the same answer.
@@ -67,6 +74,8 @@ class Correspondence:
 
     def __init__(self, channel: Channel, *, deadline: float = 3600.0, largest: int = 2**33) -> None:
         self._channel, self._deadline, self._largest = channel, deadline, largest
+        self._lines: dict[str, deque[_Asked]] = {}  # of sites; the first is on its way
+        self._posted: deque[Reply] = deque()  # replies to what was posted
 
     def greet(self, write: Callable[[], Order], wanted: int) -> dict[str, Answer]:
         """Return what sites say of themselves, when as many as wanted are there.
@@ -96,55 +105,127 @@ class Correspondence:
     def ask(self, orders: Mapping[str, Order], greet: Collection[str] = ()) -> Iterator[Reply]:
         """Send an order to each of some sites, and yield what they reply, as it comes.
 
-        A site that does not answer in time, or whose answer is not one, has no answer.
+        A site that does not answer in time, or whose answer is not one, has no answer. What was posted
+        and is on its way is waited for, the rest of it comes after.
 
         Args:
             orders: by site.
             greet: sites that are greeted anew before.
         """
-        until = time.monotonic() + self._deadline
-        waiting: dict[str, _Asked] = {}
         greeting = self._write().to_bytes() if greet else b""
-        for site, order in orders.items():
-            content = order.to_bytes()
-            waiting[site] = _Asked(order, content, greeting if site in greet else content)
-            self._channel.send(site, waiting[site].sent, self._deadline)
-        while waiting and (left := until - time.monotonic()) > 0:
-            for site, came in self._channel.receive(min(left, _PAUSE)):
-                if site in waiting and (reply := self._reply(site, came, waiting[site], left)):
-                    del waiting[site]
-                    yield reply
-            self._ask_again(waiting, until)
-        for site, asked in waiting.items():
-            reason = f"it did not answer within {self._deadline:g} s"
-            yield Reply(site, None, reason, bytes_down=len(asked.content))
+        waiting = {
+            self._put(site, order, greeting if site in greet else b"", ahead=True)
+            for site, order in orders.items()
+        }
+        try:
+            while waiting:
+                for asked, reply in self._come():
+                    if asked in waiting:
+                        waiting.remove(asked)
+                        yield reply
+                    else:
+                        self._posted.append(reply)
+        finally:
+            for asked in waiting:  # nobody wants to know any more
+                self._take_out(asked)
 
-    def _reply(self, site: str, came: bytes | Lost, asked: _Asked, left: float) -> Reply | None:
+    def post(self, site: str, order: Order) -> None:
+        """Put an order in a site's line; `next_reply` says what has become of it."""
+        self._put(site, order)
+
+    def next_reply(self) -> Reply:
+        """Return the next reply to an order that was posted; waits for it."""
+        while not self._posted:
+            self._posted.extend(reply for _, reply in self._come())
+        return self._posted.popleft()
+
+    def forget_posted(self) -> None:
+        """Take no interest any more in what was posted: what is in line is not sent."""
+        self._lines.clear()
+        self._posted.clear()
+
+    def _put(
+        self, site: str, order: Order, greeting: bytes = b"", *, ahead: bool = False
+    ) -> _Asked:
+        content = order.to_bytes()
+        asked = _Asked(site, order, content, greeting or content)
+        line = self._lines.setdefault(site, deque())
+        line.insert(1 if ahead else len(line), asked)
+        if line[0] is asked:
+            self._send(asked)
+        return asked
+
+    def _send(self, asked: _Asked) -> None:
+        asked.until = time.monotonic() + self._deadline
+        self._channel.send(asked.site, asked.sent, self._deadline)
+
+    def _take_out(self, asked: _Asked) -> None:
+        """Have the next of a site's line be sent, if this one was on its way."""
+        line = self._lines.get(asked.site, deque())
+        if asked not in line:
+            return
+        was_first = line[0] is asked
+        line.remove(asked)
+        if line and was_first:
+            self._send(line[0])
+
+    def _come(self) -> list[tuple[_Asked, Reply]]:
+        """Return what has been replied to, and what is given up, after at most a second."""
+        found, now = [], time.monotonic()
+        left = min((a.until - now for a in self._on_their_way() if a.until), default=_PAUSE)
+        for site, came in self._channel.receive(max(0.0, min(left, _PAUSE))):
+            line = self._lines.get(site)
+            if line and (reply := self._reply(came, line[0])):
+                found.append((line[0], reply))
+                self._take_out(line[0])
+        for asked in self._on_their_way():
+            if asked.until is not None and time.monotonic() >= asked.until:
+                found.append((asked, self._given_up(asked)))
+                self._take_out(asked)
+        self._ask_again()
+        return found
+
+    def _on_their_way(self) -> list[_Asked]:
+        return [line[0] for line in self._lines.values() if line]
+
+    def _given_up(self, asked: _Asked) -> Reply:
+        reason = f"it did not answer within {self._deadline:g} s"
+        return Reply(asked.site, None, reason, bytes_down=len(asked.content), order=asked.order)
+
+    def _reply(self, came: bytes | Lost, asked: _Asked) -> Reply | None:
         """Return what a site replies to its order; None if it is asked on or again."""
+        site = asked.site
         answer, reason, is_lost = self._read(site, came, digest(asked.sent))
         if is_lost:
             asked.again_at = time.monotonic() + _PAUSE
             return None
         if answer is not None and asked.sent is not asked.content:  # it has been greeted
             asked.sent = asked.content
-            self._channel.send(site, asked.content, left)
+            self._channel.send(site, asked.content, self._left(asked))
             return None
         if answer is not None:
             try:
                 answer.check_answers(asked.order, digest(asked.content))
             except MessageError as error:
                 answer, reason = None, f"its answer is not one: {error}"
-        size = 0 if isinstance(came, Lost) else len(came)
-        return Reply(site, answer, reason, bytes_up=size, bytes_down=len(asked.content))
+        up, down = 0 if isinstance(came, Lost) else len(came), len(asked.content)
+        return Reply(site, answer, reason, bytes_up=up, bytes_down=down, order=asked.order)
 
-    def _ask_again(self, waiting: Mapping[str, _Asked], until: float) -> None:
+    def _ask_again(self) -> None:
         now = time.monotonic()
-        due = {s: a for s, a in waiting.items() if a.again_at is not None and a.again_at <= now}
+        due = {
+            asked.site: asked
+            for asked in self._on_their_way()
+            if asked.again_at is not None and asked.again_at <= now
+        }
         here = [site for site in self._channel.sites() if site in due] if due else []
         greeting = self._write().to_bytes() if here else b""
         for site in here:
             due[site].again_at, due[site].sent = None, greeting
-            self._channel.send(site, greeting, until - now)
+            self._channel.send(site, greeting, self._left(due[site]))
+
+    def _left(self, asked: _Asked) -> float:
+        return max(1.0, (asked.until or 0.0) - time.monotonic())
 
     def _read(self, site: str, came: bytes | Lost, name: str) -> tuple[Answer | None, str, bool]:
         """Return an answer, or why there is none and whether the site is only lost for a while."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from fl_lightning.client.local_training import GlobalModel
@@ -14,6 +15,11 @@ class Counted(Stage):
 
     Args:
         run: of the run, 32 hexadecimal digits; that of the checkpoint in a resumed one.
+
+    Attributes:
+        run: as given.
+        rounds: by client; the round of the order, also where its update counted in a later one.
+        began: of which round's order those clients' updates are that count in a later one.
     """
 
     key = "sites"
@@ -23,11 +29,13 @@ class Counted(Stage):
     def __init__(self, run: str) -> None:
         self.run = run
         self.rounds: dict[int, int] = {}
+        self.began: Mapping[int, int] = {}
 
     def close(self, record: RoundRecord) -> None:
         """Note whose update was used."""
         absent = {*record.skipped, *record.lost}
-        self.rounds |= {c: self._number for c in record.finished if c not in absent}
+        counting = (client for client in record.finished if client not in absent)
+        self.rounds |= {client: self.began.get(client, self._number) for client in counting}
 
     def open(self, round_index: int, model: GlobalModel) -> None:
         """Note the round's number."""

@@ -49,6 +49,7 @@ class _Came(NamedTuple):
         tensors: that go with it.
         bytes_up: its part of its site's answer.
         bytes_down: its part of its site's order.
+        began: of which round's order it is.
     """
 
     answer: ClientAnswer | None
@@ -56,6 +57,7 @@ class _Came(NamedTuple):
     tensors: Mapping[str, Tensor]
     bytes_up: int
     bytes_down: int
+    began: int
 
 
 class _Unusable(Exception):  # noqa: N818
@@ -121,16 +123,18 @@ class Sites(Training):
     def train(self, start: Start, work: GroupWork, taker: Taker) -> None:
         """Send orders, and hand on what comes back in the order of the clients."""
         self._taker = taker
-        clients = work.client_ids.tolist()
-        num_up = 0 if self._stages.buffers_stay else self.local.buffers.size
-        packing = Packing(self._transport, self.local.space, self.local.buffers.size, num_up)
-        orders = self._orders(clients, start, packing)
+        clients, packing = work.client_ids.tolist(), self._packing()
+        options, tensors = self._common(start, packing)
+        orders = {
+            site: self._order("train", some, options, tensors)
+            for site, some in self._by_site(clients).items()
+        }
         came: dict[int, _Came] = {}
         sums: dict[str, MetricSums] = {}
         place = 0
         for reply in self._ask(orders):
             self._note_sums(reply, sums)
-            came |= _by_client(reply, orders[reply.site])
+            came |= by_client(reply, orders[reply.site])
             while place < len(clients) and clients[place] in came:
                 client = clients[place]
                 self._hand_on(client, came.pop(client), start, packing, taker)
@@ -144,9 +148,7 @@ class Sites(Training):
             stage: ``validation`` or ``test``.
             clients: who; those that cannot are left out, with a warning.
         """
-        num_up = 0 if self._stages.buffers_stay else self.local.buffers.size
-        packing = Packing(self._transport, self.local.space, self.local.buffers.size, num_up)
-        model = packing.whole_model(self.local.read(), self._run.round_index)
+        model = self._packing().whole_model(self.local.read(), self._run.round_index)
         options = self._agreed() | {"stage": stage}
         orders = {
             site: self._order("evaluate", some, options, {"model": model})
@@ -187,7 +189,12 @@ class Sites(Training):
         except ValueError as error:
             rank_zero_warn(f"site {reply.site}: its metrics are left out: {error}")
 
-    def _orders(self, clients: list[int], start: Start, packing: Packing) -> dict[str, Order]:
+    def _packing(self) -> Packing:
+        num_up = 0 if self._stages.buffers_stay else self.local.buffers.size
+        return Packing(self._transport, self.local.space, self.local.buffers.size, num_up)
+
+    def _common(self, start: Start, packing: Packing) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return options and tensors of all orders to train in the present round."""
         number = self._run.round_index
         tensors = {"model": packing.model(start.present, number)}
         for stage in self._stages:
@@ -199,10 +206,7 @@ class Sites(Training):
         }
         if self._sums is not None:
             options["most_clients"] = self._sums.terms.most_clients
-        return {
-            site: self._order("train", some, options, tensors)
-            for site, some in self._by_site(clients).items()
-        }
+        return options, tensors
 
     def _agreed(self) -> dict[str, Any]:
         """Return what both sides must know of the model alike."""
@@ -228,15 +232,16 @@ class Sites(Training):
         clients: tuple[int, ...],
         options: Mapping[str, Any],
         tensors: Mapping[str, Tensor],
+        round_index: int | None = None,
     ) -> Order:
-        """Return an order of the present round."""
+        """Return an order of a round; of the present one if None."""
         counted = self._greeting.counted
         rounds = counted.rounds
         return Order(
             kind=kind,
             run=counted.run,
             configuration=self._greeting.digest,
-            round=self._run.round_index,
+            round=self._run.round_index if round_index is None else round_index,
             clients=clients,
             counted={client: rounds.get(client, -1) for client in clients},
             options=options,
@@ -314,7 +319,7 @@ class Sites(Training):
         """Return an update as it came; without numbers where they are to be hidden."""
         if self._sums is None:
             payload = came.tensors["payload"]
-            return packing.opened_update(payload, answer.client, self._run.round_index)
+            return packing.opened_update(payload, answer.client, came.began)
         nothing = torch.empty(0, dtype=self.local.space.dtype)
         return ClientUpdate(answer.client, nothing, nothing, answer.num_examples, answer.num_steps)
 
@@ -327,7 +332,7 @@ def _fields(update: ClientUpdate) -> dict[str, Any]:
     return {name: getattr(update, name) for name in ClientUpdate.__dataclass_fields__}
 
 
-def _by_client(reply: Reply, order: Order) -> dict[int, _Came]:
+def by_client(reply: Reply, order: Order) -> dict[int, _Came]:
     """Return what has come from each client of an order."""
     given = () if reply.answer is None else reply.answer.clients
     answers = {answer.client: answer for answer in given}
@@ -343,6 +348,7 @@ def _by_client(reply: Reply, order: Order) -> dict[int, _Came]:
             },
             reply.bytes_up // len(order.clients),
             reply.bytes_down // len(order.clients),
+            order.round,
         )
         for client in order.clients
     }

@@ -20,7 +20,7 @@ from fl_lightning.federation.calendar import Calendar
 from fl_lightning.federation.checks.by_hand import check_several
 from fl_lightning.federation.checks.compatibility import check_set_up
 from fl_lightning.federation.checks.first_look import check_data_fits
-from fl_lightning.federation.loop import run_without_end, set_round
+from fl_lightning.federation.loop import plan_rounds, set_round
 from fl_lightning.federation.options import Options
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stages.order import run_aggregator, stages_of
@@ -71,6 +71,7 @@ class AtSite(Callback):
         """Have the fit loop ask for orders instead of batches."""
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         self._options = options_at_site(self._given, len(data.clients))
+        plan_rounds(trainer, self._num_rounds)  # for schedules of rates, which are built next
         self._calendar: Calendar = prepare(trainer, pl_module, self._options, self._cleanup)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -80,6 +81,7 @@ class AtSite(Callback):
                 "trainer.precision: 16-mixed has a loss scale that all clients share, which sites do "
                 "not exchange: use bf16-mixed or 32-true"
             )
+        plan_rounds(trainer, None)  # the server says when it is over
         options, calendar = self._options, self._calendar
         greeting = self._first_mask(trainer)
         raise_together(
@@ -88,7 +90,6 @@ class AtSite(Callback):
             lambda: check_data_fits(trainer),
         )
         trainer.strategy.lr_scheduler_configs.clear()  # rates come with orders
-        run_without_end(trainer)  # not before schedules were made for the rounds that are planned
         run = Run.of(trainer, options, calendar)
         aggregator = run_aggregator(trainer, options.aggregator, None)
         stages = stages_of(run, aggregator, calendar.time, None)

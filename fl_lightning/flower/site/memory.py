@@ -68,6 +68,8 @@ class SiteMemory:
             if client in waiting and self._learnt.get(client) == counted:
                 self._memory.commit(client)
                 self._counted[client] = counted
+        if order.kind == "evaluate":  # they may be at work meanwhile, on what counts later
+            return
         asked = set(order.clients)
         others = (key for key in self._memory.waiting_keys if key[1] not in asked)
         self._memory.discard(keep=frozenset(others))

@@ -65,6 +65,7 @@ class Site:
         self._facts: Mapping[str, Any] = {}
         self._round = -1
         self._mask = ""  # see `RunMask`
+        self._has_rounds = True
         self._sums: SiteSums
         self._last: tuple[str, bytes] = "", b""
         self._last_sum: tuple[str, bytes] = "", b""
@@ -145,10 +146,11 @@ class Site:
     def _trained(self, order: Order) -> Done:
         epsilon = order.options.get("epsilon")
         self._policy.check_epsilon(math.inf if epsilon is None else float(epsilon))
-        if order.round <= self._round:
+        # without rounds each client has its own last one, and memory says whether the server went back
+        last = self._round if self._has_rounds else max(order.counted.values())
+        if order.round <= last:
             raise OrderRefused(
-                "round",
-                f"this site has answered round {self._round}, not this order of {order.round}",
+                "round", f"this site has answered round {last}, not this order of {order.round}"
             )
         done = self._asked(order)
         self._sums.keep(order.round, done.vectors, done.rules, order)
@@ -198,6 +200,9 @@ class Site:
         self._stop()
         self._run, self._configuration, self._desk = order.run, order.configuration, Desk()
         self._mask = ""
+        federation = configuration.get("federation") or {}
+        # without them clients of one site are at work on models of several rounds
+        self._has_rounds = not federation.get("asynchronous")
         folder = self._folder / order.run
         self._recall(folder)
         self._sums, self._last_sum = SiteSums(folder, self._policy), ("", b"")

@@ -1,0 +1,134 @@
+"""When clients end that are at work all the time: in virtual time, or in the order on record."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+from fl_lightning.client.devices import Fate
+from fl_lightning.core.errors import ConfigurationError
+
+# (client, number of the start) -> what becomes of its work
+FateOf = Callable[[int, int], Fate]
+
+
+class Visit(NamedTuple):
+    """A client at work.
+
+    Attributes:
+        client: who.
+        version: of the model that it began from.
+        number: of the start, counted from 0.
+    """
+
+    client: int
+    version: int
+    number: int
+
+
+class Ended(NamedTuple):
+    """The end of a client's work.
+
+    Attributes:
+        client: who.
+        version: of the model that it began from.
+        seconds: how long it was at work.
+        is_lost: whether nothing has come of it.
+    """
+
+    client: int
+    version: int
+    seconds: float
+    is_lost: bool = False
+
+
+class Clock(Protocol):
+    """Says who ends next.
+
+    Attributes:
+        now: the time, in seconds.
+    """
+
+    now: float
+
+    def start(self, visit: Visit) -> None:
+        """Know that a client is at work from now on."""
+
+    def wait(self) -> list[Ended]:
+        """Let time pass until somebody ends, and return who does at that moment."""
+
+
+class VirtualClock:
+    """Time that is worked out.
+
+    Args:
+        fate_of: how long a client takes, and whether its update arrives.
+    """
+
+    def __init__(self, fate_of: FateOf) -> None:
+        self._fate_of = fate_of
+        self._at_work: list[tuple[float, int, Ended]] = []  # by when they end
+        self.now = 0.0
+
+    def start(self, visit: Visit) -> None:
+        """Work out when a client will end."""
+        fate = self._fate_of(visit.client, visit.number)
+        ended = Ended(visit.client, visit.version, fate.seconds, fate.is_lost)
+        heapq.heappush(self._at_work, (self.now + fate.seconds, visit.number, ended))
+
+    def wait(self) -> list[Ended]:
+        """Let time pass until somebody ends."""
+        self.now = self._at_work[0][0]
+        ended = []
+        while self._at_work and self._at_work[0][0] == self.now:
+            ended.append(heapq.heappop(self._at_work)[2])
+        return ended
+
+
+class RecordedClock:
+    """Time that has passed: clients end in the order on record, and then as somebody says.
+
+    Args:
+        record: in the order in which they ended; what is said later is added.
+        go_on: says who ends next of those at work, when nobody is left on record.
+
+    Attributes:
+        record: so far.
+
+    Example:
+        >>> clock = RecordedClock([Ended(1, 0, 2.0)], lambda at_work: Ended(at_work[0].client, 0, 3.0))
+        >>> clock.start(Visit(0, 0, 0)), clock.start(Visit(1, 0, 1))
+        (None, None)
+        >>> [ended.client for _ in range(2) for ended in clock.wait()], clock.now
+        ([1, 0], 3.0)
+    """
+
+    def __init__(self, record: Iterable[Ended], go_on: Callable[[Sequence[Visit]], Ended]) -> None:
+        self.record, self._go_on = list(record), go_on
+        self._place = 0
+        self._at_work: dict[int, tuple[Visit, float]] = {}
+        self.now = 0.0
+
+    def start(self, visit: Visit) -> None:
+        """Know that a client is at work."""
+        self._at_work[visit.client] = visit, self.now
+
+    def wait(self) -> list[Ended]:
+        """Return who ends next.
+
+        Raises:
+            ConfigurationError: if by the record it is somebody who is not at work.
+        """
+        if self._place == len(self.record):
+            self.record.append(self._go_on([visit for visit, _ in self._at_work.values()]))
+        ended = self.record[self._place]
+        self._place += 1
+        visit, began = self._at_work.pop(ended.client, (None, 0.0))
+        if visit is None or visit.version != ended.version:
+            raise ConfigurationError(
+                f"the recorded order of arrival does not fit: client {ended.client} is not at work from "
+                f"version {ended.version}. Take seed, asynchronous and num_clients of the run that wrote it"
+            )
+        self.now = max(self.now, began + ended.seconds)
+        return [ended]

@@ -1,0 +1,247 @@
+"""The clients' side of an asynchronous run whose clients are at sites.
+
+So many clients are at work at any time, each on an order of its own; a site takes them one after the
+other. A round is a step of the server: it waits until as many answers have come as the buffer holds, and
+starts somebody anew for each. Who is started is the simulation's draw; who arrives next, the network says,
+and that is recorded. With the record the run is a pure function again: simulated with it
+(`RecordedArrivals`) it ends in the same bits. So is a run that goes on from a checkpoint: its past is on
+record, and who is at work by it is asked again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, final
+
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+
+from fl_lightning.client.clocks import Ended, RecordedClock, Visit
+from fl_lightning.client.local_training import GlobalModel
+from fl_lightning.client.recorded import FILE, write_arrivals
+from fl_lightning.client.work import GroupWork
+from fl_lightning.core.errors import ClientFailure, ConfigurationError, RoundFailure
+from fl_lightning.federation.checkpoints.run_folder import own_run_folder
+from fl_lightning.federation.options import Options
+from fl_lightning.federation.round_record import RoundRecord
+from fl_lightning.federation.run import Run
+from fl_lightning.federation.stage import Stage, Stages, Start, check_same
+from fl_lightning.federation.stages.older_models import MASKS_CHANGE, older_start
+from fl_lightning.federation.stages.schedule import Arrivals
+from fl_lightning.federation.training import Taker
+from fl_lightning.flower.messages import Order
+from fl_lightning.flower.metric_sums import MetricSums, pool_sums
+from fl_lightning.flower.server.correspondence import Reply
+from fl_lightning.flower.server.counted import Counted
+from fl_lightning.flower.server.sites import Sites, by_client
+from fl_lightning.server.staleness import AsyncRule
+
+Common = tuple[Mapping[str, Any], Mapping[str, Tensor]]
+
+
+@final
+class VersionsAtSites(Stage):
+    """The versions of the global model from which clients are at work, and who has arrived so far.
+
+    Args:
+        rule: of the run.
+        num_clients: how many there are.
+        seed: of who is started.
+        counted: is told from which version those began that count.
+
+    Attributes:
+        arrivals: what each step of the server takes in.
+        go_on: says who ends next of those at work; waits for it.
+    """
+
+    key = "versions"
+    restarts = True  # answers of a round that was broken off are asked for again
+    reason_against_sites = None
+    reason_against_privacy = None
+    go_on: Callable[[Sequence[Visit]], Ended]
+
+    def __init__(self, rule: AsyncRule, num_clients: int, seed: int, counted: Counted) -> None:
+        self._rule, self._seed, self._counted = rule, seed, counted
+        self._sizes = num_clients, rule.concurrency, rule.buffer_size
+        self._models: dict[int, GlobalModel] = {}
+        self._common: dict[int, Common] = {}
+        self._present = self._num_closed = 0
+        self._begin(())
+
+    def _begin(self, record: Sequence[Ended]) -> None:
+        self._clock = RecordedClock(record, lambda at_work: self.go_on(at_work))
+        self.arrivals = Arrivals(self._clock, *self._sizes, self._seed)
+
+    def enter(self, run: Run) -> None:
+        """Learn where the order of arrival is to be written down."""
+        self._file = Path(own_run_folder(run.trainer), FILE)
+
+    def open(self, round_index: int, model: GlobalModel) -> None:
+        """Keep the present version, and forget those from which nobody is at work any more."""
+        needed = self.arrivals.step(round_index - 1).in_flight if round_index else frozenset()
+        self._models = {v: kept for v, kept in self._models.items() if v in needed}
+        self._common = {v: kept for v, kept in self._common.items() if v in needed}
+        self._present = round_index
+        self._models[round_index] = GlobalModel(model.params.clone(), model.buffers.clone())
+
+    def note(self, options: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Keep what all orders of the present version say, but for the model."""
+        self._common[self._present] = options, {n: t for n, t in tensors.items() if n != "model"}
+
+    def kept(self, version: int) -> tuple[GlobalModel, Common]:
+        """Return what orders of a version say."""
+        return self._models[version], self._common[version]
+
+    def start(self, version: int, start: Start) -> Start:
+        """Return what clients began from, of what they would begin from now."""
+        if version == self._present:
+            return start
+        return older_start(self._models[version], start, self._present - version)
+
+    def settle(self, record: RoundRecord) -> None:
+        """Note how late the updates are that count."""
+        step = self.arrivals.step(self._present)
+        lost = sum(ended.is_lost for ended in self._clock.record[self._num_closed :])
+        record.durations, self._counted.began = dict(step.durations), step.versions
+        record.more |= {
+            "round/staleness": step.staleness(self._present),
+            "round/lost": float(lost),
+        }
+
+    def close(self, record: RoundRecord) -> None:
+        """Write down who has arrived."""
+        self._num_closed = len(self._clock.record)
+        write_arrivals(self._file, self._clock.record, self._rule.buffer_size)
+
+    def relocate(self, positions: Tensor) -> None:
+        """Refuse other coordinates while clients are at work.
+
+        Raises:
+            ConfigurationError: if there are such clients.
+        """
+        if self._models:
+            raise ConfigurationError(MASKS_CHANGE)
+
+    def state_dict(self, *, with_round: bool) -> dict[str, Any]:
+        """Return who has arrived by the last step, and what those at work were sent."""
+        return {
+            "sizes": self._sizes,
+            "record": [tuple(ended) for ended in self._clock.record[: self._num_closed]],
+            "models": {version: dict(vars(model)) for version, model in self._models.items()},
+            "common": dict(self._common),
+        }
+
+    def check(self, state: Any) -> None:
+        """Refuse a run in which others would have been started."""
+        if state is not None:
+            check_same("federation.asynchronous", state.get("sizes"), self._sizes)
+
+    def load_state_dict(self, state: Any, model: GlobalModel) -> None:
+        """Go on from there; who is at work by the record is asked again."""
+        self._begin([Ended(*ended) for ended in state["record"]])
+        self._num_closed = len(self._clock.record)
+        self._models = {version: GlobalModel(**kept) for version, kept in state["models"].items()}
+        self._common = dict(state["common"])
+
+
+@final
+class AsynchronousSites(Sites):
+    """Has clients trained by their sites, and waits for none in particular.
+
+    Args:
+        run: whose server this is.
+        stages: of the run.
+        versions: one of them.
+        given: what else `Sites` needs.
+    """
+
+    def __init__(
+        self, run: Run, stages: Stages, *, versions: VersionsAtSites, **given: Any
+    ) -> None:
+        super().__init__(run, stages, **given)
+        self._versions = versions
+        versions.go_on = self._next_end
+        self._asked: dict[int, float] = {}  # when, by the number of the start
+        self._replies: dict[int, Reply] = {}  # that have not counted, by client
+        self._lost_in_a_row = 0
+
+    def train(self, start: Start, work: GroupWork, taker: Taker) -> None:
+        """Have clients at work until the buffer is full, and hand on what it holds."""
+        packing, self._taker = self._packing(), taker
+        self._versions.note(*self._common(start, packing))
+        step = self._versions.arrivals.step(self._run.round_index)
+        sums: list[MetricSums] = []
+        for version, client in sorted((v, c) for c, v in step.versions.items()):  # as simulated
+            reply = self._replies.pop(client)
+            assert reply.order is not None
+            told: dict[str, MetricSums] = {}
+            self._note_sums(reply, told)
+            sums += told.values()
+            came = by_client(reply, reply.order)[client]
+            self._hand_on(client, came, self._versions.start(version, start), packing, taker)
+        pool_sums(sums, self.collector, self._run.module)
+
+    def _next_end(self, at_work: Sequence[Visit]) -> Ended:
+        """Ask who has not been asked, and return whose answer comes next."""
+        for visit in at_work:
+            if visit.number not in self._asked:
+                self._asked[visit.number] = time.monotonic()
+                self._correspondence.post(self._site_of[visit.client], self._order_to(visit))
+        reply = self._correspondence.next_reply()
+        assert reply.order is not None
+        [client] = reply.order.clients
+        [visit] = [visit for visit in at_work if visit.client == client]
+        seconds = time.monotonic() - self._asked.pop(visit.number)
+        if reply.answer is None:
+            self._do_without(client, reply, at_work)
+        else:
+            self._replies[client], self._lost_in_a_row = reply, 0
+        return Ended(client, visit.version, seconds, is_lost=reply.answer is None)
+
+    def _order_to(self, visit: Visit) -> Order:
+        """Return the order of a client at work: to the byte the same whenever it is made."""
+        model, (options, tensors) = self._versions.kept(visit.version)
+        told = {"model": self._packing().model(model, visit.version), **tensors}
+        return self._order("train", (visit.client,), options, told, visit.version)
+
+    def _do_without(self, client: int, reply: Reply, at_work: Sequence[Visit]) -> None:
+        """Let somebody else be started in place of a client whose answer does not come.
+
+        Args:
+            client: whose.
+            reply: of its site, instead.
+            at_work: who was, with it.
+
+        Raises:
+            ClientFailure: if that is not to be skipped.
+            RoundFailure: if nobody answers any more.
+        """
+        failure = ClientFailure(client, f"at site {reply.site}: {reply.reason}")
+        if self._run.options.on_client_failure == "raise":
+            self._taker.skip(failure)
+        rank_zero_warn(f"round {self._run.round_index}, {failure}: somebody else is started")
+        self._lost_in_a_row += 1
+        if self._lost_in_a_row >= max(len(at_work), len(set(self._site_of.values()))):
+            raise RoundFailure(
+                f"round {self._run.round_index}: {self._lost_in_a_row} orders in a row had no answer, the "
+                f"last {failure}"
+            )
+
+
+def sites_for(options: Options, counted: Counted, num_clients: int) -> Callable[..., Sites]:
+    """Return what makes the clients' side of a run over sites, in rounds or asynchronous.
+
+    Args:
+        options: of the federation, which are handed the stage that this needs.
+        counted: knows what sites have to know.
+        num_clients: of all sites.
+    """
+    rule = options.asynchronous
+    if rule is None:
+        return Sites
+    versions = VersionsAtSites(rule, num_clients, options.seed, counted)
+    options.handed.append(versions)
+    return partial(AsynchronousSites, versions=versions)
