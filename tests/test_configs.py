@@ -24,10 +24,11 @@ ONE_ROUND = {
     "--trainer.enable_progress_bar": "false",
     "--report": "false",
     "--trainer.accelerator": "cpu",
+    "--trainer.devices": "1",
 }
 # what makes a base small enough for a test; diffs are tried over the base that they name
 SMALL = {
-    "quickstart.yaml": {},
+    "quickstart.yaml": {"--federation.local_epochs": "1"},
     "kmeans.yaml": {},
     "cifar10_images.yaml": {
         "--federation.local_epochs": "1",

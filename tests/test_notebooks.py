@@ -1,13 +1,18 @@
 """The notebooks run from top to bottom, and are stored without outputs.
 
-By default every cell runs with a few rounds; ``pytest -m slow`` runs the notebooks as they are.
+By default every cell runs with a few rounds, and one kernel runs all notebooks, with nothing defined when
+each begins. ``pytest -m slow`` runs the notebooks as they are, each in a kernel of its own.
 """
 
+import os
 from pathlib import Path
 
 import nbformat
 import pytest
+from jupyter_client.manager import AsyncKernelManager
+from jupyter_core.utils import run_sync
 from nbclient import NotebookClient
+from nbformat.v4 import new_code_cell
 
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 
@@ -23,8 +28,9 @@ SHORTER = {
     "04": dict.fromkeys(["max_epochs=30", "max_epochs=80", "max_epochs=160"], "max_epochs=2"),
     "05": {"rounds=10": "rounds=2", "left.plot(range(1, 11)": "left.plot(range(1, 3)"},
     "06": {"max_epochs=10": "max_epochs=2", "range(1, 11)": "range(1, 3)"},
-    "07": {"NUM_ROUNDS = 1000": "NUM_ROUNDS = 20"},
+    "07": {"NUM_ROUNDS = 1000, 25": "NUM_ROUNDS = 20, 5"},
     "08": {"max_epochs=8": "max_epochs=2", "range(1, 9)": "range(1, 3)"},
+    "09": {"max_epochs: 5": "max_epochs: 2"},
 }
 
 
@@ -60,14 +66,31 @@ def test_is_stored_without_outputs(path):
         assert cell.execution_count is None
 
 
-@pytest.mark.parametrize("is_short", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_runs_without_an_error(path, is_short, tmp_path, monkeypatch):
-    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))  # nobody's own start-up files
-    working_directory = tmp_path / "work"
-    working_directory.mkdir()
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory):
+    """A kernel for several notebooks: each that starts takes longer than most short runs."""
+    manager = AsyncKernelManager(kernel_name="python3")
+    own = {**os.environ, "IPYTHONDIR": str(tmp_path_factory.mktemp("ipython"))}
+    run_sync(manager.start_kernel)(env=own)
+    yield manager
+    run_sync(manager.shutdown_kernel)(now=True)
+
+
+def test_runs_in_short(path, kernel, tmp_path):
     notebook = read(path)
-    if is_short:
-        shorten(notebook, SHORTER[path.stem[:2]])
-    resources = {"metadata": {"path": str(working_directory)}}
+    shorten(notebook, SHORTER[path.stem[:2]])
+    anew = f"%reset -f\nimport os\nos.chdir({str(tmp_path)!r})\ndel os"
+    notebook.cells.insert(0, new_code_cell(anew))
+    client = NotebookClient(notebook, timeout=600, km=kernel)
+    client.execute()
+    client.kc.stop_channels()
+    assert all(cell.execution_count for cell in code_cells(notebook))
+
+
+@pytest.mark.slow
+def test_runs_as_it_is(path, tmp_path, monkeypatch):
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))  # nobody's own start-up files
+    resources = {"metadata": {"path": str(tmp_path)}}
+    notebook = read(path)
     NotebookClient(notebook, timeout=600, kernel_name="python3", resources=resources).execute()
     assert all(cell.execution_count for cell in code_cells(notebook))

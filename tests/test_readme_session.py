@@ -103,9 +103,11 @@ BEFORE = {
 # words after a command's own, to be quick and need no network; its own words are never changed
 SHORTER = {
     SPARSE: "-- --trainer.max_epochs 1 --data.init_args.source.init_args.val_fraction 0.8",
-    **dict.fromkeys([QUICKSTART, RESUME], "--trainer.max_epochs 25"),
-    CENTRAL: "--trainer.max_epochs 10",
-    CIFAR100: A_SMALL_VIT,
+    QUICKSTART: "--trainer.max_epochs 25",
+    RESUME: "--trainer.max_epochs 25 --report false",
+    CENTRAL: "--trainer.max_epochs 10 --report false",
+    CIFAR100: f"{A_SMALL_VIT} --report false",
+    **dict.fromkeys([IID, TWO_CLASSES], "--report false"),
     OVERHEAD: "--turns 1",
     CODEC: "--size 100000 --repetitions 2",
     SPARSE_STEP: "--network vit_tiny_patch16_224 --turns 1",
@@ -205,8 +207,9 @@ def type_in(folder):
     return type_in
 
 
-# test_benchmarks measures a workload in either precision and writes the table without their processes
-SLOW = (ROUNDS, ROUNDS_IN_BF16, TURNS, OVERHEAD)
+# test_benchmarks measures a workload in either precision and writes the table without their processes;
+# test_compare compares toys, and test_masks counts the bytes of what a mask lets move
+SLOW = (ROUNDS, ROUNDS_IN_BF16, TURNS, OVERHEAD, SPARSE)
 TYPED = [
     pytest.param(c, marks=pytest.mark.slow) if c in SLOW else c
     for c in commands()
@@ -264,6 +267,7 @@ def test_the_same_files_train_centrally(type_in):
     assert "round 1" not in said.text
 
 
+@pytest.mark.slow
 def test_a_tenth_of_the_entries_is_a_tenth_of_the_bytes(type_in, folder):
     said = type_in(SPARSE)
     assert "| dense " in said.text

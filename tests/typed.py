@@ -20,7 +20,7 @@ def start(words, folder, variables, said):
     """Start a command in a folder and return its process.
 
     Args:
-        words: ``fl-lightning …`` or ``python -m …``.
+        words: ``fl-lightning …``, ``python -m …`` or ``python FILE …``.
         folder: where.
         variables: the whole environment.
         said: two files, for what goes to standard output and to standard error.
@@ -30,6 +30,18 @@ def start(words, folder, variables, said):
     return process
 
 
+def said_by(code, *arguments, folder, **variables):
+    """Run lines of Python in a folder, with more variables; return what they said, output and errors."""
+    said = [folder / "out.txt", folder / "err.txt"]
+    file = folder / "typed_in.py"
+    file.write_text(code)
+    process = start(["python", str(file), *arguments], folder, os.environ | variables, said)
+    process.join(300)
+    out, err = (path.read_text() for path in said)
+    assert process.exitcode == 0, err
+    return out, err
+
+
 def _become(words, folder, variables, said):
     for stream, path in enumerate(said, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
@@ -37,8 +49,10 @@ def _become(words, folder, variables, said):
     os.environ.clear()
     os.environ.update(variables)
     program, *arguments = words
-    if program == "python":
-        assert arguments[0] == "-m", words
+    if program == "python" and arguments[0] != "-m":
+        sys.argv = arguments
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    elif program == "python":
         sys.path.insert(0, str(folder))
         sys.argv = arguments[1:]
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

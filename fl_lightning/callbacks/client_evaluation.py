@@ -28,6 +28,7 @@ from fl_lightning.callbacks.spread_over_clients import jains_index, worst_decile
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.checkpoints.run_folder import run_folder
+from fl_lightning.federation.loggers.once import log_once
 from fl_lightning.federation.loggers.pictures import log_histogram
 from fl_lightning.federation.processes.ranks import Ranks
 from fl_lightning.federation.visits.client_examples import (
@@ -179,12 +180,24 @@ class ClientEvaluation(Callback):
         folder = run_folder(trainer)  # which processes agree on: all must ask
         if not trainer.is_global_zero:
             return
+        logs: dict[str, float] = {}
         for name in sorted({name for metrics in values.values() for name in metrics}):
             per_client = torch.stack([m[name] for m in values.values() if name in m]).double()
             is_lower_better = any(part in name.lower() for part in self._lower_is_better)
-            _log(trainer, name, per_client, higher_is_better=not is_lower_better)
+            key = name if name.startswith(PERSONAL) else f"clients/{name}"
+            logs |= _told(name, key, per_client, higher_is_better=not is_lower_better)
+            log_histogram(trainer, key, per_client, step=trainer.global_step)
+        self._log(trainer, logs)
         if trainer.logger is not None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             _save(Path(folder) / f"clients_{stage}.csv", values, examples)
+
+    def _log(self, trainer: Trainer, logs: dict[str, float]) -> None:
+        trainer.callback_metrics.update({name: torch.tensor(v) for name, v in logs.items()})
+        if self.every_n_rounds and trainer.state.fn == "fit":
+            for logger in trainer.loggers:
+                logger.log_metrics(logs, step=trainer.global_step)
+        else:
+            log_once(trainer, "clients", logs, step=trainer.global_step)
 
 
 def _why_not(
@@ -210,24 +223,21 @@ def _why_not(
     return None
 
 
-def _log(trainer: Trainer, name: str, values: Tensor, *, higher_is_better: bool) -> None:
-    worst = worst_decile(values, higher_is_better=higher_is_better)
-    mean, spread = values.mean(), values.std(correction=0)
-    key = name if name.startswith(PERSONAL) else f"clients/{name}"
+def _told(name: str, key: str, values: Tensor, *, higher_is_better: bool) -> dict[str, float]:
+    """Say a metric of all clients; return its figures, whose names begin with the key."""
+    worst = float(worst_decile(values, higher_is_better=higher_is_better))
+    mean, spread = float(values.mean()), float(values.std(correction=0))
     logs = {f"{key}_mean": mean, f"{key}_spread": spread, f"{key}_worst_decile": worst}
     fairness = ""
     if bool((values >= 0).all()):
-        logs[f"{key}_jain"] = jains_index(values)
+        logs[f"{key}_jain"] = float(jains_index(values))
         fairness = f", Jain's index {logs[f'{key}_jain']:.4f}"
-    trainer.callback_metrics.update({k: torch.as_tensor(v).float() for k, v in logs.items()})
     rank_zero_info(
         f"clients: {name} mean {mean:.4f}, spread {spread:.4f}, worst decile {worst:.4f}{fairness} "
         f"over {len(values)} clients",
         **detail(),
     )
-    for logger in trainer.loggers:
-        logger.log_metrics({k: float(v) for k, v in logs.items()}, step=trainer.global_step)
-    log_histogram(trainer, key, values, step=trainer.global_step)
+    return logs
 
 
 def _save(path: Path, values: Mapping[int, Mapping[str, Tensor]], examples: ClientExamples) -> None:

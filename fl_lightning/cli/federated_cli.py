@@ -248,11 +248,11 @@ class FederatedCLI(LightningCLI):
 
     def _add_report(self, options: Any) -> None:
         """Have the run keep its rounds, and make its report after the test, if there is one."""
-        if self.subcommand != "fit":
+        if self.subcommand not in ("fit", "validate", "test"):
             return
         own = [each for each in options["callbacks"] if isinstance(each, RunReport)]
         others = [each for each in options["callbacks"] if each not in own]
-        page = self.config[self.subcommand].report
+        page = self.config[self.subcommand].get("report", False)
         # last: it keeps what the others have logged
         options["callbacks"] = [*others, *(own or [RunReport(page=page, waits_for_test=True)])]
 

@@ -1,4 +1,4 @@
-"""What a run logged, read from its event files.
+"""What a run logged, read from its event files, and from ``results.json`` what it logged once.
 
 Rounds are counted from 1. A federated run logs once a round; a central one counts batches, and the
 epoch logged with them tells the round.
@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from fl_lightning.federation.loggers.once import logged_once
+
 Curve = dict[int, float]  # round to value
 
 
 def curves(run: Path) -> dict[str, Curve]:
-    """Return every metric in a folder's event files, by name.
+    """Return every metric of a run's folder, by name.
 
     Where a resumed run logged a round again, the later value counts; what was logged after the
-    last round, as the test's metrics are, has the number of a round more.
+    last round, or once, as the test's metrics are, has the number of a round more.
     """
     # a second to import
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -26,8 +28,11 @@ def curves(run: Path) -> dict[str, Curve]:
     for event in events.Scalars("epoch") if "epoch" in names else ():
         # the first of a step: a test in another process begins to count anew
         epochs.setdefault(event.step, round(event.value))
-    return {
+    found = {
         name: {epochs.get(e.step, e.step) + 1: e.value for e in events.Scalars(name)}
         for name in names
         if name != "epoch"
     }
+    afterwards = max(epochs.values(), default=0) + 2
+    once = {name: {afterwards: value} for name, value in logged_once(run).items()}
+    return {**once, **found}

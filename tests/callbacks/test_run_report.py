@@ -4,10 +4,13 @@ import csv
 import json
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from torch.utils.data import DataLoader
 from toys import ToyModule, toy_data, toy_trainer
 
 from fl_lightning import (
@@ -22,6 +25,7 @@ from fl_lightning import (
 )
 from fl_lightning.callbacks.report.history import History, RoundLine, append, begin
 from fl_lightning.callbacks.report.run_page import write_report
+from fl_lightning.experiments.curves import curves
 
 
 class Balanced(HTMLParser):
@@ -212,12 +216,50 @@ def test_tensorboard_has_an_order_a_table_and_options(tmp_path):
         found = [name for name in tags["scalars"] if re.match(names, name)]
         assert found, title
         assert min(len(events.Scalars(name)) for name in found) > 1, title
-    table = events.Tensors("results/text_summary")[-1].tensor_proto.string_val[0].decode()
-    assert f"| test/loss | {trainer.callback_metrics['test/loss']:.6g} |" in table
+    test, loss = "results/test/text_summary", float(trainer.callback_metrics["test/loss"])
+    assert f"| test/loss | {loss:.6g} |" in _text(events, test)
+    assert "| val/loss | " in _text(events, "last round/text_summary")
     plugins = events.summary_metadata
     assert {"model", "model.lr"} <= _options(plugins["_hparams_/session_start_info"])
-    assert [len(events.Scalars(name)) for name in tags["scalars"] if name == "test/loss"] == [1]
-    assert "hp_metric" not in tags["scalars"]
+    # nothing is a chart with a single dot, and what is none can be read from the folder
+    assert min(len(events.Scalars(name)) for name in tags["scalars"]) > 1
+    assert "test/loss" not in tags["scalars"]
+    assert set(curves(folder)["test/loss"].values()) == {loss}
+
+
+@pytest.mark.parametrize("every_n_rounds", [0, 1])
+def test_clients_are_charts_where_they_are_evaluated_every_round(tmp_path, every_n_rounds):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logger = TensorBoardLogger(tmp_path, "toy", version=0, default_hp_metric=False)
+    evaluation = ClientEvaluation(every_n_rounds=every_n_rounds)
+    trainer, _ = fit(tmp_path, RunReport(page=False), evaluation, logger=logger)
+    logger.experiment.close()
+    name = "clients/val/loss_mean"
+    tags = EventAccumulator(logger.log_dir).Reload().Tags()
+    assert (name in tags["scalars"]) == (every_n_rounds == 1)
+    assert ("results/clients/text_summary" in tags["tensors"]) == (every_n_rounds == 0)
+    found = curves(Path(logger.log_dir))[name]
+    assert found[max(found)] == pytest.approx(float(trainer.callback_metrics[name]))
+
+
+def test_what_a_test_logs_each_step_is_a_curve(tmp_path):
+    class Steps(ToyModule):
+        def test_step(self, batch, batch_idx):
+            self.log("test/step", float(batch_idx), on_step=True, on_epoch=False)
+
+    logger = TensorBoardLogger(tmp_path, "toy", version=0, default_hp_metric=False)
+    trainer = toy_trainer(RunReport(), logger=logger)
+    trainer.test(Steps(), DataLoader(torch.ones(3, 1)), verbose=False)
+    logger.log_metrics({"afterwards": 1.0}, step=3)  # by its own way again
+    logger.experiment.close()
+    found = curves(Path(logger.log_dir))
+    assert [*found["test/step"].values()] == [0.0, 1.0, 2.0]
+    assert found["afterwards"] == {4: 1.0}
+
+
+def _text(events, tag):
+    return events.Tensors(tag)[-1].tensor_proto.string_val[0].decode()
 
 
 def _charts(event):

@@ -143,7 +143,7 @@ def test_every_core_takes_part_unless_told_otherwise(caplog):
 
 
 def test_two_processes_are_one_run(capsys, caplog):
-    two = [*QUICK, *TESTED, "--trainer.devices", "2", "--trainer.enable_progress_bar", "false"]
+    two = [*QUICK, *TESTED, *QUIET, "--trainer.devices", "2", "--federation.local_epochs", "1"]
     main(["fit", *two, "--trainer.max_epochs", "1"])
     assert "trainer.strategy: federated, because there are several devices" in caplog.text
     assert "checkpoint: runs/quickstart/version_0/checkpoints/last.ckpt" in capsys.readouterr().out

@@ -156,7 +156,7 @@ class TestWithoutATerminal:
         return [path.read_text() for path in said]
 
     def test_a_round_is_a_line_with_time_and_level(self, tmp_path):
-        out, err = self.run(tmp_path, "--log_level", "warning")
+        out, err = self.run(tmp_path, "--log_level", "warning", "--report", "false")
         assert "\r" not in out + err
         assert "\x1b" not in out + err
         for line in err.splitlines():

@@ -4,9 +4,9 @@ import ctypes
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+import typed
 
 from fl_lightning.core.freed_memory import keep_freed_memory
 
@@ -62,9 +62,6 @@ def test_steps_get_the_same_memory_again():
 @pytest.mark.skipif(not keep_freed_memory(), reason="another C library, or told otherwise")
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="a library before 2.33")
 @pytest.mark.parametrize("kind", ["federation", "plain"])
-def test_a_federation_on_a_cpu_keeps_freed_memory(kind):
-    command = [sys.executable, "-c", FIT, kind]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-    run = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
-    own = int(run.stdout.split()[-1])
+def test_a_federation_on_a_cpu_keeps_freed_memory(kind, tmp_path):
+    own = int(typed.said_by(FIT, kind, folder=tmp_path)[0].split()[-1])
     assert own == 0 if kind == "federation" else own >= 30 * 2**20

@@ -1,12 +1,10 @@
 """Slots on a system without a C compiler: the same numbers, by PyTorch's own layers."""
 
-import os
-import subprocess
 import sys
 
 import pytest
 import torch
-from readme import ROOT
+import typed
 
 SCRIPT = """
 import sys
@@ -30,18 +28,10 @@ torch.save(weights(module), sys.argv[1])
 
 def trained(folder, name, **environment):
     path = folder / f"{name}.pt"
-    variables = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"} | environment
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", SCRIPT, str(path)],
-        env=variables,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=300,
-    )
-    assert "engine: " in done.stderr
-    assert " slots, as asked for" in done.stderr
-    return torch.load(path), done.stdout
+    out, err = typed.said_by(SCRIPT, str(path), folder=folder, **environment)
+    assert "engine: " in err
+    assert " slots, as asked for" in err
+    return torch.load(path), out
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="paths of programs")

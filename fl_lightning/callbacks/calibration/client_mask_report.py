@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
+from fl_lightning.federation.loggers.once import log_once
 from fl_lightning.sparsity.masks.mask import Mask
 from fl_lightning.sparsity.masks.mask_counts import MaskCounts
 
@@ -35,7 +36,7 @@ def announce_client_masks(
         f"frozen{f'; {known.num_masks:,} are from the checkpoint' if known.num_masks else ''}"
     )
     if metrics:
-        _log(trainer, metrics, trainer.global_step)
+        log_once(trainer, "mask", metrics, step=trainer.global_step)
 
 
 def tell_client_masks(trainer: Trainer, counts: MaskCounts, num_bytes: int) -> None:
@@ -63,9 +64,5 @@ def tell_client_masks(trainer: Trainer, counts: MaskCounts, num_bytes: int) -> N
     }
     if has_pairs:
         numbers["mask/overlap"] = counts.overlap
-    _log(trainer, numbers, trainer.global_step - 1)  # the server has stepped
-
-
-def _log(trainer: Trainer, numbers: Mapping[str, float], step: int) -> None:
     for logger in trainer.loggers:
-        logger.log_metrics(dict(numbers), step=step)
+        logger.log_metrics(numbers, step=trainer.global_step - 1)  # the server has stepped

@@ -185,6 +185,11 @@ class MaskCalibration(Callback):
         """Number of the present mask: 0 at the start of a run."""
         return len(self.history) - 1
 
+    @property
+    def has_curves(self) -> bool:
+        """Whether masks are found during the run, not at its start alone."""
+        return self._every_n_rounds is not None or self._per_client
+
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse what cannot work before anything is computed."""
         if stage == "fit":
@@ -391,7 +396,16 @@ class MaskCalibration(Callback):
             announce_client_masks(trainer, counts, mask, num_dense, num_frozen, metrics)
             return
         is_new = round_ is None
-        report = MaskReport(mask, self.version, origin, num_dense, num_frozen, metrics, is_new)
+        report = MaskReport(
+            mask,
+            self.version,
+            origin,
+            num_dense,
+            num_frozen,
+            metrics,
+            is_new,
+            is_one_of_many=self.has_curves,
+        )
         report.tell(trainer)
 
     def _give_back(self) -> None:

@@ -9,6 +9,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
 from fl_lightning.federation.checkpoints.run_folder import run_folder
+from fl_lightning.federation.loggers.once import log_once
 from fl_lightning.federation.loggers.pictures import log_figure
 from fl_lightning.sparsity.masks.figure import density_figure
 from fl_lightning.sparsity.masks.mask import Mask
@@ -27,6 +28,7 @@ class MaskReport:
         num_frozen: numbers outside mask and head.
         metrics: further numbers for the loggers.
         is_new: False for a mask of a resumed run, which the loggers know.
+        is_one_of_many: whether masks are found anew during the run, so that their numbers are curves.
     """
 
     mask: Mask
@@ -36,6 +38,7 @@ class MaskReport:
     num_frozen: int
     metrics: dict[str, float]
     is_new: bool = True
+    is_one_of_many: bool = False
 
     def __str__(self) -> str:
         mask = self.mask
@@ -63,8 +66,11 @@ class MaskReport:
             "mask/version": float(self.version),
             **self.metrics,
         }
-        for logger in trainer.loggers:
-            logger.log_metrics(numbers, step=trainer.global_step)
+        if self.is_one_of_many:
+            for logger in trainer.loggers:
+                logger.log_metrics(numbers, step=trainer.global_step)
+        else:
+            log_once(trainer, "mask", numbers, step=trainer.global_step)
         log_figure(
             trainer,
             "mask/density per layer",

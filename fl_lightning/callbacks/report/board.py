@@ -1,8 +1,8 @@
 """What TensorBoard shows besides charts by name: the important ones first, a table, the hparams tab.
 
 TensorBoard sorts charts by name, so that ``calibration/`` comes ahead of ``val/``. Its tab Custom Scalars
-has the order given here. Numbers that a run logs once are a chart with one dot; at the end of the run they
-stand in the tab Text as a table, and in HPARAMS beside the options of the run.
+has the order given here. At the end of a run the tab Text has its last round as a table, beside that of
+the numbers that are logged once, and HPARAMS has both beside the options of the run.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 
 import yaml
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.loggers import TensorBoardLogger
 
 from fl_lightning.callbacks.calibration.mask_calibration import MaskCalibration
 from fl_lightning.callbacks.client_evaluation import ClientEvaluation
 from fl_lightning.callbacks.report.history import History
+from fl_lightning.federation.loggers.once import boards, is_of_test, logged_once, table
 
 _SECTIONS = ("seed_everything", "model", "data", "federation")
 _MOST_OPTIONS = 60
@@ -63,7 +63,7 @@ def lay_out(trainer: Trainer, logged: Iterable[str]) -> None:
         }
         for tab, charts in _LAYOUT.items()
     }
-    for board in _boards(trainer):
+    for board in boards(trainer):
         board.experiment.add_custom_scalars(
             {tab: charts for tab, charts in layout.items() if charts}
         )
@@ -71,32 +71,29 @@ def lay_out(trainer: Trainer, logged: Iterable[str]) -> None:
 
 def _filled_later(callbacks: Sequence[Callback]) -> Iterator[str]:
     """Yield the charts whose numbers need not be there in the first round."""
-    if any(isinstance(c, MaskCalibration) for c in callbacks):
+    if any(isinstance(c, MaskCalibration) and c.has_curves for c in callbacks):
         yield "masks"
     if any(isinstance(c, ClientEvaluation) and c.has_curves for c in callbacks):
         yield from ("held-out examples, mean", "held-out examples, worst decile")
 
 
-def show_results(
-    trainer: Trainer, folder: Path, history: History, tests: Mapping[str, float]
-) -> None:
-    """Write the table of numbers that were logged once or last, and the hparams tab.
+def show_results(trainer: Trainer, folder: Path, history: History) -> None:
+    """Write the table of the last round, and the hparams tab.
 
     Args:
         trainer: with the loggers.
         folder: of the run, with its ``config.yaml`` if there is one.
         history: of its rounds.
-        tests: the test's numbers.
     """
     last = {name: [*history.curve(name).values()][-1] for name in history.names}
-    rows = [f"| {name} | {value:.6g} |" for name, value in {**tests, **last}.items()]
-    table = "\n".join(["| name | last value |", "|---|---|", *rows])
-    shown = [name for name in (*tests, *last) if name.split("/")[0] in ("test", "val", "train")]
-    metrics = {name: {**last, **tests}[name] for name in shown[:_MOST_METRICS]}
-    for board in _boards(trainer):
-        board.experiment.add_text("results", table, trainer.global_step)
-        if (options := run_options(folder)) and metrics:
-            _show_options(board.experiment, options, metrics)
+    tests = {name: value for name, value in logged_once(folder).items() if is_of_test(name)}
+    shown = [name for name in last if name.split("/")[0] in ("val", "train")]
+    metrics = {name: last[name] for name in shown[:_MOST_METRICS]}
+    for board in boards(trainer):
+        board.experiment.add_text("last round", table(last), trainer.global_step)
+        if (options := run_options(folder)) and (tests or metrics):
+            # this tab takes metrics from charts: what has none stands among the options
+            _show_options(board.experiment, {**tests, **options}, metrics)
         board.experiment.flush()
 
 
@@ -125,7 +122,3 @@ def _show_options(writer: Any, options: Mapping[str, Any], metrics: Mapping[str,
 
     for summary in hparams(dict(options), dict(metrics)):
         writer.file_writer.add_summary(summary)
-
-
-def _boards(trainer: Trainer) -> list[TensorBoardLogger]:
-    return [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]

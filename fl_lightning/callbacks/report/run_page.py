@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -14,19 +13,19 @@ from fl_lightning.callbacks.report.tables import evaluated_clients
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.report.files import write_chart
 from fl_lightning.core.report.page import Page
+from fl_lightning.federation.loggers.once import is_of_test, logged_once
 
-REPORT, FIGURES, RESULTS = "report.html", "figures", "results.json"
+REPORT, FIGURES = "report.html", "figures"
 _CONFIG = "config.yaml"
 
 
-def write_report(folder: str | Path, results: Mapping[str, float] | None = None) -> Path:
+def write_report(folder: str | Path) -> Path:
     """Write ``report.html`` and ``figures/`` into a run's folder; return the page's path.
 
     It can be called at any time, also for a run that was stopped or is still training.
 
     Args:
         folder: of a run, with its ``rounds.jsonl``.
-        results: the test's numbers, which are kept in ``results.json``; None for those kept there.
 
     Raises:
         ConfigurationError: if the folder has no rounds.
@@ -37,18 +36,16 @@ def write_report(folder: str | Path, results: Mapping[str, float] | None = None)
         raise ConfigurationError(
             f"{folder} holds no rounds (rounds.jsonl): give the folder of a run that had a RunReport"
         )
-    if results is not None:
-        (folder / RESULTS).write_text(json.dumps(dict(results), indent=1) + "\n")
-    tests = _kept_results(folder)
+    once = logged_once(folder)
     last = history.rounds[-1].number
     unit = "rounds" if history.curve("round/cohort_size") else "epochs"
     page = Page(_title(folder), f"{last} {unit} · {folder}")
-    page.tiles(_facts(history, tests))
+    page.tiles(_facts(history, once))
     page.heading("Curves and clients")
     for chart in run_charts(folder, history):
         page.drawing(write_chart(chart, folder / FIGURES), chart.title, chart.caption)
     page.heading("Numbers")
-    _numbers(page, folder, history, tests)
+    _numbers(page, folder, history, once)
     if (folder / _CONFIG).exists():
         page.verbatim((folder / _CONFIG).read_text(encoding="utf-8"), "Configuration")
     page.write(folder / REPORT)
@@ -59,17 +56,10 @@ def _title(folder: Path) -> str:
     return folder.parent.name if folder.name.startswith("version_") else folder.name
 
 
-def _kept_results(folder: Path) -> dict[str, float]:
-    path = folder / RESULTS
-    return dict(json.loads(path.read_text())) if path.exists() else {}
-
-
-def _facts(history: History, tests: Mapping[str, float]) -> list[tuple[str, str]]:
+def _facts(history: History, once: Mapping[str, float]) -> list[tuple[str, str]]:
     last = history.rounds[-1]
-    main = {
-        n: v for n, v in tests.items() if not n.endswith(("_mean", "_spread", "_jain", "_decile"))
-    }
-    facts = [(name, f"{value:.4g}") for name, value in main.items() if "/" in name][:3]
+    tests = {name: value for name, value in once.items() if is_of_test(name)}
+    facts = [(name, f"{value:.4g}") for name, value in tests.items()][:3]
     shown = [name for name in history.names if name.startswith(("val/", "val_"))]
     facts += [(f"{name}, last", f"{[*history.curve(name).values()][-1]:.4g}") for name in shown[:2]]
     facts.append(("rounds" if "round/cohort_size" in history.names else "epochs", str(last.number)))
@@ -85,11 +75,11 @@ def _facts(history: History, tests: Mapping[str, float]) -> list[tuple[str, str]
     return facts
 
 
-def _numbers(page: Page, folder: Path, history: History, tests: Mapping[str, float]) -> None:
+def _numbers(page: Page, folder: Path, history: History, once: Mapping[str, float]) -> None:
     ends = {name: curve for name in history.names if (curve := history.curve(name))}
-    if tests:
-        rows = [[name, f"{value:.6g}"] for name, value in tests.items()]
-        page.table(["test", "value"], rows)
+    if once:
+        rows = [[name, f"{value:.6g}"] for name, value in once.items()]
+        page.table(["logged once", "value"], rows)
     for stage, table in evaluated_clients(folder).items():
         rows = [
             [name, *_spread(values)]

@@ -13,8 +13,9 @@ from fl_lightning.callbacks.report.board import lay_out, show_results
 from fl_lightning.callbacks.report.history import IDS, NAME, History, RoundLine, append, begin
 from fl_lightning.callbacks.report.run_page import write_report
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.federation.checkpoints.run_folder import run_folder
+from fl_lightning.federation.checkpoints.run_folder import own_run_folder, run_folder
 from fl_lightning.federation.federation import Federation
+from fl_lightning.federation.loggers.once import SingleDots, keep_once
 
 REPORT = "report.html"
 
@@ -26,7 +27,8 @@ class RunReport(Callback):
     distributions, who took part, the partition, bytes, privacy, masks and seconds; each figure is also in
     ``figures/`` as PNG and SVG. It is made at the end of a fit and again after its test. Central runs have
     one as well, with epochs for rounds. A trainer without a logger keeps nothing. TensorBoard gets an order
-    of charts (tab Custom Scalars), a table of last values (Text) and the run's options (HPARAMS).
+    of charts (tab Custom Scalars), tables of the last round and of what is logged once, such as the test's
+    numbers (Text), and the run's options (HPARAMS).
 
     Args:
         page: whether to make the page and its figures, a few seconds; the rounds are kept anyway.
@@ -49,6 +51,7 @@ class RunReport(Callback):
         self._seen: dict[str, Any] = {}
         self._noted: int | None = None  # the last round that is kept
         self._has_begun = False
+        self._single_dots: SingleDots | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse a place ahead of the federation, which logs a round when it ends.
@@ -91,23 +94,47 @@ class RunReport(Callback):
         if not self.waits_for_test:
             self.finish(trainer)
 
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Have TensorBoard make no charts of what is logged once."""
+        self._single_dots = SingleDots(trainer).start()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Do the same where the run is a validation alone."""
+        if trainer.state.fn == "validate" and not (Path(own_run_folder(trainer)) / NAME).exists():
+            self._single_dots = SingleDots(trainer).start()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Keep the numbers of a validation alone."""
+        self._keep_evaluation(trainer)
+
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Make the page again, with the test's numbers."""
+        """Keep the test's numbers, and make the page again with them."""
+        self._keep_evaluation(trainer)
         self.finish(trainer)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Give the loggers back, also after an evaluation that failed."""
+        self._give_back()
+
+    def _keep_evaluation(self, trainer: Trainer) -> None:
+        if self._single_dots is not None:
+            found = {name: float(value) for name, value in trainer.callback_metrics.items()}
+            keep_once(trainer, "test" if trainer.state.fn == "test" else "validation", found)
+            self._give_back()
+
+    def _give_back(self) -> None:
+        if self._single_dots is not None:
+            self._single_dots.stop()
+            self._single_dots = None
 
     def finish(self, trainer: Trainer) -> None:
         """Make the page of what is in the run's folder; all processes call it."""
         folder = Path(run_folder(trainer))
         if not self.page or not trainer.is_global_zero or not (folder / NAME).exists():
             return
-        results = {
-            name: float(value)
-            for name, value in trainer.callback_metrics.items()
-            if trainer.state.fn == "test"
-        }
         try:
-            write_report(folder, results=results or None)
-            show_results(trainer, folder, History.read(folder), results)
+            write_report(folder)
+            show_results(trainer, folder, History.read(folder))
         except OSError as error:  # a full disk: the run itself is done
             rank_zero_warn(f"no {REPORT}: {error}")
             return
