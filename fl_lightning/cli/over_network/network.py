@@ -128,9 +128,7 @@ def _join(given: Any, rest: Sequence[str]) -> None:
 
 def _add_run(parser: ArgumentParser) -> None:
     _add_folder(parser)
-    parser.add_argument(
-        "--config", type=str, required=True, help="The run, the same YAML file as for fit."
-    )
+    _add_config(parser)
     parser.add_argument(
         "--sites", type=PositiveInt | None, default=None, help="How many to wait for; all if null."
     )
@@ -154,7 +152,7 @@ def _run(given: Any, rest: Sequence[str]) -> None:
     from fl_lightning.flower.network.serving import control_of
 
     # sites have devices of their own
-    configuration = resolve([f"--config={_file(given.config)}", *rest, "--trainer.devices=1"])
+    configuration = resolve([*_configs(given.config), *rest, "--trainer.devices=1"])
     served = Network.read(Path(given.folder))
     control = control_of(served)
     options = {
@@ -189,9 +187,7 @@ def _status(given: Any, rest: Sequence[str]) -> None:
 
 
 def _add_demo(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--config", type=str, required=True, help="The run, the same YAML file as for fit."
-    )
+    _add_config(parser)
     parser.add_argument("--sites", type=str, default=_DEMO_SITES, help="Their names.")
     parser.add_argument("--rounds", type=PositiveInt, default=3, help="Of the run.")
 
@@ -200,8 +196,7 @@ def _demo(given: Any, rest: Sequence[str]) -> None:
     from fl_lightning.cli.over_network.compared_demo import compared_demo
     from fl_lightning.flower.network.folder import parse_sites
 
-    words = [f"--config={_file(given.config)}", *rest]
-    compared_demo(words, parse_sites(given.sites), given.rounds, _say)
+    compared_demo([*_configs(given.config), *rest], parse_sites(given.sites), given.rounds, _say)
 
 
 _COMMANDS: dict[
@@ -222,16 +217,26 @@ def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return words[:at], words[at + 1 :]
 
 
-def _file(path: str) -> Path:
-    """Return the path of a configuration.
+def _add_config(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--config",
+        action="append",
+        type=str,
+        required=True,
+        help="The run, the same YAML files as for fit, one over the other.",
+    )
+
+
+def _configs(paths: Sequence[str]) -> list[str]:
+    """Return the words that name configurations to a fit.
 
     Raises:
-        ConfigurationError: if there is no such file.
+        ConfigurationError: if one of them is no file.
     """
-    file = Path(path).absolute()
-    if not file.is_file():
-        raise ConfigurationError(f"config: there is no file {path}")
-    return file
+    for path in paths:
+        if not Path(path).is_file():
+            raise ConfigurationError(f"config: there is no file {path}")
+    return [f"--config={Path(path).absolute()}" for path in paths]
 
 
 def _say(words: str) -> None:
