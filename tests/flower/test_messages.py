@@ -98,7 +98,7 @@ def test_the_file_inside_is_one_of_safetensors():
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"kind": "shutdown"}, "kind must be one of hello, train"),
+        ({"kind": "shutdown"}, "kind must be one of hello, calibrate, train"),
         ({"run": "A" * 32}, "run must be 32 hexadecimal digits"),
         ({"round": -1}, "round must be a whole number"),
         ({"round": True}, "round must be a whole number, at least 0, got True"),
