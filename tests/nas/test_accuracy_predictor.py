@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from lightning import seed_everything
 from test_one_shot import RESNET, SPACES, data, images, one_shot, step, weights
 from toys import SaveEverywhere, toy_trainer
 
@@ -23,6 +24,11 @@ SMALL = {"num_candidates": 8, "num_drawn": 1, "num_bins": 3, "pool": 50}
 PREDICTOR = AccuracyPredictor(start=0.5, num_scored=12, max_examples=None)
 GUIDED = Attentive(predictor=PREDICTOR, **SMALL)
 UNIFORM = Sandwich(1)
+
+
+@pytest.fixture(autouse=True)
+def _one_seed():
+    seed_everything(0, verbose=False)  # of federations, which are made before modules
 
 
 def run(
@@ -76,13 +82,13 @@ def test_then_the_best_or_the_worst_prediction_is_kept_and_no_candidate_runs(kee
 
 def test_it_begins_after_its_part_of_the_rounds():
     assert [AccuracyPredictor(start=0.1).first_round(n) for n in (1, 10, 11, 100)] == [1, 1, 2, 10]
-    module, trainer = run(GUIDED, Federation(local_steps=1, seed=0), rounds=1)
+    module, trainer = run(GUIDED, Federation(local_steps=1), rounds=1)
     assert rounds_of(trainer).predict is None
-    same, _ = run(UNIFORM, Federation(local_steps=1, seed=0), rounds=1)
+    same, _ = run(UNIFORM, Federation(local_steps=1), rounds=1)
     assert torch.equal(weights(module), weights(same))
-    module, trainer = run(GUIDED, Federation(local_steps=1, seed=0))
+    module, trainer = run(GUIDED, Federation(local_steps=1))
     assert rounds_of(trainer).predict is not None
-    other, _ = run(UNIFORM, Federation(local_steps=1, seed=0))
+    other, _ = run(UNIFORM, Federation(local_steps=1))
     assert not torch.equal(weights(module), weights(other))
 
 
@@ -116,7 +122,7 @@ def test_scores_are_the_share_of_training_examples_that_are_right(space, federat
 
 
 def test_half_of_the_scored_fit_the_forest_and_half_check_it():
-    _, trainer = run(GUIDED, Federation(local_steps=1, seed=0))
+    _, trainer = run(GUIDED, Federation(local_steps=1))
     scored = rounds_of(trainer).state_dict()["scores"]
     generator = torch_generator(0, "scored sub-networks")
     drawn = list(dict.fromkeys(RESNET.sample(generator) for _ in range(12)))
@@ -130,7 +136,7 @@ def test_half_of_the_scored_fit_the_forest_and_half_check_it():
 
 def test_evaluation_data_have_no_say():
     ends = [
-        weights(run(GUIDED, Federation(local_steps=1, seed=0), held=images(16, labels))[0])
+        weights(run(GUIDED, Federation(local_steps=1), held=images(16, labels))[0])
         for labels in (torch.arange(16) % 4, (torch.arange(16) + 1) % 4)
     ]
     assert torch.equal(*ends)
@@ -160,7 +166,7 @@ def test_two_processes_are_one():
 def test_clients_of_all_capabilities_train_with_it():
     sparse = partial(SparseSGDM, lr=0.05, momentum=0.9)
     able = {"capability": DeviceClasses([0.6, 1.0], seed=0), "optimizer": sparse}
-    module, _ = run(GUIDED, Federation(local_steps=1, seed=0), clients=4, **able)
+    module, _ = run(GUIDED, Federation(local_steps=1), clients=4, **able)
     assert weights(module).isfinite().all()
 
 
