@@ -67,14 +67,20 @@ Retraining = Callable[[Architecture], dict[str, Any]]
 def add_arguments(parser: ArgumentParser) -> None:
     """Give a parser the options of the command."""
     add_networks(parser, required=False)
-    parser.add_argument(
+    _add_supernet(parser.add_argument_group("a trained supernet"))
+    _add_score(parser.add_argument_group("what is maximised, under which constraints"))
+    _add_search(parser.add_argument_group("the search and what it finds"))
+
+
+def _add_supernet(options: Any) -> None:
+    options.add_argument(
         "--ckpt_path",
         type=str | None,
         default=None,
         help="A checkpoint of a trained supernet (OneShot, Supernet), whose sub-networks are scored by "
         "their accuracy on validation examples. Space and sizes are its configuration's.",
     )
-    parser.add_argument(
+    options.add_argument(
         "-c",
         "--config",
         action="append",
@@ -83,49 +89,57 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="The supernet's configuration, one file or several; that of the run that wrote "
         "--ckpt_path if null. Words after -- are further options of it.",
     )
-    parser.add_argument(
+
+
+def _add_score(options: Any) -> None:
+    options.add_argument(
         "--score",
         type=ScoreName | None,
         default=None,
         help="What is maximised: a proxy of fresh networks (synflow if null), their size, or accuracy: "
         "that in --table, or with --ckpt_path that of the supernet's parts.",
     )
-    parser.add_argument(
+    options.add_argument(
         "--table", type=str | None, default=None, help="The truth of NAS-Bench-201, a CSV file."
     )
-    parser.add_argument(
+    options.add_argument(
         "--images",
         type=str | None,
         default=None,
         help="A folder of images, one sub-folder a class, for proxies; noise if null.",
     )
-    parser.add_argument(
+    options.add_argument(
         "--batch_size", type=PositiveInt, default=32, help="Images that a proxy sees."
     )
-    parser.add_argument(
+    options.add_argument(
         "--latency",
         type=str | None,
         default=None,
         help="A file of fl-lightning latency: the cost latency_ms.",
     )
-    parser.add_argument(
+    options.add_argument(
         "--constraint",
         action="append",
         type=str,
         default=[],
         help="E.g. 'flops<=4e7', 'params<=1e6', 'latency_ms<=8'. May be given several times.",
     )
-    parser.add_argument("--strategy", type=StrategyName, default="evolution", help="Of the search.")
-    parser.add_argument("--budget", type=PositiveInt, default=200, help="Networks to score.")
-    parser.add_argument(
+
+
+def _add_search(options: Any) -> None:
+    options.add_argument(
+        "--strategy", type=StrategyName, default="evolution", help="How networks are chosen."
+    )
+    options.add_argument("--budget", type=PositiveInt, default=200, help="Networks to score.")
+    options.add_argument(
         "--front",
         type=str | None,
         default=None,
         help="The cost of the Pareto front; if null that of the first constraint, or flops.",
     )
-    parser.add_argument("--seed", type=int, default=0, help="Of all draws.")
-    parser.add_argument("--out", type=str, default="runs/search", help="Folder of the findings.")
-    parser.add_argument(
+    options.add_argument("--seed", type=int, default=0, help="Of all draws.")
+    options.add_argument("--out", type=str, default="runs/search", help="Folder of the findings.")
+    options.add_argument(
         "--export",
         type=str | None,
         default=None,
