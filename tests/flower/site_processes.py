@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 import yaml
 
-from fl_lightning.cli.command import run_lightning
 from fl_lightning.cli.over_network.runs import run_server, serve_site
+from fl_lightning.cli.subcommands import run_lightning
 from fl_lightning.flower.policy import Policy
 from fl_lightning.flower.server.correspondence import Correspondence
 from fl_lightning.flower.transport.loopback import LoopbackChannel

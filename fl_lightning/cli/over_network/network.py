@@ -144,7 +144,7 @@ def _add_run(parser: ArgumentParser) -> None:
 
 
 def _run(given: Any, rest: Sequence[str]) -> None:
-    from fl_lightning.cli.command import resolve
+    from fl_lightning.cli.subcommands import resolve
     from fl_lightning.flower.network.app_folder import write_app
     from fl_lightning.flower.network.folder import Network
     from fl_lightning.flower.network.following import follow

@@ -15,9 +15,9 @@ import yaml
 from lightning.pytorch.utilities import rank_zero_warn
 
 from fl_lightning.callbacks.calibration.mask_calibration import MaskCalibration
-from fl_lightning.cli.command import run_lightning
 from fl_lightning.cli.federated_cli import FederatedCLI, ended_with_a_sentence
 from fl_lightning.cli.over_network.site_calibration import SiteCalibration
+from fl_lightning.cli.subcommands import run_lightning
 from fl_lightning.core.errors import ClientFailure, ConfigurationError, RoundFailure, raise_together
 from fl_lightning.federation.federation import Federation
 from fl_lightning.federation.options import Options
