@@ -3,6 +3,7 @@
 import ast
 import re
 import shlex
+from graphlib import TopologicalSorter
 
 import pytest
 from readme import MANUAL, ROOT, commands
@@ -51,6 +52,20 @@ def imported(path):
             yield node.module
 
 
+def needed(path):
+    """The files that a file imports, but for annotations: ``module`` or ``module.name`` is one."""
+    tree = ast.parse(path.read_text())
+    for_types = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node not in for_types:
+            yield from (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
+
+
 def room(path):
     inside = path.relative_to(PACKAGE)
     return inside.parts[0] if len(inside.parts) > 1 else inside.stem
@@ -79,6 +94,15 @@ def test_nobody_imports_past_a_door(path):
     for module in imported(path):
         for door in DOORS:
             assert room(path) == door or not module.startswith(f"fl_lightning.{door}.")
+
+
+def test_no_file_needs_itself():
+    """Wherever a file imports another, in a function as well, there is no circle; types alone may have one."""
+    names = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in FILES}
+    needs = {name: {n for n in needed(path) if n in names} - {name} for name, path in names.items()}
+    assert list(
+        TopologicalSorter(needs).static_order()
+    )  # raises CycleError, which names the circle
 
 
 def test_a_folder_can_be_looked_over():

@@ -13,7 +13,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from fl_lightning.flower.channel import Lost
 from fl_lightning.flower.network.gate import make_gate
-from fl_lightning.flower.transport.apps import packed, unpacked
+from fl_lightning.flower.transport.carried import packed, unpacked
 from fl_lightning.flower.transport.grid import GridChannel
 
 

@@ -22,7 +22,7 @@ from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
 from fl_lightning.flower.channel import CATEGORIES, Category, Lost
-from fl_lightning.flower.transport.apps import packed, unpacked
+from fl_lightning.flower.transport.carried import packed, unpacked
 
 log = logging.getLogger(__name__)
 
