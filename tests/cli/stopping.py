@@ -123,3 +123,11 @@ class SlowClassifier(ImageClassifier):
         Path("trains").touch()
         time.sleep(0.5)
         return super().training_step(batch, batch_idx)
+
+
+class StoppedAtBirth(ImageClassifier):
+    """The processes that are forked to train it get Ctrl-C before they have done anything."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGINT))

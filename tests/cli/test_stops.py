@@ -176,3 +176,11 @@ def test_ctrl_c_before_the_first_round_stops_at_once(tmp_path, file):
     code, seconds = run.end(60)
     assert (code, seconds < SECONDS) == (INTERRUPTED, True), run.said()
     assert "Traceback" not in run.said()
+
+
+def test_ctrl_c_as_processes_begin(tmp_path):
+    run = Run(tmp_path, 2, FEW, "--model", "stopping.StoppedAtBirth")
+    code, _ = run.end(60)
+    assert code == INTERRUPTED, run.said()
+    assert "stopped by Ctrl-C" in run.said()
+    assert "Traceback" not in run.said()

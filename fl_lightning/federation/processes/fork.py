@@ -92,13 +92,25 @@ class ForkLauncher:
         ):
             # newer Pythons warn of threads when they fork: one thread each is left to the children
             warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)
-            context = start_processes(
-                _run,
-                args=(self._strategy, trainer, neighbours, Path(folder), function, args, kwargs),
-                nprocs=self._strategy.num_processes,
-                start_method="fork",
-                join=False,
-            )
+            _hold_signals()  # one that comes now waits in every process until it can be told of
+            try:
+                context = start_processes(
+                    _run,
+                    args=(
+                        self._strategy,
+                        trainer,
+                        neighbours,
+                        Path(folder),
+                        function,
+                        args,
+                        kwargs,
+                    ),
+                    nprocs=self._strategy.num_processes,
+                    start_method="fork",
+                    join=False,
+                )
+            finally:
+                _let_signals_in()
             self._processes = context.processes
             neighbours.leave()  # this one is none of them
             self.neighbours = None
@@ -164,7 +176,7 @@ def _run(
     args: Any,
     kwargs: Any,
 ) -> None:
-    """What a process does."""
+    """What a process does; begins with signals held back."""
     gc.freeze()  # what the parent has left may have threads, and freeing it here wait for them
     torch.set_num_threads(1)
     os.environ["LOCAL_RANK"] = str(local_rank)
@@ -173,6 +185,7 @@ def _run(
     note = folder / f"error_{local_rank}"
     try:
         try:
+            _let_signals_in()
             result = function(*args, **kwargs)
             if local_rank == 0:
                 torch.save(TrainerOutcome.of(trainer, result), folder / "outcome")
@@ -183,9 +196,26 @@ def _run(
                 call_on_exception(trainer, strategy, error)
             raise
     except Interrupted as stop:  # also one that comes while another error is being noted
+        _hold_signals()
         write_error(stop, note)  # has nothing to tell that the note does not
         neighbours.leave()
         sys.exit(stop.exit_code)
+    finally:
+        _hold_signals()  # there is nothing left to interrupt, and nobody to catch it
+
+
+def _hold_signals() -> None:
+    """Have what asks to stop wait: in this process, and in those that it forks from now on."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, _asking())
+
+
+def _let_signals_in() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _asking())
+
+
+def _asking() -> tuple[signal.Signals, ...]:
+    """Return the signals that `Interruption` listens to; not every system has them."""
+    return signal.SIGINT, signal.SIGTERM, signal.SIGALRM
 
 
 def _wait(processes: list[Any], folder: Path) -> None:
