@@ -3,6 +3,7 @@
 import ast
 import re
 import shlex
+from functools import cache
 from graphlib import TopologicalSorter
 
 import pytest
@@ -44,8 +45,18 @@ WITHOUT_LIGHTNING = (
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
+@cache
+def parsed(path):
+    return ast.parse(path.read_text())
+
+
+@cache
 def imported(path):
-    for node in ast.walk(ast.parse(path.read_text())):
+    return list(_imported(path))
+
+
+def _imported(path):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -54,7 +65,7 @@ def imported(path):
 
 def needed(path):
     """The files that a file imports, but for annotations: ``module`` or ``module.name`` is one."""
-    tree = ast.parse(path.read_text())
+    tree = parsed(path)
     for_types = {
         inner
         for node in ast.walk(tree)
@@ -71,29 +82,35 @@ def room(path):
     return inside.parts[0] if len(inside.parts) > 1 else inside.stem
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_a_file_imports_its_own_room_and_lower_floors(path):
-    own = room(path)
-    for module in imported(path):
-        if module.startswith("fl_lightning."):
-            other = module.split(".")[1]
-            assert other == own or FLOORS[other] < FLOORS[own], f"{path.name} imports {module}"
+def test_files_import_their_own_room_and_lower_floors():
+    uphill = [
+        f"{path.relative_to(PACKAGE)} imports {module}"
+        for path in FILES
+        for module in imported(path)
+        if module.startswith("fl_lightning.")
+        if (other := module.split(".")[1]) != room(path) and FLOORS[other] >= FLOORS[room(path)]
+    ]
+    assert not uphill
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_protected_names_of_lightning_stay_in_one_file(path):
-    source = path.read_text()
-    if path.name != "loop.py":
-        assert not re.search(r"fit_loop|epoch_loop|trainer\._|_logger_connector", source)
-    if room(path) in WITHOUT_LIGHTNING:
-        assert not any(module.startswith("lightning") for module in imported(path))
+def test_protected_names_of_lightning_stay_in_one_file():
+    protected = r"fit_loop|epoch_loop|trainer\._|_logger_connector"
+    assert [path.name for path in FILES if re.search(protected, path.read_text())] == ["loop.py"]
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_nobody_imports_past_a_door(path):
-    for module in imported(path):
-        for door in DOORS:
-            assert room(path) == door or not module.startswith(f"fl_lightning.{door}.")
+def test_rooms_below_know_no_lightning():
+    own = [path for path in FILES if room(path) in WITHOUT_LIGHTNING]
+    assert own
+    assert not [p for p in own if any(name.startswith("lightning") for name in imported(p))]
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_nobody_imports_past_a_door(door):
+    outside = [path for path in FILES if room(path) != door]
+    through = [p for p in outside if f"fl_lightning.{door}" in imported(p)]
+    past = [p for p in outside if any(m.startswith(f"fl_lightning.{door}.") for m in imported(p))]
+    assert through
+    assert not past
 
 
 def test_no_file_needs_itself():
