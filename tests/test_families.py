@@ -92,7 +92,7 @@ def bounds(text, is_whole):
 def test_the_ranges_that_a_member_explains_are_those_that_it_takes(cls):
     explained = re.search(r"Args:\n(.*?)(\n\n|$)", inspect.getdoc(cls) or "", re.DOTALL)
     texts = dict(
-        re.findall(r"^    (\w+): ((?:.|\n {5,})*)", explained[1], re.M) if explained else ()
+        re.findall(r"^    (\w+): ((?:.|\n {5,})*)", explained[1], re.MULTILINE) if explained else ()
     )
     options, member = inspect.signature(cls).parameters, made(cls)
     known = {name: getattr(member, name) for name in options if hasattr(member, name)}
