@@ -1,8 +1,8 @@
 """The commands, and what runs each.
 
 ``fl-lightning fit --config configs/quickstart.yaml``; also ``validate``, ``test``, ``predict``.
-``fl-lightning compare`` and ``sweep`` run many fits; ``search`` and ``latency`` are about architectures,
-``network`` trains over a real network.
+``fl-lightning compare`` runs many fits;
+``search`` and ``latency`` are about architectures, ``network`` trains over a real network.
 """
 
 from __future__ import annotations
