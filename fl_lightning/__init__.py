@@ -18,7 +18,7 @@ A map of the house; every room imports only from those above it in this list:
 - `fl_lightning.nas`: architecture search
 - `fl_lightning.flower`: the same rounds over a real network
 - `fl_lightning.experiments`: many runs from one file
-- `fl_lightning.cli`: the command line, ``fl-lightning --help``
+- `fl_lightning.cli`: the command ``fl-lightning``
 """
 
 from importlib import import_module
