@@ -17,13 +17,12 @@ PACKAGES = {
     "fl_lightning.client": "What clients do",
     "fl_lightning.updates": "Updates on their way",
     "fl_lightning.server": "Aggregation and the server's step",
-    "fl_lightning.privacy": "Differential privacy",
     "fl_lightning.secure": "Secure sums and encryption",
     "fl_lightning.sparsity": "Masks",
     "fl_lightning.nas": "Architecture search",
     "fl_lightning.federation": "Rounds",
-    "fl_lightning.callbacks": "Callbacks",
     "fl_lightning.experiments": "Experiments",
+    "fl_lightning.flower": "A real network",
 }
 
 
@@ -33,7 +32,7 @@ def write_pages(folder: Path) -> None:
     names = []
     seen: set[object] = set()
     for package, title in PACKAGES.items():
-        exported = getattr(import_module(package), "__all__", [])
+        exported = import_module(package).__all__
         lines = [f"# {title}: `{package}`", "", "```{eval-rst}"]
         for name in exported:
             found = getattr(import_module(package), name)
@@ -45,9 +44,8 @@ def write_pages(folder: Path) -> None:
                 lines += ["   :show-inheritance:", ""]
             else:
                 lines += [f".. autofunction:: {package}.{name}", ""]
-        if exported:
-            names.append(package)
-            (folder / f"{package}.md").write_text("\n".join([*lines, "```", ""]))
+        names.append(package)
+        (folder / f"{package}.md").write_text("\n".join([*lines, "```", ""]))
     (folder / "command_line.md").write_text(_command_line())
     (folder / "block.md").write_text(_block())
     listed = "\n".join(["command_line", "block", *names])

@@ -14,7 +14,7 @@ A map of the house; every room imports only from those above it in this list:
 - `fl_lightning.secure`: means of updates that the server cannot read
 - `fl_lightning.engines`: many clients in one step, and steps compiled
 - `fl_lightning.federation`: rounds inside Lightning's fit loop
-- `fl_lightning.callbacks`: mask calibration, partition report, per-client evaluation, backdoors
+- `fl_lightning.callbacks`: mask calibration, per-client evaluation, backdoors, reports, the console
 - `fl_lightning.nas`: architecture search
 - `fl_lightning.flower`: the same rounds over a real network
 - `fl_lightning.experiments`: many runs from one file

@@ -10,6 +10,7 @@ import dataclasses
 import inspect
 import pickle
 import re
+from contextlib import nullcontext
 
 import pytest
 from families import FAMILIES, TABLE, every_member, exported, is_member, made, of
@@ -67,3 +68,38 @@ def test_a_member_is_frozen_and_equal_to_one_that_is_made_alike(cls):
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(member, name, None)
     assert member == made(cls)
+
+
+_INTERVAL = re.compile(r"in ([\[(])([\d.]+), ([\d.]+)([\])])")
+_LEAST = re.compile(r"([≥>]) (\d+(?:\.\d+)?)")
+# whose bounds depend on other options as well
+_NOT_ALONE = {"fraction", "size", "min_size", "num_candidates", "mean", "seconds", "shares"}
+
+
+def bounds(text, is_whole):
+    """Values at the ends of the range that an option's explanation names, and whether they may be."""
+    step = 1 if is_whole else 1e-3
+    if found := _INTERVAL.search(text):
+        opens, low, high, closes = found.groups()
+        yield from ((float(low), opens == "["), (float(high), closes == "]"))
+        yield from ((float(low) - step, False), (float(high) + step, False))
+    elif found := _LEAST.search(text):
+        yield float(found[2]), found[1] == "≥"
+        yield float(found[2]) - step, False
+
+
+@every_member()
+def test_the_ranges_that_a_member_explains_are_those_that_it_takes(cls):
+    explained = re.search(r"Args:\n(.*?)(\n\n|$)", inspect.getdoc(cls) or "", re.DOTALL)
+    texts = dict(
+        re.findall(r"^    (\w+): ((?:.|\n {5,})*)", explained[1], re.MULTILINE) if explained else ()
+    )
+    options, member = inspect.signature(cls).parameters, made(cls)
+    known = {name: getattr(member, name) for name in options if hasattr(member, name)}
+    for name in texts.keys() & known.keys() - _NOT_ALONE:
+        annotation = str(options[name].annotation)
+        is_whole = "int" in annotation and "float" not in annotation
+        for value, is_allowed in bounds(texts[name], is_whole):
+            given = {**known, name: int(value) if is_whole else value}
+            with nullcontext() if is_allowed else pytest.raises(ValueError, match=name):
+                cls(**given)

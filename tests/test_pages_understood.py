@@ -2,6 +2,7 @@
 
 import importlib.util
 import inspect
+import pkgutil
 import re
 import runpy
 import shlex
@@ -88,6 +89,17 @@ def test_benchmarks_that_pages_name_are_there():
     assert len(named) > 5
     for name in named:
         assert importlib.util.find_spec(name), name
+
+
+def test_classes_functions_and_files_that_pages_name_are_there():
+    text = "".join(page.read_text() for page in PAGES)
+    dotted = set(re.findall(r"`(fl_lightning(?:\.\w+)+)`", text))
+    files = set(re.findall(r"`((?:fl_lightning|tests|configs|docs)/[\w/.]+)`", text))
+    assert len(dotted) > 20
+    assert len(files) > 10
+    for name in dotted:
+        pkgutil.resolve_name(name)
+    assert not {name for name in files if not (ROOT / name).exists()}
 
 
 def test_every_algorithm_is_on_one_page_as_its_configuration_has_it():

@@ -82,7 +82,7 @@ class Options:
             correction: what clients add to their gradients so that they do not drift apart: `FedProx`,
                 `Scaffold`, `FedDyn`, …; nothing if None.
             personal: what clients have for themselves: layers (`Personal`: FedPer, FedBN, FedRep), a
-                model beside the shared one (`Ditto`), or the global model fine-tuned before it is
+                model beside the shared one (`Ditto`, `APFL`), or the global model fine-tuned before it is
                 evaluated (`FineTuned`); nothing if None.
             updates: what happens to a client's update on its way, in order: `TopK`, `QSGD`, …, and
                 `ErrorFeedback` around them; nothing if None.

@@ -51,7 +51,7 @@ class SecureMean(Aggregator):
         threshold: from 1/2 to below 1: more than this share of a cohort must answer to the end.
         sparse: who pads with whom in large cohorts; None for everyone with everyone.
         active: whether the server may break the rules: 2/3 of a cohort must answer at least. None
-            for yes wherever that costs less than a fifth of the time: for vectors of 2 MB or more,
+            for yes wherever that costs less than a fifth of the time: for vectors of 8 MB or more,
             unless ``threshold`` is below 2/3 or ``sparse`` is given.
         protocol: ``"run"`` runs it, every message; ``"count"`` gives the same mean and bytes
             without, with estimated seconds: for experiments, because it protects nothing.

@@ -26,7 +26,7 @@ class FineTuned(Personalisation):
     neither clipping nor hooks.
 
     Args:
-        local_steps: how many, n ≥ 0.
+        local_steps: how many, n ≥ 1.
 
     Raises:
         ConfigurationError: for a number below 1.

@@ -29,8 +29,8 @@ MIN_ALPHA, MAX_ALPHA = 1e-100, 1e100  # floating point holds; far beyond any vis
 class Partition(Protocol):
     """A rule that gives every example to exactly one client, as a user may write it.
 
-    Ours derive from `PartitionRule`, which has defaults. A rule that only counts examples may say so with a class attribute ``uses_labels = False``:
-    then data without labels can be divided as well.
+    Ours derive from `PartitionRule`, which has defaults. A rule that only counts examples may say so with
+    a class attribute ``uses_labels = False``: then data without labels can be divided as well.
     """
 
     # Any: the command line compares annotations by letter, and these may say list or FlatShards
@@ -131,8 +131,8 @@ class NaturalPartition(PartitionRule):
 
     Args:
         attribute: what tells the owner of an example: the name of an attribute of the data set, of a
-            column, or of a key of its items; or a function of the data set, or its import path; or a list of owners. The
-            caller looks it up and passes its values, one per example, in the place of the labels.
+            column, or of a key of its items; or a function of the data set, or its import path; or a
+            list of owners.
 
     Example:
         >>> writers = np.array(["bo", "al", "bo", "cy"])

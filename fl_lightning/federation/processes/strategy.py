@@ -1,7 +1,7 @@
 """``trainer.strategy: federated``: several processes, each training other clients of a round.
 
 Clients train apart, so no gradient is exchanged: the module is not wrapped. The processes start
-from the same weights, meet once per round (see `RoundRunner`) and share out validation and test.
+from the same weights, meet once per round (see `Round`) and share out validation and test.
 """
 
 from __future__ import annotations
