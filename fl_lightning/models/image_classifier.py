@@ -12,6 +12,7 @@ Source of the default: DINO's ViT-S/16, Caron et al. 2021, ICCV, under its timm 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,7 +55,8 @@ class ImageClassifier(LightningModule):
         freeze_blocks: of a vision transformer, freeze the embeddings and this many first blocks.
         freeze_backbone: freeze everything but the classifier.
         network_kwargs: further arguments of the network, e.g. embed_dim, depth, num_heads.
-        optimizer: makes the optimizer of the parameters that train.
+        optimizer: makes the optimizer of the parameters that train; SGD with rate 0.01 and momentum 0.9
+            if None. What YAML names has that class's own defaults.
         schedule: the learning rate over rounds, i.e. epochs; None leaves it constant.
 
     Raises:
@@ -81,7 +83,7 @@ class ImageClassifier(LightningModule):
         freeze_blocks: int = 0,
         freeze_backbone: bool = False,
         network_kwargs: dict[str, Any] | None = None,
-        optimizer: OptimizerCallable = lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
+        optimizer: OptimizerCallable | None = None,
         schedule: Schedule | None = None,
     ) -> None:
         super().__init__()
@@ -99,7 +101,8 @@ class ImageClassifier(LightningModule):
         freeze(self.network, freeze_blocks, freeze_backbone)
         self._num_classes, self._in_chans, self._image_size = num_classes, in_chans, image_size
         self._label_smoothing = label_smoothing
-        self._optimizer = optimizer
+        # no default of the argument: YAML that names a class of its own would be mixed with it
+        self._optimizer = optimizer or partial(torch.optim.SGD, lr=0.01, momentum=0.9)
         self._schedule = schedule
 
     def forward(self, images: Tensor) -> Tensor:
