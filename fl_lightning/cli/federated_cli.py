@@ -36,6 +36,7 @@ from fl_lightning.cli.mistakes.ranges import check_ranges
 from fl_lightning.cli.runs import (
     RunConfig,
     ended_by_signals,
+    in_columns,
     report_whereabouts,
     way_on,
     write_atomically,
@@ -303,7 +304,7 @@ class FederatedCLI(LightningCLI):
         """Say where the predictions are."""
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, Predictions) and callback.path is not None:
-                print(f"\npredictions: {shown_path(str(callback.path))}")
+                print(f"\n{in_columns(f'predictions: {shown_path(str(callback.path))}')}")
 
     def validate(self, **kwargs: Any) -> None:
         """Validate as the Trainer does; the table is ours, and so it is with `test`."""

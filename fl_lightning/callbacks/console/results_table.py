@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+import textwrap
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +15,7 @@ from fl_lightning.callbacks.console.round_line import number
 from fl_lightning.callbacks.console.tidy import detail
 from fl_lightning.callbacks.evaluated_model import ModelOrigin
 from fl_lightning.core.console.tables import aligned
+from fl_lightning.core.console.terminal import is_terminal, width_of
 
 # of a round, not of the model
 _OF_ROUNDS = re.compile(r"round/|secure/|privacy/|lr-|epoch$|step$|.*_(step|epoch)$|train/|search/")
@@ -65,9 +68,9 @@ class ResultsTable(Callback):
         table = results_table(self._kept | trainer.callback_metrics)
         if not table or not self._is_wanted or not trainer.is_global_zero:
             return
-        text = f"results of {self._origin.words(trainer)}\n\n{table}"
-        print(f"\n{text}", flush=True)
-        rank_zero_info(text, **detail())
+        heading = f"results of {self._origin.words(trainer)}"
+        print(f"\n{_wrapped(heading)}\n\n{table}", flush=True)
+        rank_zero_info(f"{heading}\n\n{table}", **detail())
 
 
 def results_table(metrics: Mapping[str, Any]) -> str:
@@ -100,6 +103,14 @@ def results_table(metrics: Mapping[str, Any]) -> str:
     lines = [["", *_HEAD[: len(kinds)]]]
     lines += [[name, *(_cell(rows[name].get(kind)) for kind in kinds)] for name in order]
     return aligned(lines)
+
+
+def _wrapped(text: str) -> str:
+    """Return a text in lines of the terminal's width, its words whole; elsewhere as it is."""
+    if not is_terminal(sys.stdout):
+        return text
+    width = width_of(sys.stdout) - 1
+    return textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)
 
 
 def _cell(value: float | None) -> str:
