@@ -20,6 +20,7 @@ from fl_lightning.cli.at_once.catalogue import asked_for, catalogue
 from fl_lightning.cli.at_once.commands import COMMANDS, command_of, help_of_all
 from fl_lightning.cli.at_once.short_names import with_whole_names
 from fl_lightning.cli.at_once.wrong_command import check_command
+from fl_lightning.core.console.layout import wrapped
 from fl_lightning.core.errors import ConfigurationError
 
 
@@ -88,7 +89,7 @@ def _say(text: str) -> None:
 
 
 def _refuse(sentence: str) -> NoReturn:
-    print(f"fl-lightning: {sentence}", file=sys.stderr)
+    print(wrapped(f"fl-lightning: {sentence}", sys.stderr), file=sys.stderr)
     sys.exit(2)
 
 

@@ -66,6 +66,9 @@ def answer(*words, folder="."):
         (["fti"], "'fti' is no command. Did you mean 'fit'?", 2),
         (["--config", "quickstart"], "a command is missing", 2),
         (["compare", "--config", "quickstart"], "use fl-lightning fit", 2),
+        (["fit"], "fit needs a configuration: --config quickstart", 2),
+        (["fit", "--federation.agregator", "Krum"], "Did you mean 'aggregator'?", 2),
+        (["sweep", "--search", "quickstart"], "has no space of values to try", 2),
         (["configs", "copy", "fedprx"], "there is no 'fedprx'", 2),
         (["init", "my-project"], "cannot be the name of a Python package", 2),
         (["init", "mine", "--template", "audio"], "one of images, text, tabular", 2),
@@ -86,7 +89,8 @@ def test_the_catalogue_is_what_the_classes_say():
 
 def test_help_fits_a_terminal():
     listed = "\n".join(configs._listed())
-    for text in (help_of_all(), block_help("federation"), listed):
+    aggregators = catalogue("federation", "aggregator")
+    for text in (help_of_all(), block_help("federation"), listed, aggregators):
         assert max(map(len, text.splitlines())) <= 80
     assert all(f"\n  {name} " in help_of_all() for name in COMMANDS)
 

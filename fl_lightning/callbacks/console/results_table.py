@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-import textwrap
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,8 +13,8 @@ from lightning.pytorch.utilities import rank_zero_info
 from fl_lightning.callbacks.console.round_line import number
 from fl_lightning.callbacks.console.tidy import detail
 from fl_lightning.callbacks.evaluated_model import ModelOrigin
+from fl_lightning.core.console.layout import wrapped
 from fl_lightning.core.console.tables import aligned
-from fl_lightning.core.console.terminal import is_terminal, width_of
 
 # of a round, not of the model
 _OF_ROUNDS = re.compile(r"round/|secure/|privacy/|lr-|epoch$|step$|.*_(step|epoch)$|train/|search/")
@@ -69,7 +68,7 @@ class ResultsTable(Callback):
         if not table or not self._is_wanted or not trainer.is_global_zero:
             return
         heading = f"results of {self._origin.words(trainer)}"
-        print(f"\n{_wrapped(heading)}\n\n{table}", flush=True)
+        print(f"\n{wrapped(heading, sys.stdout)}\n\n{table}", flush=True)
         rank_zero_info(f"{heading}\n\n{table}", **detail())
 
 
@@ -103,14 +102,6 @@ def results_table(metrics: Mapping[str, Any]) -> str:
     lines = [["", *_HEAD[: len(kinds)]]]
     lines += [[name, *(_cell(rows[name].get(kind)) for kind in kinds)] for name in order]
     return aligned(lines)
-
-
-def _wrapped(text: str) -> str:
-    """Return a text in lines of the terminal's width, its words whole; elsewhere as it is."""
-    if not is_terminal(sys.stdout):
-        return text
-    width = width_of(sys.stdout) - 1
-    return textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)
 
 
 def _cell(value: float | None) -> str:
