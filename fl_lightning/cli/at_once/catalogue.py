@@ -53,7 +53,10 @@ def catalogue(block: str, option: str) -> str:
     lines: list[str] = []
     for path, line in classes.items():
         first, *more = textwrap.wrap(line, 79 - 2 - width - 2)
-        lines += [f"  {_short(path).ljust(width)}  {first}", *(f"{'':{width + 4}}{m}" for m in more)]
+        lines += [
+            f"  {_short(path).ljust(width)}  {first}",
+            *(f"{'':{width + 4}}{m}" for m in more),
+        ]
     lines += [f"  any {of}" for of in found["any"]]
     if not lines:
         bases = " or ".join(found["bases"])
