@@ -21,7 +21,7 @@ from fl_lightning.cli.at_once.commands import COMMANDS, command_of, help_of_all
 from fl_lightning.cli.at_once.run_help import asked_for_run, run_help, without_all
 from fl_lightning.cli.at_once.short_names import with_whole_names
 from fl_lightning.cli.at_once.wrong_command import check_command
-from fl_lightning.core.console.layout import wrapped
+from fl_lightning.core.console.layout import in_lines
 from fl_lightning.core.errors import ConfigurationError
 
 
@@ -92,7 +92,7 @@ def _say(text: str) -> None:
 
 
 def _refuse(sentence: str) -> NoReturn:
-    print(wrapped(f"fl-lightning: {sentence}", sys.stderr), file=sys.stderr)
+    print(in_lines(f"fl-lightning: {sentence}", sys.stderr), file=sys.stderr)
     sys.exit(2)
 
 

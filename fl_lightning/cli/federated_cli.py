@@ -44,7 +44,7 @@ from fl_lightning.cli.runs import (
 )
 from fl_lightning.cli.started import take_what_was_started
 from fl_lightning.cli.trainer import check_trainer
-from fl_lightning.core.console.layout import wrapped
+from fl_lightning.core.console.layout import in_lines
 from fl_lightning.core.console.screen import clear_leftovers
 from fl_lightning.core.errors import (
     Interrupted,
@@ -335,4 +335,4 @@ def ended_with_a_sentence(run: Callable[[], None]) -> None:
             if sentence is None:
                 raise
             clear_leftovers()
-            sys.exit(wrapped(f"fl-lightning: {sentence}", sys.stderr))
+            sys.exit(in_lines(f"fl-lightning: {sentence}", sys.stderr))

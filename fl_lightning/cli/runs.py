@@ -23,7 +23,7 @@ from typing_extensions import override
 from fl_lightning.callbacks.console.run_log import NAME
 from fl_lightning.callbacks.evaluated_model import saved_after, shown_path
 from fl_lightning.callbacks.report.run_report import REPORT, RunReport
-from fl_lightning.core.console.layout import laid_out, wrapped
+from fl_lightning.core.console.layout import laid_out, in_lines
 from fl_lightning.core.console.screen import clear_leftovers
 from fl_lightning.core.console.terminal import is_terminal, width_of
 from fl_lightning.core.errors import Interrupted
@@ -45,7 +45,7 @@ def ended_by_signals(command: Callable[Arguments, None]) -> Callable[Arguments, 
                 command(*args, **kwargs)
         except Interrupted as stop:
             clear_leftovers()
-            print(wrapped(f"fl-lightning: {stop}", sys.stderr), file=sys.stderr)
+            print(in_lines(f"fl-lightning: {stop}", sys.stderr), file=sys.stderr)
             sys.exit(stop.exit_code)
         except SIGTERMException:
             sys.exit(Interrupted(signal.SIGTERM).exit_code)

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from fl_lightning.callbacks.console.round_line import number
 from fl_lightning.callbacks.console.tidy import detail
 from fl_lightning.callbacks.evaluated_model import ModelOrigin
-from fl_lightning.core.console.layout import wrapped
+from fl_lightning.core.console.layout import in_lines
 from fl_lightning.core.console.tables import aligned
 
 # of a round, not of the model
@@ -68,7 +68,7 @@ class ResultsTable(Callback):
         if not table or not self._is_wanted or not trainer.is_global_zero:
             return
         heading = f"results of {self._origin.words(trainer)}"
-        print(f"\n{wrapped(heading, sys.stdout)}\n\n{table}", flush=True)
+        print(f"\n{in_lines(heading, sys.stdout)}\n\n{table}", flush=True)
         rank_zero_info(f"{heading}\n\n{table}", **detail())
 
 

@@ -28,7 +28,7 @@ from fl_lightning.cli.mistakes.constructors import (
     told_at,
 )
 from fl_lightning.cli.mistakes.words import sentence, shortened
-from fl_lightning.core.console.layout import wrapped
+from fl_lightning.core.console.layout import in_lines
 from fl_lightning.core.errors import (
     CheckpointFailure,
     ConfigurationError,
@@ -67,7 +67,7 @@ class Parser(LightningArgumentParser):
         if not self.exit_on_error:  # a parser inside the parser, trying one of several types
             super().error(message, ex)
         told = f"fl-lightning: {sentence(message, self._options())}"
-        print(wrapped(told, sys.stderr), file=sys.stderr)
+        print(in_lines(told, sys.stderr), file=sys.stderr)
         sys.exit(2)
 
     def add_instantiator(self, instantiator: Any, *args: Any, **kwargs: Any) -> None:

@@ -46,7 +46,7 @@ def laid_out(message: str, width: int) -> str:
     )
 
 
-def wrapped(text: str, stream: Any) -> str:
+def in_lines(text: str, stream: Any) -> str:
     """Return a line of text in lines of a terminal's width, its words whole; elsewhere as it is."""
     if not is_terminal(stream) or "\n" in text:
         return text
