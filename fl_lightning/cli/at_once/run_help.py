@@ -18,7 +18,8 @@ OPTIONS = {
     "num_threads": "Threads of a CPU computation; PyTorch chooses if null. Small models gain nothing from "
     "several, and lose much where other programs run as well.",
     "resume_changed": "With ckpt_path: resume although the configuration is not that of the run.",
-    "log_level": "run.log, in the run's folder, keeps messages of this level and above.",
+    "log_level": "run.log, in the run's folder, keeps messages of this level and above: debug, info, warning or "
+    "error.",
 }
 _WHAT = {
     "--config NAME": "A configuration in the box (fl-lightning configs) or a file. Several are layered, later "
@@ -33,13 +34,17 @@ _FIT = {
     "--trainer.accelerator A": "cpu, gpu or auto.",
     "--trainer.devices N": "Processes on CPUs, GPUs otherwise.",
     "--ckpt_path PATH": "Resume from a checkpoint; last is that of the newest run of this configuration.",
-    **{f"--{name}": text for name, text in OPTIONS.items() if name != "federation"},
+    "--test_after_fit BOOL": f"{OPTIONS['test_after_fit']} (default: true)",
+    "--report BOOL": f"{OPTIONS['report']} (default: true)",
+    "--resume_changed BOOL": OPTIONS["resume_changed"],
+    "--num_threads N": OPTIONS["num_threads"],
+    "--log_level LEVEL": OPTIONS["log_level"],
 }
 _OTHERS = {
     "--ckpt_path PATH": "The checkpoint whose model is meant; last is that of the newest run of this "
     "configuration.",
-    "--num_threads": OPTIONS["num_threads"],
-    "--log_level": OPTIONS["log_level"],
+    "--num_threads N": OPTIONS["num_threads"],
+    "--log_level LEVEL": OPTIONS["log_level"],
 }
 _SEED = {"--seed_everything N": "Seed of all draws, 0 if not given."}
 
