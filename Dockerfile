@@ -6,8 +6,8 @@ FROM python:3.11-slim
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++ \
     && rm -rf /var/lib/apt/lists/*
-COPY . source
-RUN pip install --no-cache-dir ./source && rm -r source
+COPY . /source
+RUN pip install --no-cache-dir /source && rm -r /source
 RUN useradd --create-home user && chown user /srv
 USER user
 WORKDIR /srv

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from fl_lightning.cli.at_once.block_help import GROUPS
 from fl_lightning.cli.at_once.catalogue import blocks
-from fl_lightning.cli.at_once.commands import help_of_all
+from fl_lightning.cli.at_once.commands import OF_LIGHTNING, help_of_all
+from fl_lightning.cli.at_once.run_help import run_help
 
 PACKAGES = {
     "fl_lightning": "The front door",
@@ -55,7 +56,8 @@ def write_pages(folder: Path) -> None:
 
 
 def _command_line() -> str:
-    return f"# The command line\n\n```text\n{help_of_all()}\n```\n"
+    texts = [help_of_all(), *map(run_help, OF_LIGHTNING)]
+    return "# The command line\n\n" + "\n".join(f"```text\n{text}\n```\n" for text in texts)
 
 
 def _block() -> str:

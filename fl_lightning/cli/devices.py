@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch.accelerators.cuda import CUDAAccelerator
 from lightning.pytorch.accelerators.mps import MPSAccelerator
+from lightning.pytorch.loggers import CometLogger
 
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.federation import Federation
@@ -71,6 +72,8 @@ def automatic_processes(
     """
     if not _is_open(trainer) or (num_threads or 1) > 1 or not _starts_its_own():
         return 1
+    if any(isinstance(logger, CometLogger) for logger in _listed(trainer.get("logger"))):
+        return 1  # its threads, begun with it, would not be there after a fork
     num_clients = data.num_clients if isinstance(data, FederatedDataModule) else 1
     cores = num_usable_cores()
     if num_clients is None:  # the data know: more processes than clients do no harm
@@ -78,6 +81,10 @@ def automatic_processes(
     limit = trainer["limit_train_batches"]
     cohort = federation.cohort.expected_size(num_clients)
     return max(1, min(cores, limited(cohort, 1.0 if limit is None else limit)))
+
+
+def _listed(logger: Any) -> Sequence[Any]:
+    return logger if isinstance(logger, Sequence) else [logger]
 
 
 def _is_open(trainer: Mapping[str, Any]) -> bool:

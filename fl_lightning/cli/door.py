@@ -18,8 +18,10 @@ from fl_lightning.cli.at_once import configs
 from fl_lightning.cli.at_once.block_help import asked_for_block, block_help
 from fl_lightning.cli.at_once.catalogue import asked_for, catalogue
 from fl_lightning.cli.at_once.commands import COMMANDS, command_of, help_of_all
+from fl_lightning.cli.at_once.run_help import asked_for_run, run_help, without_all
 from fl_lightning.cli.at_once.short_names import with_whole_names
 from fl_lightning.cli.at_once.wrong_command import check_command
+from fl_lightning.core.console.layout import in_lines
 from fl_lightning.core.errors import ConfigurationError
 
 
@@ -39,7 +41,7 @@ def main(args: Any = None) -> None:
     try:
         said = _at_once(words)
         if said is None:
-            words = with_whole_names(configs.with_paths(words))
+            words = with_whole_names(configs.with_paths(without_all(words)))
             check_command(words)
     except ConfigurationError as error:
         _refuse(str(error))
@@ -66,6 +68,8 @@ def _at_once(words: Sequence[str]) -> str | None:
         return configs.run(words[1:])
     if words[0] == "init":
         return projects.run(words[1:])
+    if run := asked_for_run(words):
+        return run_help(run)
     if block := asked_for_block(words):
         return block_help(block)
     asked = asked_for(with_whole_names(words))
@@ -88,7 +92,7 @@ def _say(text: str) -> None:
 
 
 def _refuse(sentence: str) -> NoReturn:
-    print(f"fl-lightning: {sentence}", file=sys.stderr)
+    print(in_lines(f"fl-lightning: {sentence}", sys.stderr), file=sys.stderr)
     sys.exit(2)
 
 

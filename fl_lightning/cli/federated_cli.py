@@ -27,6 +27,7 @@ from fl_lightning.callbacks.evaluated_model import shown_path
 from fl_lightning.callbacks.predictions import Predictions
 from fl_lightning.callbacks.report.run_report import RunReport
 from fl_lightning.cli.at_once.configs import with_paths
+from fl_lightning.cli.at_once.run_help import OPTIONS
 from fl_lightning.cli.at_once.short_names import loader, with_whole_names
 from fl_lightning.cli.console import console, forget_early_messages
 from fl_lightning.cli.devices import asks_for_several, automatic_processes
@@ -36,12 +37,14 @@ from fl_lightning.cli.mistakes.ranges import check_ranges
 from fl_lightning.cli.runs import (
     RunConfig,
     ended_by_signals,
+    in_columns,
     report_whereabouts,
     way_on,
     write_atomically,
 )
 from fl_lightning.cli.started import take_what_was_started
 from fl_lightning.cli.trainer import check_trainer
+from fl_lightning.core.console.layout import in_lines
 from fl_lightning.core.console.screen import clear_leftovers
 from fl_lightning.core.errors import (
     Interrupted,
@@ -120,41 +123,40 @@ class FederatedCLI(LightningCLI):
             "--federation",
             type=Federation | None,
             default=None,
-            help="Train over many clients. Without this block training is central.",
+            help=OPTIONS["federation"],
         )
         parser.add_argument(
             "--test_after_fit",
             type=bool,
             default=True,
-            help="Test the last model when fit ends, if the data module has a test set.",
+            help=OPTIONS["test_after_fit"],
         )
 
         parser.add_argument(
             "--report",
             type=bool,
             default=True,
-            help="Make report.html and figures/ in the run's folder when fit ends, a few seconds.",
+            help=OPTIONS["report"],
         )
 
         parser.add_argument(
             "--num_threads",
             type=PositiveInt | None,
             default=None,
-            help="Threads of a CPU computation, PyTorch's own choice if null. Small models gain "
-            "nothing from several, and lose much where other programs run as well.",
+            help=OPTIONS["num_threads"],
         )
 
         parser.add_argument(
             "--resume_changed",
             type=bool,
             default=False,
-            help="With ckpt_path: go on although the configuration is not that of the run.",
+            help=OPTIONS["resume_changed"],
         )
         parser.add_argument(
             "--log_level",
             type=Level,
             default="info",
-            help="Of the least important messages that run.log, in the run's folder, keeps.",
+            help=OPTIONS["log_level"],
         )
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
@@ -303,7 +305,7 @@ class FederatedCLI(LightningCLI):
         """Say where the predictions are."""
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, Predictions) and callback.path is not None:
-                print(f"\npredictions: {shown_path(str(callback.path))}")
+                print(f"\n{in_columns(f'predictions: {shown_path(str(callback.path))}')}")
 
     def validate(self, **kwargs: Any) -> None:
         """Validate as the Trainer does; the table is ours, and so it is with `test`."""
@@ -333,4 +335,4 @@ def ended_with_a_sentence(run: Callable[[], None]) -> None:
             if sentence is None:
                 raise
             clear_leftovers()
-            sys.exit(f"fl-lightning: {sentence}")
+            sys.exit(in_lines(f"fl-lightning: {sentence}", sys.stderr))

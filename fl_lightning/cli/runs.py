@@ -17,11 +17,13 @@ from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
 from fl_lightning.callbacks.console.run_log import NAME
 from fl_lightning.callbacks.evaluated_model import saved_after, shown_path
-from fl_lightning.core.console.layout import laid_out
+from fl_lightning.callbacks.report.run_report import REPORT, RunReport
+from fl_lightning.core.console.layout import in_lines, laid_out
 from fl_lightning.core.console.screen import clear_leftovers
 from fl_lightning.core.console.terminal import is_terminal, width_of
 from fl_lightning.core.errors import Interrupted
@@ -43,7 +45,7 @@ def ended_by_signals(command: Callable[Arguments, None]) -> Callable[Arguments, 
                 command(*args, **kwargs)
         except Interrupted as stop:
             clear_leftovers()
-            print(f"fl-lightning: {stop}", file=sys.stderr)
+            print(in_lines(f"fl-lightning: {stop}", sys.stderr), file=sys.stderr)
             sys.exit(stop.exit_code)
         except SIGTERMException:
             sys.exit(Interrupted(signal.SIGTERM).exit_code)
@@ -112,6 +114,8 @@ def report_whereabouts(trainer: Trainer) -> None:
     if trainer.fast_dev_run or not trainer.is_global_zero:  # type: ignore[attr-defined]
         return
     lines = []
+    if _is_reported(trainer, folder):
+        lines.append(f"report:     {shown_path(str(Path(folder, REPORT)))}")
     for path, words in saved_models(trainer).items():
         lines.append(f"checkpoint: {shown_path(path)}{f' ({words})' if words else ''}")
     if trainer.logger is not None:
@@ -126,11 +130,21 @@ def report_whereabouts(trainer: Trainer) -> None:
     if configuration.exists() and saved_models(trainer):
         best = shown_path([*saved_models(trainer)][-1])
         where = f"--config {shown_path(str(configuration))} --ckpt_path {best}"
-        lines.append(f"next:       fl-lightning validate {where}")
-    print("\n".join(["", *map(_shown, lines)]))
+        lines.append(f"next:       fl-lightning {_next_command(trainer)} {where}")
+    print("\n".join(["", *map(in_columns, lines)]))
 
 
-def _shown(line: str) -> str:
+def _is_reported(trainer: Trainer, folder: str) -> bool:
+    reports = [each for each in trainer.callbacks if isinstance(each, RunReport)]  # type: ignore[attr-defined]
+    return any(each.page for each in reports) and Path(folder, REPORT).exists()
+
+
+def _next_command(trainer: Trainer) -> str:
+    validates = is_overridden("validation_step", trainer.lightning_module, LightningModule)
+    return "validate" if validates else "predict"
+
+
+def in_columns(line: str) -> str:
     """Return a line as wide as the terminal, in two columns; elsewhere as it is."""
     if not is_terminal(sys.stdout):
         return line

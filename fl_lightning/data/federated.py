@@ -74,34 +74,34 @@ class FederatedDataModule(ForwardingDataModule):
     have itself, e.g. ``num_classes`` or hyperparameters, is the source's.
 
     Args:
-        source: any data module whose ``train_dataloader`` is one `DataLoader` over a map-style
-            data set. Its batch size, ``drop_last``, collate function and evaluation loaders are
-            used. Every client shuffles its own shard. A sampler of some examples leaves the others
-            to nobody; a `WeightedRandomSampler` weighs inside each client; others are refused.
-        num_clients: how many clients; may be left out where the partition knows (natural ids).
+        source: any data module whose ``train_dataloader`` is one `DataLoader` over a map-style data
+            set. Its batch size, ``drop_last``, collate function and evaluation loaders are used.
+            Every client shuffles its own examples. Examples that a sampler leaves out belong to no
+            client; a `WeightedRandomSampler` weighs inside each client; other samplers are refused.
+        num_clients: how many clients; not needed where the partition knows (natural ids).
         partition: the rule that divides the examples, `IID` if None.
         batch_size: examples per local batch; the source's own if None.
-        client_val_fraction: share of every client's examples, in [0, 1), that it never trains on
-            and that per-client validation uses.
-        client_test_fraction: the same for per-client tests: further examples, in neither of the other
-            two parts.
+        client_val_fraction: share of every client's examples, in [0, 1), on which the client is
+            validated; it never trains on them.
+        client_test_fraction: share of every client's examples, in [0, 1), on which the client is
+            tested; they are in neither of the other two parts.
         search_fraction: for a search over architectures: share of what each client trains on, in
             (0, 0.5], that its weights do not learn from and its choices do; 0 for none. Batches
             then hold both, see `SearchHalf`, in a central run as well.
-        transforms: what is done to the inputs of every batch, in training and in evaluation, e.g.
+        transforms: change the inputs of every batch, in training and in evaluation, e.g.
             `FederatedNormalize`; in a central run as well.
-        example_transforms: what is done to every example of a client, its label included, before
-            ``transforms``, e.g. `QuarterTurns`; each client's in its own way. Labels for partitions are
-            those before. A central run then pools what clients train on.
+        example_transforms: change every example of a client, its label included, before
+            ``transforms``, each client's in its own way, e.g. `QuarterTurns`. Partitions use the
+            labels before the change. A central run pools what clients train on.
         labels: one label per example: the name of an attribute of the data set, of a column (as in
             data sets of Hugging Face), or of a key of its items; or a function of the data set, or its
             import path; or a list of them, in Python also an array or tensor. Strings and one-hot rows are fine.
             If None, what is called targets, labels, y, target or label, a tensor data set's last
             tensor, or every item's second part.
-        bins: divide by so many quantiles of the labels, ≥ 2, instead of the labels themselves: for
-            partitions by class where targets are real numbers or many whole ones.
-        ignore_sampler: have every client shuffle all of its examples, whatever the source's sampler
-            or batch sampler draws in a central run.
+        bins: a number of quantiles, ≥ 2. Partitions by class then divide by the quantiles of the
+            labels, for targets that are real numbers or many whole ones.
+        ignore_sampler: every client shuffles all of its examples, whatever the source's sampler or
+            batch sampler draws in a central run.
         seed: of partition and hold-out; the run's seed if None.
 
     Raises:

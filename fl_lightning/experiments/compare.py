@@ -11,6 +11,7 @@ import yaml
 from jsonargparse import ArgumentParser
 from jsonargparse.typing import PositiveInt
 
+from fl_lightning.core.console.layout import in_lines
 from fl_lightning.core.console.tables import in_blocks
 from fl_lightning.core.console.terminal import is_terminal, width_of
 from fl_lightning.core.errors import ConfigurationError
@@ -71,7 +72,8 @@ def compare(words: Sequence[str], *, parser: ArgumentParser, resolve: Resolve) -
     if finished:
         _report(experiment, [read_result(run, experiment) for run in finished], out)
     if failures:
-        told = "\n".join(f"  {name}: {failure}" for name, failure in failures.items())
+        lines = (f"  {name}: {failure}" for name, failure in failures.items())
+        told = "\n".join(in_lines(line, sys.stderr) for line in lines)
         sys.exit(f"fl-lightning: {len(failures)} of {len(wanted)} runs failed:\n{told}")
 
 
@@ -139,6 +141,6 @@ def _report(experiment: Experiment, results: Sequence[RunResult], out: Path) -> 
         head, lines = results_cells(results)
         shown = in_blocks([head, *lines], width_of(sys.stdout) - 1)
     files = "results.csv, curves.csv, results.md, results.tex, results.png"
-    print(f"\n{shown}\n\nresults:    {out}/{files}")
+    print(f"\n{shown}\n\nresults:    {out}/\n            {files}")
     print(f"report:     {out}/{REPORT}")
     print(f"look:       tensorboard --logdir {out}")

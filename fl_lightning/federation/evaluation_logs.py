@@ -1,4 +1,4 @@
-"""`self.log` in validation and test: over the examples of all processes.
+"""`self.log` and `self.log_dict` in validation and test: over the examples of all processes.
 
 Processes evaluate different examples. What the module logs per epoch is therefore reduced over them,
 as with ``sync_dist=True``, without the module having to say so; a mean is weighted by batch sizes, as
@@ -14,10 +14,10 @@ from lightning.pytorch.utilities.data import extract_batch_size
 
 
 class EvaluationLogs:
-    """Shadows a module's ``log`` between `start` and `stop`.
+    """Shadows a module's ``log`` and ``log_dict`` between `start` and `stop`.
 
     Args:
-        module: whose ``log`` is shadowed.
+        module: whose methods are shadowed.
 
     Attributes:
         batch: what the present step evaluates; None between steps.
@@ -27,16 +27,19 @@ class EvaluationLogs:
         self.batch: Any = None
         self._module = module
         self._log = module.log
+        self._log_dict = module.log_dict
 
     def start(self) -> EvaluationLogs:
         """Begin to reduce over processes."""
-        # not an ordinary attribute, which is for the module's own parts
+        # no ordinary attributes, which are for the module's own parts
         object.__setattr__(self._module, "log", self.log)
+        object.__setattr__(self._module, "log_dict", self.log_dict)
         return self
 
     def stop(self) -> None:
-        """Give the module its own ``log`` back."""
+        """Give the module its own methods back."""
         vars(self._module).pop("log", None)
+        vars(self._module).pop("log_dict", None)
 
     def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         """Log a value; the arguments are those of `LightningModule.log`."""
@@ -47,3 +50,9 @@ class EvaluationLogs:
             # Lightning divides a whole number of examples by the number of processes and rounds down
             options["batch_size"] = float(size)
         self._log(name, value, *args, **options)
+
+    def log_dict(self, dictionary: Any, *args: Any, **options: Any) -> None:
+        """Log several values; Lightning's ``log_dict`` gives `log` each with every option."""
+        if not options.get("on_step"):
+            options.setdefault("sync_dist", True)
+        self._log_dict(dictionary, *args, **options)

@@ -79,61 +79,64 @@ class Options:
             cohort: who takes part in a round; everybody if None.
             local_steps: optimizer steps of a client per round, in place of passes.
             local_epochs: a client's passes over its shard per round; one if neither is given.
-            correction: what clients add to their gradients so that they do not drift apart: `FedProx`,
-                `Scaffold`, `FedDyn`, …; nothing if None.
-            personal: what clients have for themselves: layers (`Personal`: FedPer, FedBN, FedRep), a
+            correction: what clients add to their gradients, so that clients with different data
+                stay close: `FedProx`, `Scaffold`, `FedDyn`, …; nothing if None.
+            personal: what each client has for itself: layers (`Personal`: FedPer, FedBN, FedRep), a
                 model beside the shared one (`Ditto`, `APFL`), or the global model fine-tuned before it is
                 evaluated (`FineTuned`); nothing if None.
-            updates: what happens to a client's update on its way, in order: `TopK`, `QSGD`, …, and
-                `ErrorFeedback` around them; nothing if None.
-            download: what happens to the global model on its way down: quantisers; nothing if None.
-            aggregator: how updates become one; the mean weighted by examples if None, over the clients
-                that may move a coordinate where they have masks of their own. Or a robust rule, like
-                `Krum`, that looks at all updates of the round together.
+            updates: how a client's update is changed on its way to the server, in this order:
+                `TopK`, `QSGD`, …, and `ErrorFeedback` around them; not at all if None.
+            download: how the global model is changed on its way to the clients, by quantisers; not
+                at all if None.
+            aggregator: how the updates of a round become one. A robust rule, like `Krum`, looks at
+                all of them together. If None, their mean, weighted by examples; where clients have
+                masks of their own, the mean of a parameter is over the clients that train it.
             privacy: differential privacy of clients, `CentralDP`, `LocalDP`, …, or of their single
                 examples, `ExampleDP`; none if None.
-            server_optimizer: builds the `torch.optim.Optimizer` that descends the aggregated delta;
-                SGD with learning rate 1, which is FedAvg, if None.
-            devices: how fast clients are, how reliable, and how long the server waits for them, in
-                virtual time; if None there is no such time, and all arrive. Or who arrived when in an
-                asynchronous run over a network, `RecordedArrivals`, which is simulated then.
-            asynchronous: instead of waiting for a cohort the server steps whenever so many updates are
-                there (`FedBuff`, `FedAsync`), in the virtual time of ``devices``, or over a network as they
-                come. A round is a step of the server.
-            server_schedule: builds the schedule of that optimizer's learning rate over rounds, e.g. of
-                `torch.optim.lr_scheduler`; None for a constant one.
+            server_optimizer: builds the `torch.optim.Optimizer` that takes the aggregate as its
+                gradient; SGD with learning rate 1, which is FedAvg, if None.
+            devices: how fast and how reliable clients' devices are, and how long the server waits
+                for them, in virtual time; if None, all clients answer. `RecordedArrivals` simulates
+                an asynchronous run that was made over a network.
+            asynchronous: the server waits for no cohort. It steps as soon as enough updates are
+                there (`FedBuff`, `FedAsync`), in the virtual time of ``devices``, or over a network
+                as they come. A round is then a step of the server. It waits for the cohort if None.
+            server_schedule: builds a schedule of the server optimizer's learning rate over rounds,
+                e.g. one of `torch.optim.lr_scheduler`; the rate is constant if None.
             attackers: clients that attack, to test defences; nobody if None.
-            stages: what else happens in a round, of your own: see `fl_lightning.federation.stage.Stage`.
-            on_client_failure: what to do when a client's step raises, its loss or update is not
-                finite, or it has no examples: ``raise``, naming it, or ``skip`` it and count it.
-            min_replies: a round with fewer valid updates stops the run.
-            engine: ``sequential`` trains clients one after the other, ``slots`` many at once, which is
-                faster for small models; ``auto`` measures and says in one line what it chose.
-            slots: how many clients at once; chosen by the model's size if None.
-            speedups: of the steps of clients that train one after the other, any of
-                ``direct_layers``, ``channels_last``, ``fused_optimizer``, ``thin_gradients``,
-                ``math_attention`` and ``compiled``, see `fl_lightning.engines.compiler.speedups`;
-                updates are the same but for rounding. If None, ``engine: auto`` measures which pay, if
-                the run is long, and other engines use none.
-            spot_check: fraction of the clients in slots that are trained one after the other as well, to
-                see that both ways give the same: drawn by seed, in any round, without a trace in the
-                result. A difference beyond rounding stops the run before the server steps. If None, one
-                in 200, or fewer where that would take more than 1 % of the time; 0 is none, 1 all.
-                Where clients train one after the other there is nothing to check.
-            clients_per_group: how many clients Lightning's loop takes for a batch: so often the
-                progress bar moves and a checkpoint inside a round can be saved. Results do not depend on
-                it: for other callbacks a round is one batch, unless they have an attribute
-                ``sees_groups`` that is true.
-                If None, one after the other as many as take about 0.2 s, in slots the whole cohort.
-            client_memory_gb: of what clients remember between rounds (see ``correction``), so many
-                gigabytes (1e9 bytes) are kept in RAM, the rest in files of which pages are read as
-                needed. Checkpoints hold up to 64 MB of it, more lies in ``client_memory`` beside them.
-            client_state: patterns (``*``, ``?``) of names of buffers and frozen parameters that clients
-                change while they train, which are then averaged as buffers are. What changes in the first
-                local steps of the run is found without it, and so are statistics of batch and instance
-                norm; name what changes later only. Other buffers are constants and do not travel.
-            seed: root of every draw (cohorts, shuffling, dropout, augmentation); the run's seed,
-                as given to `lightning.seed_everything`, if None.
+            stages: your own additions to a round: see `fl_lightning.federation.stage.Stage`.
+            on_client_failure: what to do with a client whose step raises, whose loss or update is
+                not finite, or who has no examples: ``raise`` stops the run and names the client,
+                ``skip`` leaves it out and counts it.
+            min_replies: the run stops if a round has fewer valid updates.
+            engine: ``sequential`` trains clients one after the other, ``slots`` many at once, which
+                is faster for small models. ``auto`` measures, and says in one line what it chose.
+            slots: how many clients train at once; chosen by the model's size if None.
+            speedups: faster local steps for clients that train one after the other; updates differ
+                by rounding alone. Any of ``direct_layers``, ``channels_last``, ``fused_optimizer``,
+                ``thin_gradients``, ``math_attention`` and ``compiled``, see
+                `fl_lightning.engines.compiler.speedups`. If None, ``engine: auto`` measures which
+                are worth it where the run is long; other engines use none.
+            spot_check: fraction of the clients in slots that are also trained one after the other,
+                to check that both ways give the same update. A difference beyond rounding stops the
+                run before the server steps. The check does not change the result. If None, one
+                client in 200, or fewer where that would take more than 1 % of the time; 0 checks
+                none, 1 all.
+            clients_per_group: how many clients Lightning's loop takes as one batch. The progress
+                bar moves, and a checkpoint inside a round can be saved, once per group. Results do
+                not depend on it. Other callbacks see a round as one batch, unless they have an
+                attribute ``sees_groups`` that is true. If None, as many as take about 0.2 s, and in
+                slots the whole cohort.
+            client_memory_gb: how many gigabytes (1e9 bytes) of what clients remember between rounds
+                (see ``correction``) stay in RAM. The rest lies in files. Checkpoints hold up to 64
+                MB of it; more lies in ``client_memory`` beside them.
+            client_state: names of buffers and frozen parameters that clients change while they
+                train, as patterns (``*``, ``?``). They travel, and are averaged. You need it only
+                for those that change later than in the first local steps of the run: the others are
+                found, and so are statistics of batch and instance norm. Buffers that never change
+                do not travel.
+            seed: root of every random draw (cohorts, shuffling, dropout, augmentation); the run's
+                seed, as given to `lightning.seed_everything`, if None.
 
         Raises:
             ConfigurationError: for values out of range, and for what does not go together; all of

@@ -13,8 +13,9 @@ from lightning.pytorch.loggers import (
     WandbLogger,
 )
 from matplotlib.figure import Figure
-from toys import toy_trainer
+from toys import ToyModule, toy_data, toy_trainer
 
+from fl_lightning import Federation
 from fl_lightning.federation.loggers.pictures import log_figure, log_histogram
 
 
@@ -91,6 +92,23 @@ def test_wandb_offline_has_both(tmp_path, monkeypatch):
     assert matplotlib.image.imread(picture).std() > 0
     (record,) = tmp_path.rglob("*.wandb")
     assert b"clients/loss" in record.read_bytes()
+
+
+@pytest.mark.filterwarnings("ignore")  # of W&B itself
+def test_wandb_offline_has_the_rounds_of_several_processes(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    logger = WandbLogger(save_dir=tmp_path, offline=True)
+    trainer = toy_trainer(
+        Federation(local_steps=1), devices=2, strategy="federated", logger=logger, max_epochs=2
+    )
+    module, data = ToyModule(), toy_data(num_clients=2)
+    trainer.fit(module, datamodule=data)
+    trainer.test(module, datamodule=data, verbose=False)
+    fit, test = sorted(tmp_path.rglob("*.wandb"))  # one run in two folders
+    assert fit.name == test.name == f"run-{logger.version}.wandb"
+    assert b"train/loss" in fit.read_bytes()
+    assert b"test/loss" in test.read_bytes()
 
 
 @pytest.mark.filterwarnings("ignore")  # of MLflow itself

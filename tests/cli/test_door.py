@@ -15,7 +15,8 @@ from fl_lightning.cli.at_once import configs
 from fl_lightning.cli.at_once.block_help import GROUPS, block_help
 from fl_lightning.cli.at_once.catalogue import FILE, blocks, catalogue, paths
 from fl_lightning.cli.at_once.catalogued import as_text
-from fl_lightning.cli.at_once.commands import COMMANDS, help_of_all
+from fl_lightning.cli.at_once.commands import COMMANDS, OF_LIGHTNING, help_of_all
+from fl_lightning.cli.at_once.run_help import run_help
 from fl_lightning.cli.at_once.short_names import expanded, with_whole_names
 from fl_lightning.core.errors import ConfigurationError
 
@@ -58,6 +59,8 @@ def answer(*words, folder="."):
         (["--version"], f"fl-lightning {fl_lightning.__version__}", 0),
         (["configs"], "quickstart", 0),
         (["init"], "usage: fl-lightning init", 0),
+        (["fit", "--help"], "usage: fl-lightning fit --config NAME", 0),
+        (["predict", "-h"], "The checkpoint whose model is meant", 0),
         (["fit", "--federation.help"], "what most people set", 0),
         (["fit", "--federation.correction.help"], "FedProx", 0),
         (["fit", "--data.partition.help"], "DirichletPerClass", 0),
@@ -66,6 +69,9 @@ def answer(*words, folder="."):
         (["fti"], "'fti' is no command. Did you mean 'fit'?", 2),
         (["--config", "quickstart"], "a command is missing", 2),
         (["compare", "--config", "quickstart"], "use fl-lightning fit", 2),
+        (["fit"], "fit needs a configuration: --config quickstart", 2),
+        (["fit", "--federation.agregator", "Krum"], "Did you mean 'aggregator'?", 2),
+        (["sweep", "--search", "quickstart"], "has no space of values to try", 2),
         (["configs", "copy", "fedprx"], "there is no 'fedprx'", 2),
         (["init", "my-project"], "cannot be the name of a Python package", 2),
         (["init", "mine", "--template", "audio"], "one of images, text, tabular", 2),
@@ -86,7 +92,9 @@ def test_the_catalogue_is_what_the_classes_say():
 
 def test_help_fits_a_terminal():
     listed = "\n".join(configs._listed())
-    for text in (help_of_all(), block_help("federation"), listed):
+    aggregators = catalogue("federation", "aggregator")
+    runs = [run_help(command) for command in OF_LIGHTNING]
+    for text in (help_of_all(), block_help("federation"), listed, aggregators, *runs):
         assert max(map(len, text.splitlines())) <= 80
     assert all(f"\n  {name} " in help_of_all() for name in COMMANDS)
 

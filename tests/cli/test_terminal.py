@@ -88,6 +88,7 @@ class TestAtATerminal:
         files = " ".join(" ".join(lines[end + 9 :]).split())
         folder = "runs/quickstart/version_0"
         for said in (
+            f"report {folder}/report.html",
             f"checkpoint {folder}/checkpoints/last.ckpt (after round 3)",
             f"messages {folder}/run.log",
             "look tensorboard --logdir runs",
@@ -179,7 +180,8 @@ class TestWithoutATerminal:
         assert "Seed set to 0" in first
         assert re.search(r"network\.head +Linear +650", first)
         assert first.count("results of the model") == 1
-        self.run(tmp_path, "--trainer.max_epochs", "4", "--ckpt_path", "last")
+        _, err = self.run(tmp_path, "--trainer.max_epochs", "4", "--ckpt_path", "last")
+        assert re.search(r"run: .*, resumed from .*/last.ckpt after round 3\n", err)
         assert log.read_text().startswith(first)
         assert "round 4/4: val/accuracy" in log.read_text()
         assert log.read_text().count("round 3/3:") == 1

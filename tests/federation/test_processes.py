@@ -124,6 +124,7 @@ class Counting(ToyModule):
         self.log("val/object", self.val_accuracy)
         self.log("val/examples", float(len(y)), reduce_fx="sum")
         self.log("val/inferred", F.cross_entropy(self.net(x), y))
+        self.log_dict({"val/of_several": F.cross_entropy(self.net(x), y)})
 
 
 def some_data(**options):

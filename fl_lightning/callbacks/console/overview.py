@@ -10,7 +10,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from fl_lightning.callbacks.console.round_line import federation_of
 from fl_lightning.callbacks.console.run_log import folder_of
-from fl_lightning.callbacks.evaluated_model import shown_path
+from fl_lightning.callbacks.evaluated_model import saved_after, shown_path
 from fl_lightning.federation.federation import Federation
 
 
@@ -30,7 +30,13 @@ class RunOverview(Callback):
             rank_zero_info(f"federation: {'; '.join(_federation(trainer, federation))}")
         rank_zero_info(f"machine: {', '.join(_machine(trainer))}")
         if folder is not None:
-            rank_zero_info(f"run: {shown_path(folder)}")
+            rank_zero_info(f"run: {', '.join([shown_path(folder), *_resumed(trainer)])}")
+
+
+def _resumed(trainer: Trainer) -> Iterator[str]:
+    if trainer.ckpt_path:
+        path = str(trainer.ckpt_path)
+        yield " ".join(["resumed from", shown_path(path), *filter(None, [saved_after(path)])])
 
 
 def _model(module: LightningModule) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from fl_lightning.callbacks.console.round_line import number
 from fl_lightning.callbacks.console.tidy import detail
 from fl_lightning.callbacks.evaluated_model import ModelOrigin
+from fl_lightning.core.console.layout import in_lines
 from fl_lightning.core.console.tables import aligned
 
 # of a round, not of the model
@@ -65,9 +67,9 @@ class ResultsTable(Callback):
         table = results_table(self._kept | trainer.callback_metrics)
         if not table or not self._is_wanted or not trainer.is_global_zero:
             return
-        text = f"results of {self._origin.words(trainer)}\n\n{table}"
-        print(f"\n{text}", flush=True)
-        rank_zero_info(text, **detail())
+        heading = f"results of {self._origin.words(trainer)}"
+        print(f"\n{in_lines(heading, sys.stdout)}\n\n{table}", flush=True)
+        rank_zero_info(f"{heading}\n\n{table}", **detail())
 
 
 def results_table(metrics: Mapping[str, Any]) -> str:

@@ -21,7 +21,7 @@ LOGGERS = ("", "lightning", "lightning.pytorch", "lightning.fabric", "fl_lightni
 _NOISE = re.compile(
     r"Seed set to |(GPU|TPU|HPU) available: False|💡|Initializing distributed|-{20}|"
     r"`Trainer\.fit` stopped: `max_(epochs|steps)=|LOCAL_RANK: |Loaded model weights from|"
-    r"Restored all states|The `srun` command|\s*$"
+    r"Restor(ed all|ing) states|The `srun` command|\s*$"
 )
 
 

@@ -9,6 +9,8 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from fl_lightning.callbacks.console.tidy import detail
+from fl_lightning.callbacks.evaluated_model import shown_path
 from fl_lightning.callbacks.report.board import lay_out, show_results
 from fl_lightning.callbacks.report.history import IDS, NAME, History, RoundLine, append, begin
 from fl_lightning.callbacks.report.run_page import write_report
@@ -138,7 +140,8 @@ class RunReport(Callback):
         except OSError as error:  # a full disk: the run itself is done
             rank_zero_warn(f"no {REPORT}: {error}")
             return
-        rank_zero_info(f"report: {folder / REPORT}")
+        told = detail() if self.waits_for_test else {}  # else the command tells of all files
+        rank_zero_info(f"report: {shown_path(str(folder / REPORT))}", **told)
 
     def _note_central(self, trainer: Trainer, number: int) -> None:
         if self._noted is not None and number > self._noted and _federation(trainer) is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -49,7 +50,13 @@ def catalogue(block: str, option: str) -> str:
     found = _option(block, option)
     classes: Mapping[str, str] = found["classes"]
     width = max((len(_short(path)) for path in classes), default=0)
-    lines = [f"  {_short(path).ljust(width)}  {line}" for path, line in classes.items()]
+    lines: list[str] = []
+    for path, line in classes.items():
+        first, *more = textwrap.wrap(line, 79 - 2 - width - 2)
+        lines += [
+            f"  {_short(path).ljust(width)}  {first}",
+            *(f"{'':{width + 4}}{m}" for m in more),
+        ]
     lines += [f"  any {of}" for of in found["any"]]
     if not lines:
         bases = " or ".join(found["bases"])

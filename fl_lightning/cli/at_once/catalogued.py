@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import Any, get_args, get_type_hints
 
 from docstring_parser import parse
+from lightning.pytorch.cli import LightningCLI
 from torch import nn
 from typing_extensions import get_protocol_members, is_protocol
 
@@ -112,7 +113,7 @@ def _members(hint: Any) -> Iterator[type]:
 def _is_a(found: type, kind: type) -> bool:
     if not is_protocol(kind):
         return issubclass(found, kind) and not issubclass(found, MaskedOptimizer)  # a client's
-    if issubclass(found, nn.Module):  # whose methods have the names of many protocols
+    if issubclass(found, nn.Module | LightningCLI):  # whose methods have names of many protocols
         return False
     methods = [m for m in get_protocol_members(kind) if callable(getattr(kind, m, None))]
     return not is_protocol(found) and all(callable(getattr(found, m, None)) for m in methods)

@@ -23,7 +23,7 @@ COMMANDS = OF_LIGHTNING | OURS
 
 _FIRST = """\
 to begin with:
-  fl-lightning fit --config quickstart            a minute; 96 % of digits right
+  fl-lightning fit --config quickstart            two minutes; 95 % of digits
   fl-lightning configs                            what else there is
   fl-lightning fit --federation.help              the options of the block
   fl-lightning fit --federation.aggregator.help   what one of them takes

@@ -28,6 +28,7 @@ from fl_lightning.cli.mistakes.constructors import (
     told_at,
 )
 from fl_lightning.cli.mistakes.words import sentence, shortened
+from fl_lightning.core.console.layout import in_lines
 from fl_lightning.core.errors import (
     CheckpointFailure,
     ConfigurationError,
@@ -65,7 +66,8 @@ class Parser(LightningArgumentParser):
         """Print what is wrong and end with code 2."""
         if not self.exit_on_error:  # a parser inside the parser, trying one of several types
             super().error(message, ex)
-        print(f"fl-lightning: {sentence(message, self._options())}", file=sys.stderr)
+        told = f"fl-lightning: {sentence(message, self._options())}"
+        print(in_lines(told, sys.stderr), file=sys.stderr)
         sys.exit(2)
 
     def add_instantiator(self, instantiator: Any, *args: Any, **kwargs: Any) -> None:

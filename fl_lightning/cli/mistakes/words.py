@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
+from fl_lightning.cli.at_once.catalogue import options_with_classes, paths
 from fl_lightning.cli.mistakes.complaints import Complaint, complaint
 from fl_lightning.cli.mistakes.unfinished import what_is_missing
 
@@ -35,6 +36,7 @@ _RESTRICTED = re.compile(
     r"Not of type \w*?(?P<kind>Int|Float)\w*: does not conform to restriction v(?P<rule>.*)"
 )
 _TYPE = re.compile(r"Expected an? (?:<class ')?(?P<type>[\w.]+)")
+_WITH_CLASSES = re.compile(r"(?P<block>federation|data)(?:\.init_args)?\.(?P<option>\w+)")
 _TYPES = {
     "int": "a whole number",
     "float": "a number",
@@ -178,7 +180,8 @@ def _wrong_class(found: Complaint) -> str | None:
     kind = f"a class{f' that is {needed}' if needed else ''}, with class_path and init_args"
     allowed = " or ".join([kind, *types])
     given = _given(found.given)
-    return f"{found.path} must be {allowed}{given}. {_catalogue(found.path)}".strip()
+    hint = _other_class(found.path, found.given or "")
+    return f"{found.path} must be {allowed}{given}. {hint}{_catalogue(found.path)}".strip()
 
 
 def _kinds(reasons: Sequence[str]) -> str:
@@ -229,10 +232,20 @@ def _given(value: str | None) -> str:
     return f", got {shown or 'an empty text'}"
 
 
+def _other_class(path: str, given: str) -> str:
+    """Return a suggestion for the misspelt name of a class."""
+    match = _WITH_CLASSES.match(path)
+    names = paths(match["block"], match["option"]) if match else {}
+    close = difflib.get_close_matches(given.rpartition(".")[2], names, n=1)
+    return f"Did you mean {close[0]}? " if close else ""
+
+
 def _catalogue(path: str) -> str:
     """Return where the classes of an option are listed."""
-    match = re.match(r"federation\.\w+", path)
-    return f"--{match[0]}.help lists what there is." if match else "See --help for what there is."
+    match = _WITH_CLASSES.match(path)
+    if match is None or match["option"] not in options_with_classes(match["block"]):
+        return "See --help for what there is."
+    return f"--{match['block']}.{match['option']}.help lists what there is."
 
 
 _WORDS = (

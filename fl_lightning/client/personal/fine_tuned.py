@@ -20,7 +20,7 @@ from fl_lightning.core.errors import ConfigurationError
 @final
 @dataclass(frozen=True)
 class FineTuned(Personalisation):
-    """Clients fine-tune the global model before they are evaluated; training is as without.
+    """Clients fine-tune the global model before they are evaluated; training does not change.
 
     The steps are plain ones, by a new optimizer of the module's ``configure_optimizers``, with
     neither clipping nor hooks.

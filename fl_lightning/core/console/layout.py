@@ -46,6 +46,14 @@ def laid_out(message: str, width: int) -> str:
     )
 
 
+def in_lines(text: str, stream: Any) -> str:
+    """Return a line of text in lines of a terminal's width, its words whole; elsewhere as it is."""
+    if not is_terminal(stream) or "\n" in text:
+        return text
+    width = width_of(stream) - 1
+    return textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)
+
+
 class ConsoleFormatter(logging.Formatter):
     """Lays messages out for the terminal that a handler writes to, if it is one.
 

@@ -131,7 +131,10 @@ def histogram(
             label = f"{name}, " if len(finite) > 1 else ""
             axes.hist(values, bins=bins, color=colour, alpha=0.55, rwidth=0.92)
             mean = float(values.mean())
-            axes.axvline(mean, color=colour, linestyle="--", label=f"{label}mean {mean:.4g}")
+            told = f"{label}mean {mean:.4g}"
+            axes.axvline(
+                mean, ymax=0.82, color=colour, linestyle="--", label=told
+            )  # below the legend
         if whole:
             axes.xaxis.get_major_locator().set_params(integer=True)
         axes.yaxis.get_major_locator().set_params(integer=True)

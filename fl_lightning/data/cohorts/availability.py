@@ -119,7 +119,7 @@ class Diurnal:
 @final
 @dataclass(frozen=True)
 class AvailableCohort(Cohort):
-    """Draws with any sampler among the clients that are there.
+    """Draws, with any sampler, among the clients that are available.
 
     Where fewer are there than the sampler takes, all of them take part; where nobody is, the round
     is empty and leaves the model as it is. With everybody there it is the sampler itself.

@@ -217,7 +217,7 @@ class UniformCohort(SizedCohort):
 @final
 @dataclass(frozen=True, kw_only=True)
 class PoissonCohort(Cohort):
-    """Every client joins by its own coin: the cohort's size varies from round to round.
+    """Every client joins with the same chance, by itself: the cohort's size varies.
 
     The sampling that the usual privacy amplification theorems assume.
 

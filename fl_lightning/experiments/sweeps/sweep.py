@@ -11,6 +11,7 @@ from typing import Any
 import optuna
 from optuna.trial import TrialState
 
+from fl_lightning.core.console.layout import in_lines
 from fl_lightning.core.errors import Interrupted
 from fl_lightning.core.optuna_extra import quiet
 from fl_lightning.experiments.plan import Resolve
@@ -84,7 +85,7 @@ def sweep(
             raise Interrupted(stop.signum, "the same command goes on") from stop
         _report(search, plan, trials, out, names)
     if failure is not None:
-        sys.exit(f"fl-lightning: {failure}")
+        sys.exit(in_lines(f"fl-lightning: {failure}", sys.stderr))
 
 
 def _introduce(search: Search, plan: Plan, trials: Trials, out: Path) -> None:

@@ -38,6 +38,7 @@ from fl_lightning.federation.processes.last_words import (
 from fl_lightning.federation.processes.remote_error import read_error, write_error
 from fl_lightning.federation.processes.results import TrainerOutcome
 from fl_lightning.federation.processes.shared_memory import Neighbours
+from fl_lightning.federation.processes.tracked_runs import end_runs, name_runs
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy
@@ -81,6 +82,7 @@ class ForkLauncher:
         _check_can_fork()
         self._processes = []  # the new ones have nothing to do with those of another run
         _settle_folders(trainer)
+        name_runs(trainer)
         self.neighbours = neighbours = Neighbours(self._strategy.num_processes)
         assert self._strategy.cluster_environment is not None
         _ = self._strategy.cluster_environment.main_port  # chosen now, the same for all
@@ -189,11 +191,13 @@ def _run(
             result = function(*args, **kwargs)
             if local_rank == 0:
                 torch.save(TrainerOutcome.of(trainer, result), folder / "outcome")
+                end_runs(trainer)
         except BaseException as error:
             write_error(error, note)
             neighbours.leave()  # and need not wait
             if local_rank == 0:
                 call_on_exception(trainer, strategy, error)
+                end_runs(trainer)
             raise
     except Interrupted as stop:  # also one that comes while another error is being noted
         _hold_signals()

@@ -29,7 +29,7 @@ _MOST_STEPS = 100_000
 @final
 @dataclass(frozen=True)
 class GeometricMedian(RobustRule):
-    """RFA; withstands fewer than half of the clients (or of the examples).
+    """The geometric median of the updates, RFA; withstands fewer than half of the clients.
 
     Args:
         smoothing: ν, > 0, in units of an update's norm: nearer than that, an update attracts no

@@ -26,7 +26,7 @@ from fl_lightning.server.robust.rule import RobustRule, RuleContext
 @final
 @dataclass(frozen=True)
 class Krum(RobustRule):
-    """The update whose n - f - 2 nearest others are nearest.
+    """The one update that is nearest to its n - f - 2 nearest others.
 
     Args:
         num_attackers: f, ≥ 0; of 2f + 3 updates and more.
@@ -54,7 +54,7 @@ class Krum(RobustRule):
 @final
 @dataclass(frozen=True)
 class MultiKrum(RobustRule):
-    """The mean of the updates with the least scores.
+    """The mean of the updates with the lowest scores, which are those of `Krum`.
 
     Args:
         num_attackers: f, ≥ 0; of 2f + 3 updates and more.
