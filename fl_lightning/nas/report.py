@@ -1,11 +1,12 @@
 """What a search shows while it runs, and what it leaves behind.
 
 While it runs: ``search/entropy`` of the operations' probabilities (nats a row, at most log of the number
-of operations), ``search/expected_flops``, ``search/table/…`` where there is a table, and in TensorBoard the present cell and the probabilities.
+of operations), ``search/expected_flops``, ``search/expected_latency_ms`` where latencies are measured,
+``search/table/…`` where there is a table, and in TensorBoard the present cell and the probabilities.
 At the end, in the run's folder:
 
     cell.png, cell.svg      the architecture as a graph
-    architecture.yaml       what `Network` takes, with its exact cost
+    architecture.yaml       what `Network` takes
     retrain.yaml            a configuration that trains it from scratch, see `retraining`
 
 In a federation it hands over the stage by which the server steps α, see `ServerStep`.
@@ -28,6 +29,7 @@ from fl_lightning.federation.federation import Federation
 from fl_lightning.federation.loggers.pictures import log_figure
 from fl_lightning.nas import pictures
 from fl_lightning.nas.checks import check_beside_updates, check_precision
+from fl_lightning.nas.cost.latency import LatencyTable
 from fl_lightning.nas.retraining import retraining
 from fl_lightning.nas.server_step import ServerStep
 
@@ -70,6 +72,8 @@ class SearchReport(Callback):
         entropy = -(shares * shares.clamp_min(1e-38).log()).sum(1).mean()
         expected = module.costs.expected(shares, "flops")
         values = {"search/entropy": entropy, "search/expected_flops": expected}
+        if isinstance(module.measure, LatencyTable):
+            values["search/expected_latency_ms"] = module.measure.expected(shares)
         if module.table is not None:
             truth = module.table.lookup(module.architecture)
             values |= {f"search/table/{name}": torch.tensor(value) for name, value in truth.items()}
@@ -99,18 +103,19 @@ class SearchReport(Callback):
         cost = module.costs.of(module.space.operations_of(found))
         rank_zero_info(f"architecture: {found}")
         rank_zero_info(f"{cost.flops:,} multiply-adds, {cost.params:,} parameters")
+        if isinstance(module.measure, LatencyTable):
+            rank_zero_info(f"{module.measure.milliseconds(found):.3g} ms on {module.measure}")
         if not trainer.is_global_zero or trainer.logger is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         folder.mkdir(parents=True, exist_ok=True)
         pictures.save(pictures.cell_figure(found), folder / "cell")
-        costs = {"flops": cost.flops, "params": cost.params}
         content = retraining(
             found, module.shape, image_size=module.image_size, run=_configuration(folder)
         )
         network = content["model"]["init_args"]["network"]["init_args"]
         _write(folder / "architecture.yaml", network)
         _write(folder / "retrain.yaml", content)
-        rank_zero_info(f"cost {costs}; written to {folder}")
+        rank_zero_info(f"cell.png, architecture.yaml, retrain.yaml: {folder}")
 
 
 def _configuration(folder: Path) -> dict[str, Any] | None:

@@ -37,8 +37,9 @@ from fl_lightning.core.seeds import derive_seed, run_seed, torch_generator
 from fl_lightning.models.schedule import Schedule
 from fl_lightning.nas.alpha_gradients import AlphaGradient, Gradient, Reward, Situation
 from fl_lightning.nas.checks import MASKS_IN_A_SEARCH, check_weights_optimizer
+from fl_lightning.nas.cost.latency import LatencyTable, expected_measure
 from fl_lightning.nas.cost.penalties import NoPenalty, Penalty
-from fl_lightning.nas.cost.table import CostTable, Measure, cost_table
+from fl_lightning.nas.cost.table import CostTable, cost_table
 from fl_lightning.nas.kept_state import keep, num_kept, recall
 from fl_lightning.nas.relax.bilevel import Tensors, WeightStep
 from fl_lightning.nas.relax.relaxation import EdgeWeights, Relaxation, SearchStep
@@ -67,7 +68,8 @@ class Supernet(LightningModule):
         cells: how many; of what, the space says.
         learn: how α learns.
         penalty: what the expected cost adds to the loss of α.
-        measure: the cost that it is of.
+        measure: the cost that it is of: ``flops``, ``params``, ``activations``, or a file that
+            ``fl-lightning latency`` wrote, for milliseconds on that device.
         optimizer: of the weights.
         architecture_optimizer: of α.
         architecture_state: where the state of α's optimizer is in a federation. ``server``: the
@@ -107,7 +109,7 @@ class Supernet(LightningModule):
         cells: int = 5,
         learn: AlphaGradient | None = None,
         penalty: Penalty | None = None,
-        measure: Measure = "flops",
+        measure: str = "flops",
         optimizer: OptimizerCallable = lambda p: torch.optim.SGD(
             p, lr=0.025, momentum=0.9, weight_decay=3e-4
         ),
@@ -131,7 +133,8 @@ class Supernet(LightningModule):
             "channels": channels,
             "cells": cells,
         }
-        self.image_size, self.measure = image_size, measure
+        self.image_size = image_size
+        self.measure = expected_measure(measure, space, image_size, self.shape)
         self.network = space.network(self.rule.edge, affine=False, **self.shape)
         _use_batch_statistics(self.network)
         self._seed = run_seed(seed)
@@ -334,7 +337,10 @@ class Supernet(LightningModule):
 
     def expected_cost(self, alphas: Tensors) -> Tensor:
         """Return the expected cost of an architecture drawn by softmax(α)."""
-        return self.costs.expected(alphas["alpha"].softmax(1), self.measure)
+        shares = alphas["alpha"].softmax(1)
+        if isinstance(self.measure, LatencyTable):
+            return self.measure.expected(shares)
+        return self.costs.expected(shares, self.measure)
 
     def on_train_epoch_end(self) -> None:
         """Let the learning rate of the weights go on."""
