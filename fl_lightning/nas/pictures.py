@@ -139,6 +139,7 @@ def front_figure(
     front = np.array([(costs[number], scores[number]) for number in best]).reshape(-1, 2)
     panel.plot(*front.T, "o-", color="#0072b2", markersize=5, drawstyle="steps-post", label="front")
     panel.set(xlabel=cost, ylabel=score)
+    panel.xaxis.set_major_formatter(lambda value, _: _short(value))
     panel.grid(alpha=0.3)
     panel.legend(frameon=False, fontsize="small", loc="lower right")
     if title:
@@ -158,6 +159,14 @@ def on_front(costs: Sequence[float], scores: Sequence[float]) -> list[int]:
         if not front or scores[number] > scores[front[-1]]:
             front.append(number)
     return front
+
+
+def _short(value: float) -> str:
+    """Return a number of an axis: 250 k, 1.5 M."""
+    for unit, name in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
+        if abs(value) >= unit:
+            return f"{value / unit:g}{name}"
+    return f"{value:g}"
 
 
 def save(figure: Figure, path: str | Path) -> tuple[Path, Path]:

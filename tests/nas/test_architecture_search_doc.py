@@ -1,8 +1,9 @@
-"""The commands and snippets of docs/architecture_search.md run."""
+"""The commands and snippets of the pages on architecture search run."""
 
 import re
 import shlex
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,11 @@ from readme import ROOT
 from small_sets import write_folder
 
 from fl_lightning.cli import main
+from fl_lightning.nas import NASBench201
+from fl_lightning.nas.spaces.nas_bench_201_table import CELL_COLUMN, COLUMNS
 
-DOC = (ROOT / "docs" / "architecture_search.md").read_text()
+PAGES = ["architecture_search", "networks_of_all_sizes", "search_without_training", "search_results"]
+DOC = "\n".join((ROOT / "docs" / f"{page}.md").read_text() for page in PAGES)
 # comparisons take hours and data of the user's: test_configs plans them
 BLOCKS = [
     re.findall(r"^uv run fl-lightning (?!compare)(.*)$", block, re.MULTILINE)
@@ -94,9 +98,19 @@ def test_commands_run(command):
     "story", [pytest.param(s, marks=[pytest.mark.slow] * ("latency" in str(s))) for s in STORIES]
 )
 def test_stories_run(story):
+    if "table.csv" in str(story):
+        write_table(Path("table.csv"))
     for command in story:
         type_in(command)
-    assert list(Path("runs").rglob("*.ckpt"))
+    assert list(Path("runs").rglob("*.ckpt" if "fit " in str(story) else "best.yaml"))
+
+
+def write_table(path):
+    """Write all cells, whose accuracy is the number of their convolutions."""
+    space = NASBench201()
+    cells = [str(space.architecture(choices)) for choices in product(range(5), repeat=6)]
+    rows = [",".join([cell, *[str(10 + cell.count("conv"))] * 3]) for cell in cells]
+    path.write_text("\n".join([",".join([CELL_COLUMN, *COLUMNS.values()]), *rows]))
 
 
 def test_the_run_leaves_what_the_table_says():
@@ -115,7 +129,7 @@ def test_the_run_leaves_what_the_table_says():
 
 def test_python_runs(capsys):
     [block] = re.findall(r"```python\n(.*?)```", DOC, re.DOTALL)
-    exec(compile(block, "architecture_search.md", "exec"), {})  # noqa: S102 - our own words
+    exec(compile(block, "page", "exec"), {})  # noqa: S102 - our own words
     said = re.findall(r"print\(.*# (.*)$", block, re.MULTILINE)
     assert capsys.readouterr().out.splitlines() == said
 
