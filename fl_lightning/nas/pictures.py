@@ -65,7 +65,7 @@ def cell_figure(architecture: Architecture, title: str = "") -> Figure:
     for panel, kind, graph, points in zip(panels, kinds, graphs, placed, strict=True):
         _draw_graph(panel, space, kind, graph, points)
         if len(kinds) > 1:
-            panel.set_title(f"{kind} cell", loc="left", fontsize=10)
+            panel.set_title(_title(kind), loc="left", fontsize=10)
     if title:
         figure.suptitle(title, fontsize=10)
     return figure
@@ -103,7 +103,7 @@ def alpha_figure(space: CellSpace, probabilities: Tensor, title: str = "") -> Fi
         panel.set(xlim=(0, max(1.0, left.max())), xlabel="weight")
         panel.spines[["top", "right"]].set_visible(False)
         if len(kinds) > 1:
-            panel.set_title(f"{kind} cell", loc="left", fontsize=10)
+            panel.set_title(_title(kind), loc="left", fontsize=10)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(
         handles,
@@ -159,6 +159,11 @@ def on_front(costs: Sequence[float], scores: Sequence[float]) -> list[int]:
         if not front or scores[number] > scores[front[-1]]:
             front.append(number)
     return front
+
+
+def _title(kind: str) -> str:
+    """Return the name of a kind of cell as a title: stages are called so already."""
+    return kind if kind.startswith("stage") else f"{kind} cell"
 
 
 def _short(value: float) -> str:

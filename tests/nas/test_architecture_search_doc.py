@@ -15,7 +15,12 @@ from fl_lightning.cli import main
 from fl_lightning.nas import NASBench201
 from fl_lightning.nas.spaces.nas_bench_201_table import CELL_COLUMN, COLUMNS
 
-PAGES = ["architecture_search", "networks_of_all_sizes", "search_without_training", "search_results"]
+PAGES = [
+    "architecture_search",
+    "networks_of_all_sizes",
+    "search_without_training",
+    "search_results",
+]
 DOC = "\n".join((ROOT / "docs" / f"{page}.md").read_text() for page in PAGES)
 # comparisons take hours and data of the user's: test_configs plans them
 BLOCKS = [
@@ -135,7 +140,7 @@ def test_python_runs(capsys):
 
 
 def test_every_config_is_in_the_tables():
-    for path in (ROOT / "configs" / "nas").glob("*.yaml"):
+    for path in (ROOT / "configs" / "nas").rglob("*.yaml"):
         assert path.name in DOC, path
 
 

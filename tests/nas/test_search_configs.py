@@ -70,6 +70,8 @@ CASES = [
     for method in METHODS
     for over in ("clients", "central")
 ]
+LAYERED = CONFIGS / "nas" / "space" / "mobilenet_layers.yaml"
+CASES += [slow_if((LAYERED, m, "clients"), m == "fbnet") for m in ("proxyless", "fbnet")]
 
 
 @pytest.mark.parametrize(("space", "method", "over"), CASES)
