@@ -65,6 +65,16 @@ class SearchReport(Callback):
                 )
             )
 
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Find the statistics of the evaluation."""
+        module: Any = pl_module
+        module.statistics.measure(trainer, module)
+
+    def on_test_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Find the statistics of the evaluation."""
+        module: Any = pl_module
+        module.statistics.measure(trainer, module)
+
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the numbers, and now and then the pictures."""
         module: Any = pl_module
