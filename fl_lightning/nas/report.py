@@ -75,8 +75,17 @@ class SearchReport(Callback):
         module: Any = pl_module
         module.statistics.measure(trainer, module)
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the numbers, and now and then the pictures."""
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Log the numbers at the end of a round, where every other callback still sees them."""
+        if not trainer.is_last_batch:
+            return
         module: Any = pl_module
         shares = module.alpha.detach().softmax(1)
         entropy = -(shares * shares.clamp_min(1e-38).log()).sum(1).mean()
@@ -87,11 +96,16 @@ class SearchReport(Callback):
         if module.table is not None:
             truth = module.table.lookup(module.architecture)
             values |= {f"search/table/{name}": torch.tensor(value) for name, value in truth.items()}
+        numbers = {name: value.float() for name, value in values.items()}
         # every process has the same, so that their mean is it
-        module.log_dict({name: value.float() for name, value in values.items()}, sync_dist=True)
+        module.log_dict(numbers, on_step=False, on_epoch=True, batch_size=1, sync_dist=True)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Draw, now and then."""
+        module: Any = pl_module
         every = max(1, (trainer.max_epochs or 1) // _NUM_PICTURES)
         if trainer.is_global_zero and trainer.current_epoch % every == 0:
-            self._draw(trainer, module, shares)
+            self._draw(trainer, module, module.alpha.detach().softmax(1))
 
     def _draw(self, trainer: Trainer, module: Supernet, shares: Tensor) -> None:
         step = trainer.current_epoch
