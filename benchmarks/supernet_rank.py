@@ -3,7 +3,7 @@
     python -m benchmarks.supernet_rank --root cifar10 --table table.csv --seed 0
 
 Every step trains one cell, drawn uniformly, in weights that all share. Then cells are scored by their
-accuracy, and by minus their loss, on images that were held out, with the statistics of the batch. The
+accuracy, and by minus their loss, on 2,000 images that were held out, with the statistics of batches of 250. The
 Spearman correlation with a table of NAS-Bench-201 is printed as a line of JSON, several times while
 training goes on, beside that of the number of multiply-adds and of parameters: a score that ranks no
 better than these says nothing. ``best`` is the table's accuracy of the cell of the lowest loss.
@@ -55,6 +55,10 @@ class Ranked:
         self.network: nn.Module = SPACE.network(SinglePath().edge, affine=False, **self.shape)
         self.alpha = torch.zeros(SPACE.num_rows, len(SPACE.operations))
         self._draws = torch_generator(seed, "drawn cells")
+        images, labels = map(torch.cat, zip(*self.data.val_dataloader(), strict=True))
+        # a folder's images stand class by class, and the statistics of one class tell nothing apart
+        mixed = torch.randperm(len(images), generator=torch_generator(seed, "held out"))[:2000]
+        self.held_out = images[mixed], labels[mixed]
 
     def logits(self, images: Tensor, cell: Architecture) -> Tensor:
         """Return those of a cell in the shared weights."""
@@ -85,7 +89,7 @@ class Ranked:
     @torch.no_grad()
     def rated(self, cells: list[Architecture]) -> dict[str, dict[Architecture, float]]:
         """Return each cell's accuracy and minus its loss on held-out images."""
-        images, labels = map(torch.cat, zip(*self.data.val_dataloader(), strict=True))
+        images, labels = self.held_out
         found: dict[str, dict[Architecture, float]] = {"accuracy": {}, "loss": {}}
         for cell in cells:
             logits = torch.cat([self.logits(batch, cell) for batch in images.split(250)])

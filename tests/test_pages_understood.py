@@ -22,7 +22,13 @@ ALGORITHMS = {
 }
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
 # whose blocks have a test of their own
-READ_ELSEWHERE = {"data", "extending", "sweeps", "architecture_search", "experiments", "network"}
+READ_ELSEWHERE = {"data", "extending", "sweeps", "experiments", "network"}
+READ_ELSEWHERE |= {
+    "architecture_search",
+    "networks_of_all_sizes",
+    "search_without_training",
+    "search_results",
+}
 
 
 def blocks(page):

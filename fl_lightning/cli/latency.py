@@ -74,7 +74,7 @@ def _lines(table: LatencyTable, given: Any) -> list[str]:
         f"device:   {table.where}",
         f"blocks:   {len(table.blocks)} kinds; {table.rest:.3g} ms for the rest of a network",
         f"fit:      {table.scale:.3g} x sum {table.shift:+.3g} ms, on {given.calibration} networks",
-        f"error:    {accuracy}",
+        f"accuracy: {accuracy}",
         f"written:  {given.out}",
     ]
     if accuracy.mape > _MOST_ERROR or accuracy.spearman < _LEAST_RANK:

@@ -125,16 +125,13 @@ class _Looking(Callback):
         module: Any = pl_module
         _check_module(module)
         with visiting(trainer, "validation", mode="eval") as visit:
-            is_one_shot = isinstance(module, OneShot)  # others normalise by the batch at hand
             score = SubNetworkScore(
                 module,
-                _Again(lambda: map(visit.prepared, _training_batches(trainer, module)))
-                if is_one_shot
-                else (),
+                _Again(lambda: map(visit.prepared, _training_batches(trainer, module))),
                 _Again(lambda: map(visit.prepared, _validation_batches(trainer))),
                 trainer.precision_plugin.forward_context,
             )
-            weights = str(trainer.ckpt_path) if is_one_shot else None
+            weights = str(trainer.ckpt_path) if isinstance(module, OneShot) else None
             self._look(Trained(_networks(module), score, weights, self._run))
 
 
@@ -169,7 +166,7 @@ def _networks(module: Any) -> Networks:
     return Networks(module.space, costs.side, options)
 
 
-def _training_batches(trainer: Trainer, module: OneShot) -> Iterator[Any]:
+def _training_batches(trainer: Trainer, module: OneShot | Supernet) -> Iterator[Any]:
     most = module.recalibration_examples
     return training_batches(trainer, max_examples=most, seed=module.seed) or iter(())
 

@@ -40,15 +40,20 @@ def check_beside_updates(federation: Any, sends: str) -> None:
     Raises:
         ConfigurationError: saying what to take instead.
     """
-    hides = federation.privacy
-    given = federation.aggregator
-    if hides is None and given is not None and as_aggregator(given).protection is not None:
-        hides = given
+    hides = protector(federation)
     if sends and hides is not None:
         raise ConfigurationError(
             f"{sends} travels in buffers beside the update, and {type(hides).__name__} protects "
             "updates alone: take architecture_state: server, and a learn by Gradient"
         )
+
+
+def protector(federation: Any) -> Any:
+    """Return what hides the updates of single clients; None if nothing does."""
+    given = federation.aggregator
+    if federation.privacy is not None or given is None:
+        return federation.privacy
+    return given if as_aggregator(given).protection is not None else None
 
 
 def check_weights_optimizer(optimizer: Optimizer) -> None:

@@ -39,7 +39,8 @@ _Graph = tuple[Edge, ...]
 def cell_figure(architecture: Architecture, title: str = "") -> Figure:
     """Draw the cells of an architecture: nodes from left to right, on each edge its operation.
 
-    Edges that are left out are not drawn. Gray arrows without a name concatenate.
+    Edges that are left out are not drawn. Gray arrows without a name concatenate. Dashed edges change
+    nothing: no path from an input to the output runs over them.
 
     Args:
         architecture: of a space of cells.
@@ -64,7 +65,7 @@ def cell_figure(architecture: Architecture, title: str = "") -> Figure:
     for panel, kind, graph, points in zip(panels, kinds, graphs, placed, strict=True):
         _draw_graph(panel, space, kind, graph, points)
         if len(kinds) > 1:
-            panel.set_title(f"{kind} cell", loc="left", fontsize=10)
+            panel.set_title(_title(kind), loc="left", fontsize=10)
     if title:
         figure.suptitle(title, fontsize=10)
     return figure
@@ -102,7 +103,7 @@ def alpha_figure(space: CellSpace, probabilities: Tensor, title: str = "") -> Fi
         panel.set(xlim=(0, max(1.0, left.max())), xlabel="weight")
         panel.spines[["top", "right"]].set_visible(False)
         if len(kinds) > 1:
-            panel.set_title(f"{kind} cell", loc="left", fontsize=10)
+            panel.set_title(_title(kind), loc="left", fontsize=10)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(
         handles,
@@ -138,6 +139,7 @@ def front_figure(
     front = np.array([(costs[number], scores[number]) for number in best]).reshape(-1, 2)
     panel.plot(*front.T, "o-", color="#0072b2", markersize=5, drawstyle="steps-post", label="front")
     panel.set(xlabel=cost, ylabel=score)
+    panel.xaxis.set_major_formatter(lambda value, _: _short(value))
     panel.grid(alpha=0.3)
     panel.legend(frameon=False, fontsize="small", loc="lower right")
     if title:
@@ -157,6 +159,19 @@ def on_front(costs: Sequence[float], scores: Sequence[float]) -> list[int]:
         if not front or scores[number] > scores[front[-1]]:
             front.append(number)
     return front
+
+
+def _title(kind: str) -> str:
+    """Return the name of a kind of cell as a title: stages are called so already."""
+    return kind if kind.startswith("stage") else f"{kind} cell"
+
+
+def _short(value: float) -> str:
+    """Return a number of an axis: 250 k, 1.5 M."""
+    for unit, name in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
+        if abs(value) >= unit:
+            return f"{value / unit:g}{name}"
+    return f"{value:g}"
 
 
 def save(figure: Figure, path: str | Path) -> tuple[Path, Path]:
@@ -190,10 +205,34 @@ def _graph(space: CellSpace, architecture: Architecture, kind: str) -> _Graph:
 
 
 def _placed(space: CellSpace, kind: str, graph: _Graph) -> Points:
-    num_nodes = len(space.node_names(kind))
-    inputs = set(range(num_nodes)) - {row.target for row in space.rows if row.cell == kind}
-    inputs -= {target for _, target in space.concatenated(kind)}
-    return _place(graph, num_nodes, len(inputs))
+    return _place(graph, len(space.node_names(kind)), _num_inputs(space, kind))
+
+
+def _num_inputs(space: CellSpace, kind: str) -> int:
+    """Return how many nodes a cell has that no edge enters; they are the first ones."""
+    entered = {row.target for row in space.rows if row.cell == kind}
+    entered |= {target for _, target in space.concatenated(kind)}
+    return len(space.node_names(kind)) - len(entered)
+
+
+def on_a_path(graph: Sequence[Edge], num_inputs: int, last: int) -> list[bool]:
+    """Return of each edge whether a path from an input to the last node runs over it.
+
+    Args:
+        graph: edges, whose sources are before their targets.
+        num_inputs: nodes that a path may begin with: the first ones.
+        last: the node that it ends with.
+
+    Example:
+        >>> on_a_path([(0, 1, "skip"), (2, 3, "skip"), (1, 3, "pool")], num_inputs=1, last=3)
+        [True, False, True]
+    """
+    reached, useful = set(range(num_inputs)), {last}
+    for source, target, _ in sorted(graph):
+        reached |= {target} if source in reached else set()
+    for source, target, _ in sorted(graph, reverse=True):
+        useful |= {source} if target in useful else set()
+    return [source in reached and target in useful for source, target, _ in graph]
 
 
 @lru_cache(maxsize=256)
@@ -207,7 +246,10 @@ def _place(graph: _Graph, num_nodes: int, num_inputs: int) -> Points:
 
 
 def _draw_graph(panel: Axes, space: CellSpace, kind: str, graph: _Graph, points: Points) -> None:
-    for (source, target, name), middle in zip(graph, middles(points, graph), strict=True):
+    used = on_a_path(graph, _num_inputs(space, kind), len(points) - 1)
+    for (source, target, name), middle, is_used in zip(
+        graph, middles(points, graph), used, strict=True
+    ):
         color = _color(space, name) if name else "#b0b0b0"
         panel.annotate(
             "",
@@ -217,11 +259,18 @@ def _draw_graph(panel: Axes, space: CellSpace, kind: str, graph: _Graph, points:
                 "arrowstyle": "-|>",
                 "color": color,
                 "linewidth": 1.6 if name else 0.9,
+                "linestyle": "solid" if is_used else "dashed",
+                "alpha": 1.0 if is_used else 0.5,
                 "shrinkA": 72 * NODE_RADIUS,
                 "shrinkB": 72 * NODE_RADIUS,
             },
         )
-        box = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": color}
+        box = {
+            "boxstyle": "round,pad=0.15",
+            "facecolor": "white",
+            "edgecolor": color,
+            "linestyle": "solid" if is_used else "dashed",
+        }
         if name:
             panel.text(
                 middle[0], middle[1], name, ha="center", va="center", fontsize=8, bbox=box, zorder=5

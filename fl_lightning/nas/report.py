@@ -1,11 +1,12 @@
 """What a search shows while it runs, and what it leaves behind.
 
 While it runs: ``search/entropy`` of the operations' probabilities (nats a row, at most log of the number
-of operations), ``search/expected_flops``, ``search/table/…`` where there is a table, and in TensorBoard the present cell and the probabilities.
+of operations), ``search/expected_flops``, ``search/expected_latency_ms`` where latencies are measured,
+``search/table/…`` where there is a table, and in TensorBoard the present cell and the probabilities.
 At the end, in the run's folder:
 
     cell.png, cell.svg      the architecture as a graph
-    architecture.yaml       what `Network` takes, with its exact cost
+    architecture.yaml       what `Network` takes
     retrain.yaml            a configuration that trains it from scratch, see `retraining`
 
 In a federation it hands over the stage by which the server steps α, see `ServerStep`.
@@ -28,6 +29,7 @@ from fl_lightning.federation.federation import Federation
 from fl_lightning.federation.loggers.pictures import log_figure
 from fl_lightning.nas import pictures
 from fl_lightning.nas.checks import check_beside_updates, check_precision
+from fl_lightning.nas.cost.latency import LatencyTable
 from fl_lightning.nas.retraining import retraining
 from fl_lightning.nas.server_step import ServerStep
 
@@ -63,21 +65,47 @@ class SearchReport(Callback):
                 )
             )
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the numbers, and now and then the pictures."""
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Find the statistics of the evaluation."""
+        module: Any = pl_module
+        module.statistics.measure(trainer, module)
+
+    def on_test_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Find the statistics of the evaluation."""
+        module: Any = pl_module
+        module.statistics.measure(trainer, module)
+
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Log the numbers at the end of a round, where every other callback still sees them."""
+        if not trainer.is_last_batch:
+            return
         module: Any = pl_module
         shares = module.alpha.detach().softmax(1)
         entropy = -(shares * shares.clamp_min(1e-38).log()).sum(1).mean()
         expected = module.costs.expected(shares, "flops")
         values = {"search/entropy": entropy, "search/expected_flops": expected}
+        if isinstance(module.measure, LatencyTable):
+            values["search/expected_latency_ms"] = module.measure.expected(shares)
         if module.table is not None:
             truth = module.table.lookup(module.architecture)
             values |= {f"search/table/{name}": torch.tensor(value) for name, value in truth.items()}
+        numbers = {name: value.float() for name, value in values.items()}
         # every process has the same, so that their mean is it
-        module.log_dict({name: value.float() for name, value in values.items()}, sync_dist=True)
+        module.log_dict(numbers, on_step=False, on_epoch=True, batch_size=1, sync_dist=True)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Draw, now and then."""
+        module: Any = pl_module
         every = max(1, (trainer.max_epochs or 1) // _NUM_PICTURES)
         if trainer.is_global_zero and trainer.current_epoch % every == 0:
-            self._draw(trainer, module, shares)
+            self._draw(trainer, module, module.alpha.detach().softmax(1))
 
     def _draw(self, trainer: Trainer, module: Supernet, shares: Tensor) -> None:
         step = trainer.current_epoch
@@ -99,18 +127,19 @@ class SearchReport(Callback):
         cost = module.costs.of(module.space.operations_of(found))
         rank_zero_info(f"architecture: {found}")
         rank_zero_info(f"{cost.flops:,} multiply-adds, {cost.params:,} parameters")
+        if isinstance(module.measure, LatencyTable):
+            rank_zero_info(f"{module.measure.milliseconds(found):.3g} ms on {module.measure}")
         if not trainer.is_global_zero or trainer.logger is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         folder.mkdir(parents=True, exist_ok=True)
         pictures.save(pictures.cell_figure(found), folder / "cell")
-        costs = {"flops": cost.flops, "params": cost.params}
         content = retraining(
             found, module.shape, image_size=module.image_size, run=_configuration(folder)
         )
         network = content["model"]["init_args"]["network"]["init_args"]
         _write(folder / "architecture.yaml", network)
         _write(folder / "retrain.yaml", content)
-        rank_zero_info(f"cost {costs}; written to {folder}")
+        rank_zero_info(f"cell.png, architecture.yaml, retrain.yaml: {folder}")
 
 
 def _configuration(folder: Path) -> dict[str, Any] | None:

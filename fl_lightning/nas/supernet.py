@@ -8,8 +8,8 @@ A rule of relaxation says how many architectures run in one network; data come f
 ``federation`` block clients do the above, without one it is the published central search. α and w
 travel in one update; the server steps α by the optimizer that a central search has, see `ServerStep`.
 
-Batch normalisation has the statistics of the batch, in evaluation as well: those that it would gather
-are of no single architecture. Source: Liu et al. 2019, DARTS, Algorithm 1; He et al. 2020, FedNAS, for the
+Batch normalisation has the statistics of the batch while it searches: those that it would gather are of no
+single architecture. An evaluation has statistics of training examples (`CellStatistics`). Source: Liu et al. 2019, DARTS, Algorithm 1; He et al. 2020, FedNAS, for the
 halves at clients. Differs: both gradients are taken where w and α were before the step, so that N clients
 with one step on a full batch each take the step of the pooled data (theirs takes that of w where α is
 after its own); and from FedNAS, whose α sees test data and whose mean is the first client's.
@@ -36,9 +36,11 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import derive_seed, run_seed, torch_generator
 from fl_lightning.models.schedule import Schedule
 from fl_lightning.nas.alpha_gradients import AlphaGradient, Gradient, Reward, Situation
+from fl_lightning.nas.cell_statistics import CellStatistics, Shown
 from fl_lightning.nas.checks import MASKS_IN_A_SEARCH, check_weights_optimizer
+from fl_lightning.nas.cost.latency import LatencyTable, expected_measure
 from fl_lightning.nas.cost.penalties import NoPenalty, Penalty
-from fl_lightning.nas.cost.table import CostTable, Measure, cost_table
+from fl_lightning.nas.cost.table import CostTable, cost_table
 from fl_lightning.nas.kept_state import keep, num_kept, recall
 from fl_lightning.nas.relax.bilevel import Tensors, WeightStep
 from fl_lightning.nas.relax.relaxation import EdgeWeights, Relaxation, SearchStep
@@ -67,7 +69,8 @@ class Supernet(LightningModule):
         cells: how many; of what, the space says.
         learn: how α learns.
         penalty: what the expected cost adds to the loss of α.
-        measure: the cost that it is of.
+        measure: the cost that it is of: ``flops``, ``params``, ``activations``, or a file that
+            ``fl-lightning latency`` wrote, for milliseconds on that device.
         optimizer: of the weights.
         architecture_optimizer: of α.
         architecture_state: where the state of α's optimizer is in a federation. ``server``: the
@@ -78,6 +81,8 @@ class Supernet(LightningModule):
         clip_norm: of the weights' gradient, > 0.
         table: a file of NAS-Bench-201's truth, see `NASBench201Table`: what it says of the present cell
             is logged; the search does not see it.
+        recalibration_examples: training examples that give the statistics of an evaluation, of all clients
+            together; None for all.
         same_draws: whether all clients draw the same operations in the same local step.
         seed: of draws that are the same for all, and of α at the start; the run's seed if None.
 
@@ -107,7 +112,7 @@ class Supernet(LightningModule):
         cells: int = 5,
         learn: AlphaGradient | None = None,
         penalty: Penalty | None = None,
-        measure: Measure = "flops",
+        measure: str = "flops",
         optimizer: OptimizerCallable = lambda p: torch.optim.SGD(
             p, lr=0.025, momentum=0.9, weight_decay=3e-4
         ),
@@ -118,6 +123,7 @@ class Supernet(LightningModule):
         schedule: Schedule | None = None,
         clip_norm: float = 5.0,
         table: str | None = None,
+        recalibration_examples: int | None = 512,
         same_draws: bool = False,
         seed: int | None = None,
     ) -> None:
@@ -131,7 +137,8 @@ class Supernet(LightningModule):
             "channels": channels,
             "cells": cells,
         }
-        self.image_size, self.measure = image_size, measure
+        self.image_size = image_size
+        self.measure = expected_measure(measure, space, image_size, self.shape)
         self.network = space.network(self.rule.edge, affine=False, **self.shape)
         _use_batch_statistics(self.network)
         self._seed = run_seed(seed)
@@ -150,7 +157,8 @@ class Supernet(LightningModule):
         self.is_stepped_by_server = False
         self._optimizer, self._architecture_optimizer = optimizer, architecture_optimizer
         self._schedule, self._clip_norm = schedule, clip_norm
-        self._same_draws = same_draws
+        self._same_draws, self.recalibration_examples = same_draws, recalibration_examples
+        self.statistics = CellStatistics()
         if table is not None and not isinstance(space, NASBench201):
             raise ConfigurationError(
                 f"model.table is NAS-Bench-201's, and model.space is {space.name}: leave one of them out"
@@ -175,6 +183,19 @@ class Supernet(LightningModule):
     def costs(self) -> CostTable:
         """What each operation costs in a network of this shape."""
         return cost_table(self.space, side=self.image_size, **self.shape)
+
+    @property
+    def seed(self) -> int:
+        """Of draws that are the same for all."""
+        return self._seed
+
+    @property
+    def shown(self) -> dict[Shown, EdgeWeights]:
+        """What evaluations show: the present cell, and all cells at once where the rule does not draw."""
+        shown: dict[Shown, EdgeWeights] = {"cell": self._fixed(self.architecture)}
+        if not self.rule.draws:
+            shown["all"] = self._mixed(self.alphas, SearchStep())
+        return shown
 
     def progress(self, round_index: int) -> float:
         """Return which part of the search is over when a round, i.e. epoch, begins."""
@@ -334,7 +355,10 @@ class Supernet(LightningModule):
 
     def expected_cost(self, alphas: Tensors) -> Tensor:
         """Return the expected cost of an architecture drawn by softmax(α)."""
-        return self.costs.expected(alphas["alpha"].softmax(1), self.measure)
+        shares = alphas["alpha"].softmax(1)
+        if isinstance(self.measure, LatencyTable):
+            return self.measure.expected(shares)
+        return self.costs.expected(shares, self.measure)
 
     def on_train_epoch_end(self) -> None:
         """Let the learning rate of the weights go on."""
@@ -358,11 +382,13 @@ class Supernet(LightningModule):
 
     def _evaluate(self, stage: str, batch: Batch) -> None:
         images, labels = batch
-        logits = self(images)
+        with self.statistics.used(self, "cell"):
+            logits = self(images)
         loss, accuracy = functional.cross_entropy(logits, labels), _accuracy(logits, labels)
         values = {f"{stage}/loss": loss, f"{stage}/accuracy": accuracy}
         if not self.rule.draws:
-            mixed = self.mixed_logits(images, self.alphas)
+            with self.statistics.used(self, "all"):
+                mixed = self.mixed_logits(images, self.alphas)
             values[f"{stage}/mixed_accuracy"] = _accuracy(mixed, labels)
         self.log_dict(values, prog_bar=True, batch_size=len(labels), sync_dist=True)
 

@@ -7,6 +7,7 @@ import torch
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import torch_generator
+from fl_lightning.nas import DARTS, BudgetTable, DeviceClasses, Supernet
 from fl_lightning.nas.cost.blocks import blocks_of
 from fl_lightning.nas.cost.latency import Accuracy, LatencyTable, Where
 from fl_lightning.nas.cost.latency_measure import measure_latency
@@ -14,6 +15,8 @@ from fl_lightning.nas.cost.stopwatch import Pace
 from fl_lightning.nas.named_spaces import NAMES
 from fl_lightning.nas.spaces.mobilenet import small_mobilenet
 from fl_lightning.nas.spaces.nas_bench_201 import NASBench201
+from fl_lightning.nas.spaces.resnet import small_resnet
+from fl_lightning.nas.sub_networks.capability import CostOf, limits
 
 OPTIONS = {"in_channels": 3, "num_classes": 10}
 SMALL = [name for name in NAMES if name not in ("resnet", "mobilenet", "vit")]
@@ -121,6 +124,55 @@ def test_measuring_times_every_block_and_larger_networks_longer():
     )
     with pytest.raises(ConfigurationError, match="held_out must be at least 2"):
         measure_latency(space, options=options, held_out=1)
+
+
+SHAPE = {**OPTIONS, "channels": 4, "cells": 1}
+
+
+def test_a_search_expects_the_latency_of_a_file(tmp_path):
+    made = table(NASBench201(), SHAPE)
+    made.write(tmp_path / "laptop.json")
+    options = {"channels": 4, "cells": 1, "num_classes": 10, "seed": 0}
+    net = Supernet(NASBench201(), measure=str(tmp_path / "laptop.json"), **options)
+    cost = net.expected_cost(net.alphas)
+    assert cost.item() == pytest.approx(made.expected(net.alpha.softmax(1)).item())
+    # time is what α is pulled away from: the step with the penalty prefers what takes less
+    (pull,) = torch.autograd.grad(cost, net.alpha)
+    centred = made.rows - made.rows.mean(1, keepdim=True)
+    assert torch.allclose(pull.double(), 0.2 * centred, atol=1e-2)
+    for space, shape, says in [
+        (NASBench201(), {"channels": 8, "cells": 1}, "channels is 4 there and 8 here"),
+        (DARTS(), {"channels": 4, "cells": 1}, "the space is nas_bench_201 there and darts here"),
+    ]:
+        with pytest.raises(ConfigurationError, match=says):
+            Supernet(space, measure=str(tmp_path / "laptop.json"), num_classes=10, **shape)
+    with pytest.raises(ConfigurationError, match="measure must be flops, params, activations, or"):
+        Supernet(NASBench201(), measure="flop", **options)
+
+
+def test_the_budget_of_a_client_is_in_milliseconds_of_its_own_device(tmp_path):
+    space = small_resnet()
+    fast, slow = table(space, OPTIONS), table(space, OPTIONS, scale=8.0)
+    fast.write(tmp_path / "fast.json")
+    slow.write(tmp_path / "slow.json")
+    most = (slow.milliseconds(space.smallest) + slow.milliseconds(space.largest)) / 2
+    path = tmp_path / "budgets.csv"
+    lines = [f"0,{most},{tmp_path}/fast.json", f"1,{most},{tmp_path}/slow.json", "2,1e7,"]
+    path.write_text("\n".join(["client,budget,latency", *lines]))
+    cost = CostOf("flops", 32, 3, 10)
+    strong, weak, counted = limits(BudgetTable(str(path)), space, cost, 3)
+    assert strong == space.largest
+    assert fast.milliseconds(strong) <= most
+    assert weak != space.largest
+    assert slow.milliseconds(weak) <= most
+    assert cost(counted) <= 1e7
+    files = [str(tmp_path / "fast.json"), str(tmp_path / "slow.json")]
+    classes = DeviceClasses([most, most], relative=False, latency_files=files, seed=0)
+    assert sorted(map(str, limits(classes, space, cost, 2))) == sorted(map(str, [strong, weak]))
+    with pytest.raises(ConfigurationError, match="side is 32 there and 8 here"):
+        limits(classes, space, CostOf("flops", 8, 3, 10), 2)
+    with pytest.raises(ConfigurationError, match="latency_files must be 2 files, one a class"):
+        DeviceClasses([1.0, 2.0], latency_files=files[:1])
 
 
 @pytest.mark.slow

@@ -130,9 +130,11 @@ def test_what_does_not_parse_says_where(text, message):
         TINY.parse(text)
 
 
-def test_another_number_of_layers_is_refused():
+def test_another_number_of_layers_or_channels_is_refused():
     with pytest.raises(ConfigurationError, match=r"has 2 layers a stage.*got cells=5"):
         TINY.network(Mixed, num_classes=5, cells=5)
+    with pytest.raises(ConfigurationError, match="widths of mobilenet_layers are multiples of 8"):
+        TINY.network(Mixed, num_classes=5, channels=4)
 
 
 def test_the_default_is_the_space_for_small_images():

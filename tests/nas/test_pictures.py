@@ -1,5 +1,6 @@
 """Pictures of searches: what they show, and that it can be read."""
 
+from itertools import pairwise
 from xml.etree import ElementTree
 
 import matplotlib.image
@@ -33,6 +34,20 @@ def test_a_cell_shows_its_operations_and_nodes_and_no_left_out_edge():
     expected = ["nor_conv_3x3", "skip_connect", "nor_conv_1x1", "input", "1", "2", "output"]
     assert sorted(texts(panel)) == sorted(expected)
     assert figure.get_suptitle() == "the cell"
+
+
+def test_edges_that_change_nothing_are_dashed():
+    """An edge is solid if a whole path from the input to the output runs over it."""
+    for number in range(0, BENCH.size, 401):
+        cell = BENCH.architecture([number // 5**place % 5 for place in range(6)])
+        figure = cell_figure(cell)
+        arrows = [t.arrow_patch for t in figure.axes[0].texts if hasattr(t, "arrow_patch")]
+        styles = [arrow.get_linestyle() for arrow in arrows]
+        edges = [e for e, choice in zip(EDGES, cell.choices, strict=True) if choice]
+        through = [(0, 3), (0, 1, 3), (0, 2, 3), (0, 1, 2, 3)]
+        paths = [list(pairwise(nodes)) for nodes in through]
+        used = {edge for path in paths if set(path) <= set(edges) for edge in path}
+        assert styles == ["solid" if edge in used else "dashed" for edge in edges], str(cell)
 
 
 def test_a_pair_of_cells_has_a_panel_each():

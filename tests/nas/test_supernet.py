@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from lightning.pytorch import seed_everything
+from lightning.pytorch import Callback, seed_everything
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from toys import LoaderData, toy_trainer, weights
@@ -210,6 +210,19 @@ def test_evaluation_data_never_reach_alpha():
         source = FederatedDataModule(Evaluated(labels), num_clients=3, search_fraction=0.5, seed=0)
         found.append(fitted(supernet(TwoLayers()), source, Federation(local_steps=1)))
     assert torch.equal(weights(found[0]), weights(found[1]))
+
+
+@pytest.mark.parametrize("federation", [[], [1]], ids=["central", "federated"])
+def test_the_numbers_of_a_round_are_of_alpha_after_it(federation):
+    class Seen(Callback):
+        def on_train_epoch_end(self, trainer, module):
+            self.entropy = float(trainer.callback_metrics["search/entropy"])
+
+    seen = Seen()
+    callbacks = [seen, *(Federation(local_steps=steps) for steps in federation)]
+    module = fitted(supernet(TwoLayers()), data(vectors(), 2, 60), *callbacks, rounds=2)
+    shares = module.alpha.detach().softmax(1)
+    assert seen.entropy == pytest.approx(float(-(shares * shares.log()).sum(1).mean()), abs=1e-6)
 
 
 def test_alpha_waits():

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.nas.cost.blocks import Blocks, CellBlocks, blocks_of
+from fl_lightning.nas.cost.table import MEASURES, Measure
 from fl_lightning.nas.named_spaces import described_space, description
 from fl_lightning.nas.spaces.space import Architecture, SearchSpace
 
@@ -241,6 +242,33 @@ class LatencyTable:
         if missing:
             raise KeyError(f"no time of {min(missing)!r}")
         return table
+
+
+def expected_measure(
+    measure: str, space: SearchSpace, side: int, options: Mapping[str, Any]
+) -> Measure | LatencyTable:
+    """Return the cost that a search expects: a measure by name, or a latency file that is read.
+
+    Args:
+        measure: a name, or the path of a file.
+        space: of the search.
+        side: of its images, in pixels.
+        options: of the space's `build`.
+
+    Raises:
+        ConfigurationError: if it is neither, or the file is of other networks.
+    """
+    for name in MEASURES:
+        if measure == name:
+            return name
+    if Path(measure).suffix != ".json":
+        raise ConfigurationError(
+            f"measure must be {', '.join(MEASURES)}, or a .json file that fl-lightning latency wrote, "
+            f"got {measure!r}"
+        )
+    table = LatencyTable.read(measure)
+    table.check(space, side, options)
+    return table
 
 
 def _differs(what: str, measured: Any, wanted: Any) -> None:

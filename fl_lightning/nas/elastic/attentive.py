@@ -150,7 +150,7 @@ def attentive_draw(
 
 
 class ForestPredictor:
-    """Predicts a number from choices: a random forest of 100 trees of depth 15, as published.
+    """Predicts a number from choices: a random forest, as published; its 100 trees of depth 15 are ours.
 
     Args:
         architectures: of one space.

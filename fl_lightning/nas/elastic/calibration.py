@@ -73,17 +73,50 @@ def apply_sums(network: nn.Module, sums: Sums) -> None:
     Raises:
         ConfigurationError: if a layer saw fewer than two numbers a channel.
     """
-    for name, (counts, totals, squares) in sums.items():
-        if counts[0] < 2:
-            raise ConfigurationError(
-                f"batch norm {name} saw {int(counts[0])} numbers a channel: give it at least 2"
-            )
+    for name in sums:
         layer: Any = network.get_submodule(name)
-        mean = totals / counts
-        variance = ((squares - totals * mean) / (counts - 1)).clamp(min=0)
+        mean, variance = _mean_and_variance(name, sums)
         with torch.no_grad():
             layer.running_mean[: len(mean)] = mean.to(layer.running_mean)
             layer.running_var[: len(mean)] = variance.to(layer.running_var)
+
+
+@contextmanager
+def normalised_by(network: nn.Module, sums: Sums) -> Iterator[None]:
+    """Have batch norms that keep no statistics use those of sums for a while, in evaluation mode.
+
+    Args:
+        network: whose layers the sums name; others go on with the statistics of the batch.
+        sums: over all examples.
+
+    Raises:
+        ConfigurationError: if a layer saw fewer than two numbers a channel.
+    """
+    layers: dict[str, Any] = {name: network.get_submodule(name) for name in sums}
+    like = next(network.parameters())
+    try:
+        for name, layer in layers.items():
+            mean, variance = _mean_and_variance(name, sums)
+            layer.running_mean, layer.running_var = mean.to(like), variance.to(like)
+        yield
+    finally:
+        for layer in layers.values():
+            layer.running_mean = layer.running_var = None
+
+
+def _mean_and_variance(name: str, sums: Sums) -> tuple[Tensor, Tensor]:
+    counts, totals, squares = sums[name]
+    if counts[0] < 2:
+        raise ConfigurationError(
+            f"batch norm {name} saw {int(counts[0])} numbers a channel: give it at least 2"
+        )
+    mean = totals / counts
+    return mean, ((squares - totals * mean) / (counts - 1)).clamp(min=0)
+
+
+def has_norms(network: nn.Module) -> bool:
+    """Return whether there is anything to collect."""
+    return any(_is_norm(layer) for layer in network.modules())
 
 
 def flatten_sums(sums: Sums) -> Tensor:
@@ -100,7 +133,7 @@ def unflatten_sums(vector: Tensor, like: Sums) -> Sums:
 
 
 def _is_norm(layer: nn.Module) -> bool:
-    return isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.running_mean is not None
+    return isinstance(layer, nn.modules.batchnorm._BatchNorm)
 
 
 def _add(sums: Sums, name: str, x: Tensor) -> None:

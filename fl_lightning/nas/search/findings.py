@@ -20,6 +20,8 @@ from fl_lightning.nas.pictures import front_figure, save
 from fl_lightning.nas.search.constraints import shown
 from fl_lightning.nas.search.problem import Evaluated, SearchResult
 
+_AXES = {"flops": "multiply-adds", "params": "parameters", "latency_ms": "latency (ms)"}
+
 
 def write_evaluated(path: Path, result: SearchResult) -> None:
     """Write the CSV file."""
@@ -42,7 +44,7 @@ def draw_front(path: Path, result: SearchResult, *, measure: str, score: str) ->
     """
     useful = [one for one in result.evaluated if one.score > -math.inf]
     costs, scores = [one.costs[measure] for one in useful], [one.score for one in useful]
-    save(front_figure(costs, scores, cost=measure, score=score), path)
+    save(front_figure(costs, scores, cost=_AXES.get(measure, measure), score=score), path)
 
 
 def export(

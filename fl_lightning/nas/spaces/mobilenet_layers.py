@@ -130,13 +130,17 @@ class MobileNetLayers(CellSpace):
             make_edge: makes a layer.
             num_classes: of the classifier.
             in_channels: of the images.
-            channels: of the stem; all widths scale with it. None: as the space says.
+            channels: of the stem, a multiple of 8; all widths scale with it. None: as the space says.
             cells: layers of a stage: fixed, each has a row of its own. None, or that number.
             affine: whether the candidates' batch norms scale and shift.
 
         Raises:
-            ConfigurationError: if ``cells`` is another number.
+            ConfigurationError: if ``cells`` is another number, or ``channels`` no multiple of 8.
         """
+        if channels is not None and channels % 8:
+            raise ConfigurationError(
+                f"channels: widths of {self.name} are multiples of 8, got {channels}"
+            )
         if cells not in (None, self.depth):
             raise ConfigurationError(
                 f"{self.name} has {self.depth} layers a stage, each with a decision of its own; got "

@@ -4,8 +4,9 @@
 
 From that round on `Attentive` keeps the best or the worst by what the forest says. Which sub-networks are
 scored is a function of the seed, and what was found is in every checkpoint. No evaluation data are read.
-Source: Wang et al. 2021, CVPR (AttentiveNAS), section 4.
-Differs: accuracies are counted by clients, on the examples that they train on.
+Source: Wang et al. 2021, CVPR (AttentiveNAS), section 4: a random forest fitted to 1,024 sub-networks.
+Differs: accuracies are counted by clients, on the examples that they train on. When it begins, the halves and
+the number of examples are ours. The released code compares losses on the batch instead (`predictor: null`).
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
     L = CE(largest, y) + KD(smallest, largest) + Σ_i KD(s_i, largest),   s_i by `attentive_draw`
 
-Source: Wang et al. 2021, CVPR (AttentiveNAS), section 4.
+Source: Wang et al. 2021, CVPR (AttentiveNAS), section 4: best of 50 by a predictor; the released configuration
+has the best of 3 by the loss of the batch, which its authors found better.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Attentive(Method):
 
     Attributes:
         keep: the ``"best"`` or the ``"worst"``.
-        num_candidates: of which one is kept, at least 1; published: 3 by loss, 50 by a predictor.
+        num_candidates: of which one is kept, at least 1; published: 50 by a predictor, 3 by loss.
         num_drawn: how many are kept in a step, at least 0.
         num_bins: of multiply-adds.
         pool: how many sub-networks are drawn when a run begins, to count who falls into which bin.

@@ -3,6 +3,8 @@
     limit of a client = the largest sub-network within its budget   (`largest_within`)
     it trains the sub-networks that lie inside the limit, and holds what any of them holds
 
+A budget is of multiply-adds, parameters or activations, or of milliseconds on the client's own device.
+
 Inside means: no size is larger. A network that costs less but is, say, deeper than the limit has
 coordinates that the client does not hold. Source of the setting: Diao et al. 2021 (HeteroFL).
 """
@@ -11,7 +13,7 @@ from __future__ import annotations
 
 import csv
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -22,6 +24,7 @@ from torch import Tensor, nn
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import run_seed, torch_generator
+from fl_lightning.nas.cost.latency import LatencyTable
 from fl_lightning.nas.cost.table import Measure
 from fl_lightning.nas.elastic.budget import largest_within
 from fl_lightning.nas.spaces.sizes import SizeSpace
@@ -65,6 +68,10 @@ class Capability(ABC):
             ConfigurationError: if there is not one for each.
         """
 
+    @abstractmethod
+    def latencies(self, num_clients: int) -> list[str | None]:
+        """Return the latency file of every client's device; None: its budget is of `measure`."""
+
 
 @final
 @dataclass(frozen=True)
@@ -76,6 +83,8 @@ class DeviceClasses(Capability):
         shares: of the clients, that sum to 1; equal ones if None.
         measure: what budgets are of: ``flops``, ``params`` or ``activations``.
         relative: whether budgets are parts of what the largest network costs.
+        latency_files: of each class, what ``fl-lightning latency`` wrote on its device; budgets are then
+            milliseconds there.
         seed: of which clients are in which class; the run's seed if None.
 
     Example:
@@ -87,6 +96,7 @@ class DeviceClasses(Capability):
     shares: Sequence[float] | None = None
     measure: Measure = "flops"
     relative: bool = True
+    latency_files: Sequence[str] | None = None
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -103,19 +113,30 @@ class DeviceClasses(Capability):
                 f"shares must be {len(budgets)} numbers from 0, one a class, that sum to 1, got "
                 f"{list(shares)}"
             )
+        files = self.latency_files
+        if files is not None and len(files) != len(budgets):
+            raise ConfigurationError(
+                f"latency_files must be {len(budgets)} files, one a class, got {list(files)}"
+            )
 
     def budgets(self, num_clients: int) -> list[float]:
         """Return the budget of every client; classes have their shares to within one client."""
+        return [float(self.budgets_of_classes[number]) for number in self._classes(num_clients)]
+
+    def latencies(self, num_clients: int) -> list[str | None]:
+        """Return the file of every client's class."""
+        files = self.latency_files
+        return [None if files is None else files[number] for number in self._classes(num_clients)]
+
+    def _classes(self, num_clients: int) -> list[int]:
+        """Return the number of every client's class."""
         number = len(self.budgets_of_classes)
         shares = [1 / number] * number if self.shares is None else self.shares
         ends = [round(num_clients * share) for share in accumulate(shares)]
-        order = torch.randperm(num_clients, generator=torch_generator(self._seed, "capability"))
-        classes = torch.bucketize(order, torch.tensor(ends[:-1]), right=True).tolist()
-        return [float(self.budgets_of_classes[number]) for number in classes]
-
-    @property
-    def _seed(self) -> int:
-        return run_seed(self.seed)
+        generator = torch_generator(run_seed(self.seed), "capability")
+        order = torch.randperm(num_clients, generator=generator)
+        classes: list[int] = torch.bucketize(order, torch.tensor(ends[:-1]), right=True).tolist()
+        return classes
 
 
 @final
@@ -123,9 +144,12 @@ class DeviceClasses(Capability):
 class BudgetTable(Capability):
     """A budget for every client, from a CSV file with the columns ``client`` and ``budget``.
 
+    A third column, ``latency``, may name a file of ``fl-lightning latency`` for each client's device: the
+    budget of a client who has one is in milliseconds there.
+
     Attributes:
         path: of the file; clients are numbered from 0.
-        measure: what budgets are of: ``flops``, ``params`` or ``activations``.
+        measure: what other budgets are of: ``flops``, ``params`` or ``activations``.
         relative: whether budgets are parts of what the largest network costs.
     """
 
@@ -138,10 +162,21 @@ class BudgetTable(Capability):
 
     def budgets(self, num_clients: int) -> list[float]:
         """Return the budget of every client."""
+        return [budget for budget, _ in self._rows(num_clients)]
+
+    def latencies(self, num_clients: int) -> list[str | None]:
+        """Return what the third column says."""
+        return [file for _, file in self._rows(num_clients)]
+
+    def _rows(self, num_clients: int) -> list[tuple[float, str | None]]:
+        """Return budget and latency file of every client."""
         try:
             with Path(self.path).open(newline="") as file:
                 rows = list(csv.DictReader(file))
-            found = {int(row["client"]): float(row["budget"]) for row in rows}
+            found = {
+                int(row["client"]): (float(row["budget"]), row.get("latency") or None)
+                for row in rows
+            }
         except (OSError, KeyError, TypeError, ValueError) as error:
             raise ConfigurationError(
                 f"budgets {self.path}: {error!r}; the file must be a CSV with the columns client "
@@ -161,12 +196,28 @@ def limits(
     """Return the largest sub-network that each client can afford.
 
     Raises:
-        ConfigurationError: if a client cannot afford the smallest.
+        ConfigurationError: if a client cannot afford the smallest, or a latency file is of other networks.
     """
-    unit = cost(space.largest) if capability.relative else 1.0
-    budgets = capability.budgets(num_clients)
-    of_budget = {budget: largest_within(space, cost, budget * unit) for budget in set(budgets)}
-    return [of_budget[budget] for budget in budgets]
+    files = capability.latencies(num_clients)
+    wanted = list(zip(files, capability.budgets(num_clients), strict=True))
+    costs = {file: _cost_on(file, space, cost) for file in dict.fromkeys(files)}
+
+    def limit(file: str | None, budget: float) -> Architecture:
+        unit = costs[file](space.largest) if capability.relative else 1.0
+        return largest_within(space, costs[file], budget * unit)
+
+    found = {pair: limit(*pair) for pair in dict.fromkeys(wanted)}
+    return [found[pair] for pair in wanted]
+
+
+def _cost_on(file: str | None, space: SizeSpace, cost: CostOf) -> Callable[[Architecture], float]:
+    """Return what gives a network's milliseconds on a device, or without one its cost."""
+    if file is None:
+        return cost
+    table = LatencyTable.read(file)
+    shape = {"in_channels": cost.in_channels, "num_classes": cost.num_classes}
+    table.check(space, cost.side, shape)
+    return table.milliseconds
 
 
 def within(architecture: Architecture, limit: Architecture) -> Architecture:

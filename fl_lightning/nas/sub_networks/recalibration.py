@@ -18,7 +18,6 @@ from fl_lightning.federation.processes.ranks import Ranks
 from fl_lightning.federation.processes.shares import shares
 from fl_lightning.federation.visits.visiting import visiting
 from fl_lightning.nas.elastic.calibration import Sums, add_sums, collect_sums
-from fl_lightning.nas.spaces.space import Architecture
 from fl_lightning.nas.sub_networks.training_examples import TrainingExamples
 
 _BYTES = 8  # of a number in a sum
@@ -45,7 +44,7 @@ def has_statistics(network: nn.Module) -> bool:
 def recalibrated(
     trainer: Trainer,
     network: nn.Module,
-    architectures: Sequence[Architecture],
+    architectures: Sequence[Any],
     *,
     max_examples: int | None,
     seed: int,
@@ -54,8 +53,8 @@ def recalibrated(
 
     Args:
         trainer: whose training data are read.
-        network: of all sizes.
-        architectures: of the sub-networks.
+        network: of all sizes, or of all cells.
+        architectures: of the sub-networks, as the network takes them beside images.
         max_examples: of all clients together, each in proportion to its own; None for all.
         seed: of which examples, and of their order.
 
@@ -73,7 +72,7 @@ def recalibrated(
         for owner in mine:
             for sums, architecture in zip(found, architectures, strict=True):
 
-                def run(batch: Any, architecture: Architecture = architecture) -> None:
+                def run(batch: Any, architecture: Any = architecture) -> None:
                     with trainer.precision_plugin.forward_context():
                         network(batch[0], architecture)
 

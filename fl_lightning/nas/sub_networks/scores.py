@@ -16,7 +16,13 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.nas.elastic.calibration import apply_sums, collect_sums
+from fl_lightning.nas.elastic.calibration import (
+    Sums,
+    apply_sums,
+    collect_sums,
+    has_norms,
+    normalised_by,
+)
 from fl_lightning.nas.spaces.space import Architecture
 from fl_lightning.nas.sub_networks.recalibration import has_statistics
 
@@ -32,7 +38,7 @@ class SubNetworkScore:
         network: of all sizes, trained, whose ``forward(images, architecture)`` runs a part; its statistics
             become those of the last one that was scored.
         training: batches of at least two examples for the statistics; a list, or what can be gone
-            through again. Without statistics none are read.
+            through again. Without batch norms none are read.
         validation: batches of examples that nothing was trained on, and no test uses.
         context: what surrounds every pass, e.g. mixed precision.
     """
@@ -46,18 +52,25 @@ class SubNetworkScore:
         """Return the accuracy, in [0, 1]."""
         was_training = self.network.training
         self.network.eval()
-        if has_statistics(self.network):
+        sums: Sums = {}
+        if has_norms(self.network):
             sums = collect_sums(
                 self.network, lambda batch: self._logits(batch[0], architecture), self.training
             )
-            apply_sums(self.network, sums)
         right = total = 0
-        with torch.no_grad():
+        with torch.no_grad(), self._normalised(sums):
             for images, labels in self.validation:
                 right += int((self._logits(images, architecture).argmax(1) == labels).sum())
                 total += len(labels)
         self.network.train(was_training)
         return right / total
+
+    def _normalised(self, sums: Sums) -> AbstractContextManager[Any]:
+        """Have the network use statistics; one that keeps none, for a while."""
+        if not has_statistics(self.network):
+            return normalised_by(self.network, sums)
+        apply_sums(self.network, sums)
+        return nullcontext()
 
     def _logits(self, images: Tensor, architecture: Architecture) -> Tensor:
         with self.context():
