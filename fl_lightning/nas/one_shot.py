@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -55,7 +56,7 @@ class OneShot(LightningModule):
         same_draws: whether all clients draw the same sub-networks in the same local step.
         recalibration_examples: of how many training examples, of all clients together, statistics
             are recalibrated, at least 2; None for all of them.
-        optimizer: of the weights.
+        optimizer: of the weights; SGD with rate 0.05 and momentum 0.9 if None.
         schedule: the learning rate over rounds, i.e. epochs; None leaves it constant.
         seed: of all draws; the run's seed if None.
 
@@ -84,7 +85,7 @@ class OneShot(LightningModule):
         capability: Capability | None = None,
         same_draws: bool = False,
         recalibration_examples: int | None = 2048,
-        optimizer: OptimizerCallable = lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+        optimizer: OptimizerCallable | None = None,
         schedule: Schedule | None = None,
         seed: int | None = None,
     ) -> None:
@@ -99,7 +100,9 @@ class OneShot(LightningModule):
         self.seed = run_seed(seed)
         self._label_smoothing, self._drop_rate = label_smoothing, drop_rate
         self._same_draws = same_draws
-        self._optimizer, self._schedule = optimizer, schedule
+        # no default of the argument: YAML that names a class of its own would be mixed with it
+        self._optimizer = optimizer or partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+        self._schedule = schedule
 
     @property
     def shown(self) -> dict[str, Architecture]:

@@ -55,6 +55,10 @@ from fl_lightning.nas.spaces.space import Architecture
 Batch = tuple[Tensor, Tensor]
 Place = Literal["server", "clients", "none"]
 
+# not the arguments' defaults: YAML that names a class of its own would be mixed with them
+_DARTS_SGD = partial(torch.optim.SGD, lr=0.025, momentum=0.9, weight_decay=3e-4)
+_DARTS_ADAM = partial(torch.optim.Adam, lr=3e-4, betas=(0.5, 0.999), weight_decay=1e-3)
+
 
 class Supernet(LightningModule):
     """Searches a space of cells.
@@ -71,8 +75,10 @@ class Supernet(LightningModule):
         penalty: what the expected cost adds to the loss of α.
         measure: the cost that it is of: ``flops``, ``params``, ``activations``, or a file that
             ``fl-lightning latency`` wrote, for milliseconds on that device.
-        optimizer: of the weights.
-        architecture_optimizer: of α.
+        optimizer: of the weights; if None that of DARTS, SGD with rate 0.025, momentum 0.9 and weight
+            decay 3e-4.
+        architecture_optimizer: of α; if None that of DARTS, Adam with rate 3e-4, betas of 0.5 and 0.999
+            and weight decay 1e-3. A class that YAML names has its own defaults.
         architecture_state: where the state of α's optimizer is in a federation. ``server``: the
             server steps α, as a central search does. ``clients``: clients step it, and send its state
             with their buffers; it is averaged, or a client's own if named in ``federation.personal``.
@@ -113,12 +119,8 @@ class Supernet(LightningModule):
         learn: AlphaGradient | None = None,
         penalty: Penalty | None = None,
         measure: str = "flops",
-        optimizer: OptimizerCallable = lambda p: torch.optim.SGD(
-            p, lr=0.025, momentum=0.9, weight_decay=3e-4
-        ),
-        architecture_optimizer: OptimizerCallable = lambda p: torch.optim.Adam(
-            p, lr=3e-4, betas=(0.5, 0.999), weight_decay=1e-3
-        ),
+        optimizer: OptimizerCallable | None = None,
+        architecture_optimizer: OptimizerCallable | None = None,
         architecture_state: Place = "server",
         schedule: Schedule | None = None,
         clip_norm: float = 5.0,
@@ -149,13 +151,14 @@ class Supernet(LightningModule):
         self.beta = nn.Parameter(torch.zeros(space.num_rows)) if self.rule.has_beta else None
         self._learn, self._penalty = learn or Gradient(), penalty or NoPenalty()
         self.register_buffer("baseline", torch.zeros(int(self._learn.has_baseline)))
+        self._architecture_optimizer = architecture_optimizer or _DARTS_ADAM
         kept = 0
         if architecture_state == "clients":
-            kept = num_kept(architecture_optimizer, list(self.alphas.values()))
+            kept = num_kept(self._architecture_optimizer, list(self.alphas.values()))
         self.register_buffer("kept_state", torch.zeros(kept))
         self.architecture_state = architecture_state
         self.is_stepped_by_server = False
-        self._optimizer, self._architecture_optimizer = optimizer, architecture_optimizer
+        self._optimizer = optimizer or _DARTS_SGD
         self._schedule, self._clip_norm = schedule, clip_norm
         self._same_draws, self.recalibration_examples = same_draws, recalibration_examples
         self.statistics = CellStatistics()

@@ -11,6 +11,7 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fl_lightning.cli import main
+from fl_lightning.cli.subcommands import resolve
 from fl_lightning.federation.processes.cores import num_usable_cores
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -108,6 +109,27 @@ def test_the_resolved_config_is_printed_and_saved(capsys):
     main(["fit", *QUICK, *ONE_ROUND, "--federation.local_epochs", "1"])
     saved = yaml.safe_load(Path("runs/quickstart/version_0/config.yaml").read_text())
     assert saved["federation"]["local_epochs"] == 1
+
+
+@pytest.mark.parametrize(
+    ("network", "of_class"),
+    [
+        ("ImageClassifier", {"num_classes": 10}),
+        ("nas.OneShot", {"num_classes": 10, "space": "fl_lightning.nas.ResNet"}),
+        ("nas.Supernet", {"num_classes": 10, "space": "fl_lightning.nas.NASBench201"}),
+    ],
+)
+def test_an_optimizer_that_yaml_names_has_its_own_defaults(network, of_class, tmp_path):
+    given = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.25}}
+    model = {
+        "class_path": f"fl_lightning.{network}",
+        "init_args": of_class | {"optimizer": given},
+    }
+    (tmp_path / "model.yaml").write_text(yaml.safe_dump({"model": model}))
+    resolved = yaml.safe_load(resolve([f"--config={tmp_path}/model.yaml", "--data", "Digits"]))
+    options = resolved["model"]["init_args"]["optimizer"]["init_args"]
+    [plain] = torch.optim.SGD([torch.zeros(1)], lr=0.25).param_groups
+    assert options == {name: value for name, value in plain.items() if name != "params"}
 
 
 def test_fit_says_where_everything_is(capfd):

@@ -271,7 +271,7 @@ def test_the_cost_is_told_before_the_first_client_trains(caplog):
         run([TopK(0.1)], trainer={"max_epochs": 1})
     told = [r.message for r in caplog.records if r.message.startswith("bytes: a client sends")]
     assert len(told) == 1
-    assert "3 clients in 1 rounds" in told[0]
+    assert "3 clients in 1 round:" in told[0]
 
 
 def test_clients_with_masks_of_their_own_send_their_own_coordinates():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 
 import torch
@@ -26,6 +27,8 @@ class RunOverview(Callback):
         if not trainer.is_global_zero:
             return
         rank_zero_info(f"model: {', '.join(_model(pl_module))}")
+        for optimizer in trainer.optimizers:
+            rank_zero_info(f"optimizer: {', '.join(_optimizer(optimizer))}")
         if (federation := federation_of(trainer)) is not None:
             rank_zero_info(f"federation: {'; '.join(_federation(trainer, federation))}")
         rank_zero_info(f"machine: {', '.join(_machine(trainer))}")
@@ -49,6 +52,16 @@ def _model(module: LightningModule) -> Iterator[str]:
         yield f"{_short(frozen)} of them frozen"
 
 
+def _optimizer(optimizer: torch.optim.Optimizer) -> Iterator[str]:
+    """Yield its class and what is not that class's default: options of several layers of YAML mix."""
+    yield type(optimizer).__name__
+    known = inspect.signature(type(optimizer)).parameters
+    for name in (name for name in optimizer.defaults if name in known):
+        values = dict.fromkeys(str(group.get(name)) for group in optimizer.param_groups)
+        if name == "lr" or list(values) != [str(known[name].default)]:
+            yield f"{name} {' or '.join(values)}"
+
+
 def _federation(trainer: Trainer, federation: Federation) -> Iterator[str]:
     assert federation.rounds is not None
     groups = federation.rounds.run.groups
@@ -56,7 +69,7 @@ def _federation(trainer: Trainer, federation: Federation) -> Iterator[str]:
     work = f"{epochs} local epochs" if epochs else f"{steps} local steps"
     work = work.removesuffix("s") if 1 in (epochs or steps, 0) else work
     rounds = trainer.max_epochs or -1
-    planned = f", {rounds} rounds" if rounds > 0 else ""
+    planned = f", {rounds} round{'s' * (rounds > 1)}" if rounds > 0 else ""
     yield f"{groups.num_clients:,} of {groups.population.num_clients:,} clients a round, {work}{planned}"
     parts = (
         *(federation.correction, federation.personal, federation.asynchronous),

@@ -23,7 +23,7 @@ def cost_line(up: float, down: float, *, num_clients: int, num_rounds: float) ->
         return line
     total = num_clients * num_rounds
     return (
-        f"{line}; {num_clients} clients in {num_rounds:g} rounds: {_shown(total * up)} and "
+        f"{line}; {num_clients} clients in {num_rounds:g} round{'s' * (num_rounds != 1)}: {_shown(total * up)} and "
         f"{_shown(total * down)}"
     )
 
