@@ -22,12 +22,12 @@ from fl_lightning.flower.sums.encrypted_agreed import (
     OPENED,
     TOTAL,
     EncryptedAgreed,
-    as_tensor,
 )
 from fl_lightning.flower.sums.encrypted_at_server import EncryptedOverSites
 from fl_lightning.flower.sums.encrypted_checks import check_encrypted
 from fl_lightning.flower.sums.sum_key import SumKey
 from fl_lightning.flower.wire.failures import OrderRefused, category_of
+from fl_lightning.flower.wire.opaque import as_tensor
 from fl_lightning.secure.encrypted_sum import EncryptedSum
 from fl_lightning.secure.encryption.ckks import FLOOD, CKKSServer, ciphertext_bytes
 from fl_lightning.secure.encryption.ckks_layout import CKKSLayout

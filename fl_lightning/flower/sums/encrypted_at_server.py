@@ -22,9 +22,8 @@ from fl_lightning.flower.sums.encrypted_agreed import (
     OPENED,
     TOTAL,
     EncryptedAgreed,
-    as_tensor,
-    bytes_of,
 )
+from fl_lightning.flower.wire.opaque import as_tensor, bytes_of
 from fl_lightning.secure.encrypted_sum import OpenedSum
 from fl_lightning.secure.encryption.ckks import CKKSServer, ciphertext_bytes
 from fl_lightning.secure.encryption.ckks_layout import CKKSLayout
