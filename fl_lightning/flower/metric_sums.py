@@ -78,7 +78,7 @@ def told_sums(logged: Any, tensors: Mapping[str, Tensor], module: nn.Module) -> 
     metrics = {path: child for path, child in module.named_modules() if isinstance(child, Metric)}
     states: dict[str, dict[str, Tensor]] = {}
     for entry in logged if isinstance(logged, list) else [None]:
-        if not (isinstance(entry, list) and len(entry) == 3 and entry[2] in metrics):
+        if not (_are_texts(entry, 3) and entry[2] in metrics):
             raise ValueError("what it has logged is no metric of the module")
         place = entry[2]
         ours: dict[str, Any] = dict(metrics[place].metric_state)
@@ -89,6 +89,14 @@ def told_sums(logged: Any, tensors: Mapping[str, Tensor], module: nn.Module) -> 
                 raise ValueError(f"the state {name} of its metric {entry[0]} does not fit")
         states[place] = found  # type: ignore[assignment]
     return MetricSums(logged, states)
+
+
+def _are_texts(entry: Any, number: int) -> bool:
+    return (
+        isinstance(entry, list)
+        and len(entry) == number
+        and all(isinstance(part, str) for part in entry)
+    )
 
 
 def pool_sums(sums: Iterable[MetricSums], collector: LogCollector, module: nn.Module) -> None:

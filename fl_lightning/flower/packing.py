@@ -66,10 +66,11 @@ class Packing:
         )
         return as_tensor(encode(message)), float(arrival.error)
 
-    def opened_update(self, data: Tensor, client: int, round_index: int) -> ClientUpdate:
+    def opened_update(self, data: Tensor | None, client: int, round_index: int) -> ClientUpdate:
         """Return the update of a client.
 
         Raises:
+            MessageError: if there are none.
             DecodeError: for bytes that are not one of this client, this round and this space.
         """
         agreement = Agreement(
