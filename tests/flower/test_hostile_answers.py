@@ -242,6 +242,18 @@ def test_a_lie_in_a_greeting_ends_the_run_before_it_begins(tmp_path):
             over_network(sites, config, tmp_path, channel=channel)
 
 
+def test_sites_in_a_precision_with_a_common_scale_are_named(tmp_path):
+    config = configuration()
+
+    def scaled(answer):
+        return replace(answer, options={**answer.options, "precision": "16-mixed"})
+
+    with three_sites(config) as sites:
+        channel = Lying(sites, "hello", [("hello", scaled)])  # a CPU does not train in it
+        with pytest.raises(ConfigurationError, match=r"16-mixed: b\. .* bf16-mixed or 32-true"):
+            over_network(sites, config, tmp_path, channel=channel)
+
+
 CALIBRATED = {
     "model__init_args__optimizer": SPARSE_SGD,
     "trainer__callbacks": [

@@ -29,7 +29,7 @@ from fl_lightning.flower.policy import Policy
 from fl_lightning.flower.rules.site_file import read_policy
 from fl_lightning.flower.server.asynchronous import sites_for
 from fl_lightning.flower.server.calibration import CalibrationAtSites
-from fl_lightning.flower.server.checks import check_over_network
+from fl_lightning.flower.server.checks import SCALED, check_over_network, of_transforms
 from fl_lightning.flower.server.correspondence import Correspondence
 from fl_lightning.flower.server.counted import Counted
 from fl_lightning.flower.server.elsewhere import DataElsewhere
@@ -83,6 +83,8 @@ def run_site(fit: Fit, policy: Policy) -> None:
         def fit(self, model: Any, **kwargs: Any) -> None:
             """Say what this site has, and wait for the first order."""
             data = self.datamodule
+            if problems := list(of_transforms(data)):
+                raise ConfigurationError("\n".join(problems))
             data.prepare_data()
             data.setup("fit")
             facts = SiteFacts(
@@ -243,6 +245,10 @@ def _check_calibration(calibration: MaskCalibration | None, options: Options) ->
     """Refuse a calibration whose clients would show what the run hides, or send more than sums once."""
     if calibration is None:
         return
+    if calibration.per_client:
+        raise ConfigurationError(
+            "MaskCalibration: masks of the clients' own are simulated only: set per_client to false"
+        )
     fit, private = calibration.head_fit, options.client_privacy
     if fit is not None and not isinstance(fit, OneExchange):
         raise ConfigurationError(
@@ -266,7 +272,16 @@ def _check_encrypted(told: Mapping[str, SiteFacts], federation: Federation, mode
 
 
 def _compare_precision(told: Mapping[str, SiteFacts], ours: str) -> None:
-    """Say which sites train in another precision than a simulation of this configuration would."""
+    """Say which sites train in another precision than a simulation of this configuration would.
+
+    Raises:
+        ConfigurationError: naming sites whose precision has a loss scale that all clients share.
+    """
+    if scaled := sorted(site for site, facts in told.items() if facts.precision == SCALED):
+        raise ConfigurationError(
+            f"sites that train in precision {SCALED}: {', '.join(scaled)}. All clients share its loss "
+            "scale, which sites do not exchange: set bf16-mixed or 32-true in their own.yaml"
+        )
     for site, facts in told.items():
         if facts.precision != ours:
             rank_zero_warn(

@@ -160,7 +160,10 @@ class EncryptedOverSites:
             what = (
                 "made no key for the run" if stage == "key" else "has not opened the encrypted sum"
             )
-            raise RoundFailure(f"round {agreed.round}: site {agreed.opener} {what}: {reply.reason}")
+            raise RoundFailure(
+                f"round {agreed.round}: site {agreed.opener} {what}: {reply.reason}. Nobody else opens "
+                "this round's sum: when the site is back, go on from last.ckpt (network run --resume last)"
+            )
         return reply
 
 
