@@ -55,7 +55,11 @@ class NobodyAsked:
         (calibrated(head=built("sparsity.LinearHead")), "head LinearHead .* use RidgeHead"),
         (calibrated(per_client=True), "set per_client to false"),
         (
-            {"federation__attackers": built("Attackers", fraction=0.3, forge=built("server.SignFlip"))},
+            {
+                "federation__attackers": built(
+                    "Attackers", fraction=0.3, forge=built("server.SignFlip")
+                )
+            },
             "federation.attackers are simulated only: leave them out",
         ),
         ({"federation__engine": "slots"}, "set engine to auto or sequential"),

@@ -1,4 +1,4 @@
-"""A site whose disk is full: it says so, the run does without it or ends, and goes on when there is room."""
+"""Runs that go on: after a site's disk was full and there is room again, and for more rounds than planned."""
 
 import sys
 
@@ -17,6 +17,7 @@ from fl_lightning.core.errors import ClientFailure
 from fl_lightning.flower.messages import Order
 
 ROUNDS = 4
+SCAFFOLD = {"class_path": "fl_lightning.Scaffold"}
 WRITTEN = ("memory.part", "answer.part")  # what a site writes in a round, see SiteMemory and Site
 pytestmark = [
     pytest.mark.slow,
@@ -86,3 +87,37 @@ def test_others_go_on_without_a_site_whose_disk_is_full(tmp_path):
         log = (sites.folder / "b.log").read_text()
     assert last(tmp_path)["epoch"] == ROUNDS - 1
     assert "No space left on device" in log
+
+
+def test_a_run_that_is_over_goes_on_for_more_rounds(tmp_path):
+    given = {"federation__updates": [SPARSE], "federation__correction": SCAFFOLD}
+    config = configuration(trainer__max_epochs=2, **given)
+    longer = configuration(trainer__max_epochs=ROUNDS, **given)
+    with three_sites(config) as sites:
+        over_network(sites, config, tmp_path / "network")
+        [file] = (tmp_path / "network").rglob("last.ckpt")
+        network = over_network(sites, longer, tmp_path / "network", f"--ckpt_path={file}")
+    assert network["epoch"] == ROUNDS - 1
+    assert differing(network, simulated(longer, tmp_path / "alone")) == []
+
+
+def test_a_round_that_was_answered_is_not_answered_to_another_configuration(tmp_path):
+    """As when the server was killed within a round, and goes on with other options."""
+    config = configuration(trainer__max_epochs=2)
+    other = configuration(trainer__max_epochs=ROUNDS)
+    first = tmp_path / "first.ckpt"
+
+    class Copying(Full):
+        """Keeps the checkpoint after the first round."""
+
+        def send(self, site, message, ttl):
+            if not first.exists() and Order.from_bytes(message, limit=2**30).round == 1:
+                [file] = (tmp_path / "network").rglob("last.ckpt")
+                first.write_bytes(file.read_bytes())
+            self._channel.send(site, message, ttl)
+
+    with three_sites(config) as sites:
+        over_network(sites, config, tmp_path / "network", channel=Copying(sites, ""))
+        said = r"has answered this round, or a later one, .* with the same configuration"
+        with pytest.raises(ClientFailure, match=said):
+            over_network(sites, other, tmp_path / "network", f"--ckpt_path={first}")
