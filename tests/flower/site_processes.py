@@ -124,7 +124,7 @@ def three_sites(config, clients=CLIENTS, **policy):
                 sites.kill(name)
 
 
-def over_network(sites, config, root, *words, channel=None, deadline=120.0):
+def over_network(sites, config, root, *words, channel=None, deadline=400.0):
     """Train over the sites and return the last checkpoint."""
     correspondence = Correspondence(channel or sites.channel(), deadline=deadline)
     run_server(

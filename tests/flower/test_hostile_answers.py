@@ -148,8 +148,8 @@ def is_refused(lie):
     ("options", "lies"),
     [
         pytest.param(SCAFFOLD, [*of_tensors(NUMBERS), *of_payloads()], id="tensors"),
-        pytest.param(NOVA | LOSSY, list(of_clients()), id="clients"),
-        pytest.param({}, list(of_options()), id="options"),
+        pytest.param(NOVA | LOSSY, list(of_clients()), id="clients", marks=pytest.mark.slow),
+        pytest.param({}, list(of_options()), id="options", marks=pytest.mark.slow),
     ],
 )
 def test_what_is_no_update_is_left_out(options, lies, tmp_path, recwarn):
@@ -165,6 +165,7 @@ def test_what_is_no_update_is_left_out(options, lies, tmp_path, recwarn):
     assert len(skipped) == 2 * sum(map(is_refused, channel.told)), "\n".join(skipped)
 
 
+@pytest.mark.slow
 def test_metrics_of_an_evaluation_that_no_site_could_mean_are_left_out(tmp_path):
     lies = [lie for lie in of_clients() if "metrics" in lie[0] or "loss" in lie[0]]
     evaluated = built("ClientEvaluation", every_n_rounds=1)
@@ -234,6 +235,7 @@ def answer_of(options):
     return Answer(kind="hello", options=options, **about)
 
 
+@pytest.mark.slow
 def test_a_lie_in_a_greeting_ends_the_run_before_it_begins(tmp_path):
     config = configuration()
     with three_sites(config) as sites:
@@ -242,6 +244,7 @@ def test_a_lie_in_a_greeting_ends_the_run_before_it_begins(tmp_path):
             over_network(sites, config, tmp_path, channel=channel)
 
 
+@pytest.mark.slow
 def test_sites_in_a_precision_with_a_common_scale_are_named(tmp_path):
     config = configuration()
 
