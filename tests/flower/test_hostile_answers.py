@@ -266,10 +266,10 @@ CALIBRATED = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("name", ["bf16", "one number"])
 @pytest.mark.parametrize("answers", [0, 2])
 def test_a_calibration_ends_with_a_sentence_on_whose_sums_are_none(answers, name, tmp_path):
-    """The scores come in two orders, then the sums for the head in one."""
+    """The sums for the head come in one order, the scores in two."""
     numbers, config = NUMBERS[name], configuration(**CALIBRATED)
     lies = [("nothing", lambda answer: answer)] * answers + list(of_tensors({name: numbers}))[:1]
     with three_sites(config) as sites:
