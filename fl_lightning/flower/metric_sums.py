@@ -78,17 +78,29 @@ def told_sums(logged: Any, tensors: Mapping[str, Tensor], module: nn.Module) -> 
     metrics = {path: child for path, child in module.named_modules() if isinstance(child, Metric)}
     states: dict[str, dict[str, Tensor]] = {}
     for entry in logged if isinstance(logged, list) else [None]:
-        if not (isinstance(entry, list) and len(entry) == 3 and entry[2] in metrics):
+        name, _, place = _texts(entry, 3)
+        if place not in metrics:
             raise ValueError("what it has logged is no metric of the module")
-        place = entry[2]
         ours: dict[str, Any] = dict(metrics[place].metric_state)
-        found = {name: tensors.get(f"{_PREFIX}{place}/{name}") for name in ours}
-        for name, value in ours.items():
-            told = found[name]
+        found = {state: tensors.get(f"{_PREFIX}{place}/{state}") for state in ours}
+        for state, value in ours.items():
+            told = found[state]
             if told is None or (told.shape, told.dtype) != (value.shape, value.dtype):
-                raise ValueError(f"the state {name} of its metric {entry[0]} does not fit")
+                raise ValueError(f"the state {state} of its metric {name} does not fit")
         states[place] = found  # type: ignore[assignment]
     return MetricSums(logged, states)
+
+
+def _texts(entry: Any, number: int) -> list[str]:
+    """Return a list of so many texts.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    texts = [part for part in entry if isinstance(part, str)] if isinstance(entry, list) else []
+    if len(texts) != number or texts != entry:
+        raise ValueError("what it has logged is no metric of the module")
+    return texts
 
 
 def pool_sums(sums: Iterable[MetricSums], collector: LogCollector, module: nn.Module) -> None:

@@ -15,6 +15,7 @@ from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.core.space import Space
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.federation.stages.transport import Transport
+from fl_lightning.flower.wire.opaque import as_tensor, bytes_of
 from fl_lightning.updates.payload import Dense
 from fl_lightning.updates.wire.codec import decode, encode
 from fl_lightning.updates.wire.message import Agreement, Message
@@ -63,12 +64,13 @@ class Packing:
             params=arrival.payload,
             transforms=self._path.names,
         )
-        return _as_tensor(encode(message)), float(arrival.error)
+        return as_tensor(encode(message)), float(arrival.error)
 
-    def opened_update(self, data: Tensor, client: int, round_index: int) -> ClientUpdate:
+    def opened_update(self, data: Tensor | None, client: int, round_index: int) -> ClientUpdate:
         """Return the update of a client.
 
         Raises:
+            MessageError: if there are none.
             DecodeError: for bytes that are not one of this client, this round and this space.
         """
         agreement = Agreement(
@@ -79,7 +81,7 @@ class Packing:
             num_buffers=self._num_buffers_up,
             transforms=self._path.names,
         )
-        message = decode(_as_bytes(data), agreement)
+        message = decode(bytes_of(data), agreement)
         if message.client_id != client:
             raise DecodeError(f"the update is of client {message.client_id}, not of {client}")
         delta = self._path.opened(
@@ -100,7 +102,7 @@ class Packing:
             buffers=Dense(model.buffers),
             transforms=self._broadcast.names,
         )
-        return _as_tensor(encode(message))
+        return as_tensor(encode(message))
 
     def whole_model(self, model: GlobalModel, round_index: int) -> Tensor:
         """Return a model as bytes, shape (n,), every number as it is."""
@@ -112,7 +114,7 @@ class Packing:
             params=Dense(model.params),
             buffers=Dense(model.buffers),
         )
-        return _as_tensor(encode(message))
+        return as_tensor(encode(message))
 
     def opened_whole_model(self, data: Tensor, round_index: int) -> GlobalModel:
         """Return the model of `whole_model`.
@@ -145,7 +147,7 @@ class Packing:
             num_buffers=self._num_buffers,
             transforms=transforms,
         )
-        return decode(_as_bytes(data), agreement)
+        return decode(bytes_of(data), agreement)
 
     def _opened(self, params: Tensor, message: Message) -> GlobalModel:
         self._check(params)
@@ -161,11 +163,3 @@ class Packing:
                 f"the numbers are {tuple(vector.shape)} of {vector.dtype}, "
                 f"not ({self._space.size},) of {self._space.dtype}"
             )
-
-
-def _as_tensor(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-def _as_bytes(data: Tensor) -> bytes:
-    return data.contiguous().numpy().tobytes()

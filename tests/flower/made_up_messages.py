@@ -63,6 +63,23 @@ def answers():
     yield Answer(kind="hello", tensors={"stage/sums/x": torch.tensor(1.0)}, **about)
 
 
+# where bytes or other numbers are waited for
+NUMBERS = {
+    "bf16": torch.ones(3, dtype=torch.bfloat16),
+    "float8": torch.ones(3, dtype=torch.float8_e4m3fn),
+    "complex": torch.ones(3, dtype=torch.complex64),
+    "bool": torch.ones(3, dtype=torch.bool),
+    "uint64": torch.ones(3, dtype=torch.uint64),
+    "nothing": torch.empty(0),
+    "one number": torch.ones(1),
+    "a scalar": torch.tensor(0.0),
+    "a table": torch.ones(2, 3),
+    "bytes": torch.ones(9, dtype=torch.uint8),
+    "no bytes": torch.empty(0, dtype=torch.uint8),
+    "infinite": torch.full((3,), torch.inf),
+}
+
+
 names = st.text(st.characters(exclude_categories=["C", "Z"]), min_size=1, max_size=9)
 jsons = st.recursive(
     st.none()

@@ -15,6 +15,7 @@ from fl_lightning.cli.subcommands import run_lightning
 from fl_lightning.flower.policy import Policy
 from fl_lightning.flower.server.correspondence import Correspondence
 from fl_lightning.flower.transport.loopback import LoopbackChannel
+from fl_lightning.flower.transport.resident import log_to
 
 CLIENTS = {"a": (0, 1), "b": (2, 3), "c": (4, 5)}  # of each site
 BASE = """
@@ -77,6 +78,7 @@ def _site(name, folder, own, clients, policy):
     log = (folder / f"{name}.log").open("a")
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
+    log_to(folder / f"{name}.log")
     clients = {client: client for client in clients}
     socket, memory = folder / f"{name}.socket", folder / name
     key = folder / f"{name}.key"
@@ -122,7 +124,7 @@ def three_sites(config, clients=CLIENTS, **policy):
                 sites.kill(name)
 
 
-def over_network(sites, config, root, *words, channel=None, deadline=120.0):
+def over_network(sites, config, root, *words, channel=None, deadline=400.0):
     """Train over the sites and return the last checkpoint."""
     correspondence = Correspondence(channel or sites.channel(), deadline=deadline)
     run_server(

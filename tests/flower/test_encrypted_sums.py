@@ -6,6 +6,7 @@ from secrets import token_bytes
 import numpy as np
 import pytest
 import torch
+from flower.made_up_messages import NUMBERS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -13,6 +14,7 @@ from fl_lightning import ConfigurationError, RoundFailure
 from fl_lightning.flower.messages import Answer, Failure, Order, digest
 from fl_lightning.flower.policy import Policy, Refused
 from fl_lightning.flower.server.correspondence import Correspondence
+from fl_lightning.flower.site_facts import SiteFacts
 from fl_lightning.flower.sums import encrypted_at_server
 from fl_lightning.flower.sums.at_site import SiteSums
 from fl_lightning.flower.sums.encrypted_agreed import (
@@ -22,12 +24,12 @@ from fl_lightning.flower.sums.encrypted_agreed import (
     OPENED,
     TOTAL,
     EncryptedAgreed,
-    as_tensor,
 )
 from fl_lightning.flower.sums.encrypted_at_server import EncryptedOverSites
 from fl_lightning.flower.sums.encrypted_checks import check_encrypted
 from fl_lightning.flower.sums.sum_key import SumKey
 from fl_lightning.flower.wire.failures import OrderRefused, category_of
+from fl_lightning.flower.wire.opaque import as_tensor
 from fl_lightning.secure.encrypted_sum import EncryptedSum
 from fl_lightning.secure.encryption.ckks import FLOOD, CKKSServer, ciphertext_bytes
 from fl_lightning.secure.encryption.ckks_layout import CKKSLayout
@@ -61,12 +63,14 @@ class Sites:
     def __init__(self, folder, **policy):
         self.folder, self.policies = folder, {name: dict(policy) for name in SITES}
         self.key = token_bytes(32)
+        folder.mkdir(exist_ok=True)
         (folder / "sum.key").write_bytes(self.key)
         generator = torch.Generator().manual_seed(0)
         values = torch.rand(6, SIZE, generator=generator, dtype=torch.float64)
         self.vectors = {c: values[c].numpy() for c in CLIENTS}
         self.sums, self.waiting, self.heard, self.round = {}, [], [], 0
         self.before = lambda site, asked: None  # something that happens to an order, or a failure
+        self.change = lambda asked, answer: answer
         for name in SITES:
             self.start(name)
             self.train(name)
@@ -111,7 +115,7 @@ class Sites:
             answer = Answer(
                 **common, clients=tuple(done.answers), options=done.options, tensors=done.tensors
             )
-        self.heard.append(answer.to_bytes())
+        self.heard.append(self.change(asked, answer).to_bytes())
         self.waiting.append((site, self.heard[-1]))
 
     def receive(self, seconds):
@@ -204,6 +208,28 @@ def test_clients_of_a_site_that_is_gone_are_left_out_and_named(tmp_path):
     sites.before = lambda site, asked: None  # the server would learn what b's vectors are
     with pytest.raises(RoundFailure, match="site a has not opened the encrypted sum"):
         added(sites)
+
+
+@pytest.mark.parametrize("numbers", NUMBERS)
+def test_numbers_in_place_of_a_message_leave_the_site_out_or_end_the_run(numbers, tmp_path):
+    sites, lies = Sites(tmp_path), {"b": "encrypt"}
+
+    def change(asked, answer):
+        if answer.failure or lies.get(answer.site) != asked.options["stage"]:
+            return answer
+        return replace(answer, tensors=dict.fromkeys(answer.tensors, NUMBERS[numbers]))
+
+    sites.change = change
+    opened, lost = added(sites)
+    assert opened.clients == {0, 1, 4, 5}
+    assert sorted(lost) == [2, 3]
+    lies["a"] = "open"
+    with pytest.raises(RoundFailure, match=r"site a has not opened the encrypted sum: its answer"):
+        added(sites)
+    fresh = Sites(tmp_path / "fresh")
+    fresh.change, lies["a"] = change, "key"
+    with pytest.raises(RoundFailure, match=r"made no key|0 vectors are left"):
+        added(fresh)
 
 
 def test_too_few_clients_are_not_added(tmp_path):
@@ -414,26 +440,34 @@ def test_what_is_agreed_comes_back_as_it_was():
     )
 
 
+ONE, OTHER = "1f" * 8, "2f" * 8  # fingerprints of keys
+
+
 def test_sites_must_share_one_key():
-    check({"a": "1f", "b": "1f"})
+    check({"a": ONE, "b": ONE})
     with pytest.raises(
         ConfigurationError, match=r"sites without a sum_key: b\. EncryptedMean needs"
     ):
-        check({"a": "1f", "b": ""})
+        check({"a": ONE, "b": ""})
     with pytest.raises(ConfigurationError, match="a has another sum_key than c"):
-        check({"a": "1f", "b": "1f", "c": "2f"})
+        check({"a": ONE, "b": ONE, "c": OTHER})
 
 
 def test_a_sum_that_is_larger_than_a_site_takes_is_refused_at_the_door():
     size = 10_000  # three ciphertexts
     needed = 3 * ciphertext_bytes(CKKSParameters())
-    check({"a": "1f", "b": "1f"}, size, most_bytes=needed)
+    check({"a": ONE, "b": ONE}, size, most_bytes=needed)
     with pytest.raises(
         ConfigurationError, match=rf"site b takes orders .*10000 numbers has {needed}"
     ):
-        check({"a": "1f", "b": "1f"}, size, most_bytes=needed - 1)
+        check({"a": ONE, "b": ONE}, size, most_bytes=needed - 1)
 
 
 def check(keys, size=10, most_bytes=10**9):
-    sites = {site: {"sum_key": key, "most_bytes": most_bytes} for site, key in keys.items()}
+    about = {"batch_size": 1, "drop_last": False, "precision": "32-true", "signing": ""}
+    none = {"clients": {}, "held_out": {"validation": {}, "test": {}}}
+    sites = {
+        site: SiteFacts(sum_key=key, most_bytes=most_bytes, **about, **none)
+        for site, key in keys.items()
+    }
     check_encrypted(sites, EncryptedSum(8192), size)

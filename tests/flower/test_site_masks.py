@@ -181,6 +181,15 @@ def test_scores_come_in_the_order_of_the_clients_whichever_site_is_first():
             lambda sent: {client: tensor[:1] for client, tensor in sent.items()},
             "client 1 at site b: its scores are not of these entries",
         ),
+        *(
+            (lambda sent, bad=bad: dict.fromkeys(sent, bad), "its scores are no finite numbers ≥ 0")
+            for bad in (
+                torch.ones(2).bfloat16(),
+                torch.ones(2, dtype=torch.complex64),
+                torch.tensor([1.0, torch.inf]),
+                torch.tensor([1.0, -1.0]),
+            )
+        ),
     ],
 )
 def test_a_client_without_usable_scores_is_named(change, sentence):

@@ -1,9 +1,11 @@
 """A secure sum over sites: the sum of who stayed, and nothing else, whatever server and sites do."""
 
+from dataclasses import replace
 from secrets import token_bytes
 
 import numpy as np
 import pytest
+from flower.made_up_messages import NUMBERS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -129,6 +131,33 @@ def test_a_site_that_is_killed_between_stages_is_left_out_or_counted(stage, acti
     assert outcome.total.tolist() == [sum(stayed), len(stayed), 2**20 - len(stayed)]
     assert sorted(lost) == sorted(set(CLIENTS) - set(stayed))
     assert all(f"at site c: it left the secure sum at stage {stage.name}" in lost[c] for c in lost)
+
+
+class Numbers:
+    """Has site c answer with numbers at a stage of the protocol."""
+
+    def __init__(self, stage, numbers):
+        self.stage, self.numbers, self.answers = stage, numbers, 0
+
+    def __call__(self, content):
+        answer = Answer.from_bytes(content, limit=10**6)
+        self.answers += answer.site == "c"
+        if answer.site != "c" or self.answers != self.stage:
+            return content
+        return replace(answer, tensors=dict.fromkeys(answer.tensors, self.numbers)).to_bytes()
+
+
+@pytest.mark.parametrize("numbers", NUMBERS)
+@pytest.mark.parametrize("place", range(4))
+def test_numbers_in_place_of_a_message_leave_the_site_out(place, numbers, tmp_path):
+    sites = Sites(tmp_path, threshold=1 / 2)
+    sites.change = Numbers(place + 1, NUMBERS[numbers])
+    agreed = session(threshold=4)
+    stage = agreed.stages[place]
+    outcome, lost = added(sites, agreed)
+    stayed = CLIENTS if stage > ProtocolStage.MASK else [0, 1, 2, 3]
+    assert outcome.total.tolist() == [sum(stayed), len(stayed), 2**20 - len(stayed)]
+    assert sorted(lost) == sorted(set(CLIENTS) - set(stayed))
 
 
 def test_a_round_that_is_added_again_gives_the_same_sum_and_no_other(tmp_path):

@@ -32,8 +32,9 @@ from fl_lightning.sparsity.heads.head_fit import (
     head_features,
 )
 
-# Yields the sums of those clients whose examples are elsewhere, in the order given; see `OneExchange`.
-SumsElsewhere: TypeAlias = Callable[[list[int]], Iterator[Tensor]]
+# Yields the sums of those clients whose examples are elsewhere, in the order given, each like a tensor;
+# see `OneExchange`.
+SumsElsewhere: TypeAlias = Callable[[list[int], Tensor], Iterator[Tensor]]
 
 
 def fit_head(
@@ -56,7 +57,8 @@ def fit_head(
 
     def reduce(sums: Tensor) -> None:
         if elsewhere is not None:
-            for told in elsewhere(np.flatnonzero(example_owners(trainer).num_examples).tolist()):
+            clients = np.flatnonzero(example_owners(trainer).num_examples).tolist()
+            for told in elsewhere(clients, sums):
                 sums += told
             return
         there = sums.to(device)

@@ -247,6 +247,11 @@ class MaskCalibration(Callback):
         self._scores = replace(self._scores, elsewhere=scores)
         self._sums_elsewhere = sums
 
+    @property
+    def per_client(self) -> bool:
+        """Whether every client keeps to a mask of its own."""
+        return self._per_client
+
     def client_masks(self) -> ClientMasks | None:
         """Return what gives a client's mask; None if all have the same one.
 

@@ -19,29 +19,30 @@ from fl_lightning.cli.federated_cli import FederatedCLI, ended_with_a_sentence
 from fl_lightning.cli.over_network.site_calibration import SiteCalibration
 from fl_lightning.cli.subcommands import run_lightning
 from fl_lightning.core.errors import ClientFailure, ConfigurationError, RoundFailure, raise_together
+from fl_lightning.data.shards import ClientShards
 from fl_lightning.federation.federation import Federation
 from fl_lightning.federation.options import Options
 from fl_lightning.flower.channel import Channel
-from fl_lightning.flower.messages import Answer, Order
+from fl_lightning.flower.messages import Order
 from fl_lightning.flower.network.app_folder import CONFIGURATION
 from fl_lightning.flower.policy import Policy
 from fl_lightning.flower.rules.site_file import read_policy
 from fl_lightning.flower.server.asynchronous import sites_for
 from fl_lightning.flower.server.calibration import CalibrationAtSites
-from fl_lightning.flower.server.checks import check_over_network
+from fl_lightning.flower.server.checks import SCALED, check_over_network, of_transforms
 from fl_lightning.flower.server.correspondence import Correspondence
 from fl_lightning.flower.server.counted import Counted
 from fl_lightning.flower.server.elsewhere import DataElsewhere
 from fl_lightning.flower.server.greeting import Greeting
 from fl_lightning.flower.site.fit import AtSite
 from fl_lightning.flower.site.site import Fit, Site
+from fl_lightning.flower.site_facts import STAGES, SiteFacts, facts_of
 from fl_lightning.flower.sums.encrypted_checks import check_encrypted
 from fl_lightning.flower.transport.resident import log_to, serve
 from fl_lightning.secure.encrypted_mean import EncryptedMean
 from fl_lightning.server.server import as_aggregator
 from fl_lightning.sparsity.heads.head_fit import OneExchange
 
-_STAGES = ("validation", "test")  # for which clients hold out examples
 # what a site's Trainer has nothing to do with
 _SITE_WORDS = (
     "--trainer.logger=false",
@@ -82,21 +83,21 @@ def run_site(fit: Fit, policy: Policy) -> None:
         def fit(self, model: Any, **kwargs: Any) -> None:
             """Say what this site has, and wait for the first order."""
             data = self.datamodule
+            if problems := list(of_transforms(data)):
+                raise ConfigurationError("\n".join(problems))
             data.prepare_data()
             data.setup("fit")
-            sizes = {client: int(data.clients.num_examples[at]) for client, at in places.items()}
-            fit.desk.hello(
-                {
-                    "clients": [[client, size] for client, size in sorted(sizes.items())],
-                    "batch_size": data.batch_size,
-                    "drop_last": data.drop_last,
-                    "precision": self.trainer.precision,
-                    "signing": policy.public_key,
-                    "sum_key": policy.sum_key_fingerprint,
-                    "most_bytes": policy.most_bytes,
-                    "held_out": {stage: _held_out(data, stage, places) for stage in _STAGES},
-                }
+            facts = SiteFacts(
+                clients=_sizes_at(data.clients, places),
+                held_out={stage: _sizes_at(data.held_out_for(stage), places) for stage in STAGES},
+                batch_size=data.batch_size,
+                drop_last=data.drop_last,
+                precision=str(self.trainer.precision),
+                signing=policy.public_key,
+                sum_key=policy.sum_key_fingerprint,
+                most_bytes=policy.most_bytes,
             )
+            fit.desk.hello(facts.options())
             order = fit.desk.first_order()
             if order is not None:
                 data.join_as(places, order.options["num_clients"])
@@ -202,11 +203,11 @@ def run_server(
             counted = Counted(_run_of(kwargs.get("ckpt_path")))
             federation.handed.append(counted)
             greeting = Greeting(configuration, counted, self.trainer, calibration)
-            told = correspondence.greet(greeting.order, wanted)
-            site_of, sizes = _members({site: answer.options for site, answer in told.items()})
+            told = facts_of(correspondence.greet(greeting.order, wanted))
+            site_of, sizes = _members(told)
             _check_encrypted(told, federation, model)
             _compare_precision(told, self.trainer.precision)
-            first = next(iter(told.values())).options
+            first = next(iter(told.values()))
             federation.clients_side = partial(
                 sites_for(federation, counted, len(sizes)),
                 correspondence=correspondence,
@@ -218,9 +219,9 @@ def run_server(
             self.datamodule = kwargs["datamodule"] = DataElsewhere(
                 self.datamodule,
                 num_examples=sizes,
-                held_out={stage: _told_sizes(told, stage) for stage in _STAGES},
-                batch_size=first["batch_size"],
-                drop_last=first["drop_last"],
+                held_out={stage: _held_out(told, stage) for stage in STAGES},
+                batch_size=first.batch_size,
+                drop_last=first.drop_last,
             )
             if calibration is not None:
                 asked = CalibrationAtSites(correspondence, greeting, self.trainer, site_of)
@@ -244,6 +245,10 @@ def _check_calibration(calibration: MaskCalibration | None, options: Options) ->
     """Refuse a calibration whose clients would show what the run hides, or send more than sums once."""
     if calibration is None:
         return
+    if calibration.per_client:
+        raise ConfigurationError(
+            "MaskCalibration: masks of the clients' own are simulated only: set per_client to false"
+        )
     fit, private = calibration.head_fit, options.client_privacy
     if fit is not None and not isinstance(fit, OneExchange):
         raise ConfigurationError(
@@ -258,48 +263,54 @@ def _check_calibration(calibration: MaskCalibration | None, options: Options) ->
         )
 
 
-def _check_encrypted(told: Mapping[str, Answer], federation: Federation, model: Any) -> None:
+def _check_encrypted(told: Mapping[str, SiteFacts], federation: Federation, model: Any) -> None:
     """Refuse sites that cannot take part in encrypted sums, if there are to be any."""
     hidden = as_aggregator(federation.aggregator).protection
     if isinstance(hidden, EncryptedMean):
         size = sum(each.numel() for each in model.parameters() if each.requires_grad)
-        check_encrypted({s: a.options for s, a in told.items()}, hidden.agreed_sum, size)
+        check_encrypted(told, hidden.agreed_sum, size)
 
 
-def _compare_precision(told: Mapping[str, Answer], ours: str) -> None:
-    """Say which sites train in another precision than a simulation of this configuration would."""
-    for site, answer in told.items():
-        theirs = answer.options.get("precision")
-        if theirs != ours:
+def _compare_precision(told: Mapping[str, SiteFacts], ours: str) -> None:
+    """Say which sites train in another precision than a simulation of this configuration would.
+
+    Raises:
+        ConfigurationError: naming sites whose precision has a loss scale that all clients share.
+    """
+    if scaled := sorted(site for site, facts in told.items() if facts.precision == SCALED):
+        raise ConfigurationError(
+            f"sites that train in precision {SCALED}: {', '.join(scaled)}. All clients share its loss "
+            "scale, which sites do not exchange: set bf16-mixed or 32-true in their own.yaml"
+        )
+    for site, facts in told.items():
+        if facts.precision != ours:
             rank_zero_warn(
-                f"site {site} trains in precision {theirs}, this configuration says {ours}: precision is a "
+                f"site {site} trains in precision {facts.precision}, this configuration says {ours}: precision is a "
                 "site's own, set in its own.yaml"
             )
 
 
-def _held_out(data: Any, stage: str, places: Mapping[int, int]) -> list[list[int]]:
-    """Return how many examples clients hold out for a stage: pairs of client and number."""
-    sizes = data.held_out_for(stage).num_examples
-    return [[client, int(sizes[at])] for client, at in sorted(places.items())]
+def _sizes_at(shards: ClientShards, places: Mapping[int, int]) -> dict[int, int]:
+    """Return the numbers of examples of a site's clients."""
+    return {client: int(shards.num_examples[at]) for client, at in places.items()}
 
 
-def _told_sizes(told: Mapping[str, Answer], stage: str) -> dict[int, int]:
+def _held_out(told: Mapping[str, SiteFacts], stage: str) -> dict[int, int]:
     """Return what sites say of examples that clients hold out."""
-    return {c: n for answer in told.values() for c, n in answer.options["held_out"][stage]}
+    return {c: n for facts in told.values() for c, n in facts.held_out[stage].items()}
 
 
-def _signing_keys(told: Mapping[str, Answer]) -> dict[str, bytes]:
+def _signing_keys(told: Mapping[str, SiteFacts]) -> dict[str, bytes]:
     """Return the public keys of those sites that sign what they say in secure sums."""
-    given = {site: str(answer.options.get("signing", "")) for site, answer in told.items()}
-    return {site: bytes.fromhex(key) for site, key in given.items() if key}
+    return {site: bytes.fromhex(facts.signing) for site, facts in told.items() if facts.signing}
 
 
-def _members(told: Mapping[str, Mapping[str, Any]]) -> tuple[dict[int, str], dict[int, int]]:
+def _members(told: Mapping[str, SiteFacts]) -> tuple[dict[int, str], dict[int, int]]:
     """Return the site and the examples of every client."""
     site_of: dict[int, str] = {}
     sizes: dict[int, int] = {}
     for site, facts in told.items():
-        for client, size in facts["clients"]:
+        for client, size in facts.clients.items():
             if client in site_of:
                 raise ConfigurationError(
                     f"sites {site_of[client]} and {site} both say that client {client} is theirs: "

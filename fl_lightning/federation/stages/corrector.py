@@ -89,13 +89,13 @@ class Corrector(Stage):
         """Forget what an unfinished round has learnt."""
         like = model.params
         self._device = like.device
-        self._changes = self._new_mean(like)
+        self._kept = like if self.correction.needs_mean else like.new_empty(0)
+        self._changes = self._new_mean(self._kept)
         self._num_changes = 0
 
     def _new_mean(self, like: Tensor) -> RunningMean | ExactMean:
-        kept = like if self.correction.needs_mean else like.new_empty(0)
         is_exact = self._exact and like.device.type != "mps"  # which lacks float64
-        return new_mean(kept, exact=is_exact)
+        return new_mean(like, exact=is_exact)
 
     @property
     def kind(self) -> str | None:
@@ -194,6 +194,11 @@ class Corrector(Stage):
         """Add up what a client has learnt."""
         if "change" in told:
             change = told["change"].to(self._device)
+            if (change.shape, change.dtype) != (self._kept.shape, self._kept.dtype):
+                raise ValueError(
+                    f"the change of its memory is {tuple(change.shape)} of {change.dtype}, not "
+                    f"{tuple(self._kept.shape)} of {self._kept.dtype}"
+                )
             if not bool(change.isfinite().all()):
                 raise ValueError("the change of its memory holds NaN or infinite values")
             self._changes.add(change, 1)

@@ -38,15 +38,22 @@ class Control:
         )
 
     def register_sites(self) -> dict[str, int]:
-        """Register the keys of all sites, and return the node of each."""
-        file = names_file(self._network)
-        nodes: dict[str, int] = json.loads(file.read_text()) if file.exists() else {}
-        for name in self._network.sites:
-            if name not in nodes:
-                key = self._network.server / "keys" / f"{name}.pub"
-                told = self._ask("supernode", "register", str(key), _CONNECTION, "--name", name)
-                nodes[name] = int(told["node-id"])
-                file.write_text(json.dumps(nodes))
+        """Register the keys of all sites, take back those that are another now, return each site's node."""
+        server = self._network.server
+        names, keys = names_file(self._network), server / "registered.json"
+        nodes: dict[str, int] = json.loads(names.read_text()) if names.exists() else {}
+        known: dict[str, str] = json.loads(keys.read_text()) if keys.exists() else {}
+        present = {n: (server / "keys" / f"{n}.pub").read_text() for n in self._network.sites}
+        for name in list(nodes):
+            if present.get(name) != known.get(name, present.get(name)):
+                self._ask("supernode", "unregister", str(nodes.pop(name)), _CONNECTION)
+                names.write_text(json.dumps(nodes))
+        for name in present.keys() - nodes.keys():
+            file = str(server / "keys" / f"{name}.pub")
+            told = self._ask("supernode", "register", file, _CONNECTION, "--name", name)
+            nodes[name] = int(told["node-id"])
+            names.write_text(json.dumps(nodes))
+        keys.write_text(json.dumps(present))
         return nodes
 
     def nodes(self) -> list[Mapping[str, Any]]:

@@ -61,7 +61,8 @@ def follow(
         raise
     if status != "finished:completed":
         raise RoundFailure(
-            f"the run has ended as {status.partition(':')[2]}: its log above says why"
+            f"the run has ended as {status.partition(':')[2]}: its log above says why; --resume last goes on "
+            "from its last whole round"
         )
     return run
 

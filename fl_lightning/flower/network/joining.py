@@ -7,12 +7,14 @@ import time
 from collections.abc import Callable
 
 from fl_lightning.flower.network.folder import SiteFolder
-from fl_lightning.flower.network.probe import check_server
+from fl_lightning.flower.network.probe import check_server, seconds_ahead
 from fl_lightning.flower.network.programs import SITE_PROCESS, site_programs
 from fl_lightning.flower.network.serving import free_port
 from fl_lightning.flower.network.supervision import Ended, Program, Supervisor, backoff
 
 PAUSE = 15.0
+# seconds between two clocks that Flower allows, see flwr.common.constant
+_MOST_AHEAD, _MOST_BEHIND = 5.0, 300.0
 _REFUSED = re.compile(r"\b2004\b|\b2001\b|PermissionDenied|FLEET_NODE|activat", re.IGNORECASE)
 
 
@@ -35,6 +37,9 @@ class NodeEnds:
             check_server(site.server, site.folder / "ca.crt")
         except (ConnectionError, ValueError) as error:
             return self._told(str(error), PAUSE)
+        ahead = seconds_ahead(site.server, site.folder / "ca.crt")
+        if ahead is not None and not -_MOST_BEHIND < ahead < _MOST_AHEAD:
+            return self._told(_about_clock(ahead), PAUSE)
         if _REFUSED.search(ended.words):
             return self._told(
                 f"the server does not let {site.name} in: its key is not registered there, or a site "
@@ -51,6 +56,14 @@ class NodeEnds:
             self._say(f"{reason}. Trying again every {pause:g} s.")
         self._said = reason
         return pause
+
+
+def _about_clock(ahead: float) -> str:
+    how = f"{abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} the server's"
+    return (
+        f"this machine's clock is {how}, and the server lets sites in that are less than "
+        f"{_MOST_AHEAD:.0f} s ahead and {_MOST_BEHIND:.0f} s behind: set the clock, e.g. by NTP"
+    )
 
 
 def site_supervised(

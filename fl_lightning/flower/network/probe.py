@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import socket
 import ssl
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from http.client import HTTPException, HTTPSConnection
 from pathlib import Path
 
 from fl_lightning.core.errors import ConfigurationError
@@ -45,6 +48,26 @@ def check_server(address: str, certificate: Path) -> None:
         raise ConnectionError(f"{address} breaks off: {error.reason}") from None
     except OSError as error:
         raise ConnectionError(f"nobody answers at {address}: {error.strerror or error}") from None
+
+
+def seconds_ahead(address: str, certificate: Path) -> float | None:
+    """Return by how much this machine's clock is ahead of a server's, to the second; None if it is silent.
+
+    Args:
+        address: ``host:port``.
+        certificate: of the authority that the site trusts.
+    """
+    host, port = parse_address(address)
+    trust = ssl.create_default_context(cafile=certificate)
+    connection = HTTPSConnection(host, port, timeout=_SECONDS, context=trust)
+    try:
+        connection.request("GET", "/")  # which the gate refuses, and says when
+        told = parsedate_to_datetime(connection.getresponse().headers["Date"])
+    except (OSError, HTTPException, TypeError, ValueError):
+        return None
+    finally:
+        connection.close()
+    return (datetime.now(UTC) - told).total_seconds()
 
 
 def _about_certificate(error: ssl.SSLCertVerificationError, address: str, certificate: Path) -> str:

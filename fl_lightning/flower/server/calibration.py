@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 
@@ -59,6 +60,8 @@ class CalibrationAtSites:
         for client, num_examples, sums in self._ask(options, tensors, asked):
             if {name: tensor.shape for name, tensor in sums.items()} != like:
                 raise ConfigurationError(self._of(client, "its scores are not of these entries"))
+            if not all(map(_are_scores, sums.values())):
+                raise ConfigurationError(self._of(client, "its scores are no finite numbers ≥ 0"))
             if num_examples != asked[client]:
                 raise ConfigurationError(
                     self._of(
@@ -67,13 +70,20 @@ class CalibrationAtSites:
                 )
             yield Scores(sums, num_examples)
 
-    def sums(self, clients: Sequence[int]) -> Iterator[Tensor]:
-        """Yield what clients send for the head, in the order given."""
+    def sums(self, clients: Sequence[int], like: Tensor) -> Iterator[Tensor]:
+        """Yield what clients send for the head, in the order given.
+
+        Args:
+            clients: who.
+            like: a tensor of the form that it has.
+        """
+        form = like.shape, like.dtype
         tensors = model_tensors(self._trainer.lightning_module)
         for client, _, sums in self._ask({"what": "head"}, tensors, dict.fromkeys(clients, 0)):
-            if sums.keys() != {"head"} or not bool(sums["head"].isfinite().all()):
+            told = sums.get("head")
+            if told is None or (told.shape, told.dtype) != form or not told.isfinite().all():
                 raise ConfigurationError(self._of(client, "it sent no finite sums for the head"))
-            yield sums["head"]
+            yield told
 
     def _ask(
         self, options: Mapping[str, Any], tensors: Mapping[str, Tensor], asked: Mapping[int, int]
@@ -122,3 +132,9 @@ class CalibrationAtSites:
 
     def _of(self, client: int, what: str) -> str:
         return f"calibration: client {client} at site {self._site_of[client]}: {what}"
+
+
+def _are_scores(told: Tensor) -> bool:
+    if told.dtype not in (torch.float32, torch.float64):
+        return False
+    return bool((told.isfinite() & (told >= 0)).all())

@@ -10,9 +10,12 @@ from lightning.pytorch import Trainer
 from fl_lightning.client.recorded import RecordedArrivals
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.federated import FederatedDataModule
+from fl_lightning.federation.checks.privacy import shown_by
 from fl_lightning.federation.options import Options
 from fl_lightning.federation.stages.client_masks import client_masks
 from fl_lightning.server.server import as_aggregator
+
+SCALED = "16-mixed"  # a precision
 
 
 def check_over_network(trainer: Trainer, data: Any, options: Options) -> None:
@@ -77,8 +80,13 @@ def _of_trainer(trainer: Trainer) -> Iterator[str]:
             f"trainer.devices: the server is one process, got {trainer.world_size}: set devices to 1; "
             "sites have devices of their own"
         )
+    if trainer.precision == SCALED:
+        yield (
+            f"trainer.precision: {SCALED} has a loss scale that all clients share, which sites do not "
+            "exchange: use bf16-mixed or 32-true"
+        )
     if client_masks(trainer) is not None:
-        yield "masks of the clients' own are simulated only: set per_client of MaskCalibration to false"
+        yield "masks of the clients' own are simulated only: leave out the callback that gives them"
 
 
 def _of_data(data: Any) -> Iterator[str]:
@@ -87,8 +95,15 @@ def _of_data(data: Any) -> Iterator[str]:
             "data: over a network the configuration is that of a federation: wrap the data module in "
             "fl_lightning.FederatedDataModule"
         )
-    elif data.transforms:
-        yield (
-            "data.transforms learn from all clients' examples, which are at sites: transform inputs "
-            "in the data modules of server and sites"
-        )
+    else:
+        yield from of_transforms(data)
+
+
+def of_transforms(data: FederatedDataModule) -> Iterator[str]:
+    """Say which transforms of inputs cannot be where each site knows its own clients only."""
+    for transform in data.transforms:
+        if shown_by([transform]):
+            yield (
+                f"data.transforms {type(transform).__name__} learns from all clients' examples, which are at "
+                "sites: use Normalize with numbers that are known, in the configurations of server and sites"
+            )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -13,6 +14,11 @@ from fl_lightning.data.partitions.flat_shards import FlatShards
 from fl_lightning.data.shards import ClientShards
 from fl_lightning.data.summary import PartitionSummary
 from fl_lightning.data.training_set import TrainingSet
+
+_AT_SITES = (
+    "clients' examples are at sites, and something of this configuration wants to read them at the server "
+    "(an evaluation on clients' examples, a head that is fitted): leave it out over a network"
+)
 
 
 class DataElsewhere(FederatedDataModule):
@@ -35,7 +41,12 @@ class DataElsewhere(FederatedDataModule):
         batch_size: int,
         drop_last: bool,
     ) -> None:
-        super().__init__(data.source, num_clients=len(num_examples), seed=data.seed)
+        super().__init__(
+            data.source,
+            num_clients=len(num_examples),
+            seed=data.seed,
+            transforms=data.transforms,  # of the server's own validation
+        )
         if sorted(num_examples) != list(range(len(num_examples))):
             raise ConfigurationError(
                 f"the sites' clients must be numbered from 0 without a gap, got {sorted(num_examples)}: "
@@ -47,11 +58,15 @@ class DataElsewhere(FederatedDataModule):
 
     @property
     def _examples(self) -> TrainingSet:
-        raise ConfigurationError(
-            "clients' examples are at sites, and something of this configuration wants to read them at "
-            "the server (an evaluation on clients' examples, a head that is fitted): leave it out over a "
-            "network"
-        )
+        raise ConfigurationError(_AT_SITES)
+
+    def _read(self, *, augmented: bool) -> Callable[[Tensor], Any]:
+        """Return what refuses to read."""
+
+        def refuse(indices: Tensor) -> Any:
+            raise ConfigurationError(_AT_SITES)
+
+        return refuse
 
     @property
     def clients(self) -> ClientShards:

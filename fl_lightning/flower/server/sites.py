@@ -34,9 +34,11 @@ from fl_lightning.flower.metric_sums import OPTION, MetricSums, pool_sums, told_
 from fl_lightning.flower.packing import Packing
 from fl_lightning.flower.server.correspondence import Correspondence, Reply
 from fl_lightning.flower.server.greeting import Greeting
+from fl_lightning.flower.server.plausible import check_plausible
 from fl_lightning.flower.site.rounds import ERROR, NORM, options_of
 from fl_lightning.flower.sums.over_sites import adds_over_sites
 from fl_lightning.flower.wire.failures import CATEGORIES
+from fl_lightning.server.server import as_aggregator
 from fl_lightning.updates.wire.reader import DecodeError
 
 
@@ -283,6 +285,7 @@ class Sites(Training):
                 raise _Unusable(came.reason)
             if came.answer.failure is not None:
                 raise _Unusable(CATEGORIES[came.answer.failure])
+            self._check(came.answer)
             sent = self._sent(came.answer, came, packing)
         except (_Unusable, DecodeError, ValueError, KeyError) as error:
             taker.skip(ClientFailure(client, f"at site {self._site_of[client]}: {error}"))
@@ -290,6 +293,13 @@ class Sites(Training):
             for piece in self._ours.onward(sent, start):
                 taker.take(piece)
         taker.finish([client], came.bytes_down)
+
+    def _check(self, answer: ClientAnswer) -> None:
+        """Refuse an answer that its client cannot mean."""
+        run = self._run
+        num_examples = int(run.data.clients.num_examples[answer.client])
+        counts_steps = as_aggregator(run.options.aggregator).needs_effective_steps
+        check_plausible(answer, num_examples, counts_steps=counts_steps)
 
     def _sent(self, answer: ClientAnswer, came: _Came, packing: Packing) -> Sent:
         """Return a client's update as `Transport` would have handed it on."""
@@ -318,7 +328,7 @@ class Sites(Training):
     def _opened(self, answer: ClientAnswer, came: _Came, packing: Packing) -> ClientUpdate:
         """Return an update as it came; without numbers where they are to be hidden."""
         if self._sums is None:
-            payload = came.tensors["payload"]
+            payload = came.tensors.get("payload")
             return packing.opened_update(payload, answer.client, came.began)
         nothing = torch.empty(0, dtype=self.local.space.dtype)
         return ClientUpdate(answer.client, nothing, nothing, answer.num_examples, answer.num_steps)

@@ -6,18 +6,19 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
 
 from fl_lightning.flower.messages import CATEGORIES, Order
 from fl_lightning.flower.server.correspondence import Correspondence, Reply
 from fl_lightning.flower.sums.agreed import FROM_CLIENT, TO_CLIENT, Agreed
+from fl_lightning.flower.wire.opaque import as_tensor, bytes_of
 from fl_lightning.secure.protocol.server import SecureServer
 from fl_lightning.secure.protocol.session import ProtocolStage, Session
 from fl_lightning.secure.simulation import Costs, SumOutcome
 
 # Writes an order of the present round: clients, options, tensors
-WritesOrders = Callable[[tuple[int, ...], Mapping[str, Any], Mapping[str, torch.Tensor]], Order]
+WritesOrders = Callable[[tuple[int, ...], Mapping[str, Any], Mapping[str, Tensor]], Order]
 _NOTHING = "it said nothing"
 
 
@@ -80,17 +81,17 @@ class SumOverSites:
         orders = self._orders(agreed, stage, incoming)
         for reply in self._correspondence.ask(orders):
             asked = orders[reply.site].clients
-            messages, failures = _messages(reply), _failures(reply)
+            said, failures = _said(reply), _failures(reply)
             for client in asked:
                 place = agreed.place(client)
                 costs.bytes_up[place] += reply.bytes_up // len(asked)
                 costs.bytes_down[place] += reply.bytes_down // len(asked)
-                if client not in messages:
+                if client not in said:
                     reasons[place] = reply.reason or failures.get(client, _NOTHING)
                     continue
                 began = time.process_time()
                 try:
-                    server.receive(messages[client], sender=place)
+                    server.receive(bytes_of(said[client]), sender=place)
                 except ValueError as error:  # no message, or not signed by the client
                     reasons[place] = str(error)
                 costs.server_seconds += time.process_time() - began
@@ -108,9 +109,7 @@ class SumOverSites:
                 tuple(agreed.clients[place] for place in places),
                 options,
                 {
-                    TO_CLIENT.format(agreed.clients[place]): torch.frombuffer(
-                        bytearray(incoming[place]), dtype=torch.uint8
-                    )
+                    TO_CLIENT.format(agreed.clients[place]): as_tensor(incoming[place])
                     for place in places
                     if incoming[place]
                 },
@@ -132,13 +131,13 @@ def _failures(reply: Reply) -> dict[int, str]:
     return {a.client: CATEGORIES[a.failure] for a in answers if a.failure is not None}
 
 
-def _messages(reply: Reply) -> dict[int, bytes]:
+def _said(reply: Reply) -> dict[int, Tensor]:
     """Return what clients of a site have said, by client."""
     if reply.answer is None:
         return {}
     tensors = reply.answer.tensors
     return {
-        answer.client: tensors[f"{answer.client}/{FROM_CLIENT}"].numpy().tobytes()
+        answer.client: tensors[f"{answer.client}/{FROM_CLIENT}"]
         for answer in reply.answer.clients
         if f"{answer.client}/{FROM_CLIENT}" in tensors
     }

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fl_lightning.flower.messages import ClientAnswer, Order
@@ -23,6 +22,7 @@ from fl_lightning.flower.sums.encrypted_agreed import TRAINED_ON, is_encrypted, 
 from fl_lightning.flower.sums.encrypted_at_site import EncryptedSiteSums
 from fl_lightning.flower.sums.site_vectors import SiteVectors
 from fl_lightning.flower.wire.failures import OrderRefused
+from fl_lightning.flower.wire.opaque import as_tensor, bytes_of
 from fl_lightning.secure.protocol.client import SecureClient
 from fl_lightning.secure.protocol.keys import SigningKey
 from fl_lightning.secure.protocol.messages import RevealRequest
@@ -94,7 +94,7 @@ class SiteSums:
                 answers.append(ClientAnswer(client=client, failure="sum"))
             else:
                 answers.append(ClientAnswer(client=client))
-                tensors[f"{client}/{FROM_CLIENT}"] = _bytes_as_tensor(message)
+                tensors[f"{client}/{FROM_CLIENT}"] = as_tensor(message)
         self._kept.note_used()
         return Done(answers, tensors)
 
@@ -137,14 +137,10 @@ class SiteSums:
         secure = self._clients[client]
         if stage == ProtocolStage.ADVERTISE:
             return secure.advertise()
-        message = order.tensors[TO_CLIENT.format(client)].numpy().tobytes()
+        message = bytes_of(order.tensors.get(TO_CLIENT.format(client)))
         if stage == ProtocolStage.REVEAL:
             assert self._agreed is not None
             agreed = self._agreed
             _, request = decode(agreed.session, message, RevealRequest)
             self._kept.open(client, (agreed.clients[at] for at in request.survivors))
         return secure.receive(message)
-
-
-def _bytes_as_tensor(content: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8)

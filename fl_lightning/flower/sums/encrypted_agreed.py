@@ -7,10 +7,6 @@ from dataclasses import asdict, dataclass, fields
 from hashlib import sha256
 from typing import Any, Literal, get_args
 
-import numpy as np
-import torch
-from torch import Tensor
-
 from fl_lightning.flower.messages import Order
 from fl_lightning.flower.wire.container import pack
 from fl_lightning.flower.wire.fields import check_clients, check_site, check_whole
@@ -111,22 +107,6 @@ def is_encrypted(options: Mapping[str, Any]) -> bool:
 def trained_on(order: Order) -> str:
     """Return the SHA-256 of what clients train from: the model, options of optimizers and stages."""
     return sha256(pack(order.options, order.tensors)).hexdigest()
-
-
-def as_tensor(content: bytes) -> Tensor:
-    """Return bytes as they travel."""
-    return torch.from_numpy(np.frombuffer(content, np.uint8).copy())
-
-
-def bytes_of(tensor: Tensor | None) -> bytes:
-    """Return the bytes that have come.
-
-    Raises:
-        ValueError: if there are none.
-    """
-    if tensor is None or tensor.dtype != torch.uint8:
-        raise ValueError("there is nothing of it in the message")
-    return tensor.numpy().tobytes()
 
 
 def _sender(told: Any) -> Sender:

@@ -22,9 +22,8 @@ from fl_lightning.flower.sums.encrypted_agreed import (
     OPENED,
     TOTAL,
     EncryptedAgreed,
-    as_tensor,
-    bytes_of,
 )
+from fl_lightning.flower.wire.opaque import as_tensor, bytes_of
 from fl_lightning.secure.encrypted_sum import OpenedSum
 from fl_lightning.secure.encryption.ckks import CKKSServer, ciphertext_bytes
 from fl_lightning.secure.encryption.ckks_layout import CKKSLayout
@@ -161,7 +160,10 @@ class EncryptedOverSites:
             what = (
                 "made no key for the run" if stage == "key" else "has not opened the encrypted sum"
             )
-            raise RoundFailure(f"round {agreed.round}: site {agreed.opener} {what}: {reply.reason}")
+            raise RoundFailure(
+                f"round {agreed.round}: site {agreed.opener} {what}: {reply.reason}. Nobody else opens "
+                "this round's sum: when the site is back, go on from last.ckpt (network run --resume last)"
+            )
         return reply
 
 

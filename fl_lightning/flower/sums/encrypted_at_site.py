@@ -30,12 +30,11 @@ from fl_lightning.flower.sums.encrypted_agreed import (
     TOTAL,
     TRAINED_ON,
     EncryptedAgreed,
-    as_tensor,
-    bytes_of,
 )
 from fl_lightning.flower.sums.site_vectors import SiteVectors, write_whole
 from fl_lightning.flower.sums.sum_key import SumKey
 from fl_lightning.flower.wire.failures import OrderRefused
+from fl_lightning.flower.wire.opaque import as_tensor, bytes_of
 from fl_lightning.secure.encryption.ckks import CKKSClient
 from fl_lightning.secure.encryption.encrypted_update import EncryptedUpdate
 from fl_lightning.secure.encryption.linear_tags import Sender

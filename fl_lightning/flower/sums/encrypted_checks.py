@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.flower.site_facts import SiteFacts
 from fl_lightning.secure.encrypted_sum import EncryptedSum
 from fl_lightning.secure.encryption.ckks import ciphertext_bytes
 from fl_lightning.secure.encryption.ckks_parameters import CKKSParameters
@@ -17,28 +17,26 @@ _ADVICE = (
 )
 
 
-def check_encrypted(
-    sites: Mapping[str, Mapping[str, Any]], agreed: EncryptedSum, size: int
-) -> None:
+def check_encrypted(sites: Mapping[str, SiteFacts], agreed: EncryptedSum, size: int) -> None:
     """Refuse sites that do not share a key, or take no orders as large as the sum.
 
     Args:
-        sites: what each says of itself: ``sum_key``, a fingerprint, and ``most_bytes``.
+        sites: what each says of itself.
         agreed: what the configuration says.
         size: numbers of the model that travel.
 
     Raises:
         ConfigurationError: naming them.
     """
-    fingerprints = {site: str(told.get("sum_key", "")) for site, told in sites.items()}
+    fingerprints = {site: told.sum_key for site, told in sites.items()}
     problems = [*_of_keys(fingerprints)]
     parameters = CKKSParameters(degree=agreed.degree)
     needed = -(-size // parameters.slots) * ciphertext_bytes(parameters)
     problems += [
-        f"site {site} takes orders of {told['most_bytes']} bytes at most, and the encrypted sum of {size} "
+        f"site {site} takes orders of {told.most_bytes} bytes at most, and the encrypted sum of {size} "
         f"numbers has {needed}: raise most_bytes in its site.yaml, or train fewer numbers"
         for site, told in sorted(sites.items())
-        if told.get("most_bytes", needed) < needed
+        if told.most_bytes < needed
     ]
     if problems:
         raise ConfigurationError("\n".join(problems))

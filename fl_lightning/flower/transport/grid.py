@@ -33,6 +33,12 @@ _LOOK_SECONDS = 3.0
 _QUERY_TTL = 60.0
 # Flower says itself that an order is too old, unless it is not there
 _GRACE = 30.0
+_FACTS = (
+    "site",
+    "state",
+    "fl-lightning",
+    "flwr",
+)  # of what the thin app says, see `make_client_app`
 _CATEGORIES: dict[int, Category] = {
     ErrorCode.LOAD_CLIENT_APP_EXCEPTION: "its app failed",
     ErrorCode.CLIENT_APP_RAISED_EXCEPTION: "its app failed",
@@ -70,7 +76,7 @@ class GridChannel:
         self._orders: dict[str, _Sent] = {}
         self._queries: dict[str, tuple[int, float]] = {}
         self._came: list[tuple[str, bytes | Lost]] = []
-        self._seen: dict[str, Mapping[str, Any]] = {}
+        self._seen: dict[str, Mapping[str, str]] = {}
         self._looked = -_LOOK_SECONDS
 
     def sites(self) -> list[str]:
@@ -165,9 +171,9 @@ class GridChannel:
             log.warning("site %s: its process is %s", name, state)
         else:
             self._nodes[name] = node
-            self._note_seen(name, dict(told))
+            self._note_seen(name, {key: str(told.get(key)) for key in _FACTS})
 
-    def _note_seen(self, name: str, told: Mapping[str, Any]) -> None:
+    def _note_seen(self, name: str, told: Mapping[str, str]) -> None:
         """Write down what a site says of itself, for ``fl-lightning network status``."""
         self._seen[name] = told
         if path := os.environ.get(NAMES_VARIABLE):

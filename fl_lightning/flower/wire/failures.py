@@ -21,7 +21,8 @@ CATEGORIES = {
     "run": "the site is in another run",
     "configuration": "the site agreed to another configuration",
     "mask": "the site has another mask, or none yet",
-    "round": "the order is of an older round with other content",
+    "round": "the site has answered this round, or a later one, to an order with other content: go on from "
+    "the run's last checkpoint with the same configuration, or start a new run",
     "sum": "the site has no part in this secure sum, was started again since, or would tell too much",
     "clients": "a client that was asked is not at the site",
     "model": "the order's model does not fit the site's",

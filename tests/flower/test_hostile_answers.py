@@ -1,0 +1,279 @@
+"""Answers in the right form that say what no site could mean: the server does without them, and goes on."""
+
+import sys
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from flower.made_up_messages import NUMBERS
+from flower.site_processes import configuration, last, over_network, three_sites
+from flower.test_same_bits import CALIBRATION, SPARSE_SGD, built
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.flower.channel import Lost
+from fl_lightning.flower.messages import Answer, MessageError
+from fl_lightning.flower.site_facts import SiteFacts, facts_of
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+LARGEST = 2**63 - 1
+VALUES = [None, True, -1, 0, LARGEST, 1e308, "", "x", [], [[]], [[[]]], [[1, 2, 3]], {}, {"x": []}]
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["fl-lightning"])
+
+
+class Lying:
+    """A channel on which every answer of one kind from one site is another one: the next of some lies."""
+
+    def __init__(self, sites, kind, lies, site="b"):
+        self._channel, self._kind, self._site = sites.channel(), kind, site
+        self.lies, self.told = list(lies), []
+
+    def sites(self):
+        return self._channel.sites()
+
+    def send(self, site, message, ttl):
+        self._channel.send(site, message, ttl)
+
+    def receive(self, seconds):
+        return [(site, self._said(site, came)) for site, came in self._channel.receive(seconds)]
+
+    def _said(self, site, came):
+        if site != self._site or isinstance(came, Lost):
+            return came
+        answer = Answer.from_bytes(came, limit=2**30)
+        if answer.kind != self._kind or answer.failure or not self.lies:
+            return came
+        name, lie = self.lies.pop(0)
+        self.told.append(name)
+        return lie(answer).to_bytes()
+
+
+def of_tensors(tensors):
+    """Lies that put numbers in the place of each tensor of an answer, and leave it out."""
+    for name, numbers in tensors.items():
+        yield (
+            name,
+            lambda answer, numbers=numbers: replace(
+                answer,
+                tensors={
+                    n: t if n.endswith("payload") else numbers for n, t in answer.tensors.items()
+                },
+            ),
+        )
+    yield "no tensors", lambda answer: replace(answer, tensors={})
+
+
+def of_payloads():
+    def changed(change):
+        return lambda answer: replace(
+            answer,
+            tensors={
+                n: change(t) if n.endswith("payload") else t for n, t in answer.tensors.items()
+            },
+        )
+
+    yield "half of it", changed(lambda payload: payload[: len(payload) // 2])
+    yield "nothing in it", changed(lambda payload: payload[:0])
+    yield "other bytes", changed(lambda payload: torch.zeros_like(payload))
+    yield "twice", changed(lambda payload: torch.cat([payload, payload]))
+
+
+def of_clients():
+    def changed(**fields):
+        return lambda answer: replace(
+            answer, clients=tuple(replace(client, **fields) for client in answer.clients)
+        )
+
+    for field in ("num_examples", "num_steps", "optimizer_steps"):
+        for value in (0, 1, LARGEST):
+            yield f"{field} {value}", changed(**{field: value})
+    for steps in ((), (1, 2, 3), None):
+        yield f"optimizer_steps {steps}", changed(optimizer_steps=steps)
+    for steps in (0.0, 1e308, None):
+        yield f"effective_steps {steps}", changed(effective_steps=steps)
+    for name, numbers in NUMBERS.items():
+        if numbers.numel():
+            scalar = numbers.reshape(-1)[0]
+            yield f"a loss of {name}", changed(metrics={"train/loss": scalar, "other": scalar})
+    yield "no metrics", changed(metrics={})
+    names = ("round/seconds", "val/loss", "epoch", "train/loss_std", "lr-SGD", "a/b c", "ß")
+    yield "strange metrics", changed(metrics=dict.fromkeys(names, torch.tensor(1.0)))
+    yield "facts", changed(facts={"round/client_update_norm": 1e308, "epoch": 1.0})
+    yield "no facts", changed(facts={})
+    yield "no clients", lambda answer: replace(answer, clients=(), tensors={})
+
+
+def of_options():
+    for value in VALUES:
+        yield (
+            f"logged {value}",
+            lambda answer, value=value: replace(answer, options={"logged": value}),
+        )
+    yield "no options", lambda answer: replace(answer, options={})
+    for name, place in ((1, "x"), ("x", []), ("x", "accuracy")):
+        entry = [name, [], place]
+        yield f"logged {entry}", lambda answer, e=entry: replace(answer, options={"logged": [e]})
+
+
+SKIPPING = {
+    "federation__on_client_failure": "skip",
+    "federation__cohort": built("AllClients"),
+    "federation__min_replies": 1,
+}
+SCAFFOLD = {"federation__correction": built("Scaffold")}
+NOVA = {"federation__aggregator": built("NormalisedMean")}
+LOSSY = {"federation__updates": [built("updates.QSGD", bits=8)]}
+
+
+USED = {  # lies that could be true
+    *("num_steps 1", "optimizer_steps 0", "optimizer_steps 1", "optimizer_steps ()"),
+    *("optimizer_steps (1, 2, 3)", "optimizer_steps None", "a loss of bf16", "a loss of bool"),
+    *("a loss of one number", "a loss of a scalar", "a loss of a table", "a loss of bytes"),
+    *("a loss of infinite", "no metrics", "strange metrics", "facts", "no facts"),
+}
+
+
+def is_refused(lie):
+    return lie not in USED and not lie.startswith("logged") and lie != "no options"
+
+
+@pytest.mark.parametrize(
+    ("options", "lies"),
+    [
+        pytest.param(SCAFFOLD, [*of_tensors(NUMBERS), *of_payloads()], id="tensors"),
+        pytest.param(NOVA | LOSSY, list(of_clients()), id="clients", marks=pytest.mark.slow),
+        pytest.param({}, list(of_options()), id="options", marks=pytest.mark.slow),
+    ],
+)
+def test_what_is_no_update_is_left_out(options, lies, tmp_path, recwarn):
+    config = configuration(**SKIPPING, **options, trainer__max_epochs=len(lies))
+    with three_sites(config) as sites:
+        channel = Lying(sites, "train", lies)
+        over_network(sites, config, tmp_path, channel=channel)
+    assert channel.told == [name for name, _ in lies]
+    network = last(tmp_path)
+    assert network["epoch"] == len(lies) - 1
+    assert all(bool(weight.isfinite().all()) for weight in network["state_dict"].values())
+    skipped = [line for line in map(str, (each.message for each in recwarn)) if "at site b" in line]
+    assert len(skipped) == 2 * sum(map(is_refused, channel.told)), "\n".join(skipped)
+
+
+@pytest.mark.slow
+def test_metrics_of_an_evaluation_that_no_site_could_mean_are_left_out(tmp_path):
+    lies = [lie for lie in of_clients() if "metrics" in lie[0] or "loss" in lie[0]]
+    evaluated = built("ClientEvaluation", every_n_rounds=1)
+    config = configuration(
+        data__init_args__client_val_fraction=0.2,
+        trainer__callbacks=[evaluated],
+        trainer__max_epochs=len(lies),
+    )
+    with three_sites(config) as sites:
+        channel = Lying(sites, "evaluate", lies)
+        over_network(sites, config, tmp_path, channel=channel)
+    assert channel.told == [name for name, _ in lies]
+    assert last(tmp_path)["epoch"] == len(lies) - 1
+
+
+def facts():
+    return SiteFacts(
+        clients={2: 90, 3: 80},
+        held_out={"validation": {2: 0, 3: 0}, "test": {2: 1, 3: 1}},
+        batch_size=32,
+        drop_last=False,
+        precision="32-true",
+        signing="1f" * 32,
+        sum_key="",
+        most_bytes=1000,
+    )
+
+
+def test_what_a_site_says_of_itself_comes_back_as_it_was():
+    assert SiteFacts.of_options(facts().options()) == facts()
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(SiteFacts)])
+def test_what_no_site_can_say_of_itself_is_refused(name):
+    told = facts().options()
+    for value in VALUES:
+        if type(value) is type(told[name]) and value in (True, "", "x", LARGEST):
+            continue
+        with pytest.raises(MessageError):
+            SiteFacts.of_options(told | {name: value})
+    with pytest.raises(MessageError, match=f"has no {name}"):
+        SiteFacts.of_options({n: value for n, value in told.items() if n != name})
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            {"clients": [[2, 10**10], [3, 1]]},
+            "client 2 must be a whole number.* at most 1000000000",
+        ),
+        ({"clients": [[2, 1], [2, 1]]}, "clients must be of different clients"),
+        ({"held_out": {"validation": [], "test": []}}, "held_out: validation is of other clients"),
+        ({"held_out": {"validation": [[2, 0], [3, 0]]}}, "held_out must be of validation, test"),
+        ({"signing": "x" * 64}, "signing must be 64 hexadecimal digits"),
+        ({"batch_size": 0}, "batch_size must be a whole number, at least 1"),
+        ({"more": 1}, "has 'more', which is not known"),
+    ],
+)
+def test_a_site_that_says_nonsense_of_itself_is_named(change, said, tmp_path):
+    with pytest.raises(ConfigurationError, match=f"site b: what it says of itself: .*{said}"):
+        facts_of({"b": answer_of(facts().options() | change)})
+
+
+def answer_of(options):
+    about = {"run": "0" * 32, "round": 0, "site": "b", "order": "0" * 64}
+    return Answer(kind="hello", options=options, **about)
+
+
+@pytest.mark.slow
+def test_a_lie_in_a_greeting_ends_the_run_before_it_begins(tmp_path):
+    config = configuration()
+    with three_sites(config) as sites:
+        channel = Lying(sites, "hello", [("hello", lambda answer: replace(answer, options={}))])
+        with pytest.raises(ConfigurationError, match="site b: what it says of itself: it has no"):
+            over_network(sites, config, tmp_path, channel=channel)
+
+
+@pytest.mark.slow
+def test_sites_in_a_precision_with_a_common_scale_are_named(tmp_path):
+    config = configuration()
+
+    def scaled(answer):
+        return replace(answer, options={**answer.options, "precision": "16-mixed"})
+
+    with three_sites(config) as sites:
+        channel = Lying(sites, "hello", [("hello", scaled)])  # a CPU does not train in it
+        with pytest.raises(ConfigurationError, match=r"16-mixed: b\. .* bf16-mixed or 32-true"):
+            over_network(sites, config, tmp_path, channel=channel)
+
+
+CALIBRATED = {
+    "model__init_args__optimizer": SPARSE_SGD,
+    "trainer__callbacks": [
+        built("MaskCalibration", **CALIBRATION, head=built("sparsity.RidgeHead"))
+    ],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bf16", "one number"])
+@pytest.mark.parametrize("answers", [0, 2])
+def test_a_calibration_ends_with_a_sentence_on_whose_sums_are_none(answers, name, tmp_path):
+    """The sums for the head come in one order, the scores in two."""
+    numbers, config = NUMBERS[name], configuration(**CALIBRATED)
+    lies = [("nothing", lambda answer: answer)] * answers + list(of_tensors({name: numbers}))[:1]
+    with three_sites(config) as sites:
+        channel = Lying(sites, "calibrate", lies)
+        with pytest.raises(ConfigurationError, match="calibration: client 2 at site b: "):
+            over_network(sites, config, tmp_path, channel=channel)
+    assert channel.lies == []

@@ -1,0 +1,108 @@
+"""What cannot be over a network is refused in a sentence before any site is asked."""
+
+import sys
+
+import pytest
+from flower.site_processes import configuration, differing, over_network, simulated, three_sites
+from flower.test_same_bits import SPARSE_SGD, built
+
+from fl_lightning.cli.over_network.runs import run_server
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.flower.server.correspondence import Correspondence
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+MASKS = {"model__init_args__optimizer": SPARSE_SGD}
+DEVICES = built("client.Devices", speeds=built("client.LogNormalSpeeds", sigma=0.7))
+
+
+def calibrated(**options):
+    return MASKS | {"trainer__callbacks": [built("MaskCalibration", density=0.1, **options)]}
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["fl-lightning"])
+
+
+class NobodyAsked:
+    """A channel on which nothing may be sent."""
+
+    def sites(self):
+        raise AssertionError("a site was looked for")
+
+    def send(self, site, message, ttl):
+        raise AssertionError("a site was asked")
+
+    def receive(self, seconds):
+        raise AssertionError("a site was waited for")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"federation__privacy": built("ExampleDP", clip_norm=1.0, noise_multiplier=1.0)},
+            "federation.privacy ExampleDP is simulated only: over a network use LocalDP",
+        ),
+        (
+            {"data__init_args__transforms": [built("data.FederatedNormalize")]},
+            "data.transforms FederatedNormalize learns from all clients' examples, .*: use Normalize",
+        ),
+        (calibrated(head=built("sparsity.LinearHead")), "head LinearHead .* use RidgeHead"),
+        (calibrated(per_client=True), "set per_client to false"),
+        (
+            {
+                "federation__attackers": built(
+                    "Attackers", fraction=0.3, forge=built("server.SignFlip")
+                )
+            },
+            "federation.attackers are simulated only: leave them out",
+        ),
+        ({"federation__engine": "slots"}, "set engine to auto or sequential"),
+        ({"federation__devices": DEVICES}, "network run --deadline"),
+        (
+            {"federation__aggregator": built("secure.SecureMean", protocol="count")},
+            "SecureMean with protocol: run works",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_before_a_site_is_asked(options, said, tmp_path):
+    config = configuration(**options)
+    correspondence = Correspondence(NobodyAsked())
+    with pytest.raises(ConfigurationError, match=said):
+        run_server(config, [f"--trainer.default_root_dir={tmp_path}"], correspondence, wanted=3)
+
+
+NORMALISED = {
+    "data__init_args__transforms": [built("data.Normalize", mean=[0.3], std=[0.4])],
+    "trainer__max_epochs": 2,
+}
+
+
+@pytest.mark.slow
+def test_transforms_with_known_numbers_are_those_of_the_simulation(tmp_path):
+    config = configuration(**NORMALISED)
+    with three_sites(config) as sites:
+        network = over_network(sites, config, tmp_path / "network")
+    alone = simulated(config, tmp_path / "alone")
+    assert differing(network, alone) == []
+    plain = simulated(configuration(trainer__max_epochs=2), tmp_path / "plain")
+    assert differing(network, plain) != []
+
+
+@pytest.mark.slow
+def test_a_site_whose_transforms_learn_is_named(tmp_path):
+    config = configuration()
+    with three_sites(config) as sites:
+        sites.kill("b")
+        learning = [built("data.FederatedNormalize")]
+        sites.own["data"]["init_args"]["transforms"] = learning
+        sites.start("b")
+        with pytest.raises(ConfigurationError, match="site b: the site cannot run this"):
+            over_network(sites, config, tmp_path / "network")
+        log = (sites.folder / "b.log").read_text()
+    assert "FederatedNormalize learns from all clients' examples" in log
