@@ -256,7 +256,7 @@ def test_help_explains_every_option_of_the_block(capsys):
     said = capsys.readouterr().out
     for option in ("cohort", "local_steps", "aggregator", "server_optimizer", "min_replies"):
         assert f"\n  {option} " in said
-    assert "a round with fewer valid updates stops the run" in " ".join(said.split())
+    assert "the run stops if a round has fewer valid updates" in " ".join(said.split())
 
 
 @pytest.mark.parametrize(
