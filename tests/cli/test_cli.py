@@ -132,6 +132,13 @@ def test_an_optimizer_that_yaml_names_has_its_own_defaults(network, of_class, tm
     assert options == {name: value for name, value in plain.items() if name != "params"}
 
 
+def test_options_of_an_optimizer_without_a_class_are_refused(capsys, tmp_path):
+    model = {"class_path": "fl_lightning.ImageClassifier", "init_args": {"num_classes": 10}}
+    (tmp_path / "model.yaml").write_text(yaml.safe_dump({"model": model}))
+    words = [f"--config={tmp_path}/model.yaml", "--data", "Digits", "--model.optimizer.lr", "0.1"]
+    assert "class_path: torch.optim.SGD" in fails(capsys, "fit", *words)
+
+
 def test_fit_says_where_everything_is(capfd):
     main(["fit", *QUICK, *ONE_ROUND])
     said = capfd.readouterr().out

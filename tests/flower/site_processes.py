@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 import yaml
 
-from fl_lightning.cli.over_network.runs import run_server, serve_site
+from fl_lightning.cli.over_network.server_run import run_server
+from fl_lightning.cli.over_network.site_run import serve_site
 from fl_lightning.cli.subcommands import run_lightning
 from fl_lightning.flower.policy import Policy
 from fl_lightning.flower.server.correspondence import Correspondence

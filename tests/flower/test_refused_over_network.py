@@ -6,7 +6,7 @@ import pytest
 from flower.site_processes import configuration, differing, over_network, simulated, three_sites
 from flower.test_same_bits import SPARSE_SGD, built
 
-from fl_lightning.cli.over_network.runs import run_server
+from fl_lightning.cli.over_network.server_run import run_server
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.flower.server.correspondence import Correspondence
 
@@ -61,6 +61,10 @@ class NobodyAsked:
                 )
             },
             "federation.attackers are simulated only: leave them out",
+        ),
+        (
+            {"federation__cohort": built("data.PowerOfChoiceCohort", size=2, num_candidates=3)},
+            "federation.cohort PowerOfChoiceCohort .* set its losses to last_known",
         ),
         ({"federation__engine": "slots"}, "set engine to auto or sequential"),
         ({"federation__devices": DEVICES}, "network run --deadline"),

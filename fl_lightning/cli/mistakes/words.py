@@ -129,6 +129,8 @@ def _unknown_option(found: Complaint) -> str | None:
     )
     known = options_of(found.class_path) if owner else []
     advice = close_to(option, known) if owner else "See --help for what there is."
+    if owner == "Optimizer":  # the base of all: no class was named
+        advice = "Say of which class it is: class_path: torch.optim.SGD, …"
     return f"{path}: {option!r} is not accepted{by}. {advice}"
 
 

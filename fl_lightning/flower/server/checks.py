@@ -9,6 +9,7 @@ from lightning.pytorch import Trainer
 
 from fl_lightning.client.recorded import RecordedArrivals
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.data.cohorts.cohort import as_cohort
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.checks.privacy import shown_by
 from fl_lightning.federation.options import Options
@@ -39,6 +40,11 @@ def _of_options(options: Options) -> Iterator[str]:
         yield (
             "federation.devices simulates how fast clients are, and sites are as fast as they are: leave "
             "it out, and say with network run --deadline how many seconds the server waits"
+        )
+    if as_cohort(options.cohort).needs_fresh_losses:
+        yield (
+            f"federation.cohort {type(options.cohort).__name__} asks for clients' losses on the present model, "
+            "which is simulated only: set its losses to last_known over a network"
         )
     if options.attackers is not None:
         yield "federation.attackers are simulated only: leave them out over a network"

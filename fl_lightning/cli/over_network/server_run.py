@@ -1,4 +1,4 @@
-"""The two Trainers of a network as Lightning's command line makes them: the server's and a site's."""
+"""The server's Trainer of a network, as Lightning's command line makes it: its clients are at sites."""
 
 from __future__ import annotations
 
@@ -11,122 +11,30 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import yaml
+from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
 from fl_lightning.callbacks.calibration.mask_calibration import MaskCalibration
 from fl_lightning.cli.federated_cli import FederatedCLI, ended_with_a_sentence
-from fl_lightning.cli.over_network.site_calibration import SiteCalibration
 from fl_lightning.cli.subcommands import run_lightning
 from fl_lightning.core.errors import ClientFailure, ConfigurationError, RoundFailure, raise_together
-from fl_lightning.data.shards import ClientShards
 from fl_lightning.federation.federation import Federation
 from fl_lightning.federation.options import Options
 from fl_lightning.flower.channel import Channel
 from fl_lightning.flower.messages import Order
 from fl_lightning.flower.network.app_folder import CONFIGURATION
-from fl_lightning.flower.policy import Policy
-from fl_lightning.flower.rules.site_file import read_policy
 from fl_lightning.flower.server.asynchronous import sites_for
 from fl_lightning.flower.server.calibration import CalibrationAtSites
-from fl_lightning.flower.server.checks import SCALED, check_over_network, of_transforms
+from fl_lightning.flower.server.checks import SCALED, check_over_network
 from fl_lightning.flower.server.correspondence import Correspondence
 from fl_lightning.flower.server.counted import Counted
 from fl_lightning.flower.server.elsewhere import DataElsewhere
 from fl_lightning.flower.server.greeting import Greeting
-from fl_lightning.flower.site.fit import AtSite
-from fl_lightning.flower.site.site import Fit, Site
 from fl_lightning.flower.site_facts import STAGES, SiteFacts, facts_of
 from fl_lightning.flower.sums.encrypted_checks import check_encrypted
-from fl_lightning.flower.transport.resident import log_to, serve
 from fl_lightning.secure.encrypted_mean import EncryptedMean
 from fl_lightning.server.server import as_aggregator
 from fl_lightning.sparsity.heads.head_fit import OneExchange
-
-# what a site's Trainer has nothing to do with
-_SITE_WORDS = (
-    "--trainer.logger=false",
-    "--trainer.enable_checkpointing=false",
-    "--trainer.enable_progress_bar=false",
-    "--trainer.enable_model_summary=false",
-    "--trainer.limit_val_batches=0",
-    "--trainer.num_sanity_val_steps=0",
-    "--trainer.devices=1",
-    "--test_after_fit=false",
-)
-
-
-def run_site(fit: Fit, policy: Policy) -> None:
-    """Have a site's Trainer follow the orders of one run.
-
-    Args:
-        fit: what it is to follow.
-        policy: of the site.
-    """
-    places = policy.clients
-
-    class SiteCLI(FederatedCLI):
-        """A fit on orders."""
-
-        def instantiate_trainer(self, **kwargs: Any) -> Any:
-            """Have the Trainer follow orders instead of running rounds."""
-            federation = self._get(self.config_init, "federation")
-            rounds = (fit.configuration.get("trainer") or {}).get("max_epochs")
-            num_rounds = None if rounds is None or rounds < 0 else rounds
-            options = self._get(self.config_init, "trainer")
-            calibrations = [SiteCalibration(c) for c in options["callbacks"] or ()]
-            calibrates = calibrations[0] if calibrations else None
-            at_site = AtSite(federation, fit.desk, fit.memory, policy, num_rounds, calibrates)
-            options["callbacks"] = [at_site]
-            return super(FederatedCLI, self).instantiate_trainer(**kwargs)
-
-        def fit(self, model: Any, **kwargs: Any) -> None:
-            """Say what this site has, and wait for the first order."""
-            data = self.datamodule
-            if problems := list(of_transforms(data)):
-                raise ConfigurationError("\n".join(problems))
-            data.prepare_data()
-            data.setup("fit")
-            facts = SiteFacts(
-                clients=_sizes_at(data.clients, places),
-                held_out={stage: _sizes_at(data.held_out_for(stage), places) for stage in STAGES},
-                batch_size=data.batch_size,
-                drop_last=data.drop_last,
-                precision=str(self.trainer.precision),
-                signing=policy.public_key,
-                sum_key=policy.sum_key_fingerprint,
-                most_bytes=policy.most_bytes,
-            )
-            fit.desk.hello(facts.options())
-            order = fit.desk.first_order()
-            if order is not None:
-                data.join_as(places, order.options["num_clients"])
-                self.trainer.fit(model, datamodule=data)
-
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "run.yaml")
-        file.write_text(yaml.safe_dump(dict(fit.configuration), sort_keys=False))
-        run_lightning(
-            ["fit", f"--config={file}", *_SITE_WORDS], cli=SiteCLI, keeps_configuration=False
-        )
-
-
-def site_process(folder: str) -> None:
-    """Be a site's resident process: answer orders until told to end.
-
-    Args:
-        folder: of the site, with ``site.yaml``, and ``own.yaml``: its own layer of every configuration.
-
-    Raises:
-        ConfigurationError: if one of them cannot be read.
-    """
-    policy = read_policy(Path(folder, "site.yaml"))
-    log_to(Path(folder, "log", "resident.log"))
-    try:
-        own = yaml.safe_load(Path(folder, "own.yaml").read_text()) or {}
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigurationError(f"{folder}/own.yaml: {error}") from None
-    serve_site(policy, own)
 
 
 def server_run(channel: Channel, options: Mapping[str, Any], folder: Path) -> None:
@@ -160,19 +68,73 @@ def server_run(channel: Channel, options: Mapping[str, Any], folder: Path) -> No
         raise RoundFailure(str(end.code)) from None
 
 
-def serve_site(policy: Policy, own: Mapping[str, Any]) -> None:
-    """Answer orders until told to end.
+class OverSites:
+    """A run whose clients are at sites, from the first greeting to the last word.
 
     Args:
-        policy: what the site is and what it allows.
-        own: its own layer of every configuration.
+        configuration: of the run, as YAML, which sites get as well.
+        correspondence: with sites.
+        wanted: how many sites there must be.
     """
-    site = Site(policy, own)
-    serve(
-        policy.socket,
-        lambda: site.handle,
-        meanwhile=lambda: site.serve(lambda fit: run_site(fit, policy)),
-    )
+
+    def __init__(self, configuration: str, correspondence: Correspondence, wanted: int) -> None:
+        self._configuration, self._wanted = configuration, wanted
+        self._correspondence = correspondence
+        self._stops: dict[str, Order] = {}
+
+    def begin(self, trainer: Trainer, data: Any, model: Any, checkpoint: Any) -> DataElsewhere:
+        """Greet the sites, have the federation ask them, and return what stands for their data.
+
+        Args:
+            trainer: of the fit that is about to begin.
+            data: as configured.
+            model: as configured.
+            checkpoint: from which the run goes on; None for a new one.
+
+        Raises:
+            ConfigurationError: if the run has no meaning over a network, or not with these sites.
+        """
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        federation = next(c for c in callbacks if isinstance(c, Federation))
+        calibration = next((c for c in callbacks if isinstance(c, MaskCalibration)), None)
+        raise_together(
+            lambda: check_over_network(trainer, data, federation),
+            lambda: _check_calibration(calibration, federation),
+        )
+        counted = Counted(_run_of(checkpoint))
+        federation.handed.append(counted)
+        greeting = Greeting(self._configuration, counted, trainer, calibration)
+        told = facts_of(self._correspondence.greet(greeting.order, self._wanted))
+        site_of, sizes = _members(told)
+        _check_encrypted(told, federation, model)
+        _compare_precision(told, trainer.precision)
+        federation.clients_side = partial(
+            sites_for(federation, counted, len(sizes)),
+            correspondence=self._correspondence,
+            site_of=site_of,
+            greeting=greeting,
+            signing_keys=_signing_keys(told),
+        )
+        federation.clients_per_group = len(sizes)
+        if calibration is not None:
+            asked = CalibrationAtSites(self._correspondence, greeting, trainer, site_of)
+            calibration.ask_elsewhere(asked.scores, asked.sums)
+        stop = Order(kind="stop", run=counted.run, configuration=greeting.digest, round=0)
+        self._stops = dict.fromkeys(told, stop)
+        first = next(iter(told.values()))
+        return DataElsewhere(
+            data,
+            num_examples=sizes,
+            held_out={stage: _held_out(told, stage) for stage in STAGES},
+            batch_size=first.batch_size,
+            drop_last=first.drop_last,
+        )
+
+    def end(self) -> None:
+        """Have sites forget the run."""
+        self._correspondence.forget_posted()
+        for _ in self._correspondence.ask(self._stops):
+            pass
 
 
 def run_server(
@@ -186,59 +148,26 @@ def run_server(
         correspondence: with sites.
         wanted: how many sites there must be.
     """
-    found: list[Any] = []
+    run = OverSites(configuration, correspondence, wanted)
+    trainers: list[Trainer] = []
 
     class ServerCLI(FederatedCLI):
         """A fit whose clients are at sites."""
 
         def fit(self, model: Any, **kwargs: Any) -> None:
             """Greet the sites, and train over their clients."""
-            callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
-            federation = next(c for c in callbacks if isinstance(c, Federation))
-            calibration = next((c for c in callbacks if isinstance(c, MaskCalibration)), None)
-            raise_together(
-                lambda: check_over_network(self.trainer, self.datamodule, federation),
-                lambda: _check_calibration(calibration, federation),
-            )
-            counted = Counted(_run_of(kwargs.get("ckpt_path")))
-            federation.handed.append(counted)
-            greeting = Greeting(configuration, counted, self.trainer, calibration)
-            told = facts_of(correspondence.greet(greeting.order, wanted))
-            site_of, sizes = _members(told)
-            _check_encrypted(told, federation, model)
-            _compare_precision(told, self.trainer.precision)
-            first = next(iter(told.values()))
-            federation.clients_side = partial(
-                sites_for(federation, counted, len(sizes)),
-                correspondence=correspondence,
-                site_of=site_of,
-                greeting=greeting,
-                signing_keys=_signing_keys(told),
-            )
-            federation.clients_per_group = len(sizes)
-            self.datamodule = kwargs["datamodule"] = DataElsewhere(
-                self.datamodule,
-                num_examples=sizes,
-                held_out={stage: _held_out(told, stage) for stage in STAGES},
-                batch_size=first.batch_size,
-                drop_last=first.drop_last,
-            )
-            if calibration is not None:
-                asked = CalibrationAtSites(correspondence, greeting, self.trainer, site_of)
-                calibration.ask_elsewhere(asked.scores, asked.sums)
+            checkpoint = kwargs.get("ckpt_path")
+            elsewhere = run.begin(self.trainer, self.datamodule, model, checkpoint)
+            self.datamodule = kwargs["datamodule"] = elsewhere
             super().fit(model, **kwargs)
-            stop = Order(kind="stop", run=counted.run, configuration=greeting.digest, round=0)
-            found.extend([self.trainer, dict.fromkeys(told, stop)])
+            trainers.append(self.trainer)
 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "run.yaml")
         file.write_text(configuration)
         run_lightning(["fit", f"--config={file}", *words], cli=ServerCLI)
-    trainer, stops = found
-    correspondence.forget_posted()
-    for _ in correspondence.ask(stops):  # not before the last model was tested
-        pass
-    return trainer
+    run.end()  # not before the last model was tested
+    return trainers[0]
 
 
 def _check_calibration(calibration: MaskCalibration | None, options: Options) -> None:
@@ -288,11 +217,6 @@ def _compare_precision(told: Mapping[str, SiteFacts], ours: str) -> None:
                 f"site {site} trains in precision {facts.precision}, this configuration says {ours}: precision is a "
                 "site's own, set in its own.yaml"
             )
-
-
-def _sizes_at(shards: ClientShards, places: Mapping[int, int]) -> dict[int, int]:
-    """Return the numbers of examples of a site's clients."""
-    return {client: int(shards.num_examples[at]) for client, at in places.items()}
 
 
 def _held_out(told: Mapping[str, SiteFacts], stage: str) -> dict[int, int]:
