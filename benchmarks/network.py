@@ -51,7 +51,7 @@ def trained(configuration: str, folder: Path) -> tuple[list[dict[str, float]], l
     options: dict[str, str | int | float] = {
         "sites": len(SITES),
         "folder": str(folder),
-        "words": f"--trainer.default_root_dir={folder}",
+        "words": "",
     }
     with demo(SITES, print, clients=clients, own=own) as running:
         running.run(print, options=options, configuration=configuration)
@@ -64,14 +64,14 @@ def simulated(configuration: str, folder: Path) -> list[dict[str, float]]:
     """Return what a simulation logs in its rounds."""
     (folder / "run.yaml").write_text(configuration)
     command = [sys.executable, "-m", "fl_lightning", "fit", f"--config={folder}/run.yaml"]
-    subprocess.run([*command, f"--trainer.default_root_dir={folder}"], check=True, cwd=folder)
+    subprocess.run(command, check=True, cwd=folder)
     return logged(folder)
 
 
 def logged(folder: Path) -> list[dict[str, float]]:
-    """Return the rounds of the run in a folder."""
+    """Return the rounds of the run in a folder, where loggers write."""
     [file] = folder.rglob("rounds.jsonl")
-    return [json.loads(line) for line in file.read_text().splitlines()]
+    return [json.loads(line)["metrics"] for line in file.read_text().splitlines()]
 
 
 def main() -> None:
@@ -85,7 +85,7 @@ def main() -> None:
         "--trainer.devices=1",
         "--test_after_fit=false",
     ]
-    short += ["--federation.engine=sequential", "--trainer.logger=false"]
+    short += ["--federation.engine=sequential"]
     configuration = resolve([f"--config={given.config}", *short])
     alone = median(floor(given.rounds)[1:])
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:

@@ -83,6 +83,7 @@ NOT_TYPED = {
         (c for c in commands() if "configs/sparse.yaml" in c), "test_configs runs it on small data"
     ),
     **dict.fromkeys((c for c in commands() if "accelerator gpu" in c), "needs a GPU"),
+    "uv run python -m benchmarks.network": "starts a network twice; test_real_network starts one",
     first_with("benchmarks.calibration"): "test_calibration_benchmark runs it at a tiny scale",
     first_with("robustness"): "takes 40 runs; the commands before it are of the same kind",
     first_with("experiments/private"): "takes 9 runs; the commands before it are of the same kind",
