@@ -8,11 +8,13 @@ Source: McMahan et al. 2018 (1710.06963), Algorithm 1, with accounting by privac
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any, final
 
 from torch import Tensor
 
+from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.whole_numbers import Draw, Integers
 from fl_lightning.data.cohorts.cohort import CohortSampler
 from fl_lightning.privacy.accounting.accountant import Accountant, Method
@@ -78,6 +80,14 @@ class CentralDP(ClientPrivacy):
 
     def __post_init__(self) -> None:
         check_options(self.clip_norm, self.noise_multiplier, self.epsilon, self.delta)
+        if isinstance(self.adaptive_clip, Mapping):  # as YAML gives options without their class
+            known = {field.name for field in fields(AdaptiveClip)}
+            if unknown := self.adaptive_clip.keys() - known:
+                raise ConfigurationError(
+                    f"CentralDP: adaptive_clip takes {', '.join(sorted(known))}, got "
+                    f"{', '.join(sorted(map(str, unknown)))}"
+                )
+            object.__setattr__(self, "adaptive_clip", AdaptiveClip(**self.adaptive_clip))
 
     def check_cohort(self, cohort: CohortSampler) -> None:
         """Refuse cohorts that cannot be accounted for."""
