@@ -57,7 +57,8 @@ def _optimizer(optimizer: torch.optim.Optimizer) -> Iterator[str]:
     yield type(optimizer).__name__
     known = inspect.signature(type(optimizer)).parameters
     for name in (name for name in optimizer.defaults if name in known):
-        values = dict.fromkeys(str(group.get(name)) for group in optimizer.param_groups)
+        own = f"initial_{name}"  # what a schedule has changed already
+        values = dict.fromkeys(str(g.get(own, g.get(name))) for g in optimizer.param_groups)
         if name == "lr" or list(values) != [str(known[name].default)]:
             yield f"{name} {' or '.join(values)}"
 
