@@ -52,7 +52,7 @@ class CellStatistics:
             return
         self._sums = dict(zip(shown, found.sums, strict=True))
         self._alpha = module.alpha.detach().clone()
-        if federations:
+        if federations and not trainer.predicting:  # which logs nothing
             module.log("recalibration/bytes_up", float(found.num_bytes), rank_zero_only=True)
 
     def used(self, module: Supernet, shown: Shown) -> AbstractContextManager[Any]:

@@ -4,13 +4,27 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.nas.alpha_gradients import AlphaGradient, Reward
+from fl_lightning.nas.cost.penalties import NoPenalty, Penalty
+from fl_lightning.nas.relax.relaxation import Relaxation
+from fl_lightning.nas.relax.single_path import SinglePath
 from fl_lightning.server.server import as_aggregator
 from fl_lightning.sparsity import SparseAdamW, SparseSGDM
 
 MASKS_IN_A_SEARCH = "a search keeps to no mask: operations would compete with parts of them missing"
+SEARCH_OVER_SITES = (
+    "a search is simulated only: its server steps alpha and needs clients' batch norm statistics, which "
+    "sites do not send. Search in a simulation, then train what was found over the network "
+    "(retrain.yaml)"
+)
+ALL_SIZES_OVER_SITES = (
+    "a network of all sizes is simulated only: its clients' turns and sums are not sent to sites. Train it "
+    "in a simulation, then train the sub-network that was chosen over the network"
+)
 MASKS_OF_ALL_SIZES = (
     "a network of all sizes keeps to no mask but its clients' capability: one of its largest size "
     "leaves smaller ones with parts missing"
@@ -18,15 +32,69 @@ MASKS_OF_ALL_SIZES = (
 
 
 def check_precision(precision: str) -> None:
-    """Refuse float16.
+    """Refuse one in which alpha, or its gradient, has 16 bits.
 
     Raises:
         ConfigurationError: saying what to take instead.
     """
-    if precision.startswith("16"):
+    reason = {
+        "16": "gradients of alpha are taken without the scale that keeps float16 from rounding them to zero",
+        "bf16-true": "alpha has 8 binary digits, by which its small steps round to nothing",
+    }
+    for start, why in reason.items():
+        if precision.startswith(start):
+            raise ConfigurationError(
+                f"trainer.precision is {precision}, and {why}: take bf16-mixed or 32-true"
+            )
+
+
+def check_one_device(world_size: int) -> None:
+    """Refuse a central search in several processes.
+
+    Raises:
+        ConfigurationError: saying what to take instead.
+    """
+    if world_size > 1:
         raise ConfigurationError(
-            f"trainer.precision is {precision}, and gradients of alpha are taken without the scale that keeps "
-            "float16 from rounding them to zero: take bf16-mixed or 32-true"
+            f"a search without federation trains in one process, got {world_size}: each would move an alpha "
+            "of its own. Set trainer.devices to 1, or add a federation block, whose clients train in all "
+            "of them"
+        )
+
+
+def check_length(max_epochs: int | None, rule: Relaxation) -> None:
+    """Refuse a search that does not know how long it is; warn of one in which alpha never moves.
+
+    Raises:
+        ConfigurationError: if it has no number of epochs.
+    """
+    if max_epochs is None or max_epochs < 1:
+        raise ConfigurationError(
+            f"trainer.max_epochs must be at least 1 in a search, got {max_epochs}: how far it is sets the "
+            "temperature, and when alpha begins to move"
+        )
+    if max_epochs == 1 and rule.alpha_from > 0:
+        rank_zero_warn(
+            f"{type(rule).__name__} lets alpha wait for the first {rule.alpha_from:.0%} of a search, and this "
+            "one has one round: what it finds is its random start. Raise trainer.max_epochs"
+        )
+
+
+def check_learning(rule: Relaxation, learn: AlphaGradient, penalty: Penalty) -> None:
+    """Refuse parts of which one has no influence.
+
+    Raises:
+        ConfigurationError: saying what to take instead.
+    """
+    if isinstance(rule, SinglePath) and not isinstance(learn, Reward):
+        raise ConfigurationError(
+            "model.rule SinglePath gives alpha no gradient, so that it would stay as it was drawn: set model.learn "
+            "to fl_lightning.nas.Reward, or take BinaryGates or HardGumbel"
+        )
+    if isinstance(learn, Reward) and not isinstance(penalty, NoPenalty):
+        raise ConfigurationError(
+            f"model.penalty {type(penalty).__name__} adds to a loss, and model.learn Reward learns from accuracy "
+            "alone: leave one of them out"
         )
 
 

@@ -27,7 +27,7 @@ from torch.nn import functional
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import run_seed
 from fl_lightning.models.schedule import Schedule
-from fl_lightning.nas.checks import MASKS_OF_ALL_SIZES
+from fl_lightning.nas.checks import ALL_SIZES_OVER_SITES, MASKS_OF_ALL_SIZES
 from fl_lightning.nas.cost.table import Measure
 from fl_lightning.nas.elastic.sandwich import step_generator
 from fl_lightning.nas.spaces.sizes import SizeSpace
@@ -71,6 +71,7 @@ class OneShot(LightningModule):
     """
 
     reason_against_masks: ClassVar[str] = MASKS_OF_ALL_SIZES
+    reason_against_sites: ClassVar[str] = ALL_SIZES_OVER_SITES
 
     def __init__(
         self,

@@ -28,7 +28,12 @@ from fl_lightning.federation.checkpoints.run_folder import run_folder
 from fl_lightning.federation.federation import Federation
 from fl_lightning.federation.loggers.pictures import log_figure
 from fl_lightning.nas import pictures
-from fl_lightning.nas.checks import check_beside_updates, check_precision
+from fl_lightning.nas.checks import (
+    check_beside_updates,
+    check_length,
+    check_one_device,
+    check_precision,
+)
 from fl_lightning.nas.cost.latency import LatencyTable
 from fl_lightning.nas.retraining import retraining
 from fl_lightning.nas.server_step import ServerStep
@@ -52,7 +57,11 @@ class SearchReport(Callback):
         check_precision(str(trainer.precision))
         federations = [c for c in trainer.callbacks if isinstance(c, Federation)]  # type: ignore[attr-defined]
         by_server = bool(federations) and module.architecture_state == "server"
-        module.is_stepped_by_server = by_server
+        module.is_federated, module.is_stepped_by_server = bool(federations), by_server
+        if not federations:
+            check_one_device(trainer.world_size)
+        if stage == "fit":
+            check_length(trainer.max_epochs, module.rule)
         for federation in federations:
             check_beside_updates(federation, module.travels_beside)
         if stage == "fit" and by_server:
@@ -72,6 +81,11 @@ class SearchReport(Callback):
 
     def on_test_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find the statistics of the evaluation."""
+        module: Any = pl_module
+        module.statistics.measure(trainer, module)
+
+    def on_predict_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Find the statistics of the predictions."""
         module: Any = pl_module
         module.statistics.measure(trainer, module)
 

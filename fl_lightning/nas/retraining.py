@@ -107,6 +107,10 @@ def _without_search(run: dict[str, Any]) -> dict[str, Any]:
     data = run.get("data") or {}
     if "search_fraction" in (data.get("init_args") or {}):
         data["init_args"]["search_fraction"] = 0.0
+    federation = run.get("federation") or {}
+    kept = [p for p in federation.get("client_state") or () if p not in _ONLY_WHILE_SEARCHING]
+    if federation.get("client_state"):
+        federation["client_state"] = kept or None
     personal = ((run.get("federation") or {}).get("personal") or {}).get("init_args") or {}
     if _ONLY_WHILE_SEARCHING & set(personal.get("parameters") or ()):
         run["federation"]["personal"] = None

@@ -37,7 +37,12 @@ from fl_lightning.core.seeds import derive_seed, run_seed, torch_generator
 from fl_lightning.models.schedule import Schedule
 from fl_lightning.nas.alpha_gradients import AlphaGradient, Gradient, Reward, Situation
 from fl_lightning.nas.cell_statistics import CellStatistics, Shown
-from fl_lightning.nas.checks import MASKS_IN_A_SEARCH, check_weights_optimizer
+from fl_lightning.nas.checks import (
+    MASKS_IN_A_SEARCH,
+    SEARCH_OVER_SITES,
+    check_learning,
+    check_weights_optimizer,
+)
 from fl_lightning.nas.cost.latency import LatencyTable, expected_measure
 from fl_lightning.nas.cost.penalties import NoPenalty, Penalty
 from fl_lightning.nas.cost.table import CostTable, cost_table
@@ -103,6 +108,7 @@ class Supernet(LightningModule):
     """
 
     reason_against_masks: ClassVar[str] = MASKS_IN_A_SEARCH
+    reason_against_sites: ClassVar[str] = SEARCH_OVER_SITES
     baseline: Tensor
     kept_state: Tensor
 
@@ -129,7 +135,7 @@ class Supernet(LightningModule):
         same_draws: bool = False,
         seed: int | None = None,
     ) -> None:
-        _check(num_classes, clip_norm, architecture_state)
+        _check(num_classes, clip_norm, architecture_state, recalibration_examples)
         super().__init__()
         self.automatic_optimization = False
         self.space, self.rule = space, rule or Softmax()
@@ -150,6 +156,7 @@ class Supernet(LightningModule):
         self.alpha = nn.Parameter(1e-3 * start)
         self.beta = nn.Parameter(torch.zeros(space.num_rows)) if self.rule.has_beta else None
         self._learn, self._penalty = learn or Gradient(), penalty or NoPenalty()
+        check_learning(self.rule, self._learn, self._penalty)
         self.register_buffer("baseline", torch.zeros(int(self._learn.has_baseline)))
         self._architecture_optimizer = architecture_optimizer or _DARTS_ADAM
         kept = 0
@@ -157,7 +164,7 @@ class Supernet(LightningModule):
             kept = num_kept(self._architecture_optimizer, list(self.alphas.values()))
         self.register_buffer("kept_state", torch.zeros(kept))
         self.architecture_state = architecture_state
-        self.is_stepped_by_server = False
+        self.is_federated = self.is_stepped_by_server = False
         self._optimizer = optimizer or _DARTS_SGD
         self._schedule, self._clip_norm = schedule, clip_norm
         self._same_draws, self.recalibration_examples = same_draws, recalibration_examples
@@ -210,6 +217,11 @@ class Supernet(LightningModule):
         return self.progress(round_index) >= self.rule.alpha_from
 
     @property
+    def changes_at_clients(self) -> list[str]:
+        """Names of buffers that clients change, some of them in rounds in which α moves alone."""
+        return [name for name in ("baseline", "kept_state") if getattr(self, name).numel()]
+
+    @property
     def travels_beside(self) -> str:
         """What clients send in buffers, in words; empty if nothing."""
         if self.architecture_state == "clients":
@@ -257,13 +269,19 @@ class Supernet(LightningModule):
         """Refuse batches without a half for the search; `Federation` asks before it trains.
 
         Raises:
-            ConfigurationError: saying how to get one.
+            ConfigurationError: saying how to get one, and for images of another size than was said.
         """
         if not (isinstance(batch, Mapping) and batch.keys() == {"train", "search"}):
             raise ConfigurationError(
                 "a search needs two halves of the training data, one for the weights and one for the "
                 "architecture: wrap the data in fl_lightning.FederatedDataModule (num_clients: 1 in a "
                 "central run) and set its search_fraction, e.g. to 0.5"
+            )
+        height, width = batch["train"][0].shape[-2:]
+        if {height, width} != {self.image_size}:
+            raise ConfigurationError(
+                f"model.image_size is {self.image_size}, and images are {height} x {width} pixels: costs would be "
+                "those of another size. Set the two alike"
             )
 
     def training_step(self, batch: Mapping[str, Batch], batch_idx: int) -> Tensor:
@@ -295,7 +313,7 @@ class Supernet(LightningModule):
 
     def _draws(self, batch_idx: int) -> int:
         """Return the seed of a step's draws: of the client's own, or the same one for all."""
-        if self._same_draws:
+        if self._same_draws or not self.is_federated:
             return derive_seed(self._seed, "architecture", self.current_epoch, batch_idx)
         return int(torch.randint(2**62, ()))  # a client's stream is a function of round and client
 
@@ -363,11 +381,18 @@ class Supernet(LightningModule):
             return self.measure.expected(shares)
         return self.costs.expected(shares, self.measure)
 
+    def on_train_start(self) -> None:
+        """Have the learning rate of this round, also where a run goes on from a round's last batch."""
+        self._schedule_to(self.current_epoch)
+
     def on_train_epoch_end(self) -> None:
         """Let the learning rate of the weights go on."""
-        schedule = self.lr_schedulers()
-        if schedule is not None:
-            schedule.step()  # type: ignore[union-attr]
+        self._schedule_to(self.current_epoch + 1)
+
+    def _schedule_to(self, round_index: int) -> None:
+        schedule: Any = self.lr_schedulers()
+        while schedule is not None and schedule.last_epoch < round_index:
+            schedule.step()
 
     # Evaluation.
 
@@ -381,7 +406,9 @@ class Supernet(LightningModule):
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return class probabilities (B, num_classes) of the present architecture."""
-        return self(batch[0]).softmax(dim=1)  # type: ignore[no-any-return]
+        with self.statistics.used(self, "cell"):
+            logits: Tensor = self(batch[0])
+        return logits.softmax(dim=1)
 
     def _evaluate(self, stage: str, batch: Batch) -> None:
         images, labels = batch
@@ -438,7 +465,13 @@ def _weight_step(optimizer: Optimizer) -> WeightStep | None:
     if type(optimizer) is not torch.optim.SGD:
         return None
     group = optimizer.param_groups[0]
-    return WeightStep(float(group["lr"]), group["momentum"], group["weight_decay"])
+    return WeightStep(
+        float(group["lr"]),
+        group["momentum"],
+        group["weight_decay"],
+        group["dampening"],
+        group["nesterov"],
+    )
 
 
 def _use_batch_statistics(network: nn.Module) -> None:
@@ -449,11 +482,13 @@ def _use_batch_statistics(network: nn.Module) -> None:
             layer.running_mean = layer.running_var = layer.num_batches_tracked = None
 
 
-def _check(num_classes: int, clip_norm: float, state: str) -> None:
+def _check(num_classes: int, clip_norm: float, state: str, num_examples: int | None) -> None:
     places = get_args(Place)
     rules = {
         f"num_classes must be at least 2, got {num_classes}": num_classes >= 2,
         f"clip_norm must be positive, got {clip_norm}": clip_norm > 0,
+        f"recalibration_examples must be at least 2, got {num_examples}": (num_examples or 2) >= 2
+        and num_examples != 0,
         f"architecture_state must be {', '.join(places)}, got {state!r}": state in places,
     }
     broken = [message for message, holds in rules.items() if not holds]

@@ -15,6 +15,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 MASKS = {"model__init_args__optimizer": SPARSE_SGD}
+SUPERNET = {"space": built("nas.NASBench201"), "num_classes": 10, "in_channels": 1, "image_size": 8}
+ONE_SHOT = SUPERNET | {"space": built("nas.ResNet")}
 DEVICES = built("client.Devices", speeds=built("client.LogNormalSpeeds", sigma=0.7))
 
 
@@ -65,6 +67,14 @@ class NobodyAsked:
         (
             {"federation__cohort": built("data.PowerOfChoiceCohort", size=2, num_candidates=3)},
             "federation.cohort PowerOfChoiceCohort .* set its losses to last_known",
+        ),
+        (
+            {"model": built("nas.Supernet", **SUPERNET)},
+            "model Supernet: a search is simulated only: .* train what was found over the network",
+        ),
+        (
+            {"model": built("nas.OneShot", **ONE_SHOT)},
+            "model OneShot: a network of all sizes is simulated only",
         ),
         ({"federation__engine": "slots"}, "set engine to auto or sequential"),
         ({"federation__devices": DEVICES}, "network run --deadline"),

@@ -191,7 +191,7 @@ def test_one_client_is_the_central_search(rule, learn):
     )
     assert torch.allclose(weights(one), weights(central), rtol=0, atol=1e-13)
     assert torch.equal(one.alpha.float(), central.alpha.float())
-    assert not torch.equal(one.alpha, supernet(NASBench201(), rule).alpha)
+    assert not torch.equal(one.alpha, supernet(NASBench201(), rule, **options).alpha)
 
 
 def test_evaluation_data_never_reach_alpha():
@@ -230,12 +230,13 @@ def test_alpha_waits():
         alpha_from = 0.5
 
     start = supernet(TwoLayers()).alpha.detach().clone()
-    early = fitted(
-        supernet(TwoLayers(), Waiting()),
-        data(vectors(), 3, 60),
-        Federation(local_steps=1),
-        rounds=1,
-    )
+    with pytest.warns(UserWarning, match="this one has one round"):
+        early = fitted(
+            supernet(TwoLayers(), Waiting()),
+            data(vectors(), 3, 60),
+            Federation(local_steps=1),
+            rounds=1,
+        )
     assert torch.equal(early.alpha.detach(), start)
     late = fitted(
         supernet(TwoLayers(), Waiting()),

@@ -98,7 +98,7 @@ class OverSites:
         federation = next(c for c in callbacks if isinstance(c, Federation))
         calibration = next((c for c in callbacks if isinstance(c, MaskCalibration)), None)
         raise_together(
-            lambda: check_over_network(trainer, data, federation),
+            lambda: check_over_network(trainer, model, data, federation),
             lambda: _check_calibration(calibration, federation),
         )
         counted = Counted(_run_of(checkpoint))

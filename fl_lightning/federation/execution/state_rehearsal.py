@@ -35,7 +35,8 @@ class StateRehearsal:
         self._local, self._step = run.local, run.step
         self._plan, self._scaler = run.plan, run.scaler
         patterns = run.options.client_state
-        self._patterns = [*matching(run.module, patterns), *known_state(run.module)]
+        told = getattr(run.module, "changes_at_clients", ())  # names, by the module itself
+        self._patterns = [*matching(run.module, patterns), *told, *known_state(run.module)]
 
     @property
     def known(self) -> list[str]:

@@ -19,14 +19,14 @@ from fl_lightning.server.server import as_aggregator
 SCALED = "16-mixed"  # a precision
 
 
-def check_over_network(trainer: Trainer, data: Any, options: Options) -> None:
+def check_over_network(trainer: Trainer, module: Any, data: Any, options: Options) -> None:
     """Refuse what has no meaning over a network, or would say there what is not true.
 
     Raises:
         ConfigurationError: all of it at once.
     """
     problems = [*_of_options(options), *_of_hidden(options), *_of_stages(options)]
-    problems += [*_of_trainer(trainer), *_of_data(data)]
+    problems += [*_of_trainer(trainer), *_of_module(module), *_of_data(data)]
     if problems:
         raise ConfigurationError("\n".join(problems))
 
@@ -93,6 +93,12 @@ def _of_trainer(trainer: Trainer) -> Iterator[str]:
         )
     if client_masks(trainer) is not None:
         yield "masks of the clients' own are simulated only: leave out the callback that gives them"
+
+
+def _of_module(module: Any) -> Iterator[str]:
+    reason = getattr(module, "reason_against_sites", None)
+    if reason is not None:
+        yield f"model {type(module).__name__}: {reason}"
 
 
 def _of_data(data: Any) -> Iterator[str]:

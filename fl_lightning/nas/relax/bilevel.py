@@ -7,7 +7,8 @@
              w± = w ± ε ∇_{w'} L_val,   ε = 0.01 / ‖∇_{w'} L_val‖
     exact    the derivative of L_val(w'(α), α), by differentiating ∇_w L_train once more
 
-v is the momentum's buffer, μ its factor, λ the weight decay: w' is where SGD would go. Losses are
+v is the momentum's buffer, μ its factor, λ the weight decay: w' is where SGD would go, also with dampening
+or Nesterov's momentum, by which the second term of ``finite`` is scaled. Losses are
 functions of named weights and named architecture parameters; with a module,
 ``functional_call(module, {**weights, **alphas, **buffers}, x)``. Hand over buffers that may change,
 and draw the same noise in every call: all of them have to be the same function.
@@ -42,6 +43,8 @@ class WeightStep:
         lr: ξ >= 0.
         momentum: μ >= 0.
         weight_decay: λ >= 0.
+        dampening: >= 0, of a gradient that joins a momentum buffer.
+        nesterov: whether the step looks one momentum ahead.
 
     Raises:
         ConfigurationError: if one is negative.
@@ -50,9 +53,11 @@ class WeightStep:
     lr: float
     momentum: float = 0.0
     weight_decay: float = 0.0
+    dampening: float = 0.0
+    nesterov: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("lr", "momentum", "weight_decay"):
+        for name in ("lr", "momentum", "weight_decay", "dampening"):
             if not getattr(self, name) >= 0:
                 raise ConfigurationError(f"{name} must be at least 0, got {getattr(self, name)}")
 
@@ -64,16 +69,27 @@ class WeightStep:
         Args:
             weights: w.
             gradients: of the training loss, by the same names.
-            velocities: momentum buffers, by the same names; absent ones are zero.
+            velocities: momentum buffers, by the same names; absent ones begin with this gradient.
         """
         velocities = velocities or {}
         moved = {}
         for name, weight in weights.items():
-            direction = gradients[name] + self.weight_decay * weight
+            gradient = gradients[name] + self.weight_decay * weight
+            velocity = gradient
             if name in velocities:
-                direction = direction + self.momentum * velocities[name]
+                velocity = self.momentum * velocities[name] + (1 - self.dampening) * gradient
+            direction = gradient + self.momentum * velocity if self.nesterov else velocity
             moved[name] = weight - self.lr * direction
         return moved
+
+    def slope(self, *, has_velocity: bool) -> float:
+        """Return how far a weight moves against a unit of its gradient.
+
+        Args:
+            has_velocity: whether it has a momentum buffer.
+        """
+        joins = 1 - self.dampening if has_velocity else 1.0
+        return self.lr * (1 + self.momentum * joins if self.nesterov else joins)
 
 
 def architecture_gradient(
@@ -95,7 +111,7 @@ def architecture_gradient(
         weights: w, the trainable ones.
         alphas: architecture parameters.
         step: of w; ``first`` needs none.
-        velocities: momentum buffers of the weights.
+        velocities: momentum buffers of the weights; absent ones begin with this gradient.
         order: ``first``, ``finite`` or ``exact``; see above.
         step_length: ‖w± - w‖ > 0 of ``finite``; 0.01 is the paper's.
 
@@ -119,7 +135,8 @@ def architecture_gradient(
     ahead = step.taken(w, gradients_of(train(w, a), w, create_graph=exact), velocities)
     if exact:
         return gradients_of(validation(ahead, a), a)
-    return _by_differences(train, validation, w, leaves(ahead), a, step.lr, step_length)
+    slopes = {name: step.slope(has_velocity=name in (velocities or {})) for name in w}
+    return _by_differences(train, validation, w, leaves(ahead), a, slopes, step_length)
 
 
 def _by_differences(
@@ -128,14 +145,14 @@ def _by_differences(
     w: Tensors,
     ahead: Tensors,
     a: dict[str, Tensor],
-    lr: float,
+    slopes: Mapping[str, float],
     step_length: float,
 ) -> dict[str, Tensor]:
     gradients = gradients_of(validation(ahead, a), {**prefixed("w", ahead), **prefixed("a", a)})
     direct = {name: gradients[f"a {name}"] for name in a}
-    direction = {name: gradients[f"w {name}"] for name in w}
+    direction = {name: slopes[name] * gradients[f"w {name}"] for name in w}
     norm = torch.stack([part.norm() for part in direction.values()]).norm()
-    if norm == 0:  # w' is where L_val is flat: no path from α through the weights
+    if norm == 0:  # w' does not move, or is where L_val is flat: no path from α through the weights
         return direct
     length = step_length / norm
     plus, minus = (
@@ -144,7 +161,7 @@ def _by_differences(
         )
         for sign in (1, -1)
     )
-    return {name: direct[name] - lr * (plus[name] - minus[name]) / (2 * length) for name in direct}
+    return {name: direct[name] - (plus[name] - minus[name]) / (2 * length) for name in direct}
 
 
 def gradients_of(

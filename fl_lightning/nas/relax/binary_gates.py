@@ -7,7 +7,8 @@
 
 That gradient is the one of q, so a gate is an open or closed one with the gradient of q.
 Source: Cai, Zhu, Han 2019, ProxylessNAS, eq. 4 and section 3.2.1, and its code.
-The paper's Adam has β₁ = 0: momentum would move logits of paths that were not drawn.
+The paper's Adam has β₁ = 0: momentum would move logits of paths that were not drawn. Where the server of a
+federation steps α, clients have drawn different paths, and no logits are shifted.
 """
 
 from __future__ import annotations

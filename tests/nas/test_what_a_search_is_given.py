@@ -1,0 +1,155 @@
+"""What a search is given has an influence or is refused, and a search goes on as it would have gone."""
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from nas.test_supernet import TwoLayers, data
+from nas.test_supernet_federated import alpha, search, singles, supernet
+from toys import toy_trainer, weights
+
+from fl_lightning import ConfigurationError, Federation
+from fl_lightning.models import Schedule
+from fl_lightning.nas import (
+    HardGumbel,
+    LogPenalty,
+    NASBench201,
+    Reward,
+    SinglePath,
+    Softmax,
+    Supernet,
+)
+from fl_lightning.nas.checks import check_length, check_one_device, check_precision
+from fl_lightning.nas.retraining import retraining
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no"),
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
+    pytest.mark.filterwarnings("ignore:Using ModelCheckpoint with manual optimization"),
+]
+
+
+class Waiting(Softmax):
+    alpha_from = 1.0
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"rule": SinglePath()}, r"model\.rule SinglePath gives alpha no gradient"),
+        (
+            {"learn": Reward(), "penalty": LogPenalty(10.0)},
+            r"model\.penalty LogPenalty adds to a loss",
+        ),
+        ({"recalibration_examples": 1}, "recalibration_examples must be at least 2, got 1"),
+        ({"recalibration_examples": 0}, "recalibration_examples must be at least 2, got 0"),
+    ],
+)
+def test_what_would_do_nothing_is_refused(options, says):
+    with pytest.raises(ConfigurationError, match=says):
+        supernet(**options)
+
+
+def test_images_of_another_size_are_refused():
+    module = Supernet(TwoLayers(), num_classes=2, in_channels=4, image_size=8, seed=0)
+    with pytest.raises(ConfigurationError, match="image_size is 8, and images are 1 x 1 pixels"):
+        search(module)
+
+
+def test_a_precision_in_which_small_steps_are_none_is_refused():
+    with pytest.raises(ConfigurationError, match="bf16-true, and alpha has 8 binary digits"):
+        check_precision("bf16-true")
+    check_precision("bf16-mixed")
+
+
+def test_a_central_search_in_two_processes_is_refused():
+    with pytest.raises(ConfigurationError, match=r"got 2: each would move an alpha of its own"):
+        check_one_device(2)
+    check_one_device(1)
+
+
+def test_a_search_knows_its_length():
+    with pytest.raises(
+        ConfigurationError, match="max_epochs must be at least 1 in a search, got -1"
+    ):
+        search(rounds=-1, trainer={"max_steps": 3})
+    with pytest.warns(UserWarning, match="what it finds is its random start"):
+        check_length(1, Waiting())
+    check_length(1, Softmax())
+
+
+@pytest.mark.parametrize("state", ["clients", "none"])
+def test_alpha_that_waits_moves_at_clients_in_its_round(state):
+    """Its optimizer's state begins to change rounds after the first steps of the run."""
+    module = search(supernet(Waiting(), architecture_state=state))
+    assert not torch.equal(alpha(module), alpha(supernet()))
+    assert bool(module.kept_state.any()) == (state == "clients")
+
+
+def central(module, *callbacks, ckpt_path=None, rounds=3):
+    trainer = toy_trainer(*callbacks, max_epochs=rounds, enable_checkpointing=bool(callbacks))
+    trainer.fit(module, datamodule=data(singles(), 1, 20), ckpt_path=ckpt_path)
+    return module
+
+
+@pytest.mark.parametrize("rule", [None, HardGumbel()], ids=["all operations", "one operation"])
+def test_a_central_search_taken_up_ends_in_the_same_bits(rule, tmp_path):
+    whole = central(supernet(rule), ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1))
+    torch.rand(7)  # what a program does beside has no say in what is drawn
+    again = central(supernet(rule), ckpt_path=tmp_path / "epoch=1.ckpt")
+    assert torch.equal(weights(again), weights(whole))
+
+
+class Rates(Callback):
+    """Notes the weights' learning rate of each round."""
+
+    def __init__(self):
+        self.seen = {}
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        self.seen[trainer.current_epoch] = trainer.optimizers[0].param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize("clients", [True, False], ids=["clients", "central"])
+def test_a_run_taken_up_from_a_rounds_last_batch_has_each_rounds_rate(clients, tmp_path):
+    def run(*callbacks, ckpt_path=None):
+        module, rates = supernet(schedule=Schedule("cosine")), Rates()
+        everything = [rates, *callbacks, *([Federation(local_steps=1, seed=4)] if clients else [])]
+        fitting = toy_trainer(*everything, max_epochs=4, enable_checkpointing=bool(callbacks))
+        fitting.fit(module, datamodule=data(singles(), 2, 30), ckpt_path=ckpt_path)
+        return rates.seen, int(fitting.num_training_batches)
+
+    steps = run()[1]
+    at_last = ModelCheckpoint(
+        tmp_path, filename="{epoch}", save_top_k=-1, every_n_train_steps=steps
+    )
+    whole, _ = run(at_last)
+    again, _ = run(ckpt_path=tmp_path / "epoch=1.ckpt")
+    assert again == {round_: rate for round_, rate in whole.items() if round_ in again}
+    assert len(set(whole.values())) == 4
+
+
+def test_a_prediction_does_not_depend_on_its_neighbours():
+    images = torch.randn(24, 1, 8, 8, generator=torch.Generator().manual_seed(2))
+    examples = torch.utils.data.TensorDataset(images, torch.arange(24) % 2)
+    source = data(examples, 3, 24)
+    module = Supernet(
+        NASBench201(), num_classes=2, in_channels=1, image_size=8, channels=4, cells=1
+    )
+    trainer = toy_trainer(Federation(local_steps=1), max_epochs=1)
+    trainer.fit(module, datamodule=source)
+
+    def predicted(batch_size):
+        source.predict_dataloader = lambda: torch.utils.data.DataLoader(
+            examples, batch_size=batch_size
+        )
+        return torch.cat(trainer.predict(module, datamodule=source))
+
+    torch.testing.assert_close(predicted(1), predicted(24), atol=1e-5, rtol=0)
+
+
+def test_what_trains_what_was_found_names_no_buffers_of_the_search():
+    run = {"federation": {"client_state": ["kept_state", "baseline", "running_*"]}}
+    architecture = NASBench201().sample(torch.Generator().manual_seed(0))
+    shape = {"num_classes": 2, "in_channels": 1, "channels": 4, "cells": 1}
+    found = retraining(architecture, shape, image_size=8, run=run)
+    assert found["federation"] == {"client_state": ["running_*"]}
