@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
 from fl_lightning.core.errors import ConfigurationError
@@ -62,8 +61,8 @@ def check_one_device(world_size: int) -> None:
         )
 
 
-def check_length(max_epochs: int | None, rule: Relaxation) -> None:
-    """Refuse a search that does not know how long it is; warn of one in which alpha never moves.
+def check_length(max_epochs: int | None) -> None:
+    """Refuse a search that does not know how long it is.
 
     Raises:
         ConfigurationError: if it has no number of epochs.
@@ -72,11 +71,6 @@ def check_length(max_epochs: int | None, rule: Relaxation) -> None:
         raise ConfigurationError(
             f"trainer.max_epochs must be at least 1 in a search, got {max_epochs}: how far it is sets the "
             "temperature, and when alpha begins to move"
-        )
-    if max_epochs == 1 and rule.alpha_from > 0:
-        rank_zero_warn(
-            f"{type(rule).__name__} lets alpha wait for the first {rule.alpha_from:.0%} of a search, and this "
-            "one has one round: what it finds is its random start. Raise trainer.max_epochs"
         )
 
 

@@ -61,7 +61,7 @@ class SearchReport(Callback):
         if not federations:
             check_one_device(trainer.world_size)
         if stage == "fit":
-            check_length(trainer.max_epochs, module.rule)
+            check_length(trainer.max_epochs)
         for federation in federations:
             check_beside_updates(federation, module.travels_beside)
         if stage == "fit" and by_server:
@@ -140,6 +140,11 @@ class SearchReport(Callback):
         found = module.architecture
         cost = module.costs.of(module.space.operations_of(found))
         rank_zero_info(f"architecture: {found}")
+        if not module.moves_alpha(trainer.current_epoch - 1):
+            rank_zero_info(
+                f"alpha has not moved: {type(module.rule).__name__} lets it wait for the first "
+                f"{module.rule.alpha_from:.0%} of a search. The architecture is its random start"
+            )
         rank_zero_info(f"{cost.flops:,} multiply-adds, {cost.params:,} parameters")
         if isinstance(module.measure, LatencyTable):
             rank_zero_info(f"{module.measure.milliseconds(found):.3g} ms on {module.measure}")

@@ -41,7 +41,6 @@ CENTRAL = {"--federation": "null", "--trainer.limit_train_batches": "1"}
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The number of training batches"),
     pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step"),
-    pytest.mark.filterwarnings("ignore:.*lets alpha wait for the first"),
 ]
 
 

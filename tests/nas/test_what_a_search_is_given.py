@@ -18,7 +18,7 @@ from fl_lightning.nas import (
     Softmax,
     Supernet,
 )
-from fl_lightning.nas.checks import check_length, check_one_device, check_precision
+from fl_lightning.nas.checks import check_one_device, check_precision
 from fl_lightning.nas.retraining import retraining
 
 pytestmark = [
@@ -68,13 +68,17 @@ def test_a_central_search_in_two_processes_is_refused():
 
 
 def test_a_search_knows_its_length():
-    with pytest.raises(
-        ConfigurationError, match="max_epochs must be at least 1 in a search, got -1"
-    ):
+    with pytest.raises(ConfigurationError, match="must be at least 1 in a search, got -1"):
         search(rounds=-1, trainer={"max_steps": 3})
-    with pytest.warns(UserWarning, match="what it finds is its random start"):
-        check_length(1, Waiting())
-    check_length(1, Softmax())
+
+
+def test_a_search_says_if_alpha_has_not_moved(caplog):
+    told = "alpha has not moved: Waiting lets it wait for the first 100% of a search"
+    for rounds in (1, 2):
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            search(supernet(Waiting()), rounds=rounds)
+        assert (told in caplog.text) == (rounds == 1)
 
 
 @pytest.mark.parametrize("state", ["clients", "none"])
