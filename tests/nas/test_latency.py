@@ -167,8 +167,11 @@ def test_the_budget_of_a_client_is_in_milliseconds_of_its_own_device(tmp_path):
     assert slow.milliseconds(weak) <= most
     assert cost(counted) <= 1e7
     files = [str(tmp_path / "fast.json"), str(tmp_path / "slow.json")]
-    classes = DeviceClasses([most, most], relative=False, latency_files=files, seed=0)
+    classes = DeviceClasses([most, most], latency_files=files, seed=0)
     assert sorted(map(str, limits(classes, space, cost, 2))) == sorted(map(str, [strong, weak]))
+    share = most / slow.milliseconds(space.largest)
+    relative = DeviceClasses([share], relative=True, latency_files=files[1:])
+    assert limits(relative, space, cost, 1) == [weak]
     with pytest.raises(ConfigurationError, match="side is 32 there and 8 here"):
         limits(classes, space, CostOf("flops", 8, 3, 10), 2)
     with pytest.raises(ConfigurationError, match="latency_files must be 2 files, one a class"):
