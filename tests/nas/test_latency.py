@@ -110,6 +110,20 @@ def test_a_damaged_file_is_refused(tmp_path):
         LatencyTable.read(tmp_path / "nothing.json")
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -1.0])
+@pytest.mark.parametrize("place", [("milliseconds", "blocks"), ("calibration",)], ids="/".join)
+def test_a_number_that_is_no_time_is_refused(place, number, tmp_path):
+    path = tmp_path / "laptop.json"
+    table(NASBench201(), OPTIONS).write(path)
+    whole = json.loads(path.read_text())
+    numbers = whole[place[0]] if len(place) == 1 else whole[place[0]][place[1]]
+    name = next(iter(numbers))
+    numbers[name] = number
+    path.write_text(json.dumps(whole))
+    with pytest.raises(ConfigurationError, match=f"damaged: {name} is {number}. Numbers must be"):
+        LatencyTable.read(path)
+
+
 def test_measuring_times_every_block_and_larger_networks_longer():
     space = NASBench201()
     options = {**OPTIONS, "cells": 1}
