@@ -75,3 +75,14 @@ def test_a_file_may_say_the_space_as_a_configuration_does(under, tmp_path):
         content = {key: content}
     (tmp_path / "space.yaml").write_text(yaml.safe_dump(content))
     assert named_space(str(tmp_path / "space.yaml")).depths == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [([1], "must be settings by name"), ({"stem": "eight"}, "stem must be a whole number")],
+)
+def test_a_file_with_settings_that_no_space_has_is_refused(settings, says, tmp_path):
+    content = {"class_path": "fl_lightning.nas.ResNet", "init_args": settings}
+    (tmp_path / "space.yaml").write_text(yaml.safe_dump(content))
+    with pytest.raises(SystemExit, match=says):
+        main(["search", "--space", "space.yaml"])
