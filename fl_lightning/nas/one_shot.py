@@ -127,6 +127,7 @@ class OneShot(LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the sum of the sub-networks' losses; log the accuracy of the first of them."""
+        self.check_batch(batch)
         images, labels = batch
         guest = self._guest
         accuracies: list[Tensor] = []
@@ -188,7 +189,7 @@ class OneShot(LightningModule):
             handle.remove()
 
     def check_batch(self, batch: Any) -> None:
-        """Refuse batches of a search with two halves; `Federation` asks before it trains.
+        """Refuse two halves, and images of another size; `Federation` asks before it trains.
 
         Raises:
             ConfigurationError: saying what to set.
@@ -196,6 +197,13 @@ class OneShot(LightningModule):
         if isinstance(batch, dict):
             raise ConfigurationError(
                 "OneShot learns from all training examples: leave data.search_fraction at 0"
+            )
+        size, images = self.costs.side, batch[0]
+        if images.ndim == 4 and size not in images.shape[2:]:
+            given = " x ".join(map(str, images.shape[2:]))
+            raise ConfigurationError(
+                f"model.image_size is {size}, and the images are {given}: set what the data have, which "
+                "costs are counted for"
             )
 
     # Evaluation.
