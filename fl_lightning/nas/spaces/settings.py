@@ -68,7 +68,7 @@ def _is_of(value: Any, kind: Any) -> bool:
         return kind is bool and isinstance(value, bool)
     if kind is int:
         return isinstance(value, Integral) and int(value) >= 1
-    return isinstance(value, Real) and 0 < value < math.inf
+    return isinstance(value, Real) and 0 < float(value) < math.inf
 
 
 def _words(kind: Any) -> tuple[str, str]:
