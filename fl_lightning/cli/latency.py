@@ -12,6 +12,7 @@ from jsonargparse import ArgumentParser
 from jsonargparse.typing import PositiveInt
 
 from fl_lightning.cli.networks import add_networks, networks_of
+from fl_lightning.cli.outputs import check_file
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.nas.cost.latency import LatencyTable
 from fl_lightning.nas.cost.latency_measure import measure_latency
@@ -51,7 +52,7 @@ def latency(words: Sequence[str], *, parser: ArgumentParser) -> None:
     """
     given = parser.parse_args(list(words))
     networks = networks_of(given)
-    _check_writable(Path(given.out))
+    _check_out(Path(given.out))
     table = measure_latency(
         networks.space,
         side=networks.side,
@@ -99,11 +100,11 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _check_writable(path: Path) -> None:
+def _check_out(path: Path) -> None:
     """Refuse a path before minutes are spent on what cannot be kept."""
-    if path.is_dir() or not path.parent.is_dir():
-        reason = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
-        raise ConfigurationError(f"out: {path} cannot be written: {reason}")
+    if not path.parent.is_dir():
+        raise ConfigurationError(f"out: {path} cannot be written: there is no folder {path.parent}")
+    check_file("out", path)
 
 
 def _progress(text: str) -> None:

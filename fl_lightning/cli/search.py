@@ -16,6 +16,7 @@ from jsonargparse import ArgumentParser
 from jsonargparse.typing import PositiveInt
 
 from fl_lightning.cli.networks import Networks, add_networks, networks_of
+from fl_lightning.cli.outputs import check_file, check_folder
 from fl_lightning.cli.trained import Resolve, Trained, Validate, is_asked_for, look_at
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import check_seed
@@ -96,8 +97,9 @@ def _add_score(options: Any) -> None:
         "--score",
         type=ScoreName | None,
         default=None,
-        help="What is maximised: a proxy of fresh networks (synflow if null), their size, or accuracy: "
-        "that in --table, or with --ckpt_path that of the supernet's parts.",
+        help="What is maximised: a proxy of fresh networks, their size, or accuracy: that in --table, or "
+        "with --ckpt_path that of the supernet's parts. If null accuracy with one of these two, else "
+        "synflow.",
     )
     options.add_argument(
         "--table", type=str | None, default=None, help="The truth of NAS-Bench-201, a CSV file."
@@ -106,7 +108,8 @@ def _add_score(options: Any) -> None:
         "--images",
         type=str | None,
         default=None,
-        help="A folder of images, one sub-folder a class, for proxies; noise if null.",
+        help="A folder of images, one sub-folder a class, for proxies; noise if null. Synflow sees their "
+        "shape alone.",
     )
     options.add_argument(
         "--batch_size", type=PositiveInt, default=32, help="Images that a proxy sees."
@@ -178,9 +181,24 @@ def search(
         raise ConfigurationError(
             f"space: give one of {', '.join(NAMES)}, or --ckpt_path of a trained supernet"
         )
-    given.score = given.score or "synflow"
+    given.score = given.score or ("synflow" if given.table is None else "accuracy")
+    _check_sources(given)
     networks = networks_of(given)
     _search(given, networks, partial(_objective, given, networks), retraining_of(networks))
+
+
+def _check_sources(given: Any) -> None:
+    """Refuse a table or images that the score would not read."""
+    if given.table is not None and given.score != "accuracy":
+        raise ConfigurationError(
+            f"table: a search by --score {given.score} does not read it: leave it out, or give --score "
+            "accuracy"
+        )
+    if given.images is not None and given.score not in PROXIES:
+        raise ConfigurationError(
+            f"images: a search by --score {given.score} does not see them: leave them out, or give "
+            f"--score as one of {', '.join(PROXIES)}"
+        )
 
 
 def _search_trained(given: Any, trained: Trained) -> None:
@@ -212,6 +230,9 @@ def _search(
     told = _told(objective(costs), given.budget)
     problem = Problem(networks.space, told, costs, constraints)
     strategy = _STRATEGIES[given.strategy](measure)
+    check_folder("out", Path(given.out))
+    if given.export is not None:
+        check_file("export", Path(given.export))
     result = strategy.search(problem, given.budget, given.seed)
     _report(result, given, networks, measure, table, configuration)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from fl_lightning.core.errors import ConfigurationError
@@ -71,6 +72,20 @@ def check_length(max_epochs: int | None) -> None:
         raise ConfigurationError(
             f"trainer.max_epochs must be at least 1 in a search, got {max_epochs}: how far it is sets the "
             "temperature, and when alpha begins to move"
+        )
+
+
+def check_image_size(side: int, images: Tensor) -> None:
+    """Refuse images of another size than costs are counted for; of a rectangle one side is enough.
+
+    Raises:
+        ConfigurationError: with both sizes.
+    """
+    if images.ndim == 4 and side not in images.shape[2:]:
+        given = " x ".join(map(str, images.shape[2:]))
+        raise ConfigurationError(
+            f"model.image_size is {side}, and the images are {given}: set what the data have, which "
+            "costs are counted for"
         )
 
 

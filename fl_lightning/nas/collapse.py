@@ -1,6 +1,6 @@
 """Ends a search before it collapses, or says that it did: a callback, off unless it is asked for.
 
-    skips        too many skips in the cell that α means
+    skips        too many skips in the cell that α means, in a round in which α moves
     eigenvalue   the largest eigenvalue of the Hessian of L_search by α has grown: α goes back to where it
                  was before, and the search ends
 
@@ -33,20 +33,21 @@ class StopAtCollapse(Callback):
     """Ends the search of a `Supernet` by its skips or by the sharpness of α.
 
     Args:
-        most_skips: the search ends when a kind of cell has more; None does not look at skips.
+        most_skips: the search ends when a kind of cell has more while α moves; None does not look at
+            skips.
         eigenvalue: whether to look at the largest eigenvalue; it is logged as ``search/eigenvalue``.
         num_examples: that the eigenvalue is measured on, at least 1.
         window: measurements in a mean, and from one mean to the other, at least 1.
         ratio: in (0, 1): the search ends when the earlier mean is below this share of the present one.
         how: ``exact`` costs a backward pass for each number of α, ``lanczos`` 32 at most.
 
+    Attributes:
+        unprotected: what of clients no privacy of rounds covers, in words; None without an eigenvalue.
+
     Raises:
         ConfigurationError: for values out of range, and at the start for a search without such
             an eigenvalue.
     """
-
-    # what a private run must name
-    unprotected = "the largest eigenvalue, which examples of single clients show"
 
     def __init__(
         self,
@@ -64,6 +65,9 @@ class StopAtCollapse(Callback):
             raise ConfigurationError(f"num_examples must be at least 1, got {num_examples}")
         self._most_skips, self._num_examples, self._how = most_skips, num_examples, how
         self._stop = EigenvalueStop(window, ratio) if eigenvalue else None
+        self.unprotected: str | None = None
+        if eigenvalue:
+            self.unprotected = "the largest eigenvalue, which examples of single clients show"
         self._earlier: list[dict[str, Tensor]] = []
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -81,9 +85,11 @@ class StopAtCollapse(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Look, and end the search if it is time."""
         assert isinstance(pl_module, Supernet)
+        if not pl_module.moves_alpha(trainer.current_epoch):
+            return  # its skips are those of the draw at the start
         if self._has_many_skips(pl_module):
             self._end(trainer, f"the cell has more than {self._most_skips} skips")
-        if self._stop is not None and pl_module.moves_alpha(trainer.current_epoch):
+        if self._stop is not None:
             self._measure(trainer, pl_module, self._stop)
 
     def _has_many_skips(self, module: Supernet) -> bool:
@@ -119,7 +125,8 @@ class StopAtCollapse(Callback):
         indices = data.clients.flat.indices
         places = np.linspace(0, len(indices) - 1, min(self._num_examples, len(indices)))
         batch = data.train_batch(torch.from_numpy(indices[places.astype(np.int64)]))["search"]
-        return module.transfer_batch_to_device(batch, module.device, 0)
+        converted = trainer.precision_plugin.convert_input(batch)
+        return module.transfer_batch_to_device(converted, module.device, 0)
 
     def _end(self, trainer: Trainer, reason: str) -> None:
         rank_zero_info(f"round {trainer.current_epoch}: the search ends, {reason}")

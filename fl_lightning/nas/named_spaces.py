@@ -82,7 +82,12 @@ def described_space(description: Any) -> SearchSpace:
         raise ConfigurationError(f"space: there is no class {path!r}") from None
     if not (isinstance(found, type) and issubclass(found, SearchSpace)):
         raise ConfigurationError(f"space: {path} is no search space")
-    settings = {key: _built(value) for key, value in (description.get("init_args") or {}).items()}
+    given = description.get("init_args") or {}
+    if not isinstance(given, Mapping):
+        raise ConfigurationError(
+            f"space: init_args of {path} must be settings by name, e.g. depths: [1, 2], got {given!r}"
+        )
+    settings = {str(key): _built(value) for key, value in given.items()}
     try:
         return found(**settings)
     except TypeError as error:

@@ -27,7 +27,7 @@ from torch.nn import functional
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import run_seed
 from fl_lightning.models.schedule import Schedule
-from fl_lightning.nas.checks import ALL_SIZES_OVER_SITES, MASKS_OF_ALL_SIZES
+from fl_lightning.nas.checks import ALL_SIZES_OVER_SITES, MASKS_OF_ALL_SIZES, check_image_size
 from fl_lightning.nas.cost.table import Measure
 from fl_lightning.nas.elastic.sandwich import step_generator
 from fl_lightning.nas.spaces.sizes import SizeSpace
@@ -128,6 +128,7 @@ class OneShot(LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the sum of the sub-networks' losses; log the accuracy of the first of them."""
+        self.check_batch(batch)
         images, labels = batch
         guest = self._guest
         accuracies: list[Tensor] = []
@@ -189,7 +190,7 @@ class OneShot(LightningModule):
             handle.remove()
 
     def check_batch(self, batch: Any) -> None:
-        """Refuse batches of a search with two halves; `Federation` asks before it trains.
+        """Refuse two halves, and images of another size; `Federation` asks before it trains.
 
         Raises:
             ConfigurationError: saying what to set.
@@ -198,6 +199,7 @@ class OneShot(LightningModule):
             raise ConfigurationError(
                 "OneShot learns from all training examples: leave data.search_fraction at 0"
             )
+        check_image_size(self.costs.side, batch[0])
 
     # Evaluation.
 

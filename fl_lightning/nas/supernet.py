@@ -40,6 +40,7 @@ from fl_lightning.nas.cell_statistics import CellStatistics, Shown
 from fl_lightning.nas.checks import (
     MASKS_IN_A_SEARCH,
     SEARCH_OVER_SITES,
+    check_image_size,
     check_learning,
     check_weights_optimizer,
 )
@@ -277,12 +278,7 @@ class Supernet(LightningModule):
                 "architecture: wrap the data in fl_lightning.FederatedDataModule (num_clients: 1 in a "
                 "central run) and set its search_fraction, e.g. to 0.5"
             )
-        height, width = batch["train"][0].shape[-2:]
-        if {height, width} != {self.image_size}:
-            raise ConfigurationError(
-                f"model.image_size is {self.image_size}, and images are {height} x {width} pixels: costs would be "
-                "those of another size. Set the two alike"
-            )
+        check_image_size(self.image_size, batch["train"][0])
 
     def training_step(self, batch: Mapping[str, Batch], batch_idx: int) -> Tensor:
         """Move α, then w; return the loss of w."""

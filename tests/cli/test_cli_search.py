@@ -1,6 +1,7 @@
 """The commands search and latency, mistakes included."""
 
 import sys
+import time
 
 import pytest
 import yaml
@@ -55,6 +56,22 @@ def test_latency_then_search_under_it(tmp_path, capsys):
         (["search", *SMALL, "--front", "joules"], "there is no cost 'joules'"),
         (["search", *SMALL, "--score", "accuracy"], "give --table"),
         (["search", *SMALL, "--images", "nowhere"], "images nowhere"),
+        (
+            ["search", *SMALL, "--images", ".", "--score", "params"],
+            "by --score params does not see",
+        ),
+        (
+            ["search", *SMALL, "--table", "t.csv", "--score", "snip"],
+            "by --score snip does not read it",
+        ),
+        (["search", *SMALL, "--table", "t.csv"], "t.csv"),  # whose accuracy it would maximise
+        (["search", *SMALL, "--batch_size", "1", "--score", "jacov"], "at least 2 images, got 1"),
+        (["search", *SMALL, "--out", "/proc/x"], "out: /proc/x cannot be written"),
+        (["search", *SMALL, "--export", "."], "export: . cannot be written: it is a folder"),
+        (
+            ["latency", *SPACE, "--out", "/proc/x.json"],
+            "out: /proc/x.json cannot be written",
+        ),
         (["search", "--space", "small_vit", "--cells", "2"], "not made of cells"),
         (["latency", *SPACE, "--out", "no/x.json"], "there is no folder no"),
         (["latency", *SPACE, "--out", "x.json", "--device", "quantum"], "there is no 'quantum'"),
@@ -68,6 +85,23 @@ def test_a_mistake_is_told_in_a_sentence(words, says, capsys):
     assert "Traceback" not in said
 
 
+def test_an_unwritable_folder_is_told_before_the_search(tmp_path):
+    (tmp_path / "here").write_text("a file")
+    begun = time.perf_counter()
+    with pytest.raises(SystemExit, match="out: here/there cannot be written: here is a file"):
+        main(["search", *SMALL, "--budget", "100000", "--out", "here/there"])
+    assert time.perf_counter() - begun < 60
+    assert [path.name for path in tmp_path.iterdir()] == ["here"]
+
+
+def test_a_broken_image_is_named(tmp_path):
+    for name in ("cats", "dogs"):
+        (tmp_path / "images" / name).mkdir(parents=True)
+        (tmp_path / "images" / name / "1.png").write_bytes(b"no image")
+    with pytest.raises(SystemExit, match=r"images/(cats|dogs)/1\.png cannot be read"):
+        main(["search", *SMALL, "--images", "images"])
+
+
 @pytest.mark.parametrize("under", [[], ["space"], ["model", "init_args", "space"]])
 def test_a_file_may_say_the_space_as_a_configuration_does(under, tmp_path):
     content = {"class_path": "fl_lightning.nas.ViT", "init_args": {"depths": [2, 3]}}
@@ -75,3 +109,14 @@ def test_a_file_may_say_the_space_as_a_configuration_does(under, tmp_path):
         content = {key: content}
     (tmp_path / "space.yaml").write_text(yaml.safe_dump(content))
     assert named_space(str(tmp_path / "space.yaml")).depths == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [([1], "must be settings by name"), ({"stem": "eight"}, "stem must be a whole number")],
+)
+def test_a_file_with_settings_that_no_space_has_is_refused(settings, says, tmp_path):
+    content = {"class_path": "fl_lightning.nas.ResNet", "init_args": settings}
+    (tmp_path / "space.yaml").write_text(yaml.safe_dump(content))
+    with pytest.raises(SystemExit, match=says):
+        main(["search", "--space", "space.yaml"])

@@ -4,10 +4,11 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from nas.test_supernet import TwoLayers, _doubles, data, images, supernet, vectors  # noqa: F401
+from torch.utils.data import TensorDataset
 from toys import toy_trainer, weights
 
 from fl_lightning import CentralDP, ConfigurationError, Federation, PoissonCohort
-from fl_lightning.nas import HardGumbel, NASBench201, StopAtCollapse
+from fl_lightning.nas import HardGumbel, NASBench201, PartialChannels, StopAtCollapse
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no")
 
@@ -45,6 +46,39 @@ def test_a_cell_of_skips_ends_the_search(most, rounds):
     assert found == rounds
 
 
+def test_skips_of_the_start_count_only_once_alpha_moves():
+    class Skips(Callback):
+        def on_fit_start(self, trainer, module):
+            module.alpha.data[:, module.space.operations.index("skip_connect")] = 9.0
+
+    found = rounds_of(
+        supernet(NASBench201(), PartialChannels(part=2, alpha_from=0.5)),
+        data(images(), 2, 24),
+        Skips(),
+        StopAtCollapse(most_skips=5),
+        Federation(local_steps=1),
+        rounds=5,
+    )
+    assert found == 3  # of the rounds 0 to 4 α moves from 2 on
+
+
+@pytest.mark.parametrize("how", ["exact", "lanczos"])
+def test_the_eigenvalue_is_that_of_any_precision(how):
+    def eigenvalue(precision):
+        torch.set_default_dtype(torch.float32)
+        x, labels = vectors().tensors
+        singles = TensorDataset(x.float(), labels)
+        stop = StopAtCollapse(eigenvalue=True, how=how)
+        trainer = toy_trainer(stop, Federation(local_steps=1), max_epochs=1, precision=precision)
+        trainer.fit(supernet(TwoLayers()), datamodule=data(singles, 3, 60))
+        return float(trainer.callback_metrics["search/eigenvalue"])
+
+    double = eigenvalue("64-true")
+    assert double > 0
+    assert eigenvalue("32-true") == pytest.approx(double, rel=1e-4)
+    assert eigenvalue("bf16-true") == pytest.approx(double, rel=0.1)
+
+
 def test_a_sharp_minimum_ends_the_search_where_alpha_was():
     seen = []
 
@@ -79,17 +113,14 @@ def test_what_has_no_hessian_is_refused():
         )
 
 
-def test_a_private_run_names_it():
+@pytest.mark.parametrize("measured", [True, False])
+def test_a_private_run_names_what_is_measured(measured):
     private = Federation(
         local_steps=1,
         cohort=PoissonCohort(fraction=0.5),
         privacy=CentralDP(clip_norm=1.0, noise_multiplier=1.0),
     )
-    with pytest.warns(UserWarning, match="covers the models, and not: the largest eigenvalue"):
-        rounds_of(
-            supernet(TwoLayers()),
-            data(vectors(), 3, 60),
-            StopAtCollapse(eigenvalue=True),
-            private,
-            rounds=1,
-        )
+    stop = StopAtCollapse(eigenvalue=measured)
+    with pytest.warns(UserWarning, match="covers the models, and not") as told:
+        rounds_of(supernet(TwoLayers()), data(vectors(), 3, 60), stop, private, rounds=1)
+    assert any("the largest eigenvalue" in str(one.message) for one in told) == measured

@@ -110,6 +110,20 @@ def test_a_damaged_file_is_refused(tmp_path):
         LatencyTable.read(tmp_path / "nothing.json")
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -1.0])
+@pytest.mark.parametrize("place", [("milliseconds", "blocks"), ("calibration",)], ids="/".join)
+def test_a_number_that_is_no_time_is_refused(place, number, tmp_path):
+    path = tmp_path / "laptop.json"
+    table(NASBench201(), OPTIONS).write(path)
+    whole = json.loads(path.read_text())
+    numbers = whole[place[0]] if len(place) == 1 else whole[place[0]][place[1]]
+    name = next(iter(numbers))
+    numbers[name] = number
+    path.write_text(json.dumps(whole))
+    with pytest.raises(ConfigurationError, match=f"damaged: {name} is {number}. Numbers must be"):
+        LatencyTable.read(path)
+
+
 def test_measuring_times_every_block_and_larger_networks_longer():
     space = NASBench201()
     options = {**OPTIONS, "cells": 1}
@@ -167,8 +181,11 @@ def test_the_budget_of_a_client_is_in_milliseconds_of_its_own_device(tmp_path):
     assert slow.milliseconds(weak) <= most
     assert cost(counted) <= 1e7
     files = [str(tmp_path / "fast.json"), str(tmp_path / "slow.json")]
-    classes = DeviceClasses([most, most], relative=False, latency_files=files, seed=0)
+    classes = DeviceClasses([most, most], latency_files=files, seed=0)
     assert sorted(map(str, limits(classes, space, cost, 2))) == sorted(map(str, [strong, weak]))
+    share = most / slow.milliseconds(space.largest)
+    relative = DeviceClasses([share], relative=True, latency_files=files[1:])
+    assert limits(relative, space, cost, 1) == [weak]
     with pytest.raises(ConfigurationError, match="side is 32 there and 8 here"):
         limits(classes, space, CostOf("flops", 8, 3, 10), 2)
     with pytest.raises(ConfigurationError, match="latency_files must be 2 files, one a class"):

@@ -8,7 +8,7 @@ from lightning.pytorch import seed_everything
 from torch.utils.data import DataLoader, TensorDataset
 from toys import LoaderData, toy_trainer
 
-from fl_lightning import ConfigurationError, FederatedDataModule, Federation
+from fl_lightning import APFL, ConfigurationError, Ditto, FederatedDataModule, Federation
 from fl_lightning.core.seeds import torch_generator
 from fl_lightning.models import ImageClassifier
 from fl_lightning.nas import (
@@ -310,3 +310,21 @@ def test_a_capability_needs_clients():
 def test_halves_of_a_search_are_refused():
     with pytest.raises(ConfigurationError, match=r"leave data\.search_fraction at 0"):
         fitted(one_shot(), data(2, search_fraction=0.5), Federation(local_steps=1))
+
+
+@pytest.mark.parametrize("has_clients", [False, True], ids=["central", "clients"])
+def test_images_of_another_size_are_refused(has_clients):
+    module = OneShot(RESNET, num_classes=4, in_channels=1, seed=0)
+    clients = [Federation(local_steps=1)] if has_clients else []
+    with pytest.raises(ConfigurationError, match="image_size is 32, and the images are 8 x 8"):
+        fitted(module, data(2), *clients)
+
+
+@pytest.mark.parametrize("personal", [Ditto(pull=0.1), APFL()], ids=["ditto", "apfl"])
+def test_models_of_clients_have_no_statistics_that_are_recalibrated(personal):
+    federation = {"local_steps": 1, "personal": personal}
+    with pytest.raises(
+        ConfigurationError, match=f"{type(personal).__name__} gives each client a mo"
+    ):
+        fitted(one_shot(RESNET), data(2), Federation(**federation))
+    fitted(one_shot(VIT), data(2), Federation(**federation))

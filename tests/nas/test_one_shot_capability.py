@@ -135,6 +135,16 @@ def test_refusals():
         DeviceClasses([0.1], measure="watts")
 
 
+@pytest.mark.parametrize("budget", ["nan", "inf", "-1", "0"])
+def test_a_budget_that_is_no_amount_is_refused(budget, tmp_path):
+    with pytest.raises(ConfigurationError, match="must be finite numbers above 0, one a class"):
+        DeviceClasses([float(budget), 1.0])
+    path = tmp_path / "budgets.csv"
+    path.write_text(f"client,budget\n0,1\n1,{budget}\n")
+    with pytest.raises(ConfigurationError, match=f"above 0, and that of client 1 is {budget}"):
+        BudgetTable(str(path)).budgets(2)
+
+
 @pytest.mark.parametrize("options", [{}, {"capability": WEAK}], ids=["all sizes", "capability"])
 def test_a_mask_of_the_largest_network_is_refused(options):
     mask = MaskCalibration(density=0.5)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.nas.cost.nas_bench_201 import benchmark_flops, benchmark_params
 from fl_lightning.nas.named_spaces import NAMES
 from fl_lightning.nas.search.batches import noise_batch
@@ -50,6 +51,15 @@ def test_naswot_counts_activations_that_agree():
     assert naswot(nn.Sequential(nn.ReLU()), images, torch.zeros(2)) == pytest.approx(math.log(3))
     same = torch.ones(2, 2)
     assert naswot(nn.Sequential(nn.ReLU(inplace=True)), same, torch.zeros(2)) == -math.inf
+
+
+@pytest.mark.parametrize("name", ["naswot", "jacov", "snip"])
+def test_a_single_image_is_refused_where_it_tells_nothing(name):
+    network = nn.Sequential(linear([1.0, 2.0]), nn.BatchNorm1d(1), nn.ReLU())
+    with pytest.raises(
+        ConfigurationError, match=f"score {name} needs a batch of at least 2 images"
+    ):
+        PROXIES[name](network, torch.ones(1, 2), torch.zeros(1).long())
 
 
 def test_jacov_of_gradients_in_opposite_directions():

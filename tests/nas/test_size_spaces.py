@@ -297,9 +297,25 @@ def test_an_architecture_of_another_space_is_refused():
         (lambda: MobileNet(kernels=(3, 4)), "kernels must be odd"),
         (lambda: MobileNet(depths=(4, 2)), "options of depth must be different numbers that rise"),
         (lambda: MobileNet(strides=(1, 2)), "for n stages give n \\+ 4 widths"),
-        (lambda: MobileNet(expansions=(0, 3)), "expansion must be above 0, got 0"),
+        (lambda: MobileNet(expansions=(0, 3)), "expansions must be a list of whole numbers"),
         (lambda: ResNet(strides=(1, 2)), "channels, strides and depths are for the same stages"),
         (lambda: ViT(patch=5), "patch must divide image_side, got 5 and 32"),
+        (lambda: ViT(head_features=0), "head_features must be a whole number of at least 1, got 0"),
+        (
+            lambda: ViT(ratios=(1.0, "two")),
+            r"ratios must be a list of numbers above 0, got \(1.0, 't",
+        ),
+        (lambda: ResNet(stem=True), "stem must be a whole number of at least 1, got True"),
+        (lambda: ResNet(widths=0.5), "widths must be a list of numbers above 0, got 0.5"),
+        (
+            lambda: ResNet(channels=[-1, 2, 3, 4]),
+            "channels must be a list of whole numbers of at le",
+        ),
+        (lambda: ResNet(stem_strides=(2,)), "must be a list of 2 whole numbers of at least 1, got"),
+        (lambda: ResNet(depths=(1, 2)), "depths must be a list of lists of whole numbers"),
+        (lambda: MobileNet(swish=[1, 0]), "swish must be a list of true or false"),
+        (lambda: MobileNetLayers(3), "sizes must be a MobileNet space, whose layers it has, or"),
+        (lambda: MobileNetLayers(TINY_VIT), "sizes must be a MobileNet space"),
     ],
 )
 def test_spaces_that_make_no_sense(make, message):

@@ -51,7 +51,7 @@ def test_what_would_do_nothing_is_refused(options, says):
 
 def test_images_of_another_size_are_refused():
     module = Supernet(TwoLayers(), num_classes=2, in_channels=4, image_size=8, seed=0)
-    with pytest.raises(ConfigurationError, match="image_size is 8, and images are 1 x 1 pixels"):
+    with pytest.raises(ConfigurationError, match="image_size is 8, and the images are 1 x 1"):
         search(module)
 
 

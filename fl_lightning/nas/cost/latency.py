@@ -14,6 +14,7 @@ means nothing without them, nor without its error.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -201,7 +202,8 @@ class LatencyTable:
         """Read a file that `write` wrote.
 
         Raises:
-            ConfigurationError: if there is none, it is of another format or version, or damaged.
+            ConfigurationError: if there is none, it is of another format or version, or damaged,
+                as by numbers that are not finite.
         """
         try:
             content = json.loads(Path(path).read_text())
@@ -218,11 +220,30 @@ class LatencyTable:
                 "is read: measure again"
             )
         try:
-            return cls._of(content)
+            table = cls._of(content)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ConfigurationError(
                 f"latency file {path} is damaged: {type(error).__name__} {error}"
             ) from None
+        table._check_numbers(path)
+        return table
+
+    def _check_numbers(self, path: str | Path) -> None:
+        """Refuse NaN, which would meet every constraint, and what no measurement gives."""
+        holds = {
+            **{name: 0 <= time < math.inf for name, time in self.blocks.items()},
+            "rest": math.isfinite(self.rest),
+            "scale": 0 < self.scale < math.inf,
+            "shift": math.isfinite(self.shift),
+        }
+        broken = [name for name, is_a_number in holds.items() if not is_a_number]
+        if broken:
+            numbers = {**self.blocks, "rest": self.rest, "scale": self.scale, "shift": self.shift}
+            raise ConfigurationError(
+                f"latency file {path} is damaged: {broken[0]} is {numbers[broken[0]]}. Numbers must be "
+                "finite, times of blocks at least 0, the scale above 0: measure again with "
+                "fl-lightning latency"
+            )
 
     @classmethod
     def _of(cls, content: Mapping[str, Any]) -> LatencyTable:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import torch_generator
+
+if TYPE_CHECKING:
+    from torchvision.datasets import ImageFolder
 
 
 def noise_batch(
@@ -48,7 +52,8 @@ def folder_batch(
         seed: of the draws.
 
     Raises:
-        ConfigurationError: if there is no such folder, or it does not fit the networks.
+        ConfigurationError: if there is no such folder, it does not fit the networks, or one of the
+            images cannot be read.
     """
     from torchvision.datasets import ImageFolder
     from torchvision.transforms import v2
@@ -70,6 +75,17 @@ def folder_batch(
         )
     generator = torch_generator(seed, "proxy batch")
     chosen = torch.randperm(len(data), generator=generator)[:batch_size].tolist()
-    images, labels = zip(*(data[number] for number in chosen), strict=True)
+    images, labels = zip(*(_read(data, number) for number in chosen), strict=True)
     batch = torch.stack(images).float()
     return (batch - batch.mean()) / batch.std().clamp_min(1e-6), torch.tensor(labels)
+
+
+def _read(data: ImageFolder, number: int) -> tuple[Tensor, int]:
+    try:
+        image, label = data[number]
+    except (OSError, SyntaxError, ValueError) as error:  # Pillow's, of broken files
+        raise ConfigurationError(
+            f"images: {data.samples[number][0]} cannot be read ({type(error).__name__}): replace it or "
+            "remove it"
+        ) from error
+    return image, label

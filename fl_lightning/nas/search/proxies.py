@@ -26,6 +26,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from fl_lightning.core.errors import ConfigurationError
+
 # a network, images (batch, channels, side, side), labels (batch,) -> its score
 Proxy = Callable[[nn.Module, Tensor, Tensor], float]
 
@@ -59,9 +61,17 @@ def snip(network: nn.Module, images: Tensor, labels: Tensor) -> float:
         network: fresh.
         images: a batch.
         labels: of it.
+
+    Raises:
+        ConfigurationError: for a batch of one whose channels have one value in a batch norm.
     """
     with _training(network):
-        cross_entropy(network(images), labels).backward()
+        try:
+            logits = network(images)
+        except ValueError:  # batch norm's
+            _check_batch("snip", images)
+            raise
+        cross_entropy(logits, labels).backward()
         return _saliency(network)
 
 
@@ -72,7 +82,11 @@ def naswot(network: nn.Module, images: Tensor, labels: Tensor) -> float:
         network: fresh, with activations as modules.
         images: a batch, of at least two.
         labels: ignored.
+
+    Raises:
+        ConfigurationError: for a batch of one.
     """
+    _check_batch("naswot", images)
     size = len(images)
     agreement = torch.zeros(size, size, dtype=torch.float64)
 
@@ -103,7 +117,11 @@ def jacov(network: nn.Module, images: Tensor, labels: Tensor) -> float:
         network: fresh.
         images: a batch, of at least two.
         labels: ignored.
+
+    Raises:
+        ConfigurationError: for a batch of one.
     """
+    _check_batch("jacov", images)
     inputs = images.detach().clone().requires_grad_()
     with _training(network):
         outputs = network(inputs).sum()
@@ -120,6 +138,14 @@ def jacov(network: nn.Module, images: Tensor, labels: Tensor) -> float:
 
 
 PROXIES: dict[str, Proxy] = {"synflow": synflow, "naswot": naswot, "jacov": jacov, "snip": snip}
+
+
+def _check_batch(name: str, images: Tensor) -> None:
+    if len(images) < 2:
+        raise ConfigurationError(
+            f"score {name} needs a batch of at least 2 images, got {len(images)}: raise batch_size, or "
+            "add images"
+        )
 
 
 def _saliency(network: nn.Module) -> float:

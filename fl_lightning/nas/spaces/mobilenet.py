@@ -10,7 +10,7 @@ Howard et al. 2019 (MobileNetV3).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import ClassVar, final
 
 from fl_lightning.core.errors import ConfigurationError
@@ -23,6 +23,7 @@ from fl_lightning.nas.spaces.networks.mobilenet import (
     plan_stages,
 )
 from fl_lightning.nas.spaces.parts import Part, PartSizes, Size
+from fl_lightning.nas.spaces.settings import settle
 from fl_lightning.nas.spaces.sizes import SizeSpace
 from fl_lightning.nas.spaces.space import Architecture
 
@@ -64,8 +65,7 @@ class MobileNet(SizeSpace):
     swish: tuple[bool, ...] = (False, False, False, True, True, True)
 
     def __post_init__(self) -> None:
-        for field in fields(self):  # lists of a YAML file
-            object.__setattr__(self, field.name, tuple(getattr(self, field.name)))
+        settle(self)
         stages = len(self.widths) - 4
         if (
             stages < 1

@@ -59,6 +59,11 @@ class MobileNetLayers(CellSpace):
     sizes: MobileNet | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.sizes, MobileNet | None):
+            raise ConfigurationError(
+                f"{self.name}: sizes must be a MobileNet space, whose layers it has, or null, got "
+                f"{self.sizes!r}"
+            )
         object.__setattr__(self, "sizes", self.sizes or small_mobilenet())
 
     @property

@@ -10,7 +10,7 @@ Differs: one convolution as stem, of fixed width.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import ClassVar, final
 
 from fl_lightning.core.errors import ConfigurationError
@@ -24,6 +24,7 @@ from fl_lightning.nas.spaces.networks.resnet import (
     stem_cost,
 )
 from fl_lightning.nas.spaces.parts import Number, Part, Size
+from fl_lightning.nas.spaces.settings import settle
 from fl_lightning.nas.spaces.sizes import SizeSpace
 from fl_lightning.nas.spaces.space import Architecture
 
@@ -61,11 +62,7 @@ class ResNet(SizeSpace):
     expansions: tuple[float, ...] = (0.2, 0.25, 0.35)
 
     def __post_init__(self) -> None:
-        for field in fields(self):  # lists of a YAML file
-            value = getattr(self, field.name)
-            if not isinstance(value, int):
-                frozen = tuple(tuple(x) if isinstance(x, list) else x for x in value)
-                object.__setattr__(self, field.name, frozen)
+        settle(self)
         if not len(self.channels) == len(self.strides) == len(self.depths) >= 1:
             raise ConfigurationError(
                 f"{self.name}: channels, strides and depths are for the same stages, got "

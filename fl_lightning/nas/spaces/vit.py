@@ -7,13 +7,14 @@ Differs: without relative positions; the class token is read, as in the original
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import ClassVar, final
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.nas.cost.count import Cost
 from fl_lightning.nas.spaces.networks.vit import Shape, ViTNetwork, network_cost
 from fl_lightning.nas.spaces.parts import Part, Size
+from fl_lightning.nas.spaces.settings import settle
 from fl_lightning.nas.spaces.sizes import SizeSpace
 from fl_lightning.nas.spaces.space import Architecture
 
@@ -52,11 +53,8 @@ class ViT(SizeSpace):
     head_features: int = 64
 
     def __post_init__(self) -> None:
-        for field in fields(self):  # lists of a YAML file
-            value = getattr(self, field.name)
-            if not isinstance(value, int):
-                object.__setattr__(self, field.name, tuple(value))
-        if self.patch < 1 or self.image_side % self.patch:
+        settle(self)
+        if self.image_side % self.patch:
             raise ConfigurationError(
                 f"{self.name}: patch must divide image_side, got {self.patch} and {self.image_side}"
             )

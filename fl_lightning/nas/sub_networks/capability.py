@@ -3,7 +3,8 @@
     limit of a client = the largest sub-network within its budget   (`largest_within`)
     it trains the sub-networks that lie inside the limit, and holds what any of them holds
 
-A budget is of multiply-adds, parameters or activations, or of milliseconds on the client's own device.
+A budget is of multiply-adds, parameters or activations, or of milliseconds on the client's own device;
+or, if relative, a multiple of what the largest network costs there.
 
 Inside means: no size is larger. A network that costs less but is, say, deeper than the limit has
 coordinates that the client does not hold. Source of the setting: Diao et al. 2021 (HeteroFL).
@@ -12,6 +13,7 @@ coordinates that the client does not hold. Source of the setting: Diao et al. 20
 from __future__ import annotations
 
 import csv
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -58,7 +60,7 @@ class Capability(ABC):
     """A family: which budget each client has."""
 
     measure: Measure
-    relative: bool
+    relative: bool | None
 
     @abstractmethod
     def budgets(self, num_clients: int) -> list[float]:
@@ -82,9 +84,10 @@ class DeviceClasses(Capability):
         budgets_of_classes: of each class.
         shares: of the clients, that sum to 1; equal ones if None.
         measure: what budgets are of: ``flops``, ``params`` or ``activations``.
-        relative: whether budgets are parts of what the largest network costs.
+        relative: whether budgets are multiples of what the largest network costs, or of its latency
+            with `latency_files`. If None: multiples of the cost, and milliseconds with `latency_files`.
         latency_files: of each class, what ``fl-lightning latency`` wrote on its device; budgets are then
-            milliseconds there.
+            milliseconds there, unless `relative` is true.
         seed: of which clients are in which class; the run's seed if None.
 
     Example:
@@ -95,19 +98,19 @@ class DeviceClasses(Capability):
     budgets_of_classes: Sequence[float]
     shares: Sequence[float] | None = None
     measure: Measure = "flops"
-    relative: bool = True
+    relative: bool | None = None
     latency_files: Sequence[str] | None = None
     seed: int | None = None
 
     def __post_init__(self) -> None:
         budgets, shares = list(self.budgets_of_classes), self.shares
         _check_measure(self.measure)
-        if not budgets or min(budgets) <= 0:
+        if not budgets or not all(_is_budget(budget) for budget in budgets):
             raise ConfigurationError(
-                f"budgets_of_classes must be numbers above 0, one a class, got {budgets}"
+                f"budgets_of_classes must be finite numbers above 0, one a class, got {budgets}"
             )
-        if shares is not None and (
-            len(shares) != len(budgets) or min(shares) < 0 or abs(sum(shares) - 1) > 1e-6
+        if shares is not None and not (
+            len(shares) == len(budgets) and min(shares) >= 0 and abs(sum(shares) - 1) <= 1e-6
         ):
             raise ConfigurationError(
                 f"shares must be {len(budgets)} numbers from 0, one a class, that sum to 1, got "
@@ -118,6 +121,8 @@ class DeviceClasses(Capability):
             raise ConfigurationError(
                 f"latency_files must be {len(budgets)} files, one a class, got {list(files)}"
             )
+        if self.relative is None:
+            object.__setattr__(self, "relative", files is None)
 
     def budgets(self, num_clients: int) -> list[float]:
         """Return the budget of every client; classes have their shares to within one client."""
@@ -150,7 +155,7 @@ class BudgetTable(Capability):
     Attributes:
         path: of the file; clients are numbered from 0.
         measure: what other budgets are of: ``flops``, ``params`` or ``activations``.
-        relative: whether budgets are parts of what the largest network costs.
+        relative: whether budgets are multiples of what the largest network costs, or of its latency.
     """
 
     path: str
@@ -186,6 +191,12 @@ class BudgetTable(Capability):
         if missing:
             raise ConfigurationError(
                 f"budgets {self.path}: no budget for client {missing[0]}; there are {num_clients}"
+            )
+        broken = [client for client, (budget, _) in found.items() if not _is_budget(budget)]
+        if broken:
+            raise ConfigurationError(
+                f"budgets {self.path}: a budget must be a finite number above 0, and that of client "
+                f"{broken[0]} is {found[broken[0]][0]:g}"
             )
         return [found[client] for client in range(num_clients)]
 
@@ -255,6 +266,10 @@ def reach(space: SizeSpace, supernet: nn.Module, limit: Architecture) -> dict[st
                 for name, mask in space.held(supernet, architecture).items():
                     masks[name] |= mask
     return masks
+
+
+def _is_budget(value: float) -> bool:
+    return 0 < value < math.inf
 
 
 def _check_measure(measure: str) -> None:

@@ -14,6 +14,8 @@ import numpy as np
 from lightning.pytorch import Trainer
 from torch import nn
 
+from fl_lightning.client.personal.personalisation import Personalisation
+from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.federation.processes.ranks import Ranks
 from fl_lightning.federation.processes.shares import shares
 from fl_lightning.federation.visits.visiting import visiting
@@ -39,6 +41,24 @@ def has_statistics(network: nn.Module) -> bool:
     """Return whether there is anything to recalibrate."""
     norms = (m for m in network.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
     return any(norm.running_mean is not None for norm in norms)
+
+
+def check_personal(personal: Personalisation | None, network: nn.Module) -> None:
+    """Refuse models of clients beside the shared one, whose statistics nobody recalibrates.
+
+    Args:
+        personal: of the federation.
+        network: that is recalibrated.
+
+    Raises:
+        ConfigurationError: saying what to take instead.
+    """
+    if personal is not None and personal.beside and has_statistics(network):
+        raise ConfigurationError(
+            f"federation.personal {type(personal).__name__} gives each client a model beside the shared "
+            "one, and batch norm statistics are recalibrated for the shared one alone: use Personal or "
+            "FineTuned, or a space without batch norm (fl_lightning.nas.ViT)"
+        )
 
 
 def recalibrated(

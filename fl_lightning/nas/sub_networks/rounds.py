@@ -27,7 +27,7 @@ from fl_lightning.nas.spaces.space import Architecture
 from fl_lightning.nas.sub_networks.accuracy_predictor import RunPredictor
 from fl_lightning.nas.sub_networks.attentive import Attentive
 from fl_lightning.nas.sub_networks.capability import limits, reach
-from fl_lightning.nas.sub_networks.recalibration import has_statistics, recalibrated
+from fl_lightning.nas.sub_networks.recalibration import check_personal, has_statistics, recalibrated
 from fl_lightning.nas.sub_networks.sorted_channels import check_sorting, sort_before_round
 
 if TYPE_CHECKING:
@@ -111,8 +111,8 @@ class SubNetworkRounds(Callback):
         """Have a federation tell whose turn it is.
 
         Raises:
-            ConfigurationError: for a capability in a run without clients, or a budget that no
-                network meets.
+            ConfigurationError: for a capability in a run without clients, a budget that no network
+                meets, or models of clients whose statistics would not be recalibrated.
         """
         module: Any = pl_module
         self._module, self._sums, self._recalibrated_at = module, {}, None
@@ -141,6 +141,7 @@ class SubNetworkRounds(Callback):
             cost = module.cost_in(module.capability.measure)
             self._limits = limits(module.capability, module.space, cost, num_clients)
         if federations:
+            check_personal(federations[0].personal, module.network)
             self._turns = Turns(self._limits, module.space.largest)
             federations[0].add(self._turns)
 
