@@ -96,6 +96,5 @@ def _projected(product: Product, first: Tensor) -> Tensor:
 def _largest(matrix: Tensor) -> float:
     if not matrix.isfinite().all():
         raise ValueError("the Hessian by alpha holds a number that is not finite")
-    matrix = matrix.to(torch.promote_types(matrix.dtype, torch.float32))  # bfloat16 has no eigvalsh
     # of both triangles' mean: rounding leaves them a little apart
     return float(torch.linalg.eigvalsh((matrix + matrix.T) / 2)[-1])
