@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.nas.alpha_gradients import AlphaGradient, Reward
@@ -133,12 +133,26 @@ def protector(federation: Any) -> Any:
     return given if as_aggregator(given).protection is not None else None
 
 
+def check_steps_once(option: str, optimizer: Optimizer) -> None:
+    """Refuse an optimizer that asks for the loss again and again: a search has a gradient for one step.
+
+    Raises:
+        ConfigurationError: naming the option.
+    """
+    if isinstance(optimizer, LBFGS):
+        raise ConfigurationError(
+            f"{option} is LBFGS, which evaluates the loss several times a step, and a search has one "
+            "gradient for it: take torch.optim.SGD or torch.optim.Adam"
+        )
+
+
 def check_weights_optimizer(optimizer: Optimizer) -> None:
-    """Refuse one that keeps to a mask.
+    """Refuse one that keeps to a mask, or asks for more than a gradient.
 
     Raises:
         ConfigurationError: saying what to do first.
     """
+    check_steps_once("model.optimizer", optimizer)
     if isinstance(optimizer, SparseSGDM | SparseAdamW):
         raise ConfigurationError(
             f"model.optimizer is {type(optimizer).__name__}, and {MASKS_IN_A_SEARCH}. Search with "

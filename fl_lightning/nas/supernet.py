@@ -42,6 +42,7 @@ from fl_lightning.nas.checks import (
     SEARCH_OVER_SITES,
     check_image_size,
     check_learning,
+    check_steps_once,
     check_weights_optimizer,
 )
 from fl_lightning.nas.cost.latency import LatencyTable, expected_measure
@@ -162,7 +163,7 @@ class Supernet(LightningModule):
         self._architecture_optimizer = architecture_optimizer or _DARTS_ADAM
         kept = 0
         if architecture_state == "clients":
-            kept = num_kept(self._architecture_optimizer, list(self.alphas.values()))
+            kept = num_kept(self.new_architecture_optimizer, list(self.alphas.values()))
         self.register_buffer("kept_state", torch.zeros(kept))
         self.architecture_state = architecture_state
         self.is_federated = self.is_stepped_by_server = False
@@ -231,7 +232,9 @@ class Supernet(LightningModule):
 
     def new_architecture_optimizer(self, params: Any) -> Optimizer:
         """Return the optimizer that α has in a central search."""
-        return self._architecture_optimizer(params)
+        optimizer = self._architecture_optimizer(params)
+        check_steps_once("model.architecture_optimizer", optimizer)
+        return optimizer
 
     def forward(self, images: Tensor, architecture: Architecture | None = None) -> Tensor:
         """Return logits (B, num_classes) of an architecture in the shared weights; the present one's if None."""

@@ -49,6 +49,14 @@ def test_what_would_do_nothing_is_refused(options, says):
         supernet(**options)
 
 
+@pytest.mark.parametrize("state", ["server", "clients"])
+@pytest.mark.parametrize("option", ["optimizer", "architecture_optimizer"])
+def test_optimizers_that_ask_for_the_loss_are_refused(option, state):
+    options = {option: torch.optim.LBFGS, "architecture_state": state}
+    with pytest.raises(ConfigurationError, match=rf"model\.{option} is LBFGS"):
+        search(Supernet(TwoLayers(), num_classes=2, in_channels=4, image_size=1, **options))
+
+
 def test_images_of_another_size_are_refused():
     module = Supernet(TwoLayers(), num_classes=2, in_channels=4, image_size=8, seed=0)
     with pytest.raises(ConfigurationError, match="image_size is 8, and the images are 1 x 1"):
