@@ -486,8 +486,8 @@ def _check(num_classes: int, clip_norm: float, state: str, num_examples: int | N
     rules = {
         f"num_classes must be at least 2, got {num_classes}": num_classes >= 2,
         f"clip_norm must be positive, got {clip_norm}": clip_norm > 0,
-        f"recalibration_examples must be at least 2, got {num_examples}": (num_examples or 2) >= 2
-        and num_examples != 0,
+        f"recalibration_examples must be at least 2, got {num_examples}": num_examples is None
+        or num_examples >= 2,
         f"architecture_state must be {', '.join(places)}, got {state!r}": state in places,
     }
     broken = [message for message, holds in rules.items() if not holds]
