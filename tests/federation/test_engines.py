@@ -333,6 +333,71 @@ def test_batch_norm_trains_full_batches_in_slots_and_others_in_sequence():
     torch.testing.assert_close(weights(one), weights(many), rtol=1e-4, atol=1e-5)
 
 
+class Weighted(ToyModule):
+    """A mean with class weights, which is none over examples."""
+
+    loss_is_mean = True
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return F.cross_entropy(self.net(x), y, torch.tensor([1.0, 2.0, 5.0]))
+
+
+class SmallDiffers(ToyModule):
+    """A mean in all batches but those of one size."""
+
+    loss_is_mean = True
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * (1 + (len(batch[0]) == 2))
+
+
+class Declared(ToyModule):
+    """Says what is true."""
+
+    loss_is_mean = True
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx)
+
+
+class Inherits(Declared):
+    """What the class above says does not hold for a step of its own."""
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "padded", "said"),
+    [
+        (Declared, {}, True, ""),
+        (Declared, {"pad_batches": False}, False, ""),
+        (ToyModule, {"pad_batches": True}, True, ""),
+        (Inherits, {}, False, ""),
+        (Weighted, {}, False, "of whole batches because a trial client's update was not"),
+        (SmallDiffers, {}, False, "of whole batches because a trial client's update was not"),
+        (
+            partial(ToyModule, batch_norm=True),
+            {"pad_batches": True},
+            False,
+            "of whole batches because a batch of another size fails",
+        ),
+    ],
+)
+def test_batches_are_padded_where_the_loss_is_said_to_be_a_mean(
+    kind, options, padded, said, caplog
+):
+    one, many = toy(kind), toy(kind)
+    data = partial(toy_data, batch_size=4, drop_last=kind not in (Weighted, SmallDiffers))
+    run(one, "sequential", data=data())
+    with caplog.at_level(logging.INFO, logger="lightning.pytorch"):
+        trainer = run(many, "slots", data=data(), **options)
+    assert trainer.callbacks[0].state_dict()["engine"]["slots"]["padded"] is padded
+    assert said in caplog.text
+    torch.testing.assert_close(weights(one), weights(many), rtol=1e-4, atol=1e-5)
+
+
 class LogsEveryStep(ToyModule):
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
