@@ -188,7 +188,7 @@ def test_direct_layers_stay_in_full_precision_and_it_is_said(caplog):
         caplog.clear()
         with caplog.at_level(logging.INFO, logger="lightning.pytorch"):
             module = toy(Repeating)
-            run(module, "slots", trainer={"precision": precision})
+            run(module, "slots", trainer={"precision": precision}, pad_batches=True)
         ends.append(weights(module))
         said = "direct layers in float32" in caplog.text
         assert said == (precision == "bf16-mixed")
@@ -539,7 +539,7 @@ def test_auto_takes_slots_that_are_faster(kind, how, monkeypatch, caplog):
     one, many = toy(), toy(kind)
     first = run(one, "sequential")
     with caplog.at_level(logging.INFO, logger="lightning.pytorch"):
-        second = run(many, "auto", slots=None)
+        second = run(many, "auto", slots=None, pad_batches=True)
     said = rf"engine: 4 slots, measured at [\d.]+ times the sequential speed, {how} \d+ s"
     assert re.search(said, caplog.text)
     assert "engine: measuring whether many clients at once are faster, for about" in caplog.text
@@ -672,7 +672,7 @@ def test_updates_of_one_step_give_the_same_bits_whether_or_not_they_are_multipli
 ):
     folded, fold = [], ThinDeltas.fold
     monkeypatch.setattr(ThinDeltas, "fold", lambda *a: (folded.append(len(a[2])), fold(*a)))
-    one_step = {"cohort": None, "local_epochs": None, "local_steps": 1}
+    one_step = {"cohort": None, "local_epochs": None, "local_steps": 1, "pad_batches": True}
     one, other = toy(Wide), toy(Wide)
     run(one, **one_step)
     assert sum(folded) == 18
