@@ -52,7 +52,7 @@ CAPS = {
     "data": (7210, 52),
     "engines": (6810, 44),
     "experiments": (3520, 30),
-    "federation": (12860, 98),
+    "federation": (12700, 97),
     "flower": (9500, 77),
     "kernels": (1690, 11),
     "models": (1150, 9),
