@@ -101,7 +101,7 @@ def try_lock(file: TextIO, told: str = "") -> bool:
 
 
 def holder_of(file: TextIO) -> str:
-    """What the process that has locked a file wrote into it; its number comes first.
+    """Text in a locked file, which begins with the number of the process that has locked it.
 
     Args:
         file: open for reading.
