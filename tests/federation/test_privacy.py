@@ -174,6 +174,36 @@ def test_a_checkpoint_of_another_privacy_is_refused(tmp_path):
         )
 
 
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"clip_norm": 0.2}, "clip_norm was 0.1, not 0.2"),
+        (
+            {"adaptive_clip": AdaptiveClip(bits_stddev=2.0)},
+            "adaptive_clip was None, not AdaptiveClip",
+        ),
+        ({"secure_noise": True}, "secure_noise was False, not True"),
+        ({"accountant": "rdp"}, "cost something else"),
+        ({"epsilon": 30.0, "delta": 1e-4, "log_unprotected": False}, None),
+    ],
+)
+def test_every_option_that_changes_when_resuming_is_refused_or_counted(tmp_path, changed, says):
+    cohort = PoissonCohort(fraction=0.5)
+    run(2, callbacks=[SaveEverywhere(tmp_path)], privacy=private(), cohort=cohort)
+    options = {
+        "ckpt_path": tmp_path / "1-end.ckpt",
+        "cohort": cohort,
+        "privacy": private(**changed),
+    }
+    if says is not None:
+        with pytest.raises(ConfigurationError, match=says):
+            run(3, **options)
+        return
+    _, trainer = run(3, **options)
+    _, whole = run(3, privacy=private(**changed), cohort=cohort)
+    assert facts(trainer)["privacy/epsilon"] == facts(whole)["privacy/epsilon"]
+
+
 def test_a_checkpoint_of_other_cohorts_is_refused_even_if_they_cost_the_same_in_the_end(tmp_path):
     """By twos or by threes: after four rounds somebody has had two turns."""
     options = {"noise_multiplier": 2.0, "clip_norm": 0.1, "delta": 1e-3, "secure_noise": False}
