@@ -85,7 +85,7 @@ class Devices:
 
     @property
     def traits(self) -> Traits:
-        """What they need of a round."""
+        """Traits of these devices."""
         return _OF_TIME if self.deadline is None else _OF_TIME | _OF_DEADLINES
 
     def __post_init__(self) -> None:

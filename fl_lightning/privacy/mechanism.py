@@ -142,7 +142,7 @@ class Privacy(Budgeted, Protocol):
 
     @property
     def traits(self) -> Traits:
-        """What it needs of a round."""
+        """Traits of this part."""
 
     def mechanism(
         self, run: AccountedRun, source: NoiseSource, noise_multiplier: float | None = None

@@ -111,7 +111,7 @@ class Aggregator(ABC):
 
     @property
     def traits(self) -> Traits:
-        """What it needs of a round, and breaks; a leaf adds to it or drops from it."""
+        """Traits of the aggregator; a leaf adds to them or drops some."""
         traits = BY_STEPS | _OF_ANY if self.needs_effective_steps else _OF_ANY
         if self.protection is None:
             return traits

@@ -98,7 +98,7 @@ class UpdateStep(ABC):
 
     @property
     def traits(self) -> Traits:
-        """What it needs of a round, and breaks."""
+        """Traits of the step."""
         return _OF_TENSORS | _OF_STEPS if self.needs_shapes else _OF_STEPS
 
 

@@ -164,7 +164,7 @@ class Correction:
 
     @property
     def traits(self) -> Traits:
-        """What it needs of a round, and breaks; it follows from what the correction has."""
+        """Traits of the correction; they follow from its methods."""
         traits = OF_LOSSES if self.changes_loss else NO_TRAITS
         if self.remembers:
             traits |= _OF_MEMORIES

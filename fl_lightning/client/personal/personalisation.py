@@ -63,7 +63,7 @@ class Personalisation(ABC):
 
     @property
     def traits(self) -> Traits:
-        """What it needs of a round, and breaks; it follows from how a client trains its own part."""
+        """Traits of the personal model; they follow from how a client trains its own part."""
         needs, ways = {}, {}
         if self.mixture is not None:
             needs[Trait.RETURNED_LOSS] = "takes gradients at a mixture of two models"

@@ -116,7 +116,7 @@ class Cohort(ABC):
 
     @property
     def traits(self) -> Traits:
-        """What it needs of a round."""
+        """Traits of this part."""
         return _OF_FRESH_LOSSES | _OF_COHORTS if self.needs_fresh_losses else _OF_COHORTS
 
     @property
