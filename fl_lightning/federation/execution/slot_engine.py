@@ -21,11 +21,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from fl_lightning.client.local_training import GlobalModel, LocalTrainer
+from fl_lightning.client.local_training import LocalTrainer
 from fl_lightning.client.work import ClientWork, GroupWork
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.metric_states import MetricStates, metrics_of
-from fl_lightning.core.update import ClientUpdate, Updates
+from fl_lightning.core.update import ClientUpdate, GlobalModel, Updates
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.engines import (
     CannotPad,
@@ -273,32 +273,52 @@ def agreeing(
     Raises:
         CannotStack: with the operation that slots cannot run, or how the updates differ.
     """
-    has_direct = reason_against_direct_layers(trainer.lightning_module) is None
     size = trainer.datamodule.full_batch  # type: ignore[attr-defined]
     full = next((client for client in work if size in client.sizes), None)
     reason, whole_because = CannotStack(_NO_FULL_BATCH), ""
     for padded in (True, False) if stacking.padded else (False,):
         if full is None and not padded:
             break
-        for direct in (True, False) if has_direct else (False,):
-            tried = replace(stacking, num_slots=2, padded=padded, direct=direct, compiled=False)
-            try:
-                sample = _of_sizes(full or work[0], _sizes(work, size) if padded else _two(size))
-                _compare(trainer, local, model, sample, train_one, tried)
-            except CannotStack as found:
-                reason = found
-                if isinstance(found, CannotPad):
-                    break
-            except ClientFailure as failure:
-                if not padded:
-                    raise
-                reason = CannotPad(f"a batch of another size fails ({_first_line(failure)})")
-                break
-            else:
-                found_out = replace(tried, whole_because="" if padded else whole_because)
-                return replace(found_out, num_slots=stacking.num_slots, compiled=stacking.compiled)
-        if padded:
-            whole_because = str(reason)
+        sample = _of_sizes(full or work[0], _sizes(work, size) if padded else _two(size))
+        tried = replace(stacking, num_slots=2, padded=padded, compiled=False)
+        try:
+            direct = _is_direct(trainer, local, model, sample, train_one, tried)
+        except CannotStack as found:
+            reason, whole_because = found, str(found)
+        else:
+            return replace(stacking, padded=padded, direct=direct, whole_because=whole_because)
+    raise reason
+
+
+def _is_direct(
+    trainer: Trainer,
+    local: LocalTrainer,
+    model: GlobalModel,
+    sample: ClientWork,
+    train_one: TrainOne,
+    stacking: Stacking,
+) -> bool:
+    """Return whether layers can be computed directly, after a client was trained both ways.
+
+    Raises:
+        CannotStack: if its results differ in any case.
+    """
+    reason = CannotStack("")
+    has_direct = reason_against_direct_layers(trainer.lightning_module) is None
+    for direct in (True, False) if has_direct else (False,):
+        try:
+            _compare(trainer, local, model, sample, train_one, replace(stacking, direct=direct))
+        except CannotPad:
+            raise
+        except CannotStack as found:
+            reason = found
+        except ClientFailure as failure:
+            if not stacking.padded:
+                raise
+            text = f"a batch of another size fails ({_first_line(failure)})"
+            raise CannotPad(text) from failure
+        else:
+            return direct
     raise reason
 
 
