@@ -54,7 +54,6 @@ class StackedStep:
         shifts: of a correction, by name, shape (G, …); empty where there are none.
         count: steps that each client has taken, float64 of shape (G,).
         graphs: what the step does at present, and how.
-        is_rounded: whether the step runs in autocast, where gradients of common parameters may fail.
         given: what the last step gave to metrics, with the slots that it came from (None: all).
     """
 
@@ -81,8 +80,6 @@ class StackedStep:
             if options.has_shift
             else {}
         )
-        with context():
-            self.is_rounded = torch.is_autocast_enabled(first.device.type)
         self._pull = torch.zeros((), dtype=first.dtype, device=first.device)
         self._lrs: list[Tensor] = []
         self._starts: Tensors = {}

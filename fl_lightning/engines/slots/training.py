@@ -227,7 +227,6 @@ class SlotTrainer:
         if not self._step.options.padded:
             firsts = work.sizes[work.first_steps[:-1]]
             alike = alike and bool((firsts == firsts[0]).all())
-            alike = alike and not self._step.is_rounded
         has_own = bool(self._step.buffers) or self._own is not None
         return alike and not has_own and not self._step.graphs.is_unused_any
 
