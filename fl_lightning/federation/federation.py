@@ -30,6 +30,7 @@ from fl_lightning.federation.stages.privacy_run import (
 )
 from fl_lightning.federation.start import begin, prepare, take_over
 from fl_lightning.federation.visits.fresh_losses import refresh_losses
+from fl_lightning.federation.visits.local_counts import rate_line
 from fl_lightning.federation.visits.personal_models import PersonalModels
 from fl_lightning.federation.visits.personal_recall import (
     own_layers,
@@ -43,7 +44,8 @@ class Federation(Options, Callback):
     """Trains over many clients: one epoch is one round.
 
     The module's optimizer is the clients' (its state starts empty whenever a client trains), its
-    learning-rate schedule advances once per round, ``global_step`` counts rounds. What a client sends
+    learning-rate schedule advances once per round, or with ``interval: step`` in every local step, and
+    ``global_step`` counts rounds. What a client sends
     is where it began minus where it ended, however it got there: a ``training_step`` may also set the
     parameters itself and return None, or step one or several optimizers by hand
     (``automatic_optimization = False``), in which case clients train one after the other.
@@ -107,6 +109,8 @@ class Federation(Options, Callback):
         if self._groups_before != len(self._calendar.groups):
             renumber_groups(trainer, self._groups_before, len(self._calendar.groups))
         assert self.rounds is not None
+        if (line := rate_line(trainer, self.rounds.run.by_step)) is not None:
+            rank_zero_info(line)
         announce_privacy(trainer, self.private, self.rounds)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -128,6 +128,11 @@ class Correction:
         return True
 
     @property
+    def reads_rate(self) -> bool:
+        """Whether memories are made with the one learning rate of a round."""
+        return False
+
+    @property
     def changes_loss(self) -> bool:
         """Whether clients train with another loss: then slots cannot serve it."""
         own = type(self)

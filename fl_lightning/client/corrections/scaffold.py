@@ -63,6 +63,11 @@ class Scaffold(Correction):
         return self.option == "II"
 
     @property
+    def reads_rate(self) -> bool:
+        """With option II."""
+        return self.option == "II"
+
+    @property
     def reads_examples(self) -> bool:
         """With option I, for the gradient of the whole shard."""
         return self.option == "I"

@@ -205,6 +205,8 @@ class Sites(Training):
             "optimizers": options_of(self._run.trainer.optimizers),
             "epsilon": self._epsilon(),
         }
+        if by_step := self.local.round_start.by_step:
+            options["by_step"] = by_step
         if self._sums is not None:
             options["most_clients"] = self._sums.terms.most_clients
         return options, tensors
