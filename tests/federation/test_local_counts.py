@@ -179,8 +179,16 @@ class PlateauBySteps(ToyModule):
     ("module", "options", "match"),
     [
         (PlateauBySteps, {}, "set interval to 'epoch'"),
-        (Warming, {"correction": Scaffold()}, "Scaffold .* one learning rate"),
-        (Warming, {"aggregator": NormalisedMean()}, "NormalisedMean .* one learning rate"),
+        (
+            Warming,
+            {"correction": Scaffold()},
+            "Scaffold takes .* changes it from step to step: set Scaffold's option",
+        ),
+        (
+            Warming,
+            {"aggregator": NormalisedMean()},
+            "NormalisedMean divides .* changes it from step to step: use Mean",
+        ),
     ],
 )
 def test_what_needs_one_rate_a_round_refuses_schedules_by_steps(module, options, match):

@@ -80,16 +80,9 @@ class Corrector(Stage):
             self.one_at_a_time = "its correction changes the loss of one model at a time"
 
     def problems(self, run: Run) -> Iterator[str]:
-        """Say what cannot be corrected: what is maximised, and steps of several rates."""
+        """Say that what is maximised cannot be corrected."""
         if run.options.correction is not None and maximises(run.trainer):
             yield f"federation.correction {ADDED_TO_LOSS}"
-        users: list[Any] = [self.correction] * self.correction.reads_rate
-        users += [run.options.aggregator] * self._counts_steps
-        if run.by_step is not None and users:
-            yield (
-                f"{type(users[0]).__name__} computes with one learning rate a round, and the module's "
-                "schedule changes it from step to step: set its interval to 'epoch'"
-            )
 
     def open(self, round_index: int, model: GlobalModel) -> None:
         """Forget what an unfinished round has learnt."""
