@@ -153,9 +153,8 @@ def count_locally(
     """
     kind = type(trainer)
     trainer.local_counts = LocalCounts(planned_steps, planned_steps * accumulate)  # type: ignore[attr-defined]
-    trainer.__class__ = type(
-        kind.__name__, (_CountingTrainer, kind), {"__module__": kind.__module__}
-    )
+    counting = type(kind.__name__, (_CountingTrainer, kind), {"__module__": kind.__module__})
+    object.__setattr__(trainer, "__class__", counting)
     cleanup.callback(vars(trainer).pop, "local_counts")
     cleanup.callback(setattr, trainer, "__class__", kind)
 
