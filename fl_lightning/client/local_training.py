@@ -11,7 +11,6 @@ nothing leaves the device before the client is done.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
@@ -36,7 +35,7 @@ from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.lonely_example import help_with_one_example
 from fl_lightning.core.metrics import weighted_mean
 from fl_lightning.core.space import Space
-from fl_lightning.core.update import ClientUpdate, GlobalModel
+from fl_lightning.core.update import ClientUpdate, GlobalModel, check_finite
 
 
 class LocalTrainer:
@@ -383,19 +382,3 @@ class LocalTrainer:
         # the client started from the rounded values: only its own movement counts
         self.space.write(start.params)
         return self.space.read().sub_(end)
-
-
-def check_finite(update: ClientUpdate) -> None:
-    """Refuse an update that would spoil the global model.
-
-    Raises:
-        ClientFailure: if its loss, its delta or its buffers are not finite.
-    """
-    loss = update.metrics.get("train/loss", update.norm)
-    loss_value, norm = torch.stack([loss.to(update.norm.dtype), update.norm]).tolist()
-    if not math.isfinite(loss_value) and "train/loss" in update.metrics:
-        raise ClientFailure(update.client_id, f"its training loss is {loss_value}")
-    if not math.isfinite(norm):
-        raise ClientFailure(update.client_id, "its update holds NaN or infinite values")
-    if update.buffers.numel() and not bool(torch.isfinite(update.buffers).all()):
-        raise ClientFailure(update.client_id, "its buffers hold NaN or infinite values")

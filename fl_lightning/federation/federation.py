@@ -30,7 +30,6 @@ from fl_lightning.federation.stages.privacy_run import (
 )
 from fl_lightning.federation.start import begin, prepare, take_over
 from fl_lightning.federation.visits.fresh_losses import refresh_losses
-from fl_lightning.federation.visits.local_counts import rate_line
 from fl_lightning.federation.visits.personal_models import PersonalModels
 from fl_lightning.federation.visits.personal_recall import (
     own_layers,
@@ -109,8 +108,6 @@ class Federation(Options, Callback):
         if self._groups_before != len(self._calendar.groups):
             renumber_groups(trainer, self._groups_before, len(self._calendar.groups))
         assert self.rounds is not None
-        if (line := rate_line(trainer, self.rounds.run.by_step)) is not None:
-            rank_zero_info(line)
         announce_privacy(trainer, self.private, self.rounds)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -119,7 +119,7 @@ class DrivenRounds(Rounds, Protocol):
 
 
 def take_over(trainer: Trainer, rounds: DrivenRounds, cleanup: ExitStack) -> None:
-    """Have Lightning's loop drive rounds, and hooks see them, until the fit is over.
+    """Install rounds in Lightning's loop, and show them to hooks, until the fit is over.
 
     A client accumulates its own batches. For Lightning a round accumulates its groups: so global_step and
     the loggers' x axis advance once per round.

@@ -210,7 +210,7 @@ class Training:
 
     @contextmanager
     def _around(self, turn: Turn) -> Iterator[None]:
-        """Have the module, and what it asks its Trainer, be one client's inside this block."""
+        """One client's module inside this block, and a Trainer that counts its steps."""
         with self.step.counts.of_client(turn.work), self._stages.around(turn):
             yield
 

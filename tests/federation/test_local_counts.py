@@ -9,6 +9,7 @@ from lightning.pytorch import Callback, seed_everything
 from toys import Notes, SaveEverywhere, ToyModule, toy_data, toy_trainer, weights
 
 from fl_lightning import ConfigurationError, Federation, NormalisedMean, Scaffold, UniformCohort
+from fl_lightning.callbacks.console.overview import RunOverview
 from fl_lightning.client.devices import Devices
 from fl_lightning.client.speeds import LogNormalSpeeds
 from fl_lightning.federation import client_id, local_step
@@ -92,7 +93,7 @@ def rates_by_hand(kind, frequency, total):
 def test_a_schedule_by_steps_counts_local_steps(kind, frequency, caplog):
     """A client of round r begins at N r, with N the steps of the client that takes the most."""
     module, num_steps = Noting(kind, frequency), planned()
-    trainer = fit(module, cohort=UniformCohort(size=4))
+    trainer = fit(module, RunOverview(), cohort=UniformCohort(size=4))
     assert module.total == 3 * num_steps
     expected = rates_by_hand(kind, frequency, 3 * num_steps)
     notes = module.notes.read()

@@ -14,7 +14,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -29,6 +28,11 @@ Options = list[list[dict[str, Any]]]
 BY_STEP = "by_step"
 
 
+# Schedules that count local steps: planned ones of a round, N ≥ 1, and what moves them on after the n-th
+# local step of the run, n ≥ 1.
+LocalSchedules = tuple[int, Callable[[int], None]]
+
+
 class RateSchedule(Protocol):
     """A learning-rate schedule."""
 
@@ -37,19 +41,6 @@ class RateSchedule(Protocol):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from there."""
-
-
-@dataclass(frozen=True)
-class LocalSchedules:
-    """Learning-rate schedules that count local steps.
-
-    Attributes:
-        num_steps: planned local steps of a round, N ≥ 1.
-        advance: moves the schedules on after the n-th local step of the run, n ≥ 1.
-    """
-
-    num_steps: int
-    advance: Callable[[int], None]
 
 
 class RoundStart:
@@ -107,34 +98,31 @@ class RoundStart:
         return groups if any(groups) else []
 
     def take_by_step(self, by_step: Sequence[Mapping[str, Sequence[Any]]]) -> None:
-        """Have the round's local steps take options that were worked out elsewhere."""
+        """Use options for the round's local steps that were worked out elsewhere."""
         groups = [group for of_one in self._options for group in of_one]
         for group, values in zip(groups, by_step, strict=True) if by_step else ():
             group[BY_STEP] = {name: list(values[name]) for name in values if name in group}
 
     def _plan(self) -> None:
-        """Let the schedules go through the round's local steps and note what they change."""
+        """Move the schedules through the round's local steps and note what they change."""
         if self._is_planned or self._by_step is None:
             return
         self.put_back()
         seen = []
         for step in self._steps_of_round():
             seen.append([_copied(g) for each in self._optimizers for g in each.param_groups])
-            self._by_step.advance(step)
+            self._by_step[1](step)
         self._is_planned = True
         groups = [group for of_one in self._options for group in of_one]
         for group, options in zip(groups, zip(*seen, strict=True), strict=True):
-            lists = {name: [_plain(each[name]) for each in options] for name in group}
-            group[BY_STEP] = {
-                name: values
-                for name, values in lists.items()
-                if name == "lr" or any(value != values[0] for value in values)
-            }
+            lists = {name: [each[name] for each in options] for name in group}
+            changing = (n for n, values in lists.items() if any(v != values[0] for v in values))
+            group[BY_STEP] = {name: list(map(_plain, lists[name])) for name in {"lr", *changing}}
         self.put_back()
 
     def _steps_of_round(self) -> range:
         """Numbers of the round's planned local steps in the run, from 1."""
-        count = 0 if self._by_step is None else self._by_step.num_steps
+        count = 0 if self._by_step is None else self._by_step[0]
         return range(self._number * count + 1, (self._number + 1) * count + 1)
 
     def begin_step(self, step: int) -> None:
@@ -150,7 +138,7 @@ class RoundStart:
         self._tell_rates()
 
     def _tell_rates(self) -> None:
-        """Have ``get_last_lr`` of the schedules return the rates of the step."""
+        """Set what ``get_last_lr`` of the schedules returns to the rates of the step."""
         for schedule in self._schedules if self._by_step is not None else ():
             if hasattr(schedule, "_last_lr") and hasattr(schedule, "optimizer"):
                 schedule._last_lr = [group["lr"] for group in schedule.optimizer.param_groups]
@@ -158,7 +146,7 @@ class RoundStart:
     def end(self) -> None:
         """Move schedules that count local steps on to the next round."""
         for step in self._steps_of_round():
-            self._by_step.advance(step)  # type: ignore[union-attr]
+            self._by_step[1](step)  # type: ignore[index]
 
     @contextmanager
     def as_of(self, options: Options | None) -> Iterator[None]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,14 +26,10 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
-from fl_lightning.client.state.round_start import LocalSchedules, RoundStart
+from fl_lightning.client.state.round_start import LocalSchedules
 from fl_lightning.client.work import ClientWork
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.engines import STEPS_IN_SLOTS, CannotStack
-from fl_lightning.federation.hooks import overrides
-
-# Schedules are worked out so many steps ahead, to tell the rate of the last round.
-_MOST_STEPS_AHEAD = 20_000
 
 
 @dataclass
@@ -143,7 +139,7 @@ class _CountingTrainer(Trainer):
 def count_locally(
     trainer: Trainer, planned_steps: int, accumulate: int, cleanup: ExitStack
 ) -> None:
-    """Have a Trainer count as clients do until the fit is over.
+    """Make a Trainer count as clients do until the fit is over.
 
     Args:
         trainer: whose module is about to build its optimizers.
@@ -192,7 +188,7 @@ def client_id(module: LightningModule) -> int | None:
 
 
 def local_schedules(trainer: Trainer) -> LocalSchedules | None:
-    """Take the learning-rate schedules with ``interval: step`` from Lightning, whose steps are rounds.
+    """Return the learning-rate schedules with ``interval: step``, which Lightning steps no more.
 
     Raises:
         ConfigurationError: for one that waits for a metric.
@@ -221,48 +217,4 @@ def local_schedules(trainer: Trainer) -> LocalSchedules | None:
         finally:
             counts.moved_to = 0
 
-    return LocalSchedules(counts.planned_steps, advance)
-
-
-def rate_line(trainer: Trainer, by_step: LocalSchedules | None) -> str | None:
-    """Return the learning rates of the run's first and last local step; None without a schedule.
-
-    Args:
-        trainer: about to train.
-        by_step: the schedules that count local steps.
-    """
-    module, configs = trainer.lightning_module, trainer.lr_scheduler_configs
-    if not module.automatic_optimization or not configs or overrides(module, "lr_scheduler_step"):
-        return None
-    first, begun, rounds = _rates(trainer), trainer.current_epoch, trainer.max_epochs or -1
-    num_steps = 1 if by_step is None else by_step.num_steps
-    if any(each.reduce_on_plateau for each in configs):
-        return f"learning rate: {first} at first, then by a metric"
-    if not 0 < (rounds - begun) * num_steps <= _MOST_STEPS_AHEAD:
-        return f"learning rate: {first} at first"
-    start = RoundStart(trainer.optimizers, [each.scheduler for each in configs])
-    start.note()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
-        for number in range(begun + 1, rounds + 1):
-            _move(
-                by_step, range(num_steps * (number - 1) + 1, num_steps * number + (number < rounds))
-            )
-            for config in configs if number < rounds else ():
-                if number % config.frequency == 0:
-                    config.scheduler.step()  # type: ignore[call-arg]
-    last = _rates(trainer)
-    start.put_back()
-    where = f"{num_steps} a round" if by_step is not None else "one a round"
-    return f"learning rate: {first} at first, {last} at last ({where}, {rounds - begun} rounds)"
-
-
-def _move(by_step: LocalSchedules | None, steps: range) -> None:
-    advance: Callable[[int], None] | None = None if by_step is None else by_step.advance
-    for step in steps if advance is not None else ():
-        advance(step)  # type: ignore[misc]
-
-
-def _rates(trainer: Trainer) -> str:
-    groups = [group for each in trainer.optimizers for group in each.param_groups]
-    return " or ".join(dict.fromkeys(f"{float(group['lr']):.3g}" for group in groups))
+    return counts.planned_steps, advance
