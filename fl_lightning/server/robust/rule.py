@@ -1,5 +1,4 @@
-"""Rules that look at all updates of a round together.
-"""
+"""Rules that look at all updates of a round together."""
 
 from __future__ import annotations
 
