@@ -7,7 +7,6 @@ simulation. What a client's update goes through on its way, it has gone through 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -202,10 +201,7 @@ class Sites(Training):
         for stage in self._stages:
             told = stage.to_sites().items()
             tensors |= {f"stage/{stage.key}/{name}": tensor.cpu() for name, tensor in told}
-        options = self._agreed() | {
-            "optimizers": options_of(self._run.trainer.optimizers),
-            "epsilon": self._epsilon(),
-        }
+        options = self._agreed() | {"optimizers": options_of(self._run.trainer.optimizers)}
         if self._sums is not None:
             options["most_clients"] = self._sums.terms.most_clients
         return options, tensors
@@ -267,15 +263,6 @@ class Sites(Training):
         if self._constants_of is None or self._constants_of[0] != mask:
             self._constants_of = mask, constants_digest(self._run.module, self.local)
         return self._constants_of[1]
-
-    def _epsilon(self) -> float | None:
-        """Return what the whole run costs of a client's privacy; None without a bound."""
-        private = next((s for s in self._ours if isinstance(s, PrivateRounds)), None)
-        rounds = self._run.num_rounds
-        if private is None or not math.isfinite(rounds):
-            return None
-        epsilon = private.ledger.mechanism.epsilon(int(rounds))
-        return epsilon if math.isfinite(epsilon) else None
 
     def _hand_on(
         self, client: int, came: _Came, start: Start, packing: Packing, taker: Taker
