@@ -35,6 +35,7 @@ from fl_lightning.flower.server.correspondence import Correspondence, Reply
 from fl_lightning.flower.server.greeting import Greeting
 from fl_lightning.flower.server.plausible import check_plausible
 from fl_lightning.flower.site.rounds import ERROR, NORM, options_of
+from fl_lightning.flower.sums.agreed import trained_on
 from fl_lightning.flower.sums.over_sites import adds_over_sites
 from fl_lightning.flower.wire.failures import CATEGORIES
 from fl_lightning.server.server import as_aggregator
@@ -102,12 +103,19 @@ class Sites(Training):
             if isinstance(stage, PrivateRounds):
                 stage.have_noise_at_sites()
         hidden = next((stage for stage in stages if isinstance(stage, SecureRounds)), None)
+        self._trained_on = ""  # in the present round, where only sums are shown
         self._sums = None if hidden is None else hidden.aggregator.over_sites
         if self._sums is not None:
             write = partial(self._order, "sum")
             self._sums.have_added(
                 adds_over_sites(
-                    self._sums, correspondence, site_of, signing_keys, write, self._lose
+                    self._sums,
+                    correspondence,
+                    site_of,
+                    signing_keys,
+                    write,
+                    self._lose,
+                    lambda: self._trained_on,
                 )
             )
 
@@ -130,6 +138,7 @@ class Sites(Training):
             site: self._order("train", some, options, tensors)
             for site, some in self._by_site(clients).items()
         }
+        self._trained_on = trained_on(next(iter(orders.values()))) if orders and self._sums else ""
         came: dict[int, _Came] = {}
         sums: dict[str, MetricSums] = {}
         place = 0

@@ -156,7 +156,7 @@ class Site:
                 "round", f"this site has answered round {last}, not this order of {order.round}"
             )
         done = self._asked(order)
-        self._sums.keep(order.round, done.vectors, done.rules, order)
+        self._sums.keep(done.vectors, done.rules, order)
         for failure in done.failures:
             log.warning("round %d, %s", order.round, failure, exc_info=failure.__cause__)
         return done
