@@ -140,12 +140,12 @@ def _rate_line(trainer: Trainer, by_step: LocalSchedules | None) -> str | None:
 
 def _move_to_end(trainer: Trainer, by_step: LocalSchedules | None, rounds: int) -> None:
     """Step the schedules until the run's last local step."""
-    num_steps, advance = (0, None) if by_step is None else by_step
+    num_steps, advance = by_step or (0, lambda step: None)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
         for number in range(trainer.current_epoch + 1, rounds + 1):
             end = num_steps * number + (number < rounds)
-            for step in range(num_steps * (number - 1) + 1, end) if advance is not None else ():
+            for step in range(num_steps * (number - 1) + 1, end) if num_steps else ():
                 advance(step)
             for config in trainer.lr_scheduler_configs if number < rounds else ():
                 if number % config.frequency == 0:
