@@ -119,14 +119,10 @@ class DrivenRounds(Rounds, Protocol):
 
 
 def take_over(trainer: Trainer, rounds: DrivenRounds, cleanup: ExitStack) -> None:
-    """Install rounds in Lightning's loop, and show them to hooks, until the fit is over.
-
-    A client accumulates its own batches. For Lightning a round accumulates its groups: so global_step and
-    the loggers' x axis advance once per round.
-    """
+    """Install rounds in Lightning's loop, and show them to hooks, until the fit is over."""
     cleanup.callback(rounds.run.step.use, ())
     counts_of(trainer).planned_batches = 0
-    trainer.accumulate_grad_batches = len(rounds.run.groups)
+    trainer.accumulate_grad_batches = len(rounds.run.groups)  # global_step counts rounds
     install(trainer, rounds)
     cleanup.enter_context(preserve_global_generators())
     owners: tuple[Any, ...] = (rounds.run.module, rounds.run.data)

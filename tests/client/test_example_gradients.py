@@ -14,8 +14,8 @@ from torchmetrics import MeanMetric
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.space import Space
+from fl_lightning.data.shards import poisson_batches
 from fl_lightning.engines.functional.example_gradients import ExampleGradients
-from fl_lightning.federation.stages.example_rounds import poisson_batches
 
 
 class Net(nn.Module):

@@ -30,7 +30,7 @@ from fl_lightning.kernels import direct_layers
 Tensors = dict[str, Tensor]
 # Logged values by name, with their batch sizes if given.
 Logged = dict[str, tuple[Tensor, float | None]]
-# Steps that the client has taken, while a training step runs here: for modules that ask; else empty.
+# Steps that the client has taken, while a training step runs here.
 STEPS_IN_SLOTS: list[Tensor] = []
 # Makes what a training step runs in.
 StepContext = Callable[[], AbstractContextManager[Any]]

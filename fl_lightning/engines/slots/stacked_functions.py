@@ -93,7 +93,7 @@ class StackedFunctions:
         masks: ``True`` where an entry may move, of parameters with frozen entries, by name.
         unused: names of parameters that the loss does not depend on: they have no gradient, which is
             not one of 0, and no step of the optimizer.
-        rates_change: whether learning rates change from local step to local step.
+        rates_change: whether learning rates change from step to step.
     """
 
     gradients: StackedGradients
@@ -169,8 +169,7 @@ class StackedFunctions:
             group, param = self.group_of[name], slots.params[name]
             lr = slots.lrs[group]
             if lr.ndim:  # of every local step
-                steps = count.long().clamp(max=len(lr) - 1)
-                lr = lr[steps].view(-1, *[1] * (grad.ndim - 1))
+                lr = lr[count.long().clamp(max=len(lr) - 1)].view(-1, *[1] * (grad.ndim - 1))
             params[name], states[name] = self.rules[group].step(
                 param, grad, slots.states[name], lr, count
             )

@@ -42,8 +42,7 @@ class StackedStep:
         options: how to stack.
         context: makes what ``training_step`` runs in, such as autocast.
         ignore: names of the module's attributes that are none of the user's, see `PythonState`.
-        by_step: gives options of every parameter group that change from local step to local step,
-            lists by name; empty if none does.
+        by_step: gives lists of the options that change from step to step, of every parameter group.
 
     Raises:
         CannotStack: if the optimizer has no rule or leaves out a parameter that trains.

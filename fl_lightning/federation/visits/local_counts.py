@@ -18,7 +18,7 @@ import math
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,35 +62,29 @@ class LocalCounts:
     _reads_rounds: bool = False
     _is_told: bool = False
 
-    @contextmanager
-    def of_client(self, work: ClientWork) -> Iterator[None]:
+    def of_client(self, work: ClientWork) -> AbstractContextManager[None]:
         """Count a client's batches and steps inside this block."""
-        before = dict(vars(self))
-        self.client, self.round_index = work.client_id, work.round_index
-        self.num_batches, self.batch, self.step = len(work.sizes), 0, 0
-        try:
-            yield
-        finally:
-            self._close(before)
+        about = {"client": work.client_id, "round_index": work.round_index}
+        return self._given(**about, num_batches=len(work.sizes))
+
+    def of_slots(self, round_index: int) -> AbstractContextManager[None]:
+        """Count for clients that train at once inside this block."""
+        return self._given(is_in_slots=True, round_index=round_index)
 
     @contextmanager
-    def of_slots(self, round_index: int) -> Iterator[None]:
-        """Count for clients that train at once inside this block."""
-        before = dict(vars(self))
-        self.is_in_slots, self.round_index = True, round_index
+    def _given(self, **values: Any) -> Iterator[None]:
+        before = {name: getattr(self, name) for name in values}
+        vars(self).update(values)
         try:
             yield
         finally:
-            self._close(before)
-
-    def _close(self, before: dict[str, Any]) -> None:
-        vars(self).update(before | {"_reads_rounds": self._reads_rounds, "_is_told": self._is_told})
-        if self._reads_rounds and not self._is_told:
-            self._is_told = True
-            rank_zero_info(
-                "steps: the module reads global_step while a client trains; it counts rounds. "
-                "fl_lightning.federation.local_step(self) counts local steps"
-            )
+            vars(self).update(before)
+            if self._reads_rounds and not self._is_told:
+                self._is_told = True
+                rank_zero_info(
+                    "steps: the module reads global_step while a client trains; it counts rounds. "
+                    "fl_lightning.federation.local_step(self) counts local steps"
+                )
 
     def note_read(self) -> None:
         """Note that ``global_step`` is read, to say so when the client is done."""
