@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("flwr")
 
+from fl_lightning.core.errors import RoundFailure
 from fl_lightning.flower.network.demo import demo
 from fl_lightning.flower.network.folder import SiteFolder, make_network
 from fl_lightning.flower.network.joining import NodeEnds, site_supervised
@@ -67,6 +68,16 @@ def test_rounds_over_tls_with_a_killed_node_and_a_killed_server():
     assert "all rounds done" in said
     assert not processes_with(folder)
     assert not Path(folder).exists()
+
+
+def test_a_demo_that_fails_keeps_its_logs_and_says_where():
+    said = []
+    with pytest.raises(RoundFailure), demo(["a"], said.append, process=f"{ECHO}:serve_echo") as it:
+        it.run(said.append, options={"sites": 1}, run=f"{ECHO}:nothing_of_this_name")
+    [kept] = [Path(line.partition(": ")[2]) for line in said if line.startswith("logs of the ser")]
+    assert "nothing_of_this_name" in (kept / "server" / "superexec.log").read_text()
+    assert (kept / "a" / "resident.log").exists()
+    assert not it.network.folder.exists()
 
 
 def test_who_is_not_let_in_is_told_why():

@@ -27,10 +27,13 @@ class Control:
     Args:
         network: whose server it is.
         port: where Flower's own port is.
+
+    Attributes:
+        network: whose server it is.
     """
 
     def __init__(self, network: Network, port: int) -> None:
-        self._network, self._home = network, network.server / "flower"
+        self.network, self._home = network, network.server / "flower"
         self._home.mkdir(exist_ok=True)
         certificate = network.server / "ca.crt"
         (self._home / "config.toml").write_text(
@@ -40,11 +43,11 @@ class Control:
 
     def register_sites(self) -> dict[str, int]:
         """Register the keys of all sites, take back those that are another now, return each site's node."""
-        server = self._network.server
-        names, keys = names_file(self._network), server / "registered.json"
+        server = self.network.server
+        names, keys = names_file(self.network), server / "registered.json"
         nodes: dict[str, int] = json.loads(names.read_text()) if names.exists() else {}
         known: dict[str, str] = json.loads(keys.read_text()) if keys.exists() else {}
-        present = {n: (server / "keys" / f"{n}.pub").read_text() for n in self._network.sites}
+        present = {n: (server / "keys" / f"{n}.pub").read_text() for n in self.network.sites}
         for name in list(nodes):
             if present.get(name) != known.get(name, present.get(name)):
                 self._ask("supernode", "unregister", str(nodes.pop(name)), _CONNECTION)
@@ -86,8 +89,8 @@ class Control:
         """
         return self._streaming(["log", run, _CONNECTION, "--stream"])
 
-    def status_of(self, run: str) -> str:
-        """Return a run's status in Flower's words; unknown while the server does not answer.
+    def status_of(self, run: str) -> tuple[str, str]:
+        """A run's status in Flower's words, and its details; unknown while the server does not answer.
 
         Args:
             run: its number.
@@ -95,8 +98,9 @@ class Control:
         try:
             found = [one for one in self.runs() if str(one.get("run-id")) == run]
         except ConfigurationError:
-            return "unknown"
-        return str(found[0].get("status")) if found else "unknown"
+            found = []
+        one = found[0] if found else {"status": "unknown"}
+        return str(one["status"]), str(one.get("status-details", ""))
 
     def _streaming(self, words: Sequence[str]) -> subprocess.Popen[str]:
         return subprocess.Popen(
