@@ -189,7 +189,6 @@ def _run(given: Any, rest: Sequence[str]) -> None:
     from fl_lightning.cli.subcommands import resolve
     from fl_lightning.flower.network.folder import Network
     from fl_lightning.flower.network.following import carry_out
-    from fl_lightning.flower.network.programs import SERVER_RUN
     from fl_lightning.flower.network.serving import control_of
 
     # sites have devices of their own
@@ -207,7 +206,7 @@ def _run(given: Any, rest: Sequence[str]) -> None:
         "deadline": float(given.deadline),
         "folder": str(Path.cwd()),
     }
-    carry_out(control, _say, run=SERVER_RUN, options=options, configuration=configuration)
+    carry_out(control, _say, options=options, configuration=configuration)
 
 
 def _own_modules(configuration: str) -> list[str]:

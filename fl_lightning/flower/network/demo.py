@@ -13,9 +13,8 @@ import yaml
 
 from fl_lightning.flower.network.control import Control
 from fl_lightning.flower.network.folder import Network, SiteFolder, make_network
-from fl_lightning.flower.network.following import carry_out
 from fl_lightning.flower.network.joining import site_supervised
-from fl_lightning.flower.network.programs import SERVER_RUN, SITE_PROCESS
+from fl_lightning.flower.network.programs import SITE_PROCESS
 from fl_lightning.flower.network.serving import free_port, serving
 from fl_lightning.flower.network.supervision import Supervisor
 
@@ -37,24 +36,6 @@ class Demo:
     sites: Sequence[SiteFolder]
     supervisor: Supervisor
     control: Control
-
-    def run(
-        self,
-        say: Callable[[str], None],
-        *,
-        options: Mapping[str, str | int | float],
-        configuration: str = "",
-        run: str = SERVER_RUN,
-    ) -> None:
-        """Have the server carry out a run, and tell of it.
-
-        Args:
-            say: tells people.
-            options: of the run.
-            configuration: of the run, as YAML.
-            run: what the server does, ``module:function``.
-        """
-        carry_out(self.control, say, run=run, options=options, configuration=configuration)
 
 
 @contextmanager

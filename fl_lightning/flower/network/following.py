@@ -16,6 +16,7 @@ from typing import NoReturn
 from fl_lightning.core.errors import Interrupted, RoundFailure
 from fl_lightning.flower.network.app_folder import write_app
 from fl_lightning.flower.network.control import Control
+from fl_lightning.flower.network.programs import SERVER_RUN
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _STARTED = re.compile(r"Successfully started run (\d+)")
@@ -38,18 +39,18 @@ def carry_out(
     control: Control,
     say: Callable[[str], None],
     *,
-    run: str,
     options: Mapping[str, str | int | float],
     configuration: str = "",
+    run: str = SERVER_RUN,
 ) -> None:
     """Have a server carry out a run, and tell of it; a run that is lost is started again.
 
     Args:
         control: of the server.
         say: tells people.
-        run: what the server does, ``module:function``.
         options: of the run.
         configuration: of the run, as YAML.
+        run: what the server does, ``module:function``.
 
     Raises:
         RoundFailure: if the run has failed, or was lost three times without a new checkpoint.
