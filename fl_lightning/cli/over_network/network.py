@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,7 @@ def _keys(given: Any, rest: Sequence[str]) -> None:
     folder = Path(given.folder)
     file = folder / f"{given.site}.public"
     public = make_keys(folder, given.site)
-    public.write(file)
+    file.write_text(yaml.safe_dump(asdict(public), sort_keys=False))
     _say(f"keys:    {folder / 'key'}, {folder / 'signing.key'}: they stay here")
     _say(f"signing: {public.signing}, which peers in every site.yaml must say of {public.site}")
     _say(

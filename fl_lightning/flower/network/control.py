@@ -68,18 +68,13 @@ class Control:
         """Return what Flower knows of the runs."""
         return list(self._ask("list", _CONNECTION)["runs"])
 
-    def run(self, app: Path, options: Mapping[str, str | int]) -> subprocess.Popen[str]:
+    def run(self, app: Path) -> subprocess.Popen[str]:
         """Start a run, and return the command that tells of it until its end.
 
         Args:
             app: its folder.
-            options: that the app's own are replaced by.
         """
-        words = [f"{name}={json.dumps(value)}" for name, value in options.items()]
-        command = ["run", str(app), _CONNECTION, "--stream"]
-        if words:
-            command += ["--run-config", " ".join(words)]
-        return self._streaming(command)
+        return self._streaming(["run", str(app), _CONNECTION, "--stream"])
 
     def follow(self, run: str) -> subprocess.Popen[str]:
         """Return a command that tells of a run until its end.

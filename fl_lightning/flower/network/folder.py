@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -224,10 +224,6 @@ class PublicKeys:
     site: str
     key: str
     signing: str
-
-    def write(self, file: Path) -> None:
-        """Write a file to give to the server's people."""
-        file.write_text(yaml.safe_dump(asdict(self), sort_keys=False))
 
     @staticmethod
     def read(file: Path) -> PublicKeys:

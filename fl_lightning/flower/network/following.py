@@ -63,7 +63,7 @@ def carry_out(
             app = Path(name, f"app_{number}")
             write_app(app, run, given, configuration)
             try:
-                follow(control, control.run(app, {}), say)
+                follow(control, control.run(app), say)
                 return
             except RunLost as lost:
                 last = Path(note.read_text()) if note.exists() else None
