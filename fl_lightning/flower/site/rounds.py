@@ -157,6 +157,7 @@ class SiteRounds:
         self._clients.restore(model)  # which puts back the options of the round before
         _take_options(self.run.trainer.optimizers, options["optimizers"])
         self._clients.start_round()
+        self.run.local.round_start.take_by_step(options.get("by_step", ()))
         for stage in self._stages:
             stage.open(order.round, model)
             stage.from_server(of_stage(f"stage/{stage.key}/", order.tensors))
@@ -185,7 +186,10 @@ class SiteRounds:
     def _answer(self, made: ClientUpdate, update: ClientUpdate, facts: dict[str, float]) -> None:
         client = update.client_id
         for stage in self._stages:
-            for name, tensor in stage.to_server(client).items():
+            told = stage.to_server(client)
+            if told and self._privacy is not None:
+                raise OrderRefused("policy", f"{stage.key} sends what no noise covers")
+            for name, tensor in told.items():
                 self.tensors[f"{client}/stage/{stage.key}/{name}"] = tensor.cpu()
         self.answers.append(
             ClientAnswer(
@@ -198,6 +202,11 @@ class SiteRounds:
                 facts={n: v for n, v in facts.items() if self._allows(n)},
             )
         )
+
+    def pay(self) -> None:
+        """Have the clients whose updates are about to leave pay for them."""
+        if self._privacy is not None:
+            self._privacy.charge(answer.client for answer in self.answers if not answer.failure)
 
     def skip(self, failure: ClientFailure) -> None:
         """Answer that a client has no update; why, only this site's log says."""

@@ -20,6 +20,7 @@ from torch import Tensor
 from fl_lightning.flower.messages import ClientAnswer, Order
 from fl_lightning.flower.policy import Policy, Refused
 from fl_lightning.flower.site.desk import Done
+from fl_lightning.flower.sums.agreed import TRAINED_ON
 from fl_lightning.flower.sums.encrypted_agreed import (
     FEWEST,
     KEY,
@@ -28,7 +29,6 @@ from fl_lightning.flower.sums.encrypted_agreed import (
     OPENED,
     SCHEME,
     TOTAL,
-    TRAINED_ON,
     EncryptedAgreed,
 )
 from fl_lightning.flower.sums.site_vectors import SiteVectors, write_whole
@@ -38,7 +38,7 @@ from fl_lightning.flower.wire.opaque import as_tensor, bytes_of
 from fl_lightning.secure.encryption.ckks import CKKSClient
 from fl_lightning.secure.encryption.encrypted_update import EncryptedUpdate
 from fl_lightning.secure.encryption.linear_tags import Sender
-from fl_lightning.updates.wire.reader import DecodeError
+from fl_lightning.updates.wire.coding import DecodeError
 
 log = logging.getLogger(__name__)
 _NOTHING_TOLD = {"round": -1, "opener": "", "opened_round": -1, "opened": []}
