@@ -1,6 +1,7 @@
 """What a site hides before anything leaves, and what of a run it believes: nothing that the server says."""
 
 import sys
+import time
 from dataclasses import replace
 from datetime import date, timedelta
 
@@ -14,6 +15,7 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.flower.messages import Order
 from fl_lightning.flower.policy import Refused
+from fl_lightning.flower.site.desk import Desk, OutOfTime
 from fl_lightning.flower.site.ledger import Ledger, PrivacyBudget
 from fl_lightning.flower.site.privacy import SitePrivacy
 from fl_lightning.flower.wire.failures import OrderRefused
@@ -188,6 +190,32 @@ def test_a_site_counts_itself_what_an_order_costs():
                 assert "an evaluation of clients shows" in refused
             refused = server.refusal("train", config, options={"epsilon": 0.5, "mask": ""})
             assert said in refused
+
+
+HEAVY = {
+    "local steps of federation.local_epochs": {"federation__local_epochs": 10**9},
+    "more than most_parameters": {"model__init_args__network_kwargs__embed_dim": 10**6},
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+def test_a_site_does_no_more_work_than_it_allows():
+    limits = {"most_steps": 1_000_000, "most_parameters": 10**7}
+    with three_sites(configuration(), {"a": (0, 1)}, **limits) as sites:
+        for said, options in HEAVY.items():
+            assert said in LyingServer(sites).refusal("hello", configuration(**options))
+
+
+def test_an_order_that_takes_too_long_ends_as_refused():
+    desk = Desk(most_minutes=0.2 / 60)
+    desk.start_clock()
+    with pytest.raises(OutOfTime, match="longer than most_minutes") as late:
+        time.sleep(30)
+    desk.fail(late.value)
+    assert isinstance(desk.wait().error, Refused)
+    desk.start_clock()
+    desk.hello({})
+    time.sleep(0.4)  # nobody is late any more
 
 
 @pytest.mark.slow

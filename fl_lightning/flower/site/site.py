@@ -201,7 +201,8 @@ class Site:
 
     def _start(self, order: Order, configuration: Mapping[str, Any]) -> None:
         self._stop()
-        self._run, self._configuration, self._desk = order.run, order.configuration, Desk()
+        self._run, self._configuration = order.run, order.configuration
+        self._desk = Desk(self._policy.most_minutes)
         self._mask = ""
         federation = configuration.get("federation") or {}
         # without them clients of one site are at work on models of several rounds
