@@ -27,7 +27,7 @@ from fl_lightning.cli.subcommands import resolve
 from fl_lightning.flower.network.demo import demo
 
 SITES = ("a", "b", "c")
-ECHO = "fl_lightning.flower.network.echo"
+ECHO = "benchmarks.echo"
 UP = "round/total_bytes_up"
 
 

@@ -1,5 +1,6 @@
 """What a site hides before anything leaves, and what of a run it believes: nothing that the server says."""
 
+import json
 import sys
 import time
 from dataclasses import replace
@@ -176,6 +177,11 @@ UNPAID = {
 }
 
 
+def audit_of(sites):
+    """Return the lines of the sites' audit log."""
+    return [json.loads(line) for line in (sites.folder / "audit.jsonl").read_text().splitlines()]
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 def test_a_site_counts_itself_what_an_order_costs():
     """The server says that its orders cost 0.5, with a configuration that costs more, or everything."""
@@ -190,6 +196,19 @@ def test_a_site_counts_itself_what_an_order_costs():
                 assert "an evaluation of clients shows" in refused
             refused = server.refusal("train", config, options={"epsilon": 0.5, "mask": ""})
             assert said in refused
+            line = audit_of(sites)[-1]
+            assert said in line.pop("refusal")
+            line = {k: line[k] for k in line.keys() - {"time", "order", "seconds", "failure"}}
+            assert min(line.pop("bytes_in"), line.pop("bytes_out")) > 100
+            assert line == {
+                "site": "a",
+                "kind": "train",
+                "run": server.run,
+                "round": 0,
+                "clients": [0],
+                "epsilon_spent": 0.0,
+                "epsilon_left": 1.0,
+            }
 
 
 HEAVY = {
@@ -238,6 +257,10 @@ def test_no_metric_leaves_without_noise_unless_the_site_says_so(
     with three_sites(config, log_unprotected=log_unprotected) as sites:
         channel = Listening(sites.channel())
         over_network(sites, config, tmp_path / "network", channel=channel)
+        lines = audit_of(sites)
+    trained = [line for line in lines if line["kind"] == "train"]
+    assert all(("train/loss" in line["metrics"]) == log_unprotected for line in trained)
+    assert all(line["epsilon_spent"] > 0 and line["epsilon_left"] is None for line in trained)
     told = [
         name for answer in channel.answers for name in (b"train/loss", b"norm") if name in answer
     ]

@@ -102,7 +102,7 @@ def run_site(fit: Fit, policy: Policy) -> None:
             try:
                 with limit:
                     super().instantiate_classes()
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001 - it is raised again
                 raise limit.refused or error from None
 
         def fit(self, model: Any, **kwargs: Any) -> None:
