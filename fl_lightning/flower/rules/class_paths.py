@@ -53,8 +53,8 @@ _NO_OPTIONS = ("FederatedCLI",)  # it runs a command line
 _OWN_EXTRA = (
     "fl_lightning.secure.protocol.graph.SparseGraph",
     "fl_lightning.sparsity.sensitivity.scoring.Scoring",
-    "fl_lightning.sparsity.sensitivity.logits.batch_labels",
-    "fl_lightning.sparsity.sensitivity.logits.module_logits",
+    "fl_lightning.sparsity.sensitivity.protocol.batch_labels",
+    "fl_lightning.sparsity.sensitivity.protocol.module_logits",
     "fl_lightning.sparsity.log_probabilities",
     "fl_lightning.sparsity.raw_logits",
 )
