@@ -57,7 +57,7 @@ def test_rounds_over_tls_with_a_killed_node_and_a_killed_server():
     killed = threading.Event()
     with demo(["a", "b", "c"], print, process=f"{ECHO}:serve_echo") as running:
         folder = str(running.network.folder)
-        options = {"sites": 3, "rounds": 3, "ttl": 25}
+        options = {"sites": 3, "rounds": 3, "ttl": 60}
         carry_out(running.control, say, options=options, run=f"{ECHO}:exchange")
         pids = processes_with(folder)
         assert len(pids) >= 8  # the killed node may be between two tries
