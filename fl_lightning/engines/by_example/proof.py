@@ -32,7 +32,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fl_lightning.client.state.same_values import same_numbers, same_value
+from fl_lightning.client.state import same_numbers, same_value
 from fl_lightning.engines.by_example import shape_rules
 from fl_lightning.engines.by_example.kinds import ALIKE, ONE_EACH, Kind, mixed, rows
 from fl_lightning.engines.by_example.record import Call, Record, Recorder, Source

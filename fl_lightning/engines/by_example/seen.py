@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fl_lightning.client.state.same_values import same_value
+from fl_lightning.client.state import same_value
 from fl_lightning.engines.by_example.kinds import ALIKE, Kind, mixed, rows
 from fl_lightning.engines.by_example.record import Call, Source
 

@@ -40,7 +40,7 @@ class StackedStep:
         takes_index: whether ``training_step`` has a second parameter.
         options: how to stack.
         context: makes what ``training_step`` runs in, such as autocast.
-        ignore: names of the module's attributes that are none of the user's, see `PythonState`.
+        ignore: names of the module's attributes that are none of the user's, see `Attributes`.
 
     Raises:
         CannotStack: if the optimizer has no rule or leaves out a parameter that trains.

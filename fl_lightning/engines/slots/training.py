@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fl_lightning.client.corrections.correction import GradientTerm
 from fl_lightning.client.local_training import GlobalModel
+from fl_lightning.client.state_tensors import is_number
 from fl_lightning.client.work import ClientWork, GroupWork
 from fl_lightning.core.devices import sent
 from fl_lightning.core.space import Space
@@ -69,6 +70,9 @@ class SlotTrainer:
         own: SlotOwn | None = None,
         integers: Callable[[], Tensors] | None = None,
     ) -> None:
+        for name in buffers.names:
+            if name in step.buffers and step.buffers[name].is_complex():
+                raise CannotStack(f"clients change the complex buffer {name}")
         self._own, self.change = own, ""
         self._left_out: set[int] = set()
         self._results = SlotResults(step, space, buffers, names or {})
@@ -84,7 +88,7 @@ class SlotTrainer:
         self._space, self._buffers = space, buffers
         params = [step.params[name] for name in space.names]
         stacked_buffers = [step.buffers[name] for name in buffers.names if step.buffers]
-        present = {n: b for n, b in step.buffers.items() if not b.is_floating_point()}
+        present = {n: b for n, b in step.buffers.items() if not is_number(b)}
         self._integer_names = list(present)
         self._integer_starts = [buffer[0].clone() for buffer in present.values()]
         self._integers = integers

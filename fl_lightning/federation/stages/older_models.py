@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.client.local_training import GlobalModel
-from fl_lightning.client.state.round_start import Options
+from fl_lightning.client.round_start import Options
 from fl_lightning.client.work import GroupWork
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.update import Updates

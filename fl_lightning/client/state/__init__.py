@@ -1,1 +1,0 @@
-"""The state that a client begins with: buffers, frozen tensors, Python's attributes."""
