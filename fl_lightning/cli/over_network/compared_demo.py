@@ -20,7 +20,9 @@ import yaml
 from fl_lightning.cli.subcommands import resolve
 from fl_lightning.client.recorded import FILE
 from fl_lightning.core.errors import ConfigurationError, RoundFailure
+from fl_lightning.core.processes import tied
 from fl_lightning.flower.network.demo import demo
+from fl_lightning.flower.network.following import carry_out
 
 _SHORT = "--trainer.enable_model_summary=false --test_after_fit=false --report=false"
 _QUIET = f"--trainer.enable_progress_bar=false {_SHORT}"
@@ -67,7 +69,7 @@ def compared_demo(words: Sequence[str], names: Sequence[str], rounds: int, say: 
             if not is_recorded:  # beside a network that mostly waits
                 end = simulations.enter_context(simulate(text))
             with demo(names, say, clients=shared, own=own) as running:
-                running.run(say, options=options, configuration=text)
+                carry_out(running.control, say, options=options, configuration=text)
                 seconds = time.monotonic() - began
                 say(f"{rounds} rounds over the network: {seconds:.0f} s with its start")
             say("all processes have ended; the same is simulated")
@@ -122,7 +124,7 @@ def _simulating(folder: Path, configuration: str) -> Iterator[Callable[[], None]
     log = folder / "log.txt"
     with log.open("w") as words:
         process = subprocess.Popen(
-            command, cwd=folder, stdin=subprocess.DEVNULL, stdout=words, stderr=words
+            tied(command), cwd=folder, stdin=subprocess.DEVNULL, stdout=words, stderr=words
         )
 
     def end() -> None:

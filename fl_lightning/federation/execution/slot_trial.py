@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 
-from fl_lightning.client.local_training import GlobalModel, LocalTrainer
+from fl_lightning.client.local_training import LocalTrainer
 from fl_lightning.client.work import ClientWork, GroupWork
+from fl_lightning.core.update import GlobalModel
 from fl_lightning.engines import CannotStack, receive_usable
 from fl_lightning.federation.execution.engine_options import SHORT_RUN_STEPS, most_parameters
 from fl_lightning.federation.execution.slot_engine import (
@@ -116,9 +117,7 @@ class SlotTrial:
         engine = SlotEngine(self.trainer, self.local, self.stacking)
         fitting = list(engine.split(GroupWork.of(work))[0])
         if not fitting:
-            raise CannotStack(
-                f"only full batches can be stacked, because {engine.stacking.whole_because}"
-            )
+            raise CannotStack("no client has a full batch")
         steps = [sum(len(client.sizes) for client in some) for some in (fitting, work)]
         return fitting, steps[0] / steps[1]
 

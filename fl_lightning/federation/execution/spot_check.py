@@ -22,13 +22,12 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.work import ClientWork, GroupWork
 from fl_lightning.core.errors import ClientFailure, EnginesDiffer
 from fl_lightning.core.metric_states import MetricStates, metrics_of
 from fl_lightning.core.seeds import preserve_global_generators
-from fl_lightning.core.update import ClientUpdate, Updates
+from fl_lightning.core.update import ClientUpdate, GlobalModel, Updates
 from fl_lightning.federation.execution.spot_rate import SpotRate, drawn
 from fl_lightning.federation.execution.update_differences import (
     UPDATE,
@@ -224,7 +223,8 @@ _REMEDY = (
     "The round does not count: the global model is the one before it. Set federation.engine: "
     "sequential, which runs your training_step as it is. If slots are to be faster again, look for "
     "what the step, or a hook, reads or writes besides tensors (attributes of self, current_epoch, "
-    "counters, lists), or does with other examples of the batch. Earlier rounds were checked on few "
+    "counters, lists), or does with other examples of the batch; federation.pad_batches: false if its loss is no mean over "
+    "examples. Earlier rounds were checked on few "
     "clients only (federation.spot_check): do not trust them before you know the reason."
 )
 

@@ -20,18 +20,16 @@ from fl_lightning.client.corrections.added_term import AddedTerm
 from fl_lightning.client.corrections.correction import Correction, GradientTerm, Outcome
 from fl_lightning.client.corrections.fedprox import FedProx
 from fl_lightning.client.local_solver import LocalSolver
-from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.client.work import ClientWork, GroupWork
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.core.update import ClientUpdate, LazyDeltas
+from fl_lightning.core.update import ClientUpdate, GlobalModel, LazyDeltas
 from fl_lightning.federation.checks.compatibility import ADDED_TO_LOSS, maximises
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Sent, Stage, Start, Turn, check_same
 from fl_lightning.federation.visits.shard_gradient import ShardGradient
 from fl_lightning.server.aggregator import Aggregator, AllReduce
-from fl_lightning.server.means.exact_mean import ExactMean
-from fl_lightning.server.means.running_mean import RunningMean, new_mean
+from fl_lightning.server.means.running_mean import ExactMean, RunningMean, new_mean
 from fl_lightning.server.server import added_up
 
 _NAME = "correction"
