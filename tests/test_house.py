@@ -47,7 +47,7 @@ WITHOUT_LIGHTNING = (
 CAPS = {
     "callbacks": (4410, 39),
     "cli": (5050, 40),
-    "client": (5220, 45),
+    "client": (4660, 35),
     "core": (2560, 29),
     "data": (7210, 52),
     "engines": (5010, 38),

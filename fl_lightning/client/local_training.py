@@ -23,9 +23,9 @@ from fl_lightning.client.local_step import LocalStep, SizedBatch
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.optimizer_masks import OptimizerMasks
 from fl_lightning.client.optimizer_steps import OptimizerSteps
-from fl_lightning.client.round_start import Options, RateSchedule, RoundStart
-from fl_lightning.client.state import Attributes, Growth
-from fl_lightning.client.state_tensors import (
+from fl_lightning.client.state.attributes import Attributes, Growth
+from fl_lightning.client.state.round_start import Options, RateSchedule, RoundStart
+from fl_lightning.client.state.tensors import (
     Constants,
     ModuleTensors,
     TrainedFlags,

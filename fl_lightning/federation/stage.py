@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 
 from fl_lightning.client.corrections.correction import GradientTerm
-from fl_lightning.client.round_start import Options as OptimizerOptions
+from fl_lightning.client.state.round_start import Options as OptimizerOptions
 from fl_lightning.client.work import ClientWork, GroupWork
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.space import Space

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fl_lightning import ConfigurationError
-from fl_lightning.client.state import Attributes
+from fl_lightning.client.state.attributes import Attributes
 
 COUNTED = []
 

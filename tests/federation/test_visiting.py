@@ -19,7 +19,7 @@ from toys import ToyModule, toy_data, toy_trainer
 from fl_lightning import ClientEvaluation, FederatedDataModule, Federation
 from fl_lightning.client.local_step import loss_of
 from fl_lightning.client.log_collector import LogCollector
-from fl_lightning.client.state import Attributes
+from fl_lightning.client.state.attributes import Attributes
 from fl_lightning.core.metric_states import metrics_of
 from fl_lightning.federation.hooks import NOT_THE_USERS
 from fl_lightning.federation.visits.client_visits import evaluate_clients

@@ -13,6 +13,7 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torchmetrics import Metric
 
+from fl_lightning.client.state.tensors import memory_of
 from fl_lightning.engines.cannot_stack import CannotStack
 from fl_lightning.engines.functional.metric_calls import (
     BatchValue,
@@ -110,7 +111,6 @@ class TrainingStep:
         if self.thin_layers is not None:
             self._forwards.update(self.thin_layers.forwards)
         self._wrapper, self._log = _StepAsForward(module), _Log()
-        self._buffers = frozenset(name for name, _ in module.named_buffers())
         self._takes_index, self._context = takes_index, context
 
     @contextmanager
@@ -194,22 +194,13 @@ class TrainingStep:
         return [name for name, other in zip(called, others, strict=True) if other is None]
 
     def _take_over_rebound(self, tensors: Mapping[str, Tensor], inner: Tensors) -> None:
-        """Write what the step put into the place of a buffer, ``self.n = self.n + 1``, into it.
-
-        Raises:
-            CannotStack: if it does not fit, or took the place of a parameter.
-        """
-        found: list[tuple[Tensor, Tensor]] = []  # all first: they may have changed places
-        for name, tensor in tensors.items():
-            new = inner.get(f"module.{name}", tensor)  # brought up to date by `functional_call`
-            if new is tensor:
-                continue
-            kinds = [(t.shape, t.dtype) for t in (new, tensor) if isinstance(t, Tensor)]
-            if name not in self._buffers or kinds != [(tensor.shape, tensor.dtype)] * 2:
+        """Write what took the place of buffers, ``self.n = self.n + 1``, into them."""
+        pairs = ((name, inner.get(f"module.{name}", old)) for name, old in tensors.items())
+        for name, new in [(n, new.clone()) for n, new in pairs if new is not tensors[n]]:
+            old, buffers = tensors[name], dict(self._wrapper.module.named_buffers())
+            if name not in buffers or (new.shape, new.dtype) != (old.shape, old.dtype):
                 raise CannotStack(f"training_step replaces {name} by something of another kind")
-            found.append((tensor, new.detach().clone()))
-        for tensor, new in found:
-            tensor.copy_(new)
+            old.copy_(new.detach())
 
     def observe(self, tensors: Mapping[str, Tensor], batch: Any, count: Tensor) -> Observed:
         """Run it as the sequential engine would, and tell what it does besides arithmetic."""
@@ -228,12 +219,12 @@ class TrainingStep:
         # no number: a step that decides something by its index cannot be the same for all slots
         arguments = (batch, count.long()) if self._takes_index else (batch,)
         calls = self.stand_ins.listen() if len(self.stand_ins) else []
-        before = _memory_of(tensors)
+        before = memory_of(tensors.values())
         try:
             replayed = ReplayedDraws(draws) if draws else nullcontext()
             with self._context(), replayed:
                 output = functional_call(self._wrapper, inner, arguments)
-                if _memory_of(tensors) != before:  # under vmap it may end the process
+                if memory_of(tensors.values()) != before:  # under vmap it may end the process
                     raise CannotStack("training_step gives a buffer other memory or another shape")
                 self._take_over_rebound(tensors, inner)
             logged, metrics = dict(self._log.values), dict(self._log.metrics)
@@ -259,13 +250,6 @@ def copies_of(module: nn.Module, without: tuple[str, ...] = ()) -> Tensors:
     }
     buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
     return {name: t for name, t in (params | buffers).items() if not name.startswith(without)}
-
-
-def _memory_of(tensors: Mapping[str, Tensor]) -> list[Any]:
-    """Where tensors are and how large; nothing inside `vmap` and the compiler."""
-    if torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None:
-        return []
-    return [(tensor.data_ptr(), tensor.shape) for tensor in tensors.values()]
 
 
 class _Log:

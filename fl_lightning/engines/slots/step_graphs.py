@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fl_lightning.client.state import Attributes
+from fl_lightning.client.state.attributes import Attributes
 from fl_lightning.core.seeds import preserve_global_generators
 from fl_lightning.engines.cannot_stack import CannotPad, CannotStack
 from fl_lightning.engines.compiler.compiling import Compiled

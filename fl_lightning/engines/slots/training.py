@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.client.corrections.correction import GradientTerm
-from fl_lightning.client.state_tensors import is_number
+from fl_lightning.client.state.tensors import is_number
 from fl_lightning.client.work import ClientWork, GroupWork
 from fl_lightning.core.devices import sent
 from fl_lightning.core.space import Space
@@ -68,9 +68,8 @@ class SlotTrainer:
         own: SlotOwn | None = None,
         integers: Callable[[], Tensors] | None = None,
     ) -> None:
-        for name in buffers.names:
-            if name in step.buffers and step.buffers[name].is_complex():
-                raise CannotStack(f"clients change the complex buffer {name}")
+        if any(step.buffers[name].is_complex() for name in buffers.names if step.buffers):
+            raise CannotStack("clients change a buffer of complex numbers")
         self._own, self.change = own, ""
         self._left_out: set[int] = set()
         self._results = SlotResults(step, space, buffers, names or {})

@@ -12,8 +12,8 @@ from itertools import islice
 
 from lightning.pytorch.utilities import rank_zero_info
 
-from fl_lightning.client.state import Attributes
-from fl_lightning.client.state_tensors import candidates, known_state, matching
+from fl_lightning.client.state.attributes import Attributes
+from fl_lightning.client.state.tensors import candidates, known_state, matching
 from fl_lightning.client.work import ClientWork
 from fl_lightning.core.seeds import seed_global_generators
 from fl_lightning.federation.hooks import NOT_THE_USERS

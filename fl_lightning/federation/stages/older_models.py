@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fl_lightning.client.round_start import Options
+from fl_lightning.client.state.round_start import Options
 from fl_lightning.client.work import GroupWork
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.update import GlobalModel, Updates

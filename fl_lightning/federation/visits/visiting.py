@@ -15,8 +15,8 @@ from torch import nn
 
 from fl_lightning.client.local_step import SizedBatch
 from fl_lightning.client.log_collector import LogCollector
-from fl_lightning.client.state import Attributes
-from fl_lightning.client.state_tensors import ModuleTensors, TrainedFlags
+from fl_lightning.client.state.attributes import Attributes
+from fl_lightning.client.state.tensors import ModuleTensors, TrainedFlags
 from fl_lightning.core.metric_states import MetricStates, kept_apart, metrics_of
 from fl_lightning.core.modes import modes_kept
 from fl_lightning.core.seeds import preserve_global_generators

@@ -19,7 +19,7 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.optim.swa_utils import AveragedModel
 
-from fl_lightning.client.state import same_numbers, same_value
+from fl_lightning.client.state.attributes import same_numbers, same_value
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.space import Space
 
@@ -167,6 +167,13 @@ def _sums(tensors: Sequence[Tensor]) -> list[Any]:
         return torch.stack(sums).tolist() if sums else []
 
 
+def memory_of(tensors: Collection[Tensor]) -> list[Any]:
+    """Where tensors are and how large; nothing inside `vmap` and the compiler, where they have no place."""
+    if torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None:
+        return []
+    return [*map(Tensor.data_ptr, tensors), *map(Tensor.size, tensors)]
+
+
 class ModuleTensors:
     """The parameters and buffers of a module and their places, at one moment.
 
@@ -206,10 +213,7 @@ class ModuleTensors:
         """Note the memory behind every tensor."""
         self._tensors = [tensor for *_, tensor in self._places if tensor.layout == torch.strided]
         self._memory = [tensor.detach() for tensor in self._tensors]
-        self._now = self._where()
-
-    def _where(self) -> list[Any]:
-        return [*map(Tensor.data_ptr, self._tensors), *map(Tensor.size, self._tensors)]
+        self._now = memory_of(self._tensors)
 
     def _moved(self) -> list[tuple[Tensor, Tensor]]:
         """Tensors whose memory or shape is another one now, each with what shows the noted one."""
@@ -229,7 +233,7 @@ class ModuleTensors:
         """
         places = [(*place, _present(place[1], place[2])) for place in self._places]
         away = {tensor for *_, tensor, present in places if present is not tensor}
-        moved = {} if self._where() == self._now else dict(self._moved())
+        moved = {} if memory_of(self._tensors) == self._now else dict(self._moved())
         found: dict[Tensor, tuple[str, Tensor]] = {}  # all first: tensors may have changed places
         for path, members, name, tensor, present in places if away or moved else ():
             if tensor not in away and tensor not in moved:
@@ -265,7 +269,7 @@ class ModuleTensors:
         for _, members, name, tensor in self._places:
             if _present(members, name) is not tensor:
                 members[name] = tensor
-        for tensor, memory in [] if self._where() == self._now else self._moved():
+        for tensor, memory in [] if memory_of(self._tensors) == self._now else self._moved():
             tensor.data = memory
         with torch.no_grad():
             for tensor, before in self._copies.items():
