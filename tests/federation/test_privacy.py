@@ -26,7 +26,7 @@ from fl_lightning import (
     UniformCohort,
 )
 from fl_lightning.data import FederatedNormalize
-from fl_lightning.data.cohorts.turns import RoundRobinCohort
+from fl_lightning.data.cohorts.weighted_cohorts import RoundRobinCohort
 from fl_lightning.federation.processes.ranks import Ranks
 from fl_lightning.privacy.adaptive_clip import AdaptiveClip
 from fl_lightning.privacy.noise.noise_source import SeededNoise
