@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from fl_lightning.client.local_training import GlobalModel
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import ConfigurationError, RoundFailure
 from fl_lightning.core.update import ClientUpdate, Updates
 from fl_lightning.server.aggregator import Aggregator, AllReduce, Gather
 from fl_lightning.server.means.mean import Mean
@@ -186,6 +186,9 @@ class Server:
 
         Args:
             change: makes the pseudo-gradient of the aggregate; they are the same if None.
+
+        Raises:
+            RoundFailure: if the step leaves a parameter that is NaN or infinite.
         """
         self.is_open = False
         norm = (
@@ -212,7 +215,19 @@ class Server:
             own = self._aggregator.buffers
             self._buffers.copy_(self._mean_buffers.value() if own is None else own)
         norm: Tensor = torch.linalg.vector_norm(pseudo_gradient)
+        self._check_model(norm)
         return norm
+
+    def _check_model(self, norm: Tensor) -> None:
+        params = self.model.params
+        if params.sum().isfinite() or (is_finite := params.isfinite()).all():
+            return  # a sum of finite numbers may overflow
+        raise RoundFailure(
+            f"round {self.round_index}: after the server's step {int((~is_finite).sum())} of "
+            f"{params.numel()} parameters are NaN or infinite. It descended a pseudo-gradient of norm "
+            f"{float(norm):.4g}: lower the learning rate of server_optimizer or those of the clients, and "
+            "start anew or from a checkpoint of an earlier round"
+        )
 
     def _descend(self, gradient: Tensor) -> None:
         options = self.optimizer.param_groups[0]
