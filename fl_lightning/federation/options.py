@@ -16,10 +16,11 @@ from fl_lightning.client.personal.personalisation import Personalisation
 from fl_lightning.client.recorded import RecordedArrivals
 from fl_lightning.core.errors import raise_together
 from fl_lightning.core.seeds import check_seed, run_seed
+from fl_lightning.core.traits import check_together
 from fl_lightning.data.cohorts.cohort import AllClients, CohortSampler, UniformCohort
 from fl_lightning.engines import Speedup
-from fl_lightning.federation.checks.options import check_asynchronous, check_privacy, check_values
-from fl_lightning.federation.checks.secure import check_secure
+from fl_lightning.federation.checks.options import check_privacy, check_recorded, check_values
+from fl_lightning.federation.checks.together import parts_of
 from fl_lightning.federation.execution.engine_options import EngineName, EngineOptions
 from fl_lightning.federation.stage import Stage
 from fl_lightning.federation.stages.attackers import Attackers
@@ -40,6 +41,7 @@ class Options:
 
     Attributes:
         execution: how clients are to be trained.
+        parts: traits of what was given, by option and class.
         client_privacy: privacy of clients, if that was asked for.
         example_privacy: privacy of their examples, if that was asked for.
     """
@@ -159,14 +161,15 @@ class Options:
         self.speedups = None if speedups is None else tuple(speedups)
         self.clients_per_group = clients_per_group
         self.client_memory_gb, self.client_state = client_memory_gb, list(client_state or [])
-        self._check(cohort, seed)
+        self.parts = parts_of(self, cohort)
+        self._check(seed)
         self.seed = run_seed(seed)
         if asynchronous is not None:  # who calibrates a mask, e.g.
             self.cohort = UniformCohort(size=asynchronous.buffer_size)
         if not local_steps and not local_epochs:
             self.local_epochs = 1
 
-    def _check(self, cohort: CohortSampler | None, seed: int | None) -> None:
+    def _check(self, seed: int | None) -> None:
         """Refuse what cannot be, all at once; see `Options`."""
         raise_together(
             partial(
@@ -178,37 +181,17 @@ class Options:
                 clients_per_group=self.clients_per_group,
                 client_memory_gb=self.client_memory_gb,
             ),
-            partial(
-                check_asynchronous,
-                self.asynchronous,
-                cohort,
-                self.devices,
-                self.correction,
-                self.download,
-            ),
+            partial(check_recorded, self.devices, self.asynchronous),
             partial(check_seed, "federation", seed),
             self._asked_for,
-            lambda: check_privacy(
-                self.client_privacy,
-                self.example_privacy,
-                cohort=self.cohort,
-                aggregator=self.aggregator,
-                correction=self.correction,
-                personal=self.personal,
-                updates=self.updates,
-                asynchronous=self.asynchronous,
-                attackers=self.attackers,
-                stages=self.stages,
-                engine=self._asked_for(),
-            ),
             partial(
-                check_secure,
-                self.aggregator,
-                updates=self.updates,
-                correction=self.correction,
+                check_privacy,
+                self.privacy,
+                cohort=self.cohort,
                 asynchronous=self.asynchronous,
-                attackers=self.attackers,
+                stages=self.stages,
             ),
+            partial(check_together, self.parts),
             partial(UpdatePath, self.updates, 0),  # these refuse what does not go together
             partial(Broadcast, self.download, 0),
         )

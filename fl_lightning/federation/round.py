@@ -21,9 +21,8 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
-from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.core.errors import ClientFailure, ConfigurationError, RoundFailure
-from fl_lightning.core.update import Updates
+from fl_lightning.core.update import GlobalModel, Updates
 from fl_lightning.federation.groups import ClientGroup
 from fl_lightning.federation.processes.exchange import Meeting
 from fl_lightning.federation.round_record import RoundRecord

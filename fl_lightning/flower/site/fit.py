@@ -17,9 +17,9 @@ from fl_lightning.core.errors import ConfigurationError, raise_together
 from fl_lightning.core.seeds import derive_seed, seed_global_generators
 from fl_lightning.data.cohorts.cohort import AllClients
 from fl_lightning.federation.calendar import Calendar
-from fl_lightning.federation.checks.by_hand import check_several
 from fl_lightning.federation.checks.compatibility import check_set_up
 from fl_lightning.federation.checks.first_look import check_data_fits
+from fl_lightning.federation.checks.together import check_trainer_together
 from fl_lightning.federation.loop import plan_rounds, set_round
 from fl_lightning.federation.options import Options
 from fl_lightning.federation.run import Run
@@ -86,7 +86,7 @@ class AtSite(Callback):
         greeting = self._first_mask(trainer)
         raise_together(
             lambda: check_set_up(trainer),
-            lambda: check_several(trainer, options.aggregator),
+            lambda: check_trainer_together(trainer, options),
             lambda: check_data_fits(trainer),
         )
         trainer.strategy.lr_scheduler_configs.clear()  # rates come with orders
