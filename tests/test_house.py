@@ -50,7 +50,7 @@ CAPS = {
     "client": (5220, 45),
     "core": (2560, 29),
     "data": (7210, 52),
-    "engines": (6810, 44),
+    "engines": (5010, 38),
     "experiments": (3450, 30),
     "federation": (12700, 97),
     "flower": (9500, 77),

@@ -70,6 +70,7 @@ class Options:
         slots: int | None = None,
         speedups: list[Speedup] | None = None,
         spot_check: float | None = None,
+        pad_batches: bool | None = None,
         clients_per_group: int | None = None,
         client_memory_gb: float = 2.0,
         client_state: list[str] | None = None,
@@ -124,6 +125,11 @@ class Options:
                 run before the server steps. The check does not change the result. If None, one
                 client in 200, or fewer where that would take more than 1 % of the time; 0 checks
                 none, 1 all.
+            pad_batches: ``true`` says that the loss, and all that is logged, is a mean over the
+                examples of a batch, so that slots may pad smaller batches. A trial client and the
+                spot check hold it to that. Batches train whole if ``false``: a client's last,
+                smaller batch is then slower, and clients without any full batch train one after
+                the other. If None, what the module's attribute ``loss_is_mean`` says, else false.
             clients_per_group: how many clients Lightning's loop takes as one batch. The progress
                 bar moves, and a checkpoint inside a round can be saved, once per group. Results do
                 not depend on it. Other callbacks see a round as one batch, unless they have an
@@ -158,6 +164,7 @@ class Options:
         self.clients_side: Callable[[Any, Any], Any] | None = None  # where clients are elsewhere
         self.on_client_failure, self.min_replies = on_client_failure, min_replies
         self.engine, self.slots, self.spot_check = engine, slots, spot_check
+        self.pad_batches = pad_batches
         self.speedups = None if speedups is None else tuple(speedups)
         self.clients_per_group = clients_per_group
         self.client_memory_gb, self.client_state = client_memory_gb, list(client_state or [])
@@ -197,7 +204,9 @@ class Options:
         )
 
     def _asked_for(self) -> EngineOptions:
-        return EngineOptions(self.engine, self.slots, self.speedups, self.spot_check)
+        return EngineOptions(
+            self.engine, self.slots, self.speedups, self.spot_check, self.pad_batches
+        )
 
     @property
     def execution(self) -> EngineOptions:
