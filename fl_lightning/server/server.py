@@ -187,7 +187,7 @@ class Server:
             change: makes the pseudo-gradient of the aggregate; they are the same if None.
 
         Raises:
-            RoundFailure: if the step leaves a parameter that is NaN or infinite.
+            RoundFailure: if the model is not finite then.
         """
         self.is_open = False
         norm = (
@@ -214,19 +214,14 @@ class Server:
             own = self._aggregator.buffers
             self._buffers.copy_(self._mean_buffers.value() if own is None else own)
         norm: Tensor = torch.linalg.vector_norm(pseudo_gradient)
-        self._check_model(norm)
-        return norm
-
-    def _check_model(self, norm: Tensor) -> None:
         params = self.model.params
-        if params.sum().isfinite() or (is_finite := params.isfinite()).all():
-            return  # a sum of finite numbers may overflow
-        raise RoundFailure(
-            f"round {self.round_index}: after the server's step {int((~is_finite).sum())} of "
-            f"{params.numel()} parameters are NaN or infinite. It descended a pseudo-gradient of norm "
-            f"{float(norm):.4g}: lower the learning rate of server_optimizer or those of the clients, and "
-            "start anew or from a checkpoint of an earlier round"
-        )
+        if not (params.sum().isfinite() or params.isfinite().all()):  # a sum may overflow
+            raise RoundFailure(
+                f"round {self.round_index}: after the server's step the model holds NaN or infinite "
+                f"numbers. It descended a pseudo-gradient of norm {float(norm):.4g}: lower the learning "
+                "rate of server_optimizer or of the clients"
+            )
+        return norm
 
     def _descend(self, gradient: Tensor) -> None:
         options = self.optimizer.param_groups[0]

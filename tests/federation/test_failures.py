@@ -97,7 +97,7 @@ def test_a_server_step_that_breaks_the_model_is_named_in_its_own_round(max_epoch
 
     module = ToyModule()
     before = weights(module)
-    with pytest.raises(RoundFailure, match=r"round 0: after the server's step \d+ of \d+ param"):
+    with pytest.raises(RoundFailure, match="round 0: after the server's step"):
         fit(module, toy_data(), max_epochs, server_optimizer=overshoot)
     assert torch.equal(weights(module), before)
 
