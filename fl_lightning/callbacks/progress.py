@@ -28,7 +28,7 @@ from fl_lightning.callbacks.console.round_line import (
 from fl_lightning.callbacks.console.run_bar import Inner, Pace, run_line
 from fl_lightning.core.console.screen import Screen, Ticker
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.federation.round_log import begin_round
+from fl_lightning.federation import begin_round
 
 SECONDS_OF_A_SHORT_ROUND = 5.0
 _SECONDS_BETWEEN_DRAWINGS = 0.1

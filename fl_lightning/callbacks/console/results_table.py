@@ -15,7 +15,7 @@ from fl_lightning.callbacks.console.tidy import detail
 from fl_lightning.callbacks.evaluated_model import ModelOrigin
 from fl_lightning.core.console.layout import in_lines
 from fl_lightning.core.console.tables import aligned
-from fl_lightning.federation.round_log import begin_round, logged_in_round
+from fl_lightning.federation import begin_round, logged_in_round
 
 # of a round, not of the model
 _OF_ROUNDS = re.compile(r"round/|secure/|privacy/|lr-|epoch$|step$|.*_(step|epoch)$|train/|search/")

@@ -37,7 +37,7 @@ from fl_lightning.core.errors import (
     ProcessFailure,
     RoundFailure,
 )
-from fl_lightning.federation.processes.remote_error import ProcessTraceback
+from fl_lightning.federation import ProcessTraceback
 
 _TOLD_IN_A_SENTENCE = (
     CheckpointFailure,

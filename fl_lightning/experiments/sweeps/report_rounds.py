@@ -8,7 +8,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.federation.round_log import begin_round, logged_in_round
+from fl_lightning.federation import begin_round, logged_in_round
 
 
 class ReportRounds(Callback):
