@@ -39,7 +39,7 @@ def logged_in_round(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def bring_metrics(trainer: Trainer, metrics: Mapping[str, Tensor], new: Collection[str]) -> None:
-    """Have a Trainer know the metrics of a fit in another process.
+    """Add the metrics of a fit in another process to those of a Trainer.
 
     Args:
         trainer: of this process.
