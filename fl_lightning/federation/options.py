@@ -30,9 +30,8 @@ from fl_lightning.server.aggregator import Aggregator
 from fl_lightning.server.robust.rule import RobustRule
 from fl_lightning.server.server import ServerOptimizer, ServerSchedule, fedavg_optimizer
 from fl_lightning.server.staleness import AsyncRule
-from fl_lightning.updates.broadcast import Broadcast
 from fl_lightning.updates.error_feedback import ErrorFeedback
-from fl_lightning.updates.path import UpdatePath
+from fl_lightning.updates.path import Broadcast, UpdatePath
 from fl_lightning.updates.transform import UpdateTransform
 
 

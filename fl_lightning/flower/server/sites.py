@@ -38,7 +38,7 @@ from fl_lightning.flower.sums.agreed import trained_on
 from fl_lightning.flower.sums.over_sites import adds_over_sites
 from fl_lightning.flower.wire.failures import CATEGORIES
 from fl_lightning.server.server import as_aggregator
-from fl_lightning.updates.wire.reader import DecodeError
+from fl_lightning.updates.wire.coding import DecodeError
 
 
 class _Came(NamedTuple):
