@@ -6,6 +6,7 @@ from fl_lightning.federation.round_log import begin_round, logged_in_round
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Sent, Stage, Start, Turn
+from fl_lightning.federation.visits.local_counts import client_id, local_step
 
 __all__ = [
     "ProcessTraceback",
@@ -16,6 +17,8 @@ __all__ = [
     "Start",
     "Turn",
     "begin_round",
+    "client_id",
+    "local_step",
     "logged_in_round",
     "plain_rounds",
 ]

@@ -210,6 +210,8 @@ class Sites(Training):
             told = stage.to_sites().items()
             tensors |= {f"stage/{stage.key}/{name}": tensor.cpu() for name, tensor in told}
         options = self._agreed() | {"optimizers": options_of(self._run.trainer.optimizers)}
+        if by_step := self.local.round_start.by_step:
+            options["by_step"] = by_step
         if self._sums is not None:
             options["most_clients"] = self._sums.terms.most_clients
         return options, tensors
