@@ -48,9 +48,7 @@ from fl_lightning.cli.started import take_what_was_started
 from fl_lightning.cli.trainer import check_trainer
 from fl_lightning.core.console.layout import in_lines
 from fl_lightning.core.console.screen import clear_leftovers
-from fl_lightning.core.errors import (
-    Interrupted,
-)
+from fl_lightning.core.errors import Interrupted
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.checkpoints.csv_rows import keep_rows
 from fl_lightning.federation.checkpoints.earlier_runs import EarlierRun
@@ -121,17 +119,14 @@ class FederatedCLI(LightningCLI):
         ours |= {**options, "parser_kwargs": parser}
         run = partial(super().__init__, model_class, data, **ours)
         is_ours = data is not None and data.__module__.startswith("fl_lightning.")
-        if isinstance(args, dict):
-            run(args=expanded(args))
-        elif isinstance(args, list):
-            run(args=with_whole_names(with_paths(args), data=is_ours))
-        elif args is not None:
-            run(args=args)
+
+        def read(words: list[str]) -> list[str]:
+            return with_whole_names(with_paths(words), data=is_ours)
+
+        if args is None:
+            ended_with_a_sentence(lambda: run(args=read(sys.argv[1:])))
         else:
-            words = sys.argv[1:]
-            ended_with_a_sentence(
-                lambda: run(args=with_whole_names(with_paths(words), data=is_ours))
-            )
+            run(args=read(args) if isinstance(args, list) else expanded(args))
 
     @property
     def _settings(self) -> Any:
@@ -145,45 +140,15 @@ class FederatedCLI(LightningCLI):
         if self._source is not None:
             path = f"{self._source.__module__}.{self._source.__qualname__}"
             parser.set_defaults({"data.source": {"class_path": path}})
-        parser.add_argument(
-            "--federation",
-            type=Federation | None,
-            default=None,
-            help=OPTIONS["federation"],
-        )
-        parser.add_argument(
-            "--test_after_fit",
-            type=bool,
-            default=True,
-            help=OPTIONS["test_after_fit"],
-        )
-
-        parser.add_argument(
-            "--report",
-            type=bool,
-            default=True,
-            help=OPTIONS["report"],
-        )
-
-        parser.add_argument(
-            "--num_threads",
-            type=PositiveInt | None,
-            default=None,
-            help=OPTIONS["num_threads"],
-        )
-
-        parser.add_argument(
-            "--resume_changed",
-            type=bool,
-            default=False,
-            help=OPTIONS["resume_changed"],
-        )
-        parser.add_argument(
-            "--log_level",
-            type=Level,
-            default="info",
-            help=OPTIONS["log_level"],
-        )
+        for name, kind, default in (
+            ("federation", Federation | None, None),
+            ("test_after_fit", bool, True),
+            ("report", bool, True),
+            ("num_threads", PositiveInt | None, None),
+            ("resume_changed", bool, False),
+            ("log_level", Level, "info"),
+        ):
+            parser.add_argument(f"--{name}", type=kind, default=default, help=OPTIONS[name])
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Parse, and refuse what Lightning would stumble over, or take without a look."""

@@ -59,11 +59,7 @@ def loader(load: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def interpolating(load: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return a loader that replaces references such as ``${model.image_size}`` by values of the same file.
-
-    Args:
-        load: from a text to what it says.
-    """
+    """Return a loader that replaces references such as ``${model.image_size}`` by values of the same file."""
 
     def load_resolved(text: str) -> Any:
         content = load(text)

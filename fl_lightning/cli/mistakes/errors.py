@@ -79,11 +79,7 @@ class Parser(LightningArgumentParser):
         super().add_instantiator(NotingWithLinks(instantiator), *args, **kwargs)
 
     def check_environment(self, environ: Mapping[str, str]) -> None:
-        """Refuse variables that stand for an option inside a class: the parser reads whole classes only.
-
-        Raises:
-            ConfigurationError: with the variable that the parser reads.
-        """
+        """Refuse variables that stand for an option inside a class: the parser reads whole classes only."""
         dests = [action.dest for action in self._actions]
         known = {f"{self.env_prefix}_{dest}".upper().replace(".", "__"): dest for dest in dests}
         for name in sorted(environ.keys() - known):
