@@ -249,6 +249,20 @@ def test_a_trainer_that_fits_again_counts_on():
     assert trainer.current_epoch == 2
 
 
+@pytest.mark.parametrize("max_epochs", [0, 1])
+def test_a_checkpoint_of_central_training_is_no_start(max_epochs, tmp_path):
+    central = toy_trainer(max_epochs=max_epochs)
+    central.fit(ToyModule(), datamodule=toy_data())
+    central.save_checkpoint(tmp_path / "central.ckpt")
+    private = Federation(
+        cohort=PoissonCohort(fraction=0.5), privacy=CentralDP(clip_norm=1.0, noise_multiplier=1.0)
+    )
+    with pytest.raises(ConfigurationError, match=r"central.ckpt knows no .*checkpoint_path"):
+        toy_trainer(private, max_epochs=3).fit(
+            ToyModule(), datamodule=toy_data(), ckpt_path=tmp_path / "central.ckpt"
+        )
+
+
 def test_a_trainer_that_fits_again_after_rounds_of_unknown_cost_is_refused():
     _, trainer = run(1)
     trainer.callbacks[0] = Federation(seed=4, engine="sequential", privacy=private())
