@@ -58,3 +58,14 @@ def local_work(
         return np.full_like(num_examples, num_steps or 1)
     per_epoch = num_examples // batch_size if drop_last else -(-num_examples // batch_size)
     return num_epochs * np.maximum(per_epoch, np.minimum(num_examples, 1))
+
+
+def batches_of_steps(num_steps: Integers, per_epoch: Integers, accumulate: int) -> Integers:
+    """Return the batches of clients' local steps, of which an epoch's last takes those that are left.
+
+    Example:
+        >>> batches_of_steps(np.array([6, 7]), np.array([5, 5]), accumulate=2).tolist()
+        [10, 12]
+    """
+    epochs, rest = np.divmod(num_steps, np.maximum(-(-per_epoch // accumulate), 1))
+    return epochs * per_epoch + rest * accumulate

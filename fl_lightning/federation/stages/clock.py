@@ -12,6 +12,7 @@ from fl_lightning.client.clocks import Ended, RecordedClock, VirtualClock, Visit
 from fl_lightning.client.devices import Devices, Fate, Fleet
 from fl_lightning.client.recorded import RecordedArrivals
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.federation.plan import WorkPlan
 from fl_lightning.federation.stage import Stage
 from fl_lightning.federation.stages.devices import SimulatedDevices
 from fl_lightning.federation.stages.older_models import StaleUpdates, Versions
@@ -77,15 +78,15 @@ class VirtualTime:
 
         return cls(fleet, rule, Arrivals(VirtualClock(fate_of), *counts, seed))
 
-    def who_sends(self, accumulate: int) -> list[Stage]:
+    def who_sends(self, plan: WorkPlan) -> list[Stage]:
         """Return what decides whose updates come, and of which model.
 
         Args:
-            accumulate: batches per local step.
+            plan: the batches of their local steps.
         """
         if self.arrivals is not None:
             return [Versions(self.arrivals)]
-        return [] if self.fleet is None else [SimulatedDevices(self.fleet, accumulate)]
+        return [] if self.fleet is None else [SimulatedDevices(self.fleet, plan)]
 
     def how_it_counts(self) -> list[Stage]:
         """Return what weighs updates that arrive."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fl_lightning.client.devices import Fleet
 from fl_lightning.client.work import GroupWork
+from fl_lightning.federation.plan import WorkPlan
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.stage import Stage
 
@@ -13,23 +14,23 @@ class SimulatedDevices(Stage):
 
     Args:
         fleet: the clients' devices.
-        accumulate: batches per local step.
+        plan: the batches of their local steps.
     """
 
-    def __init__(self, fleet: Fleet, accumulate: int) -> None:
-        self._fleet, self._accumulate = fleet, accumulate
+    def __init__(self, fleet: Fleet, plan: WorkPlan) -> None:
+        self._fleet, self._plan = fleet, plan
 
     def work(self, work: GroupWork, record: RoundRecord) -> GroupWork:
         """Return what clients manage on their devices; those whose update will not come are out."""
         sending = []
         for client in work:
-            num_steps = -(-len(client.sizes) // self._accumulate)
-            fate = self._fleet.fate(client.client_id, num_steps, draw=client.round_index)
+            steps = self._plan.batches_of_steps(client)
+            fate = self._fleet.fate(client.client_id, len(steps), draw=client.round_index)
             record.durations[client.client_id] = fate.seconds
-            if fate.is_lost and num_steps:
+            if fate.is_lost and steps:
                 record.lost.append(client.client_id)
             else:
-                sending.append(client.head(fate.num_steps * self._accumulate))
+                sending.append(client.head(sum(steps[: fate.num_steps])))
         return GroupWork.of(sending)
 
     def settle(self, record: RoundRecord) -> None:

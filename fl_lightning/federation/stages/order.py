@@ -60,7 +60,7 @@ def stages_of(run: Run, aggregator: Aggregator, time: VirtualTime, private: Stag
         ConfigurationError: for what does not go together.
     """
     options = run.options
-    stages = time.who_sends(run.accumulate)
+    stages = time.who_sends(run.plan)
     stages.append(run.scaler)
     masks = client_masks(run.trainer)
     if masks is not None:
