@@ -3,6 +3,6 @@
 from fl_lightning.federation.plain_rounds import plain_rounds
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
-from fl_lightning.federation.stage import Sent, Stage, Start, Turn
+from fl_lightning.federation.stage import Stage, Start, Turn, Upload
 
-__all__ = ["RoundRecord", "Run", "Sent", "Stage", "Start", "Turn", "plain_rounds"]
+__all__ = ["RoundRecord", "Run", "Stage", "Start", "Turn", "Upload", "plain_rounds"]

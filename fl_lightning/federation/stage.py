@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,7 +23,7 @@ from fl_lightning.client.corrections.correction import GradientTerm
 from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.client.state.round_start import Options as OptimizerOptions
 from fl_lightning.client.work import ClientWork, GroupWork
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.space import Space
 from fl_lightning.core.update import ClientUpdate, Updates
 from fl_lightning.federation.round_record import RoundRecord
@@ -77,10 +76,11 @@ class Turn:
     num_bytes: int = 0
 
 
-class Sent(NamedTuple):
-    """Updates on their way.
+class Upload(NamedTuple):
+    """Updates on their way to the server, of clients that began alike.
 
     Attributes:
+        start: what the clients began from.
         made: as the clients made them.
         arrived: what has become of them so far.
         num_bytes: of each one's message so far.
@@ -88,10 +88,38 @@ class Sent(NamedTuple):
             one that was compressed.
     """
 
+    start: Start
     made: Updates
     arrived: Updates
     num_bytes: int = 0
     error: Tensor | None = None
+
+    @classmethod
+    def of(cls, updates: Updates, start: Start) -> Upload:
+        """Updates that leave their clients as these have made them."""
+        return cls(start, updates, updates)
+
+    @property
+    def client_ids(self) -> list[int]:
+        """Ids of the clients, in the order of the updates."""
+        return self.made.client_ids
+
+
+class Missing(NamedTuple):
+    """A client whose update cannot be used.
+
+    Attributes:
+        start: what the client began from.
+        failure: why there is no update.
+    """
+
+    start: Start
+    failure: ClientFailure
+
+    @property
+    def client_ids(self) -> list[int]:
+        """Id of the client, alone in a list."""
+        return [self.failure.client_id]
 
 
 class Stage:
@@ -200,9 +228,9 @@ class Stage:
             ClientFailure: if it cannot; its update is not used then.
         """
 
-    def up(self, sent: Sent, start: Start) -> Iterable[Sent]:
+    def up(self, upload: Upload) -> Iterable[Upload]:
         """Return what becomes of updates on their way, together or one by one."""
-        return (sent,)
+        return (upload,)
 
     def term(self, client: int) -> GradientTerm:
         """Return what a client of slots adds to its gradients in this round."""
@@ -355,15 +383,11 @@ class Stages(Sequence[Stage]):
             found = [piece for start, some in found for piece in stage.down(start, some)]
         return found
 
-    def up(self, updates: Updates, start: Start) -> Iterable[Sent]:
+    def up(self, upload: Upload) -> Iterable[Upload]:
         """Return what becomes of updates, each piece when it is asked for."""
-        return self.onward(Sent(updates, updates), start)
-
-    def onward(self, sent: Sent, start: Start) -> Iterable[Sent]:
-        """Return what becomes of updates that are on their way already."""
-        pieces: Iterable[Sent] = (sent,)
+        pieces: Iterable[Upload] = (upload,)
         for stage in self._stages:
-            pieces = chain.from_iterable(map(partial(stage.up, start=start), pieces))
+            pieces = chain.from_iterable(map(stage.up, pieces))
         return pieces
 
     def on_server(self, aggregate: Tensor) -> Tensor | None:

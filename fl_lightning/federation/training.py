@@ -1,4 +1,4 @@
-"""The clients' side of a round: clients train, and what they send is handed to who takes it.
+"""The clients' side of a round in a fit: clients train, and what they send is yielded.
 
 One client after the other in the module, or those that can many at once in slots, as `EngineChooser`
 chose. What a client leaves behind in the module (weights, optimizer state, torchmetrics objects, the
@@ -7,9 +7,9 @@ fp16 scale) never reaches the next one. Nothing here knows the server.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager
-from typing import Protocol
+from dataclasses import replace
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.metric_states import MetricStates, kept_apart, metrics_of
 from fl_lightning.core.seeds import seed_global_generators
 from fl_lightning.core.update import ClientUpdate, Updates
-from fl_lightning.engines import CannotStack, receive_usable
+from fl_lightning.engines import CannotStack, usable_rows
 from fl_lightning.federation.execution.engine import EngineChooser
 from fl_lightning.federation.execution.slot_engine import SlotEngine
 from fl_lightning.federation.execution.spot_check import SpotCheck
@@ -28,30 +28,8 @@ from fl_lightning.federation.execution.state_rehearsal import StateRehearsal
 from fl_lightning.federation.execution.update_differences import Trained
 from fl_lightning.federation.processes.ranks import Ranks
 from fl_lightning.federation.run import Run
-from fl_lightning.federation.stage import Sent, Stages, Start, Turn
-
-
-class Taker(Protocol):
-    """Who takes what clients send."""
-
-    def receive(self, updates: Updates, start: Start) -> None:
-        """Take updates of clients that began alike."""
-
-    def take(self, sent: Sent) -> None:
-        """Take updates that have gone their way."""
-
-    def skip(self, failure: ClientFailure) -> None:
-        """Know why a client's update cannot be used.
-
-        Raises:
-            ClientFailure: if that is to end the round.
-        """
-
-    def finish(self, clients: Sequence[int], num_bytes: int) -> None:
-        """Know that clients are done, and how many bytes each was sent."""
-
-    def all_or_nothing(self) -> AbstractContextManager[None]:
-        """Have what is taken inside the block count as a whole, or not at all if it fails."""
+from fl_lightning.federation.stage import Missing, Stages, Start, Turn, Upload
+from fl_lightning.federation.transaction import Transaction
 
 
 class Training:
@@ -66,10 +44,15 @@ class Training:
         collector: what clients log.
         engine: how clients are trained.
         step: one local step.
+        stages_ahead: that updates have to pass once `train` has yielded them.
+        lose: told of a client whose update is lost later than that, in a sum over sites.
     """
+
+    lose: Callable[[ClientFailure], None]
 
     def __init__(self, run: Run, stages: Stages) -> None:
         self._run, self._stages = run, stages
+        self.stages_ahead = stages
         self._module, self._plan, self._scaler = run.module, run.plan, run.scaler
         self.local, self.collector, self.step = run.local, run.collector, run.step
         self._metrics = metrics_of(run.module)
@@ -160,7 +143,7 @@ class Training:
             self.engine.load_state_dict(choice)
 
     def work_of(self, clients: Iterable[int]) -> GroupWork:
-        """Return what clients have to do in this round."""
+        """Local work of some clients in the present round."""
         chosen = list(clients)
         return self._plan.of(chosen, self._stages.versions(chosen, self._run.round_index))
 
@@ -170,26 +153,31 @@ class Training:
         self.local.show_growth()
         self._scaler.wind_back()
 
-    def train(self, start: Start, work: GroupWork, taker: Taker) -> None:
-        """Train clients that begin alike.
+    def train(
+        self, start: Start, work: GroupWork, transaction: Transaction
+    ) -> Generator[Upload | Missing, None, None]:
+        """Train clients that begin alike, and yield what they send.
 
         Afterwards the module holds whatever the last of them left.
 
         Args:
             start: what they begin from.
             work: theirs.
-            taker: of what they send.
-
-        Raises:
-            ClientFailure: if a client's update cannot be used and failures are not skipped.
+            transaction: of what has been yielded: those in slots count as a whole.
         """
         with self.local.as_of(start.options):
-            alone = self._train_in_slots(start, work, taker)
+            while (slots := self.engine.slots) is not None:
+                try:
+                    work = yield from self._train_in_slots(slots, start, work, transaction)
+                    break
+                except CannotStack as reason:
+                    transaction.roll_back()
+                    self.engine.fall_back(reason)
             with self.collector.listening_to(self._module):
-                for client in alone:
-                    self._train_client(client, start, taker)
+                for client in work:
+                    yield self._train_client(client, start)
 
-    def _train_client(self, work: ClientWork, start: Start, taker: Taker) -> None:
+    def _train_client(self, work: ClientWork, start: Start) -> Upload | Missing:
         turn = Turn(work, start, num_bytes=start.num_bytes)
         metrics = MetricStates(self._metrics)
         try:
@@ -203,11 +191,14 @@ class Training:
             metrics.put_back()
             if not isinstance(error, ClientFailure):
                 raise
-            taker.skip(error)
-        else:
-            self.local.keep_growth(growth)
-            taker.receive(Updates.of(update), start)
-        taker.finish([work.client_id], turn.num_bytes)
+            return Missing(start._replace(num_bytes=turn.num_bytes), error)
+        self.local.keep_growth(growth)
+        return self._upload(Updates.of(update), start._replace(num_bytes=turn.num_bytes))
+
+    def _upload(self, updates: Updates, start: Start) -> Upload:
+        if self._stages.buffers_stay:
+            updates = replace(updates, buffers=updates.buffers[:, :0])
+        return Upload.of(updates, start)
 
     def _take_steps(self, turn: Turn) -> ClientUpdate:
         """Take the steps that a client shares."""
@@ -222,46 +213,38 @@ class Training:
                 masks=turn.masks,
             )
 
-    def _train_in_slots(self, start: Start, work: GroupWork, taker: Taker) -> GroupWork:
-        """Train those clients that slots can train and return the others."""
-        while (slots := self.engine.slots) is not None:
-            try:
-                return self._train_stacked(slots, start, work, taker)
-            except CannotStack as reason:  # nothing of the group has counted
-                self.engine.fall_back(reason)
-        return work
+    def _train_in_slots(
+        self, slots: SlotEngine, start: Start, work: GroupWork, transaction: Transaction
+    ) -> Generator[Upload | Missing, None, GroupWork]:
+        """Train those clients that slots can train, and return the others.
 
-    def _train_stacked(
-        self, slots: SlotEngine, start: Start, work: GroupWork, taker: Taker
-    ) -> GroupWork:
+        Raises:
+            CannotStack: if slots meet what they cannot run.
+        """
         stages = self._stages
         stackable, others = slots.split(work)
         by_id = {client.client_id: client for client in stackable} if stages.learns else {}
         check = self._spot_check.begin(stackable)
         again: list[int] = []
-
-        def receive(usable: Updates, failures: list[ClientFailure]) -> None:
+        transaction.begin()
+        for group in slots.train(start.model, stackable, stages.term, stages.own):
+            usable, failures = usable_rows(group)
             # one after the other they may not fail: example by example there may be a 0 / 0
             again.extend(failure.client_id for failure in failures)
             refused: list[ClientFailure] = []
             if stages.learns:
                 usable, refused = self._learnt(usable, by_id, start)
-                usable = usable.multiplied_out()  # which has been looked at: nobody learns twice
             for failure in (*failures, *refused):
                 slots.leave_out(failure.client_id)
             for failure in refused:
-                taker.skip(failure)
-            taker.receive(usable, start)
+                yield Missing(start, failure)
+            yield self._upload(usable, start)
             for client_id in usable.client_ids if slots.kept else ():
                 stages.keep(client_id, slots.kept[client_id])
             check.note(usable, slots.kept)
-
-        with taker.all_or_nothing():
-            for group in slots.train(start.model, stackable, stages.term, stages.own):
-                receive_usable(group, receive)
-            check.compare(start.model, start.present)
+        check.compare(start.model, start.present)
+        transaction.commit()
         is_again = np.isin(stackable.client_ids, again)
-        taker.finish(stackable.where(~is_again).client_ids.tolist(), start.num_bytes)
         return GroupWork.of([*others, *stackable.where(is_again)]) if again else others
 
     def _learnt(

@@ -6,7 +6,7 @@ from typing import Any
 
 from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.client.state.state_tensors import buffer_names
-from fl_lightning.federation.round import Round
+from fl_lightning.federation.fit_rounds import FitRounds
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.stage import check_same
 
@@ -14,7 +14,7 @@ from fl_lightning.federation.stage import check_same
 _CHOICES = {"versions": "choice of federation.asynchronous", "privacy": "privacy"}
 
 
-def run_state(rounds: Round) -> dict[str, Any]:
+def run_state(rounds: FitRounds) -> dict[str, Any]:
     """Return what a run has to keep, and what is known of the present round.
 
     Of several processes one writes the checkpoint: it leaves out the open round, which is then
@@ -43,12 +43,12 @@ def run_state(rounds: Round) -> dict[str, Any]:
     for stage in stages:
         if stage.key is not None:
             state[stage.key] = stage.state_dict(with_round=with_round)
-    if not rounds.is_kept_by_lightning:
+    if not rounds.travelling.is_kept_by_lightning:
         state["model"] = vars(server.model)
     return state
 
 
-def load_run_state(rounds: Round, state: dict[str, Any]) -> None:
+def load_run_state(rounds: FitRounds, state: dict[str, Any]) -> None:
     """Go on from a checkpoint, taken between rounds or inside one.
 
     Raises:
@@ -56,12 +56,12 @@ def load_run_state(rounds: Round, state: dict[str, Any]) -> None:
     """
     _check(rounds, state)
     run, server = rounds.run, rounds.server
-    rounds.follow_state()
+    rounds.travelling.follow_state()
     if "model" in state:
         server.replace_model(GlobalModel(**state["model"]))
         run.local.restore(server.model)
     if rounds.clients.add_named_state(inside=state["inside"]):
-        rounds.follow_state()
+        rounds.travelling.follow_state()
     server.load_state_dict(state["server"])
     for stage in rounds.stages:
         if stage.key is not None:
@@ -74,7 +74,7 @@ def load_run_state(rounds: Round, state: dict[str, Any]) -> None:
     run.groups.population.load_state_dict(state["population"])
 
 
-def _check(rounds: Round, state: dict[str, Any]) -> None:
+def _check(rounds: FitRounds, state: dict[str, Any]) -> None:
     """Refuse what another run has kept, before anything is taken but which parameters are personal.
 
     Raises:

@@ -17,7 +17,7 @@ from lightning.pytorch import Trainer
 
 from fl_lightning.client.local_training import GlobalModel, LocalTrainer
 from fl_lightning.client.work import ClientWork, GroupWork
-from fl_lightning.engines import CannotStack, receive_usable
+from fl_lightning.engines import CannotStack, usable_rows
 from fl_lightning.federation.execution.engine_options import SHORT_RUN_STEPS, most_parameters
 from fl_lightning.federation.execution.slot_engine import (
     SlotEngine,
@@ -235,7 +235,8 @@ def _train_all(engine: SlotEngine, model: GlobalModel, work: Sequence[ClientWork
     """Train clients as a round does: their updates are looked at and folded in, none is kept."""
     mean = RunningMean(model.params)
     for group in engine.train(model, work):
-        receive_usable(group, lambda usable, _: mean.add_rows(usable.deltas, usable.num_examples))
+        usable, _ = usable_rows(group)
+        mean.add_rows(usable.deltas, usable.num_examples)
 
 
 def _times_faster(

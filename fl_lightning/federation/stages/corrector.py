@@ -27,7 +27,7 @@ from fl_lightning.core.update import ClientUpdate, LazyDeltas
 from fl_lightning.federation.checks.compatibility import ADDED_TO_LOSS, maximises
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
-from fl_lightning.federation.stage import Sent, Stage, Start, Turn, check_same
+from fl_lightning.federation.stage import Stage, Start, Turn, Upload, check_same
 from fl_lightning.federation.visits.shard_gradient import ShardGradient
 from fl_lightning.server.aggregator import Aggregator, AllReduce
 from fl_lightning.server.means.exact_mean import ExactMean
@@ -204,17 +204,17 @@ class Corrector(Stage):
             self._changes.add(change, 1)
             self._num_changes += 1
 
-    def up(self, sent: Sent, start: Start) -> Iterable[Sent]:
+    def up(self, upload: Upload) -> Iterable[Upload]:
         """Have updates say how many gradients they add up to, where the aggregator asks for it."""
-        num_bytes = sent.num_bytes + self._bytes_up(sent.arrived.deltas)
-        sent = sent._replace(num_bytes=num_bytes)
+        num_bytes = upload.num_bytes + self._bytes_up(upload.arrived.deltas)
+        upload = upload._replace(num_bytes=num_bytes)
         if not self._counts_steps:
-            return (sent,)
-        updates = sent.arrived
+            return (upload,)
+        updates = upload.arrived
         taken = updates.optimizer_steps or [None] * len(updates.num_steps)
         pairs = zip(updates.num_steps, taken, strict=True)
         steps = [self._solver.effective_steps(n if own is None else own) for n, own in pairs]
-        return (sent._replace(arrived=replace(updates, effective_steps=steps)),)
+        return (upload._replace(arrived=replace(updates, effective_steps=steps)),)
 
     def _bytes_up(self, like: Tensor | LazyDeltas) -> int:
         """Return how many bytes a client sends besides its update: the change of its memory."""

@@ -26,7 +26,7 @@ from fl_lightning.core.space import Space
 from fl_lightning.core.whole_numbers import Draw, Integers
 from fl_lightning.engines import ExampleGradients, nothing
 from fl_lightning.federation.checks.examples import warn_of_unprotected
-from fl_lightning.federation.round import Round
+from fl_lightning.federation.fit_rounds import FitRounds
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Stage, Turn
@@ -74,7 +74,7 @@ class ExampleRounds(Stage):
         """Itself."""
         return self
 
-    def say_cost(self, trainer: Trainer, rounds: Round) -> None:
+    def say_cost(self, trainer: Trainer, rounds: FitRounds) -> None:
         """Say, before training, what the run will have cost, and what ε does not cover."""
         self.ledger.announce(f"{self.privacy.clip_norm:g} of an example's gradient")
         warn_of_unprotected(trainer, self.privacy)

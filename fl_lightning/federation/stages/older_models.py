@@ -15,7 +15,7 @@ from fl_lightning.client.work import GroupWork
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.update import Updates
 from fl_lightning.federation.round_record import RoundRecord
-from fl_lightning.federation.stage import Sent, Stage, Start
+from fl_lightning.federation.stage import Stage, Start, Upload
 from fl_lightning.federation.stages.schedule import Arrivals
 from fl_lightning.server.staleness import AsyncRule
 
@@ -69,9 +69,9 @@ class StaleUpdates(Stage):
     def __init__(self, rule: AsyncRule) -> None:
         self._rule = rule
 
-    def up(self, sent: Sent, start: Start) -> Iterable[Sent]:
+    def up(self, upload: Upload) -> Iterable[Upload]:
         """Return updates as the server takes them in."""
-        return (sent._replace(arrived=counted(sent.arrived, start, self._rule)),)
+        return (upload._replace(arrived=counted(upload.arrived, upload.start, self._rule)),)
 
 
 class Versions(Stage):

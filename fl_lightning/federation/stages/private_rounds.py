@@ -22,8 +22,8 @@ from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.core.errors import RoundFailure
 from fl_lightning.core.whole_numbers import Integers
 from fl_lightning.federation.checks.privacy import warn_of_releases
+from fl_lightning.federation.fit_rounds import FitRounds
 from fl_lightning.federation.processes.ranks import Ranks
-from fl_lightning.federation.round import Round
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.stage import Stage
 from fl_lightning.federation.stages.privacy_ledger import PrivacyLedger
@@ -102,7 +102,7 @@ class PrivateRounds(Stage):
         assert shares is not None, "others are refused, see `check_private`"
         return shares
 
-    def say_cost(self, trainer: Trainer, rounds: Round) -> None:
+    def say_cost(self, trainer: Trainer, rounds: FitRounds) -> None:
         """Say, before training, what the run will have cost, and what ε does not cover."""
         adaptive = ", adaptive" if self._privacy.adaptive_clip else ""
         self.ledger.announce(f"{self._clip_norm:g}{adaptive}")

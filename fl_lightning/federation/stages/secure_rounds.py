@@ -17,7 +17,7 @@ from fl_lightning.core.update import ClientUpdate
 from fl_lightning.federation.checks.privacy import shown_by
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
-from fl_lightning.federation.stage import Sent, Stage, Start
+from fl_lightning.federation.stage import Stage, Upload
 from fl_lightning.federation.stages.client_masks import client_masks
 from fl_lightning.server.protected import Protected
 from fl_lightning.updates.wire.traffic import bytes_up
@@ -69,11 +69,11 @@ class SecureRounds(Stage):
         ]
         yield f"secure: {self.aggregator.hides}; in clear go " + ", ".join(clear)
 
-    def up(self, sent: Sent, start: Start) -> Iterable[Sent]:
+    def up(self, upload: Upload) -> Iterable[Upload]:
         """Count no deltas: what travels instead is told by the aggregator when it is done."""
-        whole, arrived = bytes_up(sent.arrived), sent.arrived
+        whole, arrived = bytes_up(upload.arrived), upload.arrived
         rest = bytes_up(replace(arrived, deltas=arrived.whole[:, :0]))
-        return (sent._replace(num_bytes=sent.num_bytes + rest - whole),)
+        return (upload._replace(num_bytes=upload.num_bytes + rest - whole),)
 
     def more_bytes(self, model: GlobalModel, num_clients: int) -> tuple[int, int]:
         """Return what hidden updates are larger than others, and what else a client gets."""

@@ -15,7 +15,7 @@ from fl_lightning.client.work import GroupWork
 from fl_lightning.core.space import Space
 from fl_lightning.core.update import ClientUpdate, Updates
 from fl_lightning.federation.run import Run
-from fl_lightning.federation.stage import Sent, Stage, Start, check_same
+from fl_lightning.federation.stage import Stage, Start, Upload, check_same
 from fl_lightning.updates.broadcast import Broadcast
 from fl_lightning.updates.path import Arrival, Step, UpdatePath
 from fl_lightning.updates.transform import UpdateTransform
@@ -65,17 +65,18 @@ class Transport(Stage):
             model = GlobalModel(sent.params, model.buffers)
         return [(start._replace(model=model, num_bytes=start.num_bytes + sent.num_bytes), work)]
 
-    def up(self, sent: Sent, start: Start) -> Iterable[Sent]:
+    def up(self, upload: Upload) -> Iterable[Upload]:
         """Return what arrives of updates: one by one, where something happens to them."""
         if self.path.is_empty:
-            return (sent._replace(num_bytes=sent.num_bytes + bytes_up(sent.arrived)),)
-        return self._one_by_one(sent, self._run.round_index - start.staleness)
+            return (upload._replace(num_bytes=upload.num_bytes + bytes_up(upload.arrived)),)
+        return self._one_by_one(upload)
 
-    def _one_by_one(self, sent: Sent, began: int) -> Iterator[Sent]:
-        for made, update in zip(sent.made, sent.arrived, strict=True):
+    def _one_by_one(self, upload: Upload) -> Iterator[Upload]:
+        start, began = upload.start, self._run.round_index - upload.start.staleness
+        for made, update in zip(upload.made, upload.arrived, strict=True):
             arrival = self.sent(update, began)
-            num_bytes = sent.num_bytes + arrival.num_bytes
-            yield Sent(Updates.of(made), Updates.of(arrival.update), num_bytes, arrival.error)
+            num_bytes, arrived = upload.num_bytes + arrival.num_bytes, Updates.of(arrival.update)
+            yield Upload(start, Updates.of(made), arrived, num_bytes, arrival.error)
 
     def sent(self, update: ClientUpdate, began: int) -> Arrival:
         """Send a client's update, and have it keep what does not arrive.

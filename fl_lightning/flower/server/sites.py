@@ -8,7 +8,7 @@ simulation. What a client's update goes through on its way, it has gone through 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,11 +23,12 @@ from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.update import ClientUpdate, Updates
 from fl_lightning.federation.processes.ranks import Ranks
 from fl_lightning.federation.run import Run
-from fl_lightning.federation.stage import Sent, Stages, Start
+from fl_lightning.federation.stage import Missing, Stages, Start, Upload
 from fl_lightning.federation.stages.private_rounds import PrivateRounds
 from fl_lightning.federation.stages.secure_rounds import SecureRounds
 from fl_lightning.federation.stages.transport import Transport
-from fl_lightning.federation.training import Taker, Training
+from fl_lightning.federation.training import Training
+from fl_lightning.federation.transaction import Transaction
 from fl_lightning.flower.constants import constants_digest
 from fl_lightning.flower.messages import ClientAnswer, Kind, Order
 from fl_lightning.flower.metric_sums import OPTION, MetricSums, pool_sums, told_sums
@@ -98,7 +99,7 @@ class Sites(Training):
         self._constants_of: tuple[str, str] | None = None
         run.data.evaluated_by = self.evaluate
         self._transport = next(stage for stage in stages if isinstance(stage, Transport))
-        self._ours = stages.after(self._transport)
+        self.stages_ahead = stages.after(self._transport)
         for stage in stages:
             if isinstance(stage, PrivateRounds):
                 stage.have_noise_at_sites()
@@ -122,9 +123,10 @@ class Sites(Training):
     def settle_engine(self, model: GlobalModel, group: Iterable[int], ranks: Ranks) -> None:
         """Leave it to the sites."""
 
-    def train(self, start: Start, work: GroupWork, taker: Taker) -> None:
-        """Send orders, and hand on what comes back in the order of the clients."""
-        self._taker = taker
+    def train(
+        self, start: Start, work: GroupWork, transaction: Transaction
+    ) -> Generator[Upload | Missing, None, None]:
+        """Send orders, and yield what comes back in the order of the clients."""
         clients, packing = work.client_ids.tolist(), self._packing()
         options, tensors = self._common(start, packing)
         orders = {
@@ -139,7 +141,7 @@ class Sites(Training):
             came |= by_client(reply, orders[reply.site])
             while place < len(clients) and clients[place] in came:
                 client = clients[place]
-                self._hand_on(client, came.pop(client), start, packing, taker)
+                yield self._upload_of(client, came.pop(client), start, packing)
                 place += 1
         pool_sums([sums[site] for site in sorted(sums)], self.collector, self._run.module)
 
@@ -252,7 +254,7 @@ class Sites(Training):
 
     def _lose(self, client: int, reason: str) -> None:
         """Do without a client whose vector did not get into the round's sum."""
-        self._taker.skip(ClientFailure(client, reason))
+        self.lose(ClientFailure(client, reason))
 
     @property
     def _mask(self) -> str:
@@ -270,29 +272,28 @@ class Sites(Training):
 
     def _epsilon(self) -> float | None:
         """Return what the whole run costs of a client's privacy; None without a bound."""
-        private = next((s for s in self._ours if isinstance(s, PrivateRounds)), None)
+        private = next((s for s in self.stages_ahead if isinstance(s, PrivateRounds)), None)
         rounds = self._run.num_rounds
         if private is None or not math.isfinite(rounds):
             return None
         epsilon = private.ledger.mechanism.epsilon(int(rounds))
         return epsilon if math.isfinite(epsilon) else None
 
-    def _hand_on(
-        self, client: int, came: _Came, start: Start, packing: Packing, taker: Taker
-    ) -> None:
+    def _upload_of(
+        self, client: int, came: _Came, start: Start, packing: Packing
+    ) -> Upload | Missing:
+        """Return what has come from a client, as `Transport` would have handed it on."""
+        start = start._replace(num_bytes=came.bytes_down)
         try:
             if came.answer is None:
                 raise _Unusable(came.reason)
             if came.answer.failure is not None:
                 raise _Unusable(CATEGORIES[came.answer.failure])
             self._check(came.answer)
-            sent = self._sent(came.answer, came, packing)
+            return self._read(came.answer, came, start, packing)
         except (_Unusable, DecodeError, ValueError, KeyError) as error:
-            taker.skip(ClientFailure(client, f"at site {self._site_of[client]}: {error}"))
-        else:
-            for piece in self._ours.onward(sent, start):
-                taker.take(piece)
-        taker.finish([client], came.bytes_down)
+            failure = ClientFailure(client, f"at site {self._site_of[client]}: {error}")
+            return Missing(start, failure)
 
     def _check(self, answer: ClientAnswer) -> None:
         """Refuse an answer that its client cannot mean."""
@@ -301,8 +302,7 @@ class Sites(Training):
         counts_steps = as_aggregator(run.options.aggregator).needs_effective_steps
         check_plausible(answer, num_examples, counts_steps=counts_steps)
 
-    def _sent(self, answer: ClientAnswer, came: _Came, packing: Packing) -> Sent:
-        """Return a client's update as `Transport` would have handed it on."""
+    def _read(self, answer: ClientAnswer, came: _Came, start: Start, packing: Packing) -> Upload:
         opened = self._opened(answer, came, packing)
         update = replace(
             opened,
@@ -318,12 +318,12 @@ class Sites(Training):
             )
         arrived = Updates.of(update)
         if not self._transport.is_lossy:
-            return Sent(arrived, arrived, came.bytes_up)
+            return Upload(start, arrived, arrived, came.bytes_up)
         made = Updates.of(ClientUpdate(**_fields(update)))
         norm, error = (_scalar(answer.facts.get(n), opened.delta) for n in (NORM, ERROR))
         if norm is not None:
             vars(next(iter(made)))["norm"] = norm  # of what left the client, not of what arrived
-        return Sent(made, arrived, came.bytes_up, error)
+        return Upload(start, made, arrived, came.bytes_up, error)
 
     def _opened(self, answer: ClientAnswer, came: _Came, packing: Packing) -> ClientUpdate:
         """Return an update as it came; without numbers where they are to be hidden."""

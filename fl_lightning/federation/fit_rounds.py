@@ -1,0 +1,167 @@
+"""The rounds of a fit: what goes around each one where Lightning's loop drives it.
+
+In several processes there are as many `FitRounds`, which train different clients, meet once per round
+and then step the same.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from lightning.pytorch.utilities import rank_zero_info
+
+from fl_lightning.client.local_training import GlobalModel
+from fl_lightning.core.errors import ClientFailure, ConfigurationError
+from fl_lightning.federation.groups import ClientGroup
+from fl_lightning.federation.processes.exchange import Meeting
+from fl_lightning.federation.round import Round
+from fl_lightning.federation.round_record import RoundRecord
+from fl_lightning.federation.run import Run
+from fl_lightning.federation.stage import Stages
+from fl_lightning.federation.stages.cost import cost_line
+from fl_lightning.federation.training import Training
+from fl_lightning.federation.travelling import TravellingNumbers
+from fl_lightning.server.server import Server
+
+
+class FitRounds:
+    """Runs the rounds of one fit, one group of clients after the other.
+
+    Args:
+        run: what is asked for, who takes part, and what trains.
+        stages: what else happens, in order.
+        make_server: of the first global model.
+        clients_side: makes the clients' side; None for clients that train here.
+
+    Attributes:
+        run: as given.
+        stages: as given.
+        clients: the clients' side.
+        server: the server's side: the global model and how it moves.
+        memory: what clients remember.
+        travelling: which numbers are exchanged.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        stages: Stages,
+        make_server: Callable[[GlobalModel], Server],
+        clients_side: Callable[[Run, Stages], Training] | None = None,
+    ) -> None:
+        self.run, self.stages, self.memory = run, stages, run.memory
+        self.clients = (clients_side or Training)(run, stages)
+        for stage in stages:
+            stage.check_buffers(self.clients.num_known_state)
+        self.server = make_server(run.local.read())
+        self.travelling = TravellingNumbers(run, self.clients, self.server, stages)
+        self._round = Round(
+            self.clients,
+            self.server,
+            stages,
+            run.memory.clients,
+            skips_failures=run.options.on_client_failure == "skip",
+            min_replies=run.options.min_replies,
+        )
+        self.clients.lose = self._round.skip
+        self._meeting = Meeting(run, stages)
+        self._has_come = self._cost_is_told = False
+
+    @property
+    def record(self) -> RoundRecord:
+        """What is known of the present round, or of the last one until the next begins."""
+        return self._round.record
+
+    def train_group(self, group: ClientGroup) -> None:
+        """Train some clients of the present round and fold in their updates.
+
+        Afterwards the module holds the global model again, whatever happened.
+
+        Raises:
+            ClientFailure: if a client's update cannot be used and failures are not skipped. Of
+                several processes all raise it, when they meet.
+        """
+        began = time.perf_counter()
+        if not self._has_begun and self.clients.settle_state(group, self.run.ranks):
+            self.travelling.follow_state()
+        self._open()
+        try:
+            with self.clients.metrics_kept_apart():
+                self.clients.settle_engine(self.server.model, group, self.run.ranks)
+                if self._meeting.failure is None:
+                    # after an interruption some of the group are done, the last that were noted
+                    finished = set(self.record.finished[-len(group) :])
+                    self._round.train([client for client in group if client not in finished])
+        except (ClientFailure, ConfigurationError) as failure:
+            self._meeting.fail(failure)
+        finally:
+            self.clients.restore(self.server.model)
+        if not self.run.trainer.is_last_batch:
+            self.run.groups.advance()
+        self.record.seconds += time.perf_counter() - began
+
+    def close_round(self) -> None:
+        """Step the server and put the new model into the module.
+
+        Raises:
+            ClientFailure: in all processes, if a client failed in one.
+            RoundFailure: if fewer clients than ``min_replies`` sent a valid update.
+        """
+        self._open()  # there may have been no client
+        self._round.record, began = self._meeting.hold(self.record, self.server)
+        self._round.step()
+        if not self.stages.hides_clients:  # and no cohort that goes with privacy depends on them
+            self._note_clients()
+        with self.clients.metrics_kept_apart():
+            self.record.pooled = self.run.collector.collect_metrics()
+        self._has_come = False
+        self.run.local.end_round(self.server.model)
+        self.run.groups.advance()  # only now: a round that failed is no finished one
+        self.record.seconds += time.perf_counter() - began
+        self._round.close()
+
+    def _note_clients(self) -> None:
+        """Keep what the round has shown of its clients, for cohorts that choose by it."""
+        self.run.groups.population.note(
+            self.record.finished,
+            round_index=self.run.round_index,
+            losses=self.record.means.by_client("train/loss"),
+            durations=self.record.durations,
+        )
+
+    @property
+    def _has_begun(self) -> bool:
+        """Whether the present round has; the open one of a checkpoint may have been broken off."""
+        return self.server.is_open and self.server.round_index == self.run.round_index
+
+    def _open(self) -> None:
+        self.follow_masks()
+        if not self._has_come:  # by now, unlike in the constructor, Lightning has restored both
+            self.clients.start_round()
+            self._has_come = True
+        if not self._has_begun:
+            if self.travelling.module_has_all:  # hooks between rounds may have changed it
+                self.server.replace_model(self.run.local.read())
+            self._round.open(self.run.round_index)
+        if not self._cost_is_told:  # not before hooks have changed the model for the last time
+            self._cost_is_told = True
+            self._announce()
+
+    def follow_masks(self) -> None:
+        """Exchange other coordinates from here on if masks have changed between rounds."""
+        if not self._has_begun:
+            self.travelling.follow_masks()
+
+    def _announce(self) -> None:
+        num_clients = self.run.groups.num_clients
+        num_bytes = self.stages.more_bytes(self.server.model, num_clients)
+        line = cost_line(*num_bytes, num_clients=num_clients, num_rounds=self.run.num_rounds)
+        rank_zero_info(f"bytes: {line}")
+        for stage in self.stages:
+            for line in stage.announce():
+                rank_zero_info(line)
+
+    def in_progress_bar(self, name: str) -> bool:
+        """Return whether a logged value is shown beside the progress bar."""
+        return name == "train/loss" or name in self.run.collector.prog_bar
