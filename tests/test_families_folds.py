@@ -15,8 +15,7 @@ import torch
 from families import ROWS, made, through_a_file
 
 from fl_lightning import ConfigurationError, RoundFailure
-from fl_lightning.client.local_training import GlobalModel
-from fl_lightning.core.update import ClientUpdate, Updates
+from fl_lightning.core.update import ClientUpdate, GlobalModel, Updates
 from fl_lightning.server import Server
 from fl_lightning.server.protected import Terms
 from fl_lightning.server.server import as_aggregator

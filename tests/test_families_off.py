@@ -16,8 +16,7 @@ from toys import ToyModule, toy_data, toy_trainer, weights
 import fl_lightning as fl
 from fl_lightning import client, data, secure, server, updates
 from fl_lightning.client import Correction
-from fl_lightning.client.local_training import GlobalModel
-from fl_lightning.core.update import ClientUpdate
+from fl_lightning.core.update import ClientUpdate, GlobalModel
 from fl_lightning.data import Population
 from fl_lightning.federation.stages.attackers import Attackers
 from fl_lightning.server import Server

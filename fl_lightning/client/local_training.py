@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -38,21 +37,7 @@ from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.lonely_example import help_with_one_example
 from fl_lightning.core.metrics import weighted_mean
 from fl_lightning.core.space import Space
-from fl_lightning.core.update import ClientUpdate
-
-
-@dataclass(frozen=True)
-class GlobalModel:
-    """What the server sends down.
-
-    Attributes:
-        params: trainable parameters as one vector, shape (k,).
-        buffers: clients' state as one vector, shape (b,): floating-point buffers, and frozen
-            parameters that clients change.
-    """
-
-    params: Tensor
-    buffers: Tensor
+from fl_lightning.core.update import ClientUpdate, GlobalModel
 
 
 class LocalTrainer:

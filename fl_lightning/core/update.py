@@ -1,4 +1,4 @@
-"""What clients send: deltas, how many examples each stands for, and a few numbers about them."""
+"""The model that goes down to clients, and the updates that come back: deltas with their numbers of examples."""
 
 from __future__ import annotations
 
@@ -13,6 +13,20 @@ from torch import Tensor
 
 Rows = slice | list[int]
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class GlobalModel:
+    """The model that the server broadcasts.
+
+    Attributes:
+        params: parameters that train and are shared, as one vector, shape (k,).
+        buffers: state of the module that clients change besides, as one vector, shape (b,):
+            floating-point buffers, and frozen parameters that clients change.
+    """
+
+    params: Tensor
+    buffers: Tensor
 
 
 class LazyDeltas(Protocol):

@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 from lightning.pytorch.utilities import rank_zero_info
 
-from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
+from fl_lightning.core.update import GlobalModel
 from fl_lightning.federation.groups import ClientGroup
 from fl_lightning.federation.processes.exchange import Meeting
 from fl_lightning.federation.round import Round

@@ -13,10 +13,10 @@ from typing import Any
 from torch.optim import Optimizer
 
 from fl_lightning.client.local_step import plain_step
-from fl_lightning.client.local_training import GlobalModel, LocalTrainer
+from fl_lightning.client.local_training import LocalTrainer
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.core.seeds import seed_global_generators
-from fl_lightning.core.update import Updates
+from fl_lightning.core.update import GlobalModel, Updates
 from fl_lightning.data.cohorts.cohort import AllClients, CohortSampler
 from fl_lightning.data.cohorts.population import Population
 from fl_lightning.data.federated import FederatedDataModule

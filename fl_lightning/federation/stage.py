@@ -20,12 +20,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 
 from fl_lightning.client.corrections.correction import GradientTerm
-from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.client.state.round_start import Options as OptimizerOptions
 from fl_lightning.client.work import ClientWork, GroupWork
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.space import Space
-from fl_lightning.core.update import ClientUpdate, Updates
+from fl_lightning.core.update import ClientUpdate, GlobalModel, Updates
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.server.aggregator import AllReduce
 

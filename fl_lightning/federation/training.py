@@ -13,13 +13,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.client.state.state_tensors import state_space
 from fl_lightning.client.work import ClientWork, GroupWork
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.metric_states import MetricStates, kept_apart, metrics_of
 from fl_lightning.core.seeds import seed_global_generators
-from fl_lightning.core.update import ClientUpdate, Updates
+from fl_lightning.core.update import ClientUpdate, GlobalModel, Updates
 from fl_lightning.engines import CannotStack, usable_rows
 from fl_lightning.federation.execution.engine import EngineChooser
 from fl_lightning.federation.execution.slot_engine import SlotEngine

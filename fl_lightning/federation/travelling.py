@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from fl_lightning.client.local_training import GlobalModel
+from fl_lightning.core.update import GlobalModel
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Stages
 from fl_lightning.federation.training import Training

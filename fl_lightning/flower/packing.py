@@ -11,9 +11,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.core.space import Space
-from fl_lightning.core.update import ClientUpdate
+from fl_lightning.core.update import ClientUpdate, GlobalModel
 from fl_lightning.federation.stages.transport import Transport
 from fl_lightning.flower.wire.opaque import as_tensor, bytes_of
 from fl_lightning.updates.payload import Dense

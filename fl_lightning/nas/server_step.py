@@ -20,9 +20,9 @@ from typing import Any, final
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.space import Space
+from fl_lightning.core.update import GlobalModel
 from fl_lightning.federation.stage import Stage
 
 

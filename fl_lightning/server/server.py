@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.core.update import ClientUpdate, Updates
+from fl_lightning.core.update import ClientUpdate, GlobalModel, Updates
 from fl_lightning.server.aggregator import Aggregator, AllReduce, Gather
 from fl_lightning.server.means.mean import Mean
 from fl_lightning.server.means.running_mean import new_mean

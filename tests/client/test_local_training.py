@@ -9,10 +9,10 @@ from torch.nn import functional as F
 from toys import ToyModule, weights
 
 from fl_lightning.client.local_step import loss_of, plain_step
-from fl_lightning.client.local_training import GlobalModel, LocalTrainer
+from fl_lightning.client.local_training import LocalTrainer
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
-from fl_lightning.core.update import ClientUpdate
+from fl_lightning.core.update import ClientUpdate, GlobalModel
 
 
 def batches(seed, num_batches=3, size=5):

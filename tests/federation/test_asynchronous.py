@@ -17,9 +17,8 @@ from fl_lightning import ConfigurationError, Federation, Mean, Scaffold, Uniform
 from fl_lightning.client import Devices, GivenSpeeds, LogNormalSpeeds, RecordedArrivals
 from fl_lightning.client.clocks import VirtualClock
 from fl_lightning.client.devices import Fate
-from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.client.recorded import write_arrivals
-from fl_lightning.core.update import ClientUpdate, Updates
+from fl_lightning.core.update import ClientUpdate, GlobalModel, Updates
 from fl_lightning.federation.stage import Start
 from fl_lightning.federation.stages.older_models import counted
 from fl_lightning.federation.stages.schedule import Arrivals

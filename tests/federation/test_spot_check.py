@@ -26,13 +26,12 @@ from fl_lightning import (
     UniformCohort,
 )
 from fl_lightning.client import Devices, LogNormalSpeeds
-from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.work import ClientWork, GroupWork
 from fl_lightning.core.errors import EnginesDiffer
 from fl_lightning.core.seeds import uniform_numbers
 from fl_lightning.core.space import Space
-from fl_lightning.core.update import ClientUpdate
+from fl_lightning.core.update import ClientUpdate, GlobalModel
 from fl_lightning.data import Digits
 from fl_lightning.engines.slots.thin_deltas import ThinDeltas
 from fl_lightning.federation.execution.engine_options import EngineOptions

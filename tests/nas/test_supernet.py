@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from toys import LoaderData, toy_trainer, weights
 
 from fl_lightning import ConfigurationError, FederatedDataModule, Federation
-from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.core.space import Space
+from fl_lightning.core.update import GlobalModel
 from fl_lightning.nas import (
     Gradient,
     HardGumbel,

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from fl_lightning.client.corrections.correction import GradientTerm
-from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.client.work import ClientWork, GroupWork
 from fl_lightning.core.devices import sent
 from fl_lightning.core.space import Space
-from fl_lightning.core.update import Updates, rows_of
+from fl_lightning.core.update import GlobalModel, Updates, rows_of
 from fl_lightning.core.whole_numbers import Integers
 from fl_lightning.engines.cannot_stack import CannotStack
 from fl_lightning.engines.compiler.compiling import HasChanged

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.client.state.state_tensors import buffer_names
+from fl_lightning.core.update import GlobalModel
 from fl_lightning.federation.fit_rounds import FitRounds
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.stage import check_same

@@ -15,10 +15,10 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.client.work import ClientWork
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.metric_states import MetricStates, metrics_of
+from fl_lightning.core.update import GlobalModel
 from fl_lightning.engines import CannotStack, NotByExample
 from fl_lightning.federation.execution.engine_options import FULL_PRECISIONS
 from fl_lightning.federation.execution.slot_engine import (

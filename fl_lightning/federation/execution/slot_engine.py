@@ -20,11 +20,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from fl_lightning.client.local_training import GlobalModel, LocalTrainer
+from fl_lightning.client.local_training import LocalTrainer
 from fl_lightning.client.work import ClientWork, GroupWork
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.metric_states import MetricStates, metrics_of
-from fl_lightning.core.update import ClientUpdate, Updates
+from fl_lightning.core.update import ClientUpdate, GlobalModel, Updates
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.engines import (
     CannotStack,

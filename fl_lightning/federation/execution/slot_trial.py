@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 
-from fl_lightning.client.local_training import GlobalModel, LocalTrainer
+from fl_lightning.client.local_training import LocalTrainer
 from fl_lightning.client.work import ClientWork, GroupWork
+from fl_lightning.core.update import GlobalModel
 from fl_lightning.engines import CannotStack, usable_rows
 from fl_lightning.federation.execution.engine_options import SHORT_RUN_STEPS, most_parameters
 from fl_lightning.federation.execution.slot_engine import (

@@ -22,13 +22,12 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.work import ClientWork, GroupWork
 from fl_lightning.core.errors import ClientFailure, EnginesDiffer
 from fl_lightning.core.metric_states import MetricStates, metrics_of
 from fl_lightning.core.seeds import preserve_global_generators
-from fl_lightning.core.update import ClientUpdate, Updates
+from fl_lightning.core.update import ClientUpdate, GlobalModel, Updates
 from fl_lightning.federation.execution.spot_rate import SpotRate, drawn
 from fl_lightning.federation.execution.update_differences import (
     UPDATE,

@@ -29,9 +29,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.core.seeds import torch_generator
-from fl_lightning.core.update import ClientUpdate
+from fl_lightning.core.update import ClientUpdate, GlobalModel
 from fl_lightning.federation.execution.engine_options import FULL_PRECISIONS
 
 UPDATE = "update"

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.amp import GradScaler
 
-from fl_lightning.client.local_training import GlobalModel
+from fl_lightning.core.update import GlobalModel
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.stage import Stage, Turn
 from fl_lightning.server.aggregator import AllReduce

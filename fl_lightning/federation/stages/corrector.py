@@ -20,10 +20,9 @@ from fl_lightning.client.corrections.added_term import AddedTerm
 from fl_lightning.client.corrections.correction import Correction, GradientTerm, Outcome
 from fl_lightning.client.corrections.fedprox import FedProx
 from fl_lightning.client.local_solver import LocalSolver
-from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.client.work import ClientWork, GroupWork
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.core.update import ClientUpdate, LazyDeltas
+from fl_lightning.core.update import ClientUpdate, GlobalModel, LazyDeltas
 from fl_lightning.federation.checks.compatibility import ADDED_TO_LOSS, maximises
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run

@@ -17,12 +17,12 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 
-from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.poisson_batches import poisson_batches
 from fl_lightning.client.wrapped_optimizers import needs_closure
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.space import Space
+from fl_lightning.core.update import GlobalModel
 from fl_lightning.core.whole_numbers import Draw, Integers
 from fl_lightning.engines import ExampleGradients, nothing
 from fl_lightning.federation.checks.examples import warn_of_unprotected

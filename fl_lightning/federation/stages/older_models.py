@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.client.state.round_start import Options
 from fl_lightning.client.work import GroupWork
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.core.update import Updates
+from fl_lightning.core.update import GlobalModel, Updates
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.stage import Stage, Start, Upload
 from fl_lightning.federation.stages.schedule import Arrivals

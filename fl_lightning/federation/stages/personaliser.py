@@ -15,14 +15,13 @@ from torch import Tensor, nn
 
 from fl_lightning.client.corrections.added_term import AddedTerm
 from fl_lightning.client.corrections.correction import GradientTerm
-from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.client.personal.apfl import Mixing
 from fl_lightning.client.personal.personalisation import AllShared, Personalisation
 from fl_lightning.client.work import ClientWork
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.metric_states import MetricStates, metrics_of
 from fl_lightning.core.seeds import derive_seed, seed_global_generators
-from fl_lightning.core.update import ClientUpdate
+from fl_lightning.core.update import ClientUpdate, GlobalModel
 from fl_lightning.federation.checks.compatibility import ADDED_TO_LOSS, maximises
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Stage, Turn

@@ -18,8 +18,8 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 
-from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.core.errors import RoundFailure
+from fl_lightning.core.update import GlobalModel
 from fl_lightning.core.whole_numbers import Integers
 from fl_lightning.federation.checks.privacy import warn_of_releases
 from fl_lightning.federation.fit_rounds import FitRounds

@@ -11,9 +11,8 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.core.update import ClientUpdate
+from fl_lightning.core.update import ClientUpdate, GlobalModel
 from fl_lightning.federation.checks.privacy import shown_by
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run

@@ -10,10 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.client.work import GroupWork
 from fl_lightning.core.space import Space
-from fl_lightning.core.update import ClientUpdate, Updates
+from fl_lightning.core.update import ClientUpdate, GlobalModel, Updates
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Stage, Start, Upload, check_same
 from fl_lightning.updates.broadcast import Broadcast

@@ -12,11 +12,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fl_lightning.client.local_training import GlobalModel, LocalTrainer
+from fl_lightning.client.local_training import LocalTrainer
 from fl_lightning.client.work import ClientWork
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.lonely_example import help_with_one_example
 from fl_lightning.core.seeds import derive_seed, seed_global_generators
+from fl_lightning.core.update import GlobalModel
 from fl_lightning.federation.plan import WorkPlan
 from fl_lightning.federation.visits.lightning_step import LightningStep
 from fl_lightning.federation.visits.visiting import visiting

@@ -20,10 +20,10 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from fl_lightning.client.clocks import Ended, RecordedClock, Visit
-from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.client.recorded import FILE, write_arrivals
 from fl_lightning.client.work import GroupWork
 from fl_lightning.core.errors import ClientFailure, ConfigurationError, RoundFailure
+from fl_lightning.core.update import GlobalModel
 from fl_lightning.federation.checkpoints.run_folder import own_run_folder
 from fl_lightning.federation.options import Options
 from fl_lightning.federation.round_record import RoundRecord

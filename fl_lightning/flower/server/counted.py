@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fl_lightning.client.local_training import GlobalModel
+from fl_lightning.core.update import GlobalModel
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.stage import Stage
 

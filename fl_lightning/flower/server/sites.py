@@ -17,10 +17,9 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.client.work import GroupWork
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
-from fl_lightning.core.update import ClientUpdate, Updates
+from fl_lightning.core.update import ClientUpdate, GlobalModel, Updates
 from fl_lightning.federation.processes.ranks import Ranks
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Missing, Stages, Start, Upload

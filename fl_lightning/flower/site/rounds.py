@@ -15,9 +15,8 @@ import numpy.typing as npt
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.core.errors import ClientFailure
-from fl_lightning.core.update import ClientUpdate
+from fl_lightning.core.update import ClientUpdate, GlobalModel
 from fl_lightning.federation.groups import ClientGroup
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run

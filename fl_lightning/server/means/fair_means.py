@@ -18,12 +18,12 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
-from fl_lightning.client.local_solver import LocalSolver
 from fl_lightning.core.errors import ConfigurationError, RoundFailure
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.server.aggregator import WeightedMean
+from fl_lightning.sparsity.optimizers.sparse_sgdm import SparseSGDM
 
 _LOSS = "train/loss"
 _LARGEST_EXPONENT = 600.0  # e^600 and sums of it are still numbers
@@ -85,16 +85,15 @@ class QFedAvg(WeightedMean):
         """
         if self.q == 0:
             return self
-        try:
-            is_plain = LocalSolver(optimizer).effective_steps(2) == 2
-        except ConfigurationError as error:
-            raise ConfigurationError(f"QFedAvg needs plain SGD on the clients: {error}") from None
+        groups = optimizer.param_groups
         # before any schedule, as it is when a run is resumed
-        rates = {float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups}
-        if not is_plain or len(rates) > 1:
+        rates = {float(group.get("initial_lr", group["lr"])) for group in groups}
+        is_sgd = type(optimizer) in (SGD, SparseSGDM)
+        if not is_sgd or len(rates) > 1 or any(group["momentum"] for group in groups):
             raise ConfigurationError(
                 "QFedAvg needs plain SGD on the clients, of which the learning rate tells how long a "
-                "step is: set momentum to 0, and one rate for all parameter groups"
+                f"step is, and this is {type(optimizer).__name__}: use torch.optim.SGD with momentum "
+                "0 and one rate for all parameter groups"
             )
         [rate] = rates
         if self.local_lr not in (None, rate):

@@ -3,8 +3,7 @@
 import numpy as np
 import torch
 
-from fl_lightning.client.local_training import GlobalModel
-from fl_lightning.core.update import ClientUpdate
+from fl_lightning.core.update import ClientUpdate, GlobalModel
 from fl_lightning.server.server import Server
 
 

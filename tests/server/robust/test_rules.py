@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rounds_of_updates import aggregate, new_server, sines
 
-from fl_lightning.client.local_training import GlobalModel
 from fl_lightning.core.errors import ConfigurationError, RoundFailure
-from fl_lightning.core.update import ClientUpdate
+from fl_lightning.core.update import ClientUpdate, GlobalModel
 from fl_lightning.server.means.mean import Mean
 from fl_lightning.server.robust.bulyan import Bulyan, krum_choices, mean_around_median
 from fl_lightning.server.robust.centred_clipping import CentredClipping
