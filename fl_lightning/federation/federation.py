@@ -18,9 +18,9 @@ from fl_lightning.federation.calendar import Calendar
 from fl_lightning.federation.checkpoints.run_state import load_run_state, run_state
 from fl_lightning.federation.checks.idle_rounds import idle_lines
 from fl_lightning.federation.fit_rounds import FitRounds
+from fl_lightning.federation.logs import log_round
 from fl_lightning.federation.loop import begin_next_round, renumber_groups
 from fl_lightning.federation.options import Options
-from fl_lightning.federation.round_log import log_round
 from fl_lightning.federation.stage import Stage
 from fl_lightning.federation.stages.privacy_run import (
     PrivateStage,

@@ -6,6 +6,7 @@ and then step the same.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -13,14 +14,13 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.update import GlobalModel
+from fl_lightning.federation.clients.fit_clients import FitClients
 from fl_lightning.federation.groups import ClientGroup
 from fl_lightning.federation.processes.exchange import Meeting
 from fl_lightning.federation.round import Round
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Stages
-from fl_lightning.federation.stages.cost import cost_line
-from fl_lightning.federation.training import Training
 from fl_lightning.federation.travelling import TravellingNumbers
 from fl_lightning.server.server import Server
 
@@ -48,10 +48,10 @@ class FitRounds:
         run: Run,
         stages: Stages,
         make_server: Callable[[GlobalModel], Server],
-        clients_side: Callable[[Run, Stages], Training] | None = None,
+        clients_side: Callable[[Run, Stages], FitClients] | None = None,
     ) -> None:
         self.run, self.stages, self.memory = run, stages, run.memory
-        self.clients = (clients_side or Training)(run, stages)
+        self.clients = (clients_side or FitClients)(run, stages)
         for stage in stages:
             stage.check_buffers(self.clients.num_known_state)
         self.server = make_server(run.local.read())
@@ -165,3 +165,34 @@ class FitRounds:
     def in_progress_bar(self, name: str) -> bool:
         """Return whether a logged value is shown beside the progress bar."""
         return name == "train/loss" or name in self.run.collector.prog_bar
+
+
+def cost_line(up: float, down: float, *, num_clients: int, num_rounds: float) -> str:
+    """Return one line about bytes: of a client and round, and of the whole run.
+
+    Args:
+        up: bytes that a client sends in a round, about.
+        down: bytes that it gets.
+        num_clients: in a round.
+        num_rounds: of the run; infinite if nobody knows.
+
+    Example:
+        >>> cost_line(4e6, 4e6, num_clients=5, num_rounds=50)
+        'a client sends about 4 MB and receives 4 MB a round; 5 clients in 50 rounds: 1 GB and 1 GB'
+    """
+    line = f"a client sends about {_shown(up)} and receives {_shown(down)} a round"
+    if not math.isfinite(num_rounds):
+        return line
+    total = num_clients * num_rounds
+    return (
+        f"{line}; {num_clients} clients in {num_rounds:g} round{'s' * (num_rounds != 1)}: {_shown(total * up)} and "
+        f"{_shown(total * down)}"
+    )
+
+
+def _shown(num_bytes: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 999.5:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.3g} TB"

@@ -20,10 +20,9 @@ from fl_lightning.federation.checks.first_look import check_data_fits
 from fl_lightning.federation.checks.options import check_shards
 from fl_lightning.federation.checks.privacy import check_trainer_private
 from fl_lightning.federation.fit_rounds import FitRounds
-from fl_lightning.federation.hooks import GroupsPassBy
+from fl_lightning.federation.hooks import GroupsPassBy, have_rounds_for_batches
 from fl_lightning.federation.loop import Rounds, install
 from fl_lightning.federation.options import Options
-from fl_lightning.federation.round_hooks import have_rounds_for_batches
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stages.order import run_aggregator, stages_of
 from fl_lightning.federation.stages.privacy_run import PrivateStage, privacy_at_work

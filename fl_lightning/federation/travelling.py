@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 
 from fl_lightning.core.update import GlobalModel
+from fl_lightning.federation.clients.fit_clients import FitClients
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Stages
-from fl_lightning.federation.training import Training
 from fl_lightning.server.server import Server
 
 
@@ -29,7 +29,7 @@ class TravellingNumbers:
         is_kept_by_lightning: whether the checkpoint's weights do.
     """
 
-    def __init__(self, run: Run, clients: Training, server: Server, stages: Stages) -> None:
+    def __init__(self, run: Run, clients: FitClients, server: Server, stages: Stages) -> None:
         self._run, self._local = run, run.local
         self._clients, self._server, self._stages = clients, server, stages
         self._place()

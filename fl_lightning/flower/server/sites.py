@@ -20,13 +20,13 @@ from torch import Tensor
 from fl_lightning.client.work import GroupWork
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.update import ClientUpdate, GlobalModel, Updates
+from fl_lightning.federation.clients.fit_clients import FitClients
 from fl_lightning.federation.processes.ranks import Ranks
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Missing, Stages, Start, Upload
 from fl_lightning.federation.stages.private_rounds import PrivateRounds
 from fl_lightning.federation.stages.secure_rounds import SecureRounds
 from fl_lightning.federation.stages.transport import Transport
-from fl_lightning.federation.training import Training
 from fl_lightning.federation.transaction import Transaction
 from fl_lightning.flower.constants import constants_digest
 from fl_lightning.flower.messages import ClientAnswer, Kind, Order
@@ -66,7 +66,7 @@ class _Unusable(Exception):  # noqa: N818
     """A client has no update that can be used; the message says why."""
 
 
-class Sites(Training):
+class Sites(FitClients):
     """Has clients trained by their sites.
 
     Args:

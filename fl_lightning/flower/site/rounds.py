@@ -1,6 +1,6 @@
 """A site's half of a round: an order in, its clients' updates out.
 
-The same clients' side as in simulation (`Training`), the same stages; an order says which round it is,
+The same clients' side as in simulation (`FitClients`), the same stages; an order says which round it is,
 which of the site's clients train, from which model and with which options. What they send goes its way
 up to where it would leave the site, and is packed there.
 """
@@ -17,12 +17,12 @@ from torch.optim import Optimizer
 
 from fl_lightning.core.errors import ClientFailure
 from fl_lightning.core.update import ClientUpdate, GlobalModel
+from fl_lightning.federation.clients.fit_clients import FitClients
 from fl_lightning.federation.groups import ClientGroup
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Missing, Stages, Start, Upload
 from fl_lightning.federation.stages.transport import Transport
-from fl_lightning.federation.training import Training
 from fl_lightning.federation.transaction import Transaction
 from fl_lightning.flower.constants import constants_digest
 from fl_lightning.flower.messages import ClientAnswer, Order
@@ -67,7 +67,7 @@ class SiteRounds:
     ) -> None:
         self.run, self._stages, self._allows = run, stages, allows
         self._sums, self._privacy = sums, privacy
-        self._clients = Training(run, stages)
+        self._clients = FitClients(run, stages)
         self._transport = next(stage for stage in stages if isinstance(stage, Transport))
         self._ahead = stages.before(self._transport)
         for stage in stages:

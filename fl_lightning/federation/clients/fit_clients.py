@@ -31,7 +31,7 @@ from fl_lightning.federation.stage import Missing, Stages, Start, Turn, Upload
 from fl_lightning.federation.transaction import Transaction
 
 
-class Training:
+class FitClients:
     """Trains groups of clients of one fit.
 
     Args:
