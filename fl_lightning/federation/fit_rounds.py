@@ -52,8 +52,6 @@ class FitRounds:
     ) -> None:
         self.run, self.stages, self.memory = run, stages, run.memory
         self.clients = (clients_side or FitClients)(run, stages)
-        for stage in stages:
-            stage.check_buffers(self.clients.num_known_state)
         self.server = make_server(run.local.read())
         self.travelling = TravellingNumbers(run, self.clients, self.server, stages)
         self._round = Round(
@@ -63,6 +61,7 @@ class FitRounds:
             run.memory.clients,
             skips_failures=run.options.on_client_failure == "skip",
             min_replies=run.options.min_replies,
+            processes=run.ranks,
         )
         self.clients.lose = self._round.skip
         self._meeting = Meeting(run, stages)
@@ -140,13 +139,13 @@ class FitRounds:
         if not self._has_come:  # by now, unlike in the constructor, Lightning has restored both
             self.clients.start_round()
             self._has_come = True
+        if not self._cost_is_told:  # not before hooks have changed the model for the last time
+            self._cost_is_told = True
+            self._announce()
         if not self._has_begun:
             if self.travelling.module_has_all:  # hooks between rounds may have changed it
                 self.server.replace_model(self.run.local.read())
             self._round.open(self.run.round_index)
-        if not self._cost_is_told:  # not before hooks have changed the model for the last time
-            self._cost_is_told = True
-            self._announce()
 
     def follow_masks(self) -> None:
         """Exchange other coordinates from here on if masks have changed between rounds."""
@@ -158,9 +157,6 @@ class FitRounds:
         num_bytes = self.stages.more_bytes(self.server.model, num_clients)
         line = cost_line(*num_bytes, num_clients=num_clients, num_rounds=self.run.num_rounds)
         rank_zero_info(f"bytes: {line}")
-        for stage in self.stages:
-            for line in stage.announce():
-                rank_zero_info(line)
 
     def in_progress_bar(self, name: str) -> bool:
         """Return whether a logged value is shown beside the progress bar."""

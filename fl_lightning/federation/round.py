@@ -19,8 +19,8 @@ from fl_lightning.client.memory import ClientMemory
 from fl_lightning.client.work import GroupWork
 from fl_lightning.core.errors import ClientFailure, RoundFailure
 from fl_lightning.federation.round_record import RoundRecord
-from fl_lightning.federation.stage import Missing, Stages, Start, Upload
-from fl_lightning.federation.transaction import Transaction
+from fl_lightning.federation.stage import Missing, Processes, Stages, Start, Upload
+from fl_lightning.federation.transaction import HasRoundState, Transaction
 from fl_lightning.server.server import Server
 
 
@@ -58,6 +58,7 @@ class Round:
         memory: what clients remember.
         skips_failures: whether a round goes on without clients whose update cannot be used.
         min_replies: fewest updates of a round in which anybody takes part.
+        processes: that train clients of a round; they have told each other their updates before `step`.
 
     Attributes:
         record: what is known of the present round, or of the last one until the next begins.
@@ -70,10 +71,12 @@ class Round:
         stages: Stages,
         memory: ClientMemory,
         *,
+        processes: Processes,
         skips_failures: bool = False,
         min_replies: int = 0,
     ) -> None:
         self.clients, self.server, self.stages, self.memory = clients, server, stages, memory
+        self._processes = processes
         self._skips_failures, self._min_replies = skips_failures, min_replies
         self.record = RoundRecord()
 
@@ -81,7 +84,7 @@ class Round:
         """Begin a round."""
         self.record = RoundRecord(began_at=self.record.ended_at or 0.0)
         self.memory.discard()
-        for stage in self.stages:
+        for stage in self.stages.having("open"):
             stage.open(number, self.server.model)
         self.server.open_round(number)
 
@@ -129,11 +132,11 @@ class Round:
             RoundFailure: if too few clients sent a valid update.
         """
         self._check_replies()
-        for stage in self.stages:
-            stage.settle(self.record)
+        for stage in self.stages.having("settle"):
+            stage.settle(self.record, self._processes)
         self.memory.commit()
         self.record.update_norm = float(self.server.close_round(self.stages.on_server))
-        for stage in self.stages:
+        for stage in self.stages.having("stepped"):
             stage.stepped(self.server.model.params)
 
     def _check_replies(self) -> None:
@@ -148,8 +151,9 @@ class Round:
 
     def close(self) -> None:
         """End the round."""
-        for stage in self.stages:
+        for stage in self.stages.having("close"):
             stage.close(self.record)
 
     def _transaction(self) -> Transaction:
-        return Transaction([self.server, *self.stages], self.record, self.memory)
+        parts = [part for part in (self.server, *self.stages) if isinstance(part, HasRoundState)]
+        return Transaction(parts, self.record, self.memory)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, runtime_checkable
 
 from torch import Tensor
 
@@ -17,6 +17,7 @@ from fl_lightning.client.memory import ClientMemory, Key
 from fl_lightning.federation.round_record import RoundRecord
 
 
+@runtime_checkable
 class HasRoundState(Protocol):
     """A part of a round that changes while updates come."""
 

@@ -7,6 +7,7 @@ change between rounds; which state clients change becomes known when the first o
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from fl_lightning.core.update import GlobalModel
 from fl_lightning.federation.clients.fit_clients import FitClients
@@ -32,14 +33,11 @@ class TravellingNumbers:
     def __init__(self, run: Run, clients: FitClients, server: Server, stages: Stages) -> None:
         self._run, self._local = run, run.local
         self._clients, self._server, self._stages = clients, server, stages
-        self._place()
+        self._place(None)
 
     def follow_state(self) -> None:
         """Put the state that clients are now known to have into the server's model."""
-        buffers = self._local.buffers.read()
-        for stage in self._stages:
-            stage.check_buffers(buffers.numel())
-        self._server.replace_buffers(buffers)
+        self._server.replace_buffers(self._local.buffers.read())
         self._note_where_it_is_kept()
 
     def follow_masks(self) -> None:
@@ -61,14 +59,12 @@ class TravellingNumbers:
             old = self._server.model
             known = old.params[positions.clamp(min=0)]
             model = GlobalModel(torch.where(positions >= 0, known, model.params), old.buffers)
-        for stage in self._stages:
-            stage.relocate(positions)
+        self._place(positions)
         self._server.relocate(model, positions)
-        self._place()
 
-    def _place(self) -> None:
+    def _place(self, positions: Tensor | None) -> None:
         for stage in self._stages:
-            stage.place(self._local.space)
+            stage.place(self._local.space, positions)
         self._note_where_it_is_kept()
 
     def _note_where_it_is_kept(self) -> None:

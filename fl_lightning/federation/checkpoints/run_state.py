@@ -12,6 +12,8 @@ from fl_lightning.federation.stage import check_same
 
 # What a run either has or has not: key of its stage, and how it is called.
 _CHOICES = {"versions": "choice of federation.asynchronous", "privacy": "privacy"}
+# What a run may be without: key of its stage, whose state says its kind, and how it is called.
+_KINDS = {"correction": "correction", "personal": "choice of federation.personal"}
 
 
 def run_state(rounds: FitRounds) -> dict[str, Any]:
@@ -23,7 +25,7 @@ def run_state(rounds: FitRounds) -> dict[str, Any]:
     """
     run, server, stages = rounds.run, rounds.server, rounds.stages
     with_round = server.is_open and run.ranks.size == 1 and not stages.restarts
-    hides_record = server.is_open and stages.hides_round
+    hides_record = server.is_open and stages.is_private
     state = {
         "space": run.local.space.fingerprint(),
         "mask": run.local.space.mask_fingerprint(),
@@ -87,6 +89,9 @@ def _check(rounds: FitRounds, state: dict[str, Any]) -> None:
     for stage in rounds.stages:
         if stage.key is not None:
             stage.check(state.get(stage.key))
+    for key, what in _KINDS.items():
+        if all(stage.key != key for stage in rounds.stages):
+            check_same(what, (state.get(key) or {}).get("kind"), None)
     check_same("model", state["space"], run.local.space.fingerprint())
     check_same("mask", state["mask"], run.local.space.mask_fingerprint())
     names = state.get("client_state", buffer_names(run.module))  # older runs sent all of them

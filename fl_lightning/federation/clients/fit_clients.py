@@ -74,8 +74,7 @@ class FitClients:
     def start_round(self) -> None:
         """Note what every client of the round starts from, besides the weights."""
         self.local.start_round(self._run.round_index)
-        for stage in self._stages:
-            stage.start_round()
+        self._scaler.start_round()
 
     @property
     def num_known_state(self) -> int:
@@ -144,7 +143,7 @@ class FitClients:
     def work_of(self, clients: Iterable[int]) -> GroupWork:
         """Local work of some clients in the present round."""
         chosen = list(clients)
-        return self._plan.of(chosen, self._stages.versions(chosen, self._run.round_index))
+        return self._plan.of(chosen, [self._run.round_index] * len(chosen))
 
     def restore(self, model: GlobalModel) -> None:
         """Put the global model, a fresh optimizer and the round's fp16 scale into their places."""
@@ -181,36 +180,36 @@ class FitClients:
         metrics = MetricStates(self._metrics)
         try:
             with self._stages.around(turn):
-                self._stages.begin(turn)
                 update = self._take_steps(turn)
-                growth = self.local.growth
-                self._stages.end(turn, update)
-                self._stages.learn(update, work, start)
+                if self._stages.learns:
+                    self._stages.learn(update, work, start)
         except BaseException as error:  # also an interruption, after which a checkpoint may follow
             metrics.put_back()
             if not isinstance(error, ClientFailure):
                 raise
             return Missing(start._replace(num_bytes=turn.num_bytes), error)
-        self.local.keep_growth(growth)
+        self.local.keep_growth(self._growth)
         return self._upload(Updates.of(update), start._replace(num_bytes=turn.num_bytes))
 
     def _upload(self, updates: Updates, start: Start) -> Upload:
-        if self._stages.buffers_stay:
+        if self._stages.is_private:
             updates = replace(updates, buffers=updates.buffers[:, :0])
         return Upload.of(updates, start)
 
     def _take_steps(self, turn: Turn) -> ClientUpdate:
         """Take the steps that a client shares."""
         work = turn.work
-        seed_global_generators(work.seed)
         with self._stages.steps(turn):
-            return self.local.train(
+            seed_global_generators(work.seed)
+            turn.update = update = self.local.train(
                 turn.start.model,
                 client_id=work.client_id,
                 num_examples=work.num_examples,
                 batches=self._plan.steps(work),
                 masks=turn.masks,
             )
+            self._growth = self.local.growth
+        return update
 
     def _train_in_slots(
         self, slots: SlotEngine, start: Start, work: GroupWork, transaction: Transaction

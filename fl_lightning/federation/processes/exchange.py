@@ -36,7 +36,6 @@ class Report:
     Attributes:
         failure: what stopped its clients.
         record: its counts and its clients' metrics.
-        shares: what each stage tells the others.
         logged: every logged torchmetrics object's name, its name per epoch, its place in the module.
         metric_states: the states of those objects by place.
         prog_bar: names of values that are shown beside the progress bar.
@@ -46,7 +45,6 @@ class Report:
 
     failure: Failure | None
     record: dict[str, Any]
-    shares: list[Any]
     logged: list[tuple[str, str, str]]
     metric_states: dict[str, Any]
     prog_bar: set[str]
@@ -103,8 +101,6 @@ class Meeting:
         pool_metrics(reports, self._run.collector, self._run.module)
         ranks, memory = self._run.ranks, self._run.memory
         server.reduce(ranks.all_reduce, ranks.gather)
-        for place, stage in enumerate(self._stages):
-            stage.take_in([report.shares[place] for report in reports], ranks.all_reduce)
         memory.share([report.memories for report in reports], self._run.local.space.device)
         return merged_record(reports), began
 
@@ -113,7 +109,6 @@ class Meeting:
         return Report(
             failure=self.failure,
             record=record.state_dict(),
-            shares=[stage.share() for stage in self._stages],
             logged=logged_metrics(collector, module),
             metric_states=move_data_to_device(collector.metric_states(module), "cpu"),
             prog_bar=collector.prog_bar,

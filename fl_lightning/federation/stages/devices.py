@@ -5,7 +5,7 @@ from __future__ import annotations
 from fl_lightning.client.devices import Fleet
 from fl_lightning.client.work import GroupWork
 from fl_lightning.federation.round_record import RoundRecord
-from fl_lightning.federation.stage import Stage
+from fl_lightning.federation.stage import Processes, Stage
 
 
 class SimulatedDevices(Stage):
@@ -32,6 +32,6 @@ class SimulatedDevices(Stage):
                 sending.append(client.head(fate.num_steps * self._accumulate))
         return GroupWork.of(sending)
 
-    def settle(self, record: RoundRecord) -> None:
+    def settle(self, record: RoundRecord, processes: Processes) -> None:
         """Let virtual time go on until the last client has ended."""
         record.ended_at = record.began_at + max(record.durations.values(), default=0.0)

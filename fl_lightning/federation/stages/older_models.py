@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +12,10 @@ from torch import Tensor
 from fl_lightning.client.state.round_start import Options
 from fl_lightning.client.work import GroupWork
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.space import Space
 from fl_lightning.core.update import GlobalModel, Updates
 from fl_lightning.federation.round_record import RoundRecord
-from fl_lightning.federation.stage import Stage, Start, Upload
+from fl_lightning.federation.stage import Processes, Stage, Start, Upload
 from fl_lightning.federation.stages.schedule import Arrivals
 from fl_lightning.server.staleness import AsyncRule
 
@@ -89,8 +90,8 @@ class Versions(Stage):
         self._present = 0
 
     def enter(self, run: Run) -> None:
-        """Learn whose optimizers they are."""
-        self._local = run.local
+        """Learn whose optimizers they are, and how clients' work is drawn."""
+        self._local, self._plan = run.local, run.plan
 
     def open(self, round_index: int, model: GlobalModel) -> None:
         """Keep the present version if it will be needed later, and forget what will not."""
@@ -103,11 +104,10 @@ class Versions(Stage):
         self._models = {v: kept for v, kept in self._models.items() if v in needed}
         self._options = {v: kept for v, kept in self._options.items() if v in needed}
 
-    def versions(self, clients: Sequence[int], rounds: list[int]) -> list[int]:
-        """Return from which version each client was started."""
-        began = self._arrivals.step(rounds[0]).versions if rounds else {}
-        pairs = zip(clients, rounds, strict=True)
-        return [began.get(client, present) for client, present in pairs]
+    def work(self, work: GroupWork, record: RoundRecord) -> GroupWork:
+        """Return what clients did in the round in which each was started."""
+        began, clients = self._arrivals.step(self._present).versions, work.client_ids.tolist()
+        return self._plan.of(clients, [began.get(client, self._present) for client in clients])
 
     def down(self, start: Start, work: GroupWork) -> list[tuple[Start, GroupWork]]:
         """Return the older models from which clients began, those together that began alike."""
@@ -122,19 +122,19 @@ class Versions(Stage):
         older = older_start(self._models[version], start, self._present - version)
         return older._replace(options=self._options.get(version))
 
-    def settle(self, record: RoundRecord) -> None:
+    def settle(self, record: RoundRecord, processes: Processes) -> None:
         """Let virtual time go on until the server's step."""
         step = self._arrivals.step(self._present)
         record.durations, record.ended_at = dict(step.durations), step.seconds
         record.more["round/staleness"] = step.staleness(self._present)
 
-    def relocate(self, positions: Tensor) -> None:
+    def place(self, space: Space, positions: Tensor | None) -> None:
         """Refuse other coordinates while clients are at work.
 
         Raises:
             ConfigurationError: if there are such clients.
         """
-        if self._models:
+        if positions is not None and self._models:
             raise ConfigurationError(MASKS_CHANGE)
 
     def state_dict(self, *, with_round: bool) -> dict[str, Any]:

@@ -59,7 +59,7 @@ class PrivateRounds(Stage):
     """
 
     key = "privacy"
-    buffers_stay = hides_round = restarts = True
+    is_private = restarts = True
     draws: None = None
 
     def __init__(
@@ -111,7 +111,7 @@ class PrivateRounds(Stage):
             self._privacy,
             num_clients=len(trainer.datamodule.clients),  # type: ignore[attr-defined]
             num_buffers=rounds.server.model.buffers.numel(),
-            has_memory=rounds.stages.remembers,
+            has_memory=rounds.run.options.clients_remember,
         )
 
     def open(self, round_index: int, model: GlobalModel) -> None:

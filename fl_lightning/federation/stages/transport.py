@@ -27,9 +27,9 @@ class Transport(Stage):
     """Sends models and updates.
 
     Args:
-        run: whose clients remember what did not arrive, with error feedback.
         updates: what happens to updates, in order.
         download: what happens to models, in order.
+        seed: of random transforms.
 
     Attributes:
         path: of updates.
@@ -39,20 +39,24 @@ class Transport(Stage):
     key = "updates"
 
     def __init__(
-        self, run: Run, updates: Sequence[Step], download: Sequence[UpdateTransform]
+        self, updates: Sequence[Step], download: Sequence[UpdateTransform], seed: int
     ) -> None:
+        self.path = UpdatePath(updates, seed)
+        self.broadcast = Broadcast(download, seed)
+
+    def enter(self, run: Run) -> None:
+        """Learn whose clients remember what did not arrive, with error feedback."""
         self._run, self._memory = run, run.memory.clients
-        self.path = UpdatePath(updates, run.options.seed)
-        self.broadcast = Broadcast(download, run.options.seed)
-        self.remembers = self.path.has_memory
 
     @property
     def is_lossy(self) -> bool:
         """Whether what arrives of an update is not what was sent."""
         return not self.path.is_empty
 
-    def place(self, space: Space) -> None:
-        """Learn which tensors make the vectors that travel from here on."""
+    def place(self, space: Space, positions: Tensor | None) -> None:
+        """Learn which tensors travel from here on; what is new of a memory is 0."""
+        if positions is not None and self.path.has_memory:
+            self._memory.relocate(_FEEDBACK, positions)
         self.path.place(space.shapes)
         self.broadcast.place(space.shapes)
 
@@ -95,11 +99,6 @@ class Transport(Stage):
             return None
         kept = self._memory.get(_FEEDBACK, update.client_id)
         return None if kept is None else kept.to(update.delta.device)
-
-    def relocate(self, positions: Tensor) -> None:
-        """Go on in other coordinates; what is new of a memory is 0."""
-        if self.path.has_memory:
-            self._memory.relocate(_FEEDBACK, positions)
 
     def more_bytes(self, model: GlobalModel, num_clients: int) -> tuple[int, int]:
         """Return about how long messages are, without metrics."""

@@ -23,12 +23,21 @@ from fl_lightning.client.clocks import Ended, RecordedClock, Visit
 from fl_lightning.client.recorded import FILE, write_arrivals
 from fl_lightning.client.work import GroupWork
 from fl_lightning.core.errors import ClientFailure, ConfigurationError, RoundFailure
+from fl_lightning.core.space import Space
 from fl_lightning.core.update import GlobalModel
 from fl_lightning.federation.checkpoints.run_folder import own_run_folder
 from fl_lightning.federation.options import Options
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
-from fl_lightning.federation.stage import Missing, Stage, Stages, Start, Upload, check_same
+from fl_lightning.federation.stage import (
+    Missing,
+    Processes,
+    Stage,
+    Stages,
+    Start,
+    Upload,
+    check_same,
+)
 from fl_lightning.federation.stages.older_models import MASKS_CHANGE, older_start
 from fl_lightning.federation.stages.schedule import Arrivals
 from fl_lightning.federation.transaction import Transaction
@@ -101,7 +110,7 @@ class VersionsAtSites(Stage):
             return start
         return older_start(self._models[version], start, self._present - version)
 
-    def settle(self, record: RoundRecord) -> None:
+    def settle(self, record: RoundRecord, processes: Processes) -> None:
         """Note how late the updates are that count."""
         step = self.arrivals.step(self._present)
         lost = sum(ended.is_lost for ended in self._clock.record[self._num_closed :])
@@ -116,13 +125,13 @@ class VersionsAtSites(Stage):
         self._num_closed = len(self._clock.record)
         write_arrivals(self._file, self._clock.record, self._rule.buffer_size)
 
-    def relocate(self, positions: Tensor) -> None:
+    def place(self, space: Space, positions: Tensor | None) -> None:
         """Refuse other coordinates while clients are at work.
 
         Raises:
             ConfigurationError: if there are such clients.
         """
-        if self._models:
+        if positions is not None and self._models:
             raise ConfigurationError(MASKS_CHANGE)
 
     def state_dict(self, *, with_round: bool) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from fl_lightning.core.update import ClientUpdate, GlobalModel, Updates
 from fl_lightning.federation.clients.fit_clients import FitClients
 from fl_lightning.federation.processes.ranks import Ranks
 from fl_lightning.federation.run import Run
-from fl_lightning.federation.stage import Missing, Stages, Start, Upload
+from fl_lightning.federation.stage import Missing, SpansNetwork, Stages, Start, Upload
 from fl_lightning.federation.stages.private_rounds import PrivateRounds
 from fl_lightning.federation.stages.secure_rounds import SecureRounds
 from fl_lightning.federation.stages.transport import Transport
@@ -92,6 +92,7 @@ class Sites(FitClients):
         for stage in run.options.handed:
             if stage.reason_against_sites is not None:
                 raise ConfigurationError(f"{type(stage).__name__}: {stage.reason_against_sites}")
+        self._talking = [stage for stage in stages if isinstance(stage, SpansNetwork)]
         self._correspondence, self._site_of = correspondence, site_of
         self._greeting = greeting
         self._masks: dict[str, str] = {}  # that sites know, by site
@@ -193,14 +194,14 @@ class Sites(FitClients):
             rank_zero_warn(f"site {reply.site}: its metrics are left out: {error}")
 
     def _packing(self) -> Packing:
-        num_up = 0 if self._stages.buffers_stay else self.local.buffers.size
+        num_up = 0 if self._stages.is_private else self.local.buffers.size
         return Packing(self._transport, self.local.space, self.local.buffers.size, num_up)
 
     def _common(self, start: Start, packing: Packing) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return options and tensors of all orders to train in the present round."""
         number = self._run.round_index
         tensors = {"model": packing.model(start.present, number)}
-        for stage in self._stages:
+        for stage in self._talking:
             told = stage.to_sites().items()
             tensors |= {f"stage/{stage.key}/{name}": tensor.cpu() for name, tensor in told}
         options = self._agreed() | {
@@ -216,7 +217,7 @@ class Sites(FitClients):
         return {
             "num_clients": self._run.groups.population.num_clients,
             "state": self.local.state_names or [],
-            "buffers_stay": self._stages.buffers_stay,
+            "buffers_stay": self._stages.is_private,
             "constants": self._constants,
             "mask": self._mask,
         }
@@ -309,7 +310,7 @@ class Sites(FitClients):
             effective_steps=answer.effective_steps,
             optimizer_steps=answer.optimizer_steps,
         )
-        for stage in self._stages:
+        for stage in self._talking:
             prefix = f"stage/{stage.key}/"
             told = came.tensors.items()
             stage.from_site(

@@ -21,7 +21,7 @@ from fl_lightning.federation.clients.fit_clients import FitClients
 from fl_lightning.federation.groups import ClientGroup
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
-from fl_lightning.federation.stage import Missing, Stages, Start, Upload
+from fl_lightning.federation.stage import Missing, SpansNetwork, Stages, Start, Upload
 from fl_lightning.federation.stages.transport import Transport
 from fl_lightning.federation.transaction import Transaction
 from fl_lightning.flower.constants import constants_digest
@@ -71,7 +71,8 @@ class SiteRounds:
         self._transport = next(stage for stage in stages if isinstance(stage, Transport))
         self._ahead = stages.before(self._transport)
         for stage in stages:
-            stage.place(run.local.space)
+            stage.place(run.local.space, None)
+        self._talking = [stage for stage in stages if isinstance(stage, SpansNetwork)]
         self._order: Order | None = None
         self._constants_agree = False
         self.answers: list[ClientAnswer] = []
@@ -128,8 +129,7 @@ class SiteRounds:
         self._clients.renew_space()
         positions = local.space.positions_in(before)
         for stage in self._stages:
-            stage.relocate(positions)
-            stage.place(local.space)
+            stage.place(local.space, positions)
         local.start_round(self.run.round_index)  # what a client starts from has the new masks
         self._constants_agree = False
 
@@ -165,6 +165,7 @@ class SiteRounds:
         self._clients.start_round()
         for stage in self._stages:
             stage.open(order.round, model)
+        for stage in self._talking:
             stage.from_server(of_stage(f"stage/{stage.key}/", order.tensors))
         return model
 
@@ -188,7 +189,7 @@ class SiteRounds:
 
     def _answer(self, made: ClientUpdate, update: ClientUpdate, facts: dict[str, float]) -> None:
         client = update.client_id
-        for stage in self._stages:
+        for stage in self._talking:
             for name, tensor in stage.to_server(client).items():
                 self.tensors[f"{client}/stage/{stage.key}/{name}"] = tensor.cpu()
         self.answers.append(
