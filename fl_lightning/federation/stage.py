@@ -90,6 +90,19 @@ class Processes(Protocol):
         """Replace a tensor by its sum over all processes; to be called by all of them."""
 
 
+class OneProcess:
+    """A process that trains all clients alone."""
+
+    size = 1
+
+    def gather(self, value: Any) -> list[Any]:
+        """Its own value."""
+        return [value]
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Leave a tensor as it is."""
+
+
 class Upload(NamedTuple):
     """Updates on their way to the server, of clients that began alike.
 

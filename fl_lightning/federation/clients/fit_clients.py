@@ -9,19 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager
-from dataclasses import replace
 
-import numpy as np
-
-from fl_lightning.client.state.state_tensors import state_space
 from fl_lightning.client.work import ClientWork, GroupWork
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
-from fl_lightning.core.metric_states import MetricStates, kept_apart, metrics_of
-from fl_lightning.core.seeds import seed_global_generators
-from fl_lightning.core.update import ClientUpdate, GlobalModel, Updates
-from fl_lightning.engines import CannotStack, usable_rows
+from fl_lightning.core.metric_states import kept_apart, metrics_of
+from fl_lightning.core.update import ClientUpdate, GlobalModel
+from fl_lightning.engines import CannotStack
+from fl_lightning.federation.clients.in_slots import InSlots
+from fl_lightning.federation.clients.one_by_one import OneByOne
 from fl_lightning.federation.execution.engine import EngineChooser
-from fl_lightning.federation.execution.slot_engine import SlotEngine
 from fl_lightning.federation.execution.spot_check import SpotCheck
 from fl_lightning.federation.execution.state_rehearsal import StateRehearsal
 from fl_lightning.federation.execution.update_differences import Trained
@@ -57,7 +53,8 @@ class FitClients:
         self._metrics = metrics_of(run.module)
         self._rehearsal = StateRehearsal(run)
         self.engine = EngineChooser(run, stages)
-        self._spot_check = SpotCheck(
+        self._one_by_one = OneByOne(run.module, run.local, run.plan, run.collector, stages)
+        spot_check = SpotCheck(
             self.engine.spot_rate,
             run.module,
             run.collector,
@@ -65,6 +62,7 @@ class FitClients:
             self.restore,
             run.trainer.precision,
         )
+        self._in_slots = InSlots(stages, spot_check)
 
     def renew_space(self) -> None:
         """Have vectors hold what may move now."""
@@ -75,11 +73,6 @@ class FitClients:
         """Note what every client of the round starts from, besides the weights."""
         self.local.start_round(self._run.round_index)
         self._scaler.start_round()
-
-    @property
-    def num_known_state(self) -> int:
-        """Numbers in buffers that travel, as far as that is known without training."""
-        return state_space(self._module, self._rehearsal.known).size
 
     def add_named_state(self, *, inside: bool) -> bool:
         """Add what ``federation.client_state`` names now to what a resumed run found out.
@@ -166,104 +159,18 @@ class FitClients:
         with self.local.as_of(start.options):
             while (slots := self.engine.slots) is not None:
                 try:
-                    work = yield from self._train_in_slots(slots, start, work, transaction)
+                    work = yield from self._in_slots.train(slots, start, work, transaction)
                     break
                 except CannotStack as reason:
                     transaction.roll_back()
                     self.engine.fall_back(reason)
-            with self.collector.listening_to(self._module):
-                for client in work:
-                    yield self._train_client(client, start)
-
-    def _train_client(self, work: ClientWork, start: Start) -> Upload | Missing:
-        turn = Turn(work, start, num_bytes=start.num_bytes)
-        metrics = MetricStates(self._metrics)
-        try:
-            with self._stages.around(turn):
-                update = self._take_steps(turn)
-                if self._stages.learns:
-                    self._stages.learn(update, work, start)
-        except BaseException as error:  # also an interruption, after which a checkpoint may follow
-            metrics.put_back()
-            if not isinstance(error, ClientFailure):
-                raise
-            return Missing(start._replace(num_bytes=turn.num_bytes), error)
-        self.local.keep_growth(self._growth)
-        return self._upload(Updates.of(update), start._replace(num_bytes=turn.num_bytes))
-
-    def _upload(self, updates: Updates, start: Start) -> Upload:
-        if self._stages.is_private:
-            updates = replace(updates, buffers=updates.buffers[:, :0])
-        return Upload.of(updates, start)
-
-    def _take_steps(self, turn: Turn) -> ClientUpdate:
-        """Take the steps that a client shares."""
-        work = turn.work
-        with self._stages.steps(turn):
-            seed_global_generators(work.seed)
-            turn.update = update = self.local.train(
-                turn.start.model,
-                client_id=work.client_id,
-                num_examples=work.num_examples,
-                batches=self._plan.steps(work),
-                masks=turn.masks,
-            )
-            self._growth = self.local.growth
-        return update
-
-    def _train_in_slots(
-        self, slots: SlotEngine, start: Start, work: GroupWork, transaction: Transaction
-    ) -> Generator[Upload | Missing, None, GroupWork]:
-        """Train those clients that slots can train, and return the others.
-
-        Raises:
-            CannotStack: if slots meet what they cannot run.
-        """
-        stages = self._stages
-        stackable, others = slots.split(work)
-        by_id = {client.client_id: client for client in stackable} if stages.learns else {}
-        check = self._spot_check.begin(stackable)
-        again: list[int] = []
-        transaction.begin()
-        for group in slots.train(start.model, stackable, stages.term, stages.own):
-            usable, failures = usable_rows(group)
-            # one after the other they may not fail: example by example there may be a 0 / 0
-            again.extend(failure.client_id for failure in failures)
-            refused: list[ClientFailure] = []
-            if stages.learns:
-                usable, refused = self._learnt(usable, by_id, start)
-            for failure in (*failures, *refused):
-                slots.leave_out(failure.client_id)
-            for failure in refused:
-                yield Missing(start, failure)
-            yield self._upload(usable, start)
-            for client_id in usable.client_ids if slots.kept else ():
-                stages.keep(client_id, slots.kept[client_id])
-            check.note(usable, slots.kept)
-        check.compare(start.model, start.present)
-        transaction.commit()
-        is_again = np.isin(stackable.client_ids, again)
-        return GroupWork.of([*others, *stackable.where(is_again)]) if again else others
-
-    def _learnt(
-        self, updates: Updates, work: dict[int, ClientWork], start: Start
-    ) -> tuple[Updates, list[ClientFailure]]:
-        """Have clients learn, and return the updates without those of whom it cannot be."""
-        rows, failures = [], []
-        for row, update in enumerate(updates):
-            try:
-                self._stages.learn(update, work[update.client_id], start)
-            except ClientFailure as failure:
-                failures.append(failure)
-            else:
-                rows.append(row)
-        return updates.rows(rows) if failures else updates, failures
+            yield from self._one_by_one.train(start, work)
 
     def _try_one(self, model: GlobalModel, work: ClientWork) -> ClientUpdate:
         """Train a client without consequences but for the module's metrics."""
         turn = Turn(work, Start(model, model), counts=False, is_corrected=False)
         with self._stages.around(turn):
-            return self._take_steps(turn)
+            return self._one_by_one.take_steps(turn)
 
     def _train_again(self, work: ClientWork, model: GlobalModel) -> Trained:
         """Train a client of slots as if one after the other did; only the module remembers it."""
@@ -271,5 +178,5 @@ class FitClients:
         own_start = self.local.own_start if own is None else own
         turn = Turn(work, Start(model, model), counts=False)
         with self._stages.around(turn):
-            update = self._take_steps(turn)
+            update = self._one_by_one.take_steps(turn)
             return Trained(update, self.local.kept, own_start)

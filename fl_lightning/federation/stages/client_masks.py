@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 from lightning.pytorch import Trainer
 from torch import Tensor
 
+from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.federation.stage import Stage, Turn
 from fl_lightning.updates.transform import as_step
 from fl_lightning.updates.wire.traffic import bytes_down
@@ -55,7 +56,7 @@ class MaskedClients(Stage):
     def __init__(self, masks: MaskOfClient, *, is_waiting: bool) -> None:
         self._masks, self._is_waiting = masks, is_waiting
 
-    def problems(self, run: Run) -> Iterator[str]:
+    def _problems(self, run: Run) -> Iterator[str]:
         """Say what makes no sense with such masks."""
         if not self._is_waiting:
             yield (
@@ -82,7 +83,13 @@ class MaskedClients(Stage):
             )
 
     def enter(self, run: Run) -> None:
-        """Learn whose module trains."""
+        """Learn whose module trains.
+
+        Raises:
+            ConfigurationError: for what makes no sense with such masks.
+        """
+        if problems := list(self._problems(run)):
+            raise ConfigurationError("\n".join(problems))
         self._local = run.local
 
     @contextmanager

@@ -36,7 +36,6 @@ from fl_lightning.federation.stage import (
     Upload,
     check_same,
 )
-from fl_lightning.server.aggregator import Aggregator
 from fl_lightning.server.means.exact_mean import ExactMean
 from fl_lightning.server.means.running_mean import RunningMean, new_mean
 from fl_lightning.server.server import added_up
@@ -49,16 +48,16 @@ class Corrector(Correcting, SpansNetwork):
 
     Args:
         correction: of the run.
-        aggregator: says whether sums must have the same bits over any number of processes.
+        exact: whether sums have the same bits over any number of processes.
         is_lossy: whether what arrives of an update is not what was sent.
     """
 
     key = "correction"
 
-    def __init__(self, correction: Correction, aggregator: Aggregator, *, is_lossy: bool) -> None:
-        self.correction, self._is_lossy = correction, is_lossy
-        # rules that see all updates give the same bits over any number of processes as well
-        self._exact = aggregator.exact or aggregator.exchanges
+    def __init__(
+        self, correction: Correction, *, exact: bool = False, is_lossy: bool = False
+    ) -> None:
+        self.correction, self._is_lossy, self._exact = correction, is_lossy, exact
         self._mean: Tensor | None = None
         self._change: Tensor | None = None  # of the last client that learnt
         self.learns = correction.remembers

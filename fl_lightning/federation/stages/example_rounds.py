@@ -79,16 +79,17 @@ class ExampleRounds(Stage):
         self.ledger.announce(f"{self.privacy.clip_norm:g} of an example's gradient")
         warn_of_unprotected(trainer, self.privacy)
 
-    def problems(self, run: Run) -> Iterator[str]:
-        """Say that a step may take one gradient only."""
+    def enter(self, run: Run) -> None:
+        """Make local steps take private gradients.
+
+        Raises:
+            ConfigurationError: for optimizers that take several gradients a step.
+        """
         if needs_closure(optimizer := run.trainer.optimizers[0]):
-            yield (
+            raise ConfigurationError(
                 "federation.privacy ExampleDP pays for one gradient per step, and the step of "
                 f"{type(optimizer).__name__} asks for a closure, to take several: use SGD or Adam"
             )
-
-    def enter(self, run: Run) -> None:
-        """Have local steps take private gradients."""
         collector = run.collector if self.privacy.log_unprotected else None
         gradients = ExampleGradients(
             run.module,

@@ -72,7 +72,9 @@ def stages_of(run: Run, aggregator: Aggregator, time: VirtualTime, private: Stag
         stages.append(Personaliser(options.personal, is_corrected=correction is not None))
     transport = Transport(options.updates, options.download, options.seed)
     if correction is not None:
-        stages.append(Corrector(correction, aggregator, is_lossy=transport.is_lossy))
+        # rules that see all updates give the same bits over any number of processes as well
+        exact = aggregator.exact or aggregator.exchanges
+        stages.append(Corrector(correction, exact=exact, is_lossy=transport.is_lossy))
     if aggregator.needs_effective_steps:
         stages.append(StepCounts(correction))
     own = [*options.handed, *options.stages]

@@ -6,7 +6,7 @@ is said before training, models with the second are refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 
 from lightning.pytorch.utilities import rank_zero_info
@@ -39,10 +39,14 @@ class SecureRounds(Stage):
         self._is_told = False
         self._shown = shown_by([*run.trainer.callbacks, *run.data.transforms])  # type: ignore[attr-defined]
 
-    def problems(self, run: Run) -> Iterator[str]:
-        """Say that masks of the clients' own would show something of them."""
+    def enter(self, run: Run) -> None:
+        """Refuse masks of the clients' own, which would show something of them.
+
+        Raises:
+            ConfigurationError: if there are such.
+        """
         if client_masks(run.trainer) is not None:
-            yield (
+            raise ConfigurationError(
                 f"federation.aggregator {type(self.aggregator).__name__} adds up whole updates, and "
                 "masks of the clients' own tell of their data: set per_client of MaskCalibration to false"
             )
