@@ -11,13 +11,15 @@ from collections.abc import Generator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from fl_lightning.client.local_step import PlainStep
 from fl_lightning.client.local_training import LocalTrainer
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.memory import ClientMemory
-from fl_lightning.client.work import GroupWork
+from fl_lightning.client.work import ClientWork, GroupWork
+from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.update import GlobalModel
 from fl_lightning.data.cohorts.cohort import AllClients, CohortSampler
 from fl_lightning.data.cohorts.population import Population
@@ -56,9 +58,10 @@ class SimpleFederation:
         >>> from fl_lightning.data import Digits
         >>> from fl_lightning.models import ImageClassifier
         >>> module = ImageClassifier("lenet", num_classes=10, in_chans=1, image_size=32)
+        >>> optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         >>> data = FederatedDataModule(Digits(image_size=32), num_clients=20, seed=0)
         >>> data.setup("fit")
-        >>> federation = SimpleFederation(module, torch.optim.SGD(module.parameters(), lr=0.1), data)
+        >>> federation = SimpleFederation(module, optimizer, data)
         >>> model = federation.run(rounds=1)
         >>> sum(p.numel() for p in module.parameters()) == len(model.params)
         True
@@ -110,6 +113,14 @@ class SimpleFederation:
     def work_of(self, clients: Sequence[int]) -> GroupWork:
         """Local work of some clients in the present round."""
         return self.plan.of(clients, [self.round_index] * len(clients))
+
+    def shard_gradient(self, model: GlobalModel, work: ClientWork) -> Tensor:
+        """Refuse what corrections may ask for.
+
+        Raises:
+            ConfigurationError: always.
+        """
+        raise ConfigurationError("the gradient of a whole shard needs a Trainer: use Federation")
 
     def train(
         self, start: Start, work: GroupWork, transaction: Transaction

@@ -91,7 +91,7 @@ def _check(rounds: FitRounds, state: dict[str, Any]) -> None:
             stage.check(state.get(stage.key))
     for key, what in _KINDS.items():
         if all(stage.key != key for stage in rounds.stages):
-            check_same(what, (state.get(key) or {}).get("kind"), None)
+            check_same(what, _kind(state.get(key) or {}), None)
     check_same("model", state["space"], run.local.space.fingerprint())
     check_same("mask", state["mask"], run.local.space.mask_fingerprint())
     names = state.get("client_state", buffer_names(run.module))  # older runs sent all of them
@@ -101,3 +101,9 @@ def _check(rounds: FitRounds, state: dict[str, Any]) -> None:
     if state["inside"]:
         check_same("number of processes", state["ranks"], run.ranks.size)
         check_same("number of groups of clients", state["groups"], len(run.groups))
+
+
+def _kind(state: dict[str, Any]) -> str | None:
+    """Return what a stage's state is of; None if of nothing."""
+    kind, names = state.get("kind"), state.get("names")
+    return f"{kind} with {len(names)} tensors, from {names[0]}" if names else kind
