@@ -15,6 +15,7 @@ from fl_lightning.core.console.layout import in_lines
 from fl_lightning.core.console.tables import in_blocks
 from fl_lightning.core.console.terminal import is_terminal, width_of
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.processes import sole_writer
 from fl_lightning.experiments.experiment import BEFORE, Experiment
 from fl_lightning.experiments.figure import draw
 from fl_lightning.experiments.plan import PlannedRun, Resolve, plan_runs
@@ -66,11 +67,12 @@ def compare(words: Sequence[str], *, parser: ArgumentParser, resolve: Resolve) -
     )
     runs = plan_runs(experiment, out=out, options=options, resolve=resolve)
     wanted = _wanted(runs, given.only)
-    print(_planned(experiment, wanted, given.workers), flush=True)
-    failures = train_all(wanted, workers=given.workers)
-    finished = [run for run in runs if run.variant.name != BEFORE and is_finished(run)]
-    if finished:
-        _report(experiment, [read_result(run, experiment) for run in finished], out)
+    with sole_writer(out / ".lock", "wait for its end, or give another --out") as lock:
+        print(_planned(experiment, wanted, given.workers), flush=True)
+        failures = train_all(wanted, lock, workers=given.workers)
+        finished = [run for run in runs if run.variant.name != BEFORE and is_finished(run)]
+        if finished:
+            _report(experiment, [read_result(run, experiment) for run in finished], out)
     if failures:
         lines = (f"  {name}: {failure}" for name, failure in failures.items())
         told = "\n".join(in_lines(line, sys.stderr) for line in lines)

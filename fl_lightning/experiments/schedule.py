@@ -18,11 +18,12 @@ from fl_lightning.experiments.training import RunFailure, is_finished, seconds_o
 _SECONDS_BETWEEN_LOOKS = 0.5
 
 
-def train_all(runs: Sequence[PlannedRun], *, workers: int) -> dict[str, str]:
+def train_all(runs: Sequence[PlannedRun], lock: int, *, workers: int) -> dict[str, str]:
     """Train every run that is not finished, and say so in one line each; show how far they are.
 
     Args:
         runs: those that others start from come first.
+        lock: of the folder of all runs.
         workers: processes at a time, at least 1.
 
     Returns:
@@ -39,7 +40,7 @@ def train_all(runs: Sequence[PlannedRun], *, workers: int) -> dict[str, str]:
     try:
         for run in missing:
             before = started.get(run.before.name) if run.before else None
-            started[run.name] = pool.submit(_train_after, before, run)
+            started[run.name] = pool.submit(_train_after, before, run, lock)
         pending = {future: run for run, future in zip(missing, started.values(), strict=True)}
         while pending:
             running = [run for future, run in pending.items() if future.running()]
@@ -69,8 +70,8 @@ def _ended(future: Future[None], run: PlannedRun, watch: Watch, failures: dict[s
     return f"{seconds_of(run):.0f} s"
 
 
-def _train_after(before: Future[None] | None, run: PlannedRun) -> None:
+def _train_after(before: Future[None] | None, run: PlannedRun, lock: int) -> None:
     # No deadlock: the run that is waited for came into the pool earlier, so it has a worker.
     if before is not None and before.exception() is not None:
         raise RunFailure(f"the run it starts from failed ({run.before and run.before.name})")
-    train(run)
+    train(run, lock)

@@ -3,13 +3,12 @@
 A run's folder has `run.yaml`, its whole configuration; `run.json`, its fingerprint and, once it is
 finished, its seconds; `log.txt`, what it printed; Lightning's checkpoints and event files.
 
-A killed comparison may leave a process behind. It keeps the run's lock, so that the next comparison
-waits for it and then goes on from its last checkpoint.
+A run ends with the comparison that started it. It has inherited the lock of the comparison's folder, so
+that the next one begins when it has ended.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
@@ -17,12 +16,11 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import yaml
 
+from fl_lightning.core.processes import tied
 from fl_lightning.experiments.experiment import FIRST
 from fl_lightning.experiments.loggers import run_loggers
 from fl_lightning.experiments.plan import PlannedRun
@@ -46,32 +44,33 @@ def seconds_of(run: PlannedRun) -> float:
     return float(str(state_of(run)["seconds"]))
 
 
-def train(run: PlannedRun) -> None:
-    """Train and test one run, unless that was done before.
+def train(run: PlannedRun, lock: int) -> None:
+    """Train and test one run.
+
+    Args:
+        run: that is not finished.
+        lock: of the folder of all runs, which its process inherits.
 
     Raises:
         RunFailure: if its process ends with an error.
     """
-    with locked(run) as lock:
-        if is_finished(run):
-            return
-        words = prepare(run)
-        began = time.monotonic()
-        # one thread each: so many runs at a time as there are cores
-        threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        with Path(run.folder, "log.txt").open("w") as log:
-            done = subprocess.run(
-                [sys.executable, "-m", "fl_lightning", "fit", *words],
-                check=False,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **threads},
-                pass_fds=[lock],
-            )
-        if done.returncode:
-            raise RunFailure(last_words(run, done.returncode))
-        save_state(run, {"seconds": round(time.monotonic() - began, 1)})
+    words = prepare(run)
+    began = time.monotonic()
+    # one thread each: so many runs at a time as there are cores
+    threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    with Path(run.folder, "log.txt").open("w") as log:
+        done = subprocess.run(
+            tied([sys.executable, "-m", "fl_lightning", "fit", *words]),
+            check=False,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **threads},
+            pass_fds=[lock],
+        )
+    if done.returncode:
+        raise RunFailure(last_words(run, done.returncode))
+    save_state(run, {"seconds": round(time.monotonic() - began, 1)})
 
 
 def checkpoint_of(run: PlannedRun) -> Path:
@@ -139,16 +138,3 @@ def save_state(run: PlannedRun, more: dict[str, object]) -> None:
     temporary = path.with_suffix(".part")
     temporary.write_text(json.dumps({"fingerprint": run.fingerprint, **more}))
     temporary.replace(path)
-
-
-@contextmanager
-def locked(run: PlannedRun) -> Iterator[int]:
-    """Hold the run alone; the process that trains it inherits the lock."""
-    run.folder.parent.mkdir(parents=True, exist_ok=True)
-    with run.folder.with_suffix(".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print(f"{run.name}: waits for another process that trains it", flush=True)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield file.fileno()

@@ -1,11 +1,8 @@
 """``fl-lightning compare`` as a user types it, on a toy."""
 
 import csv
-import fcntl
-import json
 import re
 import sys
-import threading
 from pathlib import Path
 
 import matplotlib.image
@@ -14,9 +11,6 @@ import yaml
 
 from fl_lightning.cli import main
 from fl_lightning.experiments.curves import curves
-from fl_lightning.experiments.experiment import Variant
-from fl_lightning.experiments.plan import PlannedRun
-from fl_lightning.experiments.training import train
 
 BASE = {
     "model": {"class_path": "toys.ToyModule"},
@@ -133,20 +127,3 @@ def test_the_command_is_listed_and_prints_what_it_understood(capsys):
     assert exit_.value.code == 0
     printed = yaml.safe_load(capsys.readouterr().out)
     assert (printed["base"], printed["seeds"]) == (BASE, "0,1")
-
-
-def test_a_run_that_another_process_trains_is_waited_for(tmp_path, capsys):
-    run = PlannedRun(Variant("a", ()), 0, "text", tmp_path / "a" / "seed_0")
-    run.folder.mkdir(parents=True)
-    with run.folder.with_suffix(".lock").open("w") as other:
-        fcntl.flock(other, fcntl.LOCK_EX)
-        waiting = threading.Thread(target=train, args=(run,))
-        waiting.start()
-        waiting.join(0.3)
-        assert waiting.is_alive()
-        state = {"fingerprint": run.fingerprint, "seconds": 1}
-        (run.folder / "run.json").write_text(json.dumps(state))
-    waiting.join(10)  # the other one has finished it: nothing is left to do
-    assert not waiting.is_alive()
-    assert "waits for another process" in capsys.readouterr().out
-    assert not (run.folder / "log.txt").exists()

@@ -17,7 +17,11 @@ from fl_lightning import AllClients, ConfigurationError, PoissonCohort, UniformC
 from fl_lightning.data.cohorts.turns import RoundRobinCohort
 from fl_lightning.data.cohorts.weighted_cohorts import BySizeCohort
 from fl_lightning.privacy.accounting.accountant import Accountant, most_rounds
-from fl_lightning.privacy.accounting.gaussian import gaussian_delta, gaussian_epsilon
+from fl_lightning.privacy.accounting.gaussian import (
+    gaussian_delta,
+    gaussian_epsilon,
+    turns_epsilon,
+)
 from fl_lightning.privacy.accounting.noise_for_budget import noise_for_budget
 from fl_lightning.privacy.accounting.sampling import Sampling, sampling_of
 from fl_lightning.privacy.adaptive_clip import AdaptiveClip
@@ -75,6 +79,19 @@ def test_fixed_size_compares_replacements_which_move_a_sum_by_two_clip_norms(
 def test_the_quick_epsilon_is_a_little_too_high():
     accountant = Accountant(sampling(0.01), 4.0)
     assert 0 <= accountant.epsilon(1000, 1e-5, quick=True) - accountant.epsilon(1000, 1e-5) < 0.01
+
+
+@pytest.mark.parametrize(("z", "exact"), [(0.2, 271.990328), (0.35, 73.450161), (0.5, 31.370995)])
+def test_little_noise_has_a_bound_in_closed_form(z, exact):
+    """By dp-accounting's PLD on a grid of 1e-4, 100 rounds at rate 0.1; below 0.2 it needs gigabytes."""
+    accounted = Accountant(sampling(0.1), z).epsilon(100, 1e-5)
+    bound = turns_epsilon(z, 0.1, 100, 1e-5)
+    assert accounted == pytest.approx(exact, rel=1e-6)
+    assert accounted <= bound <= 2.2 * accounted
+    below = [Accountant(sampling(0.1), least * z).epsilon(100, 1e-5) for least in (0.01, 0.1, 0.39)]
+    assert below == sorted(below, reverse=True)
+    assert bound < below[-1]
+    assert turns_epsilon(z, 1.0, 100, 1e-5) == pytest.approx(gaussian_epsilon(z / 10, 1e-5))
 
 
 def test_gaussian_closed_form():

@@ -20,6 +20,7 @@ import yaml
 from fl_lightning.cli.subcommands import resolve
 from fl_lightning.client.recorded import FILE
 from fl_lightning.core.errors import ConfigurationError, RoundFailure
+from fl_lightning.core.processes import tied
 from fl_lightning.flower.network.demo import demo
 
 _SHORT = "--trainer.enable_model_summary=false --test_after_fit=false --report=false"
@@ -122,7 +123,7 @@ def _simulating(folder: Path, configuration: str) -> Iterator[Callable[[], None]
     log = folder / "log.txt"
     with log.open("w") as words:
         process = subprocess.Popen(
-            command, cwd=folder, stdin=subprocess.DEVNULL, stdout=words, stderr=words
+            tied(command), cwd=folder, stdin=subprocess.DEVNULL, stdout=words, stderr=words
         )
 
     def end() -> None:

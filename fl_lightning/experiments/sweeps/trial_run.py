@@ -14,12 +14,12 @@ import torch
 from lightning.pytorch import Callback
 
 from fl_lightning.core.errors import ClientFailure, ConfigurationError, Interrupted, RoundFailure
+from fl_lightning.core.processes import end_with_parent, sole_writer
 from fl_lightning.experiments.plan import PlannedRun
 from fl_lightning.experiments.sweeps.report_rounds import ReportRounds
 from fl_lightning.experiments.training import (
     is_finished,
     last_words,
-    locked,
     prepare,
     save_state,
     state_of,
@@ -60,11 +60,13 @@ def train_run(run: PlannedRun, metric: str, connection: Connection, fit: Fit, fo
         fit: runs a fit's command line.
         folder: in which the search was started.
     """
+    end_with_parent()
     os.chdir(folder)
     _redirect(Path(os.devnull))
     torch.set_num_threads(1)  # as many runs at a time as there are cores
-    # a process that outlived its search may still be in its last round
-    with locked(run), suppress(BrokenPipeError, Interrupted):
+    # a process whose search was killed may still be about to end
+    lock = run.folder.with_suffix(".lock")
+    with sole_writer(lock, "end it"), suppress(BrokenPipeError, Interrupted):
         if is_finished(run):
             connection.send(Ended(_values(state_of(run)["values"])))
             return

@@ -1,7 +1,7 @@
 """Runs trials side by side, hears of their rounds, and stops those that are not worth going on.
 
 Processes are forked from one that has imported everything and trained nothing, so that a trial begins
-at once. They end by themselves when nobody hears them any more.
+at once. They end with the command, however it ends, and by themselves when nobody hears them any more.
 """
 
 from __future__ import annotations

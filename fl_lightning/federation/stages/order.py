@@ -66,7 +66,7 @@ def stages_of(run: Run, aggregator: Aggregator, time: VirtualTime, private: Stag
         stages.append(run.scaler)
     masks = client_masks(run.trainer)
     if masks is not None:
-        stages.append(MaskedClients(masks, is_waiting=time.rule is None))
+        stages.append(MaskedClients(masks))
     correction = options.correction
     if options.personal is not None:
         stages.append(Personaliser(options.personal, is_corrected=correction is not None))
@@ -120,33 +120,16 @@ def run_aggregator(
         attackers: who send something else.
 
     Raises:
-        ConfigurationError: for a rule that means nothing under masks of the clients' own, or with
-            their optimizer.
+        ConfigurationError: for a rule that means nothing with their optimizer.
     """
     aggregator, masks_differ = as_aggregator(given), client_masks(trainer) is not None
     if aggregator.protection is not None:
-        return aggregator  # `SecureRounds` refuses such masks
+        return aggregator
     if masks_differ and given is None:
         aggregator = OverlapMean()
-    if masks_differ and not aggregator.takes_masks:
-        raise ConfigurationError(f"federation: {_why_not(aggregator)}")
     for optimizer in trainer.optimizers[:1]:
         aggregator = aggregator.of_clients(optimizer)
     if attackers is None:
         return aggregator
     num_clients = len(trainer.datamodule.clients)  # type: ignore[attr-defined]
     return attackers.wrap(aggregator, num_clients)
-
-
-def _why_not(aggregator: Aggregator) -> str:
-    """Return why a mean that does not know of masks means nothing under the clients' own."""
-    if aggregator.robust_rule is not None:
-        return (
-            "robust rules compare whole updates, and with masks of the clients' own "
-            "they have different coordinates: share one mask, or set aggregator to OverlapMean"
-        )
-    return (
-        f"with masks of the clients' own, {type(aggregator).__name__} "
-        "counts a client that may not move an entry as one that wants it to stay: set "
-        "aggregator to OverlapMean, or leave it out"
-    )

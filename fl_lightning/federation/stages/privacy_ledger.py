@@ -140,10 +140,17 @@ class PrivacyLedger(Generic[M]):
             "kind": type(self._privacy).__name__,
             "setting": str(self.mechanism),
             "cohort": self._cohort,
+            "terms": self._terms(),
             "noise_multiplier": self.mechanism.noise_multiplier,
             "released": self.released,
             "mechanism": self.mechanism.state_dict(),
         }
+
+    def _terms(self) -> dict[str, str]:
+        """Return the options that a resumed run must have, but for the noise that may be found."""
+        free = {"noise_multiplier", "epsilon", "delta", "log_unprotected"}
+        options = {name: repr(value) for name, value in vars(self._privacy).items()}
+        return {name: options[name] for name in options.keys() - free}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from earlier rounds, with the noise that they had.
@@ -159,6 +166,15 @@ class PrivacyLedger(Generic[M]):
                 f"federation.privacy: the rounds so far were with {state['kind']}, noise multiplier "
                 f"{saved:g} ({state['setting']}) and {cohort}, and these rounds cost something else "
                 f"({self.mechanism}; {self._cohort}): resume with that, or start without ckpt_path"
+            )
+        before = state.get("terms", terms := self._terms())
+        if other := [name for name in terms if before.get(name) != terms[name]]:
+            changed = "; ".join(
+                f"{name} was {before.get(name)}, not {terms[name]}" for name in other
+            )
+            raise ConfigurationError(
+                f"federation.privacy: {changed} in the rounds so far: resume with that, or start "
+                "without ckpt_path"
             )
         if saved != self.mechanism.noise_multiplier:
             self._use(self._make(saved))

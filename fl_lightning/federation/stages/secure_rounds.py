@@ -18,7 +18,6 @@ from fl_lightning.federation.checks.privacy import shown_by
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Processes, Stage, Upload
-from fl_lightning.federation.stages.client_masks import client_masks
 from fl_lightning.server.protected import Protected
 from fl_lightning.updates.wire.traffic import bytes_up
 
@@ -38,18 +37,6 @@ class SecureRounds(Stage):
         self.aggregator, self.restarts = aggregator, aggregator.restarts
         self._is_told = False
         self._shown = shown_by([*run.trainer.callbacks, *run.data.transforms])  # type: ignore[attr-defined]
-
-    def enter(self, run: Run) -> None:
-        """Refuse masks of the clients' own, which would show something of them.
-
-        Raises:
-            ConfigurationError: if there are such.
-        """
-        if client_masks(run.trainer) is not None:
-            raise ConfigurationError(
-                f"federation.aggregator {type(self.aggregator).__name__} adds up whole updates, and "
-                "masks of the clients' own tell of their data: set per_client of MaskCalibration to false"
-            )
 
     def open(self, round_index: int, model: GlobalModel) -> None:
         """Refuse a model of which more than the update would travel; say once what the server sees.

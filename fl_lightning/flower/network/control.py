@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.processes import tied
 from fl_lightning.flower.network.folder import Network
 from fl_lightning.flower.network.probe import check_server
 from fl_lightning.flower.network.programs import flower_command, flower_environment, names_file
@@ -99,7 +100,7 @@ class Control:
 
     def _streaming(self, words: Sequence[str]) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [flower_command("flwr"), *words],
+            tied([flower_command("flwr"), *words]),
             env=self._environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

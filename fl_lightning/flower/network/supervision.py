@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,17 +15,12 @@ from pathlib import Path
 from typing import BinaryIO, Self
 
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.processes import tied
 
 _GRACE = 10.0
 _POLL_SECONDS = 0.1
 _LONGEST_PAUSE, _LONG_LIFE = 30.0, 60.0
 _MOST_WORDS = 20_000
-# A program ends with the one that started it, however that ends: PR_SET_PDEATHSIG, which Linux has
-_TIED = (
-    "import ctypes, os, sys\n"
-    "if sys.platform == 'linux': ctypes.CDLL(None).prctl(1, 15, 0, 0, 0)\n"
-    "if os.getppid() == int(sys.argv[1]): os.execvp(sys.argv[2], sys.argv[2:])\n"
-)
 
 
 @dataclass(frozen=True)
@@ -144,9 +138,8 @@ class _Running:
 
 
 def _started(program: Program, log: BinaryIO) -> subprocess.Popen[bytes]:
-    tied = [sys.executable, "-c", _TIED, str(os.getpid()), *program.command]
     return subprocess.Popen(
-        tied,
+        tied(program.command),
         env={**os.environ, **program.environment},
         stdin=subprocess.DEVNULL,
         stdout=log,

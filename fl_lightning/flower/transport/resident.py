@@ -7,7 +7,6 @@ answers an order that comes again with the same bytes.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
@@ -27,6 +26,7 @@ from types import FrameType
 from typing import Any, NoReturn, TextIO
 
 from fl_lightning.core.errors import ConfigurationError, Interrupted
+from fl_lightning.core.processes import holder_of, try_lock
 from fl_lightning.flower.transport.frames import (
     ANSWER,
     BUSY,
@@ -226,14 +226,13 @@ def _own(path: Path) -> TextIO:
     """Return an open file which says that this process has a socket; the system closes it at its end."""
     check_socket_path(path)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    file = path.with_name(f"{path.name}.lock").open("a")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        file.close()
-        raise ConfigurationError(
-            f"socket: another process serves {path}: end it, or give this site another socket"
-        ) from None
+    file = path.with_name(f"{path.name}.lock").open("a+")
+    if not try_lock(file):
+        with file:
+            raise ConfigurationError(
+                f"socket: process {holder_of(file)} serves {path}: end it, or give this site another "
+                "socket"
+            )
     return file
 
 

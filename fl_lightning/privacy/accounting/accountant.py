@@ -4,7 +4,8 @@ A round releases a sum over its cohort plus Gaussian noise. Its cost is composed
 from the privacy-loss distribution (PLD; Koskela et al. 2020, Doroshenko et al. 2022), which is
 tight, or from Rényi divergences (RDP; Mironov et al. 2019; for fixed sizes Wang et al. 2019, Theorem
 27), which is looser. Where everybody takes part the PLD has a closed form. Of fixed-size
-samples only the RDP is known. The central limit theorem's ε (GDP) is no upper bound, and not offered.
+samples only the RDP is known. Noise below a fifth of the sensitivity needs PLDs of gigabytes: it gets an
+upper bound in closed form. The central limit theorem's ε (GDP) is no upper bound, and not offered.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.privacy.accounting.gaussian import gaussian_epsilon
+from fl_lightning.privacy.accounting.gaussian import gaussian_epsilon, turns_epsilon
 from fl_lightning.privacy.accounting.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
 Method = Literal["pld", "rdp"]
 # Losses are rounded up to multiples of these: the ε of the fine one is tight to about 1e-5.
 _FINE, _QUICK = 1e-4, 1e-3
+# Below, losses spread so far that ten times the grid is as tight, relative to ε.
+_WIDE = 0.5
+# Below, the closed form replaces the PLD of Poisson samples.
+_LEAST = 0.2
 
 
 @dataclass(frozen=True)
@@ -70,11 +75,13 @@ class Accountant:
             return 0.0
         if self.noise_ratio <= 0:
             return math.inf
+        if self.sampling.kind == "poisson" and self.noise_ratio < _LEAST:
+            return turns_epsilon(self.noise_ratio, self.sampling.rate, rounds, delta)
         if self.method_used == "rdp":
             return _rdp_epsilon(self.sampling, self.noise_ratio, rounds, delta)
         if self.sampling.kind == "all":
             return gaussian_epsilon(self.noise_ratio / math.sqrt(rounds), delta)
-        grid = _QUICK if quick else _FINE
+        grid = (_QUICK if quick else _FINE) * (10 if self.noise_ratio < _WIDE else 1)
         distribution = _round_loss(self.noise_ratio, self.sampling.rate, grid)
         return float(distribution.self_compose(rounds).get_epsilon_for_delta(delta))
 

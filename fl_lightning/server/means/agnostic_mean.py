@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.traits import Traits
 from fl_lightning.core.update import ClientUpdate
-from fl_lightning.server.aggregator import AllReduce, Gather, WeightedMean
+from fl_lightning.server.aggregator import BY_LOSSES, AllReduce, Gather, WeightedMean
 from fl_lightning.server.means.fair_means import reported_loss
 
 _CLIENTS, _SHARES = "clients", "shares"
@@ -57,12 +58,16 @@ class AFL(WeightedMean):
     """
 
     exchanges = True
-    reads_losses = True
 
     def __init__(self, step: float = 0.1) -> None:
         if not 0 <= step < float("inf"):
             raise ConfigurationError(f"AFL: step must be at least 0, got {step}")
         self.step = step
+
+    @property
+    def traits(self) -> Traits:
+        """Those of a rule by losses."""
+        return super().traits | BY_LOSSES
 
     @property
     def weights(self) -> dict[int, float]:

@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from fl_lightning.core.errors import ConfigurationError, RoundFailure
+from fl_lightning.core.traits import Traits
 from fl_lightning.core.update import ClientUpdate
-from fl_lightning.server.aggregator import WeightedMean
+from fl_lightning.server.aggregator import BY_LOSSES, BY_STEPS, WeightedMean
 from fl_lightning.sparsity.optimizers.sparse_sgdm import SparseSGDM
 
 _LOSS = "train/loss"
@@ -58,8 +59,6 @@ class QFedAvg(WeightedMean):
         tensor([0.3571])
     """
 
-    reads_losses = True
-
     def __init__(
         self, q: float = 1.0, local_lr: float | None = None, weight_by_examples: bool = False
     ) -> None:
@@ -73,9 +72,10 @@ class QFedAvg(WeightedMean):
         self.q, self.local_lr, self.weight_by_examples = q, local_lr, weight_by_examples
 
     @property
-    def divides_by_steps(self) -> bool:
-        """Unless q is 0."""
-        return self.q > 0
+    def traits(self) -> Traits:
+        """Those of a rule by losses; with q > 0 it divides by the length of a client's step as well."""
+        traits = super().traits | BY_LOSSES
+        return traits | BY_STEPS if self.q > 0 else traits
 
     def of_clients(self, optimizer: Optimizer) -> QFedAvg:
         """Return it with the learning rate of the clients' optimizer.
@@ -183,12 +183,15 @@ class TiltedMean(WeightedMean):
         tensor([1.2500])
     """
 
-    reads_losses = True
-
     def __init__(self, tilt: float = 1.0, weight_by_examples: bool = True) -> None:
         if not 0 <= tilt < math.inf:
             raise ConfigurationError(f"TiltedMean: tilt must be at least 0, got {tilt}")
         self.tilt, self.weight_by_examples = tilt, weight_by_examples
+
+    @property
+    def traits(self) -> Traits:
+        """Those of a rule by losses."""
+        return super().traits | BY_LOSSES
 
     def weight(self, update: ClientUpdate) -> float:
         """Return the exponential of its loss, times its examples.

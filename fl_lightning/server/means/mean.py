@@ -10,8 +10,19 @@ processes each fold the updates of their own clients; what they have then is add
 
 from __future__ import annotations
 
+from fl_lightning.core.traits import Trait, Traits
 from fl_lightning.core.update import ClientUpdate, Updates
 from fl_lightning.server.aggregator import WeightedMean
+
+_BY_EXAMPLES = Traits(
+    breaks={
+        Trait.PRIVATE_CLIENTS: "weighs clients by their examples, so that one with many moves the model by "
+        "more than its clip norm"
+    },
+    instead={
+        Trait.PRIVATE_CLIENTS: "set the aggregator's weight_by_examples to false, or leave the aggregator out"
+    },
+)
 
 
 class Mean(WeightedMean):
@@ -38,13 +49,13 @@ class Mean(WeightedMean):
         self.exact = exact
 
     @property
-    def reason_against_private_mean(self) -> str | None:
-        """That weights by examples have no bound."""
-        if not self.weight_by_examples:
-            return None
+    def traits(self) -> Traits:
+        """Private where clients count alike; weights by examples have no bound."""
+        traits = super().traits
         return (
-            "Mean weighs clients by their examples, so that one with many moves the model by more than "
-            "its clip norm: set the aggregator's weight_by_examples to false, or leave the aggregator out"
+            traits | _BY_EXAMPLES
+            if self.weight_by_examples
+            else traits.without(*_BY_EXAMPLES.breaks)
         )
 
     def weight(self, update: ClientUpdate) -> float:

@@ -14,6 +14,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from fl_lightning.core.traits import Trait, Traits
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.server.aggregator import Aggregator
 
@@ -37,10 +38,13 @@ class OverlapMean(Aggregator):
         tensor([2., 6., 0.])
     """
 
-    takes_masks = True
-
     def __init__(self, weight_by_examples: bool = True) -> None:
         self.weight_by_examples = weight_by_examples
+
+    @property
+    def traits(self) -> Traits:
+        """It counts, for every coordinate, only clients that may move it."""
+        return super().traits.without(Trait.ONE_MASK)
 
     def open(self, like: Tensor) -> None:
         """Start from zero."""
