@@ -41,10 +41,7 @@ class Clients(Protocol):
     ) -> Generator[Upload | Missing, None, None]:
         """Train clients that begin alike, and yield what they send.
 
-        Args:
-            start: what they begin from.
-            work: theirs.
-            transaction: of what has been yielded, for clients that count as a whole.
+        Those that count as a whole tell the transaction when they begin and end.
         """
 
 

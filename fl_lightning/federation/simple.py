@@ -2,14 +2,14 @@
 
     x ← server(x, Σ_k n_k Δ_k / Σ_k n_k),    Δ_k = x - (x after client k's local steps)
 
-To read, to try an idea in, and to take out: for a service, a phone. A fit ends in the same bits.
+To try an idea in, or to take out: for a service, a phone. A fit ends in the same bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -27,7 +27,8 @@ from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.clients.one_by_one import OneByOne
 from fl_lightning.federation.plan import LocalWork, WorkPlan
 from fl_lightning.federation.round import Round
-from fl_lightning.federation.stage import Missing, OneProcess, Stage, Stages, Start, Upload
+from fl_lightning.federation.run import Run
+from fl_lightning.federation.stage import Missing, Stage, Stages, Start, Upload
 from fl_lightning.federation.transaction import Transaction
 from fl_lightning.server.aggregator import Aggregator
 from fl_lightning.server.robust.rule import RobustRule
@@ -48,10 +49,6 @@ class SimpleFederation:
         aggregator: how updates become one; the mean weighted by examples if None.
         server_optimizer: builds what descends the aggregate.
         seed: root of every draw.
-
-    Attributes:
-        round: of which the next one is run, with the record of the last.
-        stages_ahead: that updates have to pass once `train` has yielded them: all.
 
     Example:
         >>> import torch
@@ -82,28 +79,28 @@ class SimpleFederation:
     ) -> None:
         self.module, self.optimizers, self.data, self.round_index = module, [optimizer], data, 0
         self._cohort, self._seed = cohort or AllClients(), seed
-        self._population = Population(data.clients.num_examples)
         self.plan = WorkPlan(data, LocalWork(None, local_epochs, accumulate=1, seed=seed))
-        self.collector, memory = LogCollector(), ClientMemory()
-        self.memory = SimpleNamespace(clients=memory)
+        self.collector, self.memory = LogCollector(), SimpleNamespace(clients=ClientMemory())
         self.step = PlainStep(module, optimizer, self.collector)
         self.local = LocalTrainer(module, optimizer, self.step, self.collector)
         server = Server(self.local.read(), aggregator, server_optimizer)
-        self.stages_ahead = Stages(stages)
+        self.stages_ahead, run = Stages(stages), cast(Run, self)  # as far as stages ask for one
         for stage in stages:
-            stage.enter(self)  # a run, as far as its stages ask
+            stage.enter(run)
             stage.place(self.local.space, None)
         self._clients = OneByOne(module, self.local, self.plan, self.collector, self.stages_ahead)
-        self.round = Round(self, server, self.stages_ahead, memory, processes=OneProcess())
+        self.round = Round(
+            self, server, self.stages_ahead, self.memory.clients, processes=SimpleNamespace(size=1)
+        )
 
     def run(self, rounds: int) -> GlobalModel:
         """Run some rounds more, and return the global model."""
+        population = Population(self.data.clients.num_examples)
         for _ in range(rounds):
             self.local.start_round(self.round_index)
             self.round.open(self.round_index)
-            self.round.train(
-                self._cohort.sample(self.round_index, self._population, self._seed).tolist()
-            )
+            cohort = self._cohort.sample(self.round_index, population, self._seed)
+            self.round.train(cohort.tolist())
             self.round.step()
             self.local.end_round(self.round.server.model)
             self.round.close()
@@ -115,11 +112,7 @@ class SimpleFederation:
         return self.plan.of(clients, [self.round_index] * len(clients))
 
     def shard_gradient(self, model: GlobalModel, work: ClientWork) -> Tensor:
-        """Refuse what corrections may ask for.
-
-        Raises:
-            ConfigurationError: always.
-        """
+        """Refuse what some corrections ask for."""
         raise ConfigurationError("the gradient of a whole shard needs a Trainer: use Federation")
 
     def train(

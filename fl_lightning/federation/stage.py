@@ -12,7 +12,7 @@ lines. Methods are grouped by the side of a round on which they run.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -88,19 +88,6 @@ class Processes(Protocol):
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Replace a tensor by its sum over all processes; to be called by all of them."""
-
-
-class OneProcess:
-    """A process that trains all clients alone."""
-
-    size = 1
-
-    def gather(self, value: Any) -> list[Any]:
-        """Its own value."""
-        return [value]
-
-    def all_reduce(self, tensor: Tensor) -> None:
-        """Leave a tensor as it is."""
 
 
 class Upload(NamedTuple):
@@ -329,12 +316,8 @@ class SpansNetwork(Stage):
         """
 
 
-class Stages(Sequence[Stage]):
-    """The stages of a run, in the order in which updates pass them.
-
-    Args:
-        stages: in this order.
-    """
+class Stages(Iterable[Stage]):
+    """The stages of a run, in the order in which updates pass them."""
 
     def __init__(self, stages: Iterable[Stage]) -> None:
         self._stages = tuple(stages)
@@ -347,24 +330,11 @@ class Stages(Sequence[Stage]):
         self.is_private = any(stage.is_private for stage in self._stages)
         self.restarts = any(stage.restarts for stage in self._stages)
 
-    def __len__(self) -> int:
-        return len(self._stages)
-
-    def __getitem__(self, at: Any) -> Any:
-        return self._stages[at]
-
     def __iter__(self) -> Iterator[Stage]:
         return iter(self._stages)
 
     def having(self, method: str) -> list[Stage]:
-        """Return those that do something in a method.
-
-        Example:
-            >>> class Opens(Stage):
-            ...     def open(self, round_index, model): ...
-            >>> len(Stages([Stage(), Opens()]).having("open"))
-            1
-        """
+        """Return those that do something in a method."""
         if method not in self._with:
             self._with[method] = [stage for stage in self._stages if overridden(stage, method)]
         return self._with[method]
@@ -411,11 +381,6 @@ class Stages(Sequence[Stage]):
             gradient = stage.on_server(gradient)
         return gradient
 
-    def more_bytes(self, model: GlobalModel, num_clients: int) -> tuple[int, int]:
-        """Extra bytes that a client uploads and downloads per round, about."""
-        pairs = [stage.more_bytes(model, num_clients) for stage in self._stages]
-        return sum(up for up, _ in pairs), sum(down for _, down in pairs)
-
     def around(self, turn: Turn) -> AbstractContextManager[None]:
         """Be in the module while it is a client's, in order."""
         stages = self.having("around")
@@ -448,14 +413,7 @@ class Stages(Sequence[Stage]):
 
 
 def overridden(stage: Stage, *names: str) -> list[str]:
-    """Return which of some methods a stage has of its own.
-
-    Example:
-        >>> class Opens(Stage):
-        ...     def open(self, round_index, model): ...
-        >>> overridden(Opens(), "open", "close")
-        ['open']
-    """
+    """Return which of some methods a stage has of its own."""
     return [name for name in names if getattr(type(stage), name) is not getattr(Stage, name)]
 
 
@@ -479,3 +437,9 @@ def check_same(what: str, saved: Any, present: Any) -> None:
             f"the checkpoint belongs to a run with another {what} ({saved} instead of {present}): "
             "resume with the configuration of the run that wrote it, or start without ckpt_path"
         )
+
+
+def kind_of(state: Mapping[str, Any]) -> str | None:
+    """Return what a stage's state in a checkpoint is of; None if of nothing."""
+    kind, names = state.get("kind"), state.get("names")
+    return f"{kind} with {len(names)} tensors, from {names[0]}" if names else kind

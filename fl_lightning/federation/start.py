@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Any
 
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import LightningModule, Trainer
@@ -108,15 +108,7 @@ def begin(
     return rounds, private
 
 
-class DrivenRounds(Rounds, Protocol):
-    """What the loop drives, in a run."""
-
-    @property
-    def run(self) -> Run:
-        """It."""
-
-
-def take_over(trainer: Trainer, rounds: DrivenRounds, cleanup: ExitStack) -> None:
+def take_over(trainer: Trainer, rounds: Rounds, cleanup: ExitStack) -> None:
     """Have Lightning's loop drive rounds, and hooks see them, until the fit is over."""
     cleanup.callback(rounds.run.step.use, ())
     install(trainer, rounds)

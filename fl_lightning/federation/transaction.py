@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any, Protocol, Self, runtime_checkable
 
 from torch import Tensor
@@ -35,21 +34,6 @@ class Transaction:
         parts: what changes while updates come: the server, the stages.
         record: of the round.
         memory: what clients remember.
-
-    Example:
-        >>> class Count:
-        ...     number = 0
-        ...     def round_state(self):
-        ...         return self.number
-        ...     def load_round_state(self, state):
-        ...         self.number = state
-        >>> count = Count()
-        >>> with Transaction([count], RoundRecord(), ClientMemory()) as transaction:
-        ...     transaction.begin()
-        ...     count.number = 3
-        ...     transaction.roll_back()
-        >>> count.number
-        0
     """
 
     def __init__(
@@ -61,12 +45,7 @@ class Transaction:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is not None:  # also an interruption, after which a checkpoint may follow
             self.roll_back()
 

@@ -8,7 +8,7 @@ from fl_lightning.client.state.state_tensors import buffer_names
 from fl_lightning.core.update import GlobalModel
 from fl_lightning.federation.fit_rounds import FitRounds
 from fl_lightning.federation.round_record import RoundRecord
-from fl_lightning.federation.stage import check_same
+from fl_lightning.federation.stage import check_same, kind_of
 
 # What a run either has or has not: key of its stage, and how it is called.
 _CHOICES = {"versions": "choice of federation.asynchronous", "privacy": "privacy"}
@@ -91,7 +91,7 @@ def _check(rounds: FitRounds, state: dict[str, Any]) -> None:
             stage.check(state.get(stage.key))
     for key, what in _KINDS.items():
         if all(stage.key != key for stage in rounds.stages):
-            check_same(what, _kind(state.get(key) or {}), None)
+            check_same(what, kind_of(state.get(key) or {}), None)
     check_same("model", state["space"], run.local.space.fingerprint())
     check_same("mask", state["mask"], run.local.space.mask_fingerprint())
     names = state.get("client_state", buffer_names(run.module))  # older runs sent all of them
@@ -101,9 +101,3 @@ def _check(rounds: FitRounds, state: dict[str, Any]) -> None:
     if state["inside"]:
         check_same("number of processes", state["ranks"], run.ranks.size)
         check_same("number of groups of clients", state["groups"], len(run.groups))
-
-
-def _kind(state: dict[str, Any]) -> str | None:
-    """Return what a stage's state is of; None if of nothing."""
-    kind, names = state.get("kind"), state.get("names")
-    return f"{kind} with {len(names)} tensors, from {names[0]}" if names else kind

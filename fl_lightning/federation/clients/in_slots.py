@@ -18,12 +18,7 @@ from fl_lightning.federation.transaction import Transaction
 
 
 class InSlots:
-    """Trains those clients of a group that slots can train.
-
-    Args:
-        stages: what else happens while they train.
-        spot_check: trains some of them one after the other as well.
-    """
+    """Trains those clients of a group that slots can train."""
 
     def __init__(self, stages: Stages, spot_check: SpotCheck) -> None:
         self._stages, self._spot_check = stages, spot_check

@@ -23,7 +23,6 @@ from fl_lightning.federation.checkpoints.run_memory import Waiting
 from fl_lightning.federation.processes.interruption import interruption_of
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
-from fl_lightning.federation.stage import Stages
 from fl_lightning.server.server import Server
 
 Failure = ClientFailure | ConfigurationError
@@ -57,14 +56,13 @@ class Meeting:
 
     Args:
         run: with its processes.
-        stages: which have something to tell as well.
 
     Attributes:
         failure: what stopped this process's clients; it is kept until the meeting.
     """
 
-    def __init__(self, run: Run, stages: Stages) -> None:
-        self._run, self._stages = run, stages
+    def __init__(self, run: Run) -> None:
+        self._run = run
         self._interruption = interruption_of(run.trainer)
         self.failure: Failure | None = None
 

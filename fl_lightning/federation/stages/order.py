@@ -20,8 +20,8 @@ from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Correcting, KeepsTensors, Stage, Stages
 from fl_lightning.federation.stages.attackers import Attackers
 from fl_lightning.federation.stages.client_masks import MaskedClients, client_masks
-from fl_lightning.federation.stages.clock import VirtualTime
 from fl_lightning.federation.stages.corrector import Corrector, StepCounts
+from fl_lightning.federation.stages.devices import VirtualTime
 from fl_lightning.federation.stages.personaliser import Personaliser
 from fl_lightning.federation.stages.secure_rounds import SecureRounds
 from fl_lightning.federation.stages.transport import Transport

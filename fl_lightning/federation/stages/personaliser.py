@@ -25,7 +25,7 @@ from fl_lightning.core.seeds import derive_seed, seed_global_generators
 from fl_lightning.core.update import GlobalModel
 from fl_lightning.federation.checks.compatibility import ADDED_TO_LOSS, any_maximises
 from fl_lightning.federation.run import Run
-from fl_lightning.federation.stage import KeepsTensors, Turn
+from fl_lightning.federation.stage import KeepsTensors, Turn, check_same, kind_of
 from fl_lightning.federation.visits.personal_models import MEMORY, MIXTURE
 from fl_lightning.sparsity.optimizers.masked_optimizer import MaskedOptimizer
 
@@ -203,12 +203,9 @@ class Personaliser(KeepsTensors):
             ConfigurationError: if something else is personal here.
         """
         saved = state or {"kind": None, "names": []}
-        if saved["kind"] != self.kind or (saved["names"] != self.names and not self._rule.beside):
-            raise ConfigurationError(
-                f"the checkpoint belongs to a run in which {_said(saved)} was personal, and here "
-                f"it is {_said(self.state_dict(with_round=False))}: resume with the configuration of the run that "
-                "wrote it, or start without ckpt_path"
-            )
+        if saved["kind"] != self.kind or not self._rule.beside:
+            own = self.state_dict(with_round=False)
+            check_same("choice of federation.personal", kind_of(saved), kind_of(own))
         if saved["names"] != self.names:
             self.names = list(saved["names"])
             self._local.keep_own(self.names, beside=True)
@@ -227,9 +224,3 @@ def frozen(module: nn.Module, names: list[str]) -> Iterator[None]:
     finally:
         for param in params:
             param.requires_grad_(True)
-
-
-def _said(state: dict[str, Any]) -> str:
-    if state["kind"] is None:
-        return "nothing"
-    return f"{state['kind']} with {len(state['names'])} tensors, from {state['names'][0]}"

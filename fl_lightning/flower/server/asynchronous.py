@@ -38,8 +38,7 @@ from fl_lightning.federation.stage import (
     Upload,
     check_same,
 )
-from fl_lightning.federation.stages.older_models import MASKS_CHANGE, older_start
-from fl_lightning.federation.stages.schedule import Arrivals
+from fl_lightning.federation.stages.asynchrony import MASKS_CHANGE, Arrivals, older_start
 from fl_lightning.federation.transaction import Transaction
 from fl_lightning.flower.messages import Order
 from fl_lightning.flower.metric_sums import MetricSums, pool_sums
