@@ -13,7 +13,7 @@ from fl_lightning.core.traits import Trait, Traits
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.data.poisoning import Poison
 from fl_lightning.server.aggregator import Aggregator
-from fl_lightning.server.attacks.forged import Forged, Forgery
+from fl_lightning.server.attacks import Forged, Forgery
 
 _OF_ATTACKS = Traits(
     needs={Trait.SIMULATION: "are simulated only"},

@@ -26,7 +26,7 @@ from fl_lightning.federation.stages.personaliser import Personaliser
 from fl_lightning.federation.stages.secure_rounds import SecureRounds
 from fl_lightning.federation.stages.transport import Transport
 from fl_lightning.server.aggregator import Aggregator
-from fl_lightning.server.means.overlap_mean import OverlapMean
+from fl_lightning.server.means.mean import OverlapMean
 from fl_lightning.server.robust.rule import RobustRule
 from fl_lightning.server.server import as_aggregator
 
