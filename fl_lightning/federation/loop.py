@@ -31,7 +31,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from fl_lightning.federation.groups import ClientGroup
-from fl_lightning.federation.run import Run
 
 _ADVICE = (
     f"fl_lightning works with Lightning 2.5 and 2.6; Lightning {lightning.__version__} has changed "
@@ -48,8 +47,6 @@ if list(inspect.signature(_AutomaticOptimization.run).parameters) != [
 
 class Rounds(Protocol):
     """What the loop drives."""
-
-    run: Run
 
     def train_group(self, group: ClientGroup) -> None:
         """Train a group's clients and fold their updates."""

@@ -108,7 +108,13 @@ def begin(
     return rounds, private
 
 
-def take_over(trainer: Trainer, rounds: Rounds, cleanup: ExitStack) -> None:
+class DrivenRounds(Rounds, Protocol):
+    """What the loop drives, with its run."""
+
+    run: Run
+
+
+def take_over(trainer: Trainer, rounds: DrivenRounds, cleanup: ExitStack) -> None:
     """Have Lightning's loop drive rounds, and hooks see them, until the fit is over."""
     cleanup.callback(rounds.run.step.use, ())
     install(trainer, rounds)

@@ -26,6 +26,16 @@ from fl_lightning.core.update import ClientUpdate, GlobalModel, LazyDeltas
 from fl_lightning.federation.checks.compatibility import ADDED_TO_LOSS, any_maximises
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
+from fl_lightning.federation.stage import (
+    Correcting,
+    Processes,
+    SpansNetwork,
+    Stage,
+    Start,
+    Turn,
+    Upload,
+    check_same,
+)
 from fl_lightning.server.means.running_mean import ExactMean, RunningMean, new_mean
 from fl_lightning.server.server import added_up
 
