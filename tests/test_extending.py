@@ -432,7 +432,9 @@ class TestAStage:
     def test_its_problems_are_told_with_those_of_others(self):
         class Picky(Stage):
             def enter(self, run):
-                raise ConfigurationError(f"Picky does not like {run.num_rounds:g} rounds")
+                raise ConfigurationError(
+                    f"{type(self).__name__} does not like {run.num_rounds:g} rounds"
+                )
 
         with pytest.raises(ConfigurationError, match=r"(?s)likes?.* 2 rounds.*likes?.* 2 rounds"):
             run(stages=[Picky(), type("More", (Picky,), {})()])

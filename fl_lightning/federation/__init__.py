@@ -4,6 +4,7 @@ from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.simple import SimpleFederation
 from fl_lightning.federation.stage import Learning, SpansNetwork, Stage, Start, Turn, Upload
+from fl_lightning.federation.visits.local_counts import client_id, local_step
 
 __all__ = [
     "Learning",
@@ -15,4 +16,6 @@ __all__ = [
     "Start",
     "Turn",
     "Upload",
+    "client_id",
+    "local_step",
 ]

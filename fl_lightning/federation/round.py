@@ -15,6 +15,7 @@ from typing import Protocol
 
 from lightning.pytorch.utilities import rank_zero_warn
 
+from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.memory import ClientMemory
 from fl_lightning.client.work import GroupWork
 from fl_lightning.core.errors import ClientFailure, RoundFailure
@@ -29,9 +30,11 @@ class Clients(Protocol):
 
     Attributes:
         stages_ahead: that updates have to pass once `train` has yielded them.
+        collector: what clients log.
     """
 
     stages_ahead: Stages
+    collector: LogCollector
 
     def work_of(self, clients: Sequence[int]) -> GroupWork:
         """Local work of some clients in the present round."""
@@ -107,6 +110,8 @@ class Round:
                     else:
                         self._receive(sent)
                     self.record.finish(sent.client_ids, num_bytes=sent.start.num_bytes)
+
+        self.record.means.reductions |= self.clients.collector.reductions
 
     def _receive(self, sent: Upload) -> None:
         """Have updates go their way, and fold in what arrives."""

@@ -104,14 +104,14 @@ class RoundRecord:
         vars(self).update(vars(RoundRecord(update_norm=self.update_norm, is_withheld=True)))
 
     def metrics(self) -> dict[str, float]:
-        """Return the clients' metrics, each a mean over examples."""
-        return {name: self.means.mean(name) for name in self.means.names} | self.pooled
+        """Return the clients' metrics, each a mean over examples, or a sum, minimum or maximum."""
+        return {name: self.means.reduced(name) for name in self.means.names} | self.pooled
 
     def facts(self) -> dict[str, float]:
         """Return what is known of the round besides: counts, norms, spreads over clients, bytes.
 
         ``bytes_up`` and ``bytes_down`` are the message of one client, the totals those of all: the
-        length of the real encoding (`fl_lightning.updates.wire.codec`), with its header and metrics, and
+        length of the real encoding (`fl_lightning.updates.wire.message`), with its header and metrics, and
         the numbers that a correction sends besides.
         """
         if self.is_withheld:

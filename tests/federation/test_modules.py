@@ -94,7 +94,7 @@ def test_local_steps_count_optimizer_steps():
     assert len(module.backwards) == 2 * 5 * 3
 
 
-def test_parameter_groups_and_schedules_advance_per_round():
+def test_parameter_groups_and_schedules_by_epochs_advance_per_round():
     class Groups(ToyModule):
         def configure_optimizers(self):
             groups = [
@@ -103,30 +103,17 @@ def test_parameter_groups_and_schedules_advance_per_round():
             ]
             optimizer = torch.optim.SGD(groups)
             scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-            return {
-                "optimizer": optimizer,
-                "lr_scheduler": {"scheduler": scheduler, "interval": self.interval},
-            }
+            return [optimizer], [scheduler]
 
-    for interval in ("epoch", "step"):
-        module = Groups()
-        module.interval = interval
-        start = {n: p.clone() for n, p in module.state_dict().items()}
-        trainer, _ = fit(module, max_epochs=3)
-        assert [g["lr"] for g in trainer.optimizers[0].param_groups] == [0.0125, 0.0]
-        assert torch.equal(module.net[4].weight, start["net.4.weight"])
-        assert not torch.equal(module.net[0].weight, start["net.0.weight"])
+    module = Groups()
+    start = {n: p.clone() for n, p in module.state_dict().items()}
+    trainer, _ = fit(module, max_epochs=3)
+    assert [g["lr"] for g in trainer.optimizers[0].param_groups] == [0.0125, 0.0]
+    assert torch.equal(module.net[4].weight, start["net.4.weight"])
+    assert not torch.equal(module.net[0].weight, start["net.0.weight"])
 
 
-def test_plateau_and_one_cycle_schedules_count_rounds():
-    class OneCycle(ToyModule):
-        def configure_optimizers(self):
-            optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-            steps = self.trainer.estimated_stepping_batches
-            assert steps == 3
-            cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=steps + 1)
-            return [optimizer], [{"scheduler": cycle, "interval": "step"}]
-
+def test_a_plateau_counts_rounds():
     class Plateau(ToyModule):
         def configure_optimizers(self):
             optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
@@ -138,9 +125,33 @@ def test_plateau_and_one_cycle_schedules_count_rounds():
                 "lr_scheduler": {"scheduler": plateau, "monitor": "val/loss"},
             }
 
-    fit(OneCycle())
     trainer, _ = fit(Plateau())
     assert trainer.optimizers[0].param_groups[0]["lr"] == 0.1 * 0.5**3  # once per round
+
+
+class Reduces(ToyModule):
+    """Logs how many examples a batch has, in all ways; the last batch of a client may be smaller."""
+
+    def training_step(self, batch, batch_idx):
+        for reduction in ("sum", "max", "min", "mean"):
+            self.log(f"train/{reduction}", float(len(batch[0])), reduce_fx=reduction)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(
+    "options", [{}, {"devices": 2, "strategy": "federated"}], ids=["one", "two processes"]
+)
+def test_sums_and_extremes_are_those_over_all_clients(options):
+    data, federation = toy_data(), Federation(local_epochs=1)
+    trainer, _ = fit(Reduces(), data=data, federation=federation, max_epochs=1, **options)
+    data.setup("fit")
+    sizes = [n % 8 or 8 for n in data.clients.num_examples]
+    metrics = {
+        name: float(trainer.callback_metrics[f"train/{name}"]) for name in ("sum", "max", "min")
+    }
+    assert metrics == {"sum": 60.0, "max": 8.0, "min": float(min(sizes))}
+    assert min(sizes) < trainer.callback_metrics["train/mean"] < 8
 
 
 class WithMetrics(ToyModule):

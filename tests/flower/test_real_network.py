@@ -1,5 +1,6 @@
 """A network of real processes: TLS, keys, a killed node, a killed server; nothing is left over."""
 
+import json
 import os
 import signal
 import tempfile
@@ -10,8 +11,11 @@ import pytest
 
 pytest.importorskip("flwr")
 
+from fl_lightning.core.errors import RoundFailure
+from fl_lightning.flower.network.app_folder import write_app
 from fl_lightning.flower.network.demo import demo
 from fl_lightning.flower.network.folder import SiteFolder, make_network
+from fl_lightning.flower.network.following import carry_out
 from fl_lightning.flower.network.joining import NodeEnds, site_supervised
 from fl_lightning.flower.network.supervision import Supervisor
 
@@ -36,7 +40,7 @@ def short_folders(monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", "/tmp")
 
 
-ECHO = "fl_lightning.flower.network.echo"
+ECHO = "benchmarks.echo"
 
 
 def test_rounds_over_tls_with_a_killed_node_and_a_killed_server():
@@ -54,7 +58,7 @@ def test_rounds_over_tls_with_a_killed_node_and_a_killed_server():
     with demo(["a", "b", "c"], print, process=f"{ECHO}:serve_echo") as running:
         folder = str(running.network.folder)
         options = {"sites": 3, "rounds": 3, "ttl": 25}
-        running.run(say, options=options, run=f"{ECHO}:exchange")
+        carry_out(running.control, say, options=options, run=f"{ECHO}:exchange")
         pids = processes_with(folder)
         assert len(pids) >= 8  # the killed node may be between two tries
     assert killed.is_set()
@@ -67,6 +71,66 @@ def test_rounds_over_tls_with_a_killed_node_and_a_killed_server():
     assert "all rounds done" in said
     assert not processes_with(folder)
     assert not Path(folder).exists()
+
+
+STRANGE_CLIENT = """
+from pathlib import Path
+from flwr.clientapp import ClientApp
+
+Path({file!r}).write_text("run by a site")
+app = ClientApp()
+
+@app.query()
+def query(message, context):
+    raise RuntimeError("read your keys")
+"""
+STRANGE_SERVER = """
+from pathlib import Path
+from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.serverapp import ServerApp
+
+app = ServerApp()
+
+@app.main()
+def main(grid, context):
+    while not (nodes := list(grid.get_node_ids())):
+        pass
+    content = RecordDict({{"a": ConfigRecord({{"b": 1}})}})
+    asked = [Message(content, dst_node_id=node, message_type="query") for node in nodes]
+    for reply in grid.send_and_receive(asked, timeout=60):
+        print("told:", reply.error.reason if reply.has_error() else "followed", flush=True)
+"""
+
+
+def test_another_app_of_the_servers_runs_at_no_site():
+    """Whoever had a shell at the server had a site run any code as its user, and its log said nothing."""
+    with demo(["a"], print, process=f"{ECHO}:serve_echo") as running:
+        options = {"sites": 1, "rounds": 1, "ttl": 60}
+        running.run(print, options=options, run=f"{ECHO}:exchange")  # ours is followed
+        folder = running.sites[0].folder
+        app, file = folder.parent / "app", folder.parent / "written"
+        write_app(app, "a:b", {}, "")
+        code = app / "fl_lightning_run"
+        (code / "client_app.py").write_text(STRANGE_CLIENT.format(file=str(file)))
+        (code / "server_app.py").write_text(STRANGE_SERVER.format())
+        told, _ = running.control.run(app, {}).communicate(timeout=150)
+        lines = [json.loads(x) for x in (folder / "log" / "audit.jsonl").read_text().splitlines()]
+    assert "runs no client app but that of fl_lightning" in told
+    assert "followed" not in told
+    assert not file.exists()
+    assert [x["refusal"] for x in lines if x["kind"] == "app"] == [
+        "policy: its client app fl_lightning_run.client_app is another one"
+    ]
+
+
+def test_a_demo_that_fails_keeps_its_logs_and_says_where():
+    said = []
+    with pytest.raises(RoundFailure), demo(["a"], said.append, process=f"{ECHO}:serve_echo") as it:
+        carry_out(it.control, said.append, options={"sites": 1}, run=f"{ECHO}:nothing_of_this_name")
+    [kept] = [Path(line.partition(": ")[2]) for line in said if line.startswith("logs of the ser")]
+    assert "nothing_of_this_name" in (kept / "server" / "superexec.log").read_text()
+    assert (kept / "a" / "resident.log").exists()
+    assert not it.network.folder.exists()
 
 
 def test_who_is_not_let_in_is_told_why():

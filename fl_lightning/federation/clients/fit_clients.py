@@ -53,7 +53,9 @@ class FitClients:
         self._metrics = metrics_of(run.module)
         self._rehearsal = StateRehearsal(run)
         self.engine = EngineChooser(run, stages)
-        self._one_by_one = OneByOne(run.module, run.local, run.plan, run.collector, stages)
+        self._one_by_one = OneByOne(
+            run.module, run.local, run.plan, run.collector, stages, run.step.counts.of_client
+        )
         spot_check = SpotCheck(
             self.engine.spot_rate,
             run.module,
@@ -75,16 +77,10 @@ class FitClients:
         self._scaler.start_round()
 
     def add_named_state(self, *, inside: bool) -> bool:
-        """Add what ``federation.client_state`` names now to what a resumed run found out.
-
-        Args:
-            inside: whether the run goes on inside a round, in which that cannot change.
-
-        Returns:
-            Whether there is more.
+        """Add what ``federation.client_state`` names now to what a resumed run found out; return if it is more.
 
         Raises:
-            ConfigurationError: if there is, inside a round.
+            ConfigurationError: if it is, and the run goes on inside a round.
         """
         names = self.local.state_names
         more = [] if names is None else self._rehearsal.together([names])
@@ -156,7 +152,7 @@ class FitClients:
             work: theirs.
             transaction: of what has been yielded: those in slots count as a whole.
         """
-        with self.local.as_of(start.options):
+        with self.local.round_start.as_of(start.options):
             while (slots := self.engine.slots) is not None:
                 try:
                     work = yield from self._in_slots.train(slots, start, work, transaction)
@@ -169,7 +165,7 @@ class FitClients:
     def _try_one(self, model: GlobalModel, work: ClientWork) -> ClientUpdate:
         """Train a client without consequences but for the module's metrics."""
         turn = Turn(work, Start(model, model), counts=False, is_corrected=False)
-        with self._stages.around(turn):
+        with self._one_by_one.around(turn):
             return self._one_by_one.take_steps(turn)
 
     def _train_again(self, work: ClientWork, model: GlobalModel) -> Trained:
@@ -177,6 +173,6 @@ class FitClients:
         own = self._stages.own(work.client_id)
         own_start = self.local.own_start if own is None else own
         turn = Turn(work, Start(model, model), counts=False)
-        with self._stages.around(turn):
+        with self._one_by_one.around(turn):
             update = self._one_by_one.take_steps(turn)
             return Trained(update, self.local.kept, own_start)

@@ -6,7 +6,8 @@ never reaches the next one.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
 from torch import nn
@@ -31,6 +32,7 @@ class OneByOne:
         plan: knows clients' batches.
         collector: learns what they log.
         stages: what else happens while they train.
+        counted: counts a client's steps inside a block, for its module's Trainer.
     """
 
     def __init__(
@@ -40,9 +42,10 @@ class OneByOne:
         plan: WorkPlan,
         collector: LogCollector,
         stages: Stages,
+        counted: Callable[[ClientWork], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self._module, self._local, self._plan = module, local, plan
-        self._collector, self._stages = collector, stages
+        self._collector, self._stages, self._counted = collector, stages, counted
         self._metrics = metrics_of(module)
 
     def train(self, start: Start, work: GroupWork) -> Generator[Upload | Missing, None, None]:
@@ -58,7 +61,7 @@ class OneByOne:
         turn = Turn(work, start, num_bytes=start.num_bytes)
         metrics = MetricStates(self._metrics)
         try:
-            with self._stages.around(turn):
+            with self.around(turn):
                 update = self.take_steps(turn)
                 if self._stages.learns:
                     self._stages.learn(update, work, start)
@@ -69,6 +72,12 @@ class OneByOne:
             return Missing(start._replace(num_bytes=turn.num_bytes), error)
         self._local.keep_growth(self._growth)
         return upload_of(Updates.of(update), start._replace(num_bytes=turn.num_bytes), self._stages)
+
+    @contextmanager
+    def around(self, turn: Turn) -> Iterator[None]:
+        """A block in which the module is one client's."""
+        with self._counted(turn.work), self._stages.around(turn):
+            yield
 
     def take_steps(self, turn: Turn) -> ClientUpdate:
         """Take the steps that a client shares."""

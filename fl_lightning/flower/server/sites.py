@@ -39,7 +39,7 @@ from fl_lightning.flower.sums.agreed import trained_on
 from fl_lightning.flower.sums.over_sites import adds_over_sites
 from fl_lightning.flower.wire.failures import CATEGORIES
 from fl_lightning.server.server import as_aggregator
-from fl_lightning.updates.wire.reader import DecodeError
+from fl_lightning.updates.wire.coding import DecodeError
 
 
 class _Came(NamedTuple):
@@ -196,6 +196,9 @@ class Sites(FitClients):
         if reply.answer is None:
             return
         logged, tensors = reply.answer.options.get(OPTION, []), reply.answer.tensors
+        told = reply.answer.options.get("reductions")
+        kinds = told.items() if isinstance(told, dict) else ()
+        self.collector.reductions |= {n: kind for n, kind in kinds if kind in ("sum", "min", "max")}
         try:
             sums[reply.site] = told_sums(logged, tensors, self._run.module)
         except ValueError as error:
@@ -213,6 +216,8 @@ class Sites(FitClients):
             told = stage.to_sites().items()
             tensors |= {f"stage/{stage.key}/{name}": tensor.cpu() for name, tensor in told}
         options = self._agreed() | {"optimizers": options_of(self._run.trainer.optimizers)}
+        if by_step := self.local.round_start.by_step:
+            options["by_step"] = by_step
         if self._sums is not None:
             options["most_clients"] = self._sums.terms.most_clients
         return options, tensors
