@@ -149,14 +149,6 @@ class Stage:
         reason_against_sites: why clients cannot be elsewhere; None if they can.
         reason_against_privacy: why ε would not hold with it; None for a stage that neither reads
             single updates nor changes what clients do. Of one of the user's own nothing is known.
-
-    Example:
-        >>> class HalfTheWay(Stage):
-        ...     def on_server(self, aggregate):
-        ...         return aggregate / 2
-        >>> import torch
-        >>> HalfTheWay().on_server(torch.tensor([3.0]))
-        tensor([1.5000])
     """
 
     key: str | None = None
@@ -257,11 +249,7 @@ class Stage:
 
 
 class Learning(Stage):
-    """A stage through which clients learn from their own updates.
-
-    Attributes:
-        learns: whether they do.
-    """
+    """A stage through which clients learn from their own updates, if it `learns`."""
 
     learns: bool = True
 

@@ -306,11 +306,7 @@ def _num_bytes(like: Tensor | LazyDeltas) -> int:
 
 
 class StepCounts(Stage):
-    """Attaches to updates how many gradients they add up to, for aggregators that divide by it.
-
-    Raises:
-        ConfigurationError: when a fit starts, if updates of this optimizer do not add up gradients.
-    """
+    """Attaches to updates how many gradients they add up to, for aggregators that divide by it."""
 
     def __init__(self, correction: Correction | None) -> None:
         self._pull = 0.0 if correction is None else correction.pull

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from fl_lightning.core.errors import RoundFailure
@@ -86,7 +87,7 @@ class PrivateRounds(Stage):
         self.hides_clients = not privacy.log_unprotected
         self._clip_norm = privacy.clip_norm
         self._round_index = 0
-        self._at_sites = False
+        self._at_sites = self._has_warned = False
         self._facts: dict[str, float] = {}
 
     def have_noise_at_sites(self) -> None:
@@ -110,16 +111,21 @@ class PrivateRounds(Stage):
             trainer,
             self._privacy,
             num_clients=len(trainer.datamodule.clients),  # type: ignore[attr-defined]
-            num_buffers=rounds.server.model.buffers.numel(),
             has_memory=rounds.run.options.clients_remember,
         )
 
     def open(self, round_index: int, model: GlobalModel) -> None:
-        """Set the round's clip norm.
+        """Set the round's clip norm; warn once of buffers that clients change.
 
         Raises:
             RoundFailure: if the round would exceed the budget.
         """
+        if (num_buffers := model.buffers.numel()) and not self._has_warned:
+            self._has_warned = True
+            rank_zero_warn(
+                f"privacy: {num_buffers} numbers in buffers that clients change (statistics of batch "
+                "norm) are not sent; the global model keeps those it began with: use group or layer norm"
+            )
         self.ledger.check_open(round_index)
         if self._privacy.clients_add_noise:
             self.ledger.release(round_index)
