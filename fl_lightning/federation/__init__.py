@@ -1,5 +1,7 @@
 """Rounds inside Lightning's fit loop."""
 
+from fl_lightning.federation.logs import begin_round, logged_in_round
+from fl_lightning.federation.processes.remote_error import ProcessTraceback
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.simple import SimpleFederation
@@ -8,6 +10,7 @@ from fl_lightning.federation.visits.local_counts import client_id, local_step
 
 __all__ = [
     "Learning",
+    "ProcessTraceback",
     "RoundRecord",
     "Run",
     "SimpleFederation",
@@ -16,6 +19,8 @@ __all__ = [
     "Start",
     "Turn",
     "Upload",
+    "begin_round",
     "client_id",
     "local_step",
+    "logged_in_round",
 ]

@@ -98,8 +98,8 @@ class Federation(Options, Callback):
         if saved:
             load_run_state(self.rounds, saved)
             self._saved = None
-        elif trainer.current_epoch > 0:
-            count_on(self.private, earlier)
+        elif trainer.ckpt_path is not None or trainer.current_epoch > 0:
+            count_on(self.private, earlier, trainer.ckpt_path)
         take_over(trainer, self.rounds, self._cleanup)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -37,7 +37,7 @@ class Participation:
             nobody has two turns.
 
     Example:
-        >>> from fl_lightning.data.cohorts.turns import RoundRobinCohort
+        >>> from fl_lightning.data.cohorts.weighted_cohorts import RoundRobinCohort
         >>> run = AccountedRun(RoundRobinCohort(size=2), 6, 7, seed=0)
         >>> participation = run.participation()
         >>> participation.most.tolist(), participation.separation

@@ -26,7 +26,7 @@ from fl_lightning import (
     UniformCohort,
 )
 from fl_lightning.data import FederatedNormalize
-from fl_lightning.data.cohorts.turns import RoundRobinCohort
+from fl_lightning.data.cohorts.weighted_cohorts import RoundRobinCohort
 from fl_lightning.federation.processes.ranks import Ranks
 from fl_lightning.privacy.adaptive_clip import AdaptiveClip
 from fl_lightning.privacy.noise.noise_source import SeededNoise
@@ -247,6 +247,20 @@ def test_a_trainer_that_fits_again_counts_on():
     _, trainer = run(2, privacy=found)
     more(trainer, 4)
     assert trainer.current_epoch == 2
+
+
+@pytest.mark.parametrize("max_epochs", [0, 1])
+def test_a_checkpoint_of_central_training_is_no_start(max_epochs, tmp_path):
+    central = toy_trainer(max_epochs=max_epochs)
+    central.fit(ToyModule(), datamodule=toy_data())
+    central.save_checkpoint(tmp_path / "central.ckpt")
+    private = Federation(
+        cohort=PoissonCohort(fraction=0.5), privacy=CentralDP(clip_norm=1.0, noise_multiplier=1.0)
+    )
+    with pytest.raises(ConfigurationError, match=r"central.ckpt knows no .*checkpoint_path"):
+        toy_trainer(private, max_epochs=3).fit(
+            ToyModule(), datamodule=toy_data(), ckpt_path=tmp_path / "central.ckpt"
+        )
 
 
 def test_a_trainer_that_fits_again_after_rounds_of_unknown_cost_is_refused():

@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn, TrainerState
 from torch import Tensor
 
+from fl_lightning.federation.logs import bring_metrics, logged_in_round
 from fl_lightning.federation.loop import load_progress, progress
 from fl_lightning.federation.visits.personal_models import HasPersonalModels
 
@@ -26,6 +27,7 @@ class TrainerOutcome:
         state: the Trainer's own word for where it is.
         weights: the module's, after a fit.
         metrics: the Trainer's ``callback_metrics``.
+        new: names of those that the last round measured.
         progress: rounds done.
         checkpoints: per checkpoint callback what it wrote where.
         personal: per callback with personal models what they are.
@@ -35,6 +37,7 @@ class TrainerOutcome:
     state: TrainerState
     weights: dict[str, Tensor] | None
     metrics: dict[str, Tensor]
+    new: set[str]
     progress: dict[str, Any]
     checkpoints: list[dict[str, Any]]
     personal: list[dict[str, Any]]
@@ -48,6 +51,7 @@ class TrainerOutcome:
             state=trainer.state,
             weights=trainer.lightning_module.state_dict() if fitted else None,
             metrics=dict(trainer.callback_metrics),
+            new=set(logged_in_round(trainer)),
             progress=progress(trainer),
             checkpoints=[
                 {name: getattr(callback, name) for name in _PATHS} for callback in _savers(trainer)
@@ -61,7 +65,7 @@ class TrainerOutcome:
             trainer.lightning_module.load_state_dict(self.weights, strict=False)
             load_progress(trainer, self.progress)
         trainer.state = self.state
-        trainer.callback_metrics.update(self.metrics)
+        bring_metrics(trainer, self.metrics, self.new)
         for callback, paths in zip(_savers(trainer), self.checkpoints, strict=True):
             for name, value in paths.items():
                 setattr(callback, name, value)

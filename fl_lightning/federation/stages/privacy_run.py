@@ -5,6 +5,8 @@ Of clients, or of their single examples.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from lightning.pytorch import Trainer
 
 from fl_lightning.core.errors import ConfigurationError
@@ -54,18 +56,27 @@ def announce_privacy(trainer: Trainer, private: PrivateStage | None, rounds: Fit
     private.ledger.stop_within_budget(trainer, trainer.current_epoch)
 
 
-def count_on(private: PrivateStage | None, earlier: PrivateStage | None) -> None:
+def count_on(
+    private: PrivateStage | None, earlier: PrivateStage | None, checkpoint: str | Path | None
+) -> None:
     """Count what rounds of an earlier fit of the same Trainer have spent.
 
     Args:
         private: of the fit that begins; None if nothing is private.
         earlier: of the same Federation's fit before it; None if there was none.
+        checkpoint: without rounds of a Federation, from which the fit is to go on; None without.
 
     Raises:
         ConfigurationError: if nobody here knows what they cost, or these cost something else.
     """
     if private is None:
         return
+    if checkpoint is not None:
+        raise ConfigurationError(
+            f"ckpt_path: {checkpoint} knows no rounds of a Federation, and what its training has cost would "
+            "be missing in ε: leave ckpt_path out. To start from its weights, which ε does not cover then, "
+            "give model.init_args.checkpoint_path, or load its state_dict into the module"
+        )
     if earlier is None:
         raise ConfigurationError(
             "federation.privacy: this Trainer has trained before, with another Federation or "
