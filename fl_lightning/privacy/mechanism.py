@@ -47,6 +47,18 @@ class Accounted(Protocol):
         """Go on from there."""
 
 
+@runtime_checkable
+class Amplified(Protocol):
+    """What a run releases whose ε may be lower because random draws are secret."""
+
+    @property
+    def amplifies(self) -> bool:
+        """Whether it is, here."""
+
+    def epsilon_if_known(self, rounds: int) -> float:
+        """Return ε towards somebody who knows the draws."""
+
+
 class Mechanism(Accounted, Protocol):
     """The noise on the sums of one run and what it costs.
 

@@ -17,6 +17,7 @@ from fl_lightning.federation.options import Options
 from fl_lightning.federation.processes.ranks import Ranks
 from fl_lightning.federation.round import Round
 from fl_lightning.federation.stages.example_rounds import ExampleRounds
+from fl_lightning.federation.stages.privacy_ledger import spent_on
 from fl_lightning.federation.stages.private_rounds import PrivateRounds
 from fl_lightning.privacy.example import ExampleDP
 from fl_lightning.privacy.mechanism import Privacy
@@ -54,11 +55,12 @@ def announce_privacy(trainer: Trainer, private: PrivateStage | None, rounds: Rou
     private.ledger.stop_within_budget(trainer, trainer.current_epoch)
 
 
-def count_on(private: PrivateStage | None, earlier: PrivateStage | None) -> None:
-    """Count what rounds of an earlier fit of the same Trainer have spent.
+def count_on(trainer: Trainer, private: PrivateStage | None, earlier: PrivateStage | None) -> None:
+    """Count what rounds of an earlier fit have spent: of the same Trainer, or of the same model.
 
     Args:
-        private: of the fit that begins; None if nothing is private.
+        trainer: whose fit begins, with no checkpoint of a private run.
+        private: of this fit; None if nothing is private.
         earlier: of the same Federation's fit before it; None if there was none.
 
     Raises:
@@ -66,13 +68,21 @@ def count_on(private: PrivateStage | None, earlier: PrivateStage | None) -> None
     """
     if private is None:
         return
+    if trainer.ckpt_path is not None:
+        raise ConfigurationError(
+            f"federation.privacy: {trainer.ckpt_path} holds no Federation, and what its rounds cost is not "
+            "known: to begin from its weights, load them into the module and leave out ckpt_path"
+        )
+    if trainer.current_epoch == 0:
+        private.ledger.follow(spent_on(trainer.lightning_module))
+        return
     if earlier is None:
         raise ConfigurationError(
             "federation.privacy: this Trainer has trained before, with another Federation or "
             "without privacy, and what that cost is not known here: keep to one Federation, go on "
             "from a private run's checkpoint with ckpt_path, or begin with a new Trainer"
         )
-    private.load_state_dict(earlier.state_dict())
+    private.count_on(earlier)  # type: ignore[arg-type]
 
 
 def close_private_round(trainer: Trainer, private: PrivateStage, rounds: Round) -> None:
