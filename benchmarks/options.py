@@ -19,6 +19,7 @@ class Options:
         accelerator: ``cpu`` or ``gpu``, the Trainer's; the bare loop's data are there from the start.
         devices: the Trainer's; more than one need its strategy ``federated``.
         scale: factor on the numbers of clients and of each one's examples.
+        pad: whether slots may pad batches, if that can be told: 1 or 0.
     """
 
     rounds: int = 5
@@ -27,6 +28,7 @@ class Options:
     accelerator: str = "cpu"
     devices: int = 1
     scale: float = 1.0
+    pad: int = 1
 
     def __post_init__(self) -> None:
         for name in ("rounds", "devices", "scale"):
@@ -81,4 +83,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--devices", type=int, default=default.devices, help="processes")
     parser.add_argument(
         "--scale", type=float, default=default.scale, help="factor on clients and examples"
+    )
+    parser.add_argument(
+        "--pad", type=int, choices=[0, 1], default=default.pad, help="whether slots may pad batches"
     )

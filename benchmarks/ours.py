@@ -73,10 +73,13 @@ class Shards:
 
 
 def federation(work: Workload, options: Options) -> Federation:
-    """Return the federation; the engine is passed to it only if it can be chosen."""
+    """Return the federation; with the options that it has."""
     arguments: dict[str, Any] = {"local_steps": work.local_steps, "seed": SEED}
-    if "engine" in inspect.signature(Federation).parameters:
+    known = inspect.signature(Federation).parameters
+    if "engine" in known:
         arguments["engine"] = options.engine
+    if "pad_batches" in known:
+        arguments["pad_batches"] = bool(options.pad)
     return Federation(cohort=UniformCohort(size=work.cohort), **arguments)
 
 

@@ -16,14 +16,12 @@ import numpy as np
 import torch
 
 from fl_lightning.core.update import ClientUpdate
-from fl_lightning.server.robust.bulyan import Bulyan
-from fl_lightning.server.robust.centred_clipping import CentredClipping
-from fl_lightning.server.robust.geometric_median import GeometricMedian
-from fl_lightning.server.robust.krum import Krum
+from fl_lightning.server.robust.krum import Bulyan, Krum
 from fl_lightning.server.robust.matrix import UpdateRows
 from fl_lightning.server.robust.median import Median, TrimmedMean
 from fl_lightning.server.robust.mixing import NearestNeighbourMixing
 from fl_lightning.server.robust.passes import squared_distances
+from fl_lightning.server.robust.reweighted import CentredClipping, GeometricMedian
 from fl_lightning.server.robust.rule import RobustRule, RuleContext
 
 

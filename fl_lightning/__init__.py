@@ -58,9 +58,7 @@ if TYPE_CHECKING:
     from fl_lightning.privacy.distributed import DistributedDP
     from fl_lightning.privacy.example import ExampleDP
     from fl_lightning.privacy.local import LocalDP
-    from fl_lightning.server.means.mean import Mean
-    from fl_lightning.server.means.normalised_mean import NormalisedMean
-    from fl_lightning.server.means.overlap_mean import OverlapMean
+    from fl_lightning.server.means.mean import Mean, NormalisedMean, OverlapMean
     from fl_lightning.sparsity.optimizers.sparse_adamw import SparseAdamW
     from fl_lightning.sparsity.optimizers.sparse_sgdm import SparseSGDM
 
@@ -135,8 +133,8 @@ _HOMES = {
     "MaskCalibration": "fl_lightning.callbacks.calibration.mask_calibration",
     "Mean": "fl_lightning.server.means.mean",
     "Moon": "fl_lightning.client.corrections.moon",
-    "NormalisedMean": "fl_lightning.server.means.normalised_mean",
-    "OverlapMean": "fl_lightning.server.means.overlap_mean",
+    "NormalisedMean": "fl_lightning.server.means.mean",
+    "OverlapMean": "fl_lightning.server.means.mean",
     "PartitionReport": "fl_lightning.callbacks.partition_report",
     "Personal": "fl_lightning.client.personal.layers",
     "PoissonCohort": "fl_lightning.data.cohorts.cohort",

@@ -15,6 +15,7 @@ import torch
 from families import ROWS, made, through_a_file
 
 from fl_lightning import ConfigurationError, RoundFailure
+from fl_lightning.core.traits import Trait
 from fl_lightning.core.update import ClientUpdate, GlobalModel, Updates
 from fl_lightning.server import Server
 from fl_lightning.server.protected import Terms
@@ -87,7 +88,7 @@ class Way:
         updates = []
         for client in range(CLIENTS):
             delta, active = torch.randn(SIZE, generator=random), None
-            if self.probe.takes_masks:
+            if Trait.ONE_MASK not in self.probe.traits.needs:
                 active = torch.rand(SIZE, generator=random) < 0.6
                 delta = delta * active
             buffers, loss = torch.rand(2, generator=random), torch.rand((), generator=random)
@@ -190,7 +191,10 @@ def test_updates_stay_as_they_are(way):
 @every_way
 def test_it_says_what_it_reads(way):
     """Losses and steps: without them it is as before, or refuses."""
-    reads = {"metrics": way.probe.reads_losses, "effective_steps": way.probe.needs_effective_steps}
+    reads = {
+        "metrics": Trait.PRIVATE_EXAMPLES in way.probe.traits.breaks,
+        "effective_steps": way.probe.needs_effective_steps,
+    }
     nothing = {"metrics": {}, "effective_steps": None}
     for name, is_read in reads.items():
 

@@ -5,7 +5,6 @@ They are pure functions, or go on from a checkpoint, and leave what they are giv
 
 import math
 from dataclasses import replace
-from inspect import signature
 
 import numpy as np
 import pytest
@@ -20,7 +19,6 @@ from fl_lightning.privacy.mechanism import Privacy
 from fl_lightning.privacy.noise.grid import Grid
 from fl_lightning.privacy.noise.noise_source import SeededNoise
 from fl_lightning.privacy.run import AccountedRun, LocalSampling
-from fl_lightning.secure import SecureMean
 from fl_lightning.updates import Chain, Dense, ErrorFeedback
 
 pytestmark = pytest.mark.usefixtures("global_generators_stay")
@@ -66,12 +64,6 @@ def test_a_transform_with_feedback_loses_nothing_or_is_refused(cls):
     wanted = sum(vector(LENGTH, seed=index) for index in range(6))
     torch.testing.assert_close(total + memory, wanted, rtol=1e-5, atol=1e-4)
     assert float(memory.norm()) < 6 * float(wanted.norm())
-
-
-@of("transform")
-def test_a_transform_names_an_option_of_sums_that_there_is(cls):
-    option = made(cls).option_of_sums
-    assert option is None or option in signature(SecureMean).parameters
 
 
 # Corrections and personalisations

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, final
+from typing import ClassVar, Literal, final
 
 from fl_lightning.client.speeds import Speeds
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import numpy_generator
+from fl_lightning.core.traits import Trait, Traits
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,19 @@ class Fate:
     num_steps: int
     seconds: float
     is_lost: bool
+
+
+_OF_TIME = Traits(
+    needs={Trait.SIMULATION: "simulates how fast clients are, and sites are as fast as they are"},
+    instead={
+        Trait.SIMULATION: "leave devices out, and say with network run --deadline how many seconds the "
+        "server waits"
+    },
+)
+_OF_DEADLINES = Traits(
+    needs={Trait.COHORTS: "has a deadline for a round"},
+    instead={Trait.COHORTS: "leave devices.deadline out"},
+)
 
 
 @final
@@ -60,12 +74,19 @@ class Devices:
         (Fate(num_steps=5, seconds=5.0, is_lost=False), Fate(num_steps=3, seconds=9.0, is_lost=False))
     """
 
+    is_recorded: ClassVar[bool] = False
+
     speeds: Speeds
     latency: float = 0.0
     jitter: float = 0.0
     drop_rate: float = 0.0
     deadline: float | None = None
     late: Literal["partial", "drop"] = "partial"
+
+    @property
+    def traits(self) -> Traits:
+        """Traits of these devices."""
+        return _OF_TIME if self.deadline is None else _OF_TIME | _OF_DEADLINES
 
     def __post_init__(self) -> None:
         waits_long_enough = self.deadline is None or self.latency < self.deadline < math.inf

@@ -7,10 +7,11 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import final
+from typing import ClassVar, final
 
 from fl_lightning.client.clocks import Ended
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.traits import Trait, Traits
 
 FILE = "arrivals.csv"
 _COLUMNS = ["round", "client", "version", "seconds", "lost"]
@@ -27,6 +28,12 @@ class RecordedArrivals:
     Raises:
         ConfigurationError: if it cannot be read.
     """
+
+    is_recorded: ClassVar[bool] = True
+    traits: ClassVar[Traits] = Traits(
+        needs={Trait.SIMULATION: "simulates a run that has been"},
+        instead={Trait.SIMULATION: "leave devices out"},
+    )
 
     file: str
 

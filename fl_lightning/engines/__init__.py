@@ -3,7 +3,7 @@
 A door: other rooms import these names and nothing past them.
 """
 
-from fl_lightning.engines.cannot_stack import CannotStack, NotByExample
+from fl_lightning.engines.cannot_stack import CannotPad, CannotStack
 from fl_lightning.engines.compiler.compiled_gradients import CompiledGradients
 from fl_lightning.engines.compiler.compiling import NotCompiled
 from fl_lightning.engines.compiler.speedups import SPEEDUPS, FasterStep, Speedup, reason_against
@@ -23,12 +23,12 @@ from fl_lightning.engines.slots.training import SlotTrainer, TermOf
 
 __all__ = [
     "SPEEDUPS",
+    "CannotPad",
     "CannotStack",
     "CompiledGradients",
     "ExampleGradients",
     "FasterStep",
     "Forwards",
-    "NotByExample",
     "NotCompiled",
     "OwnOf",
     "SlotOwn",

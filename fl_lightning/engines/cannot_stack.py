@@ -5,5 +5,5 @@ class CannotStack(Exception):  # noqa: N818 - a finding, not a fault
     """Why a module, an optimizer or its data cannot be trained in slots."""
 
 
-class NotByExample(CannotStack):
-    """Why batches cannot be split into examples; whole ones may do."""
+class CannotPad(CannotStack):
+    """Why batches cannot be padded; whole ones may do."""

@@ -16,10 +16,11 @@ from fl_lightning.client.personal.personalisation import Personalisation
 from fl_lightning.client.recorded import RecordedArrivals
 from fl_lightning.core.errors import raise_together
 from fl_lightning.core.seeds import check_seed, run_seed
+from fl_lightning.core.traits import check_together
 from fl_lightning.data.cohorts.cohort import AllClients, CohortSampler, UniformCohort
 from fl_lightning.engines import Speedup
-from fl_lightning.federation.checks.options import check_asynchronous, check_privacy, check_values
-from fl_lightning.federation.checks.secure import check_secure
+from fl_lightning.federation.checks.options import check_privacy, check_recorded, check_values
+from fl_lightning.federation.checks.together import parts_of
 from fl_lightning.federation.execution.engine_options import EngineName, EngineOptions
 from fl_lightning.federation.stage import Stage
 from fl_lightning.federation.stages.attackers import Attackers
@@ -40,6 +41,7 @@ class Options:
 
     Attributes:
         execution: how clients are to be trained.
+        parts: traits of what was given, by option and class.
         client_privacy: privacy of clients, if that was asked for.
         example_privacy: privacy of their examples, if that was asked for.
     """
@@ -68,6 +70,7 @@ class Options:
         slots: int | None = None,
         speedups: list[Speedup] | None = None,
         spot_check: float | None = None,
+        pad_batches: bool | None = None,
         clients_per_group: int | None = None,
         client_memory_gb: float = 2.0,
         client_state: list[str] | None = None,
@@ -122,6 +125,11 @@ class Options:
                 run before the server steps. The check does not change the result. If None, one
                 client in 200, or fewer where that would take more than 1 % of the time; 0 checks
                 none, 1 all.
+            pad_batches: ``true`` says that the loss, and all that is logged, is a mean over the
+                examples of a batch, so that slots may pad smaller batches. A trial client and the
+                spot check hold it to that. Batches train whole if ``false``: a client's last,
+                smaller batch is then slower, and clients without any full batch train one after
+                the other. If None, what the module's attribute ``loss_is_mean`` says, else false.
             clients_per_group: how many clients Lightning's loop takes as one batch. The progress
                 bar moves, and a checkpoint inside a round can be saved, once per group. Results do
                 not depend on it. Other callbacks see a round as one batch, unless they have an
@@ -156,17 +164,19 @@ class Options:
         self.clients_side: Callable[[Any, Any], Any] | None = None  # where clients are elsewhere
         self.on_client_failure, self.min_replies = on_client_failure, min_replies
         self.engine, self.slots, self.spot_check = engine, slots, spot_check
+        self.pad_batches = pad_batches
         self.speedups = None if speedups is None else tuple(speedups)
         self.clients_per_group = clients_per_group
         self.client_memory_gb, self.client_state = client_memory_gb, list(client_state or [])
-        self._check(cohort, seed)
+        self.parts = parts_of(self, cohort)
+        self._check(seed)
         self.seed = run_seed(seed)
         if asynchronous is not None:  # who calibrates a mask, e.g.
             self.cohort = UniformCohort(size=asynchronous.buffer_size)
         if not local_steps and not local_epochs:
             self.local_epochs = 1
 
-    def _check(self, cohort: CohortSampler | None, seed: int | None) -> None:
+    def _check(self, seed: int | None) -> None:
         """Refuse what cannot be, all at once; see `Options`."""
         raise_together(
             partial(
@@ -178,43 +188,25 @@ class Options:
                 clients_per_group=self.clients_per_group,
                 client_memory_gb=self.client_memory_gb,
             ),
-            partial(
-                check_asynchronous,
-                self.asynchronous,
-                cohort,
-                self.devices,
-                self.correction,
-                self.download,
-            ),
+            partial(check_recorded, self.devices, self.asynchronous),
             partial(check_seed, "federation", seed),
             self._asked_for,
-            lambda: check_privacy(
-                self.client_privacy,
-                self.example_privacy,
-                cohort=self.cohort,
-                aggregator=self.aggregator,
-                correction=self.correction,
-                personal=self.personal,
-                updates=self.updates,
-                asynchronous=self.asynchronous,
-                attackers=self.attackers,
-                stages=self.stages,
-                engine=self._asked_for(),
-            ),
             partial(
-                check_secure,
-                self.aggregator,
-                updates=self.updates,
-                correction=self.correction,
+                check_privacy,
+                self.privacy,
+                cohort=self.cohort,
                 asynchronous=self.asynchronous,
-                attackers=self.attackers,
+                stages=self.stages,
             ),
+            partial(check_together, self.parts),
             partial(UpdatePath, self.updates, 0),  # these refuse what does not go together
             partial(Broadcast, self.download, 0),
         )
 
     def _asked_for(self) -> EngineOptions:
-        return EngineOptions(self.engine, self.slots, self.speedups, self.spot_check)
+        return EngineOptions(
+            self.engine, self.slots, self.speedups, self.spot_check, self.pad_batches
+        )
 
     @property
     def execution(self) -> EngineOptions:

@@ -14,11 +14,11 @@ from fl_lightning.core.seeds import preserve_global_generators
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.calendar import Calendar
 from fl_lightning.federation.checkpoints.atomic_checkpoint import AtomicCheckpointIO
-from fl_lightning.federation.checks.by_hand import check_by_hand, check_several
 from fl_lightning.federation.checks.compatibility import check_compatible, check_set_up
 from fl_lightning.federation.checks.first_look import check_data_fits
 from fl_lightning.federation.checks.options import check_shards
 from fl_lightning.federation.checks.privacy import check_trainer_private
+from fl_lightning.federation.checks.together import check_module_together, check_trainer_together
 from fl_lightning.federation.hooks import GroupsPassBy
 from fl_lightning.federation.loop import Rounds, install
 from fl_lightning.federation.options import Options
@@ -48,13 +48,7 @@ def prepare(
     data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
     raise_together(
         lambda: check_compatible(trainer, module),
-        lambda: check_by_hand(
-            module,
-            cohort=options.cohort,
-            correction=options.correction,
-            personal=options.personal,
-            example_privacy=options.example_privacy,
-        ),
+        lambda: check_module_together(module, options),
         lambda: check_trainer_private(trainer, options.client_privacy, options.example_privacy),
         lambda: check_shards(data, options.on_client_failure),
     )
@@ -92,7 +86,7 @@ def begin(
     """
     raise_together(
         lambda: check_set_up(trainer),
-        lambda: check_several(trainer, options.aggregator),
+        lambda: check_trainer_together(trainer, options),
         lambda: None if options.clients_side else check_data_fits(trainer),  # at sites
     )
     for config in trainer.lr_scheduler_configs:

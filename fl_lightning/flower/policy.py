@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from typing import Any
 from fl_lightning.core.errors import ConfigurationError, raise_together
 from fl_lightning.flower.rules.class_paths import DEFAULT, Refused, checked
 from fl_lightning.flower.rules.layers import laid_over, shared_part, without_callbacks
+from fl_lightning.flower.site.ledger import PrivacyBudget
 from fl_lightning.flower.wire.fields import check_site
 from fl_lightning.flower.wire.plain_json import MessageError, shown
 
@@ -36,8 +36,9 @@ class Policy:
         socket: where the site's resident process listens.
         memory: folder of what its clients remember.
         fewest_in_secure_sum: clients of a secure sum, at least 2: with fewer it hides too little.
-        most_epsilon: that a run may cost this site's clients; None for no limit, and then runs
-            without privacy are allowed too.
+        most_epsilon: that each client of this site may spend, over all runs of a period, see
+            `PrivacyBudget`; None for no limit, and then runs without privacy are allowed too.
+        log_unprotected: whether metrics and norms may leave that the clients' noise does not cover.
         metrics: patterns (``*``, ``?``) of names of metrics and facts that may leave.
         most_bytes: of an order.
         classes: patterns of class paths that an order may have built, see `class_paths`. In a file
@@ -45,6 +46,8 @@ class Policy:
         signing_key: file of the key, 32 bytes, with which the site signs what it says in secure sums.
         sum_key: file of the key, 32 bytes, that all sites share and the server never has, for EncryptedMean.
         peers: public signing keys of all sites, this one's too, by name, 64 hexadecimal digits each.
+        seeded_noise: whether noise comes from the seed where a run says ``secure_noise: false``, so that
+            the server can take it off: for tests that compare a network with its simulation.
 
     Raises:
         ConfigurationError: for values out of range, all of them at once.
@@ -56,13 +59,15 @@ class Policy:
     memory: Path
     server: str = ""
     fewest_in_secure_sum: int = 3
-    most_epsilon: float | None = None
+    most_epsilon: PrivacyBudget | None = None
+    log_unprotected: bool = False
     metrics: tuple[str, ...] = ("*",)
     most_bytes: int = 2_000_000_000
     classes: tuple[str, ...] = DEFAULT
     signing_key: Path | None = None
     sum_key: Path | None = None
     peers: Mapping[str, str] = field(default_factory=dict)
+    seeded_noise: bool = False
 
     def __post_init__(self) -> None:
         raise_together(
@@ -70,7 +75,9 @@ class Policy:
             partial(_check_clients, self.clients),
             partial(_check_socket, self.socket),
             partial(_check_whole, "fewest_in_secure_sum", self.fewest_in_secure_sum, 2, "clients"),
-            partial(_check_epsilon, self.most_epsilon),
+            partial(_check_budget, self.most_epsilon, self.seeded_noise),
+            partial(_check_yes, "log_unprotected", self.log_unprotected),
+            partial(_check_yes, "seeded_noise", self.seeded_noise),
             partial(_check_texts, "metrics", self.metrics),
             partial(_check_whole, "most_bytes", self.most_bytes, 1, "bytes"),
             partial(_check_patterns, self.classes),
@@ -148,19 +155,19 @@ class Policy:
                 f"over {num_clients} clients: ask larger cohorts"
             )
 
-    def check_epsilon(self, epsilon: float) -> None:
-        """Refuse a run that costs too much privacy.
+    def check_unprotected(self, what: str) -> None:
+        """Refuse what clients would show without noise of their own, if their privacy has a limit.
 
         Args:
-            epsilon: of the whole run; infinity for a run without privacy.
+            what: would show it.
 
         Raises:
-            Refused: with both numbers.
+            Refused: naming it.
         """
-        if self.most_epsilon is not None and not epsilon <= self.most_epsilon:  # NaN neither
+        if self.most_epsilon is not None:
             raise Refused(
-                f"most_epsilon is {self.most_epsilon} at this site, and the run costs {epsilon}: add "
-                "noise, or train fewer rounds"
+                f"most_epsilon is {self.most_epsilon} at this site, and {what} shows clients without noise "
+                "that they add themselves: use LocalDP, or DistributedDP with SecureMean"
             )
 
     def clients_here(self, asked: tuple[int, ...]) -> list[int]:
@@ -231,11 +238,17 @@ def _check_whole(name: str, value: Any, least: int, unit: str) -> None:
         )
 
 
-def _check_epsilon(epsilon: Any) -> None:
-    if epsilon is not None and not (type(epsilon) is float and 0 < epsilon < math.inf):
-        raise ConfigurationError(
-            f"most_epsilon must be a number above 0, or null for no limit, got {shown(epsilon)}"
-        )
+def _check_budget(budget: Any, seeded_noise: Any) -> None:
+    if budget is not None and not isinstance(budget, PrivacyBudget):
+        PrivacyBudget.of(budget)
+        raise ConfigurationError(f"most_epsilon must be a PrivacyBudget, got {shown(budget)}")
+    if budget is not None and seeded_noise:
+        raise ConfigurationError("seeded_noise protects nobody: leave it out, or most_epsilon")
+
+
+def _check_yes(name: str, value: Any) -> None:
+    if type(value) is not bool:
+        raise ConfigurationError(f"{name} must be true or false, got {shown(value)}")
 
 
 def _check_texts(name: str, texts: Any) -> None:

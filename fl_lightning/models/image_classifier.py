@@ -69,6 +69,8 @@ class ImageClassifier(LightningModule):
         torch.Size([2, 10])
     """
 
+    loss_is_mean = True  # over the examples of a batch, which slots may therefore pad
+
     def __init__(
         self,
         network: str | nn.Module = "vit_small_patch16_224.dino",

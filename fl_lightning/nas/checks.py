@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.traits import Trait, Traits
 from fl_lightning.nas.alpha_gradients import AlphaGradient, Reward
 from fl_lightning.nas.cost.penalties import NoPenalty, Penalty
 from fl_lightning.nas.relax.relaxation import Relaxation
@@ -16,18 +17,28 @@ from fl_lightning.server.server import as_aggregator
 from fl_lightning.sparsity import SparseAdamW, SparseSGDM
 
 MASKS_IN_A_SEARCH = "a search keeps to no mask: operations would compete with parts of them missing"
-SEARCH_OVER_SITES = (
-    "a search is simulated only: its server steps alpha and needs clients' batch norm statistics, which "
-    "sites do not send. Search in a simulation, then train what was found over the network "
-    "(retrain.yaml)"
+SEARCH_TRAITS = Traits(
+    needs={
+        Trait.ALL_PARAMETERS: "keeps to no mask: operations would compete with parts of them missing",
+        Trait.SIMULATION: "is simulated only: its server steps alpha and needs clients' batch norm "
+        "statistics, which sites do not send",
+    },
+    instead={
+        Trait.ALL_PARAMETERS: "search without MaskCalibration, then mask the network that was found",
+        Trait.SIMULATION: "search in a simulation, then train what was found over the network (retrain.yaml)",
+    },
 )
-ALL_SIZES_OVER_SITES = (
-    "a network of all sizes is simulated only: its clients' turns and sums are not sent to sites. Train it "
-    "in a simulation, then train the sub-network that was chosen over the network"
-)
-MASKS_OF_ALL_SIZES = (
-    "a network of all sizes keeps to no mask but its clients' capability: one of its largest size "
-    "leaves smaller ones with parts missing"
+ALL_SIZES_TRAITS = Traits(
+    needs={
+        Trait.ALL_PARAMETERS: "keeps to no mask but its clients' capability: a mask of its largest size "
+        "leaves smaller ones with parts missing",
+        Trait.SIMULATION: "is simulated only: its clients' turns and sums are not sent to sites",
+    },
+    instead={
+        Trait.ALL_PARAMETERS: "train it without MaskCalibration, then mask the network that was chosen",
+        Trait.SIMULATION: "train it in a simulation, then train the sub-network that was chosen over the "
+        "network",
+    },
 )
 
 

@@ -26,8 +26,9 @@ from torch.nn import functional
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import run_seed
+from fl_lightning.core.traits import Traits
 from fl_lightning.models.schedule import Schedule
-from fl_lightning.nas.checks import ALL_SIZES_OVER_SITES, MASKS_OF_ALL_SIZES, check_image_size
+from fl_lightning.nas.checks import ALL_SIZES_TRAITS, check_image_size
 from fl_lightning.nas.cost.table import Measure
 from fl_lightning.nas.elastic.sandwich import step_generator
 from fl_lightning.nas.spaces.sizes import SizeSpace
@@ -70,8 +71,7 @@ class OneShot(LightningModule):
         torch.Size([2, 10])
     """
 
-    reason_against_masks: ClassVar[str] = MASKS_OF_ALL_SIZES
-    reason_against_sites: ClassVar[str] = ALL_SIZES_OVER_SITES
+    federation_traits: ClassVar[Traits] = ALL_SIZES_TRAITS
 
     def __init__(
         self,

@@ -34,12 +34,12 @@ from torch.optim import Optimizer
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import derive_seed, run_seed, torch_generator
+from fl_lightning.core.traits import Traits
 from fl_lightning.models.schedule import Schedule
 from fl_lightning.nas.alpha_gradients import AlphaGradient, Gradient, Reward, Situation
 from fl_lightning.nas.cell_statistics import CellStatistics, Shown
 from fl_lightning.nas.checks import (
-    MASKS_IN_A_SEARCH,
-    SEARCH_OVER_SITES,
+    SEARCH_TRAITS,
     check_image_size,
     check_learning,
     check_steps_once,
@@ -109,8 +109,7 @@ class Supernet(LightningModule):
         ('|...', torch.Size([6, 5]))
     """
 
-    reason_against_masks: ClassVar[str] = MASKS_IN_A_SEARCH
-    reason_against_sites: ClassVar[str] = SEARCH_OVER_SITES
+    federation_traits: ClassVar[Traits] = SEARCH_TRAITS
     baseline: Tensor
     kept_state: Tensor
 

@@ -21,8 +21,8 @@ from torch import Tensor
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.whole_numbers import Draw, Integers
 from fl_lightning.data.cohorts.cohort import CohortSampler, as_cohort
+from fl_lightning.privacy.accounting.composition import ReleaseCost, composed_epsilon
 from fl_lightning.privacy.accounting.noise_for_budget import noise_for_budget
-from fl_lightning.privacy.accounting.skellam import skellam_epsilon
 from fl_lightning.privacy.mechanism import ClientPrivacy, Mechanism, check_options
 from fl_lightning.privacy.noise.grid import Grid, wide
 from fl_lightning.privacy.noise.integer_vector import (
@@ -195,14 +195,13 @@ class DistributedSkellam:
 
     def epsilon(self, rounds: int, *, quick: bool = False) -> float:
         """Return the largest ε of a client after so many of the run's rounds."""
-        code = self.code
-        return skellam_epsilon(
-            code.share_variance * self.fewest_replies,
-            2 * code.radius * self.rounding,
-            self.size,
-            int(self.turns.most[rounds]),
-            self.delta,
-        )
+        return composed_epsilon({self.release_cost: int(self.turns.most[rounds])}, self.delta)
+
+    @property
+    def release_cost(self) -> ReleaseCost:
+        """What one turn costs a client, in steps."""
+        code, shares = self.code, self.fewest_replies
+        return ReleaseCost(2 * code.radius * self.rounding, code.share_variance * shares, self.size)
 
     def client_release(self, round_index: int, clip_norm: float) -> Release | None:
         """Return what clients put into the sum, as the numbers that it stands for."""

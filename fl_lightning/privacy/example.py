@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.traits import Trait, Traits
 from fl_lightning.data.cohorts.cohort import CohortSampler
 from fl_lightning.privacy.accounting.accountant import Accountant, Method
 from fl_lightning.privacy.accounting.gaussian import gaussian_epsilon
@@ -33,6 +34,21 @@ from fl_lightning.privacy.run import AccountedRun, LocalSampling, check_fixed_in
 
 # Of a client, (examples n, expected batch, steps): what its ε depends on.
 Work = tuple[int, int, int]
+
+_TRAITS = Traits(
+    needs={
+        Trait.PRIVATE_EXAMPLES: "pays for noisy steps alone",
+        Trait.RETURNED_LOSS: "makes every gradient private ahead of its step",
+        Trait.SIMULATION: "is simulated only",
+        Trait.ONE_MASK: "does not count what a client's own mask tells of its data",
+    },
+    instead={
+        Trait.RETURNED_LOSS: "use the privacy of clients, such as CentralDP",
+        Trait.SIMULATION: "use LocalDP, whose noise clients add at their site, or CentralDP, whose server is "
+        "trusted",
+        Trait.ONE_MASK: "set per_client of MaskCalibration to false",
+    },
+)
 
 
 @final
@@ -79,6 +95,11 @@ class ExampleDP:
 
     def __post_init__(self) -> None:
         check_options(self.clip_norm, self.noise_multiplier, self.epsilon, self.delta)
+
+    @property
+    def traits(self) -> Traits:
+        """Local steps that are clipped sums and noise, of which every one is counted."""
+        return _TRAITS
 
     @property
     def is_off(self) -> bool:

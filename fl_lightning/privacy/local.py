@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fl_lightning.core.whole_numbers import Draw, Integers
 from fl_lightning.data.cohorts.cohort import CohortSampler
+from fl_lightning.privacy.accounting.composition import ReleaseCost, composed_epsilon
 from fl_lightning.privacy.accounting.gaussian import gaussian_epsilon
 from fl_lightning.privacy.accounting.noise_for_budget import noise_for_budget
 from fl_lightning.privacy.mechanism import ClientPrivacy, Mechanism, check_options
@@ -115,11 +116,14 @@ class LocalGaussian:
             f"server; {self.turns.most[-1]} turns in {len(self.turns.most) - 1} rounds"
         )
 
+    @property
+    def release_cost(self) -> ReleaseCost:
+        """What one turn costs a client, in clip norms."""
+        return ReleaseCost(2 * GRID_COST, self.noise_multiplier**2)
+
     def epsilon(self, rounds: int, *, quick: bool = False) -> float:
         """Return the largest ε of a client after so many of the run's rounds."""
-        turns = int(self.turns.most[rounds])
-        ratio = self.noise_multiplier / (2 * GRID_COST)
-        return gaussian_epsilon(ratio / math.sqrt(turns), self.delta) if turns else 0.0
+        return composed_epsilon({self.release_cost: int(self.turns.most[rounds])}, self.delta)
 
     def client_release(self, round_index: int, clip_norm: float) -> Release | None:
         """Return the clients' noise."""

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.traits import Trait, Traits
 from fl_lightning.core.whole_numbers import Draw, Integers
 from fl_lightning.data.cohorts.cohort import CohortSampler
 from fl_lightning.privacy.adaptive_clip import AdaptiveClip
@@ -151,6 +152,10 @@ class Privacy(Budgeted, Protocol):
     def is_for_sums(self) -> bool:
         """Whether clients send whole numbers with a share of the noise, for a sum that hides them."""
 
+    @property
+    def traits(self) -> Traits:
+        """Traits of this part."""
+
     def mechanism(
         self, run: AccountedRun, source: NoiseSource, noise_multiplier: float | None = None
     ) -> Mechanism:
@@ -166,6 +171,12 @@ class Privacy(Budgeted, Protocol):
         """
 
 
+_WAYS = {
+    Trait.SINGLE_UPDATES: "use DistributedDP, whose clients add the noise",
+    Trait.ONE_MASK: "set per_client of MaskCalibration to false",
+}
+
+
 class ClientPrivacy:
     """What a kind of privacy of clients says of itself; it gives what is different.
 
@@ -176,6 +187,21 @@ class ClientPrivacy:
 
     clients_add_noise: ClassVar[bool] = False
     is_for_sums: ClassVar[bool] = False
+
+    @property
+    def traits(self) -> Traits:
+        """A mean of clipped updates, which nothing changes once they are noisy."""
+        needs = {Trait.PRIVATE_CLIENTS: "proves its ε for the mean of clipped updates"}
+        if self.clients_add_noise:
+            needs[Trait.UNCHANGED_UPDATES] = (
+                "has clients send noisy numbers, accounted as they send them"
+            )
+        if not self.is_for_sums:
+            needs[Trait.SINGLE_UPDATES] = "is not made for sums of whole numbers"
+        needs[Trait.ONE_MASK] = (
+            "averages updates over all clients, and a client's own mask tells of its data"
+        )
+        return Traits(needs, {}, _WAYS)
 
     @property
     def adaptive_clip(self) -> AdaptiveClip | None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.traits import Trait, Traits
 from fl_lightning.core.update import ClientUpdate, Updates
 from fl_lightning.server.means.running_mean import new_mean
 from fl_lightning.server.protected import NoiseShares, Protected
@@ -27,6 +28,38 @@ AllReduce = Callable[[Tensor], None]
 Gather = Callable[[Any], list[Any]]
 
 
+_OF_ANY = Traits(
+    needs={
+        Trait.ONE_MASK: "counts a client that may not move an entry as one that wants it to stay"
+    },
+    breaks={Trait.PRIVATE_CLIENTS: "has no proven bound on how far one client moves the model"},
+    instead={
+        Trait.ONE_MASK: "set aggregator to OverlapMean, or leave it out",
+        Trait.PRIVATE_CLIENTS: "leave federation.aggregator out for the mean of clipped updates",
+    },
+)
+# of rules that weigh clients by what they report, or by how far they step
+BY_LOSSES = Traits(
+    breaks={Trait.PRIVATE_EXAMPLES: "weighs clients by their training losses, which have no noise"},
+    instead={Trait.PRIVATE_EXAMPLES: "use Mean, or another rule that looks at updates alone"},
+)
+BY_STEPS = Traits(
+    needs={Trait.ONE_OPTIMIZER: "divides by the length of a client's steps"},
+    instead={Trait.ONE_OPTIMIZER: "use Mean"},
+)
+_OF_SUMS = Traits(
+    needs={Trait.ONE_MASK: "adds up whole updates"},
+    breaks={Trait.SINGLE_UPDATES: "shows the server sums of whole cohorts only"},
+    instead={Trait.ONE_MASK: "set per_client of MaskCalibration to false"},
+)
+_IN_CLEAR_OVER_SITES = Traits(
+    needs={Trait.SIMULATION: "is simulated only as it is configured"},
+    instead={
+        Trait.SIMULATION: "use SecureMean with protocol: run, or EncryptedMean with CKKS and fraction: 1"
+    },
+)
+
+
 class Aggregator(ABC):
     """A fold over a round's updates.
 
@@ -36,8 +69,6 @@ class Aggregator(ABC):
         is_private: whether clients' buffers are not taken, and a round without a reply is a release
             like any other.
         needs_effective_steps: whether it reads how many gradients an update adds up to.
-        reads_losses: whether it weighs clients by the losses that they report.
-        takes_masks: whether it counts, for every coordinate, only clients that may move it.
         exchanges: whether processes hand over more of a round than sums, see `exchange`.
         restarts: whether a round that is resumed begins with its first client.
     """
@@ -45,8 +76,6 @@ class Aggregator(ABC):
     exact: bool = False
     is_private: bool = False
     needs_effective_steps: bool = False
-    reads_losses: bool = False
-    takes_masks: bool = False
     exchanges: bool = False
     restarts: bool = False
     _memory: dict[str, Tensor] | None = None
@@ -66,11 +95,6 @@ class Aggregator(ABC):
         self._memory = values
 
     @property
-    def divides_by_steps(self) -> bool:
-        """Whether the length of a client's steps is divided by; it needs one optimizer."""
-        return self.needs_effective_steps
-
-    @property
     def robust_rule(self) -> RobustRule | None:
         """The rule that judges a round's updates; None where there is no such rule."""
         return None
@@ -86,15 +110,16 @@ class Aggregator(ABC):
         return None
 
     @property
-    def reason_against_private_mean(self) -> str | None:
-        """Why privacy of clients cannot have its mean of clipped updates in its place, and what to do.
-
-        None only where that mean, of which each client is one part, is what it comes to.
-        """
+    def traits(self) -> Traits:
+        """Traits of the aggregator; a leaf adds to them or drops some."""
+        traits = BY_STEPS | _OF_ANY if self.needs_effective_steps else _OF_ANY
+        if self.protection is None:
+            return traits
+        if self.protection.over_sites is None:
+            traits |= _IN_CLEAR_OVER_SITES
         return (
-            f"nothing is proved for {type(self.robust_rule or self).__name__}, by how much one client "
-            "moves it: leave federation.aggregator out for the mean of clipped updates"
-        )
+            traits if self.noise_shares is None else traits.without(Trait.PRIVATE_CLIENTS)
+        ) | _OF_SUMS
 
     def of_clients(self, optimizer: Optimizer) -> Aggregator:
         """Return what aggregates the updates of clients that train with such an optimizer: itself."""

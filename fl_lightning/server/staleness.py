@@ -23,6 +23,7 @@ from typing import Protocol, final
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.traits import Trait, Traits
 
 
 class Staleness(Protocol):
@@ -82,6 +83,24 @@ class HingeStaleness:
     def weight(self, staleness: int) -> float:
         """Return s(τ)."""
         return 1 / (self.slope * max(0, staleness - self.grace) + 1)
+
+
+ASYNCHRONOUS = Traits(
+    needs={
+        Trait.SINGLE_UPDATES: "weighs each update by its staleness",
+        Trait.ONE_MASK: "has clients start from models of several rounds, on each of which masks differ",
+    },
+    breaks={
+        Trait.COHORTS: "waits for nobody: clients start by themselves, from models of several rounds",
+        Trait.PRIVATE_CLIENTS: "releases means of updates for which no ε is proved",
+        Trait.PRIVATE_EXAMPLES: "lets nobody know in advance how often a client trains",
+    },
+    instead=dict.fromkeys(
+        (Trait.SINGLE_UPDATES, Trait.COHORTS, Trait.PRIVATE_CLIENTS, Trait.PRIVATE_EXAMPLES),
+        "leave asynchronous out",
+    )
+    | {Trait.ONE_MASK: "use one mask for all"},
+)
 
 
 class AsyncRule(Protocol):

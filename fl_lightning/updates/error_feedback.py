@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.traits import Trait, Traits
 from fl_lightning.updates.payload import Dense, Payload
 from fl_lightning.updates.transform import (
     Chain,
@@ -25,6 +26,17 @@ from fl_lightning.updates.transform import (
     UpdateStep,
     UpdateTransform,
     as_transform,
+)
+
+_MEMORIES = Traits(
+    breaks={
+        Trait.PRIVATE_CLIENTS: "has clients remember what their examples add up to over rounds, which no "
+        "noise covers"
+    },
+    instead={
+        Trait.PRIVATE_CLIENTS: "if these memories stay with the clients, set its under_privacy to true, else "
+        "use QSGD or RandomK, which need none"
+    },
 )
 
 
@@ -84,15 +96,9 @@ class ErrorFeedback(UpdateStep):
         return self
 
     @property
-    def reason_against_privacy(self) -> str | None:
-        """Memories, unless the user says that they stay with the clients."""
-        if self.under_privacy:
-            return None
-        return (
-            "ErrorFeedback has clients remember what their examples add up to over rounds, and no "
-            "noise covers that: if these memories stay with the clients, set its under_privacy to "
-            "true, or use QSGD or RandomK, which need none"
-        )
+    def traits(self) -> Traits:
+        """Those of a step; no noise covers memories, unless the user says that they stay with the clients."""
+        return super().traits if self.under_privacy else super().traits | _MEMORIES
 
     @property
     def needs_shapes(self) -> bool:

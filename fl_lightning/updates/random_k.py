@@ -15,8 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fl_lightning.core.traits import Trait, Traits
 from fl_lightning.updates.payload import Dense, Payload, Sparse
 from fl_lightning.updates.transform import Transform, checked_fraction, num_kept, only_dense
+
+_AS_OPTION = Traits(
+    needs={Trait.SINGLE_UPDATES: "draws other coordinates for every client"},
+    instead={Trait.SINGLE_UPDATES: "give it to the aggregator, as random_k of SecureMean"},
+)
 
 
 @final
@@ -59,9 +65,9 @@ class RandomK(Transform):
         return self if self.unbiased and self.fraction < 1 else None
 
     @property
-    def option_of_sums(self) -> str:
-        """The one that draws the same coordinates for all clients."""
-        return "random_k"
+    def traits(self) -> Traits:
+        """Those of a step; a secure sum can draw the same coordinates for all clients."""
+        return super().traits | _AS_OPTION
 
     def sent_size(self, size: int) -> int:
         """Return how many numbers are sent."""

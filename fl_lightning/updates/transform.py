@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import derive_seed
+from fl_lightning.core.traits import Trait, Traits
 from fl_lightning.updates.payload import Dense, Payload, Quantised, Sparse
 
 if TYPE_CHECKING:
@@ -56,6 +57,23 @@ class UpdateTransform(Protocol):
         """
 
 
+_OF_STEPS = Traits(
+    needs={
+        Trait.SINGLE_UPDATES: "makes something of each update that does not add up (coordinates chosen by "
+        "value, other levels for every client)"
+    },
+    breaks={Trait.UNCHANGED_UPDATES: "changes them after that"},
+    instead={
+        Trait.SINGLE_UPDATES: "leave it out (SecureMean has options of its own: random_k, levels, bits)",
+        Trait.UNCHANGED_UPDATES: "leave updates out, or use CentralDP",
+    },
+)
+_OF_TENSORS = Traits(
+    needs={Trait.ONE_MASK: "works on whole tensors"},
+    instead={Trait.ONE_MASK: "use TopK, or QSGD with a block of fixed size"},
+)
+
+
 class UpdateStep(ABC):
     """What a federation's `updates` consist of; what a leaf does not need it inherits."""
 
@@ -79,14 +97,9 @@ class UpdateStep(ABC):
         return self
 
     @property
-    def reason_against_privacy(self) -> str | None:
-        """Why the noise of `federation.privacy` does not cover it; None if it does."""
-        return None
-
-    @property
-    def option_of_sums(self) -> str | None:
-        """The option of `SecureMean` that does the same to all updates at once; None if there is none."""
-        return None
+    def traits(self) -> Traits:
+        """Traits of the step."""
+        return _OF_TENSORS | _OF_STEPS if self.needs_shapes else _OF_STEPS
 
 
 class Transform(UpdateStep):

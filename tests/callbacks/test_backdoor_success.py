@@ -10,7 +10,7 @@ from fl_lightning import BackdoorSuccess, ConfigurationError, FederatedDataModul
 from fl_lightning.data import Normalize
 from fl_lightning.data.poisoning import Trigger
 from fl_lightning.federation.stages.attackers import Attackers
-from fl_lightning.server.attacks.alone import Scaling
+from fl_lightning.server.attacks import Scaling
 
 TRIGGER = Trigger(target=2, size=2, value=3.0)
 

@@ -128,9 +128,23 @@ def toy(kind=ToyModule, **options):
         return kind(**options).double()
 
 
+@pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_unequal_clients_with_smaller_last_batches(optimizer):
-    assert_same(*in_slots(toy(), OPTIMIZERS[optimizer], works()))
+def test_unequal_clients_with_smaller_last_batches(optimizer, padded):
+    assert_same(*in_slots(toy(), OPTIMIZERS[optimizer], works(), padded=padded))
+
+
+def test_smaller_batches_of_a_loss_that_is_no_mean():
+    """Each is a step on a batch of its own size, alone or with those of the same size."""
+
+    class Summed(ToyModule):
+        def training_step(self, batch, batch_idx):
+            x, y = batch
+            return F.cross_entropy(self.net(x), y, reduction="sum") / len(x) ** 0.5
+
+    todo = works([7, 11, 8, 3, 6, 9])  # of 3, 3, 0, 3, 2 and 1 examples in the last one
+    assert_same(*in_slots(toy(Summed), OPTIMIZERS["momentum"], todo))
+    assert_same(*in_slots(toy(Summed), OPTIMIZERS["momentum"], works([3, 3, 3])))
 
 
 @pytest.mark.parametrize("num_slots", [1, 2, 7, 20])
@@ -166,11 +180,11 @@ def test_a_parameter_may_be_empty():
     assert_same(*in_slots(module, OPTIMIZERS["momentum"], works()))
 
 
-def test_batch_norm_on_full_batches():
-    todo = works([8, 4, 12, 4, 16])
+def test_batch_norm():
+    todo = works([8, 7, 12, 4, 15])
     module = toy(batch_norm=True)
     before = module.state_dict()
-    assert_same(*in_slots(module, OPTIMIZERS["momentum"], todo, weighted=False))
+    assert_same(*in_slots(module, OPTIMIZERS["momentum"], todo))
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
 
 
@@ -228,11 +242,12 @@ def test_batches_may_change_their_type(compiled):
     assert_same(*in_slots(toy(Regression), OPTIMIZERS["sgd"], todo, **options))
 
 
+@pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("num_slots", [1, 3, 20])
 @pytest.mark.parametrize("read", [read, augmented])
-def test_dropout_and_augmentation_draw_what_they_draw_in_sequence(num_slots, read):
-    module = toy(dropout=0.5)
-    assert_same(*in_slots(module, OPTIMIZERS["momentum"], works(), num_slots, read))
+def test_dropout_and_augmentation_draw_what_they_draw_in_sequence(num_slots, read, padded):
+    todo = works(), num_slots, read
+    assert_same(*in_slots(toy(dropout=0.5), OPTIMIZERS["momentum"], *todo, padded=padded))
 
 
 def test_dropout_on_clients_of_one_size_and_one_step():

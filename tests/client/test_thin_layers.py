@@ -207,9 +207,9 @@ def test_where_the_loss_is_not_by_example():
     """Clients here have full batches only."""
     sizes = (8, 32, 16, 16)
     make = OPTIMIZERS["momentum and decay"]
-    found, step = train(Dense(), make, sizes, weighted=False, direct=True)
+    found, step = train(Dense(), make, sizes, padded=False, direct=True)
     assert thin_names(step)
-    expected, _ = train(Dense(), make, sizes, weighted=False)
+    expected, _ = train(Dense(), make, sizes, padded=False)
     assert_alike(found, expected)
 
 
@@ -414,11 +414,11 @@ def test_nothing_is_left_behind_by_finding_out():
     module = Normed()
     before = {name: value.clone() for name, value in module.state_dict().items()}
     make, sizes = OPTIMIZERS["momentum and decay"], (16, 24)
-    found, step = train(module, make, sizes, weighted=False, direct=True)
+    found, step = train(module, make, sizes, padded=False, direct=True)
     assert thin_names(step) == ["first.weight", "second.weight"]
     for name, value in module.state_dict().items():
         assert torch.equal(value, before[name])
-    assert_alike(found, train(module, make, sizes, weighted=False)[0])
+    assert_alike(found, train(module, make, sizes, padded=False)[0])
 
 
 @pytest.mark.slow

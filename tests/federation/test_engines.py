@@ -142,7 +142,7 @@ def test_slots_and_sequence_agree_in_half_precision(kind):
     start = weights(toy(kind)).clone()
     for engine, precision in product(("sequential", "slots"), ("32-true", "bf16-mixed")):
         module = toy(kind)
-        run(module, engine, trainer={"precision": precision})
+        run(module, engine, trainer={"precision": precision}, pad_batches=True)
         moves[engine, precision] = weights(module) - start
     rounded = moves["slots", "bf16-mixed"]
     assert (rounded - moves["sequential", "bf16-mixed"]).norm() < 0.03 * rounded.norm()
@@ -188,7 +188,7 @@ def test_direct_layers_stay_in_full_precision_and_it_is_said(caplog):
         caplog.clear()
         with caplog.at_level(logging.INFO, logger="lightning.pytorch"):
             module = toy(Repeating)
-            run(module, "slots", trainer={"precision": precision})
+            run(module, "slots", trainer={"precision": precision}, pad_batches=True)
         ends.append(weights(module))
         said = "direct layers in float32" in caplog.text
         assert said == (precision == "bf16-mixed")
@@ -333,6 +333,71 @@ def test_batch_norm_trains_full_batches_in_slots_and_others_in_sequence():
     torch.testing.assert_close(weights(one), weights(many), rtol=1e-4, atol=1e-5)
 
 
+class Weighted(ToyModule):
+    """A mean with class weights, which is none over examples."""
+
+    loss_is_mean = True
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return F.cross_entropy(self.net(x), y, torch.tensor([1.0, 2.0, 5.0]))
+
+
+class SmallDiffers(ToyModule):
+    """A mean in all batches but those of one size."""
+
+    loss_is_mean = True
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * (1 + (len(batch[0]) == 2))
+
+
+class Declared(ToyModule):
+    """Says what is true."""
+
+    loss_is_mean = True
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx)
+
+
+class Inherits(Declared):
+    """What the class above says does not hold for a step of its own."""
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "padded", "said"),
+    [
+        (Declared, {}, True, ""),
+        (Declared, {"pad_batches": False}, False, ""),
+        (ToyModule, {"pad_batches": True}, True, ""),
+        (Inherits, {}, False, ""),
+        (Weighted, {}, False, "of whole batches because a trial client's update was not"),
+        (SmallDiffers, {}, False, "of whole batches because a trial client's update was not"),
+        (
+            partial(ToyModule, batch_norm=True),
+            {"pad_batches": True},
+            False,
+            "of whole batches because a batch of another size fails",
+        ),
+    ],
+)
+def test_batches_are_padded_where_the_loss_is_said_to_be_a_mean(
+    kind, options, padded, said, caplog
+):
+    one, many = toy(kind), toy(kind)
+    data = partial(toy_data, batch_size=4, drop_last=kind not in (Weighted, SmallDiffers))
+    run(one, "sequential", data=data())
+    with caplog.at_level(logging.INFO, logger="lightning.pytorch"):
+        trainer = run(many, "slots", data=data(), **options)
+    assert trainer.callbacks[0].state_dict()["engine"]["slots"]["padded"] is padded
+    assert said in caplog.text
+    torch.testing.assert_close(weights(one), weights(many), rtol=1e-4, atol=1e-5)
+
+
 class LogsEveryStep(ToyModule):
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
@@ -474,7 +539,7 @@ def test_auto_takes_slots_that_are_faster(kind, how, monkeypatch, caplog):
     one, many = toy(), toy(kind)
     first = run(one, "sequential")
     with caplog.at_level(logging.INFO, logger="lightning.pytorch"):
-        second = run(many, "auto", slots=None)
+        second = run(many, "auto", slots=None, pad_batches=True)
     said = rf"engine: 4 slots, measured at [\d.]+ times the sequential speed, {how} \d+ s"
     assert re.search(said, caplog.text)
     assert "engine: measuring whether many clients at once are faster, for about" in caplog.text
@@ -607,7 +672,7 @@ def test_updates_of_one_step_give_the_same_bits_whether_or_not_they_are_multipli
 ):
     folded, fold = [], ThinDeltas.fold
     monkeypatch.setattr(ThinDeltas, "fold", lambda *a: (folded.append(len(a[2])), fold(*a)))
-    one_step = {"cohort": None, "local_epochs": None, "local_steps": 1}
+    one_step = {"cohort": None, "local_epochs": None, "local_steps": 1, "pad_batches": True}
     one, other = toy(Wide), toy(Wide)
     run(one, **one_step)
     assert sum(folded) == 18

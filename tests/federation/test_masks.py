@@ -13,9 +13,9 @@ from fl_lightning import ConfigurationError, Federation, MaskCalibration, Mean, 
 from fl_lightning.client import Devices, LogNormalSpeeds
 from fl_lightning.federation.stages.attackers import Attackers
 from fl_lightning.server import FedBuff
-from fl_lightning.server.attacks.alone import SignFlip
+from fl_lightning.server.attacks import SignFlip
 from fl_lightning.server.means.fair_means import QFedAvg
-from fl_lightning.server.means.overlap_mean import OverlapMean
+from fl_lightning.server.means.mean import OverlapMean
 from fl_lightning.server.robust.median import Median
 from fl_lightning.sparsity import Mask, SparseSGDM
 

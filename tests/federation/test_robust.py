@@ -19,17 +19,14 @@ from fl_lightning import (
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.data.poisoning import LabelFlip
 from fl_lightning.federation.stages.attackers import Attackers
-from fl_lightning.server.attacks.alone import GaussianNoise, SignFlip
-from fl_lightning.server.attacks.together import ALIE
-from fl_lightning.server.means.agnostic_mean import AFL
-from fl_lightning.server.means.fair_means import QFedAvg
-from fl_lightning.server.optimizers.adaptive import FedAdam
-from fl_lightning.server.robust.centred_clipping import CentredClipping
+from fl_lightning.server.attacks import ALIE, GaussianNoise, SignFlip
+from fl_lightning.server.means.fair_means import AFL, QFedAvg
+from fl_lightning.server.optimizers import FedAdam
 from fl_lightning.server.robust.collect import Collected
-from fl_lightning.server.robust.fltrust import FLTrust
 from fl_lightning.server.robust.krum import Krum
 from fl_lightning.server.robust.median import Median, TrimmedMean
 from fl_lightning.server.robust.mixing import Bucketing
+from fl_lightning.server.robust.reweighted import CentredClipping, FLTrust
 
 
 def fit(

@@ -197,13 +197,16 @@ def test_encrypted_rounds_begin_anew_when_resumed(tmp_path):
         ({"updates": [ErrorFeedback([TopK(0.1)])]}, "ErrorFeedback makes something"),
         ({"updates": [QSGD()]}, "QSGD makes something"),
         ({"updates": [RandomK(0.1)]}, "RandomK"),
-        ({"correction": Scaffold()}, "with Scaffold each client sends the change"),
-        ({"correction": FedDyn(0.1)}, "with FedDyn each client sends the change"),
+        ({"correction": Scaffold()}, "Scaffold sends the change of a client's memory"),
+        ({"correction": FedDyn(0.1)}, "FedDyn sends the change of a client's memory"),
         (
             {"asynchronous": FedBuff(buffer_size=3, concurrency=4), "devices": DEVICES},
-            "asynchronous weighs each update by its staleness",
+            "FedBuff weighs each update by its staleness",
         ),
-        ({"attackers": Attackers(fraction=0.3, forge=ALIE())}, "attackers.forge makes updates"),
+        (
+            {"attackers": Attackers(fraction=0.3, forge=ALIE())},
+            "make updates by looking .* use attackers.poison",
+        ),
     ],
     ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",
 )
@@ -217,7 +220,7 @@ def test_buffers_masks_of_their_own_and_overflow_are_refused_at_the_start():
         ConfigurationError, match=r"16 numbers in buffers .* use group or layer norm"
     ):
         run(SecureMean(), module=lambda: ToyModule(batch_norm=True))
-    with pytest.raises(ConfigurationError, match="masks of the clients' own"):
+    with pytest.raises(ConfigurationError, match="masks of their own"):
         run(SecureMean(), module=Masked, before=[OwnMasks()])
     with pytest.raises(ConfigurationError, match="a sum may overflow: num_clients 6"):
         run(SecureMean(bits=28))

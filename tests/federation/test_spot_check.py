@@ -442,10 +442,24 @@ def test_clients_that_fail_both_ways_are_skipped(checked):
 
 
 class Centred(ToyModule):
-    """Has a loss that is no mean over examples: batches that are not full train in sequence."""
+    """Has a loss that is no mean over examples: clients without a full batch train in sequence."""
 
     def training_step(self, batch, batch_idx):
         return super().training_step(batch, batch_idx) + self.net(batch[0]).mean(0).square().sum()
+
+
+class MeanAtFirst(ToyModule):
+    """From the third round on its loss is a sum."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss * len(batch[0]) if self.current_epoch >= 2 else loss
+
+
+def test_a_loss_that_was_said_to_be_a_mean_is_held_to_it():
+    with pytest.raises(EnginesDiffer, match=r"round 2, client .*federation\.pad_batches: false"):
+        run(toy(MeanAtFirst), pad_batches=True)
+    run(toy(MeanAtFirst))
 
 
 class TestWhoIsChecked:
@@ -488,7 +502,7 @@ class TestWhoIsChecked:
     def test_only_those_in_slots(self, checked):
         data = toy_data(batch_size=4)
         run(toy(Centred), data=data)
-        full = {int(c) for c in np.flatnonzero(data.clients.num_examples % 4 == 0)}
+        full = {int(c) for c in np.flatnonzero(data.clients.num_examples >= 4)}
         assert {client for _, client in checked} == full != set()
 
 

@@ -6,6 +6,7 @@ import sys
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
+from secrets import token_hex
 
 import torch
 import yaml
@@ -13,6 +14,7 @@ import yaml
 from fl_lightning.cli.over_network.server_run import run_server
 from fl_lightning.cli.over_network.site_run import serve_site
 from fl_lightning.cli.subcommands import run_lightning
+from fl_lightning.flower.messages import Answer, Order, digest
 from fl_lightning.flower.policy import Policy
 from fl_lightning.flower.server.correspondence import Correspondence
 from fl_lightning.flower.transport.loopback import LoopbackChannel
@@ -112,6 +114,45 @@ class Sites:
 
     def channel(self):
         return LoopbackChannel({name: self.folder / f"{name}.socket" for name in self.clients})
+
+
+class LyingServer:
+    """Somebody at the server who sends one site what he likes.
+
+    Args:
+        sites: that run.
+        name: of the one.
+    """
+
+    def __init__(self, sites, name="a"):
+        self._channel, self._name = sites.channel(), name
+        self._log = sites.folder / f"{name}.log"
+        self.run = token_hex(16)
+
+    def ask(self, kind, config, *, options=None, tensors=None, round_index=0, clients=(0,)):
+        """Return the site's answer."""
+        asked = {"configuration": config} if kind == "hello" else {"num_clients": 6}
+        order = Order(
+            kind=kind,
+            run=self.run,
+            configuration=digest(config.encode()),
+            round=round_index,
+            clients=() if kind == "hello" else clients,
+            counted=dict.fromkeys(clients, -1),
+            options=asked | (options or {}),
+            tensors=tensors or {},
+        )
+        self._channel.send(self._name, order.to_bytes(), 300)
+        while not (came := self._channel.receive(300)):
+            pass
+        return Answer.from_bytes(came[0][1], limit=2**30)
+
+    def refusal(self, kind, config, **given):
+        """Return why the site refuses, by its own log; the server gets a category only."""
+        failure = self.ask(kind, config, **given).failure
+        assert failure is not None, f"{kind} was followed"
+        assert failure.category == "policy", self._log.read_text()
+        return self._log.read_text().partition(failure.id)[2]
 
 
 @contextmanager

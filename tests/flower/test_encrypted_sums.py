@@ -80,7 +80,7 @@ class Sites:
         self.round = round_index
         given = order("train", SITES[name], {"optimizers": [[{"lr": lr}]]}, {}, round_index)
         vectors = {c: self.vectors[c] for c in SITES[name]}
-        self.sums[name].keep(round_index, vectors, RULES, given)
+        self.sums[name].keep(vectors, RULES, given)
 
     def start(self, name):
         policy = Policy(
@@ -403,7 +403,7 @@ def test_keys_that_no_site_has_made_for_the_run_are_refused(round_of_a):
 
 def test_vectors_for_another_scheme_are_not_encrypted(tmp_path):
     sites = Sites(tmp_path)
-    sites.sums["b"].keep(0, sites.vectors, {"bits": 20})
+    sites.sums["b"].keep(sites.vectors, {"bits": 20}, order("train", SITES["b"]))
     with pytest.raises(OrderRefused, match="not what the configuration says"):
         Encrypted(sites)
 

@@ -14,6 +14,7 @@ from fl_lightning.flower.policy import Policy, Refused
 from fl_lightning.flower.rules.class_paths import DEFAULT, checked
 from fl_lightning.flower.rules.layers import FROM_SERVER, not_shared, shared_part
 from fl_lightning.flower.rules.site_file import read_policy
+from fl_lightning.flower.site.ledger import PrivacyBudget
 
 SITE = {"name": "hospital_a", "clients": {3: 0, 4: 1}, "socket": "s", "memory": "m"}
 
@@ -340,18 +341,19 @@ def test_another_class_of_the_site_does_not_get_the_options_of_the_shared_one():
 
 
 def test_a_site_pays_no_more_than_it_says():
-    site = policy(most_epsilon=2.0, fewest_in_secure_sum=4, metrics=("train/*", "seconds"))
-    site.check_epsilon(2.0)
+    budget = PrivacyBudget(epsilon=2.0, per="year")
+    site = policy(most_epsilon=budget, fewest_in_secure_sum=4, metrics=("train/*", "seconds"))
     site.check_secure_sum(4)
-    for epsilon in (2.1, float("inf"), float("nan")):
-        with pytest.raises(Refused, match=r"most_epsilon is 2\.0 at this site"):
-            site.check_epsilon(epsilon)
+    with pytest.raises(
+        Refused, match=r"is ε 2 at δ 1e-05, per: year at this site, and training shows"
+    ):
+        site.check_unprotected("training")
     with pytest.raises(Refused, match=r"is 4 at this site, and the sum is over 3 clients"):
         site.check_secure_sum(3)
     assert site.allows_metric("train/loss")
     assert site.allows_metric("seconds")
     assert not site.allows_metric("val/loss")
-    policy().check_epsilon(float("inf"))
+    policy().check_unprotected("training")
     assert policy().allows_metric("anything")
 
 
@@ -375,7 +377,7 @@ classes: [my_project.*]
     assert found.clients == {12: 0, 3: 1}
     assert found.socket == tmp_path.resolve() / "site.sock"
     assert str(found.memory) == "/var/memory"
-    assert found.most_epsilon == 8.0
+    assert found.most_epsilon == PrivacyBudget(epsilon=8, delta=1e-5, per="ever")
     assert found.metrics == ("val/*",)
     assert found.classes == (*DEFAULT, "my_project.*")
     assert found.most_bytes == policy().most_bytes
@@ -392,8 +394,19 @@ GOOD = "name: a\nclients: [1]\nsocket: s\nmemory: m\n"
         (GOOD + "name: b\n", "'name' stands there twice"),
         (GOOD + "most_bytes: 1e9\n", "most_bytes must be a whole number of bytes, at least 1"),
         (GOOD + "most_bytes: true\n", "got True"),
-        (GOOD + "most_epsilon: -1\n", "must be a number above 0, or null"),
-        (GOOD + "most_epsilon: .inf\n", "must be a number above 0, or null"),
+        (GOOD + "most_epsilon: -1\n", "epsilon must be a number above 0 and below inf, got -1"),
+        (GOOD + "most_epsilon: .inf\n", "epsilon must be a number above 0 and below inf, got inf"),
+        (
+            GOOD + "most_epsilon: {epsilon: 1, delta: 1}\n",
+            "delta must be a number above 0 and below 1",
+        ),
+        (
+            GOOD + "most_epsilon: {epsilon: 1, per: run}\n",
+            "per must be one of day, week, month, year",
+        ),
+        (GOOD + "most_epsilon: {delta: 1}\n", "or a mapping with epsilon, delta, per"),
+        (GOOD + "log_unprotected: 1\n", "log_unprotected must be true or false, got 1"),
+        (GOOD + "most_epsilon: 1\nseeded_noise: true\n", "seeded_noise protects nobody"),
         (GOOD + "fewest_in_secure_sum: 1\n", "at least 2, got 1"),
         (GOOD + "metrics: loss\n", "metrics must be a list of texts, got 'loss'"),
         (GOOD + "classes: ['*']\n", "like my_project.Net"),

@@ -48,7 +48,7 @@ class NobodyAsked:
     [
         (
             {"federation__privacy": built("ExampleDP", clip_norm=1.0, noise_multiplier=1.0)},
-            "federation.privacy ExampleDP is simulated only: over a network use LocalDP",
+            "federation.privacy ExampleDP is simulated only, .*: use LocalDP",
         ),
         (
             {"data__init_args__transforms": [built("data.FederatedNormalize")]},
@@ -62,7 +62,7 @@ class NobodyAsked:
                     "Attackers", fraction=0.3, forge=built("server.SignFlip")
                 )
             },
-            "federation.attackers are simulated only: leave them out",
+            "federation.attackers Attackers are simulated only, .*: leave attackers out",
         ),
         (
             {"federation__cohort": built("data.PowerOfChoiceCohort", size=2, num_candidates=3)},
@@ -70,17 +70,17 @@ class NobodyAsked:
         ),
         (
             {"model": built("nas.Supernet", **SUPERNET)},
-            "model Supernet: a search is simulated only: .* train what was found over the network",
+            "model Supernet is simulated only: .* train what was found over the network",
         ),
         (
             {"model": built("nas.OneShot", **ONE_SHOT)},
-            "model OneShot: a network of all sizes is simulated only",
+            "model OneShot is simulated only",
         ),
         ({"federation__engine": "slots"}, "set engine to auto or sequential"),
         ({"federation__devices": DEVICES}, "network run --deadline"),
         (
             {"federation__aggregator": built("secure.SecureMean", protocol="count")},
-            "SecureMean with protocol: run works",
+            "SecureMean is simulated only as .* use SecureMean with protocol: run",
         ),
     ],
 )

@@ -137,7 +137,7 @@ def cases():
 @pytest.mark.parametrize("options", list(cases()))
 def test_a_run_over_sites_has_the_bits_of_its_simulation(options, tmp_path):
     config = configuration(**options)
-    with three_sites(config) as sites:
+    with three_sites(config, seeded_noise=True) as sites:
         network = over_network(sites, config, tmp_path / "network")
     alone = simulated(config, tmp_path / "alone")
     assert network["epoch"] == alone["epoch"] == 2

@@ -20,6 +20,7 @@ from fl_lightning.flower.server.calibration import SUMS, CalibrationAtSites
 from fl_lightning.flower.server.correspondence import Correspondence
 from fl_lightning.flower.server.counted import Counted
 from fl_lightning.flower.server.greeting import Greeting
+from fl_lightning.flower.site.ledger import PrivacyBudget
 from fl_lightning.flower.site.memory import SiteMemory
 from fl_lightning.flower.whole_model import (
     RunMask,
@@ -254,7 +255,7 @@ def test_a_site_that_bounds_epsilon_scores_for_nobody(tmp_path, monkeypatch):
     }
     config = configuration(**MASKED, **central)
     with (
-        three_sites(config, most_epsilon=1e9) as sites,
+        three_sites(config, most_epsilon=PrivacyBudget(epsilon=1e9)) as sites,
         pytest.raises(ConfigurationError, match=r"calibration: site .: the site does not allow"),
     ):
         over_network(sites, config, tmp_path / "network")

@@ -1,28 +1,27 @@
 """What a site hides before anything leaves, and what of a run it believes: nothing that the server says."""
 
 import sys
+from dataclasses import replace
+from datetime import date, timedelta
 
 import numpy as np
 import pytest
 import torch
-from flower.site_processes import configuration, over_network, three_sites
+from flower.site_processes import LyingServer, configuration, over_network, three_sites
 
 from fl_lightning import LocalDP, UniformCohort
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.flower.messages import Order
-from fl_lightning.flower.policy import Policy, Refused
+from fl_lightning.flower.policy import Refused
+from fl_lightning.flower.site.ledger import Ledger, PrivacyBudget
 from fl_lightning.flower.site.privacy import SitePrivacy
 from fl_lightning.flower.wire.failures import OrderRefused
+from fl_lightning.privacy.accounting.composition import composed_epsilon
 from fl_lightning.privacy.run import AccountedRun
 
 RUN = AccountedRun(UniformCohort(size=2), num_clients=6, num_rounds=10, seed=3)
 LOCAL = LocalDP(clip_norm=2.0, noise_multiplier=4.0, secure_noise=False)
-
-
-def policy(tmp_path, **options):
-    given = {"name": "a", "clients": {0: 0}, "socket": tmp_path / "s", "memory": tmp_path}
-    return Policy(**given | options)
 
 
 def order(round_index, *clients):
@@ -36,12 +35,17 @@ def order(round_index, *clients):
     )
 
 
-def allowed(epsilon):
-    """Refuse nothing."""
+def account(tmp_path, run="a" * 32, **budget):
+    ledger = Ledger(tmp_path / "privacy.json", PrivacyBudget(**budget) if budget else None)
+    return ledger.of_run(run, "b" * 64)
 
 
-def test_clients_are_followed_in_the_rounds_of_their_cohorts_only():
-    privacy = SitePrivacy(LOCAL, RUN, allowed)
+def private(tmp_path, privacy=LOCAL, **options):
+    return SitePrivacy(privacy, RUN, account(tmp_path), range(6), **options)
+
+
+def test_clients_are_followed_in_the_rounds_of_their_cohorts_only(tmp_path):
+    privacy = private(tmp_path)
     cohorts = list(RUN.cohorts(10))
     for number in (4, 7, 2):  # a server that was killed goes back
         inside = int(cohorts[number][0])
@@ -54,20 +58,24 @@ def test_clients_are_followed_in_the_rounds_of_their_cohorts_only():
 
 
 def test_a_run_that_costs_too_much_is_refused_whatever_the_server_says(tmp_path):
-    cost = SitePrivacy(LOCAL, RUN, allowed).mechanism.epsilon(10)
-    SitePrivacy(LOCAL, RUN, policy(tmp_path, most_epsilon=cost * 1.01).check_epsilon)
-    with pytest.raises(Refused, match="the run costs"):
-        SitePrivacy(LOCAL, RUN, policy(tmp_path, most_epsilon=cost * 0.99).check_epsilon)
+    cost = private(tmp_path).mechanism.epsilon(10)
+    SitePrivacy(LOCAL, RUN, account(tmp_path, epsilon=cost * 1.01), range(6))
+    with pytest.raises(Refused, match="would have spent"):
+        SitePrivacy(LOCAL, RUN, account(tmp_path, epsilon=cost * 0.99), range(6))
+    with pytest.raises(Refused, match="would have spent"):  # the run's own δ counts for nothing
+        SitePrivacy(
+            replace(LOCAL, delta=0.9), RUN, account(tmp_path, epsilon=cost * 0.99), range(6)
+        )
 
 
-def test_a_run_without_an_end_has_no_cost():
+def test_a_run_without_an_end_has_no_cost(tmp_path):
     endless = AccountedRun(UniformCohort(size=2), num_clients=6, num_rounds=None, seed=3)
     with pytest.raises(ConfigurationError, match=r"set trainer\.max_epochs"):
-        SitePrivacy(LOCAL, endless, allowed)
+        SitePrivacy(LOCAL, endless, account(tmp_path), range(6))
 
 
-def test_what_leaves_is_clipped_and_has_the_noise_of_the_client():
-    privacy = SitePrivacy(LOCAL, RUN, allowed)
+def test_what_leaves_is_clipped_and_has_the_noise_of_the_client(tmp_path):
+    privacy = private(tmp_path, secure=False)
     bare = ClientUpdate(5, torch.full((20_000,), 3.0), torch.empty(0), 10, 1)
     noisy = privacy.noisy(bare, 0)
     spread = float(noisy.delta.double().std())
@@ -77,10 +85,117 @@ def test_what_leaves_is_clipped_and_has_the_noise_of_the_client():
     assert not torch.equal(noisy.delta, privacy.noisy(bare, 1).delta)
 
 
+def test_who_knows_the_seed_cannot_take_the_noise_off(tmp_path):
+    """The attack: remake what a seed gives, and subtract it. It left the update itself, cosine 1.0."""
+    direction = torch.randn(20_000, generator=torch.Generator().manual_seed(0))
+    bare = ClientUpdate(5, direction, torch.empty(0), 10, 1)
+    nothing = ClientUpdate(5, torch.zeros(20_000), torch.empty(0), 10, 1)
+
+    def cosine(privacy):
+        remade = private(tmp_path, secure=False).noisy(nothing, 0).delta
+        found = privacy.noisy(bare, 0).delta - remade
+        return float(torch.cosine_similarity(found, direction, dim=0))
+
+    assert cosine(private(tmp_path, secure=False)) == pytest.approx(1.0, abs=1e-3)
+    assert abs(cosine(private(tmp_path))) < 0.05  # LOCAL says secure_noise: false
+
+
+SPENT = 1.0  # the budget; a run of ten rounds costs 0.82 of it
+FIRM = replace(LOCAL, noise_multiplier=21.5)
+
+
+def spend(tmp_path, run, **budget):
+    """Plan a run of ten rounds, and make all its releases; return ε of client 0 after them."""
+    paid = account(tmp_path, run=run, **budget)
+    privacy = SitePrivacy(FIRM, RUN, paid, range(6))
+    for number, cohort in enumerate(RUN.cohorts(10)):
+        privacy.check_order(order(number, *map(int, cohort)))
+        privacy.charge(map(int, cohort))
+    return paid.ledger.spent()
+
+
+def test_runs_are_paid_from_one_budget_also_after_a_kill(tmp_path):
+    """200 runs of 0.82 each were followed at a most_epsilon of 1."""
+    cost = spend(tmp_path, "1" * 32, epsilon=SPENT)
+    assert 0.5 < cost < SPENT
+    for number in range(2, 200, 50):  # each a new process, which finds the file
+        with pytest.raises(Refused, match=r"would have spent .*, \d\S* of it in other runs"):
+            spend(tmp_path, f"{number:032}", epsilon=SPENT)
+    assert spend(tmp_path, "9" * 32, epsilon=10.0) == pytest.approx(
+        composed_epsilon(
+            {private(tmp_path, FIRM).cost: 2 * int(RUN.participation().most[-1])}, 1e-5
+        )
+    )
+
+
+def test_a_run_goes_on_with_what_it_has_planned(tmp_path):
+    cost = private(tmp_path, FIRM).mechanism.epsilon(10)
+    spend(tmp_path, "1" * 32, epsilon=cost * 1.001)
+    again = account(tmp_path, run="1" * 32, epsilon=cost * 1.001)
+    resumed = SitePrivacy(FIRM, RUN, again, range(6))  # what is planned is paid already
+    with pytest.raises(Refused, match="would have spent"):  # a second answer to its last round
+        resumed.check_order(order(9, *map(int, list(RUN.cohorts(10))[9])))
+
+
+@pytest.mark.parametrize(("days", "allowed"), [(365, False), (366, True)])
+def test_a_budget_per_year_comes_back(days, allowed, tmp_path):
+    spend(tmp_path, "1" * 32, epsilon=SPENT, per="year")
+    file = tmp_path / "privacy.json"
+    then = (date.today() - timedelta(days=days)).isoformat()
+    file.write_text(file.read_text().replace(date.today().isoformat(), then))
+    if allowed:
+        assert spend(tmp_path, "2" * 32, epsilon=SPENT, per="year") < SPENT
+    else:
+        with pytest.raises(Refused, match="per: year"):
+            spend(tmp_path, "2" * 32, epsilon=SPENT, per="year")
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"entries": [{}]}', '{"entries": 3}'])
+def test_a_ledger_that_cannot_be_read_is_not_taken_for_an_empty_one(content, tmp_path):
+    (tmp_path / "privacy.json").write_text(content)
+    with pytest.raises(Refused, match="put a copy of it back"):
+        SitePrivacy(FIRM, RUN, account(tmp_path, epsilon=SPENT), range(6))
+
+
+def of(name, **options):
+    return {"class_path": f"fl_lightning.{name}", "init_args": options}
+
+
+LOUD = of("LocalDP", clip_norm=0.5, noise_multiplier=0.1, epsilon=0.5, secure_noise=False)
+UNPAID = {
+    "training shows": {},
+    "CentralDP shows": {
+        "federation__privacy": of("CentralDP", clip_norm=0.5, noise_multiplier=9.0)
+    },
+    "use the aggregator SecureMean": {
+        "federation__privacy": of("DistributedDP", clip_norm=0.5, noise_multiplier=99.0)
+    },
+    "would have spent": {"federation__privacy": LOUD},
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+def test_a_site_counts_itself_what_an_order_costs():
+    """The server says that its orders cost 0.5, with a configuration that costs more, or everything."""
+    mean = {"federation__aggregator": of("Mean", weight_by_examples=False)}
+    budget = PrivacyBudget(epsilon=1.0)
+    with three_sites(configuration(), {"a": (0, 1)}, most_epsilon=budget) as sites:
+        for said, options in UNPAID.items():
+            config, server = configuration(**mean, **options), LyingServer(sites)
+            assert server.ask("hello", config).failure is None
+            if not options:
+                refused = server.refusal("evaluate", config, options={"mask": ""})
+                assert "an evaluation of clients shows" in refused
+            refused = server.refusal("train", config, options={"epsilon": 0.5, "mask": ""})
+            assert said in refused
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("log_unprotected", [False, True])
-def test_no_metric_leaves_without_noise(log_unprotected, tmp_path, monkeypatch):
+def test_no_metric_leaves_without_noise_unless_the_site_says_so(
+    log_unprotected, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["fl-lightning"])
     local = {
@@ -88,11 +203,11 @@ def test_no_metric_leaves_without_noise(log_unprotected, tmp_path, monkeypatch):
         "init_args": {
             "clip_norm": 0.5,
             "noise_multiplier": 3.0,
-            "log_unprotected": log_unprotected,
+            "log_unprotected": not log_unprotected,  # the server's wish counts for nothing
         },
     }
     config = configuration(trainer__max_epochs=1, federation__privacy=local)
-    with three_sites(config) as sites:
+    with three_sites(config, log_unprotected=log_unprotected) as sites:
         channel = Listening(sites.channel())
         over_network(sites, config, tmp_path / "network", channel=channel)
     told = [

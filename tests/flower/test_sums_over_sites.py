@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from fl_lightning.flower.messages import Answer, Failure, Order, digest
 from fl_lightning.flower.policy import Policy, Refused
 from fl_lightning.flower.server.correspondence import Correspondence
-from fl_lightning.flower.sums.agreed import Agreed, rules_of
+from fl_lightning.flower.site.ledger import PrivacyBudget
+from fl_lightning.flower.sums.agreed import Agreed, rules_of, trained_on
 from fl_lightning.flower.sums.at_server import SumOverSites
 from fl_lightning.flower.sums.at_site import SiteSums
 from fl_lightning.flower.wire.failures import OrderRefused, category_of
@@ -46,9 +47,14 @@ class Sites:
         self.vectors = {c: np.array([c, 1, 2**20 - 1], np.uint32) for c in CLIENTS}
         self.sums, self.waiting, self.silent = {}, [], {}
         self.change = lambda content: content
-        for name, clients in SITES.items():
+        for name in SITES:
             self.start(name)
-            self.sums[name].keep(0, {c: self.vectors[c] for c in clients}, self.rules)
+            self.train(name)
+
+    def train(self, name, lr=0.1):
+        """Have a site keep its vectors of round 0, as after an order to train."""
+        vectors = {c: self.vectors[c] for c in SITES[name]}
+        self.sums[name].keep(vectors, self.rules, training(lr))
 
     def start(self, name):
         peers = {site: key.hex() for site, key in self.keys.items()}
@@ -85,22 +91,32 @@ class Sites:
         return came
 
 
-def write(clients, options, tensors):
+def write(clients, options, tensors, kind="sum"):
     return Order(
-        kind="sum",
+        kind=kind,
         run=RUN,
         configuration=CONFIGURATION,
         round=0,
         clients=clients,
+        counted=dict.fromkeys(clients, -1),
         options=options,
         tensors=tensors,
     )
 
 
-def added(sites, agreed, clients=CLIENTS):
+def training(lr=0.1):
+    return write((0,), {"optimizers": [[{"lr": lr}]]}, {}, kind="train")
+
+
+def added(sites, agreed, clients=CLIENTS, lr=0.1):
     lost = {}
     adds = SumOverSites(
-        Correspondence(sites, deadline=5.0), SITE_OF, sites.keys, write, lost.__setitem__
+        Correspondence(sites, deadline=5.0),
+        SITE_OF,
+        sites.keys,
+        write,
+        lost.__setitem__,
+        lambda: trained_on(training(lr)),
     )
     return adds(agreed, clients), lost
 
@@ -112,6 +128,51 @@ def test_the_sum_is_that_of_the_vectors(active, tmp_path):
     assert outcome.survivors == frozenset(range(6))
     assert lost == {}
     assert min(outcome.costs.bytes_up.values()) > 0
+
+
+@pytest.mark.parametrize("told", [0.1, 0.0])
+@pytest.mark.parametrize("active", [False, True])
+def test_sites_that_were_given_different_orders_are_in_no_sum(active, told, tmp_path):
+    """The attack: rate 0 for all but one site, whose update then is the sum."""
+    sites = Sites(tmp_path, active)
+    for name in "bc":
+        sites.train(name, lr=0.0)
+    with pytest.raises(AbortedError, match=r"[24] clients answered at stage ADVERTISE"):
+        added(sites, session(active=active), lr=told)
+
+
+def test_a_site_with_a_budget_is_in_no_sum_that_believes_the_server(tmp_path):
+    sites = Sites(tmp_path, most_epsilon=PrivacyBudget(epsilon=1.0))
+    with pytest.raises(AbortedError, match="0 clients answered at stage ADVERTISE"):
+        added(sites, session())
+
+
+class TwoFaced:
+    """A channel that tells each site of the purpose that it expects."""
+
+    def __init__(self, sites, purposes):
+        self._sites, self._purposes, self._sent = sites, purposes, {}
+        self.sites, self.keys = sites.sites, sites.keys
+
+    def receive(self, seconds):
+        came = [(site, Answer.from_bytes(c, limit=10**6)) for site, c in self._sites.receive(0)]
+        return [(site, replace(a, order=self._sent[site]).to_bytes()) for site, a in came]
+
+    def send(self, site, message, ttl):
+        order = Order.from_bytes(message, limit=10**6)
+        self._sent[site] = digest(message)
+        told = {**order.options["session"], "purpose": self._purposes[site]}
+        options = {**order.options, "session": told}
+        self._sites.send(site, replace(order, options=options).to_bytes(), ttl)
+
+
+def test_a_server_that_tells_each_site_what_it_expects_has_no_sum_either(tmp_path):
+    sites = Sites(tmp_path, active=True)
+    purposes = {name: trained_on(training(0.1 if name == "a" else 0.0)) for name in SITES}
+    for name in "bc":
+        sites.train(name, lr=0.0)
+    with pytest.raises(AbortedError, match="clients answered at stage"):
+        added(TwoFaced(sites, purposes), session(active=True))
 
 
 @pytest.mark.parametrize("stage", list(ProtocolStage)[1:])

@@ -15,7 +15,7 @@ from fl_lightning.nas.spaces.mobilenet import MobileNet, small_mobilenet
 from fl_lightning.nas.spaces.mobilenet_layers import MobileNetLayers
 from fl_lightning.nas.spaces.resnet import ResNet, small_resnet
 from fl_lightning.nas.spaces.vit import ViT, small_vit
-from fl_lightning.server.means.overlap_mean import OverlapMean
+from fl_lightning.server.means.mean import OverlapMean
 
 TINY_MOBILENET = MobileNet(
     depths=(1, 2),

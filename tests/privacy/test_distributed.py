@@ -18,8 +18,8 @@ from fl_lightning import (
     PoissonCohort,
     UniformCohort,
 )
+from fl_lightning.privacy.accounting.composition import ReleaseCost
 from fl_lightning.privacy.accounting.gaussian import gaussian_epsilon
-from fl_lightning.privacy.accounting.skellam import skellam_rdp
 from fl_lightning.privacy.noise.integer_vector import norm_bound, to_integers
 from fl_lightning.privacy.noise.noise_source import SecureNoise, SeededNoise
 from fl_lightning.privacy.noise.skellam_noise import _tail_table, skellam_noise
@@ -101,7 +101,7 @@ def test_the_bound_on_skellams_divergence_holds_and_is_tight(variance, shift):
     orders = np.array([2, 3, 5, 8])
     at = np.arange(-400, 401)
     here, there = ive(np.abs(at), variance), ive(np.abs(at - shift), variance)
-    bound = skellam_rdp(orders, variance, l2=shift, l1=shift)
+    bound = ReleaseCost(shift, variance, skellam_size=1).divergence(orders)
     for order, limit in zip(orders.tolist(), bound.tolist(), strict=True):
         both = (here > 0) & (there > 0)
         terms = order * np.log(there[both]) - (order - 1) * np.log(here[both])

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fl_lightning import AllClients, ConfigurationError, DistributedDP, RoundFailure
 from fl_lightning.core.update import ClientUpdate
-from fl_lightning.privacy.accounting.skellam import skellam_epsilon
+from fl_lightning.privacy.accounting.composition import ReleaseCost, composed_epsilon
 from fl_lightning.privacy.distributed import IntegerCode
 from fl_lightning.privacy.noise.noise_source import SeededNoise
 from fl_lightning.privacy.noise.skellam_noise import largest_noise, skellam_noise
@@ -70,8 +70,8 @@ def test_noise_is_for_the_fewest_vectors_that_a_sum_can_have():
     assert made.fewest_replies == 5
     assert made.code.share_variance * 5 == pytest.approx((2.0 * made.code.radius) ** 2)
     one, l2 = made.code.share_variance, 2 * made.code.radius
-    assert made.epsilon(4) >= skellam_epsilon(5 * one, l2, SIZE, 4, 1e-5)
-    assert made.epsilon(4) > skellam_epsilon(6 * one, 1.02 * l2, SIZE, 4, 1e-5)
+    assert made.epsilon(4) >= composed_epsilon({ReleaseCost(l2, 5 * one, SIZE): 4}, 1e-5)
+    assert made.epsilon(4) > composed_epsilon({ReleaseCost(1.02 * l2, 6 * one, SIZE): 4}, 1e-5)
     # one share more than it takes: one client may tell its noise
     wary = mechanism(SecureMean(), min_shares=4)
     assert wary.code.share_variance / wary.code.radius**2 == pytest.approx(2.0**2 / 4)

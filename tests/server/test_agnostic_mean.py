@@ -11,7 +11,7 @@ from test_fair_means import clients, opened, updates
 from fl_lightning.core.errors import ConfigurationError, RoundFailure
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.server import AFL
-from fl_lightning.server.means.agnostic_mean import on_simplex
+from fl_lightning.server.means.fair_means import on_simplex
 from fl_lightning.server.means.mean import Mean
 
 vectors = st.lists(st.floats(-3, 3), min_size=1, max_size=6).map(np.array)

@@ -13,19 +13,20 @@ from fl_lightning.core.update import ClientUpdate
 from fl_lightning.data.poisoning import LabelFlip, Trigger, poisoned_examples, poisoned_reader
 from fl_lightning.data.shards import ClientShards
 from fl_lightning.federation.stages.attackers import Attackers
-from fl_lightning.server.attacks.alone import GaussianNoise, Scaling, SignFlip
-from fl_lightning.server.attacks.forged import Forged
-from fl_lightning.server.attacks.together import (
+from fl_lightning.server.attacks import (
     ALIE,
+    Forged,
+    GaussianNoise,
     InnerProductManipulation,
     MinMax,
+    Scaling,
+    SignFlip,
     hidden_deviations,
 )
 from fl_lightning.server.means.mean import Mean
-from fl_lightning.server.robust.centred_clipping import CentredClipping
 from fl_lightning.server.robust.collect import Collected
-from fl_lightning.server.robust.fltrust import FLTrust
 from fl_lightning.server.robust.median import Median
+from fl_lightning.server.robust.reweighted import CentredClipping, FLTrust
 
 ATTACKERS = [1, 4]
 HONEST = [0, 2, 3, 5, 6]

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from fl_lightning.core.errors import RoundFailure
 from fl_lightning.core.update import ClientUpdate, GlobalModel, Updates
-from fl_lightning.server.means.exact_mean import ExactMean
 from fl_lightning.server.means.mean import Mean
-from fl_lightning.server.means.running_mean import RunningMean
+from fl_lightning.server.means.running_mean import ExactMean, RunningMean
 from fl_lightning.server.server import Server
 
 numbers = st.floats(-1e4, 1e4, width=32)

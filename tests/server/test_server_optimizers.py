@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from test_server import MOVES, X0, model, play, saved, sgd, update
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.server.optimizers.adaptive import FedAdagrad, FedAdam, FedYogi
-from fl_lightning.server.optimizers.lion import FedLion
+from fl_lightning.server.optimizers import FedAdagrad, FedAdam, FedLion, FedYogi
 from fl_lightning.server.server import Server, fedavg_optimizer
 
 # subnormal numbers have no relative precision

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.server.robust import matrix as update_rows
-from fl_lightning.server.robust.matrix import UpdateRows
+from fl_lightning.server.robust.matrix import ChosenRows, MixedRows, RowsAndOne, UpdateRows
 from fl_lightning.server.robust.passes import combined, products, sorted_sum, squared_distances
-from fl_lightning.server.robust.views import ChosenRows, MixedRows, RowsAndOne
 
 MATRIX = np.random.default_rng(0).standard_normal((7, 5000)).astype(np.float32)
 

@@ -66,7 +66,8 @@ class VarianceAndCovariance(Small):
         return F.relu(1 - spread).mean() + covariance.fill_diagonal_(0).square().sum()
 
 
-@row(shards=FIRST_HAS_ONE)
+# a correlation over few examples: rounding is larger
+@row(shards=FIRST_HAS_ONE, tolerance=3e-5)
 class BarlowTwins(Small):
     def training_step(self, batch, batch_idx):
         one, two = (self.net(batch[0] + 0.1 * torch.randn_like(batch[0])) for _ in range(2))

@@ -8,9 +8,12 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from fl_lightning.callbacks.calibration.owners import federation_of
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.traits import NO_TRAITS, Trait, Traits, check_together
 from fl_lightning.sparsity.heads.head_fit import HeadFit
 from fl_lightning.sparsity.sensitivity.logits import module_logits
 from fl_lightning.sparsity.sensitivity.protocol import Sensitivity
+
+MASKS = Traits(breaks={Trait.ALL_PARAMETERS: "keeps parameters from training"})
 
 
 def check_options(
@@ -71,16 +74,13 @@ def check_callbacks(trainer: Trainer, calibration: Callback) -> None:
 
 
 def check_takes_masks(module: LightningModule) -> None:
-    """Refuse a module that says why it cannot train under a mask (``reason_against_masks``).
+    """Refuse a module that cannot train under a mask, as its ``federation_traits`` say.
 
     Raises:
         ConfigurationError: with its reason.
     """
-    reason = getattr(module, "reason_against_masks", None)
-    if reason is not None:
-        raise ConfigurationError(
-            f"MaskCalibration: {reason}. Search without MaskCalibration, then mask the network that was found"
-        )
+    traits = getattr(module, "federation_traits", NO_TRAITS)
+    check_together({f"model {type(module).__name__}": traits, "MaskCalibration": MASKS})
 
 
 def check_forward(module: LightningModule, sensitivity: Sensitivity | None) -> None:

@@ -21,7 +21,7 @@ GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
         "clients": ("personal", "client_state", "client_memory_gb", "devices", "attackers"),
         "what travels": ("updates", "download", "privacy"),
         "the server": ("min_replies", "server_schedule", "asynchronous", "stages"),
-        "speed": ("engine", "slots", "speedups", "spot_check", "clients_per_group"),
+        "speed": ("engine", "slots", "speedups", "spot_check", "pad_batches", "clients_per_group"),
         "randomness": ("seed",),
     },
 }

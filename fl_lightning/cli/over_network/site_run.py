@@ -55,7 +55,9 @@ def run_site(fit: Fit, policy: Policy) -> None:
             options = self._get(self.config_init, "trainer")
             calibrations = [SiteCalibration(c) for c in options["callbacks"] or ()]
             calibrates = calibrations[0] if calibrations else None
-            at_site = AtSite(federation, fit.desk, fit.memory, policy, num_rounds, calibrates)
+            at_site = AtSite(
+                federation, fit.desk, fit.memory, policy, num_rounds, fit.account, calibrates
+            )
             options["callbacks"] = [at_site]
             return super(FederatedCLI, self).instantiate_trainer(**kwargs)
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fl_lightning.core.space import Space
+from fl_lightning.core.traits import NO_TRAITS, Trait, Traits
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,33 @@ class Calibrated(Protocol):
         """
 
 
+_OF_MEMORIES = Traits(
+    needs={
+        Trait.COHORTS: "compares clients that began from the same model",
+        Trait.ONE_MASK: "remembers a number for every coordinate",
+    },
+    instead={
+        Trait.COHORTS: "use FedProx",
+        Trait.ONE_MASK: "use one mask for all, or FedProx",
+    },
+)
+_OF_MEANS = Traits(
+    needs={Trait.SINGLE_UPDATES: "sends the change of a client's memory besides its update"},
+    breaks={
+        Trait.PRIVATE_CLIENTS: "sends the mean of clients' memories to everybody, without clipping or noise"
+    },
+    instead={
+        Trait.SINGLE_UPDATES: "use FedProx, or no correction",
+        Trait.PRIVATE_CLIENTS: "use FedProx, or no correction",
+    },
+)
+# of corrections that look at a client's examples, or at its loss, besides its steps
+OF_LOSSES = Traits(
+    breaks={Trait.PRIVATE_EXAMPLES: "looks at a client's examples besides its noisy steps"},
+    instead={Trait.PRIVATE_EXAMPLES: "use FedProx, FedDyn or Scaffold with option II"},
+)
+
+
 class Correction:
     """How clients correct their gradients; leaves are frozen dataclasses without state.
 
@@ -135,14 +163,12 @@ class Correction:
         return own.added_loss is not base.added_loss or own.calibrated is not base.calibrated
 
     @property
-    def reads_examples(self) -> bool:
-        """Whether it looks at a client's examples besides its steps."""
-        return self.changes_loss
-
-    @property
-    def reason_against_manual_steps(self) -> str | None:
-        """Why it makes no sense for modules that step their optimizers by hand, and what to do."""
-        return None
+    def traits(self) -> Traits:
+        """Traits of the correction; they follow from its methods."""
+        traits = OF_LOSSES if self.changes_loss else NO_TRAITS
+        if self.remembers:
+            traits |= _OF_MEMORIES
+        return traits | _OF_MEANS if self.needs_mean else traits
 
     def check(self, module: nn.Module, optimizer: Optimizer) -> None:
         """Refuse a module, or an optimizer of the clients, with which it makes no sense.

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from fl_lightning.client.corrections.correction import Correction, Outcome
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.space import Space
+from fl_lightning.core.traits import Trait, Traits
 
 
 @runtime_checkable
@@ -60,7 +61,12 @@ class Moon(Correction):
     mu: float = 1.0
     temperature: float = 0.5
 
-    reason_against_manual_steps = "Moon, which adds to the loss: use FedProx, Scaffold or FedDyn"
+    @property
+    def traits(self) -> Traits:
+        """It adds to the loss that training_step returns."""
+        added = {Trait.RETURNED_LOSS: "adds to the loss"}
+        ways = {Trait.RETURNED_LOSS: "use FedProx, Scaffold or FedDyn"}
+        return super().traits | Traits(needs=added, instead=ways)
 
     def __post_init__(self) -> None:
         if not 0 <= self.mu < float("inf"):

@@ -25,9 +25,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fl_lightning.client.corrections.correction import Correction, GradientTerm, Outcome
+from fl_lightning.client.corrections.correction import OF_LOSSES, Correction, GradientTerm, Outcome
 from fl_lightning.client.local_solver import LocalSolver
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.traits import Trait, Traits
 
 
 @final
@@ -63,19 +64,15 @@ class Scaffold(Correction):
         return self.option == "II"
 
     @property
-    def reads_examples(self) -> bool:
-        """With option I, for the gradient of the whole shard."""
-        return self.option == "I"
-
-    @property
-    def reason_against_manual_steps(self) -> str | None:
-        """With option I."""
+    def traits(self) -> Traits:
+        """Those of a mean of memories; option I takes the gradient over a client's examples as well."""
         if self.option == "II":
-            return None
-        return (
-            "Scaffold with option I, which takes the gradient of the loss over a client's examples: "
-            "set option to II"
-        )
+            return super().traits
+        taken = {
+            Trait.RETURNED_LOSS: "with option I takes the gradient of the loss over a client's examples"
+        }
+        ways = {Trait.RETURNED_LOSS: "set its option to II"}
+        return super().traits | OF_LOSSES | Traits(needs=taken, instead=ways)
 
     def __post_init__(self) -> None:
         if self.option not in ("I", "II"):

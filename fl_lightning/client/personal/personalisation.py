@@ -14,6 +14,16 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from fl_lightning.core.traits import Trait, Traits
+
+_OF_OWN_STEPS = Traits(
+    breaks={Trait.PRIVATE_EXAMPLES: "takes steps that would cost as well, and which nobody counts"},
+    instead={
+        Trait.PRIVATE_EXAMPLES: "leave personal out",
+        Trait.RETURNED_LOSS: "use Ditto or Personal",
+    },
+)
+
 
 class Personalisation(ABC):
     """What clients have for themselves and how they train it; leaves are frozen and without state."""
@@ -50,6 +60,21 @@ class Personalisation(ABC):
     def tuning_steps(self) -> int:
         """Local steps on the client's examples from the global model, when it is evaluated."""
         return 0
+
+    @property
+    def traits(self) -> Traits:
+        """Traits of the personal model; they follow from how a client trains its own part."""
+        needs, ways = {}, {}
+        if self.mixture is not None:
+            needs[Trait.RETURNED_LOSS] = "takes gradients at a mixture of two models"
+        elif self.own_epochs is not None:
+            needs[Trait.RETURNED_LOSS] = (
+                "freezes one part after the other (own_epochs), so that one optimizer has nothing to train"
+            )
+            ways[Trait.RETURNED_LOSS] = "leave own_epochs out"
+        elif self.tuning_steps > 0:
+            needs[Trait.RETURNED_LOSS] = "takes steps of its own on the loss"
+        return _OF_OWN_STEPS | Traits(needs, {}, ways)
 
     @abstractmethod
     def names(self, module: nn.Module) -> list[str]:

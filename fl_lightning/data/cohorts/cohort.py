@@ -16,6 +16,7 @@ import numpy as np
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import is_secret, numpy_generator, uniform_stream
+from fl_lightning.core.traits import Trait, Traits
 from fl_lightning.data.cohorts.cohort_size import check_cohort_size, check_fraction, cohort_size
 from fl_lightning.data.cohorts.population import ClientIds, Population
 
@@ -51,6 +52,22 @@ class NeedsFreshLosses(Protocol):
 
     def candidates(self, round_index: int, population: Population, seed: int) -> ClientIds:
         """Return whose losses are needed, maybe nobody's; a pure function."""
+
+
+_OF_COHORTS = Traits(
+    needs={Trait.COHORTS: "chooses who takes part in a round"},
+    instead={Trait.COHORTS: "leave cohort out"},
+)
+_OF_FRESH_LOSSES = Traits(
+    needs={
+        Trait.RETURNED_LOSS: "measures the loss that training_step returns",
+        Trait.SIMULATION: "asks for clients' losses on the present model",
+    },
+    instead=dict.fromkeys(
+        (Trait.RETURNED_LOSS, Trait.SIMULATION),
+        "set its losses to last_known, or use UniformCohort",
+    ),
+)
 
 
 class Cohort(ABC):
@@ -100,6 +117,11 @@ class Cohort(ABC):
     def needs_fresh_losses(self) -> bool:
         """Whether losses are measured for it before it draws, see `candidates`."""
         return False
+
+    @property
+    def traits(self) -> Traits:
+        """Traits of this part."""
+        return _OF_FRESH_LOSSES | _OF_COHORTS if self.needs_fresh_losses else _OF_COHORTS
 
     @property
     def loss_batches(self) -> int | None:

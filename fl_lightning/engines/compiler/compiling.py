@@ -44,6 +44,10 @@ class Compiled:
         is_alone: between two checks nothing changes but the tensors in the first argument, so that
             later calls check no more than that these are of kinds seen since.
 
+    Attributes:
+        is_given_up: whether it runs in the other way from here on.
+        plain: that other way.
+
     Example:
         >>> twice = Compiled(lambda x: 2 * x)
         >>> twice.is_given_up
@@ -60,7 +64,7 @@ class Compiled:
     ) -> None:
         _start_autograd()
         _start_no_processes()
-        self._name, self._plain = name, otherwise or function
+        self._name, self.plain = name, otherwise or function
         self._has_one_graph = otherwise is not None
         self._is_alone = is_alone
         self._function = function
@@ -106,7 +110,7 @@ class Compiled:
                     self._compile(leaves_out=False)
                     return self(*args)
                 self.give_up(error)
-        return self._plain(*args)
+        return self.plain(*args)
 
     def give_up(self, error: Exception) -> None:
         """Run it in the other way from here on, and warn."""
@@ -122,7 +126,8 @@ class Compiled:
         if kind in self._checked:
             with torch.compiler.set_stance(skip_guard_eval_unsafe=True):
                 return self._compiled(*args)
-        if self._refuses or (self._has_one_graph and self._made):
+        is_new = bool(self._made) and kind not in self._made  # e.g. batches of another size
+        if (self._refuses and not is_new) or (self._has_one_graph and self._made):
             result = self._run_unchanged(*args)
             self._checked.append(kind)
             return result

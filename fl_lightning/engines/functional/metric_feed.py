@@ -112,6 +112,18 @@ class MetricFeed:
     def __len__(self) -> int:
         return len(self._updates)
 
+    def check_same(self, other: MetricFeed) -> None:
+        """Check that batches of another size are given to the same metrics in the same way.
+
+        Raises:
+            CannotStack: if they are not.
+        """
+        ours, theirs = (
+            [(u.call[0], _constants(u.call)) for u in f._updates] for f in (self, other)
+        )
+        if ours != theirs:
+            raise CannotStack("training_step updates other metrics for other sizes of a batch")
+
     def feed(self, steps: Sequence[GivenStep]) -> None:
         """Update the metrics with some steps' examples."""
         for update in self._updates:

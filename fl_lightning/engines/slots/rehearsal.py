@@ -48,7 +48,7 @@ def rehearse(
         module: it is left alone.
         batch: a full one.
         num_slots: G.
-        by_example: whether the stacked step evaluates example by example.
+        by_example: whether the stacked step evaluates its loss example by example, to pad batches.
 
     Raises:
         CannotStack: naming a draw or a metric that slots cannot do.

@@ -25,7 +25,8 @@ class StackedOptions:
 
     Attributes:
         num_slots: clients side by side, G.
-        weighted: evaluate the loss by example, so that batches may be padded.
+        padded: the loss is a mean over examples; it is evaluated example by example, so that batches
+            may be padded. If not, batches are whole, and their sizes may differ from step to step.
         clip_norm: largest norm of a client's gradient; None for no clipping.
         clip_value: largest absolute value of a gradient's numbers; None for no clipping.
         compiled: have the compiler turn the step into one graph.
@@ -35,7 +36,7 @@ class StackedOptions:
     """
 
     num_slots: int
-    weighted: bool = True
+    padded: bool = False
     clip_norm: float | None = None
     clip_value: float | None = None
     compiled: bool = False

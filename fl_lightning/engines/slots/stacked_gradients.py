@@ -3,10 +3,9 @@
 The user's own ``training_step`` is run on stacked parameters by `torch.func`: its gradient under
 `vmap` over the clients.
 
-A batch smaller than B is padded, and a padded example must count for nothing. So where the loss is
-a mean over examples, it is evaluated example by example (a second `vmap`, which costs nothing once
-compiled), and the mean is taken with weights 0 and 1. Where it is not (batch norm, contrastive
-losses), the batch stays whole and only full batches can be stacked.
+Batches stay whole, and those of one call have one size. Where the user says that the loss is a mean over
+examples, smaller batches may be padded: the loss is evaluated example by example (a second `vmap`, which
+costs nothing once compiled), and the mean is taken with weights 0 and 1.
 
 Random numbers (dropout) are inputs like the batch, drawn beforehand from each client's own
 generator. What the step would give to torchmetrics objects is among the outputs.
@@ -75,16 +74,16 @@ class StackedGradients:
 
     Args:
         call: the module's training step.
-        weighted: evaluate the loss by example.
+        padded: evaluate the loss by example.
 
     Attributes:
         draw_axes: of each random number the axis over examples; None where it has none.
         thin: names of the weights whose layers are thin.
     """
 
-    def __init__(self, call: TrainingStep, weighted: bool) -> None:
+    def __init__(self, call: TrainingStep, padded: bool) -> None:
         self._call = call
-        self._loss = self._weighted if weighted else self._whole
+        self._loss = self._padded if padded else self._whole
         self.draw_axes: list[int | None] = []
         self.thin: Sequence[str] = ()
 
@@ -121,7 +120,7 @@ class StackedGradients:
         }
         return result.loss, Outputs(sums, result.given, buffers, result.inputs)
 
-    def _weighted(
+    def _padded(
         self, params: Tensors, zeros: Tensors, weights: Tensors, buffers: Tensors, inputs: Inputs
     ) -> tuple[Tensor, Outputs]:
         sizes: dict[str, float | None] = {}

@@ -9,7 +9,7 @@ come out of it as factors, and `ThinSteps` follow.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -20,12 +20,13 @@ from torch.optim import Optimizer
 from fl_lightning.core.update import LazyDeltas
 from fl_lightning.engines.cannot_stack import CannotStack
 from fl_lightning.engines.functional.functional_step import StepContext, Tensors
+from fl_lightning.engines.slots.inputs import StepPart
 from fl_lightning.engines.slots.rehearsal import Rehearsal
 from fl_lightning.engines.slots.stacked_functions import Slots, StackedOptions, StackedTerm
-from fl_lightning.engines.slots.stacked_gradients import Inputs
+from fl_lightning.engines.slots.stacked_gradients import Inputs, Outputs
 from fl_lightning.engines.slots.stacked_optimizers import stacked_rule
+from fl_lightning.engines.slots.step_facts import BatchOf
 from fl_lightning.engines.slots.step_graphs import StepGraphs, StepKind
-from fl_lightning.engines.slots.step_records import BatchOf
 from fl_lightning.engines.slots.thin_steps import ThinSteps
 from fl_lightning.sparsity.optimizers.masked_optimizer import MaskedOptimizer
 
@@ -48,12 +49,12 @@ class StackedStep:
     Attributes:
         params: by name, shape (G, …).
         states: of the optimizer, by name.
-        buffers: floating-point buffers by name, shape (G, …); empty if ``weighted``.
+        buffers: by name, shape (G, …); empty if ``padded``.
         sums: loss and logged values by name: Σ value · weight and Σ weight, shape (G, 2).
         shifts: of a correction, by name, shape (G, …); empty where there are none.
         count: steps that each client has taken, float64 of shape (G,).
         graphs: what the step does at present, and how.
-        given: what the last step gave to metrics.
+        given: what the last step gave to metrics, with the slots that it came from (None: all).
     """
 
     def __init__(
@@ -82,10 +83,10 @@ class StackedStep:
         self._pull = torch.zeros((), dtype=first.dtype, device=first.device)
         self._lrs: list[Tensor] = []
         self._starts: Tensors = {}
-        stacked_buffers = {} if options.weighted else dict(module.named_buffers())
+        stacked_buffers = {} if options.padded else dict(module.named_buffers())
         self.buffers = {n: self._stacked(b) for n, b in stacked_buffers.items()}
         self.sums: Tensors = {}
-        self.given: list[Tensor] = []
+        self.given: list[tuple[list[int] | None, list[Tensor]]] = []
         self.states: dict[str, list[Tensor]] = {}
         self.read_options()
 
@@ -125,19 +126,57 @@ class StackedStep:
         self._thin = ThinSteps(self.params, self.states, rules, lrs)
         return rehearsal
 
-    def __call__(self, batch: Any, valid: Tensor) -> None:
+    def __call__(self, part: StepPart, apart: Sequence[StepPart] = ()) -> None:
         """Take one step in every slot.
 
         Args:
-            batch: tensors in tuples, lists and dicts, each of shape (G, B, …).
-            valid: 1 where an example counts, 0 where it is padding, shape (G, B).
+            part: the batches of all slots.
+            apart: those of slots whose batches have other sizes. Their step is taken on copies; what
+                ``part`` makes in these slots is overwritten.
         """
-        inputs = self._inputs(batch, valid)
+        ends = [self._apart(other) for other in apart]
+        inputs = self._inputs(part)
         outputs, factors = self._done("step", inputs, self._slots, self.buffers)
         self._thin.step(factors)
+        for other in apart:
+            for sums in outputs.sums.values():
+                sums[other.slots] = 0
         self._add(outputs.sums)
+        for other, (rows, result) in zip(apart, ends, strict=True):
+            self._put(other, rows, result)
 
-    def first(self, start: Tensors, batch: Any, valid: Tensor) -> None:
+    def _apart(self, part: StepPart) -> tuple[list[Tensor], Outputs]:
+        """Take a step in some slots, on copies; return these and what else came out."""
+        at = torch.tensor(part.slots, device=self.count.device)
+        slots, buffers = self._slots, {name: b[at] for name, b in self.buffers.items()}
+        term = slots.term
+        if term is not None:
+            shifts = {name: shift[at] for name, shift in term.shifts.items()}
+            term = StackedTerm(term.pull, term.starts, shifts)
+        params = {name: p[at] for name, p in slots.params.items()}
+        states = {name: [s[at] for s in of] for name, of in slots.states.items()}
+        draws = [numbers[at] for numbers in part.draws]
+        inputs = Inputs(part.batch, part.valid, self.count[at], draws)
+        copies = Slots(params, states, slots.lrs, term)
+        outputs, factors = self.graphs.run_apart(inputs, copies, buffers)
+        self._thin.of(params, states).step(factors)
+        rows = [*params.values(), *(s for of in states.values() for s in of), *buffers.values()]
+        return [*rows, inputs.steps], outputs
+
+    def _put(self, part: StepPart, rows: list[Tensor], outputs: Outputs) -> None:
+        """Put what some slots' step came to into their places."""
+        at = torch.tensor(part.slots, device=self.count.device)
+        states = [s for of in self.states.values() for s in of]
+        places = [*self.params.values(), *states, *self.buffers.values(), self.count]
+        for place, row in zip(places, rows, strict=True):
+            place[at] = row
+        for name, sums in outputs.sums.items():
+            if name not in self.sums:
+                self.sums[name] = sums.new_zeros(len(self.count), 2)
+            self.sums[name][at] += sums
+        self.given.append((part.slots, outputs.given))
+
+    def first(self, start: Tensors, part: StepPart) -> None:
         """Begin with a new client in every slot and take its first step.
 
         All clients start from the same parameters, so the forward pass is that of one model on
@@ -145,31 +184,29 @@ class StackedStep:
 
         Args:
             start: parameters by name, without the axis of clients.
-            batch: as for a step.
-            valid: as for a step.
+            part: the batches of all slots.
         """
         torch._foreach_zero_([self.count, *self.sums.values()])
-        inputs = self._inputs(batch, valid)
+        inputs = self._inputs(part)
         outputs, factors = self._done("first", inputs, start, self._slots)
         self._thin.first(start, factors)
         self._add(outputs.sums)
 
     def only(
-        self, start: Tensors, batch: Any, valid: Tensor, active: Tensors
+        self, start: Tensors, part: StepPart, active: Tensors
     ) -> tuple[Tensor | LazyDeltas, Tensors]:
         """Return what the only step of a new client in every slot comes to.
 
         Args:
             start: as for the first step; its order is that of the deltas' coordinates.
-            batch: as for a step.
-            valid: as for a step.
+            part: the batches of all slots.
             active: of parameters whose deltas have only some entries, which, as indices.
 
         Returns:
             The clients' deltas, shape (G, k), and what `sums` would hold.
         """
         self.count.zero_()
-        inputs = self._inputs(batch, valid)
+        inputs = self._inputs(part)
         outputs, factors, deltas = self._done("only", inputs, start, self._slots, active)
         if factors:
             deltas = self._thin.deltas(deltas, start, factors, active)
@@ -182,15 +219,13 @@ class StackedStep:
             term = StackedTerm(self._pull, self._starts if options.has_pull else {}, self.shifts)
         return Slots(self.params, self.states, self._lrs, term)
 
-    def _inputs(self, batch: Any, valid: Tensor) -> Inputs:
-        rehearsal = self.graphs.rehearsal
-        draws = [] if rehearsal is None else rehearsal.draws.numbers
-        return Inputs(batch, valid, self.count, draws)
+    def _inputs(self, part: StepPart) -> Inputs:
+        return Inputs(part.batch, part.valid, self.count, part.draws)
 
     def _done(self, kind: StepKind, inputs: Inputs, *arguments: Any) -> Any:
         """Run a kind of step, and keep what it gives to metrics."""
         result = self.graphs.run(kind, inputs, *arguments)
-        self.given = result[0].given
+        self.given = [(None, result[0].given)]
         return result
 
     def _add(self, logged: Tensors) -> None:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from fl_lightning.client.state.python_state import PythonState
 from fl_lightning.core.seeds import preserve_global_generators
-from fl_lightning.engines.cannot_stack import CannotStack, NotByExample
+from fl_lightning.engines.cannot_stack import CannotPad, CannotStack
 from fl_lightning.engines.compiler.compiling import Compiled
 from fl_lightning.engines.functional.functional_step import (
     StepContext,
@@ -27,7 +27,7 @@ from fl_lightning.engines.functional.user_hooks import hooks_against_slots
 from fl_lightning.engines.slots.rehearsal import Rehearsal, rehearse
 from fl_lightning.engines.slots.stacked_functions import StackedFunctions, StackedOptions
 from fl_lightning.engines.slots.stacked_gradients import Inputs, StackedGradients
-from fl_lightning.engines.slots.step_records import BatchOf, StepRecords
+from fl_lightning.engines.slots.step_facts import BatchOf, StepFacts
 from fl_lightning.engines.slots.thin_steps import can_be_thin
 from fl_lightning.kernels import FEW
 
@@ -35,6 +35,8 @@ from fl_lightning.kernels import FEW
 MOST_GRAPHS = 3
 # Of batches, by types and shapes, that a run may have.
 MOST_KINDS = 4
+# Sizes of batches whose step is compiled: full ones, and one more.
+MOST_SIZES = 2
 
 _T = TypeVar("_T")
 StepKind = Literal["step", "first", "only"]
@@ -63,7 +65,9 @@ class StepGraphs:
 
     Attributes:
         functions: what graphs are made of.
-        rehearsal: what the step draws and gives to metrics; None before `rehearse`.
+        rehearsals: what the step draws and gives to metrics, by the size of the batch: of full ones
+            first, and of others where that depends on it; empty before `rehearse`.
+        written: names of buffers that the step was seen to write to.
         present: the graphs for what the step does now; only from the first rehearsal on.
     """
 
@@ -83,15 +87,16 @@ class StepGraphs:
         self._count, self._ignore = count, ignore
         self._call = TrainingStep(module, takes_index, direct=options.direct, context=context)
         self._plain_call = TrainingStep(module, takes_index, context=context)
-        gradients = StackedGradients(self._call, options.weighted)
+        gradients = StackedGradients(self._call, options.padded)
         self.functions = StackedFunctions(gradients, options, _groups(optimizer, module))
-        self.rehearsal: Rehearsal | None = None
-        self._records: StepRecords | None = None
+        self.rehearsals: dict[int, Rehearsal] = {}
+        self.written: frozenset[str] = frozenset()
+        self._seen: set[int] = set()  # sizes of batches of which the step is known
+        self._compiled_sizes: set[int] = set()
         # by what needs one of its own: the optimizer's rules and thin layers' names
         self._made: dict[Any, _Graphs] = {}
         self._looked_for: Any = None  # in no round so far
         self._kinds: set[Any] = set()
-        self._sizes: Collection[int] = ()
 
     @property
     def is_compiled(self) -> bool:
@@ -113,27 +118,40 @@ class StepGraphs:
         """
         if reason := hooks_against_slots(self._module, self._optimizer):
             raise CannotStack(reason)
+        # padded, all batches are full ones
+        sizes = sorted({max(sizes)} if self._options.padded else {*sizes}, reverse=True)
         with nullcontext() if self._is_known(sizes) else self._leaving_nothing():
-            if self.rehearsal is None or not self.rehearsal.is_final:
-                options = self._options
-                with preserve_global_generators():  # reading it may draw
-                    full = batch(max(sizes))
-                with preserve_global_generators(only_torch=True):  # others are Python's state
-                    self.rehearsal = rehearse(
-                        self._call,
-                        self._module,
-                        full,
-                        num_slots=options.num_slots,
-                        by_example=options.weighted,
-                    )
-                self.functions.gradients.draw_axes = self.rehearsal.draws.axes
-            self._sizes = sizes
+            self._rehearse_sizes(batch, sizes)
             self._read_step(batch, sizes)
-        return self.rehearsal
+        return self.rehearsals[sizes[0]]
+
+    def _rehearse_sizes(self, batch: BatchOf, sizes: Sequence[int]) -> None:
+        if self.rehearsals and self.rehearsals[sizes[0]].is_final:
+            return
+        self.rehearsals = {sizes[0]: self._rehearsed(batch, sizes[0])}
+        full = self.rehearsals[sizes[0]]
+        self.functions.gradients.draw_axes = full.draws.axes
+        if full.draws.numbers or len(full.feed):
+            for size in sizes[1:]:
+                self.rehearsals[size] = self._rehearsed(batch, size)
+                self.rehearsals[size].feed.check_same(full.feed)
+
+    def _rehearsed(self, batch: BatchOf, size: int) -> Rehearsal:
+        options = self._options
+        with preserve_global_generators():  # reading it may draw
+            read = batch(size)
+        with preserve_global_generators(only_torch=True):  # others are Python's state
+            return rehearse(
+                self._call,
+                self._module,
+                read,
+                num_slots=options.num_slots,
+                by_example=options.padded,
+            )
 
     def forget(self) -> None:
         """Have the next rehearsal find out everything anew."""
-        self.rehearsal = self._looked_for = None
+        self._looked_for, self.rehearsals = None, {}
 
     @contextmanager
     def _leaving_nothing(self) -> Iterator[None]:
@@ -153,11 +171,6 @@ class StepGraphs:
             raise reason
 
     @property
-    def written(self) -> frozenset[str]:
-        """Names of buffers that the step was seen to write to."""
-        return frozenset() if self._records is None else self._records.written
-
-    @property
     def is_unused_any(self) -> bool:
         """Whether a parameter that trains is not among what the loss depends on."""
         return bool(self.functions.unused)
@@ -169,17 +182,29 @@ class StepGraphs:
             CannotStack: for batches of a kind of which too many are known.
         """
         self._meet(inputs)
+        return self._run(getattr(self.present, kind), inputs, *arguments)
+
+    def run_apart(self, inputs: Inputs, *arguments: Any) -> Any:
+        """Run a step that is not compiled, of fewer clients, on batches of another size."""
+        return self._run(self.functions.step, inputs, *arguments)
+
+    def _run(self, function: Callable[..., Any], inputs: Inputs, *arguments: Any) -> Any:
+        size = inputs.valid.shape[1]
+        if len(self._compiled_sizes) < MOST_SIZES:
+            self._compiled_sizes.add(size)
+        if isinstance(function, Compiled) and size not in self._compiled_sizes:
+            function = function.plain
         with self._call.in_place():
-            return getattr(self.present, kind)(inputs, *arguments)
+            return function(inputs, *arguments)
 
     def by_name(self, of_groups: Sequence[_T]) -> dict[str, _T]:
         """Return what each parameter has of what the optimizer's groups have."""
         return {name: of_groups[group] for name, group in self.functions.group_of.items()}
 
-    def _is_known(self, sizes: Collection[int]) -> bool:
+    def _is_known(self, sizes: Sequence[int]) -> bool:
         """Whether the step is not run to rehearse it: nothing about it is open."""
-        is_settled = self.rehearsal is not None and self.rehearsal.is_final
-        return is_settled and self._graphs_can_tell and not self._are_new(sizes)
+        is_settled = bool(self.rehearsals) and self.rehearsals[sizes[0]].is_final
+        return is_settled and self._graphs_can_tell and self._seen >= set(sizes)
 
     @property
     def _graphs_can_tell(self) -> bool:
@@ -188,13 +213,7 @@ class StepGraphs:
         is_known = self._looked_for == (functions.rules, set(functions.masks))
         return is_known and self.is_compiled
 
-    def _are_new(self, sizes: Collection[int]) -> bool:
-        """Whether nothing is proved yet of batches of one of these sizes."""
-        if not self._options.weighted or self._records is None:
-            return False
-        return not self._records.has_proved(sizes)
-
-    def _read_step(self, batch: BatchOf, sizes: Collection[int]) -> None:
+    def _read_step(self, batch: BatchOf, sizes: Sequence[int]) -> None:
         """Prepare for a step that may have changed.
 
         Graphs tell whether what Python reads in the step has. They do not read rules and masks of
@@ -202,18 +221,19 @@ class StepGraphs:
         """
         can_tell = self._graphs_can_tell
         if not can_tell:
-            self._look(batch, max(sizes))
+            self._look(batch, sizes[0])
             with preserve_global_generators():
-                self._kinds = {_kind(batch(max(sizes)), 1)}
-        self._prove(sizes)
+                self._kinds = {_kind(batch(sizes[0]), 1)}
+        for size in sizes:
+            if size not in self._seen:
+                self._see(batch, size)
         self._recheck(refuse=can_tell)
 
     def _look(self, batch: BatchOf, full: int) -> None:
         """Find out what the step does now, which layers can be thin, and take the graphs for that."""
         functions = self.functions
-        self._records = StepRecords(self._plain_call, self._module, batch, full)
-        self._records.look()
-        functions.unused = self._records.unused
+        self._seen, self.written = set(), frozenset()
+        self._see(batch, full)
         if functions.unused and (self._options.has_pull or self._options.has_shift):
             name = min(functions.unused)
             raise CannotStack(
@@ -228,12 +248,18 @@ class StepGraphs:
         self.present = self._made[key]
         self._looked_for = functions.rules, set(functions.masks)
 
-    def _prove(self, sizes: Collection[int]) -> None:
-        """Have it proved that batches of these sizes can be evaluated example by example."""
-        if not self._options.weighted or self._records is None:
-            return
-        if reason := self._records.reason_against(sizes):
-            raise NotByExample(reason)
+    def _see(self, batch: BatchOf, size: int) -> None:
+        """Find out what the step does with batches of a size, the full one first."""
+        facts = StepFacts.of(self._plain_call, self._module, batch, size)
+        if not self._seen:
+            self.functions.unused = facts.unused
+        if facts.unused != self.functions.unused:
+            name = min(facts.unused ^ self.functions.unused)
+            raise CannotStack(f"its loss uses {name} in batches of some sizes only")
+        self.written |= facts.written
+        if self._options.padded and self.written:
+            raise CannotPad(f"training_step changes the buffer {min(self.written)}")
+        self._seen.add(size)
 
     def _recheck(self, *, refuse: bool) -> None:
         for run in self.present:
@@ -252,7 +278,7 @@ class StepGraphs:
         if full > FEW:
             return []
         sample = batch(full)
-        if self._options.weighted:
+        if self._options.padded:
             sample = map_tensors(lambda tensor: tensor[:1], sample)
         with self._call.in_place():
             return self._call.thin_here(names, sample, self._count[0])
@@ -274,7 +300,6 @@ class StepGraphs:
                 lambda size: map_tensors(lambda tensor: tensor[0][:size], inputs.batch),
                 inputs.valid.shape[1],
             )
-            self._prove(self._sizes)
         self._kinds.add(kind)
         self._recheck(refuse=False)
 

@@ -32,6 +32,10 @@ class ThinSteps:
     rules: Mapping[str, StackedRule]
     lrs: Mapping[str, Tensor]
 
+    def of(self, params: Tensors, states: Mapping[str, list[Tensor]]) -> ThinSteps:
+        """Return the steps of other slots, of the same clients' optimizer."""
+        return ThinSteps(params, states, self.rules, self.lrs)
+
     def step(self, factors: Mapping[str, Factors]) -> None:
         """Take a step in every slot."""
         for name, factor in factors.items():

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +25,7 @@ from fl_lightning.engines.cannot_stack import CannotStack
 from fl_lightning.engines.compiler.compiling import HasChanged
 from fl_lightning.engines.functional.functional_step import Tensors
 from fl_lightning.engines.functional.metric_feed import GivenStep
-from fl_lightning.engines.slots.inputs import Guest, ReadBatch, SlotInputs
+from fl_lightning.engines.slots.inputs import Guest, ReadBatch, SlotInputs, StepPart, StepPlan
 from fl_lightning.engines.slots.own import OwnOf, SlotOwn
 from fl_lightning.engines.slots.packing import Stays, pack
 from fl_lightning.engines.slots.results import SlotResults
@@ -78,6 +77,7 @@ class SlotTrainer:
             read,
             num_slots=self._num_slots,
             batch_size=batch_size,
+            padded=step.options.padded,
             reads_at_random=reads_at_random,
         )
         self._space, self._buffers = space, buffers
@@ -131,41 +131,44 @@ class SlotTrainer:
         sizes = {self._batch_size, *work.sizes.tolist()}
         rehearsal = self._step.rehearse(partial(self._inputs.batch_like, work[0]), sizes)
         self._refuse_constants()
-        draws = rehearsal.draws if rehearsal.draws.numbers else None
+        rehearsals = self._step.graphs.rehearsals
+        draws = {size: r.draws for size, r in rehearsals.items()} if rehearsal.draws.numbers else {}
         pull = 0.0 if term is None else term(int(work.client_ids[0])).pull
         named_start = self._open(start, work, pull, own)
         stays = pack(work.num_steps, self._num_slots)
-        indices, valid = self._plan(stays, work)
+        plans = self._plan(stays, work)
         has_own = bool(self._step.shifts) or self._own is not None
         has_guests = has_own or self._inputs.asks_guests(draws)
         together = self._begin_alike(work)
-        given: list[list[Tensor]] = []
+        given: list[tuple[StepPlan, list[int] | None, list[Tensor]]] = []
         self._left_out.clear()
-        for number, (step_indices, step_valid) in enumerate(zip(indices, valid, strict=True)):
-            new, done = stays.beginning(number), stays.ending(number)
+        for plan in plans:
+            new, done = stays.beginning(plan.number), stays.ending(plan.number)
             guests = [_guest(stays, stay, work) for stay in new] if has_guests else []
-            batch = self._inputs.next(number, step_indices, guests, draws)
+            part, *apart = self._inputs.next(plan, guests, draws)
             if self._step.shifts:
                 self._shift(guests, term)
             alike = together and bool(len(new))
             if alike and len(done):
-                yield self._only(named_start, batch, step_valid, stays.clients[done])
+                yield self._only(named_start, part, stays.clients[done])
             elif alike:
-                self._step.first(named_start, batch, step_valid)
+                self._step.first(named_start, part)
             else:
                 self._reset(stays.slots[new].tolist())
                 self._enter(guests)
-                self._step(batch, step_valid)
+                self._step(part, apart)
             if len(rehearsal.feed):
-                given.append(self._step.given)
+                given += [(plan, slots, tensors) for slots, tensors in self._step.given]
             if not alike:
                 slots, ended = stays.slots[done].tolist(), stays.clients[done].tolist()
                 yield from self._take_over(slots, ended, work)
         yield from self._results.hand_on()
         if given:
-            self._count_out(stays, work, valid)
-            steps = zip(given, valid.bool().unbind(), strict=True)
-            rehearsal.feed.feed([GivenStep(tensors, counts) for tensors, counts in steps])
+            self._count_out(stays, work, plans)
+            is_padded = self._step.options.padded
+            counts = (p.valid.bool() if is_padded else _in_part(p, slots) for p, slots, _ in given)
+            parts = zip((tensors for _, _, tensors in given), counts, strict=True)
+            rehearsal.feed.feed([GivenStep(*part) for part in parts])
 
     def _refuse_constants(self) -> None:
         """Leave it to one client after the other to refuse what was taken for a constant."""
@@ -188,40 +191,44 @@ class SlotTrainer:
             self._own.open(own)
         return named_start
 
-    def _count_out(self, stays: Stays, work: GroupWork, valid: Tensor) -> None:
+    def _count_out(self, stays: Stays, work: GroupWork, plans: Sequence[StepPlan]) -> None:
         ids = work.client_ids[stays.clients]
         for stay in np.flatnonzero(np.isin(ids, list(self._left_out))):
-            valid[stays.begins[stay] : stays.ends[stay], stays.slots[stay]] = 0
+            for plan in plans[stays.begins[stay] : stays.ends[stay]]:
+                plan.valid[stays.slots[stay]] = 0
 
     def leave_out(self, client: int) -> None:
         """Have no example of a client count whose update cannot be used."""
         self._left_out.add(client)
 
-    def _plan(self, stays: Stays, work: GroupWork) -> tuple[Tensor, Tensor]:
-        """Return the indices of every step, slot and example, and which of them count.
-
-        Both have shape (T, G, B). What is padded repeats an example of the same client; a slot
-        without a client repeats one that somebody has.
-        """
+    def _plan(self, stays: Stays, work: GroupWork) -> list[StepPlan]:
+        """Return all steps; a slot without a client repeats an example that somebody has."""
         counts = work.num_steps[stays.clients]
         within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         when = within + np.repeat(stays.begins, counts)
         where = np.repeat(stays.slots, counts)
         steps = within + np.repeat(work.first_steps[stays.clients], counts)
         begins, sizes = work.begins[steps, None], work.sizes[steps, None]
+        of_slots = np.zeros((stays.num_steps, self._num_slots), np.int64)
+        of_slots[when, where] = sizes[:, 0]
         columns = np.arange(self._batch_size)
         order = work.order.numpy()
         shape = stays.num_steps, self._num_slots, self._batch_size
         indices, valid = np.full(shape, order[0]), np.zeros(shape, np.float32)
         indices[when, where] = order[begins + np.minimum(columns, sizes - 1)]
         valid[when, where] = columns < sizes
-        return torch.from_numpy(indices), sent(torch.from_numpy(valid), self._step.count.device)
+        valids = sent(torch.from_numpy(valid), self._step.count.device)
+        steps_of_all = zip(torch.from_numpy(indices), valids, of_slots, strict=True)
+        return [StepPlan(number, *step) for number, step in enumerate(steps_of_all)]
 
     def _begin_alike(self, work: GroupWork) -> bool:
-        """Return whether all slots begin together, from the same parameters, and may be padded."""
+        """Return whether all slots begin together, with the same parameters and batches of one size."""
         alike = bool((work.num_steps == work.num_steps[0]).all())
-        is_simple = self._step.options.weighted and self._own is None
-        return alike and is_simple and not self._step.graphs.is_unused_any
+        if not self._step.options.padded:
+            firsts = work.sizes[work.first_steps[:-1]]
+            alike = alike and bool((firsts == firsts[0]).all())
+        has_own = bool(self._step.buffers) or self._own is not None
+        return alike and not has_own and not self._step.graphs.is_unused_any
 
     def _enter(self, guests: Sequence[Guest]) -> None:
         """Have what clients that begin have for themselves in their slots."""
@@ -230,9 +237,9 @@ class SlotTrainer:
         for guest in guests:
             self._own.enter(guest.slot, guest.work.client_id)
 
-    def _only(self, start: Tensors, batch: Any, valid: Tensor, clients: Integers) -> Updates:
+    def _only(self, start: Tensors, part: StepPart, clients: Integers) -> Updates:
         """Return the updates of clients whose first step is their last."""
-        deltas, sums = self._step.only(start, batch, valid, self._space.active)
+        deltas, sums = self._step.only(start, part, self._space.active)
         count = len(clients)
         if count < self._num_slots:
             deltas = rows_of(deltas, slice(count))
@@ -286,6 +293,15 @@ class SlotTrainer:
         self._fresh = self._fresh.following(fresh)
         torch._foreach_zero_(self._fresh.of(slots))
         torch._foreach_copy_(self._rows.of(slots), starts * len(slots))
+
+
+def _in_part(plan: StepPlan, slots: list[int] | None) -> Tensor:
+    """Which examples are in the batches of some slots; without any, in those of the largest size."""
+    if slots is not None:
+        return plan.valid[slots].bool()
+    return plan.valid.bool() & torch.from_numpy(plan.sizes == plan.sizes.max()).unsqueeze(1).to(
+        plan.valid.device
+    )
 
 
 def _guest(stays: Stays, stay: int, work: GroupWork) -> Guest:

@@ -8,65 +8,14 @@ import numpy as np
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
-from fl_lightning.client.corrections.correction import Correction
-from fl_lightning.client.personal.personalisation import Personalisation
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.data.cohorts.cohort import CohortSampler
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.engines import check_examples_apart
-from fl_lightning.federation.checks.privacy import check_one_mask, shown_by
-from fl_lightning.federation.execution.engine_options import FULL_PRECISIONS, EngineOptions
+from fl_lightning.federation.checks.privacy import shown_by
+from fl_lightning.federation.execution.engine_options import FULL_PRECISIONS
 from fl_lightning.federation.visits.batches import has_batch_hooks
 from fl_lightning.federation.visits.lightning_step import extra_work
 from fl_lightning.privacy.example import ExampleDP
-from fl_lightning.server.aggregator import Aggregator
-from fl_lightning.server.robust.rule import RobustRule
-from fl_lightning.server.server import as_aggregator
-
-
-def check_examples_private(
-    privacy: ExampleDP,
-    cohort: CohortSampler,
-    aggregator: Aggregator | RobustRule | None,
-    correction: Correction | None,
-    personal: Personalisation | None,
-    asynchronous: object,
-    engine: EngineOptions,
-) -> None:
-    """Refuse combinations whose local steps would not all be noisy and counted.
-
-    Raises:
-        ConfigurationError: one line for each.
-    """
-    problems = []
-    if asynchronous is not None:
-        problems.append(
-            "with asynchronous nobody knows in advance how often a client trains: leave it out"
-        )
-    else:
-        privacy.check_cohort(cohort)
-    if correction is not None and correction.reads_examples:
-        problems.append(
-            f"{type(correction).__name__} looks at a client's examples besides its noisy steps: use "
-            "FedProx, FedDyn or Scaffold with option II"
-        )
-    if as_aggregator(aggregator).reads_losses:
-        problems.append(
-            f"{type(aggregator).__name__} weighs clients by their training losses, which have no "
-            "noise: use Mean, or another rule that looks at updates alone"
-        )
-    if personal is not None:
-        problems.append(
-            f"personal {type(personal).__name__} has a client take steps that would cost as well, "
-            "and which nobody counts: leave personal out"
-        )
-    if engine.engine == "slots" or engine.speedups:
-        problems.append(
-            "noisy steps are taken one client after the other, all their examples at once: set "
-            "engine to sequential and leave speedups out"
-        )
-    if problems:
-        raise ConfigurationError("federation.privacy ExampleDP: " + "; ".join(problems))
 
 
 def check_local_steps(trainer: Trainer, accumulate: int) -> None:
@@ -79,7 +28,6 @@ def check_local_steps(trainer: Trainer, accumulate: int) -> None:
     Raises:
         ConfigurationError: one line for each.
     """
-    check_one_mask(trainer)
     check_examples_apart(trainer.lightning_module)
     problems = list(_step_problems(trainer, accumulate))
     if problems:

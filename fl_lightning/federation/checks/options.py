@@ -6,16 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fl_lightning.client.corrections.correction import Correction
 from fl_lightning.client.devices import Devices
-from fl_lightning.client.personal.personalisation import Personalisation
 from fl_lightning.client.recorded import RecordedArrivals
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.cohorts.cohort import CohortSampler, as_cohort
 from fl_lightning.data.federated import FederatedDataModule
-from fl_lightning.federation.checks.examples import check_examples_private
-from fl_lightning.federation.checks.privacy import check_nothing_else, check_private
-from fl_lightning.federation.execution.engine_options import EngineOptions
 from fl_lightning.federation.stage import Stage
 from fl_lightning.privacy.example import ExampleDP
 from fl_lightning.privacy.mechanism import Privacy
@@ -23,7 +18,6 @@ from fl_lightning.server.aggregator import Aggregator
 from fl_lightning.server.robust.rule import RobustRule
 from fl_lightning.server.server import as_aggregator
 from fl_lightning.server.staleness import AsyncRule
-from fl_lightning.updates.path import Step
 
 
 def check_values(
@@ -61,79 +55,43 @@ def check_values(
         raise ConfigurationError("federation: " + "; ".join(problems))
 
 
-def check_asynchronous(
-    asynchronous: AsyncRule | None,
-    cohort: CohortSampler | None,
-    devices: Devices | RecordedArrivals | None,
-    correction: Correction | None,
-    download: object = None,
+def check_recorded(
+    devices: Devices | RecordedArrivals | None, asynchronous: AsyncRule | None
 ) -> None:
-    """Refuse what makes no sense where the server waits for nobody.
+    """Refuse a record of arrivals where the server waits for its cohort.
 
     Raises:
-        ConfigurationError: one line for each.
+        ConfigurationError: if there is such a record.
     """
-    problems: list[str] = []
-    if asynchronous is None:
-        if isinstance(devices, RecordedArrivals):
-            raise ConfigurationError(
-                "federation: devices RecordedArrivals is who arrived when in an asynchronous run: set "
-                "asynchronous as well"
-            )
-        return
-    if cohort is not None:
-        problems.append(
-            "asynchronous starts clients by itself, uniformly at random among those that are idle: "
-            "leave cohort out"
+    if isinstance(devices, RecordedArrivals) and asynchronous is None:
+        raise ConfigurationError(
+            "federation: devices RecordedArrivals is who arrived when in an asynchronous run: set "
+            "asynchronous as well"
         )
-    if isinstance(devices, Devices) and devices.deadline is not None:
-        problems.append("asynchronous has no rounds to wait for: leave devices.deadline out")
-    if correction is not None and correction.remembers:
-        problems.append(
-            f"{type(correction).__name__} compares clients that began from the same model, which "
-            "asynchronous ones do not: use FedProx, or leave asynchronous out"
-        )
-    if download:
-        problems.append(
-            "download rounds the model of a round, and asynchronous clients begin from models of "
-            "several: leave download out"
-        )
-    if problems:
-        raise ConfigurationError("federation: " + "; ".join(problems))
 
 
 def check_privacy(
-    of_clients: Privacy | None,
-    of_examples: ExampleDP | None,
+    privacy: Privacy | ExampleDP | None,
     *,
     cohort: CohortSampler,
-    aggregator: Aggregator | RobustRule | None,
-    correction: Correction | None,
-    personal: Personalisation | None,
-    updates: Sequence[Step],
     asynchronous: object,
-    attackers: object,
     stages: Sequence[Stage],
-    engine: EngineOptions,
 ) -> None:
-    """Refuse options of a federation for which nothing is proved.
+    """Refuse cohorts and stages for which nothing is proved.
 
     Raises:
         ConfigurationError: naming them.
     """
-    if of_examples is not None:
-        check_examples_private(
-            of_examples, cohort, aggregator, correction, personal, asynchronous, engine
+    if privacy is None:
+        return
+    if not isinstance(privacy, ExampleDP | Privacy):
+        raise ConfigurationError(
+            f"federation.privacy {type(privacy).__name__} lacks what a kind of privacy says of "
+            "itself: derive it from fl_lightning.privacy.mechanism.ClientPrivacy and give it a mechanism"
         )
-    if of_clients is not None:
-        if not isinstance(of_clients, Privacy):
-            raise ConfigurationError(
-                f"federation.privacy {type(of_clients).__name__} lacks what a kind of privacy says of "
-                "itself: derive it from fl_lightning.privacy.mechanism.ClientPrivacy and give it a mechanism"
-            )
-        check_private(of_clients, cohort, aggregator, correction, updates)
-        check_nothing_else(asynchronous, attackers)
-    for stage in () if of_clients is None and of_examples is None else stages:
+    if asynchronous is None:  # which is refused, and has no cohorts
+        privacy.check_cohort(cohort)
+    for stage in stages:
         if (reason := stage.reason_against_privacy) is not None:
             raise ConfigurationError(
                 f"federation.privacy: ε may not hold with the stage {type(stage).__name__}, of which "

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from typing import Protocol, runtime_checkable
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
-from fl_lightning.client.corrections.correction import Correction
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.data.cohorts.cohort import CohortSampler
 from fl_lightning.data.federated import FederatedDataModule
-from fl_lightning.federation.stages.client_masks import client_masks
 from fl_lightning.privacy.example import ExampleDP
 from fl_lightning.privacy.mechanism import Privacy
-from fl_lightning.server.aggregator import Aggregator
-from fl_lightning.server.robust.rule import RobustRule
-from fl_lightning.server.server import as_aggregator
-from fl_lightning.updates.path import Step
-from fl_lightning.updates.transform import as_step
 
 
 @runtime_checkable
@@ -35,64 +27,6 @@ def shown_by(owners: Iterable[object]) -> list[str]:
     """Return what they show of clients' data that no noise covers, in words."""
     showing = (owner for owner in owners if isinstance(owner, ReleasesUnprotected))
     return [owner.unprotected for owner in showing if owner.unprotected]
-
-
-def check_private(
-    privacy: Privacy,
-    cohort: CohortSampler,
-    aggregator: Aggregator | RobustRule | None,
-    correction: Correction | None,
-    updates: Sequence[Step] | None,
-) -> None:
-    """Refuse combinations for which no ε is proved.
-
-    Raises:
-        ConfigurationError: one line for each of them.
-    """
-    privacy.check_cohort(cohort)
-    problems = [*_aggregator_problems(aggregator, privacy)]
-    if updates and privacy.clients_add_noise:
-        problems.append(
-            f"with {type(privacy).__name__} clients send noisy numbers, which federation.updates "
-            "would change after the noise was accounted: leave updates out, or use CentralDP"
-        )
-    else:
-        reasons = (as_step(step).reason_against_privacy for step in updates or ())
-        problems += [reason for reason in reasons if reason is not None]
-    if correction is not None and correction.needs_mean:
-        problems.append(
-            f"{type(correction).__name__} sends the mean of clients' memories to everybody, without "
-            "clipping or noise: use FedProx, or no correction"
-        )
-    if problems:
-        raise ConfigurationError("federation.privacy: " + "; ".join(problems))
-
-
-def _aggregator_problems(given: Aggregator | RobustRule | None, privacy: Privacy) -> Iterator[str]:
-    if given is None:
-        return
-    aggregator = as_aggregator(given)
-    if aggregator.noise_shares is not None:
-        if not privacy.is_for_sums:
-            yield (
-                f"{type(aggregator).__name__} shows sums only, and {type(privacy).__name__} is not made "
-                "for sums of whole numbers: use DistributedDP, whose clients add the noise"
-            )
-    elif (reason := aggregator.reason_against_private_mean) is not None:
-        yield reason
-
-
-def check_nothing_else(asynchronous: object, attackers: object) -> None:
-    """Refuse what changes who is summed up with whom.
-
-    Raises:
-        ConfigurationError: naming it.
-    """
-    for name, value in (("asynchronous", asynchronous), ("attackers", attackers)):
-        if value is not None:
-            raise ConfigurationError(
-                f"federation.privacy: nothing is proved with federation.{name}: set it to null"
-            )
 
 
 def check_trainer_private(
@@ -169,19 +103,6 @@ def check_monitors(trainer: Trainer, unprotected: set[str]) -> None:
         rank_zero_warn(
             "privacy: numbers of the clients without noise decide when training ends or which models "
             "are kept, which ε does not cover: " + ", ".join(looking)
-        )
-
-
-def check_one_mask(trainer: Trainer) -> None:
-    """Refuse masks of the clients' own; to be asked once callbacks have found them.
-
-    Raises:
-        ConfigurationError: if clients have their own.
-    """
-    if client_masks(trainer) is not None:
-        raise ConfigurationError(
-            "federation.privacy: masks of the clients' own tell of their data, and updates are "
-            "averaged over those that may move an entry: set per_client of MaskCalibration to false"
         )
 
 

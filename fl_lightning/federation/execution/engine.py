@@ -15,11 +15,11 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from fl_lightning.client.work import ClientWork
+from fl_lightning.client.work import ClientWork, GroupWork
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.metric_states import MetricStates, metrics_of
 from fl_lightning.core.update import GlobalModel
-from fl_lightning.engines import CannotStack, NotByExample
+from fl_lightning.engines import CannotPad, CannotStack
 from fl_lightning.federation.execution.engine_options import FULL_PRECISIONS
 from fl_lightning.federation.execution.slot_engine import (
     SlotEngine,
@@ -56,6 +56,7 @@ class EngineChooser:
         self._stages, self._own_stages = stages, run.options.stages
         stacking = Stacking(
             num_slots=1,
+            padded=options.pads(run.module),
             has_pull=correction is not None and correction.pull > 0,
             has_shift=correction is not None and correction.has_shift,
         )
@@ -115,7 +116,7 @@ class EngineChooser:
             if self._options.speedups is None:
                 self._step.use(())
             self.spot_rate.times_faster = self._trial.times_faster
-            why += self._remark(self.slots.stacking.direct) + _whole(self.slots.stacking)
+            why += self._remark(self.slots.stacking.direct) + self._whole(self.slots, work)
             why += self.spot_rate.remark
             rank_zero_info(f"engine: {self.slots.stacking.num_slots} slots, {why}")
         finally:
@@ -126,6 +127,18 @@ class EngineChooser:
         """Say where layers are computed more precisely than asked for."""
         is_more = is_direct and self._trainer.precision not in FULL_PRECISIONS
         return ", direct layers in float32" if is_more else ""
+
+    def _whole(self, slots: SlotEngine, work: Sequence[ClientWork]) -> str:
+        """Say why batches are not padded, or what that would bring."""
+        if slots.stacking.whole_because:
+            return f", of whole batches because {slots.stacking.whole_because}"
+        without = len(slots.split(GroupWork.of(work))[1])
+        if not without or self._options.pad_batches is False:
+            return ""
+        return (
+            f", {without} of {len(work)} clients one after the other because none of their batches is "
+            "full (federation.pad_batches pads them, for a loss that is a mean over examples)"
+        )
 
     def _one_at_a_time(self) -> str | None:
         """Return what in the configuration is done for one client at a time; None if nothing."""
@@ -152,8 +165,7 @@ class EngineChooser:
             reason: what it was.
         """
         assert self.slots is not None
-        weighted = self.slots.stacking.weighted
-        whole = self.slots.whole(reason) if isinstance(reason, NotByExample) and weighted else None
+        whole = self.slots.whole(reason) if isinstance(reason, CannotPad) else None
         is_whole, self.slots = whole is not None, whole
         how = "slots of whole batches" if is_whole else "sequential"
         text = f"engine: {how} from round {self._trainer.current_epoch} on, because {reason}"
@@ -189,7 +201,3 @@ class EngineChooser:
         self.spot_rate.times_faster = state.get("times_faster")
         if state["slots"] is not None:
             self.slots = SlotEngine(self._trainer, self._local, Stacking(**state["slots"]))
-
-
-def _whole(stacking: Stacking) -> str:
-    return f", of whole batches because {stacking.whole_because}" if stacking.whole_because else ""

@@ -33,12 +33,28 @@ class EngineOptions:
             measures and the other engines use none.
         spot_check: fraction of clients in slots that are trained one after the other as well; as
             many as take little time if None.
+        pad_batches: whether the loss is a mean over examples; as the module says if None.
     """
 
     engine: EngineName = "auto"
     num_slots: int | None = None
     speedups: tuple[Speedup, ...] | None = None
     spot_check: float | None = None
+    pad_batches: bool | None = None
+
+    def pads(self, module: nn.Module) -> bool:
+        """Whether smaller batches may be padded: the option, else the module's ``loss_is_mean``.
+
+        What a class says does not hold for a subclass with a ``training_step`` of its own.
+        """
+        if self.pad_batches is not None:
+            return self.pad_batches
+        for space in (vars(module), *map(vars, type(module).__mro__)):
+            if "loss_is_mean" in space:
+                return bool(space["loss_is_mean"])
+            if "training_step" in space:
+                break
+        return False
 
     def __post_init__(self) -> None:
         if self.engine not in ("auto", "sequential", "slots"):

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
@@ -27,8 +28,8 @@ from fl_lightning.core.metric_states import MetricStates, metrics_of
 from fl_lightning.core.update import ClientUpdate, GlobalModel, Updates
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.engines import (
+    CannotPad,
     CannotStack,
-    NotByExample,
     OwnOf,
     SlotOwn,
     SlotTrainer,
@@ -51,6 +52,12 @@ _CACHE_BYTES = 8 * 2**20
 MOST_SLOTS = 32
 # On a GPU they may fill this part of its memory: activations need the rest.
 _SHARE_OF_GPU = 1 / 16
+# Of the sizes that clients' batches have, a trial of padding takes about so many.
+_MOST_SIZES = 4
+_NO_FULL_BATCH = (
+    "no client has a full batch (federation.pad_batches pads smaller ones, for a loss that is a mean over "
+    "examples)"
+)
 
 
 @dataclass(frozen=True)
@@ -59,17 +66,17 @@ class Stacking:
 
     Attributes:
         num_slots: clients at once, ≥ 1.
-        weighted: whether the loss is a mean over examples, so that batches may be padded; if not,
-            clients with smaller batches train one after the other.
+        padded: whether smaller batches are padded, because the loss is a mean over examples; if not,
+            clients without any full batch train one after the other.
         compiled: whether the stacked step is compiled.
         direct: whether layers are computed by `direct_layers`.
         has_pull: whether a correction pulls.
         has_shift: whether a correction shifts gradients.
-        whole_because: why batches are not padded; "" where they are.
+        whole_because: why batches are not padded although the loss was said to be a mean.
     """
 
     num_slots: int
-    weighted: bool = True
+    padded: bool = False
     compiled: bool = False
     direct: bool = False
     has_pull: bool = False
@@ -101,7 +108,7 @@ class SlotEngine:
             takes_index(trainer.lightning_module.training_step),
             StackedOptions(
                 stacking.num_slots,
-                stacking.weighted,
+                stacking.padded,
                 compiled=stacking.compiled,
                 direct=stacking.direct,
                 has_pull=stacking.has_pull,
@@ -131,9 +138,9 @@ class SlotEngine:
     def split(self, work: GroupWork) -> tuple[GroupWork, GroupWork]:
         """Return (whom the slots can train, who must train one after the other)."""
         fits = work.num_steps > 0
-        if not self.stacking.weighted:  # only full batches
-            num_seen = work.begins[work.first_steps[1:]] - work.begins[work.first_steps[:-1]]
-            fits &= num_seen == work.num_steps * self._batch_size
+        if not self.stacking.padded:
+            is_full = np.concatenate([[0], np.cumsum(work.sizes == self._batch_size)])
+            fits &= np.diff(is_full[work.first_steps]) > 0
         return work.where(fits), work.where(~fits)
 
     @property
@@ -169,10 +176,10 @@ class SlotEngine:
             return
         with self._collector.not_listening_to(self._module):  # a graph is for one `log`
             yield from self._as_far_as_possible(self._slots.train(model, work, term, own))
-        rehearsal = self._step.graphs.rehearsal
         names = self._collector.epoch_names
-        for name, metric in rehearsal.metrics.items() if rehearsal is not None else ():
-            self._collector.add_metric(name, names.get(name, name), metric)
+        for rehearsal in self._step.graphs.rehearsals.values():
+            for name, metric in rehearsal.metrics.items():
+                self._collector.add_metric(name, names.get(name, name), metric)
 
     def _as_far_as_possible(self, groups: Iterator[Updates]) -> Iterator[Updates]:
         """Have whatever stops slots be a reason for doing without them.
@@ -186,9 +193,9 @@ class SlotEngine:
         except Exception as error:
             raise CannotStack(f"vmap cannot run training_step: {_first_line(error)}") from error
 
-    def whole(self, reason: NotByExample) -> SlotEngine:
+    def whole(self, reason: CannotPad) -> SlotEngine:
         """Return an engine for whole batches instead."""
-        stacking = replace(self.stacking, weighted=False, whole_because=str(reason))
+        stacking = replace(self.stacking, padded=False, whole_because=str(reason))
         return SlotEngine(self._trainer, self._local, stacking)
 
 
@@ -257,8 +264,8 @@ def agreeing(
     Args:
         trainer: set up for fitting.
         local: the sequential engine.
-        stacking: all else; whether the loss is a mean over examples is found, and whether
-            layers can be computed directly.
+        stacking: all else; whether batches that should be padded can be is found, and whether layers
+            can be computed directly.
         model: the global model.
         work: of some clients.
         train_one: trains a client sequentially.
@@ -266,33 +273,76 @@ def agreeing(
     Raises:
         CannotStack: with the operation that slots cannot run, or how the updates differ.
     """
-    has_direct = reason_against_direct_layers(trainer.lightning_module) is None
     size = trainer.datamodule.full_batch  # type: ignore[attr-defined]
-    full = next((client for client in work if client.sizes[0] == size), None)
-    samples = [(True, _padded(work[0]))] + ([] if full is None else [(False, full.head(1))])
-    reason, whole_because = CannotStack("no client has a full batch"), ""
-    for weighted, sample in samples:
-        for direct in (True, False) if has_direct else (False,):
-            tried = replace(stacking, num_slots=2, weighted=weighted, direct=direct, compiled=False)
-            try:
-                _compare(trainer, local, model, sample, train_one, tried)
-            except NotByExample as found:
-                reason, whole_because = found, str(found)
-                break
-            except CannotStack as found:
-                reason = found
-            else:
-                found_out = replace(tried, whole_because="" if weighted else whole_because)
-                return replace(found_out, num_slots=stacking.num_slots, compiled=stacking.compiled)
+    full = next((client for client in work if size in client.sizes), None)
+    reason, whole_because = CannotStack(_NO_FULL_BATCH), ""
+    for padded in (True, False) if stacking.padded else (False,):
+        if full is None and not padded:
+            break
+        sample = _of_sizes(full or work[0], _sizes(work, size) if padded else _two(size))
+        tried = replace(stacking, num_slots=2, padded=padded, compiled=False)
+        try:
+            direct = _is_direct(trainer, local, model, sample, train_one, tried)
+        except CannotStack as found:
+            reason, whole_because = found, str(found)
+        else:
+            return replace(stacking, padded=padded, direct=direct, whole_because=whole_because)
     raise reason
 
 
-def _padded(client: ClientWork) -> ClientWork:
-    """Return two steps of a client, of which the second one has a smaller batch."""
-    sample = client.head(1)
-    size, half = sample.sizes[0], (sample.sizes[0] + 1) // 2
-    order = torch.cat([sample.order, sample.order[:half]])
-    return sample._replace(order=order, sizes=[size, half])
+def _is_direct(
+    trainer: Trainer,
+    local: LocalTrainer,
+    model: GlobalModel,
+    sample: ClientWork,
+    train_one: TrainOne,
+    stacking: Stacking,
+) -> bool:
+    """Return whether layers can be computed directly, after a client was trained both ways.
+
+    Raises:
+        CannotStack: if its results differ in any case.
+    """
+    reason = CannotStack("")
+    has_direct = reason_against_direct_layers(trainer.lightning_module) is None
+    for direct in (True, False) if has_direct else (False,):
+        try:
+            _compare(trainer, local, model, sample, train_one, replace(stacking, direct=direct))
+        except CannotPad:
+            raise
+        except CannotStack as found:
+            reason = found
+        except ClientFailure as failure:
+            if not stacking.padded:
+                raise
+            text = f"a batch of another size fails ({_first_line(failure)})"
+            raise CannotPad(text) from failure
+        else:
+            return direct
+    raise reason
+
+
+def _sizes(work: Sequence[ClientWork], full: int) -> list[int]:
+    """Return sizes on which padded batches are held to what whole ones come to.
+
+    Example:
+        >>> _sizes([ClientWork(0, 17, torch.arange(17), [8, 8, 1]), ClientWork(1, 5, torch.arange(5), [5])], 8)
+        [8, 4, 1, 2, 5]
+    """
+    others = sorted({size for client in work for size in client.sizes})
+    some = others[:: max(1, len(others) // _MOST_SIZES)]
+    return list(dict.fromkeys([full, (full + 1) // 2, 1, min(2, full), *some]))
+
+
+def _two(full: int) -> list[int]:
+    """Return the sizes of two batches; batch norm has no use for one example."""
+    return [full, full // 2] if full >= 4 else [full]
+
+
+def _of_sizes(client: ClientWork, sizes: list[int]) -> ClientWork:
+    """Return a client's work on batches of some sizes, which may share examples."""
+    order = torch.cat([client.order[torch.arange(size) % len(client.order)] for size in sizes])
+    return client._replace(order=order, sizes=sizes)
 
 
 def _compare(

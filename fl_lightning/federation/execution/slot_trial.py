@@ -117,9 +117,7 @@ class SlotTrial:
         engine = SlotEngine(self.trainer, self.local, self.stacking)
         fitting = list(engine.split(GroupWork.of(work))[0])
         if not fitting:
-            raise CannotStack(
-                f"only full batches can be stacked, because {engine.stacking.whole_because}"
-            )
+            raise CannotStack("no client has a full batch")
         steps = [sum(len(client.sizes) for client in some) for some in (fitting, work)]
         return fitting, steps[0] / steps[1]
 

@@ -9,10 +9,21 @@ import numpy as np
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import check_seed, numpy_generator, run_seed
+from fl_lightning.core.traits import Trait, Traits
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.data.poisoning import Poison
 from fl_lightning.server.aggregator import Aggregator
-from fl_lightning.server.attacks.forged import Forged, Forgery
+from fl_lightning.server.attacks import Forged, Forgery
+
+_OF_ATTACKS = Traits(
+    needs={Trait.SIMULATION: "are simulated only"},
+    breaks={Trait.PRIVATE_CLIENTS: "send updates for which no ε is proved"},
+    instead=dict.fromkeys((Trait.SIMULATION, Trait.PRIVATE_CLIENTS), "leave attackers out"),
+)
+_OF_FORGERY = Traits(
+    needs={Trait.SINGLE_UPDATES: "make updates by looking at those of all clients (forge)"},
+    instead={Trait.SINGLE_UPDATES: "use attackers.poison, or the aggregator Mean"},
+)
 
 
 @final
@@ -48,6 +59,11 @@ class Attackers:
                 "the clients that attack"
             )
         check_seed("attackers", self.seed)
+
+    @property
+    def traits(self) -> Traits:
+        """Nothing is proved with attackers; those who forge look at the updates of all clients."""
+        return _OF_FORGERY | _OF_ATTACKS if self.forge is not None else _OF_ATTACKS
 
     def choose(self, num_clients: int) -> list[int]:
         """Return the attackers, increasing.

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
 from lightning.pytorch import Trainer
 from torch import Tensor
 
 from fl_lightning.federation.stage import Stage, Turn
-from fl_lightning.updates.transform import as_step
 from fl_lightning.updates.wire.traffic import bytes_down
 
 if TYPE_CHECKING:
@@ -46,39 +45,12 @@ class MaskedClients(Stage):
 
     Args:
         masks: gives them.
-        is_waiting: whether the server waits for its cohort.
     """
 
     one_at_a_time = "clients have masks of their own"
 
-    def __init__(self, masks: MaskOfClient, *, is_waiting: bool) -> None:
-        self._masks, self._is_waiting = masks, is_waiting
-
-    def problems(self, run: Run) -> Iterator[str]:
-        """Say what makes no sense with such masks."""
-        if not self._is_waiting:
-            yield (
-                "federation: asynchronous does not work with masks of the clients' own, which are "
-                "found on the present model: use one mask for all"
-            )
-        if any(as_step(step).needs_shapes for step in run.options.updates):
-            yield (
-                "federation.updates: PowerSGD and blocks of a tensor do not work with masks of the "
-                "clients' own, who each send other entries: use TopK or QSGD with a block of fixed "
-                "size, or one mask for all"
-            )
-        if run.options.download:
-            yield (
-                "federation: download does not work with masks of the clients' own, who each get "
-                "other coordinates: leave it out, or use one mask for all"
-            )
-        correction = run.options.correction
-        if correction is not None and correction.remembers:
-            yield (
-                f"federation.correction {type(correction).__name__} remembers a number for every "
-                "coordinate, and with masks of their own clients do not move the same ones: use one "
-                "mask for all, or FedProx"
-            )
+    def __init__(self, masks: MaskOfClient) -> None:
+        self._masks = masks
 
     def enter(self, run: Run) -> None:
         """Learn whose module trains."""

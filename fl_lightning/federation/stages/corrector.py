@@ -29,8 +29,7 @@ from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Sent, Stage, Start, Turn, check_same
 from fl_lightning.federation.visits.shard_gradient import ShardGradient
 from fl_lightning.server.aggregator import Aggregator, AllReduce
-from fl_lightning.server.means.exact_mean import ExactMean
-from fl_lightning.server.means.running_mean import RunningMean, new_mean
+from fl_lightning.server.means.running_mean import ExactMean, RunningMean, new_mean
 from fl_lightning.server.server import added_up
 
 _NAME = "correction"

@@ -25,7 +25,7 @@ from fl_lightning.federation.stages.personaliser import Personaliser
 from fl_lightning.federation.stages.secure_rounds import SecureRounds
 from fl_lightning.federation.stages.transport import Transport
 from fl_lightning.server.aggregator import Aggregator
-from fl_lightning.server.means.overlap_mean import OverlapMean
+from fl_lightning.server.means.mean import OverlapMean
 from fl_lightning.server.robust.rule import RobustRule
 from fl_lightning.server.server import as_aggregator
 
@@ -64,7 +64,7 @@ def stages_of(run: Run, aggregator: Aggregator, time: VirtualTime, private: Stag
     stages.append(run.scaler)
     masks = client_masks(run.trainer)
     if masks is not None:
-        stages.append(MaskedClients(masks, is_waiting=time.rule is None))
+        stages.append(MaskedClients(masks))
     stages.append(Personaliser(run))
     transport = Transport(run, options.updates, options.download)
     corrector = Corrector(run, aggregator, is_lossy=transport.is_lossy)
@@ -114,33 +114,16 @@ def run_aggregator(
         attackers: who send something else.
 
     Raises:
-        ConfigurationError: for a rule that means nothing under masks of the clients' own, or with
-            their optimizer.
+        ConfigurationError: for a rule that means nothing with their optimizer.
     """
     aggregator, masks_differ = as_aggregator(given), client_masks(trainer) is not None
     if aggregator.protection is not None:
-        return aggregator  # `SecureRounds` refuses such masks
+        return aggregator
     if masks_differ and given is None:
         aggregator = OverlapMean()
-    if masks_differ and not aggregator.takes_masks:
-        raise ConfigurationError(f"federation: {_why_not(aggregator)}")
     for optimizer in trainer.optimizers[:1]:
         aggregator = aggregator.of_clients(optimizer)
     if attackers is None:
         return aggregator
     num_clients = len(trainer.datamodule.clients)  # type: ignore[attr-defined]
     return attackers.wrap(aggregator, num_clients)
-
-
-def _why_not(aggregator: Aggregator) -> str:
-    """Return why a mean that does not know of masks means nothing under the clients' own."""
-    if aggregator.robust_rule is not None:
-        return (
-            "robust rules compare whole updates, and with masks of the clients' own "
-            "they have different coordinates: share one mask, or set aggregator to OverlapMean"
-        )
-    return (
-        f"with masks of the clients' own, {type(aggregator).__name__} "
-        "counts a client that may not move an entry as one that wants it to stay: set "
-        "aggregator to OverlapMean, or leave it out"
-    )

@@ -12,7 +12,7 @@ from fl_lightning.data.cohorts.cohort import as_cohort
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.calendar import Calendar
 from fl_lightning.federation.checks.examples import check_local_steps
-from fl_lightning.federation.checks.privacy import check_monitors, check_one_mask
+from fl_lightning.federation.checks.privacy import check_monitors
 from fl_lightning.federation.options import Options
 from fl_lightning.federation.processes.ranks import Ranks
 from fl_lightning.federation.round import Round
@@ -99,7 +99,6 @@ def close_private_round(trainer: Trainer, private: PrivateStage, rounds: Round) 
 def _private_rounds(
     trainer: Trainer, privacy: Privacy, options: Options, calendar: Calendar
 ) -> PrivateRounds:
-    check_one_mask(trainer)
     aggregator = as_aggregator(options.aggregator)
     secure = aggregator.noise_shares
     fewest = None

@@ -17,7 +17,6 @@ from fl_lightning.federation.checks.privacy import shown_by
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Sent, Stage, Start
-from fl_lightning.federation.stages.client_masks import client_masks
 from fl_lightning.server.protected import Protected
 from fl_lightning.updates.wire.traffic import bytes_up
 
@@ -36,14 +35,6 @@ class SecureRounds(Stage):
     def __init__(self, aggregator: Protected, run: Run) -> None:
         self.aggregator, self.restarts = aggregator, aggregator.restarts
         self._shown = shown_by([*run.trainer.callbacks, *run.data.transforms])  # type: ignore[attr-defined]
-
-    def problems(self, run: Run) -> Iterator[str]:
-        """Say that masks of the clients' own would show something of them."""
-        if client_masks(run.trainer) is not None:
-            yield (
-                f"federation.aggregator {type(self.aggregator).__name__} adds up whole updates, and "
-                "masks of the clients' own tell of their data: set per_client of MaskCalibration to false"
-            )
 
     def check_buffers(self, num_buffers: int) -> None:
         """Refuse a model of which more than the update would travel.

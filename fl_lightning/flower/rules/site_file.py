@@ -6,7 +6,9 @@
     socket: site.sock            # beside this file, unless the path is absolute
     memory: memory               # folder of what clients remember between rounds
     fewest_in_secure_sum: 3      # clients, this site's among them
-    most_epsilon: 8.0            # that a run may cost; null: also runs without privacy
+    most_epsilon: {epsilon: 1.0, delta: 1.0e-5, per: year} # of each client, over all runs; a number alone: for
+                                 # ever, at δ 1e-5; null: also runs without privacy
+    log_unprotected: false       # whether metrics and norms leave that clients' noise does not cover
     metrics: ["*"]               # patterns of the names that may leave
     most_bytes: 2000000000       # of an order
     classes: [my_project.*]      # that may be built, beside those of `class_paths.DEFAULT`
@@ -20,6 +22,7 @@ The first four must be there.
 from __future__ import annotations
 
 import difflib
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -29,6 +32,7 @@ import yaml
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.flower.policy import Policy
 from fl_lightning.flower.rules.class_paths import DEFAULT
+from fl_lightning.flower.site.ledger import PrivacyBudget
 from fl_lightning.flower.wire.plain_json import shown
 
 MOST_FILE_BYTES = 1_000_000
@@ -99,8 +103,9 @@ def _in_types(given: dict[str, Any], folder: Path) -> dict[str, Any]:
     for name, first in (("metrics", ()), ("classes", DEFAULT)):
         if isinstance(found.get(name), list):
             found[name] = (*first, *found[name])
-    if type(found.get("most_epsilon")) is int:
-        found["most_epsilon"] = float(found["most_epsilon"])
+    if found.get("most_epsilon") is not None:
+        with suppress(ConfigurationError):  # `Policy` says it, with all that is wrong
+            found["most_epsilon"] = PrivacyBudget.of(found["most_epsilon"])
     return found
 
 

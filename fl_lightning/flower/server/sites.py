@@ -7,7 +7,6 @@ simulation. What a client's update goes through on its way, it has gone through 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -35,6 +34,7 @@ from fl_lightning.flower.server.correspondence import Correspondence, Reply
 from fl_lightning.flower.server.greeting import Greeting
 from fl_lightning.flower.server.plausible import check_plausible
 from fl_lightning.flower.site.rounds import ERROR, NORM, options_of
+from fl_lightning.flower.sums.agreed import trained_on
 from fl_lightning.flower.sums.over_sites import adds_over_sites
 from fl_lightning.flower.wire.failures import CATEGORIES
 from fl_lightning.server.server import as_aggregator
@@ -102,12 +102,19 @@ class Sites(Training):
             if isinstance(stage, PrivateRounds):
                 stage.have_noise_at_sites()
         hidden = next((stage for stage in stages if isinstance(stage, SecureRounds)), None)
+        self._trained_on = ""  # in the present round, where only sums are shown
         self._sums = None if hidden is None else hidden.aggregator.over_sites
         if self._sums is not None:
             write = partial(self._order, "sum")
             self._sums.have_added(
                 adds_over_sites(
-                    self._sums, correspondence, site_of, signing_keys, write, self._lose
+                    self._sums,
+                    correspondence,
+                    site_of,
+                    signing_keys,
+                    write,
+                    self._lose,
+                    lambda: self._trained_on,
                 )
             )
 
@@ -130,6 +137,7 @@ class Sites(Training):
             site: self._order("train", some, options, tensors)
             for site, some in self._by_site(clients).items()
         }
+        self._trained_on = trained_on(next(iter(orders.values()))) if orders and self._sums else ""
         came: dict[int, _Came] = {}
         sums: dict[str, MetricSums] = {}
         place = 0
@@ -201,10 +209,7 @@ class Sites(Training):
         for stage in self._stages:
             told = stage.to_sites().items()
             tensors |= {f"stage/{stage.key}/{name}": tensor.cpu() for name, tensor in told}
-        options = self._agreed() | {
-            "optimizers": options_of(self._run.trainer.optimizers),
-            "epsilon": self._epsilon(),
-        }
+        options = self._agreed() | {"optimizers": options_of(self._run.trainer.optimizers)}
         if self._sums is not None:
             options["most_clients"] = self._sums.terms.most_clients
         return options, tensors
@@ -266,15 +271,6 @@ class Sites(Training):
         if self._constants_of is None or self._constants_of[0] != mask:
             self._constants_of = mask, constants_digest(self._run.module, self.local)
         return self._constants_of[1]
-
-    def _epsilon(self) -> float | None:
-        """Return what the whole run costs of a client's privacy; None without a bound."""
-        private = next((s for s in self._ours if isinstance(s, PrivateRounds)), None)
-        rounds = self._run.num_rounds
-        if private is None or not math.isfinite(rounds):
-            return None
-        epsilon = private.ledger.mechanism.epsilon(int(rounds))
-        return epsilon if math.isfinite(epsilon) else None
 
     def _hand_on(
         self, client: int, came: _Came, start: Start, packing: Packing, taker: Taker

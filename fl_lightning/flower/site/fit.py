@@ -17,9 +17,9 @@ from fl_lightning.core.errors import ConfigurationError, raise_together
 from fl_lightning.core.seeds import derive_seed, seed_global_generators
 from fl_lightning.data.cohorts.cohort import AllClients
 from fl_lightning.federation.calendar import Calendar
-from fl_lightning.federation.checks.by_hand import check_several
 from fl_lightning.federation.checks.compatibility import check_set_up
 from fl_lightning.federation.checks.first_look import check_data_fits
+from fl_lightning.federation.checks.together import check_trainer_together
 from fl_lightning.federation.loop import plan_rounds, set_round
 from fl_lightning.federation.options import Options
 from fl_lightning.federation.run import Run
@@ -31,6 +31,7 @@ from fl_lightning.flower.metric_sums import OPTION
 from fl_lightning.flower.policy import Policy
 from fl_lightning.flower.site.desk import Desk, Done
 from fl_lightning.flower.site.evaluation import evaluated
+from fl_lightning.flower.site.ledger import RunAccount
 from fl_lightning.flower.site.masks import Calibrates, SiteMasks
 from fl_lightning.flower.site.memory import SiteMemory
 from fl_lightning.flower.site.privacy import hidden_at_site
@@ -49,6 +50,7 @@ class AtSite(Callback):
         memory: what the site's clients remember, on its disk.
         policy: of the site.
         num_rounds: that the configuration plans; None for no end.
+        account: of the run in the site's ledger of privacy.
         calibrates: what the configuration says of masks; None if it has none.
     """
 
@@ -59,10 +61,11 @@ class AtSite(Callback):
         memory: SiteMemory,
         policy: Policy,
         num_rounds: int | None,
+        account: RunAccount,
         calibrates: Calibrates | None = None,
     ) -> None:
         self._given, self._desk, self._memory, self._policy = options, desk, memory, policy
-        self._num_rounds, self._calibrates = num_rounds, calibrates
+        self._num_rounds, self._account, self._calibrates = num_rounds, account, calibrates
         self._cleanup = ExitStack()
         self._masks: SiteMasks | None = None
         self._order: Order | None = None
@@ -86,14 +89,16 @@ class AtSite(Callback):
         greeting = self._first_mask(trainer)
         raise_together(
             lambda: check_set_up(trainer),
-            lambda: check_several(trainer, options.aggregator),
+            lambda: check_trainer_together(trainer, options),
             lambda: check_data_fits(trainer),
         )
         trainer.strategy.lr_scheduler_configs.clear()  # rates come with orders
         run = Run.of(trainer, options, calendar)
         aggregator = run_aggregator(trainer, options.aggregator, None)
         stages = stages_of(run, aggregator, calendar.time, None)
-        sums, privacy = hidden_at_site(self._given, run, self._num_rounds, self._policy)
+        sums, privacy = hidden_at_site(
+            self._given, run, self._num_rounds, self._policy, self._account
+        )
         self._rounds = SiteRounds(run, stages, self._allows, sums, privacy)
         self._memory.serve(run.memory)
         take_over(trainer, self._rounds, self._cleanup)
@@ -140,10 +145,10 @@ class AtSite(Callback):
         self._desk.answer(Done())
 
     def _allows(self, name: str) -> bool:
-        """Return whether a metric of a name may leave: without noise none does, unless that is wanted."""
-        private = self._given.client_privacy
-        is_bare = private is None or not private.clients_add_noise or private.log_unprotected
-        return is_bare and self._policy.allows_metric(name)
+        """Return whether a metric of a name may leave: beside noisy updates only if the site wants it."""
+        private, policy = self._given.client_privacy, self._policy
+        is_bare = private is None or not private.clients_add_noise or policy.log_unprotected
+        return is_bare and policy.allows_metric(name)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Wait for the next order to train, and do meanwhile what else is asked for."""
@@ -175,6 +180,7 @@ class AtSite(Callback):
         """Answer."""
         if self._order is not None:
             rounds = self._rounds
+            rounds.pay()
             self._memory.end(self._order, [answer.client for answer in rounds.answers])
             tensors = rounds.tensors | rounds.sums.tensors
             options = {OPTION: rounds.sums.logged}
@@ -207,6 +213,7 @@ def options_at_site(options: Options, num_clients: int) -> Options:
     own.on_client_failure, own.min_replies = "skip", 1
     own.devices = own.asynchronous = own.attackers = own.privacy = None
     own.engine, own.slots, own.speedups, own.spot_check = "sequential", None, None, None
+    own.pad_batches = None
     own.handed = []
     if as_aggregator(options.aggregator).protection is not None:
         own.aggregator = None

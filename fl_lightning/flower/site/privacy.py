@@ -1,12 +1,13 @@
 """What a site hides of updates before anything leaves: vectors for sums, noise; and what noise costs.
 
-The site believes the server nothing of that: it works out the mechanism from the configuration that all
-agreed on, refuses a run that costs too much, and rounds and clients that the run's cohorts do not have.
+The site believes the server nothing of that. Noise comes from the site's own secure generator, whatever the
+configuration says. The site works out the mechanism from the configuration, has each turn of a client paid
+from its ledger, and refuses rounds and clients that the run's cohorts do not have.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -17,8 +18,10 @@ from fl_lightning.data.cohorts.population import ClientIds
 from fl_lightning.federation.options import Options
 from fl_lightning.federation.run import Run
 from fl_lightning.flower.messages import Order
-from fl_lightning.flower.policy import Policy
+from fl_lightning.flower.policy import Policy, Refused
+from fl_lightning.flower.site.ledger import RunAccount
 from fl_lightning.flower.wire.failures import OrderRefused
+from fl_lightning.privacy.accounting.composition import ReleaseCost
 from fl_lightning.privacy.mechanism import Mechanism, Privacy
 from fl_lightning.privacy.noise.noise_source import noise_source
 from fl_lightning.privacy.run import AccountedRun
@@ -32,30 +35,46 @@ class SitePrivacy:
     """The clients' part of privacy that adds noise at clients.
 
     Args:
-        privacy: that all agreed on.
+        privacy: of the configuration.
         run: likewise.
-        check_epsilon: refuses what the run costs of a client's privacy.
+        account: of the run in the site's ledger; what it cannot pay is refused.
+        clients: of this site.
+        secure: whether noise is drawn from the system's secure generator.
 
     Attributes:
         clip_norm: of updates.
         mechanism: how noise is made.
+        cost: of a turn of a client.
     """
 
     def __init__(
-        self, privacy: Privacy, run: AccountedRun, check_epsilon: Callable[[float], None]
+        self,
+        privacy: Privacy,
+        run: AccountedRun,
+        account: RunAccount,
+        clients: Iterable[int],
+        *,
+        secure: bool = True,
     ) -> None:
-        self._privacy, self._run = privacy, run
-        source = noise_source(run.seed, secure=privacy.secure_noise)
+        self._run, self._account = run, account
+        source = noise_source(run.seed, secure=secure)
         self.clip_norm, self.mechanism = privacy.clip_norm, privacy.mechanism(run, source)
-        check_epsilon(self.mechanism.epsilon(run.planned_rounds))
+        cost = getattr(self.mechanism, "release_cost", None)
+        if not isinstance(cost, ReleaseCost):
+            raise Refused(
+                f"this site cannot count what {type(privacy).__name__} costs: use LocalDP or DistributedDP"
+            )
+        self.cost = cost
+        account.check_plan(cost, clients, int(run.participation().most[-1]))
         self._cohorts: Iterator[tuple[int, ClientIds]] = iter(())
         self._present: tuple[int, ClientIds] | None = None
 
     def check_order(self, order: Order) -> None:
-        """Refuse clients who are in no cohort of the round.
+        """Refuse clients who are in no cohort of the round, or cannot pay, and buffers.
 
         Raises:
             OrderRefused: naming them.
+            Refused: if a client's privacy is spent.
         """
         if order.round >= self._run.planned_rounds:
             raise OrderRefused("policy", f"round {order.round} is beyond those accounted for")
@@ -69,6 +88,13 @@ class SitePrivacy:
             raise OrderRefused(
                 "policy", f"clients {others} are asked more often than was accounted for"
             )
+        if not order.options.get("buffers_stay", True):
+            raise OrderRefused("policy", "the order asks for buffers, which no noise covers")
+        self._account.check_next(self.cost, order.clients)
+
+    def charge(self, clients: Iterable[int]) -> None:
+        """Have clients pay for a turn, before anything of it leaves."""
+        self._account.charge(self.cost, clients)
 
     def noisy(self, update: ClientUpdate, round_index: int) -> ClientUpdate:
         """Return what leaves the site of an update."""
@@ -78,7 +104,7 @@ class SitePrivacy:
 
 
 def hidden_at_site(
-    options: Options, run: Run, num_rounds: int | None, policy: Policy
+    options: Options, run: Run, num_rounds: int | None, policy: Policy, account: RunAccount
 ) -> tuple[SumsOverSites | None, SitePrivacy | None]:
     """Return what only sums are shown of, and what is private before it leaves; None for neither.
 
@@ -87,12 +113,14 @@ def hidden_at_site(
         run: of the site.
         num_rounds: that the configuration plans.
         policy: of the site.
+        account: of the run in the site's ledger.
 
     Raises:
         ConfigurationError: if updates cannot be hidden over a network, or the run costs too much.
     """
     aggregator, private = as_aggregator(options.aggregator), options.client_privacy
     if private is None or not private.clients_add_noise:
+        policy.check_unprotected("training" if private is None else type(private).__name__)
         return _sums_of(aggregator.protection, policy), None
     num_clients, cohort = len(run.data.clients), as_cohort(options.cohort)
     accounted = AccountedRun(
@@ -103,14 +131,24 @@ def hidden_at_site(
         num_coordinates=sum(p.numel() for p in run.module.parameters() if p.requires_grad),
     )
     secure, protection = aggregator.noise_shares, aggregator.protection
+    made = partial(
+        SitePrivacy,
+        private,
+        account=account,
+        clients=policy.clients,
+        secure=private.secure_noise or not policy.seeded_noise,
+    )
     if secure is None or protection is None:
-        return None, SitePrivacy(private, accounted, policy.check_epsilon)
+        if private.is_for_sums:
+            raise Refused(
+                f"{type(private).__name__} has enough noise in a sum only, and the server would see single "
+                "updates: use the aggregator SecureMean, or LocalDP"
+            )
+        return None, made(accounted)
     most = cohort.expected_size(num_clients) if cohort.has_fixed_size else num_clients
     protection.begin(Terms(most_clients=most, seed=options.seed))
     fewest = secure.fewest_survivors(most) if cohort.has_fixed_size else None
-    privacy = SitePrivacy(
-        private, replace(accounted, fewest_survivors=fewest), policy.check_epsilon
-    )
+    privacy = made(replace(accounted, fewest_survivors=fewest))
     sums = secure.with_noise_shares(partial(_shares_of, privacy.mechanism))
     sums.clip_norm = privacy.clip_norm
     return _sums_of(sums.protection, policy), privacy

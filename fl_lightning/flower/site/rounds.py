@@ -185,7 +185,10 @@ class SiteRounds:
     def _answer(self, made: ClientUpdate, update: ClientUpdate, facts: dict[str, float]) -> None:
         client = update.client_id
         for stage in self._stages:
-            for name, tensor in stage.to_server(client).items():
+            told = stage.to_server(client)
+            if told and self._privacy is not None:
+                raise OrderRefused("policy", f"{stage.key} sends what no noise covers")
+            for name, tensor in told.items():
                 self.tensors[f"{client}/stage/{stage.key}/{name}"] = tensor.cpu()
         self.answers.append(
             ClientAnswer(
@@ -198,6 +201,11 @@ class SiteRounds:
                 facts={n: v for n, v in facts.items() if self._allows(n)},
             )
         )
+
+    def pay(self) -> None:
+        """Have the clients whose updates are about to leave pay for them."""
+        if self._privacy is not None:
+            self._privacy.charge(answer.client for answer in self.answers if not answer.failure)
 
     def skip(self, failure: ClientFailure) -> None:
         """Answer that a client has no update; why, only this site's log says."""

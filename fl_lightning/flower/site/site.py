@@ -15,7 +15,6 @@ wrong here, the server gets a category and an id; this site's log has the rest.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from queue import SimpleQueue
@@ -26,6 +25,7 @@ import yaml
 from fl_lightning.flower.messages import Answer, MessageError, Order, digest
 from fl_lightning.flower.policy import Policy
 from fl_lightning.flower.site.desk import Desk, Done
+from fl_lightning.flower.site.ledger import Ledger, RunAccount
 from fl_lightning.flower.site.memory import SiteMemory
 from fl_lightning.flower.sums.at_site import SiteSums
 from fl_lightning.flower.whole_model import told_mask
@@ -41,11 +41,13 @@ class Fit(NamedTuple):
         configuration: what this site trains with.
         desk: where it gets orders.
         memory: what clients remember.
+        account: of the run in the site's ledger of privacy.
     """
 
     configuration: Mapping[str, Any]
     desk: Desk
     memory: SiteMemory
+    account: RunAccount
 
 
 class Site:
@@ -59,6 +61,7 @@ class Site:
     def __init__(self, policy: Policy, own: Mapping[str, Any]) -> None:
         self._policy, self._own = policy, own
         self._name, self._folder = policy.name, policy.memory
+        self._ledger = Ledger(policy.memory / "privacy.json", policy.most_epsilon)
         self._fits: SimpleQueue[Fit | None] = SimpleQueue()
         self._desk: Desk | None = None
         self._run = self._configuration = ""
@@ -125,13 +128,15 @@ class Site:
         if order.kind == "sum":
             return self._answer(order, name, done=self._sums.follow(order))
         if order.kind == "calibrate":
-            self._policy.check_epsilon(math.inf)  # no noise covers what is sent for a mask
+            self._policy.check_unprotected("a calibration")
             return self._answer(order, name, done=self._asked(order))
         if order.options.get("mask", "") != self._mask:
             raise OrderRefused(
                 "mask", f"this site has the mask {self._mask or 'of no calibration'}"
             )
         if order.kind == "evaluate":
+            if not self._policy.log_unprotected:
+                self._policy.check_unprotected("an evaluation of clients")
             return self._answer(order, name, done=self._asked(order))
         return self._answer(order, name, done=self._trained(order))
 
@@ -144,8 +149,6 @@ class Site:
             raise OrderRefused("configuration", f"the order has {order.configuration}")
 
     def _trained(self, order: Order) -> Done:
-        epsilon = order.options.get("epsilon")
-        self._policy.check_epsilon(math.inf if epsilon is None else float(epsilon))
         # without rounds each client has its own last one, and memory says whether the server went back
         last = self._round if self._has_rounds else max(order.counted.values())
         if order.round <= last:
@@ -153,7 +156,7 @@ class Site:
                 "round", f"this site has answered round {last}, not this order of {order.round}"
             )
         done = self._asked(order)
-        self._sums.keep(order.round, done.vectors, done.rules, order)
+        self._sums.keep(done.vectors, done.rules, order)
         for failure in done.failures:
             log.warning("round %d, %s", order.round, failure, exc_info=failure.__cause__)
         return done
@@ -206,7 +209,8 @@ class Site:
         folder = self._folder / order.run
         self._recall(folder)
         self._sums, self._last_sum = SiteSums(folder, self._policy), ("", b"")
-        self._fits.put(Fit(configuration, self._desk, SiteMemory(folder)))
+        account = self._ledger.of_run(order.run, order.configuration)
+        self._fits.put(Fit(configuration, self._desk, SiteMemory(folder), account))
         done = self._desk.wait()
         if done.error is not None:
             self._desk = None

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
+from hashlib import sha256
 from typing import Any
 
+from fl_lightning.flower.messages import Order
+from fl_lightning.flower.wire.container import pack
 from fl_lightning.secure.protocol.graph import SparseGraph
 from fl_lightning.secure.protocol.session import ProtocolStage, Session
 from fl_lightning.secure.protocol.signing import Directory
@@ -13,6 +16,7 @@ from fl_lightning.secure.secure_sum import SecureSum
 
 # names of the messages in orders and in answers
 TO_CLIENT, FROM_CLIENT = "stage/sum/{}", "stage/sum/message"
+TRAINED_ON = "trained_on"  # beside the rules of vectors that are kept
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,7 @@ class Agreed:
             raise ValueError("there is no session, or one of another version")
         for name, value in session.items():
             optional = value is None and name in ("num_neighbours", "min_survivors")
-            kind = {"run": str, "active": bool}.get(name, int)
+            kind = {"run": str, "purpose": str, "active": bool}.get(name, int)
             if not optional and type(value) is not kind:
                 raise ValueError(f"{name} of the session is {value!r}")
         if not _all_of(clients, int) or not _all_of(sites, str):
@@ -87,10 +91,21 @@ def rules_of(secure_sum: SecureSum) -> dict[str, Any]:
     return {name: value for name, value in asdict(secure_sum).items() if name != "run"}
 
 
-def session_by(rules: Mapping[str, Any], given: Session) -> Session:
-    """Return the session that a configuration has where a server gave one: equal, if it is honest.
+def trained_on(order: Order) -> str:
+    """Return the SHA-256 of what clients train on: run, round, configuration, model, options.
 
-    A server that had its own way with thresholds, signatures or neighbours could open more than sums.
+    Every hidden sum is bound to it, whatever its scheme. Vectors that were trained on something else are in no
+    sum together: a server could have all clients but one train nothing.
+    """
+    about = {"run": order.run, "round": order.round, "configuration": order.configuration}
+    return sha256(pack({**about, "options": dict(order.options)}, order.tensors)).hexdigest()
+
+
+def session_by(rules: Mapping[str, Any], given: Session) -> Session:
+    """Return the session that a site has where a server gave one: equal, if it is honest.
+
+    A server that had its own way with thresholds, signatures or neighbours could open more than sums; see also
+    `trained_on`.
 
     Example:
         >>> from dataclasses import replace
@@ -102,15 +117,17 @@ def session_by(rules: Mapping[str, Any], given: Session) -> Session:
         >>> session_by(rules, lax) == lax
         False
     """
-    sparse = rules["sparse"]
+    rules = dict(rules)
+    purpose, sparse = rules.pop(TRAINED_ON, ""), rules["sparse"]
     graph = None if sparse is None else SparseGraph(**sparse)
     secure_sum = SecureSum(**{**rules, "sparse": graph, "run": given.run})
-    return secure_sum.session(
+    session = secure_sum.session(
         given.num_clients,
         size=given.size,
         round_index=given.round_index,
         graph_seed=given.graph_seed,
     )
+    return replace(session, purpose=purpose)
 
 
 def _all_of(values: Any, kind: type) -> bool:

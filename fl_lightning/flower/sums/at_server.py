@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
@@ -31,6 +32,7 @@ class SumOverSites:
         keys: public signing keys by site, of those that have one.
         write: writes orders of the present round.
         lost: told whose vector will not be in the sum, and why; it may raise.
+        trained_on: what clients of the present round have trained on, see `agreed.trained_on`.
     """
 
     def __init__(
@@ -40,9 +42,10 @@ class SumOverSites:
         keys: Mapping[str, bytes],
         write: WritesOrders,
         lost: Callable[[int, str], None],
+        trained_on: Callable[[], str],
     ) -> None:
         self._correspondence, self._site_of, self._keys = correspondence, site_of, keys
-        self._write, self._lost = write, lost
+        self._write, self._lost, self._trained_on = write, lost, trained_on
 
     def __call__(self, session: Session, clients: Sequence[int]) -> SumOutcome:
         """Run the protocol.
@@ -54,6 +57,7 @@ class SumOverSites:
         Raises:
             AbortedError: if too few clients are left.
         """
+        session = replace(session, purpose=self._trained_on())
         agreed = Agreed(session, tuple(clients), tuple(self._site_of[c] for c in clients))
         server = SecureServer(session, agreed.directory(self._keys))
         places = range(session.num_clients)

@@ -17,8 +17,15 @@ from torch import Tensor
 from fl_lightning.flower.messages import ClientAnswer, Order
 from fl_lightning.flower.policy import Policy
 from fl_lightning.flower.site.desk import Done
-from fl_lightning.flower.sums.agreed import FROM_CLIENT, TO_CLIENT, Agreed, session_by
-from fl_lightning.flower.sums.encrypted_agreed import TRAINED_ON, is_encrypted, trained_on
+from fl_lightning.flower.sums.agreed import (
+    FROM_CLIENT,
+    TO_CLIENT,
+    TRAINED_ON,
+    Agreed,
+    session_by,
+    trained_on,
+)
+from fl_lightning.flower.sums.encrypted_agreed import is_encrypted
 from fl_lightning.flower.sums.encrypted_at_site import EncryptedSiteSums
 from fl_lightning.flower.sums.site_vectors import SiteVectors
 from fl_lightning.flower.wire.failures import OrderRefused
@@ -49,23 +56,19 @@ class SiteSums:
 
     def keep(
         self,
-        round_index: int,
         vectors: Mapping[int, RingIntegers],
         rules: Mapping[str, Any],
-        order: Order | None = None,
+        order: Order,
     ) -> None:
         """Have vectors ready for the sum of a round, by the rules of the configuration.
 
         Args:
-            round_index: which.
             vectors: by client.
             rules: of the configuration.
-            order: that clients have trained on; encrypted sums are of one.
+            order: that clients have trained on.
         """
-        if is_encrypted(rules) and order is not None:
-            rules = {**rules, TRAINED_ON: trained_on(order)}
         if vectors:
-            self._kept.keep(round_index, vectors, rules)
+            self._kept.keep(order.round, vectors, {**rules, TRAINED_ON: trained_on(order)})
 
     def follow(self, order: Order) -> Done:
         """Return what the clients that are asked say at a stage; some may say nothing.
@@ -107,8 +110,16 @@ class SiteSums:
         except (ValueError, KeyError):  # KeyError: of another scheme
             is_agreed = False
         if not is_agreed:
-            raise OrderRefused("sum", f"{session} is not what the configuration says")
+            raise OrderRefused(
+                "sum", f"{session} is not what the configuration says, and what was trained on"
+            )
         policy.check_secure_sum(session.least_survivors)
+        if policy.most_epsilon is not None and not session.active:
+            raise OrderRefused(
+                "policy",
+                "site.yaml has most_epsilon, and a server that breaks the rules of this sum reads single "
+                "vectors, which have a share of the noise only: SecureMean needs active: true",
+            )
         if session.active and policy.signing_key is None:
             raise OrderRefused("policy", "the sum is signed, and site.yaml has no signing_key")
         if session.active and (unknown := sorted(set(agreed.sites) - policy.peers.keys())):

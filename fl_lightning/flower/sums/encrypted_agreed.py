@@ -7,8 +7,6 @@ from dataclasses import asdict, dataclass, fields
 from hashlib import sha256
 from typing import Any, Literal, get_args
 
-from fl_lightning.flower.messages import Order
-from fl_lightning.flower.wire.container import pack
 from fl_lightning.flower.wire.fields import check_clients, check_site, check_whole
 from fl_lightning.flower.wire.plain_json import MessageError
 from fl_lightning.secure.encryption.ckks_layout import CKKSLayout
@@ -21,7 +19,6 @@ EncryptedStage = Literal["key", "encrypt", "open"]
 # names of what travels
 KEY, TOTAL, OPENED = "stage/sum/key", "stage/sum/total", "stage/sum/opened"
 MESSAGE, NONCE, FEWEST = "stage/sum/message", "stage/sum/nonce", "fewest"
-TRAINED_ON = "trained_on"  # beside the rules of vectors that are kept
 
 
 @dataclass(frozen=True)
@@ -64,8 +61,7 @@ class EncryptedAgreed:
 
         Args:
             sealed_key: of the run.
-            trained_on: what clients were given to train from, see `trained_on`. Clients that were given
-                others are in no sum together: a server could have all but one train nothing.
+            trained_on: what clients were given to train from, see `agreed.trained_on`.
         """
         purpose = f"{self.run} {self.opener} {sha256(sealed_key).hexdigest()} {trained_on}".encode()
         return CKKSLayout(self.size, None, self.parameters, self.round, purpose)
@@ -102,11 +98,6 @@ class EncryptedAgreed:
 def is_encrypted(options: Mapping[str, Any]) -> bool:
     """Whether an order's options are of an encrypted sum."""
     return options.get("scheme") == SCHEME
-
-
-def trained_on(order: Order) -> str:
-    """Return the SHA-256 of what clients train from: the model, options of optimizers and stages."""
-    return sha256(pack(order.options, order.tensors)).hexdigest()
 
 
 def _sender(told: Any) -> Sender:

@@ -20,6 +20,7 @@ from torch import Tensor
 from fl_lightning.flower.messages import ClientAnswer, Order
 from fl_lightning.flower.policy import Policy, Refused
 from fl_lightning.flower.site.desk import Done
+from fl_lightning.flower.sums.agreed import TRAINED_ON
 from fl_lightning.flower.sums.encrypted_agreed import (
     FEWEST,
     KEY,
@@ -28,7 +29,6 @@ from fl_lightning.flower.sums.encrypted_agreed import (
     OPENED,
     SCHEME,
     TOTAL,
-    TRAINED_ON,
     EncryptedAgreed,
 )
 from fl_lightning.flower.sums.site_vectors import SiteVectors, write_whole

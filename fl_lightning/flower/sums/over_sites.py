@@ -18,6 +18,7 @@ def adds_over_sites(
     keys: Mapping[str, bytes],
     write: WritesOrders,
     lost: Callable[[int, str], None],
+    trained_on: Callable[[], str],
 ) -> AddsAtSites:
     """Return what adds up vectors at sites.
 
@@ -28,7 +29,8 @@ def adds_over_sites(
         keys: public signing keys by site, of those that have one.
         write: writes orders of the present round.
         lost: told whose vector will not be in the sum, and why; it may raise.
+        trained_on: what clients of the present round have trained on, see `agreed.trained_on`.
     """
     if isinstance(sums.agreed_sum, EncryptedSum):
         return EncryptedOverSites(correspondence, site_of, write, lost)
-    return SumOverSites(correspondence, site_of, keys, write, lost)
+    return SumOverSites(correspondence, site_of, keys, write, lost, trained_on)

@@ -64,6 +64,8 @@ class Session:
             for its share t n / (k + 1).
         active: whether a server may break the rules: keys and the set of survivors are signed.
         graph_seed: of the sparse graph.
+        purpose: what the vectors are, in words or a hash: parties that believe another one are in another
+            session, and get no sum.
 
     Raises:
         ValueError: if a setting is outside its range.
@@ -85,6 +87,7 @@ class Session:
     min_survivors: int | None = None
     active: bool = False
     graph_seed: int = 0
+    purpose: str = ""
 
     def __post_init__(self) -> None:
         Ring(self.bits)
@@ -146,7 +149,8 @@ class Session:
             self.active,
             self.graph_seed,
         )
-        return sha256(settings + self.run.encode()).digest()
+        about = f"{self.run}\0{self.purpose}" if self.purpose else self.run
+        return sha256(settings + about.encode()).digest()
 
     def _check_neighbours(self) -> None:
         if self.num_neighbours is None:

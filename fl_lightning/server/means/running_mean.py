@@ -1,4 +1,17 @@
-"""A weighted mean in one pass, with constant memory."""
+"""Weighted means in one pass, plain and exact.
+
+A weighted mean in one pass, with constant memory.
+
+A weighted mean whose bits do not depend on the order or the grouping of what is added.
+
+    v = w x,   h = round(2²⁰ v),   l = round(2⁶⁰ (v - h / 2²⁰)),   mean = (Σh / 2²⁰ + Σl / 2⁶⁰) / Σw
+
+Sums of floating-point numbers depend on their order, sums of integers do not. Each product is
+rounded, by itself, to a multiple of 2⁻⁶⁰ and split into two integers of 64 bits. The rounding error
+of a mean over K vectors is at most K 2⁻⁶¹ / Σw ≤ 4.4e-19 before it is rounded once to the vectors'
+dtype: less than the half unit in the last place which float32 sums lose per addition, wherever the
+mean is above 1.5e-11. It takes four times the memory of `RunningMean` in float32.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fl_lightning.core.errors import ConfigurationError, RoundFailure
 from fl_lightning.core.update import LazyDeltas
-from fl_lightning.server.means.exact_mean import ExactMean
 
 
 class RunningMean:
@@ -76,3 +89,90 @@ class RunningMean:
 def new_mean(like: Tensor, *, exact: bool) -> RunningMean | ExactMean:
     """Return an empty mean for vectors of the shape, dtype and device of ``like``."""
     return ExactMean(like) if exact else RunningMean(like)
+
+
+_HIGH, _LOW = 2.0**20, 2.0**60
+# of Σ |w x|: the high parts then stay below 2⁶² in all, half of what an integer holds
+LARGEST_SUM = 2.0**42
+
+
+class ExactMean:
+    """A weighted mean of vectors, exactly the same in any order and over any number of processes.
+
+    Weights are whole numbers. One vector comes out bit for bit if its entries are 0 or of
+    magnitude 2⁻³⁷ ≈ 7e-12 and more.
+
+    Args:
+        like: a vector of the shape, dtype and device of those to come, shape (k,).
+
+    Raises:
+        ConfigurationError: on devices without float64.
+
+    Example:
+        >>> def mean(*values):
+        ...     mean = ExactMean(torch.empty(1))
+        ...     for value in values:
+        ...         mean.add(torch.tensor([value]), weight=1)
+        ...     return mean.value()
+        >>> mean(0.1, 1e6, -1e6), mean(1e6, -1e6, 0.1)
+        (tensor([0.0333]), tensor([0.0333]))
+        >>> torch.equal(mean(0.1, 1e6, -1e6), mean(1e6, -1e6, 0.1))
+        True
+    """
+
+    def __init__(self, like: Tensor) -> None:
+        if like.device.type == "mps":
+            raise ConfigurationError("exact: true needs float64, which mps lacks: use exact: false")
+        self._dtype = like.dtype
+        self._high = torch.zeros_like(like, dtype=torch.int64)
+        self._low = torch.zeros_like(like, dtype=torch.int64)
+        self._weight = torch.zeros((), dtype=torch.int64, device=like.device)
+        self._largest = torch.zeros((), dtype=torch.float64, device=like.device)
+
+    def add(self, vector: Tensor, weight: float | Tensor) -> None:
+        """Take in one vector."""
+        product = vector.double() * weight
+        if product.numel():
+            self._largest += product.abs().max()
+        high = (product * _HIGH).round_()
+        self._high += high.long()
+        self._low += product.sub_(high.div_(_HIGH)).mul_(_LOW).round_().long()
+        self._weight += weight if isinstance(weight, int) else torch.as_tensor(weight).long()
+
+    def add_rows(self, vectors: Tensor | LazyDeltas, weights: Sequence[float]) -> None:
+        """Take in m vectors, shape (m, k)."""
+        whole = vectors if isinstance(vectors, Tensor) else vectors.whole
+        for vector, weight in zip(whole, weights, strict=True):
+            self.add(vector, weight)
+
+    def value(self) -> Tensor:
+        """Return the mean so far; zeros if nothing was added.
+
+        Raises:
+            RoundFailure: if the integers may have overflowed.
+        """
+        if float(self._largest) > LARGEST_SUM:
+            raise RoundFailure(
+                f"exact: true sums updates times examples up to {LARGEST_SUM:.1e}, this round "
+                f"reached {float(self._largest):.1e}: clip the clients' gradients, lower their "
+                "learning rate, or set the aggregator's exact: false"
+            )
+        total = self._high.double() / _HIGH + self._low.double() / _LOW
+        return (total / self._weight.clamp(min=1)).to(self._dtype)
+
+    def sums(self) -> list[Tensor]:
+        """Return what adds up over processes."""
+        return [self._high, self._low, self._weight, self._largest]
+
+    def load_sums(self, sums: list[Tensor]) -> None:
+        """Go on with the sums of all processes."""
+        self._high, self._low, self._weight, self._largest = sums
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sums so far."""
+        return {"exact sums": self.sums()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        for own, saved in zip(self.sums(), state["exact sums"], strict=True):
+            own.copy_(saved)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError, RoundFailure
+from fl_lightning.core.traits import Trait, Traits
 from fl_lightning.server.kept_updates import KeptUpdates
 from fl_lightning.server.robust.matrix import UpdateRows
 from fl_lightning.server.robust.passes import median_weights, sorted_sum
@@ -63,6 +64,13 @@ class Collected(KeptUpdates):
     def robust_rule(self) -> RobustRule:
         """The rule."""
         return self.rule
+
+    @property
+    def traits(self) -> Traits:
+        """Rules compare whole updates."""
+        whole = {Trait.ONE_MASK: "compares whole updates, which have the same coordinates"}
+        ways = {Trait.ONE_MASK: "share one mask, or set aggregator to OverlapMean"}
+        return super().traits | Traits(needs=whole, instead=ways)
 
     @property
     def buffers(self) -> Tensor | None:

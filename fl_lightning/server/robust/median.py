@@ -12,10 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import final
 
-from fl_lightning.server.robust.checks import check_num_attackers
 from fl_lightning.server.robust.matrix import Floats, Rows
 from fl_lightning.server.robust.passes import median_weights, sorted_sum, trimmed_weights
-from fl_lightning.server.robust.rule import RobustRule, RuleContext
+from fl_lightning.server.robust.rule import RobustRule, RuleContext, check_num_attackers
 
 
 @final

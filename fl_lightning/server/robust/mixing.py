@@ -17,11 +17,9 @@ import numpy as np
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import check_seed, numpy_generator, run_seed
-from fl_lightning.server.robust.checks import check_num_attackers
-from fl_lightning.server.robust.matrix import Floats, Rows
+from fl_lightning.server.robust.matrix import Floats, MixedRows, Rows
 from fl_lightning.server.robust.passes import squared_distances
-from fl_lightning.server.robust.rule import RobustRule, RuleContext
-from fl_lightning.server.robust.views import MixedRows
+from fl_lightning.server.robust.rule import RobustRule, RuleContext, check_num_attackers
 
 
 @final

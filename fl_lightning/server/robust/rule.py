@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.server.robust.matrix import Floats, Rows
 
 
@@ -50,3 +51,15 @@ class RobustRule(ABC):
     @abstractmethod
     def combine(self, rows: Rows, context: RuleContext) -> Floats:
         """Return the aggregate, shape (k,)."""
+
+
+def check_num_attackers(rule: object, num_attackers: int) -> None:
+    """Refuse a negative number of attackers.
+
+    Raises:
+        ConfigurationError: naming the rule.
+    """
+    if num_attackers < 0:
+        raise ConfigurationError(
+            f"{type(rule).__name__}: num_attackers must be at least 0 clients, got {num_attackers}"
+        )

@@ -87,7 +87,7 @@ def combinations() -> Iterator[Row]:
     def spec(path: str, **options: Any) -> dict[str, Any]:
         return {"class_path": f"{FL}.{path}", "init_args": options}
 
-    secure, krum = spec("server.secure.SecureMean"), spec("server.Krum", num_attackers=1)
+    secure, krum = spec("secure.SecureMean"), spec("server.Krum", num_attackers=1)
     central = spec("CentralDP", clip_norm=1.0, noise_multiplier=1.0)
     devices = spec("client.Devices", speeds=spec("client.LogNormalSpeeds"))
     fed_buff = spec("server.FedBuff", concurrency=4, buffer_size=2)

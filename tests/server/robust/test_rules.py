@@ -14,14 +14,21 @@ from rounds_of_updates import aggregate, new_server, sines
 from fl_lightning.core.errors import ConfigurationError, RoundFailure
 from fl_lightning.core.update import ClientUpdate, GlobalModel
 from fl_lightning.server.means.mean import Mean
-from fl_lightning.server.robust.bulyan import Bulyan, krum_choices, mean_around_median
-from fl_lightning.server.robust.centred_clipping import CentredClipping
-from fl_lightning.server.robust.fltrust import FLTrust
-from fl_lightning.server.robust.geometric_median import GeometricMedian
-from fl_lightning.server.robust.krum import Krum, MultiKrum
+from fl_lightning.server.robust.krum import (
+    Bulyan,
+    Krum,
+    MultiKrum,
+    krum_choices,
+    mean_around_median,
+)
 from fl_lightning.server.robust.median import Median, TrimmedMean
 from fl_lightning.server.robust.mixing import Bucketing, NearestNeighbourMixing
-from fl_lightning.server.robust.norm_bounding import NormBounding
+from fl_lightning.server.robust.reweighted import (
+    CentredClipping,
+    FLTrust,
+    GeometricMedian,
+    NormBounding,
+)
 
 RULES = [
     Median(),

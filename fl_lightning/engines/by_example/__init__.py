@@ -1,1 +1,0 @@
-"""Proofs that a step is a mean over its batch's examples."""

@@ -1,0 +1,217 @@
+"""What a site's clients have spent of their privacy, over all runs, in a file on the site's disk.
+
+An entry is of a run, its configuration and a day: what one release costs, and how many releases each client
+has made. Costs of a client compose over the entries of the period, see `composed_epsilon`. The file is written, whole or not at all, before an answer leaves. A file that cannot be read refuses all.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from datetime import date, timedelta
+from pathlib import Path
+from typing import Any
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.flower.rules.class_paths import Refused
+from fl_lightning.flower.sums.site_vectors import write_whole
+from fl_lightning.flower.wire.plain_json import shown
+from fl_lightning.privacy.accounting.composition import ReleaseCost, composed_epsilon
+
+# days that count, today's among them; None for all
+PERIODS = {"day": 1, "week": 7, "month": 31, "year": 366, "ever": None}
+_DELTA = 1e-5
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrivacyBudget:
+    """The most privacy that each client of a site may spend.
+
+    Args:
+        epsilon: over all runs of a period, > 0.
+        delta: of this ε, in (0, 1); whatever a run says of its own.
+        per: the period, which ends now: ``day``, ``week``, ``month``, ``year`` or ``ever``.
+
+    Raises:
+        ConfigurationError: for values out of range.
+    """
+
+    epsilon: float
+    delta: float = _DELTA
+    per: str = "ever"
+
+    def __post_init__(self) -> None:
+        for name, most in (("epsilon", math.inf), ("delta", 1.0)):
+            value = getattr(self, name)
+            if type(value) not in (int, float) or not 0 < value < most:
+                raise ConfigurationError(
+                    f"most_epsilon: {name} must be a number above 0 and below {most:g}, got {shown(value)}"
+                )
+        if self.per not in PERIODS:
+            raise ConfigurationError(
+                f"most_epsilon: per must be one of {', '.join(PERIODS)}, got {shown(self.per)}"
+            )
+
+    @classmethod
+    def of(cls, told: Any) -> PrivacyBudget:
+        """Return the budget that a file says; a number alone is its ε."""
+        given = told if isinstance(told, dict) else {"epsilon": told}
+        names = [field.name for field in fields(cls)]
+        if "epsilon" not in given or not given.keys() <= set(names):
+            raise ConfigurationError(
+                f"most_epsilon must be a number, or a mapping with {', '.join(names)}, got {shown(told)}"
+            )
+        return cls(**given)
+
+    def __str__(self) -> str:
+        return f"ε {self.epsilon:g} at δ {self.delta:g}, per: {self.per}"
+
+
+class Ledger:
+    """Keeps it.
+
+    Args:
+        file: beside the memory of runs; made with the first release.
+        budget: None for no limit; then ε is told at δ 1e-5, for ever.
+    """
+
+    def __init__(self, file: Path, budget: PrivacyBudget | None) -> None:
+        self._file, self._budget = file, budget
+        self._delta = _DELTA if budget is None else budget.delta
+
+    def entries(self) -> list[dict[str, Any]]:
+        """Return the entries of all days.
+
+        Raises:
+            Refused: if the file cannot be read: then nobody knows what is left.
+        """
+        if not self._file.exists():
+            return []
+        try:
+            entries: list[dict[str, Any]] = json.loads(self._file.read_text())["entries"]
+            for entry in entries:
+                ReleaseCost(**entry["cost"])
+                date.fromisoformat(entry["day"])
+                Counter(entry["releases"]).total()
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise Refused(
+                f"the ledger of privacy {self._file} cannot be read ({error}), so that nobody knows what "
+                "is left: put a copy of it back"
+            ) from None
+        return entries
+
+    def spent(self) -> float:
+        """Return ε of the client that has spent most in the period."""
+        made = {frozenset(each.items()) for each in _by_client(self._of_period()).values()}
+        return max((composed_epsilon(dict(each), self._delta) for each in made), default=0.0)
+
+    def left(self) -> float | None:
+        """Return the ε of the budget that is left; None without a budget."""
+        return None if self._budget is None else max(0.0, self._budget.epsilon - self.spent())
+
+    def charge(
+        self, run: str, configuration: str, cost: ReleaseCost, clients: Iterable[int]
+    ) -> None:
+        """Note a release of each client, on disk, before it leaves."""
+        entries, today = self.entries(), date.today().isoformat()
+        about = {"run": run, "configuration": configuration, "day": today, "cost": asdict(cost)}
+        entry = next((e for e in entries if about.items() <= e.items()), None)
+        if entry is None:
+            entries.append(entry := {**about, "releases": {}})
+        for client in clients:
+            entry["releases"][str(client)] = entry["releases"].get(str(client), 0) + 1
+        write_whole(self._file, json.dumps({"entries": entries}, indent=1).encode())
+
+    def check(
+        self, run: str, configuration: str, cost: ReleaseCost, releases: Mapping[int, int]
+    ) -> None:
+        """Raise if a client cannot pay.
+
+        Args:
+            run: id of the run.
+            configuration: hash of the run's configuration.
+            cost: of a release.
+            releases: that each client will have made in this run, those in the ledger among them.
+
+        Raises:
+            Refused: with the budget and what the client would have spent.
+        """
+        if self._budget is None:
+            return
+        others = [each for each in self._of_period() if not _is_of(each, run, configuration)]
+        spent = _by_client(others)
+        nothing = Counter[ReleaseCost]()
+        cases = {(frozenset(spent.get(c, nothing).items()), n): c for c, n in releases.items()}
+        for (made, number), client in cases.items():
+            before = Counter(dict(made))
+            epsilon = composed_epsilon(before + Counter({cost: number}), self._delta)
+            if not epsilon <= self._budget.epsilon:  # NaN neither
+                raise Refused(
+                    f"most_epsilon is {self._budget} at this site, and client {client} would have spent "
+                    f"{epsilon:.4g}, {composed_epsilon(before, self._delta):.4g} of it in other runs: add "
+                    "noise, or train fewer rounds"
+                )
+
+    def releases(self, run: str, configuration: str) -> Counter[int]:
+        """Return the releases that each client has made in a run, whenever that was."""
+        own = [each for each in self.entries() if _is_of(each, run, configuration)]
+        return Counter({client: n.total() for client, n in _by_client(own).items()})
+
+    def of_run(self, run: str, configuration: str) -> RunAccount:
+        """Return the account of a run under a configuration."""
+        return RunAccount(self, run, configuration)
+
+    def _of_period(self) -> list[dict[str, Any]]:
+        days = None if self._budget is None else PERIODS[self._budget.per]
+        if days is None:
+            return self.entries()
+        first = date.today() - timedelta(days=days - 1)
+        return [each for each in self.entries() if date.fromisoformat(each["day"]) >= first]
+
+
+@dataclass(frozen=True)
+class RunAccount:
+    """What one run under one configuration may spend at a site.
+
+    Attributes:
+        ledger: of the site.
+        run: id of the run.
+        configuration: hash of its configuration.
+    """
+
+    ledger: Ledger
+    run: str
+    configuration: str
+
+    def check_plan(self, cost: ReleaseCost, clients: Iterable[int], turns: int) -> None:
+        """Raise if a client cannot pay for so many turns, those that it has had among them."""
+        made = self.ledger.releases(self.run, self.configuration)
+        planned = {client: max(turns, made[client]) for client in clients}
+        self.ledger.check(self.run, self.configuration, cost, planned)
+
+    def check_next(self, cost: ReleaseCost, clients: Iterable[int]) -> None:
+        """Raise if a client cannot pay for one more turn."""
+        made = self.ledger.releases(self.run, self.configuration)
+        following = {client: made[client] + 1 for client in clients}
+        self.ledger.check(self.run, self.configuration, cost, following)
+
+    def charge(self, cost: ReleaseCost, clients: Iterable[int]) -> None:
+        """Note a turn of each client, on disk, before it leaves."""
+        self.ledger.charge(self.run, self.configuration, cost, clients)
+
+
+def _is_of(entry: Mapping[str, Any], run: str, configuration: str) -> bool:
+    return (entry["run"], entry["configuration"]) == (run, configuration)
+
+
+def _by_client(entries: Iterable[Mapping[str, Any]]) -> dict[int, Counter[ReleaseCost]]:
+    """Return the releases of each client by what one costs."""
+    found: dict[int, Counter[ReleaseCost]] = {}
+    for entry in entries:
+        cost = ReleaseCost(**entry["cost"])
+        for client, number in entry["releases"].items():
+            found.setdefault(int(client), Counter())[cost] += number
+    return found

@@ -1,1 +1,0 @@
-"""What attackers send instead of their updates."""

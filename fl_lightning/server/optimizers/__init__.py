@@ -1,1 +1,0 @@
-"""Server optimizers that torch does not have."""

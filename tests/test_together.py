@@ -1,0 +1,146 @@
+"""What goes together: the page is made from what the parts say, and each sentence of it is whole.
+
+`python tests/test_together.py` (with tests on the path) writes the page anew.
+"""
+
+import pytest
+from families import ROWS, made
+from readme import ROOT
+
+from fl_lightning import Federation
+from fl_lightning.callbacks.calibration.checks import MASKS
+from fl_lightning.client import Devices, LogNormalSpeeds
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.traits import Trait, conflicts
+from fl_lightning.data import LabelFlip
+from fl_lightning.federation.checks.together import BY_HAND, NETWORK, OWN_MASKS, SEVERAL, traits_of
+from fl_lightning.federation.stages.attackers import Attackers
+from fl_lightning.nas import OneShot, Supernet
+from fl_lightning.server import ALIE
+from fl_lightning.server.aggregator import Aggregator
+from fl_lightning.server.server import as_aggregator
+from fl_lightning.server.staleness import ASYNCHRONOUS
+
+PAGE = ROOT / "docs" / "together.md"
+HEAD = """# What goes together
+
+A part of a run says what it needs of a round and what it breaks; two parts conflict where one needs a trait that the
+other breaks. Such a configuration is rejected at start-up, with an error that names both parts and what to do. This page
+is made from the parts themselves.
+
+"""
+# What a module, its optimizers and masks add.
+OF_THE_RUN = {
+    "a model that steps by hand": BY_HAND,
+    "a model with several optimizers": SEVERAL,
+    "MaskCalibration": MASKS,
+    "MaskCalibration with per_client": OWN_MASKS,
+    "model Supernet": Supernet.federation_traits,
+    "model OneShot": OneShot.federation_traits,
+}
+# The families whose members are options of a federation.
+FAMILIES = {
+    "aggregator": "aggregator",
+    "robust rule": "aggregator",
+    "correction": "correction",
+    "personalisation": "personal",
+    "transform": "updates",
+    "cohort": "cohort",
+    "privacy": "privacy",
+    "asynchrony": "asynchronous",
+}
+
+
+def parts():
+    """Return the traits of every part, by name."""
+    found = {}
+    for family, cls in ROWS:
+        if family in FAMILIES:
+            part = made(cls)
+            if isinstance(part, Aggregator) or family == "robust rule":
+                part = as_aggregator(part)
+            traits = ASYNCHRONOUS if family == "asynchrony" else traits_of(part)
+            found[f"{FAMILIES[family]} {cls.__name__}"] = traits
+    found["devices Devices"] = Devices(speeds=LogNormalSpeeds(), deadline=9.0).traits
+    found["attackers Attackers that forge"] = Attackers(fraction=0.1, forge=ALIE()).traits
+    found["attackers Attackers that poison"] = Attackers(
+        fraction=0.1, poison=LabelFlip(num_classes=2)
+    ).traits
+    return found
+
+
+def page():
+    """Return the page's text."""
+    every = {**parts(), **NETWORK, **OF_THE_RUN}
+    lines = []
+    for trait in Trait:
+        lines += [f"## {trait.value[0].upper()}{trait.value[1:]}", ""]
+        lines += ["Needed by:", "", *_by_clause(every, trait, "needs"), ""]
+        lines += ["Broken by:", "", *_by_clause(every, trait, "breaks"), ""]
+    return HEAD + "\n".join(lines)
+
+
+def _by_clause(every, trait, kind):
+    alike = {}
+    for name, traits in every.items():
+        if trait in getattr(traits, kind):
+            ways = traits.instead.get(trait)
+            key = getattr(traits, kind)[trait] + (f". Instead: {ways}" if ways else "")
+            alike.setdefault(key, []).append(name)
+    return [f"- {', '.join(names)}: {clause}." for clause, names in alike.items()]
+
+
+def test_the_page_says_what_the_parts_say():
+    assert PAGE.read_text() == page(), (
+        "write it anew: PYTHONPATH=tests python tests/test_together.py"
+    )
+
+
+def test_every_conflict_has_a_way_out():
+    for sentence in conflicts({**parts(), **NETWORK}):
+        assert not sentence.endswith(": ")
+        assert sentence.count(", and ") >= 1
+
+
+def test_every_trait_is_needed_and_broken_by_something():
+    every = {**parts(), **NETWORK, **OF_THE_RUN}.values()
+    for trait in Trait:
+        assert any(trait in each.needs for each in every), trait
+        assert any(trait in each.breaks for each in every), trait
+
+
+SAMPLE = [
+    (one, other)
+    for place, (family, one) in enumerate(ROWS)
+    for other_family, other in ROWS[place:]
+    if family in FAMILIES
+    and other_family in FAMILIES
+    and FAMILIES[family] != FAMILIES[other_family]
+]
+
+
+@pytest.mark.parametrize(("one", "other"), SAMPLE, ids=lambda cls: cls.__name__)
+def test_a_federation_refuses_just_the_pairs_that_conflict(one, other):
+    option = {cls: FAMILIES[family] for family, cls in ROWS if family in FAMILIES}
+    options = {
+        option[cls]: [made(cls)] if option[cls] == "updates" else made(cls) for cls in (one, other)
+    }
+    named = {
+        name: its
+        for name, its in parts().items()
+        if name.split()[1] in (one.__name__, other.__name__)
+    }
+    wanted = list(conflicts(named))
+    try:
+        Federation(**options)
+        said = ""
+    except ConfigurationError as error:
+        said = str(error)
+    for sentence in wanted:
+        assert f"federation.{sentence}".split(",")[0] in said
+    if not wanted:  # a cohort may still be refused by a privacy, for itself
+        assert not said or {"cohort", "privacy"} == set(map(option.get, (one, other)))
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
