@@ -157,7 +157,7 @@ class CentralGaussian:
 
     @property
     def amplifies(self) -> bool:
-        """Whether cohorts are samples."""
+        """True if cohorts are samples."""
         return self.accountant.sampling.kind != "all"
 
     def epsilon_if_known(self, rounds: int) -> float:

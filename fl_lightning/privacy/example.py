@@ -208,7 +208,7 @@ class ExampleGaussian:
 
     @property
     def amplifies(self) -> bool:
-        """Whether batches are samples."""
+        """True if batches are samples."""
         return bool((self.local.rates < 1).any())
 
     def epsilon_if_known(self, rounds: int) -> float:

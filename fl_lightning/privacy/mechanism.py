@@ -50,11 +50,11 @@ class Accounted(Protocol):
 
 @runtime_checkable
 class Amplified(Protocol):
-    """What a run releases whose ε may be lower because random draws are secret."""
+    """A mechanism whose ε may be lower because random draws are secret."""
 
     @property
     def amplifies(self) -> bool:
-        """Whether it is, here."""
+        """True if it is, here."""
 
     def epsilon_if_known(self, rounds: int) -> float:
         """Return ε towards somebody who knows the draws."""

@@ -23,9 +23,9 @@ def run_state(rounds: Round) -> dict[str, Any]:
     """
     run, server, stages = rounds.run, rounds.server, rounds.stages
     with_round = server.is_open and run.ranks.size == 1 and not stages.restarts
-    record = rounds.record.without_clients() if stages.hides_round else rounds.record
-    if stages.hides_round and server.is_open:
-        record = RoundRecord()
+    record = rounds.record
+    if stages.hides_round:
+        record = RoundRecord() if server.is_open else record.without_clients()
     state = {
         "space": run.local.space.fingerprint(),
         "mask": run.local.space.mask_fingerprint(),

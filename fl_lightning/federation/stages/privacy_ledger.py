@@ -30,15 +30,7 @@ M = TypeVar("M", bound=Accounted)
 
 @dataclass(frozen=True)
 class Spent:
-    """What the private fits of a model have cost.
-
-    Attributes:
-        epsilon: all together, at
-        delta: the sum of theirs.
-        unamplified: the same without amplification by sampling.
-        rounds: those that cost alike, at the end.
-        state: of the last fit's ledger.
-    """
+    """Cost of a model's private fits so far; ``state`` is of the last one, which had ``rounds``."""
 
     epsilon: float = 0.0
     delta: float = 0.0
@@ -51,12 +43,12 @@ _SPENT: WeakKeyDictionary[LightningModule, Callable[[], Spent]] = WeakKeyDiction
 
 
 def spent_on(module: LightningModule) -> Spent:
-    """Return what fits of a module have cost in this process, or in processes of its Trainers."""
+    """Return the cost of a module's fits in this process, and in those that its Trainers started."""
     return _SPENT.get(module, Spent)()
 
 
 def note_spent(module: LightningModule, spent: Callable[[], Spent]) -> None:
-    """Have a module know what its fits have cost."""
+    """Remember the cost of a module's fits."""
     _SPENT[module] = spent
 
 
@@ -118,23 +110,16 @@ class PrivacyLedger(Generic[M]):
         return allowed
 
     @property
-    def shows_clients(self) -> bool:
-        """Whether what no noise covers may be logged."""
-        return self._privacy.log_unprotected
-
-    @property
     def amplifies(self) -> bool:
-        """Whether ε is lower because nobody knows who takes part."""
-        mechanism = self.mechanism
-        return isinstance(mechanism, Amplified) and mechanism.amplifies
+        """True if ε is lower because nobody knows who takes part."""
+        return isinstance(self.mechanism, Amplified) and self.mechanism.amplifies
 
     def _if_known(self, rounds: int) -> float | None:
         """Return ε without amplification; None if nothing amplifies, or draws are secret."""
-        mechanism = self.mechanism
-        if self._privacy.secure_noise or not isinstance(mechanism, Amplified):
+        mechanism, is_secret = self.mechanism, self._privacy.secure_noise
+        if is_secret or not isinstance(mechanism, Amplified) or not mechanism.amplifies:
             return None
-        known = self._earlier.unamplified + mechanism.epsilon_if_known(rounds)
-        return known if self.amplifies else None
+        return self._earlier.unamplified + mechanism.epsilon_if_known(rounds)
 
     def announce(self, clip_norm: str) -> None:
         """Say, before training, what the run will have cost."""

@@ -22,6 +22,7 @@ from torch import Tensor
 from fl_lightning.core.errors import RoundFailure
 from fl_lightning.core.update import GlobalModel
 from fl_lightning.core.whole_numbers import Integers
+from fl_lightning.federation.checkpoints.secret_cohorts import SecretCohorts
 from fl_lightning.federation.checks.privacy import warn_of_releases
 from fl_lightning.federation.processes.ranks import Ranks
 from fl_lightning.federation.round import Round
@@ -29,7 +30,6 @@ from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Stage
 from fl_lightning.federation.stages.privacy_ledger import PrivacyLedger
-from fl_lightning.federation.stages.secret_cohorts import SecretCohorts
 from fl_lightning.privacy.mechanism import Mechanism, Privacy
 from fl_lightning.privacy.noise.grid import Grid, noise_of
 from fl_lightning.privacy.noise.noise_source import coins, noise_source
@@ -248,7 +248,7 @@ class PrivateRounds(Stage):
         self._clip_norm = state["clip_norm"]
 
     def count_on(self, earlier: PrivateRounds) -> None:
-        """Count what rounds of an earlier fit have spent, and draw from its secret."""
+        """Count the rounds of an earlier fit, and draw from its secret."""
         self._count_on(earlier._spent())
         if self.cohorts is not None and earlier.cohorts is not None:
             self.cohorts.use(earlier.cohorts.secret)

@@ -46,7 +46,7 @@ class SecretCohorts:
 
     @property
     def file(self) -> Path:
-        """Where the first process keeps the secret."""
+        """File in which the first process keeps the secret."""
         folder = own_run_folder(self._run.trainer)
         return Path("." if "://" in folder else folder, _name(_hash(self.secret)))
 
@@ -69,10 +69,7 @@ class SecretCohorts:
         return _hash(self.secret)
 
     def resume(self, saved: str | None) -> None:
-        """Draw from the secret of the run that wrote a checkpoint.
-
-        Args:
-            saved: what the checkpoint holds of it.
+        """Draw from the secret of which a checkpoint holds the hash.
 
         Raises:
             ConfigurationError: if it is not there.
@@ -105,7 +102,7 @@ def _name(saved: str) -> str:
 
 
 def _read(path: Path) -> int:
-    """Return the secret in a file; 0 if there is none."""
+    """Secret in a file; 0 if there is none."""
     with suppress(OSError, ValueError):
         return int(path.read_text(), 16) % 2**256
     return 0
