@@ -25,6 +25,7 @@ import yaml
 
 from fl_lightning.cli.subcommands import resolve
 from fl_lightning.flower.network.demo import demo
+from fl_lightning.flower.network.following import carry_out
 
 SITES = ("a", "b", "c")
 ECHO = "fl_lightning.flower.network.echo"
@@ -36,7 +37,7 @@ def floor(rounds: int) -> list[float]:
     said: list[str] = []
     with demo(SITES, print, process=f"{ECHO}:serve_echo") as running:
         options: dict[str, str | int | float] = {"sites": len(SITES), "rounds": rounds}
-        running.run(said.append, options=options, run=f"{ECHO}:exchange")
+        carry_out(running.control, said.append, options=options, run=f"{ECHO}:exchange")
     return [
         float(found[1]) for line in said if (found := re.search(r"^round.*\(([\d.]+) s\)", line))
     ]
@@ -54,7 +55,7 @@ def trained(configuration: str, folder: Path) -> tuple[list[dict[str, float]], l
         "words": "",
     }
     with demo(SITES, print, clients=clients, own=own) as running:
-        running.run(print, options=options, configuration=configuration)
+        carry_out(running.control, print, options=options, configuration=configuration)
         logs = [(site.folder / "log" / "resident.log").read_text() for site in running.sites]
     orders = [re.findall(r"order \w+: ([\d.]+) s", log)[1:] for log in logs]  # after the greeting
     return logged(folder), [float(seconds) for site in orders for seconds in site]

@@ -13,7 +13,14 @@ from fl_lightning.client import Devices, LogNormalSpeeds
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.traits import Trait, conflicts
 from fl_lightning.data import LabelFlip
-from fl_lightning.federation.checks.together import BY_HAND, NETWORK, OWN_MASKS, SEVERAL, traits_of
+from fl_lightning.federation.checks.together import (
+    BY_HAND,
+    NETWORK,
+    OWN_MASKS,
+    RATES_BY_STEP,
+    SEVERAL,
+    traits_of,
+)
 from fl_lightning.federation.stages.attackers import Attackers
 from fl_lightning.nas import OneShot, Supernet
 from fl_lightning.server import ALIE
@@ -33,6 +40,7 @@ is made from the parts themselves.
 OF_THE_RUN = {
     "a model that steps by hand": BY_HAND,
     "a model with several optimizers": SEVERAL,
+    "a learning-rate schedule by step": RATES_BY_STEP,
     "MaskCalibration": MASKS,
     "MaskCalibration with per_client": OWN_MASKS,
     "model Supernet": Supernet.federation_traits,

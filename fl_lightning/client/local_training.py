@@ -11,9 +11,7 @@ nothing leaves the device before the client is done.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +22,7 @@ from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.optimizer_masks import OptimizerMasks
 from fl_lightning.client.optimizer_steps import OptimizerSteps
 from fl_lightning.client.state.python_state import Growth, PythonState
-from fl_lightning.client.state.round_start import Options, RateSchedule, RoundStart
+from fl_lightning.client.state.round_start import LocalSchedules, RateSchedule, RoundStart
 from fl_lightning.client.state.state_tensors import (
     Constants,
     Homes,
@@ -37,7 +35,7 @@ from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.lonely_example import help_with_one_example
 from fl_lightning.core.metrics import weighted_mean
 from fl_lightning.core.space import Space
-from fl_lightning.core.update import ClientUpdate, GlobalModel
+from fl_lightning.core.update import ClientUpdate, GlobalModel, check_finite
 
 
 class LocalTrainer:
@@ -50,6 +48,7 @@ class LocalTrainer:
         step: what one local step does.
         collector: learns what it logs.
         schedules: of learning rates; they start for every client as the round left them.
+        by_step: those that count local steps, see `RoundStart`; None if none does.
         by_hand: whether the local step steps the optimizers itself, as often as it likes, and may
             freeze parameters for a while.
         ignore: names of attributes of the module that are no client's, see `PythonState`.
@@ -62,6 +61,7 @@ class LocalTrainer:
         growth: what the last client appended to lists, see `show_growth`.
         own: layout of the tensors that every client has for itself, see `keep_own`.
         kept: what they were when the last client was done, shape (o,).
+        round_start: options of the optimizers, also by local step.
 
     Example:
         >>> from torch import nn
@@ -88,6 +88,7 @@ class LocalTrainer:
         step: LocalStep,
         collector: LogCollector | None = None,
         schedules: Sequence[RateSchedule] = (),
+        by_step: LocalSchedules | None = None,
         *,
         by_hand: bool = False,
         ignore: Collection[str] = (),
@@ -105,7 +106,7 @@ class LocalTrainer:
         self._optimizers: list[Optimizer] = [optimizers] if one else list(optimizers)  # type: ignore[list-item, arg-type]
         self._masks = OptimizerMasks(module, self._optimizers)
         self._optimizer_steps = OptimizerSteps(self._optimizers, by_hand=by_hand)
-        self._round_start = RoundStart(self._optimizers, schedules)
+        self.round_start = RoundStart(self._optimizers, schedules, by_step)
         self._step = step
         self._holds: GlobalModel | None = None
         self._in_hand: Sequence[SizedBatch] = ()  # the batches of a step that is being taken
@@ -196,7 +197,7 @@ class LocalTrainer:
                 f"{changed[0]} was frozen or unfrozen during the run: what travels between clients "
                 "and server is settled when it starts. Freeze before, or start another run."
             )
-        self._round_start.note()
+        self.round_start.note(number)
         self._holds = None
         self._integers = [buffer.clone() for buffer in self._integer_buffers]
         self._own_start = self.own.read() if self._apart else None
@@ -235,6 +236,7 @@ class LocalTrainer:
         """
         self.restore(model)
         self.show_growth()
+        self.round_start.end()
         self._in_round = False
 
     def check_constants(self) -> None:
@@ -253,15 +255,6 @@ class LocalTrainer:
                 f"federation.client_state, e.g. client_state: [{changed[0]}]"
             )
 
-    @property
-    def options(self) -> Options:
-        """The optimizers' options of the round, not to be changed."""
-        return self._round_start.options
-
-    def as_of(self, options: Options | None) -> AbstractContextManager[None]:
-        """Have clients train with the optimizers' options of another round, inside the block."""
-        return self._round_start.as_of(options)
-
     def restore(self, model: GlobalModel) -> None:
         """Put the global model back, with what a client has for itself, and a fresh optimizer.
 
@@ -274,7 +267,7 @@ class LocalTrainer:
         own = self._own_start if self._guest is None else self._guest
         if own is not None:
             self.own.write(own)
-        self._round_start.put_back()
+        self.round_start.put_back()
         self._holds = model
         if self._in_round:
             self._python.put_back()
@@ -365,9 +358,11 @@ class LocalTrainer:
         self, steps: Iterable[Sequence[SizedBatch]]
     ) -> tuple[int, list[Tensor], list[int]]:
         num_steps, losses, sizes = 0, [], []
-        step = self._step
+        step, by_step = self._step, bool(self.round_start.by_step)
         with self._optimizer_steps as taken:
             for step_batches in steps:
+                if by_step:
+                    self.round_start.begin_step(num_steps)
                 self._in_hand = step_batches
                 loss = step(step_batches, num_steps)
                 self._in_hand = ()
@@ -387,19 +382,3 @@ class LocalTrainer:
         # the client started from the rounded values: only its own movement counts
         self.space.write(start.params)
         return self.space.read().sub_(end)
-
-
-def check_finite(update: ClientUpdate) -> None:
-    """Refuse an update that would spoil the global model.
-
-    Raises:
-        ClientFailure: if its loss, its delta or its buffers are not finite.
-    """
-    loss = update.metrics.get("train/loss", update.norm)
-    loss_value, norm = torch.stack([loss.to(update.norm.dtype), update.norm]).tolist()
-    if not math.isfinite(loss_value) and "train/loss" in update.metrics:
-        raise ClientFailure(update.client_id, f"its training loss is {loss_value}")
-    if not math.isfinite(norm):
-        raise ClientFailure(update.client_id, "its update holds NaN or infinite values")
-    if update.buffers.numel() and not bool(torch.isfinite(update.buffers).all()):
-        raise ClientFailure(update.client_id, "its buffers hold NaN or infinite values")

@@ -24,6 +24,7 @@ class Trait(Enum):
     PRIVATE_EXAMPLES = "an example moves nothing but noisy local steps, whose number is known"
     RETURNED_LOSS = "training_step returns its loss, and leaves the optimizer's step to Lightning"
     ONE_OPTIMIZER = "clients have one optimizer"
+    ONE_RATE = "all local steps of a round have one learning rate"
     ONE_MASK = "all clients train the same parameters"
     ALL_PARAMETERS = "no mask keeps parameters from training"
     SIMULATION = "all clients are simulated in the server's program"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -10,6 +11,8 @@ from typing import Protocol, TypeVar
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from fl_lightning.core.errors import ClientFailure
 
 Rows = slice | list[int]
 T = TypeVar("T")
@@ -235,3 +238,19 @@ class Updates:
 def rows_of(deltas: Tensor | LazyDeltas, rows: Rows) -> Tensor | LazyDeltas:
     """Return the deltas of some clients."""
     return deltas[rows] if isinstance(deltas, Tensor) else deltas.of(rows)
+
+
+def check_finite(update: ClientUpdate) -> None:
+    """Refuse an update that would spoil the global model.
+
+    Raises:
+        ClientFailure: if its loss, its delta or its buffers are not finite.
+    """
+    loss = update.metrics.get("train/loss", update.norm)
+    loss_value, norm = torch.stack([loss.to(update.norm.dtype), update.norm]).tolist()
+    if not math.isfinite(loss_value) and "train/loss" in update.metrics:
+        raise ClientFailure(update.client_id, f"its training loss is {loss_value}")
+    if not math.isfinite(norm):
+        raise ClientFailure(update.client_id, "its update holds NaN or infinite values")
+    if update.buffers.numel() and not bool(torch.isfinite(update.buffers).all()):
+        raise ClientFailure(update.client_id, "its buffers hold NaN or infinite values")

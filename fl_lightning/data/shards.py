@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate, default_convert
 
 from fl_lightning.core.devices import sent
+from fl_lightning.core.whole_numbers import Words
 from fl_lightning.data.partitions.flat_shards import FlatShards
 
 Collate = Callable[[list[Any]], Any]
@@ -206,3 +207,33 @@ def _one_pass(num_examples: int, generator: torch.Generator, weights: Tensor | N
     if weights is None:
         return torch.randperm(num_examples, generator=generator)
     return torch.multinomial(weights, num_examples, replacement=True, generator=generator)
+
+
+def poisson_batches(
+    shard: Tensor, batch_size: int, num_steps: int, words: Callable[[int], Words]
+) -> tuple[Tensor, list[int]]:
+    """Return which examples a client's local steps see, one after the other, and their sizes.
+
+    P(example in step) = q = min(1, B / n), independently of all other examples and steps: the sampling
+    that the accounting of DP-SGD assumes (Abadi et al. 2016, 1607.00133, Section 3.1). A pass over a
+    shuffled shard is another one. A batch may be empty.
+
+    Args:
+        shard: the client's indices, shape (n,).
+        batch_size: expected examples of a step, B ≥ 1; all of a shard that has no more.
+        num_steps: ≥ 0.
+        words: by the number of a step, n uniform words of 64 bits.
+
+    Example:
+        >>> def words(step):
+        ...     return np.random.default_rng(step).integers(0, 2**64, 6, dtype=np.uint64)
+        >>> poisson_batches(torch.arange(6), 2, 3, words)
+        (tensor([1, 2, 3, 2, 4, 0, 1, 3]), [3, 2, 3])
+    """
+    num_examples = shard.shape[0]
+    if num_examples <= batch_size:
+        return shard.repeat(num_steps), [num_examples] * num_steps
+    below = np.uint64(batch_size / num_examples * 2.0**64)
+    chosen = [torch.from_numpy(np.flatnonzero(words(step) < below)) for step in range(num_steps)]
+    parts = [shard[places] for places in chosen]
+    return torch.cat([shard[:0], *parts]), [len(part) for part in parts]

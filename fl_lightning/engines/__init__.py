@@ -12,7 +12,7 @@ from fl_lightning.engines.functional.example_gradients import (
     check_examples_apart,
     nothing,
 )
-from fl_lightning.engines.functional.functional_step import StepContext
+from fl_lightning.engines.functional.functional_step import STEPS_IN_SLOTS, StepContext
 from fl_lightning.engines.functional.other_forwards import Forwards, other_forwards
 from fl_lightning.engines.slots.own import OwnOf, SlotOwn
 from fl_lightning.engines.slots.results import receive_usable
@@ -23,6 +23,7 @@ from fl_lightning.engines.slots.training import SlotTrainer, TermOf
 
 __all__ = [
     "SPEEDUPS",
+    "STEPS_IN_SLOTS",
     "CannotPad",
     "CannotStack",
     "CompiledGradients",

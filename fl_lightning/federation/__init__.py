@@ -4,5 +4,16 @@ from fl_lightning.federation.plain_rounds import plain_rounds
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Sent, Stage, Start, Turn
+from fl_lightning.federation.visits.local_counts import client_id, local_step
 
-__all__ = ["RoundRecord", "Run", "Sent", "Stage", "Start", "Turn", "plain_rounds"]
+__all__ = [
+    "RoundRecord",
+    "Run",
+    "Sent",
+    "Stage",
+    "Start",
+    "Turn",
+    "client_id",
+    "local_step",
+    "plain_rounds",
+]

@@ -49,6 +49,11 @@ class Calendar:
     time: VirtualTime
     fewest_clients: int
 
+    @property
+    def planned_steps(self) -> int:
+        """Local steps of a round by which schedules count: those of the client with the most."""
+        return max(1, int(self.num_steps.max(initial=0)))
+
     @classmethod
     def of(cls, trainer: Trainer, module: LightningModule, options: Options) -> Calendar:
         """Return the calendar of a Trainer whose data are set up.
@@ -96,15 +101,8 @@ class Calendar:
         return cls(groups, num_steps, accumulate, time, fewest)
 
     def settings_of(self, trainer: Trainer) -> dict[str, Any]:
-        """Return settings of the Trainer under which Lightning counts rounds.
-
-        A client accumulates its own batches. For Lightning a round accumulates its groups: so
-        global_step, step-wise schedules and the loggers' x axis advance once per round.
-        """
-        settings: dict[str, Any] = {
-            "accumulate_grad_batches": len(self.groups),
-            "log_every_n_steps": 1,
-        }
+        """Return settings of the Trainer under which Lightning counts rounds."""
+        settings: dict[str, Any] = {"log_every_n_steps": 1}
         if trainer.limit_train_batches:  # which counts clients and not groups of them
             settings["limit_train_batches"] = 1.0
         return settings

@@ -44,7 +44,8 @@ class Federation(Options, Callback):
     """Trains over many clients: one epoch is one round.
 
     The module's optimizer is the clients' (its state starts empty whenever a client trains), its
-    learning-rate schedule advances once per round, ``global_step`` counts rounds. What a client sends
+    learning-rate schedule advances once per round, or with ``interval: step`` in every local step, and
+    ``global_step`` counts rounds. What a client sends
     is where it began minus where it ended, however it got there: a ``training_step`` may also set the
     parameters itself and return None, or step one or several optimizers by hand
     (``automatic_optimization = False``), in which case clients train one after the other.

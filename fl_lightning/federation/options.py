@@ -30,9 +30,8 @@ from fl_lightning.server.aggregator import Aggregator
 from fl_lightning.server.robust.rule import RobustRule
 from fl_lightning.server.server import ServerOptimizer, ServerSchedule, fedavg_optimizer
 from fl_lightning.server.staleness import AsyncRule
-from fl_lightning.updates.broadcast import Broadcast
 from fl_lightning.updates.error_feedback import ErrorFeedback
-from fl_lightning.updates.path import UpdatePath
+from fl_lightning.updates.path import Broadcast, UpdatePath
 from fl_lightning.updates.transform import UpdateTransform
 
 
@@ -122,9 +121,9 @@ class Options:
                 are worth it where the run is long; other engines use none.
             spot_check: fraction of the clients in slots that are also trained one after the other,
                 to check that both ways give the same update. A difference beyond rounding stops the
-                run before the server steps. The check does not change the result. If None, one
-                client in 200, or fewer where that would take more than 1 % of the time; 0 checks
-                none, 1 all.
+                run before the server steps. The check does not change the result. If None, so
+                many that it takes about 1 % of the time, one client in 200 at most; 0 checks none,
+                1 all.
             pad_batches: ``true`` says that the loss, and all that is logged, is a mean over the
                 examples of a batch, so that slots may pad smaller batches. A trial client and the
                 spot check hold it to that. Batches train whole if ``false``: a client's last,

@@ -9,6 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 
 from fl_lightning.client.local_training import LocalTrainer
 from fl_lightning.client.log_collector import LogCollector
+from fl_lightning.client.state.round_start import LocalSchedules
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.calendar import Calendar
 from fl_lightning.federation.checkpoints.run_memory import RunMemory
@@ -19,6 +20,7 @@ from fl_lightning.federation.plan import DrawsBatches, LocalWork, WorkPlan
 from fl_lightning.federation.processes.ranks import Ranks
 from fl_lightning.federation.stages.client_scaler import ClientScaler
 from fl_lightning.federation.visits.lightning_step import LightningStep
+from fl_lightning.federation.visits.local_counts import local_schedules
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +39,7 @@ class Run:
         step: one local step.
         local: the sequential engine.
         scaler: the fp16 scale.
+        by_step: learning-rate schedules that count local steps; None if none does.
     """
 
     trainer: Trainer
@@ -50,6 +53,7 @@ class Run:
     step: LightningStep
     local: LocalTrainer
     scaler: ClientScaler
+    by_step: LocalSchedules | None
 
     @classmethod
     def of(
@@ -72,13 +76,14 @@ class Run:
         work = LocalWork(
             options.local_steps, options.local_epochs, accumulate, options.seed, examples
         )
-        step = LightningStep(trainer, collector, accumulate)
+        step, by_step = LightningStep(trainer, collector, accumulate), local_schedules(trainer)
         local = LocalTrainer(
             module,
             trainer.optimizers,
             step,
             collector,
             [config.scheduler for config in trainer.lr_scheduler_configs],
+            by_step,
             by_hand=not module.automatic_optimization,
             ignore=NOT_THE_USERS,
         )
@@ -94,6 +99,7 @@ class Run:
             step=step,
             local=local,
             scaler=ClientScaler(getattr(trainer.precision_plugin, "scaler", None)),
+            by_step=by_step,
         )
 
     @property

@@ -27,6 +27,7 @@ from fl_lightning.federation.round_hooks import have_rounds_for_batches
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stages.order import run_aggregator, stages_of
 from fl_lightning.federation.stages.privacy_run import PrivateStage, privacy_at_work
+from fl_lightning.federation.visits.local_counts import count_locally, counts_of
 from fl_lightning.server.aggregator import Aggregator
 from fl_lightning.server.server import Server
 
@@ -58,11 +59,13 @@ def prepare(
         options.attackers.enter(data)
         cleanup.callback(data.poison, [], None)
     calendar = Calendar.of(trainer, module, options)
+    count_locally(trainer, calendar.planned_steps, calendar.accumulate, cleanup)
     data.train_in_rounds(calendar.groups)
     cleanup.callback(data.train_in_rounds, None)
     for name, value in calendar.settings_of(trainer).items():
         cleanup.callback(setattr, trainer, name, getattr(trainer, name))
         setattr(trainer, name, value)
+    cleanup.callback(setattr, trainer, "accumulate_grad_batches", calendar.accumulate)
     if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
         trainer.strategy.checkpoint_io = AtomicCheckpointIO()
     return calendar
@@ -89,8 +92,6 @@ def begin(
         lambda: check_trainer_together(trainer, options),
         lambda: None if options.clients_side else check_data_fits(trainer),  # at sites
     )
-    for config in trainer.lr_scheduler_configs:
-        config.interval = "epoch"  # a step is a round, however many groups of clients it has
     private = privacy_at_work(trainer, options, calendar)
     aggregator: Aggregator | None = None if private is None else private.aggregator
     if aggregator is None:
@@ -118,8 +119,10 @@ class DrivenRounds(Rounds, Protocol):
 
 
 def take_over(trainer: Trainer, rounds: DrivenRounds, cleanup: ExitStack) -> None:
-    """Have Lightning's loop drive rounds, and hooks see them, until the fit is over."""
+    """Install rounds in Lightning's loop, and show them to hooks, until the fit is over."""
     cleanup.callback(rounds.run.step.use, ())
+    counts_of(trainer).planned_batches = 0
+    trainer.accumulate_grad_batches = len(rounds.run.groups)  # global_step counts rounds
     install(trainer, rounds)
     cleanup.enter_context(preserve_global_generators())
     owners: tuple[Any, ...] = (rounds.run.module, rounds.run.data)

@@ -7,8 +7,8 @@ fp16 scale) never reaches the next one. Nothing here knows the server.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 import numpy as np
@@ -182,7 +182,7 @@ class Training:
         Raises:
             ClientFailure: if a client's update cannot be used and failures are not skipped.
         """
-        with self.local.as_of(start.options):
+        with self.local.round_start.as_of(start.options):
             alone = self._train_in_slots(start, work, taker)
             with self.collector.listening_to(self._module):
                 for client in alone:
@@ -192,7 +192,7 @@ class Training:
         turn = Turn(work, start, num_bytes=start.num_bytes)
         metrics = MetricStates(self._metrics)
         try:
-            with self._stages.around(turn):
+            with self._around(turn):
                 self._stages.begin(turn)
                 update = self._take_steps(turn)
                 growth = self.local.growth
@@ -207,6 +207,12 @@ class Training:
             self.local.keep_growth(growth)
             taker.receive(Updates.of(update), start)
         taker.finish([work.client_id], turn.num_bytes)
+
+    @contextmanager
+    def _around(self, turn: Turn) -> Iterator[None]:
+        """One client's module inside this block, and a Trainer that counts its steps."""
+        with self.step.counts.of_client(turn.work), self._stages.around(turn):
+            yield
 
     def _take_steps(self, turn: Turn) -> ClientUpdate:
         """Take the steps that a client shares."""
@@ -280,7 +286,7 @@ class Training:
     def _try_one(self, model: GlobalModel, work: ClientWork) -> ClientUpdate:
         """Train a client without consequences but for the module's metrics."""
         turn = Turn(work, Start(model, model), counts=False, is_corrected=False)
-        with self._stages.around(turn):
+        with self._around(turn):
             return self._take_steps(turn)
 
     def _train_again(self, work: ClientWork, model: GlobalModel) -> Trained:
@@ -288,6 +294,6 @@ class Training:
         own = self._stages.own(work.client_id)
         own_start = self.local.own_start if own is None else own
         turn = Turn(work, Start(model, model), counts=False)
-        with self._stages.around(turn):
+        with self._around(turn):
             update = self._take_steps(turn)
             return Trained(update, self.local.kept, own_start)

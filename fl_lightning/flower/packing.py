@@ -16,9 +16,8 @@ from fl_lightning.core.update import ClientUpdate, GlobalModel
 from fl_lightning.federation.stages.transport import Transport
 from fl_lightning.flower.wire.opaque import as_tensor, bytes_of
 from fl_lightning.updates.payload import Dense
-from fl_lightning.updates.wire.codec import decode, encode
-from fl_lightning.updates.wire.message import Agreement, Message
-from fl_lightning.updates.wire.reader import DecodeError
+from fl_lightning.updates.wire.coding import DecodeError
+from fl_lightning.updates.wire.message import Agreement, Message, decode, encode
 
 _NO_MASK = "0" * 32
 

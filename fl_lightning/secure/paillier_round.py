@@ -23,7 +23,7 @@ from fl_lightning.secure.encryption.encrypted_update import TAG_SIZE, EncryptedU
 from fl_lightning.secure.encryption.paillier import LEAST_BITS, PaillierKeys, PaillierSum
 from fl_lightning.secure.sum_quantiser import SumQuantiser, fine_levels
 from fl_lightning.server.protected import FEWEST_CLIENTS, Terms
-from fl_lightning.updates.wire.reader import DecodeError
+from fl_lightning.updates.wire.coding import DecodeError
 
 ACCURACY = 1e-6
 _LEAST_LEVELS = 1 << 8

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_lightning.updates.wire.bit_packing import pack, packed_size, unpack
-from fl_lightning.updates.wire.reader import DecodeError
+from fl_lightning.updates.wire.coding import DecodeError, pack, packed_size, unpack
 
 RingIntegers = NDArray[Any]
 

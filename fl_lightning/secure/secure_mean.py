@@ -27,7 +27,7 @@ from fl_lightning.server.aggregator import Aggregator
 from fl_lightning.server.kept_updates import check_whole
 from fl_lightning.server.protected import AddsAtSites, Expense, NoiseShares, Terms
 from fl_lightning.updates.payload import Dense
-from fl_lightning.updates.random_k import RandomK
+from fl_lightning.updates.sparsifiers import RandomK
 
 # clip, levels, max_examples, random_k: what a user who leaves them out has
 _OWN_GRID = (1.0, None, 1024, None)

@@ -44,8 +44,10 @@ BY_LOSSES = Traits(
     instead={Trait.PRIVATE_EXAMPLES: "use Mean, or another rule that looks at updates alone"},
 )
 BY_STEPS = Traits(
-    needs={Trait.ONE_OPTIMIZER: "divides by the length of a client's steps"},
-    instead={Trait.ONE_OPTIMIZER: "use Mean"},
+    needs=dict.fromkeys(
+        (Trait.ONE_OPTIMIZER, Trait.ONE_RATE), "divides by the length of a client's steps"
+    ),
+    instead=dict.fromkeys((Trait.ONE_OPTIMIZER, Trait.ONE_RATE), "use Mean"),
 )
 _OF_SUMS = Traits(
     needs={Trait.ONE_MASK: "adds up whole updates"},

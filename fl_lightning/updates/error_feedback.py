@@ -56,7 +56,7 @@ class ErrorFeedback(UpdateStep):
             given, and the memory would grow without bound.
 
     Example:
-        >>> from fl_lightning.updates.top_k import TopK
+        >>> from fl_lightning.updates.sparsifiers import TopK
         >>> feedback = ErrorFeedback([TopK(0.5)])
         >>> payload, memory = feedback.on_client(torch.tensor([1.0, 3.0]), None, seed=0)
         >>> payload.to_dense(), memory
@@ -89,11 +89,6 @@ class ErrorFeedback(UpdateStep):
     def parts(self) -> tuple[Transform, ...]:
         """The transforms."""
         return tuple(map(as_transform, self.transforms))
-
-    @property
-    def feedback(self) -> ErrorFeedback:
-        """It."""
-        return self
 
     @property
     def traits(self) -> Traits:

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol, Self, final
+from typing import Protocol, Self, final
 
 from torch import Tensor
 
@@ -20,9 +20,6 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import derive_seed
 from fl_lightning.core.traits import Trait, Traits
 from fl_lightning.updates.payload import Dense, Payload, Quantised, Sparse
-
-if TYPE_CHECKING:
-    from fl_lightning.updates.error_feedback import ErrorFeedback
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -81,11 +78,6 @@ class UpdateStep(ABC):
     @abstractmethod
     def parts(self) -> tuple[Transform, ...]:
         """What a client applies, in order."""
-
-    @property
-    def feedback(self) -> ErrorFeedback | None:
-        """The error feedback that it is, for which clients keep a memory; None if it is none."""
-        return None
 
     @property
     def needs_shapes(self) -> bool:
@@ -203,8 +195,8 @@ class Chain(Transform):
 
     Example:
         >>> import torch
-        >>> from fl_lightning.updates.affine import Affine
-        >>> from fl_lightning.updates.top_k import TopK
+        >>> from fl_lightning.updates.quantisers import Affine
+        >>> from fl_lightning.updates.sparsifiers import TopK
         >>> chain = Chain((TopK(0.5), Affine(bits=8)))
         >>> payload = chain.on_client(Dense(torch.tensor([1.0, 0.0, 3.0, 0.5])), seed=0)
         >>> chain.on_server(payload, seed=0, size=4).to_dense()

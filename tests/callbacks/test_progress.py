@@ -15,7 +15,6 @@ from fl_lightning import ConfigurationError, Federation, RoundProgressBar, RunLo
 from fl_lightning.callbacks.console import run_bar
 from fl_lightning.callbacks.console.round_line import number
 from fl_lightning.callbacks.console.run_bar import Inner, Pace, run_line
-from fl_lightning.federation.execution.trial_budget import TrialBudget
 
 
 class Terminal(io.StringIO):
@@ -71,17 +70,6 @@ def test_a_negative_rate_is_refused():
         RoundProgressBar(-1)
     with pytest.raises(ConfigurationError, match="level must be one of debug, info"):
         RunLog("loud")
-
-
-def test_a_trial_ends_when_its_time_is_spent(monkeypatch):
-    budget = TrialBudget(1000.0)
-    assert budget.limit == 50
-    assert budget.has_room()
-    budget.note(49.0)
-    assert budget.has_room()
-    budget.note(51.0)
-    assert not budget.has_room()
-    assert budget.is_cut
 
 
 def test_companions_say_all_there_is_without_a_second_of_anything(tmp_path, caplog, capsys):

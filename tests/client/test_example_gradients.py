@@ -12,9 +12,9 @@ from torch import nn
 from torchmetrics import MeanMetric
 
 from fl_lightning.client.log_collector import LogCollector
-from fl_lightning.client.poisson_batches import poisson_batches
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.space import Space
+from fl_lightning.data.shards import poisson_batches
 from fl_lightning.engines.functional.example_gradients import ExampleGradients
 
 

@@ -168,7 +168,7 @@ def test_the_frequency_of_a_schedule_counts_rounds(num_clients):
         def configure_optimizers(self):
             optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
             scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-            config = {"scheduler": scheduler, "interval": "step", "frequency": 2}
+            config = {"scheduler": scheduler, "interval": "epoch", "frequency": 2}
             return {"optimizer": optimizer, "lr_scheduler": config}
 
     trainer = fit(EveryOther(), data=toy_data(num_clients=num_clients), max_epochs=4)

@@ -1,7 +1,10 @@
 """The engine is a matter of speed: the same rounds come out, and what slots cannot run is named."""
 
 import logging
+import os
 import re
+import signal
+import time
 from functools import partial
 from itertools import product
 
@@ -23,10 +26,12 @@ from fl_lightning import (
     Mean,
     UniformCohort,
 )
+from fl_lightning.core.errors import Interrupted
 from fl_lightning.core.metric_states import metrics_of
 from fl_lightning.data import Digits
 from fl_lightning.engines.slots.thin_deltas import ThinDeltas
 from fl_lightning.federation.execution import slot_engine, slot_trial
+from fl_lightning.federation.processes.interruption import Interruption
 from fl_lightning.kernels.layers import reason_against_direct_layers
 from fl_lightning.updates import TopK
 
@@ -516,7 +521,7 @@ def test_auto_does_not_compile_for_a_short_run(max_epochs, max_steps, caplog):
         limit = {"max_steps": max_steps}  # of rounds
         run(toy(), "auto", slots=None, max_epochs=max_epochs, trainer=limit)
     assert "engine: sequential, because" in caplog.text
-    assert "local steps do not repay a compiler" in caplog.text
+    assert "s of training do not repay a trial" in caplog.text
 
 
 class Breaking(ToyModule):
@@ -529,22 +534,60 @@ class Breaking(ToyModule):
 
 @pytest.mark.filterwarnings("ignore:the local step of many clients is not compiled")
 @pytest.mark.parametrize(
-    ("kind", "how"), [(ToyModule, "compiled in"), (Breaking, "not compiled, tried for")]
+    ("kind", "compiler_seconds", "how"),
+    [
+        (ToyModule, 0.0, r"compiled in \d+ s"),
+        (Breaking, 0.0, r"not compiled, tried for \d+ s"),
+        (ToyModule, 1e9, r"not compiled, for \d+ s of training"),
+    ],
 )
-def test_auto_takes_slots_that_are_faster(kind, how, monkeypatch, caplog):
-    monkeypatch.setattr(slot_trial, "SHORT_RUN_STEPS", 0)
-    monkeypatch.setattr(slot_trial, "SHORT_RUN_SECONDS", 0.0)
-    monkeypatch.setattr(slot_trial, "_TRIAL_SECONDS", 0.01)
+def test_auto_takes_slots_that_are_faster(kind, compiler_seconds, how, monkeypatch, caplog):
+    monkeypatch.setattr(slot_trial, "LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(slot_trial, "COMPILER_SECONDS", compiler_seconds)
     monkeypatch.setattr(slot_trial, "_LEAST_RATIO", 1e-9)  # whatever the machine does meanwhile
+    # each way that is tried is faster than the one before
+    seconds = iter([4.0, 2.0, 1.0])
+    measure = "_seconds_per_step"
+    monkeypatch.setattr(slot_trial.SlotTrial, measure, lambda _, run, __: run() or next(seconds))
     one, many = toy(), toy(kind)
     first = run(one, "sequential")
     with caplog.at_level(logging.INFO, logger="lightning.pytorch"):
         second = run(many, "auto", slots=None, pad_batches=True)
-    said = rf"engine: 4 slots, measured at [\d.]+ times the sequential speed, {how} \d+ s"
+    said = rf"engine: 4 slots, measured at [\d.]+ times the sequential speed, {how}"
     assert re.search(said, caplog.text)
-    assert "engine: measuring whether many clients at once are faster, for about" in caplog.text
     torch.testing.assert_close(weights(one), weights(many), rtol=1e-5, atol=1e-6)
     assert_same_logs(first, second)
+
+
+class Dropped:
+    """Something that is asked to end the process when it goes, where Python drops what is raised."""
+
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+class EndsInTrial(ToyModule):
+    """Meets SIGTERM in its first step, and takes its time for the others."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.path = path
+
+    def training_step(self, batch, batch_idx):
+        if self.path.exists():
+            self.path.unlink()
+            Dropped()
+        time.sleep(0.05)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_sigterm_in_a_trial_ends_the_run(tmp_path):
+    path = tmp_path / "run"
+    path.touch()
+    with pytest.raises(Interrupted):
+        run(EndsInTrial(path), "auto", Interruption(), max_epochs=10)
+    assert not path.exists()
 
 
 class Poisoned(ToyModule):

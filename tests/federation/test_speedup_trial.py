@@ -74,6 +74,7 @@ def long_run(monkeypatch):
     """Have every run count as one that repays a trial, and every speedup that agrees as one."""
     monkeypatch.setattr(speedup_trial, "_SHORT_RUN_SECONDS", 0.0)
     monkeypatch.setattr(speedup_trial, "_SHORT_RUN_STEPS", 0)
+    monkeypatch.setattr(speedup_trial, "_SHARE", 1e9)
     monkeypatch.setattr(speedup_trial, "_SECONDS_OF_A_TRY", 0.001)
     monkeypatch.setattr(speedup_trial, "_LEAST_RATIO", 1e-9)
 
@@ -122,7 +123,7 @@ def test_auto_measures_says_and_keeps(tmp_path, caplog):
         "engine: sequential with direct_layers, channels_last, fused_optimizer, thin_gradients ("
         in caplog.text
     )
-    told = "engine: measuring which speedups of a step pay, for about 30 s at most"
+    told = "engine: measuring which speedups of a step pay, for 120 s at most"
     assert caplog.text.index(told) < caplog.text.index("engine: sequential with")
     assert sorted(speedups_of(trainer)) == SGD_SPEEDUPS
     forced, _ = run(speedups=SGD_SPEEDUPS)

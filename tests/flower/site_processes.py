@@ -19,6 +19,22 @@ from fl_lightning.flower.policy import Policy
 from fl_lightning.flower.server.correspondence import Correspondence
 from fl_lightning.flower.transport.loopback import LoopbackChannel
 from fl_lightning.flower.transport.resident import log_to
+from fl_lightning.models import ImageClassifier
+
+
+class WarmClassifier(ImageClassifier):
+    """Warms up over local steps; logs sums, largest and smallest values."""
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 9))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": rate, "interval": "step"}}
+
+    def training_step(self, batch, batch_idx):
+        for reduction in ("sum", "max", "min"):
+            self.log(f"train/{reduction}", float(len(batch[0])), reduce_fx=reduction)
+        return super().training_step(batch, batch_idx)
+
 
 CLIENTS = {"a": (0, 1), "b": (2, 3), "c": (4, 5)}  # of each site
 BASE = """

@@ -20,6 +20,7 @@ from flower.site_processes import (
 )
 
 from fl_lightning.flower.network.demo import demo
+from fl_lightning.flower.network.following import carry_out
 
 SECONDS = 60.0
 LARGE = {"patch_size": 4, "embed_dim": 192, "depth": 7, "num_heads": 2, "class_token": False}
@@ -97,7 +98,7 @@ def test_large_messages_through_a_network_that_is_cut_for_a_minute(tmp_path, mon
     own = yaml.safe_dump(own_layer(config))
     with demo(list(CLIENTS), print, settings=settings, clients=CLIENTS, own=own) as running:
         wire.lead_to(running.network.port)
-        running.run(say, options=options, configuration=config)
+        carry_out(running.control, say, options=options, configuration=config)
     assert wire.times_cut == 1
     assert any("a client sends about 12.5 MB and receives 12.5 MB a round" in line for line in said)
     network = last(folder)

@@ -1,5 +1,8 @@
 """Bytes over Flower's messages, and a channel over a grid that answers as Flower does."""
 
+import os
+import re
+import threading
 import time
 
 import pytest
@@ -14,7 +17,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from fl_lightning.flower.channel import Lost
 from fl_lightning.flower.network.gate import make_gate
 from fl_lightning.flower.transport.carried import packed, unpacked
-from fl_lightning.flower.transport.grid import GridChannel
+from fl_lightning.flower.transport.grid import NAMES_VARIABLE, GridChannel, turn
 
 
 class Grid:
@@ -140,6 +143,26 @@ def test_an_order_that_nobody_tells_of_is_given_up(monkeypatch):
     channel.send("a", b"x", 0.1)
     time.sleep(0.15)
     assert channel.receive(1) == [("a", Lost("no answer in time"))]
+
+
+def test_a_second_run_waits_for_its_turn(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv(NAMES_VARIABLE, str(tmp_path / "nodes.json"))
+    began = threading.Event()
+
+    def second():
+        with turn(GridChannel(Grid({})), {"user": "bob", "folder": "/b"}):
+            began.set()
+
+    with turn(GridChannel(Grid({})), {"user": "alice", "folder": "/a"}):
+        thread = threading.Thread(target=second)
+        thread.start()
+        assert not began.wait(1.5)
+    assert began.wait(10)
+    thread.join()
+    said = capsys.readouterr().out
+    busy = rf"busy: the sites train for process {os.getpid()} of alice, in /a, since \d\d:\d\d; this run"
+    assert re.search(busy, said), said
+    assert said.count("busy") == 1
 
 
 def test_a_node_cannot_pose_as_another_site():

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from fl_lightning.core.errors import Interrupted
-from fl_lightning.flower.network.following import lines_of
+from fl_lightning.flower.network.following import Logs, lines_of
 
 SAID = """
 \x1b[92mINFO \x1b[0m:
@@ -23,6 +23,16 @@ def saying(*words):
 
 def test_the_sentence_on_why_a_run_has_ended_is_the_last():
     assert list(lines_of(saying("printf", "%s", SAID))) == SAID.splitlines()[2:4]
+
+
+def test_the_reason_is_found_in_the_log_that_has_it(tmp_path):
+    (tmp_path / "superlink.log").write_text("ERROR: of an earlier run\n")
+    logs = Logs(tmp_path)
+    with (tmp_path / "superlink.log").open("a") as file:
+        file.write("INFO: all is well\n")
+    ended = "2026-11-27 18:00:00 | WARNING | superexec ended with code -9 after 12 s; again in 1 s"
+    (tmp_path / "superexec.log").write_text(f"INFO: started\n{ended}\nINFO: started\n")
+    assert logs.last_lines() == [f"superexec.log: {ended}"]
 
 
 def test_a_run_that_says_nothing_ends_at_once_when_it_is_interrupted():

@@ -1,6 +1,7 @@
 """Certificates, keys and the folder of a network; who is let in, and what is said to others."""
 
 import contextlib
+import shutil
 import socket
 import ssl
 import stat
@@ -17,6 +18,7 @@ pytest.importorskip("cryptography")
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
 
+from fl_lightning.cli import main
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.flower.network.folder import Network, SiteFolder, make_network, parse_address
 from fl_lightning.flower.network.probe import check_server
@@ -102,6 +104,58 @@ def test_all_sites_share_a_key_that_the_server_does_not_have(network):
         policy.sum_key_fingerprint
         == read_policy(network.site("b") / "site.yaml").sum_key_fingerprint
     )
+
+
+def test_keys_that_sites_have_made_stay_with_them(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b"):
+        main(["network", "keys", "--folder", name, "--site", name])
+        assert {path.name for path in Path(name).iterdir()} == {
+            "key",
+            "signing.key",
+            f"{name}.public",
+        }
+    words = ["--out", "net", "--server", "localhost:8443", "--public_keys", "a/a.public,b/b.public"]
+    main(["network", "init", *words])
+    made = Network.read(Path("net"))
+    assert made.sites == ("a", "b")
+    private = [Path(name, file).read_bytes() for name in "ab" for file in ("key", "signing.key")]
+    written = [path.read_bytes() for path in Path("net").rglob("*") if path.is_file()]
+    assert not any(each in one or each.hex().encode() in one for each in private for one in written)
+    sent = {path.name for path in made.site("a").iterdir()}
+    assert sent == {"ca.crt", "site.yaml", "own.yaml", "start.sh"}
+    shutil.copytree(made.site("a"), "a", dirs_exist_ok=True)
+    policy = read_policy(Path("a", "site.yaml"))
+    assert policy.peers["a"] == policy.public_key != policy.peers["b"]
+    assert (policy.sum_key, policy.public_key in capsys.readouterr().out) == (None, True)
+    key = load_ssh_private_key(Path("a", "key").read_bytes(), None)
+    public = load_ssh_public_key((made.server / "keys" / "a.pub").read_bytes())
+    assert key.public_key() == public
+    with pytest.raises(SystemExit, match="a/key is there: keys are never overwritten"):
+        main(["network", "keys", "--folder", "a", "--site", "a"])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["--public_keys", "a/key"],
+            "a/key: it must be a mapping: a site makes one with fl-lightning network keys",
+        ),
+        (["--public_keys", "nowhere"], "there is no nowhere: a site makes one"),
+        (
+            ["--public_keys", "a/a.public", "--sites", "a"],
+            "either --sites, their names, or --public_keys",
+        ),
+    ],
+)
+def test_what_is_no_public_half_is_refused(words, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    main(["network", "keys", "--folder", "a", "--site", "a"])
+    with pytest.raises(SystemExit) as ended:
+        main(["network", "init", "--out", "net", "--server", "localhost:8443", *words])
+    assert said in " ".join(str(ended.value).split())
+    assert not Path("net").exists()
 
 
 def test_the_certificate_has_the_names_of_the_server(network):

@@ -10,8 +10,10 @@ import pytest
 
 pytest.importorskip("flwr")
 
+from fl_lightning.core.errors import RoundFailure
 from fl_lightning.flower.network.demo import demo
 from fl_lightning.flower.network.folder import SiteFolder, make_network
+from fl_lightning.flower.network.following import carry_out
 from fl_lightning.flower.network.joining import NodeEnds, site_supervised
 from fl_lightning.flower.network.supervision import Supervisor
 
@@ -54,7 +56,7 @@ def test_rounds_over_tls_with_a_killed_node_and_a_killed_server():
     with demo(["a", "b", "c"], print, process=f"{ECHO}:serve_echo") as running:
         folder = str(running.network.folder)
         options = {"sites": 3, "rounds": 3, "ttl": 25}
-        running.run(say, options=options, run=f"{ECHO}:exchange")
+        carry_out(running.control, say, options=options, run=f"{ECHO}:exchange")
         pids = processes_with(folder)
         assert len(pids) >= 8  # the killed node may be between two tries
     assert killed.is_set()
@@ -67,6 +69,16 @@ def test_rounds_over_tls_with_a_killed_node_and_a_killed_server():
     assert "all rounds done" in said
     assert not processes_with(folder)
     assert not Path(folder).exists()
+
+
+def test_a_demo_that_fails_keeps_its_logs_and_says_where():
+    said = []
+    with pytest.raises(RoundFailure), demo(["a"], said.append, process=f"{ECHO}:serve_echo") as it:
+        carry_out(it.control, said.append, options={"sites": 1}, run=f"{ECHO}:nothing_of_this_name")
+    [kept] = [Path(line.partition(": ")[2]) for line in said if line.startswith("logs of the ser")]
+    assert "nothing_of_this_name" in (kept / "server" / "superexec.log").read_text()
+    assert (kept / "a" / "resident.log").exists()
+    assert not it.network.folder.exists()
 
 
 def test_who_is_not_let_in_is_told_why():

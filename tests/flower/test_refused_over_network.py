@@ -1,6 +1,8 @@
 """What cannot be over a network is refused in a sentence before any site is asked."""
 
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from flower.site_processes import configuration, differing, over_network, simulated, three_sites
@@ -8,6 +10,7 @@ from flower.test_same_bits import SPARSE_SGD, built
 
 from fl_lightning.cli.over_network.server_run import run_server
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.flower.network.folder import make_network
 from fl_lightning.flower.server.correspondence import Correspondence
 
 pytestmark = [
@@ -95,6 +98,40 @@ NORMALISED = {
     "data__init_args__transforms": [built("data.Normalize", mean=[0.3], std=[0.4])],
     "trainer__max_epochs": 2,
 }
+
+
+OWN = """
+from fl_lightning import ImageClassifier
+from fl_lightning.core.errors import ConfigurationError
+
+class Own(ImageClassifier):
+    def __init__(self, **kwargs):
+        raise ConfigurationError("the server has found it")
+"""
+
+
+def test_the_server_finds_classes_of_the_folder_where_the_run_was_started(tmp_path):
+    """Sites may lack them, of which the command tells before it asks for anything."""
+    code = (
+        "from pathlib import Path; from fl_lightning.cli.over_network.server_run import server_run; "
+        "server_run(None, {'sites': 1, 'folder': 'of_the_run'}, Path('app'))"
+    )
+    for name in ("app", "of_the_run"):
+        Path(name).mkdir()
+    Path("of_the_run", "own_module.py").write_text(OWN)
+    config = configuration(model={"class_path": "own_module.Own"})
+    Path("app", "run.yaml").write_text(config)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False
+    )
+    assert "fl-lightning: model: the server has found it" in done.stdout, done.stderr
+    Path("own_module.py").write_text(OWN)
+    Path("run.yaml").write_text(config)
+    network = str(make_network(Path("net"), "localhost:8443", ["a"]).folder)
+    words = [*("network", "run", "--folder", network), "--config", "run.yaml"]
+    command = [sys.executable, "-m", "fl_lightning", *words]
+    said = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    assert "own_module is a module of this folder: each site must have it installed" in said
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from flower.site_processes import (
 
 from fl_lightning.core.errors import ClientFailure
 from fl_lightning.flower.messages import Order
+from fl_lightning.flower.rules.class_paths import DEFAULT
 from fl_lightning.secure.protocol.session import ProtocolStage
 
 MOMENTUM = {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3}
@@ -54,6 +55,7 @@ NEW_MASKS = {
 FAST = {
     "top-k with feedback": {"federation__updates": [SPARSE]},
     "calibrated mask, fitted head": MASKED,
+    "rates by local step": {"model__class_path": "flower.site_processes.WarmClassifier"},
     "secure sums": {"federation__aggregator": built("secure.SecureMean")},
 }
 SLOW = {
@@ -121,6 +123,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 
+CLASSES = (*DEFAULT, "flower.site_processes.WarmClassifier")
+
 
 @pytest.fixture(autouse=True)
 def _folder(tmp_path, monkeypatch):
@@ -137,7 +141,7 @@ def cases():
 @pytest.mark.parametrize("options", list(cases()))
 def test_a_run_over_sites_has_the_bits_of_its_simulation(options, tmp_path):
     config = configuration(**options)
-    with three_sites(config, seeded_noise=True) as sites:
+    with three_sites(config, classes=CLASSES, seeded_noise=True) as sites:
         network = over_network(sites, config, tmp_path / "network")
     alone = simulated(config, tmp_path / "alone")
     assert network["epoch"] == alone["epoch"] == 2

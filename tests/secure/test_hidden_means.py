@@ -17,7 +17,7 @@ from fl_lightning.secure.sum_quantiser import SumQuantiser
 from fl_lightning.server.protected import Terms
 from fl_lightning.updates import RandomK
 from fl_lightning.updates.payload import Dense
-from fl_lightning.updates.wire.reader import DecodeError
+from fl_lightning.updates.wire.coding import DecodeError
 
 SEED, ROUND, SIZE = 5, 3, 50
 

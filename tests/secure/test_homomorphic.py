@@ -22,7 +22,7 @@ from fl_lightning.secure.encryption.ckks_parameters import MOST_BITS, CKKSParame
 from fl_lightning.secure.encryption.encrypted_update import EncryptedUpdate
 from fl_lightning.secure.encryption.paillier import PaillierKeys, PaillierSum
 from fl_lightning.secure.sum_quantiser import SumQuantiser
-from fl_lightning.updates.wire.reader import DecodeError
+from fl_lightning.updates.wire.coding import DecodeError
 
 tenseal = pytest.importorskip("tenseal", reason="needs the extra he")
 phe = pytest.importorskip("phe", reason="needs the extra he")

@@ -38,7 +38,7 @@ from fl_lightning.secure.protocol.server import SecureServer
 from fl_lightning.secure.protocol.session import AbortedError, ProtocolStage, new_run_id
 from fl_lightning.secure.protocol.used_rounds import UsedRounds
 from fl_lightning.secure.protocol.wire import decode, encode
-from fl_lightning.updates.wire.reader import DecodeError
+from fl_lightning.updates.wire.coding import DecodeError
 
 UP = {
     ProtocolStage.ADVERTISE: Advertisement,

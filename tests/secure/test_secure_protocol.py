@@ -31,7 +31,7 @@ from fl_lightning.secure.protocol.wire import decode, encode
 from fl_lightning.secure.shortcut import shortcut
 from fl_lightning.secure.simulation import simulate
 from fl_lightning.secure.unit_seconds import UnitSeconds
-from fl_lightning.updates.wire.reader import DecodeError
+from fl_lightning.updates.wire.coding import DecodeError
 
 SIGNING = {place: SigningKey(bytes([place]) * 32) for place in range(6)}
 DIRECTORY = Directory({place: key.public for place, key in SIGNING.items()})

@@ -15,7 +15,7 @@ from fl_lightning.secure.protocol.session import AbortedError, ProtocolStage, Se
 from fl_lightning.secure.protocol.wire import decode, encode
 from fl_lightning.secure.secure_sum import SecureSum
 from fl_lightning.secure.sum_quantiser import SumQuantiser
-from fl_lightning.updates.wire.reader import DecodeError
+from fl_lightning.updates.wire.coding import DecodeError
 
 CLIENTS = [3, 1000, 17, 4, 2**40, 0, 11, 8]
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from fl_lightning.secure.entropy import seeded_entropy, uniform_draws
 from fl_lightning.secure.ring import Ring
 from fl_lightning.secure.sum_quantiser import SumQuantiser
-from fl_lightning.updates.wire.reader import DecodeError
+from fl_lightning.updates.wire.coding import DecodeError
 
 
 def draws(seed=0):

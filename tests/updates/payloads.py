@@ -5,8 +5,7 @@ import torch
 from hypothesis import strategies as st
 
 from fl_lightning.updates.payload import FLOATS, Dense, Quantised, Sparse, num_blocks
-from fl_lightning.updates.wire.codec import Agreement
-from fl_lightning.updates.wire.message import Message
+from fl_lightning.updates.wire.message import Agreement, Message
 
 SPACE = "0123456789abcdef" * 2
 

@@ -24,9 +24,15 @@ from updates.payloads import (
 
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.updates.payload import FLOATS, Dense, Quantised, Sparse
-from fl_lightning.updates.wire.codec import VERSION, decode, encode, encoded_size
-from fl_lightning.updates.wire.message import Agreement, Message
-from fl_lightning.updates.wire.reader import DecodeError
+from fl_lightning.updates.wire.coding import DecodeError
+from fl_lightning.updates.wire.message import (
+    VERSION,
+    Agreement,
+    Message,
+    decode,
+    encode,
+    encoded_size,
+)
 
 HEADER = 65  # bytes before the transforms; the kind of params then follows the names
 FLOAT32 = torch.float32

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from updates.payloads import agreement, dense, message, payload, quantised
 
-from fl_lightning.updates.wire.codec import decode, encode
-from fl_lightning.updates.wire.reader import DecodeError
+from fl_lightning.updates.wire.coding import DecodeError
+from fl_lightning.updates.wire.message import decode, encode
 
 HOSTILE = [0, 1, 2**8 - 1, 2**15, 2**16 - 1, 2**31, 2**32 - 1, 2**62, 2**63, 2**64 - 1]
 SIZE = 40

@@ -7,16 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from updates.payloads import agreement, assert_same, message
 
-from fl_lightning.updates.affine import Affine
-from fl_lightning.updates.cast import Cast
 from fl_lightning.updates.error_feedback import ErrorFeedback
 from fl_lightning.updates.payload import Dense, Quantised, Sparse
-from fl_lightning.updates.qsgd import QSGD
-from fl_lightning.updates.random_k import RandomK
-from fl_lightning.updates.sign import Sign, ternary
-from fl_lightning.updates.top_k import TopK
+from fl_lightning.updates.quantisers import QSGD, Affine, Cast, Sign, ternary
+from fl_lightning.updates.sparsifiers import RandomK, TopK
 from fl_lightning.updates.transform import Chain
-from fl_lightning.updates.wire.codec import decode, encode, encoded_size
+from fl_lightning.updates.wire.message import decode, encode, encoded_size
 
 ALL = [
     Chain(),

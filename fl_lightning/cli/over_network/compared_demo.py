@@ -22,6 +22,7 @@ from fl_lightning.client.recorded import FILE
 from fl_lightning.core.errors import ConfigurationError, RoundFailure
 from fl_lightning.core.processes import tied
 from fl_lightning.flower.network.demo import demo
+from fl_lightning.flower.network.following import carry_out
 
 _SHORT = "--trainer.enable_model_summary=false --test_after_fit=false --report=false"
 _QUIET = f"--trainer.enable_progress_bar=false {_SHORT}"
@@ -68,7 +69,7 @@ def compared_demo(words: Sequence[str], names: Sequence[str], rounds: int, say: 
             if not is_recorded:  # beside a network that mostly waits
                 end = simulations.enter_context(simulate(text))
             with demo(names, say, clients=shared, own=own) as running:
-                running.run(say, options=options, configuration=text)
+                carry_out(running.control, say, options=options, configuration=text)
                 seconds = time.monotonic() - began
                 say(f"{rounds} rounds over the network: {seconds:.0f} s with its start")
             say("all processes have ended; the same is simulated")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import tempfile
+import re
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import yaml
 from jsonargparse import ArgumentParser
 from jsonargparse.typing import PositiveInt
 
@@ -55,7 +57,16 @@ def _add_init(parser: ArgumentParser) -> None:
         "--server", type=str, required=True, help="HOST:PORT under which sites reach the server."
     )
     parser.add_argument(
-        "--sites", type=str, required=True, help="Their names: hospital_a,hospital_b."
+        "--sites",
+        type=str | None,
+        default=None,
+        help="Their names: hospital_a,hospital_b. Their keys are made here.",
+    )
+    parser.add_argument(
+        "--public_keys",
+        type=str | None,
+        default=None,
+        help="Instead: files that sites wrote by network keys: hospital_a.public,hospital_b.public.",
     )
     parser.add_argument(
         "--host", action="append", type=str, default=[], help="A further name of the server."
@@ -63,14 +74,46 @@ def _add_init(parser: ArgumentParser) -> None:
 
 
 def _init(given: Any, rest: Sequence[str]) -> None:
-    from fl_lightning.flower.network.folder import make_network, parse_sites
+    from fl_lightning.flower.network.folder import PublicKeys, make_network, parse_sites
 
-    made = make_network(Path(given.out), given.server, parse_sites(given.sites), hosts=given.host)
+    if (given.sites is None) == (given.public_keys is None):
+        raise ConfigurationError(
+            "init: give either --sites, their names, or --public_keys, their files"
+        )
+    told = [PublicKeys.read(Path(file)) for file in (given.public_keys or "").split(",") if file]
+    names = given.sites or ",".join(one.site for one in told)
+    made = make_network(
+        Path(given.out),
+        given.server,
+        parse_sites(names),
+        hosts=given.host,
+        keys={one.site: one for one in told} or None,
+    )
     _say(f"network: {made.folder}")
+    secret = "it has no secret" if told else "where nobody else can read it"
     for name in made.sites:
-        _say(f"site:    give {made.site(name)} to {name}, where nobody else can read it")
+        _say(f"site:    give {made.site(name)} to {name}, {secret}")
     _say(f"server:  {made.server / 'start.sh'}")
     _say(f"next:    {made.folder / 'README.md'} says what to do, on a page")
+
+
+def _add_keys(parser: ArgumentParser) -> None:
+    parser.add_argument("--folder", type=str, required=True, help="The site's folder.")
+    parser.add_argument("--site", type=str, required=True, help="Its name: hospital_a.")
+
+
+def _keys(given: Any, rest: Sequence[str]) -> None:
+    from fl_lightning.flower.network.folder import make_keys
+
+    folder = Path(given.folder)
+    file = folder / f"{given.site}.public"
+    public = make_keys(folder, given.site)
+    file.write_text(yaml.safe_dump(asdict(public), sort_keys=False))
+    _say(f"keys:    {folder / 'key'}, {folder / 'signing.key'}: they stay here")
+    _say(f"signing: {public.signing}, which peers in every site.yaml must say of {public.site}")
+    _say(
+        f"next:    give {file} to the server's people, for fl-lightning network init --public_keys"
+    )
 
 
 def _add_serve(parser: ArgumentParser) -> None:
@@ -145,14 +188,17 @@ def _add_run(parser: ArgumentParser) -> None:
 
 def _run(given: Any, rest: Sequence[str]) -> None:
     from fl_lightning.cli.subcommands import resolve
-    from fl_lightning.flower.network.app_folder import write_app
     from fl_lightning.flower.network.folder import Network
-    from fl_lightning.flower.network.following import follow
-    from fl_lightning.flower.network.programs import SERVER_RUN
+    from fl_lightning.flower.network.following import carry_out
     from fl_lightning.flower.network.serving import control_of
 
     # sites have devices of their own
     configuration = resolve([*_configs(given.config), *rest, "--trainer.devices=1"])
+    for name in _own_modules(configuration):
+        _say(
+            f"sites:   {name} is a module of this folder: each site must have it installed, and allow"
+        )
+        _say(f"         it in its site.yaml: classes: [{name}.*]")
     served = Network.read(Path(given.folder))
     control = control_of(served)
     options = {
@@ -161,10 +207,16 @@ def _run(given: Any, rest: Sequence[str]) -> None:
         "deadline": float(given.deadline),
         "folder": str(Path.cwd()),
     }
-    with tempfile.TemporaryDirectory(prefix="fl-") as name:
-        app = Path(name, "app")
-        write_app(app, SERVER_RUN, options, configuration)
-        follow(control, control.run(app, {}), _say, served.server / "log" / "run.log")
+    carry_out(control, _say, options=options, configuration=configuration)
+
+
+def _own_modules(configuration: str) -> list[str]:
+    """Modules of the current folder of which sites are to build classes."""
+    from fl_lightning.flower.rules.layers import shared_part
+
+    shared = yaml.safe_dump(shared_part(yaml.safe_load(configuration)))
+    names = sorted(set(re.findall(r"class_path: (\w+)\.", shared)) - {"fl_lightning"})
+    return [name for name in names if Path(name).is_dir() or Path(f"{name}.py").is_file()]
 
 
 def _add_folder(parser: ArgumentParser) -> None:
@@ -203,6 +255,7 @@ _COMMANDS: dict[
     str, tuple[Callable[[ArgumentParser], None], Callable[[Any, Sequence[str]], None], str]
 ] = {
     "init": (_add_init, _init, "Write a network's folder: certificates, keys, start commands."),
+    "keys": (_add_keys, _keys, "Make a site's keys, at the site: only public halves leave it."),
     "serve": (_add_serve, _serve, "Be the server, until Ctrl-C."),
     "join": (_add_join, _join, "Be a site, until Ctrl-C."),
     "run": (_add_run, _run, "Train, at the server. Words after -- are options of the fit."),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import shlex
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -18,6 +19,8 @@ from fl_lightning.callbacks.calibration.mask_calibration import MaskCalibration
 from fl_lightning.cli.federated_cli import FederatedCLI, ended_with_a_sentence
 from fl_lightning.cli.subcommands import run_lightning
 from fl_lightning.core.errors import ClientFailure, ConfigurationError, RoundFailure, raise_together
+from fl_lightning.federation.checkpoints.atomic_checkpoint import LAST
+from fl_lightning.federation.checkpoints.run_folder import checkpoint_folders
 from fl_lightning.federation.federation import Federation
 from fl_lightning.federation.options import Options
 from fl_lightning.flower.channel import Channel
@@ -43,7 +46,8 @@ def server_run(channel: Channel, options: Mapping[str, Any], folder: Path) -> No
     Args:
         channel: to the sites.
         options: ``sites``, how many to wait for; ``folder``, where the run is written; ``words`` of the
-            server's own layer; ``resume``, a checkpoint; ``deadline`` of an order, in seconds.
+            server's own layer; ``resume``, a checkpoint; ``deadline`` of an order, in seconds; ``note``,
+            a file into which the run writes where its checkpoint is.
         folder: of the app, with the configuration as ``run.yaml``.
     """
     words = shlex.split(str(options.get("words", "")))
@@ -51,12 +55,14 @@ def server_run(channel: Channel, options: Mapping[str, Any], folder: Path) -> No
         words.append(f"--ckpt_path={options['resume']}")
     configuration = (folder / CONFIGURATION).read_text()
     os.chdir(str(options["folder"]))
+    sys.path.append(os.getcwd())  # modules of the researcher's, as where the run was started
+    note = Path(str(options["note"])) if options.get("note") else None
     correspondence = Correspondence(channel, deadline=float(options.get("deadline", 3600.0)))
     wanted = int(options["sites"])
 
     def run() -> None:
         try:
-            run_server(configuration, words, correspondence, wanted=wanted)
+            run_server(configuration, words, correspondence, wanted=wanted, note=note)
         except ClientFailure as failure:  # what went wrong, the site's log says
             raise RoundFailure(str(failure)) from failure
 
@@ -138,7 +144,12 @@ class OverSites:
 
 
 def run_server(
-    configuration: str, words: Sequence[str], correspondence: Correspondence, *, wanted: int
+    configuration: str,
+    words: Sequence[str],
+    correspondence: Correspondence,
+    *,
+    wanted: int,
+    note: Path | None = None,
 ) -> Any:
     """Train over sites and return the Trainer.
 
@@ -147,6 +158,7 @@ def run_server(
         words: of the server's own layer, e.g. where checkpoints are.
         correspondence: with sites.
         wanted: how many sites there must be.
+        note: a file into which the path of the last checkpoint is written before the first round.
     """
     run = OverSites(configuration, correspondence, wanted)
     trainers: list[Trainer] = []
@@ -159,6 +171,9 @@ def run_server(
             checkpoint = kwargs.get("ckpt_path")
             elsewhere = run.begin(self.trainer, self.datamodule, model, checkpoint)
             self.datamodule = kwargs["datamodule"] = elsewhere
+            folders = checkpoint_folders(self.trainer)
+            if note is not None and folders:
+                note.write_text(str((folders[0] / LAST).absolute()))
             super().fit(model, **kwargs)
             trainers.append(self.trainer)
 

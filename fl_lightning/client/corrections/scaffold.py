@@ -30,6 +30,11 @@ from fl_lightning.client.local_solver import LocalSolver
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.traits import Trait, Traits
 
+_OF_RATES = Traits(
+    needs={Trait.ONE_RATE: "takes the mean gradient from the length of a client's steps"},
+    instead={Trait.ONE_RATE: "set Scaffold's option to I"},
+)
+
 
 @final
 @dataclass(frozen=True)
@@ -67,7 +72,7 @@ class Scaffold(Correction):
     def traits(self) -> Traits:
         """Those of a mean of memories; option I takes the gradient over a client's examples as well."""
         if self.option == "II":
-            return super().traits
+            return super().traits | _OF_RATES
         taken = {
             Trait.RETURNED_LOSS: "with option I takes the gradient of the loss over a client's examples"
         }

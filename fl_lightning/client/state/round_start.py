@@ -4,12 +4,15 @@ The state of an optimizer (momentum, second moments) is empty whenever a client 
 are those of the round, as the learning-rate schedule left them: some optimizers write to them while
 they step. A schedule that a client steps by itself goes on for it alone. Of optimizers that are not
 torch's own, the same holds for the one that they hold and for numbers kept beside options and state.
+
+A schedule that counts local steps stands at N r when round r begins, with N the planned steps of a
+round: step k of every client has the options of position N r + k. They are worked out once a round.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -21,6 +24,13 @@ from fl_lightning.core.errors import ConfigurationError
 
 # of every optimizer, of every group of its parameters, by name
 Options = list[list[dict[str, Any]]]
+# Among a group's noted options: those that change from local step to local step, a list for each.
+BY_STEP = "by_step"
+
+
+# Schedules that count local steps: planned ones of a round, N ≥ 1, and what moves them on after the n-th
+# local step of the run, n ≥ 1.
+LocalSchedules = tuple[int, Callable[[int], None]]
 
 
 class RateSchedule(Protocol):
@@ -39,6 +49,7 @@ class RoundStart:
     Args:
         optimizers: the clients'.
         schedules: of their learning rates, which a training step may step.
+        by_step: those of them that count local steps; None if none does.
 
     Example:
         >>> import torch
@@ -53,14 +64,19 @@ class RoundStart:
     """
 
     def __init__(
-        self, optimizers: Sequence[Optimizer], schedules: Sequence[RateSchedule] = ()
+        self,
+        optimizers: Sequence[Optimizer],
+        schedules: Sequence[RateSchedule] = (),
+        by_step: LocalSchedules | None = None,
     ) -> None:
+        self._by_step, self._is_planned = by_step, True
         self._optimizers = [each for optimizer in optimizers for each in and_inner(optimizer)]
         self._foreign = [each for each in self._optimizers if not is_torchs(each)]
         self._schedules = list(schedules)
 
-    def note(self) -> None:
-        """Note how things are."""
+    def note(self, number: int = 0) -> None:
+        """Note how things are when a round of this number begins."""
+        self._number, self._is_planned = number, self._by_step is None
         self._options: Options = [
             [_copied(g) for g in each.param_groups] for each in self._optimizers
         ]
@@ -72,7 +88,65 @@ class RoundStart:
     @property
     def options(self) -> Options:
         """The optimizers' options as they were noted, not to be changed."""
+        self._plan()
         return self._options
+
+    @property
+    def by_step(self) -> list[dict[str, list[Any]]]:
+        """Options that change from local step to local step, of every group; empty if none does."""
+        groups = [group.get(BY_STEP, {}) for of_one in self.options for group in of_one]
+        return groups if any(groups) else []
+
+    def take_by_step(self, by_step: Sequence[Mapping[str, Sequence[Any]]]) -> None:
+        """Use options for the round's local steps that were worked out elsewhere."""
+        groups = [group for of_one in self._options for group in of_one]
+        for group, values in zip(groups, by_step, strict=True) if by_step else ():
+            group[BY_STEP] = {name: list(values[name]) for name in values if name in group}
+
+    def _plan(self) -> None:
+        """Move the schedules through the round's local steps and note what they change."""
+        if self._is_planned or self._by_step is None:
+            return
+        self.put_back()
+        seen = []
+        for step in self._steps_of_round():
+            seen.append([_copied(g) for each in self._optimizers for g in each.param_groups])
+            self._by_step[1](step)
+        self._is_planned = True
+        groups = [group for of_one in self._options for group in of_one]
+        for group, options in zip(groups, zip(*seen, strict=True), strict=True):
+            lists = {name: [each[name] for each in options] for name in group}
+            changing = (n for n, values in lists.items() if any(v != values[0] for v in values))
+            group[BY_STEP] = {name: list(map(_plain, lists[name])) for name in {"lr", *changing}}
+        self.put_back()
+
+    def _steps_of_round(self) -> range:
+        """Numbers of the round's planned local steps in the run, from 1."""
+        count = 0 if self._by_step is None else self._by_step[0]
+        return range(self._number * count + 1, (self._number + 1) * count + 1)
+
+    def begin_step(self, step: int) -> None:
+        """Give optimizers the options of a client's local step; beyond the planned ones, of the last."""
+        for optimizer, noted in zip(self._optimizers, self._options, strict=True):
+            for group, options in zip(optimizer.param_groups, noted, strict=True):
+                for name, values in options.get(BY_STEP, {}).items():
+                    value = values[min(step, len(values) - 1)]
+                    if isinstance(group[name], Tensor):
+                        group[name].fill_(value)
+                    else:
+                        group[name] = tuple(value) if isinstance(value, list) else value
+        self._tell_rates()
+
+    def _tell_rates(self) -> None:
+        """Set what ``get_last_lr`` of the schedules returns to the rates of the step."""
+        for schedule in self._schedules if self._by_step is not None else ():
+            if hasattr(schedule, "_last_lr") and hasattr(schedule, "optimizer"):
+                schedule._last_lr = [group["lr"] for group in schedule.optimizer.param_groups]
+
+    def end(self) -> None:
+        """Move schedules that count local steps on to the next round."""
+        for step in self._steps_of_round():
+            self._by_step[1](step)  # type: ignore[index]
 
     @contextmanager
     def as_of(self, options: Options | None) -> Iterator[None]:
@@ -84,7 +158,7 @@ class RoundStart:
         if options is None:
             yield
             return
-        noted, self._options = self._options, options
+        noted, self._options = self.options, options
         self.put_back()
         try:
             yield
@@ -112,12 +186,17 @@ class RoundStart:
         for schedule, position, state in triples:
             if position is None or position != _position(schedule):
                 schedule.load_state_dict(copy.deepcopy(state))
+        self._tell_rates()
 
 
 def _copied(options: dict[str, Any]) -> dict[str, Any]:
     # a learning rate may be a tensor, which an optimizer or a schedule changes in place
     values = ((k, v.clone() if isinstance(v, Tensor) else v) for k, v in options.items())
-    return {key: value for key, value in values if key != "params"}
+    return {key: value for key, value in values if key not in ("params", BY_STEP)}
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
 def _numbers(optimizer: Optimizer) -> dict[str, Any]:

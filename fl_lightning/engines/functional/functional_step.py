@@ -30,6 +30,8 @@ from fl_lightning.kernels import direct_layers
 Tensors = dict[str, Tensor]
 # Logged values by name, with their batch sizes if given.
 Logged = dict[str, tuple[Tensor, float | None]]
+# Steps that the client has taken, while a training step runs here.
+STEPS_IN_SLOTS: list[Tensor] = []
 # Makes what a training step runs in.
 StepContext = Callable[[], AbstractContextManager[Any]]
 # Among logged values the name of the loss itself, which no module can take
@@ -209,12 +211,14 @@ class TrainingStep:
         # no number: a step that decides something by its index cannot be the same for all slots
         arguments = (batch, count.long()) if self._takes_index else (batch,)
         calls = self.stand_ins.listen() if len(self.stand_ins) else []
+        STEPS_IN_SLOTS.append(count)
         try:
             replayed = ReplayedDraws(draws) if draws else nullcontext()
             with self._context(), replayed:
                 output = functional_call(self._wrapper, inner, arguments)
             logged, metrics = dict(self._log.values), dict(self._log.metrics)
         finally:
+            STEPS_IN_SLOTS.clear()
             self._log.clear()
             self.stand_ins.stop_listening()
         loss = output["loss"] if isinstance(output, dict) else output

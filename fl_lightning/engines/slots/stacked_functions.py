@@ -71,7 +71,7 @@ class Slots(NamedTuple):
     Attributes:
         params: by name, shape (G, …).
         states: of the optimizer, by name.
-        lrs: learning rates of its parameter groups.
+        lrs: learning rates of its parameter groups, each a scalar or one for every local step.
         term: of a correction; None where there is none.
     """
 
@@ -93,6 +93,7 @@ class StackedFunctions:
         masks: ``True`` where an entry may move, of parameters with frozen entries, by name.
         unused: names of parameters that the loss does not depend on: they have no gradient, which is
             not one of 0, and no step of the optimizer.
+        rates_change: whether learning rates change from step to step.
     """
 
     gradients: StackedGradients
@@ -101,6 +102,7 @@ class StackedFunctions:
     rules: list[StackedRule] = field(default_factory=list)
     masks: Tensors = field(default_factory=dict)
     unused: frozenset[str] = frozenset()
+    rates_change: bool = False
 
     def step(
         self, inputs: Inputs, slots: Slots, buffers: Tensors
@@ -165,8 +167,11 @@ class StackedFunctions:
         params, states = {}, {}
         for name, grad in grads.items():
             group, param = self.group_of[name], slots.params[name]
+            lr = slots.lrs[group]
+            if lr.ndim:  # of every local step
+                lr = lr[count.long().clamp(max=len(lr) - 1)].view(-1, *[1] * (grad.ndim - 1))
             params[name], states[name] = self.rules[group].step(
-                param, grad, slots.states[name], slots.lrs[group], count
+                param, grad, slots.states[name], lr, count
             )
             if name in self.masks:
                 params[name] = torch.where(self.masks[name], params[name], param)

@@ -38,7 +38,7 @@ class StackedRule(Protocol):
             param: shape (G, …).
             grad: shape (G, …).
             state: of the same shape.
-            lr: learning rate, a scalar.
+            lr: learning rate, a scalar or of each client, shape (G, 1, …).
             count: steps that each client has taken before this one, float64 of shape (G,).
         """
 

@@ -9,7 +9,7 @@ come out of it as factors, and `ThinSteps` follow.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -42,6 +42,7 @@ class StackedStep:
         options: how to stack.
         context: makes what ``training_step`` runs in, such as autocast.
         ignore: names of the module's attributes that are none of the user's, see `PythonState`.
+        by_step: gives lists of the options that change from step to step, of every parameter group.
 
     Raises:
         CannotStack: if the optimizer has no rule or leaves out a parameter that trains.
@@ -65,8 +66,9 @@ class StackedStep:
         options: StackedOptions,
         context: StepContext = nullcontext,
         ignore: Collection[str] = (),
+        by_step: Callable[[], Sequence[Mapping[str, Sequence[float]]]] = tuple,
     ) -> None:
-        self.options = options
+        self.options, self._by_step = options, by_step
         self._optimizer = optimizer
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._trained, first = trained, next(iter(trained.values()))
@@ -96,13 +98,19 @@ class StackedStep:
         rules = [stacked_rule(self._optimizer, group) for group in groups]
         if any(rule is None for rule in rules):
             raise CannotStack(f"there is no stacked form of {type(self._optimizer).__name__}")
-        if len(self._lrs) != len(groups):
-            # tensors, because a changed number would mean another graph
-            self._lrs = [torch.zeros_like(self._pull) for _ in groups]
-        for lr, group in zip(self._lrs, groups, strict=True):
-            lr.fill_(float(group["lr"]))
+        by_step = self._by_step() or [{}] * len(groups)
+        if changing := {name for options in by_step for name in options} - {"lr"}:
+            raise CannotStack(f"a schedule changes {min(changing)} from step to step")
+        # one number, or one for each local step; tensors, because another number would be another graph
+        rates = [o.get("lr", float(g["lr"])) for o, g in zip(by_step, groups, strict=True)]
+        new = [self._pull.new_tensor(rate) for rate in rates]
+        if [lr.shape for lr in self._lrs] != [lr.shape for lr in new]:
+            self._lrs = new
+        for lr, present in zip(self._lrs, new, strict=True):
+            lr.copy_(present)
         masks = self._optimizer.masks if isinstance(self._optimizer, MaskedOptimizer) else {}
         functions = self.graphs.functions
+        functions.rates_change = any(lr.ndim for lr in self._lrs)
         functions.masks = {name: masks[p] for name, p in self._trained.items() if p in masks}
         if rules != functions.rules:
             functions.rules = [rule for rule in rules if rule is not None]

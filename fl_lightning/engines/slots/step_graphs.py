@@ -269,7 +269,7 @@ class StepGraphs:
     def _thin_names(self, batch: BatchOf, full: int) -> list[str]:
         """Return the names of the weights whose layers can be thin."""
         layers = self._call.thin_layers
-        if layers is None or self._options.changes_gradients:
+        if layers is None or self._options.changes_gradients or self.functions.rates_change:
             return []
         names = [name for name in layers.names if name not in self.functions.masks]
         names = can_be_thin(names, self.by_name(self.functions.rules))

@@ -42,6 +42,10 @@ BY_HAND = Traits(
 )
 OWN_MASKS = Traits(breaks={Trait.ONE_MASK: "gives clients masks of their own"})
 SEVERAL = Traits(breaks={Trait.ONE_OPTIMIZER: "takes steps of different lengths"})
+RATES_BY_STEP = Traits(
+    breaks={Trait.ONE_RATE: "has a learning-rate schedule that changes it from step to step"},
+    instead={Trait.ONE_RATE: "set the schedule's interval to 'epoch'"},
+)
 _SHARED_SCALE = Traits(
     needs={
         Trait.SIMULATION: "has a loss scale that all clients share, which sites do not exchange"
@@ -114,6 +118,11 @@ def check_trainer_together(trainer: Trainer, options: Options) -> None:
     if len(trainer.optimizers) > 1:
         name = f"the model with {len(trainer.optimizers)} optimizers"
         parts[name] = SEVERAL
+    configs = (
+        trainer.lr_scheduler_configs if trainer.lightning_module.automatic_optimization else ()
+    )
+    if any(config.interval == "step" for config in configs):
+        parts["the model's optimizer"] = RATES_BY_STEP
     check_together(parts)
 
 

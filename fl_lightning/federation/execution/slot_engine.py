@@ -42,6 +42,7 @@ from fl_lightning.federation.execution.engine_options import FULL_PRECISIONS, to
 from fl_lightning.federation.hooks import NOT_THE_USERS
 from fl_lightning.federation.visits.batches import batch_preparation, has_batch_hooks, takes_index
 from fl_lightning.federation.visits.lightning_step import extra_work, step_context
+from fl_lightning.federation.visits.local_counts import counts_of
 from fl_lightning.kernels import reason_against_direct_layers
 
 TrainOne = Callable[[ClientWork], ClientUpdate]
@@ -117,6 +118,7 @@ class SlotEngine:
             ),
             step_context(trainer),
             NOT_THE_USERS,
+            lambda: local.round_start.by_step,
         )
         self._own: SlotOwn | None = None
         if local.keeps_apart:
@@ -174,7 +176,8 @@ class SlotEngine:
         """
         if not work:
             return
-        with self._collector.not_listening_to(self._module):  # a graph is for one `log`
+        counting = counts_of(self._trainer).of_slots(work[0].round_index)
+        with counting, self._collector.not_listening_to(self._module):  # a graph is for one `log`
             yield from self._as_far_as_possible(self._slots.train(model, work, term, own))
         names = self._collector.epoch_names
         for rehearsal in self._step.graphs.rehearsals.values():

@@ -1,19 +1,19 @@
-"""Whether slots pay, and how many: found by measuring them against clients one after the other."""
+"""Whether many clients at once are faster, found on some clients' work before a run.
+
+First slots whose step is not compiled, which cost a few steps: for small models they are 2 to 5 times as
+fast as one client after the other. Then compiled ones, if what is left to train would take longer than
+a compiler. Times are those that this thread computes for, whoever else has the processor meanwhile.
+"""
 
 from __future__ import annotations
 
 import math
-import platform
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
-from importlib.metadata import version
-from statistics import median
-from typing import Any
+from dataclasses import dataclass, replace
 
-import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_info
 
 from fl_lightning.client.local_training import LocalTrainer
 from fl_lightning.client.work import ClientWork, GroupWork
@@ -25,20 +25,18 @@ from fl_lightning.federation.execution.slot_engine import (
     Stacking,
     TrainOne,
     agreeing,
-    copies_per_slot,
     fitting_slots,
 )
-from fl_lightning.federation.execution.slot_tuning import Remembered, fastest
-from fl_lightning.federation.execution.trial_budget import TrialBudget
 from fl_lightning.server.means.running_mean import RunningMean
 
-# Compiling takes 5 to 20 seconds: less local training than this does not repay it.
-SHORT_RUN_SECONDS = 60.0
-# Trying out several numbers of slots means as many compilations.
-LONG_RUN_SECONDS = 600.0
-# What one run of a trial would take one client after the other.
-_TRIAL_SECONDS = 1.0
+# A trial of slots that are not compiled takes about a tenth of this.
+LEAST_SECONDS = 1.0
+# Compiling takes 5 to 20 s and makes steps 2 to 6 times as fast: less training does not repay it.
+COMPILER_SECONDS = 20.0
+# Of what is to be trained, the share that one measurement may take, and its most seconds.
+_SHARE, _MOST_SECONDS = 0.02, 1.0
 _LEAST_RATIO = 1.1
+_TURNS = 3
 
 
 @dataclass
@@ -49,7 +47,7 @@ class SlotTrial:
         trainer: set up for fitting.
         local: the sequential engine.
         stacking: how clients would be stacked; the number of slots and the rest are found.
-        num_slots: how many are wanted; chosen if None.
+        num_slots: how many are wanted; chosen by the model's size if None.
 
     Attributes:
         times_faster: than one after the other clients train in slots; None if not measured.
@@ -60,8 +58,6 @@ class SlotTrial:
     stacking: Stacking
     num_slots: int | None = None
     times_faster: float | None = None
-    _engines: dict[int, SlotEngine] = field(default_factory=dict)
-    _budget: TrialBudget = field(default_factory=lambda: TrialBudget(math.inf))
 
     def force(
         self, model: GlobalModel, work: Sequence[ClientWork], train_one: TrainOne
@@ -89,37 +85,38 @@ class SlotTrial:
         """Return slots and why, if they are faster; arguments as for `force`.
 
         Raises:
-            CannotStack: if they are not, or the run is too short for them to repay a compiler.
+            CannotStack: if they are not, or the run is too short to try.
         """
-        seconds_per_step = self._sequential_seconds(work, train_one)
-        total = seconds_per_step * self.num_steps(work)
-        if total < SHORT_RUN_SECONDS:
-            raise CannotStack(f"{total:.0f} s of training do not repay a compiler")
-        self._budget = TrialBudget(total)
-        self._budget.announce("whether many clients at once are faster")
-        self.stacking = agreeing(self.trainer, self.local, self.stacking, model, work, train_one)
-        work, share = self._stackable(work)
-        trial = _shortened(work, max_steps=math.ceil(_TRIAL_SECONDS / seconds_per_step))
+        size = self.local.space.num_entries
+        if size > most_parameters(self.trainer.strategy.root_device):
+            raise CannotStack(f"the steps of a model of {size:,} parameters are large enough")
+        one, num_steps = self._seconds_alone(model, work, train_one), self.num_steps(work)
+        if one * num_steps < LEAST_SECONDS:
+            raise CannotStack(f"{one * num_steps:.1f} s of training do not repay a trial")
         began = time.perf_counter()
-        number = self._number(model, work, trial, is_long=total > LONG_RUN_SECONDS)
-        engine = self._engine(number, model, trial)
-        self._engines = {}  # frees the others
-        self.times_faster = _times_faster(engine, model, trial, train_one)
+        self.stacking = agreeing(self.trainer, self.local, self.stacking, model, work, train_one)
+        fitting, share = self._stackable(work)
+        number = self.num_slots or without_idle_slots(self._fitting_slots(fitting), fitting)
+        seconds = min(_MOST_SECONDS, _SHARE * one * num_steps)
+        sample = sample_of(fitting, number, math.ceil(seconds / one))
+        engine, in_slots = self._tried(replace(self.stacking, num_slots=number), model, sample)
+        left = num_steps * (min(one, in_slots) * share + one * (1 - share))
+        if is_long := left >= COMPILER_SECONDS:
+            rank_zero_info("engine: compiling a step of many clients at once, for 5 to 20 s")
+            stacking = replace(engine.stacking, compiled=True)
+            compiled, seconds = self._tried(stacking, model, sample)
+            if seconds < in_slots:
+                engine, in_slots = compiled, seconds
+        self.times_faster = one / in_slots
         ratio = 1 / (share / self.times_faster + 1 - share)
         spent = time.perf_counter() - began
         if ratio < _LEAST_RATIO:
             raise CannotStack(f"{number} slots were measured at {ratio:.2f} times its speed")
-        how = "compiled in" if engine.is_compiled else "not compiled, tried for"
-        return engine, f"measured at {ratio:.1f} times the sequential speed, {how} {spent:.0f} s"
-
-    def _stackable(self, work: Sequence[ClientWork]) -> tuple[Sequence[ClientWork], float]:
-        """Return whom slots can train, and their share of all steps."""
-        engine = SlotEngine(self.trainer, self.local, self.stacking)
-        fitting = list(engine.split(GroupWork.of(work))[0])
-        if not fitting:
-            raise CannotStack("no client has a full batch")
-        steps = [sum(len(client.sizes) for client in some) for some in (fitting, work)]
-        return fitting, steps[0] / steps[1]
+        why = f"measured at {ratio:.1f} times the sequential speed"
+        if engine.stacking.compiled and engine.is_compiled:
+            return engine, f"{why}, compiled in {spent:.0f} s"
+        how = f"tried for {spent:.0f} s" if is_long else f"for {left:.0f} s of training"
+        return engine, f"{why}, not compiled, {how}"
 
     def num_steps(self, work: Sequence[ClientWork]) -> float:
         """Return about how many local steps the whole run has; it is not shorter when resumed."""
@@ -130,92 +127,65 @@ class SlotTrial:
             return rounds
         return rounds * self.trainer.num_training_batches * sum(len(w.sizes) for w in work)
 
-    def _sequential_seconds(self, work: Sequence[ClientWork], train_one: TrainOne) -> float:
-        """Return those of a step, where it is not clear beforehand that slots do not pay."""
-        num_steps, size = self.num_steps(work), self.local.space.num_entries
-        if num_steps < SHORT_RUN_STEPS:
-            raise CannotStack(f"{num_steps:.0f} local steps do not repay a compiler")
-        if size > most_parameters(self.trainer.strategy.root_device):
-            raise CannotStack(f"the steps of a model of {size:,} parameters are large enough")
-        sample = max(work, key=lambda client: len(client.sizes)).head(10)
-        return _seconds(lambda: train_one(sample)) / len(sample.sizes)
+    def _stackable(self, work: Sequence[ClientWork]) -> tuple[Sequence[ClientWork], float]:
+        """Return whom slots can train, and their share of all steps."""
+        engine = SlotEngine(self.trainer, self.local, replace(self.stacking, num_slots=1))
+        fitting = list(engine.split(GroupWork.of(work))[0])
+        steps = [sum(len(client.sizes) for client in some) for some in (fitting, work)]
+        return fitting, steps[0] / steps[1]
 
-    def _engine(self, number: int, model: GlobalModel, trial: Sequence[ClientWork]) -> SlotEngine:
-        """Return compiled slots."""
-        if number not in self._engines:
-            stacking = replace(self.stacking, num_slots=number, compiled=True)
-            began = time.monotonic()
-            self._engines[number] = SlotEngine(self.trainer, self.local, stacking)
-            _train_all(self._engines[number], model, trial)  # compiles
-            self._budget.note(time.monotonic() - began)
-        return self._engines[number]
+    def _seconds_alone(
+        self, model: GlobalModel, work: Sequence[ClientWork], train_one: TrainOne
+    ) -> float:
+        """Return those of a step of clients that train one after the other."""
+        sample = [client.head(10) for client in work[:: -(-len(work) // 4)]]
+        mean = RunningMean(model.params)
 
-    def _number(
-        self,
-        model: GlobalModel,
-        work: Sequence[ClientWork],
-        trial: Sequence[ClientWork],
-        *,
-        is_long: bool,
-    ) -> int:
-        """Return how many slots to take: as told, as remembered, tried out, or by size."""
-        if self.num_slots is not None:
-            return self.num_slots
-        start = self._fitting_slots(work)
-        if not is_long:
-            return _without_idle_slots(start, work)
+        def train() -> None:
+            for client in sample:
+                mean.add(train_one(client).delta, client.num_examples)
 
-        def ratio(number: int, other: int) -> float:
-            if not self._budget.has_room():
-                return math.inf  # as good as slower: nobody knows
-            engines = [
-                self._engine(_without_idle_slots(most, work), model, trial)
-                for most in (number, other)
-            ]
-            if engines[0] is engines[1]:
-                return 1.0
-            run, run_other = (partial(_train_all, engine, model, trial) for engine in engines)
-            return _ratio(run, run_other)
+        return self._seconds_per_step(train, sample)
 
-        remembered, key = Remembered(), self._key(len(work))
-        found = remembered.get(key)
-        if found is None:
-            found = fastest(ratio, start, len(work))
-            if not self._budget.is_cut:
-                remembered.put(key, found)
-        return _without_idle_slots(min(found, len(work)), work)
+    def _tried(
+        self, stacking: Stacking, model: GlobalModel, sample: Sequence[ClientWork]
+    ) -> tuple[SlotEngine, float]:
+        """Return slots, compiled if they are to be, and the seconds of a client's step in them."""
+        engine = SlotEngine(self.trainer, self.local, stacking)
 
-    def _key(self, num_clients: int) -> str:
-        """Name what the best number of slots depends on."""
-        trainer = self.trainer
-        parts = (
-            self.local.space.fingerprint(),
-            trainer.datamodule.full_batch,  # type: ignore[attr-defined]
-            type(trainer.optimizers[0]).__name__,
-            copies_per_slot(trainer.optimizers[0]),
-            trainer.precision,
-            str(trainer.strategy.root_device),
-            platform.processor() or platform.machine(),
-            torch.get_num_threads(),
-            torch.__version__,
-            version("fl_lightning"),
-            self.stacking.direct,
-            num_clients.bit_length(),  # cohorts of about one size
-        )
-        return " ".join(map(str, parts))
+        def train() -> None:  # as a round does: updates are looked at and folded in
+            mean = RunningMean(model.params)
+            for group in engine.train(model, sample):
+                receive_usable(
+                    group, lambda usable, _: mean.add_rows(usable.deltas, usable.num_examples)
+                )
+
+        train()  # compiles
+        return engine, self._seconds_per_step(train, sample)
+
+    def _seconds_per_step(self, train: Callable[[], None], sample: Sequence[ClientWork]) -> float:
+        """Return the shortest time of a client's step; what else the processor does is left out."""
+        is_cpu = self.trainer.strategy.root_device.type == "cpu"
+        clock = time.thread_time if is_cpu else time.perf_counter
+        times = []
+        for _ in range(_TURNS):
+            began = clock()
+            train()
+            times.append(clock() - began)
+        return max(min(times), 1e-9) / sum(len(client.sizes) for client in sample)
 
     def _fitting_slots(self, work: Sequence[ClientWork]) -> int:
         return min(fitting_slots(self.trainer, self.local.space.num_entries), len(work))
 
 
-def _without_idle_slots(most: int, work: Sequence[ClientWork]) -> int:
+def without_idle_slots(most: int, work: Sequence[ClientWork]) -> int:
     """Return how many slots do with as few idle ones what ``most`` do in the same time.
 
     Clients of one length end together, and the last ones leave slots empty.
 
     Example:
         >>> work = [ClientWork(i, 4, torch.arange(4), [4]) for i in range(100)]
-        >>> _without_idle_slots(32, work)  # four times 25
+        >>> without_idle_slots(32, work)  # four times 25
         25
     """
     if len({len(client.sizes) for client in work}) > 1:
@@ -224,55 +194,17 @@ def _without_idle_slots(most: int, work: Sequence[ClientWork]) -> int:
     return -(-len(work) // times)
 
 
-def _shortened(work: Sequence[ClientWork], max_steps: int) -> list[ClientWork]:
-    """Return clients' first steps, in proportion to all that they have."""
-    share = min(1.0, max_steps / sum(len(client.sizes) for client in work))
-    return [c.head(max(1, round(share * len(c.sizes)))) for c in work[:max_steps]]
+def sample_of(work: Sequence[ClientWork], num_slots: int, num_steps: int) -> list[ClientWork]:
+    """Return the first steps of some clients, at least one client a slot, about ``num_steps`` in all.
 
-
-def _train_all(engine: SlotEngine, model: GlobalModel, work: Sequence[ClientWork]) -> None:
-    """Train clients as a round does: their updates are looked at and folded in, none is kept."""
-    mean = RunningMean(model.params)
-    for group in engine.train(model, work):
-        receive_usable(group, lambda usable, _: mean.add_rows(usable.deltas, usable.num_examples))
-
-
-def _times_faster(
-    engine: SlotEngine, model: GlobalModel, work: Sequence[ClientWork], train_one: TrainOne
-) -> float:
-    """Return how many times faster clients train together than one after the other."""
-    alone = work[:: -(-len(work) // 20)]
-    share = sum(len(w.sizes) for w in alone) / sum(len(w.sizes) for w in work)
-    mean = RunningMean(model.params)
-
-    def train_alone() -> None:
-        for client in alone:
-            mean.add(train_one(client).delta, client.num_examples)
-
-    ratio = _ratio(train_alone, lambda: _train_all(engine, model, work), _LEAST_RATIO * share)
-    return ratio / share
-
-
-def _ratio(run: Callable[[], Any], other: Callable[[], Any], limit: float = 1.0) -> float:
-    """Return how many times the other's time one takes.
-
-    Both take turns, so that what else slows the machine down for a while slows both: a few turns where
-    all are on one side of the limit, more where it is close.
+    Example:
+        >>> work = [ClientWork(i, 8, torch.arange(8), [2] * 4) for i in range(100)]
+        >>> [(len(some), len(some[0].sizes)) for some in (sample_of(work, 25, n) for n in (9, 75, 240))]
+        [(25, 2), (25, 3), (60, 4)]
     """
-    ratios: list[float] = []
-    while len(ratios) < 5 or (len(ratios) < 15 and min(ratios) < limit < max(ratios)):
-        began = time.perf_counter()
-        run()
-        between = time.perf_counter()
-        other()
-        ratios.append((between - began) / (time.perf_counter() - between))
-    return median(ratios)
-
-
-def _seconds(run: Callable[[], Any]) -> float:
-    times = []
-    for _ in range(3):
-        began = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - began)
-    return min(times)
+    most, chosen = max(2, num_steps // num_slots), list[ClientWork]()
+    for client in work:
+        if len(chosen) >= num_slots and sum(len(c.sizes) for c in chosen) >= num_steps:
+            break
+        chosen.append(client.head(most))
+    return chosen

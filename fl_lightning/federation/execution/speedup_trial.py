@@ -14,13 +14,13 @@ from collections.abc import Callable, Sequence
 from statistics import median
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_info
 
 from fl_lightning.client.work import ClientWork
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.engines import SPEEDUPS, NotCompiled, Speedup, reason_against
 from fl_lightning.federation.execution.engine_options import tolerance
-from fl_lightning.federation.execution.trial_budget import TrialBudget
 from fl_lightning.federation.visits.lightning_step import LightningStep, extra_work
 
 TrainOne = Callable[[ClientWork], ClientUpdate]
@@ -28,6 +28,8 @@ TrainOne = Callable[[ClientWork], ClientUpdate]
 # What trains for less time or fewer steps does not repay a trial.
 _SHORT_RUN_SECONDS = 60.0
 _SHORT_RUN_STEPS = 1000
+# Of what is to be trained, the share that a trial may take, and its most seconds.
+_SHARE, _MOST_SECONDS = 0.05, 120.0
 # Compiling takes 2 to 17 seconds, and brings some per cent.
 _COMPILER_SECONDS = 1200.0
 # What a speedup must bring, so that it is not noise.
@@ -52,7 +54,7 @@ class SpeedupTrial:
     ) -> None:
         self._trainer, self._step, self._adds_to_loss = trainer, step, adds_to_loss
         self._num_tries = _NUM_TRIES
-        self._budget = TrialBudget(math.inf)
+        self._ends = math.inf
 
     def force(self, speedups: Sequence[Speedup]) -> None:
         """Use what was asked for.
@@ -87,8 +89,8 @@ class SpeedupTrial:
         if not candidates:
             return ""
         client = max(work, key=lambda client: len(client.sizes))
-        _seconds(train_one, client.head(1))  # warms up
-        one = _seconds(train_one, client.head(1))
+        self._seconds(train_one, client.head(1))  # warms up
+        one = self._seconds(train_one, client.head(1))
         if one * num_steps < _SHORT_RUN_SECONDS:
             return ""
         self._num_tries = _NUM_TRIES_OF_LONG_RUN
@@ -96,12 +98,13 @@ class SpeedupTrial:
             self._num_tries = _NUM_TRIES
             candidates = [speedup for speedup in candidates if speedup != "compiled"]
         sample = client.head(max(1, math.ceil(_SECONDS_OF_A_TRY / one)))
-        self._budget = TrialBudget(one * num_steps)
-        self._budget.announce("which speedups of a step pay")
+        limit = min(_MOST_SECONDS, _SHARE * one * num_steps)
+        self._ends = time.perf_counter() + limit
+        rank_zero_info(f"engine: measuring which speedups of a step pay, for {limit:.0f} s at most")
         expected, total, remarks = train_one(sample.head(2)), 1.0, ""
         for added in additions(candidates):
             before = self._step.speedups
-            if set(added) & set(before) or not self._budget.has_room():
+            if set(added) & set(before) or time.perf_counter() > self._ends:
                 continue
             ratio, remark = self._tried(before, added, sample, train_one, expected)
             pays = ratio >= _LEAST_RATIO
@@ -140,7 +143,6 @@ class SpeedupTrial:
         is_compiled, began = "compiled" in added, time.perf_counter()
         try:
             ratio = self._ratio(before, added, sample, train_one, expected)
-            self._budget.note(time.perf_counter() - began)
         except ClientFailure as failure:  # e.g. a view of images that wants the usual layout
             return 0.0, f"; {failure.__cause__ or failure.reason}" if is_compiled else ""
         spent = time.perf_counter() - began
@@ -171,14 +173,22 @@ class SpeedupTrial:
         if not self._agree(expected, found):
             return 0.0
         for number in range(self._num_tries):
-            if number >= _FEWEST_TRIES and not self._budget.has_room():
+            if number >= _FEWEST_TRIES and time.perf_counter() > self._ends:
                 break
             for chosen, seconds in turns:
                 self._step.use(chosen)
-                seconds.append(_seconds(train_one, sample))
+                seconds.append(self._seconds(train_one, sample))
         # on a busy machine one of the two may be luck
         ratios = [one / other for one, other in zip(without, with_it, strict=True)]
         return min(median(ratios), min(without) / min(with_it))
+
+    def _seconds(self, train_one: TrainOne, work: ClientWork) -> float:
+        """Return what a client takes: on a CPU time of this thread, whoever else has the processor."""
+        is_cpu = self._trainer.strategy.root_device.type == "cpu"
+        clock = time.thread_time if is_cpu else time.perf_counter
+        began = clock()
+        train_one(work)  # ends by reading its loss: nothing is left to wait for
+        return max(clock() - began, 1e-9)
 
     def _agree(self, expected: ClientUpdate, found: ClientUpdate) -> bool:
         share = tolerance(self._trainer.precision)
@@ -195,9 +205,3 @@ def additions(candidates: Sequence[Speedup]) -> list[tuple[Speedup, ...]]:
     if {"channels_last", "compiled"} <= set(candidates):
         additions.insert(-1, ("channels_last", "compiled"))
     return additions
-
-
-def _seconds(train_one: TrainOne, work: ClientWork) -> float:
-    began = time.perf_counter()
-    train_one(work)  # ends by reading its loss: nothing is left to wait for
-    return time.perf_counter() - began

@@ -15,10 +15,11 @@ that no digits are left to compare. Else the run stops, before the server steps.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -26,9 +27,8 @@ from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.work import ClientWork, GroupWork
 from fl_lightning.core.errors import ClientFailure, EnginesDiffer
 from fl_lightning.core.metric_states import MetricStates, metrics_of
-from fl_lightning.core.seeds import preserve_global_generators
+from fl_lightning.core.seeds import preserve_global_generators, uniform_numbers
 from fl_lightning.core.update import ClientUpdate, GlobalModel, Updates
-from fl_lightning.federation.execution.spot_rate import SpotRate, drawn
 from fl_lightning.federation.execution.update_differences import (
     UPDATE,
     Rounding,
@@ -44,6 +44,58 @@ TrainAlone = Callable[[ClientWork, GlobalModel], Trained]
 _MARGIN = 10.0
 _NUM_NUDGES = 2
 _FAILURE = "failure"
+
+
+@dataclass
+class SpotRate:
+    """How many clients in slots are trained both ways: so many that it takes at most 1 % of the time.
+
+    A check takes as long as ``times_faster`` clients in slots.
+
+    Attributes:
+        asked: the fraction that the user wants; None for one client in 500, or what takes 1 %.
+        times_faster: than one after the other clients train in slots, if that was measured.
+
+    Example:
+        >>> SpotRate(None, times_faster=4.6).remark
+        ', one client in 460 is trained both ways as a check'
+    """
+
+    asked: float | None
+    times_faster: float | None = None
+
+    @property
+    def fraction(self) -> float:
+        """Of all clients in slots, those that are checked."""
+        if self.asked is not None:
+            return self.asked
+        return 0.01 / max(2.0, self.times_faster or 5.0)
+
+    @property
+    def remark(self) -> str:
+        """How many are checked, for the line that says how clients train."""
+        if self.fraction == 0:
+            return ", none of them checked (federation.spot_check: 0)"
+        if self.fraction == 1:
+            return ", every client is trained both ways as a check"
+        return f", one client in {1 / self.fraction:.0f} is trained both ways as a check"
+
+
+def drawn(work: GroupWork, fraction: float) -> GroupWork:
+    """Return the clients that are checked: which ones depends on seed, round and client alone.
+
+    With a smaller fraction they are some of those with a larger one.
+
+    Example:
+        >>> from fl_lightning.client.work import ClientWork
+        >>> work = GroupWork.of([ClientWork(i, 1, torch.tensor([i]), [1]) for i in range(9)])
+        >>> [[client.client_id for client in drawn(work, f)] for f in (0.0, 0.3, 0.6)]
+        [[], [4], [1, 3, 4, 8]]
+    """
+    if not fraction or not len(work):
+        return work.where(np.zeros(len(work), bool))
+    numbers = uniform_numbers(work.root_seed, "spot check", work.rounds, work.client_ids)
+    return work.where(numbers < fraction)
 
 
 class SpotCheck:
@@ -72,16 +124,12 @@ class SpotCheck:
 
     def begin(self, work: GroupWork) -> GroupCheck:
         """Draw some of the clients that train in slots now."""
-        return GroupCheck(self, drawn(work, self._rate.fraction), len(work.sizes))
+        return GroupCheck(self, drawn(work, self._rate.fraction))
 
     @property
     def metrics(self) -> MetricStates:
         """The states of the module's torchmetrics objects."""
         return MetricStates(metrics_of(self._module))
-
-    def note(self, seconds_in_slots: float, seconds_alone: float | None) -> None:
-        """Learn how long a local step takes both ways."""
-        self._rate.note(seconds_in_slots, seconds_alone)
 
     @contextmanager
     def without_trace(self, present: GlobalModel) -> Iterator[None]:
@@ -150,15 +198,13 @@ class GroupCheck:
     Args:
         check: compares.
         work: theirs.
-        num_steps: local steps of the whole group.
     """
 
-    def __init__(self, check: SpotCheck, work: GroupWork, num_steps: int) -> None:
-        self._check, self._num_steps = check, num_steps
+    def __init__(self, check: SpotCheck, work: GroupWork) -> None:
+        self._check = check
         self._work = {client.client_id: client for client in work}
         self._found: dict[int, Trained] = {}
         self._metrics = check.metrics if self._work else None
-        self._began = time.perf_counter()
 
     def note(self, usable: Updates, kept: Mapping[int, Tensor]) -> None:
         """Keep what slots have made of the clients that were drawn.
@@ -182,23 +228,15 @@ class GroupCheck:
         Raises:
             EnginesDiffer: for the first one whose results differ by more than rounding.
         """
-        if not self._num_steps:
-            return
-        in_slots = (time.perf_counter() - self._began) / self._num_steps
         if self._metrics is None:
-            self._check.note(in_slots, None)
             return
         try:
             with self._check.without_trace(present):
-                began = time.perf_counter()
                 for client, found in self._found.items():
                     self._check.look(self._work[client], found, start)
-                spent = time.perf_counter() - began
         except BaseException:  # the group's updates do not count, nor what metrics hold of them
             self._metrics.put_back()
             raise
-        num_steps = sum(len(self._work[client].sizes) for client in self._found)
-        self._check.note(in_slots, spent / max(1, num_steps))
 
 
 def _alone(group: Updates, row: int) -> ClientUpdate:

@@ -193,7 +193,10 @@ def _give_up(signum: int, frame: FrameType | None) -> NoReturn:
 
 
 def _stop_at_once(signum: int, frame: FrameType | None) -> NoReturn:
-    raise Interrupted(signum)
+    # again and again until the run has ended: Python passes over what is raised in some places
+    _install({signal.SIGALRM: _stop_at_once})
+    signal.setitimer(signal.ITIMER_REAL, 1.0, 1.0)
+    raise Interrupted(signal.SIGTERM)
 
 
 def _is_requeued(trainer: Trainer) -> bool:

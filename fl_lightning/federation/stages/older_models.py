@@ -98,7 +98,7 @@ class Versions(Stage):
         step = self._arrivals.step(version)
         if version in step.in_flight:
             self._models[version] = GlobalModel(model.params.clone(), model.buffers.clone())
-            self._options[version] = self._local.options
+            self._options[version] = self._local.round_start.options
         needed = step.in_flight | set(step.versions.values())
         self._models = {v: kept for v, kept in self._models.items() if v in needed}
         self._options = {v: kept for v, kept in self._options.items() if v in needed}

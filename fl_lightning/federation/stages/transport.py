@@ -15,10 +15,9 @@ from fl_lightning.core.space import Space
 from fl_lightning.core.update import ClientUpdate, GlobalModel, Updates
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Sent, Stage, Start, check_same
-from fl_lightning.updates.broadcast import Broadcast
-from fl_lightning.updates.path import Arrival, Step, UpdatePath
+from fl_lightning.updates.path import Arrival, Broadcast, Step, UpdatePath
 from fl_lightning.updates.transform import UpdateTransform
-from fl_lightning.updates.wire.traffic import bytes_up
+from fl_lightning.updates.wire.message import bytes_up
 
 _FEEDBACK = "error feedback"
 

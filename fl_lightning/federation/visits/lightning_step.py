@@ -32,6 +32,7 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.engines import CompiledGradients, FasterStep, Forwards, Speedup, StepContext
 from fl_lightning.federation.hooks import STEP_HOOKS, overrides
 from fl_lightning.federation.visits.batches import batch_preparation, takes_index
+from fl_lightning.federation.visits.local_counts import counts_of
 from fl_lightning.federation.visits.steps_by_hand import TermByHand, loss_by_hand, outputs_by_hand
 from fl_lightning.kernels import direct_layers
 
@@ -49,6 +50,7 @@ class LightningStep:
 
     Attributes:
         trainer: the same.
+        counts: what it counts for the client.
         term: what the present client adds to its gradients, or makes of them; None if nothing.
         contrast: what it adds to its loss, given a batch; None if nothing.
         examples: makes the gradients private; None where they are plain.
@@ -56,7 +58,7 @@ class LightningStep:
     """
 
     def __init__(self, trainer: Trainer, collector: LogCollector, accumulate: int = 1) -> None:
-        self.trainer = trainer
+        self.trainer, self.counts = trainer, counts_of(trainer)
         self._module: LightningModule = trainer.lightning_module
         self._optimizer: Optimizer = trainer.optimizers[0]
         self._params = [
@@ -118,6 +120,13 @@ class LightningStep:
     def __call__(self, batches: Sequence[SizedBatch], index: int) -> Tensor | None:
         """Take one optimizer step and return the mean loss, detached."""
         self._ended.clear()  # of a step that raised
+        self.counts.step, self.counts.is_in_step = index, True
+        try:
+            return self._step(batches, index)
+        finally:
+            self.counts.is_in_step = False
+
+    def _step(self, batches: Sequence[SizedBatch], index: int) -> Tensor | None:
         if self.examples is not None:
             return self._private(self.examples, batches[0], index)
         if self._is_by_hand:
@@ -235,6 +244,7 @@ class LightningStep:
     def _prepared(self, batch: Any, size: int, index: int) -> Any:
         """Return the batch as the training step takes it."""
         self._collector.start_step(size)
+        self.counts.batch = index
         if self._prepare is not None:
             batch = self._prepare(batch)
         if self._starts and self._module.on_train_batch_start(batch, index) == -1:

@@ -27,10 +27,13 @@ class Control:
     Args:
         network: whose server it is.
         port: where Flower's own port is.
+
+    Attributes:
+        network: whose server it is.
     """
 
     def __init__(self, network: Network, port: int) -> None:
-        self._network, self._home = network, network.server / "flower"
+        self.network, self._home = network, network.server / "flower"
         self._home.mkdir(exist_ok=True)
         certificate = network.server / "ca.crt"
         (self._home / "config.toml").write_text(
@@ -40,11 +43,11 @@ class Control:
 
     def register_sites(self) -> dict[str, int]:
         """Register the keys of all sites, take back those that are another now, return each site's node."""
-        server = self._network.server
-        names, keys = names_file(self._network), server / "registered.json"
+        server = self.network.server
+        names, keys = names_file(self.network), server / "registered.json"
         nodes: dict[str, int] = json.loads(names.read_text()) if names.exists() else {}
         known: dict[str, str] = json.loads(keys.read_text()) if keys.exists() else {}
-        present = {n: (server / "keys" / f"{n}.pub").read_text() for n in self._network.sites}
+        present = {n: (server / "keys" / f"{n}.pub").read_text() for n in self.network.sites}
         for name in list(nodes):
             if present.get(name) != known.get(name, present.get(name)):
                 self._ask("supernode", "unregister", str(nodes.pop(name)), _CONNECTION)
@@ -65,18 +68,13 @@ class Control:
         """Return what Flower knows of the runs."""
         return list(self._ask("list", _CONNECTION)["runs"])
 
-    def run(self, app: Path, options: Mapping[str, str | int]) -> subprocess.Popen[str]:
+    def run(self, app: Path) -> subprocess.Popen[str]:
         """Start a run, and return the command that tells of it until its end.
 
         Args:
             app: its folder.
-            options: that the app's own are replaced by.
         """
-        words = [f"{name}={json.dumps(value)}" for name, value in options.items()]
-        command = ["run", str(app), _CONNECTION, "--stream"]
-        if words:
-            command += ["--run-config", " ".join(words)]
-        return self._streaming(command)
+        return self._streaming(["run", str(app), _CONNECTION, "--stream"])
 
     def follow(self, run: str) -> subprocess.Popen[str]:
         """Return a command that tells of a run until its end.
@@ -86,8 +84,8 @@ class Control:
         """
         return self._streaming(["log", run, _CONNECTION, "--stream"])
 
-    def status_of(self, run: str) -> str:
-        """Return a run's status in Flower's words; unknown while the server does not answer.
+    def status_of(self, run: str) -> tuple[str, str]:
+        """A run's status in Flower's words, and its details; unknown while the server does not answer.
 
         Args:
             run: its number.
@@ -95,8 +93,9 @@ class Control:
         try:
             found = [one for one in self.runs() if str(one.get("run-id")) == run]
         except ConfigurationError:
-            return "unknown"
-        return str(found[0].get("status")) if found else "unknown"
+            found = []
+        one = found[0] if found else {"status": "unknown"}
+        return str(one["status"]), str(one.get("status-details", ""))
 
     def _streaming(self, words: Sequence[str]) -> subprocess.Popen[str]:
         return subprocess.Popen(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,12 +11,10 @@ from pathlib import Path
 
 import yaml
 
-from fl_lightning.flower.network.app_folder import write_app
 from fl_lightning.flower.network.control import Control
 from fl_lightning.flower.network.folder import Network, SiteFolder, make_network
-from fl_lightning.flower.network.following import follow
 from fl_lightning.flower.network.joining import site_supervised
-from fl_lightning.flower.network.programs import SERVER_RUN, SITE_PROCESS
+from fl_lightning.flower.network.programs import SITE_PROCESS
 from fl_lightning.flower.network.serving import free_port, serving
 from fl_lightning.flower.network.supervision import Supervisor
 
@@ -38,32 +37,6 @@ class Demo:
     supervisor: Supervisor
     control: Control
 
-    def run(
-        self,
-        say: Callable[[str], None],
-        *,
-        options: Mapping[str, str | int | float],
-        configuration: str = "",
-        run: str = SERVER_RUN,
-    ) -> None:
-        """Have the server carry out a run, and tell of it.
-
-        Args:
-            say: tells people.
-            options: of the run.
-            configuration: of the run, as YAML.
-            run: what the server does, ``module:function``.
-        """
-        with tempfile.TemporaryDirectory(prefix="fl-") as name:
-            app = Path(name, "app")
-            write_app(app, run, options, configuration)
-            follow(
-                self.control,
-                self.control.run(app, {}),
-                say,
-                self.network.server / "log" / "run.log",
-            )
-
 
 @contextmanager
 def demo(
@@ -85,11 +58,7 @@ def demo(
         own: layer of every site, as YAML.
         process: what a site's process consists of, ``module:function``.
     """
-    with (
-        tempfile.TemporaryDirectory(prefix="fl-") as folder,
-        Supervisor() as supervisor,
-    ):
-        root = Path(folder)
+    with _passing_folder(say) as root, Supervisor() as supervisor:
         address = f"{_LOCAL}:{free_port()}"
         network = make_network(root / "network", address, names, clients=clients)
         for name in names if own else ():
@@ -105,6 +74,20 @@ def demo(
             with supervisor.in_background():
                 yield Demo(network, sites, supervisor, control)
         say("ending all processes")
+
+
+@contextmanager
+def _passing_folder(say: Callable[[str], None]) -> Iterator[Path]:
+    """A folder that goes at the end, except for its logs if something has failed."""
+    with tempfile.TemporaryDirectory(prefix="fl-") as name:
+        try:
+            yield Path(name)
+        except Exception:
+            kept = Path(tempfile.mkdtemp(prefix="fl_lightning_demo_"))
+            for logs in Path(name).rglob("log"):
+                shutil.copytree(logs, kept / logs.parent.name)
+            say(f"logs of the server and the sites: {kept}")
+            raise
 
 
 def _settled(network: Network, name: str, root: Path, settings: Mapping[str, object]) -> SiteFolder:

@@ -20,6 +20,8 @@ import yaml
 from fl_lightning.core.errors import ConfigurationError
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")
+_PUBLIC = re.compile(r"ecdsa-sha2-nistp384 [A-Za-z0-9+/=]{180,250}( .*)?")
+_SIGNING = re.compile(r"[0-9a-f]{64}")
 LOCAL_HOSTS = ("127.0.0.1", "localhost")
 
 
@@ -151,6 +153,7 @@ def make_network(
     *,
     clients: Mapping[str, Sequence[int]] | None = None,
     hosts: Sequence[str] = (),
+    keys: Mapping[str, PublicKeys] | None = None,
 ) -> Network:
     """Write the folder of a new network.
 
@@ -160,6 +163,8 @@ def make_network(
         sites: names.
         clients: which clients of the federation each site has; one each, in order, if None.
         hosts: further names and addresses of the server.
+        keys: public halves of the keys that sites have made, see `make_keys`; made here if None, with a
+            key that all sites share.
 
     Raises:
         ConfigurationError: if there is something in the folder already.
@@ -167,10 +172,8 @@ def make_network(
     from fl_lightning.flower.network.certificates import (
         make_authority,
         make_server_certificate,
-        make_site_key,
         write_private,
     )
-    from fl_lightning.secure.protocol.keys import SigningKey
 
     host, port = parse_address(server)
     sites = parse_sites(",".join(sites))
@@ -184,26 +187,88 @@ def make_network(
     write_private(network.server / "superexec.secret", secrets.token_hex(32).encode())
     _write_start(network.server, "serve --folder ..")
     certificate = (network.server / "ca.crt").read_bytes()
-    signing = {name: SigningKey(secrets.token_bytes(32)) for name in sites}
+    public = keys or {name: make_keys(network.site(name), name) for name in sites}
+    peers = {name: public[name].signing for name in sites}
     sum_key = secrets.token_bytes(32)  # of all sites, in no folder of the server's
-    peers = {name: key.public.hex() for name, key in signing.items()}
     for number, name in enumerate(sites):
         own = network.site(name)
-        own.mkdir(parents=True)
+        own.mkdir(parents=True, exist_ok=True)
         own.chmod(0o700)
-        make_site_key(own / "key")
-        (own / "key.pub").rename(network.server / "keys" / f"{name}.pub")
+        (network.server / "keys" / f"{name}.pub").write_text(f"{public[name].key}\n")
         (own / "ca.crt").write_bytes(certificate)
         members = list((clients or {}).get(name, [number]))
-        write_private(own / "signing.key", signing[name].private)
-        write_private(own / "sum.key", sum_key)
-        (own / "site.yaml").write_text(_site_yaml(name, server, members, peers))
+        told = _site_yaml(name, server, members, peers)
+        if keys is None:
+            write_private(own / "sum.key", sum_key)
+        else:
+            told = told.replace("sum_key:", "# sum_key:")
+        (own / "site.yaml").write_text(told)
         (own / "own.yaml").write_text(_OWN_YAML)
         _write_start(own, "join --folder .")
-    told = {"server": server, "sites": list(sites)}
-    (folder / "network.yaml").write_text(yaml.safe_dump(told, sort_keys=False))
+    known = {"server": server, "sites": list(sites)}
+    (folder / "network.yaml").write_text(yaml.safe_dump(known, sort_keys=False))
     (folder / "README.md").write_text(_readme(server, sites, f"{end:%Y-%m-%d}"))
     return network
+
+
+@dataclass(frozen=True)
+class PublicKeys:
+    """Public halves of a site's keys, which the server's people may know.
+
+    Attributes:
+        site: its name.
+        key: by which the server lets it in, as OpenSSH writes it.
+        signing: by which other sites know what it says in secure sums, 32 bytes in hexadecimal.
+    """
+
+    site: str
+    key: str
+    signing: str
+
+    @staticmethod
+    def read(file: Path) -> PublicKeys:
+        """Read such a file.
+
+        Raises:
+            ConfigurationError: if it is none.
+        """
+        told = _read_yaml(file, "a site makes one with fl-lightning network keys")
+        told = {name: str(value) for name, value in told.items()}
+        forms = {"site": _NAME, "key": _PUBLIC, "signing": _SIGNING}
+        if told.keys() != forms.keys() or not all(forms[n].fullmatch(told[n]) for n in forms):
+            raise ConfigurationError(
+                f"keys: {file} is not what fl-lightning network keys writes at a site: site, key, signing"
+            )
+        return PublicKeys(**told)
+
+
+def make_keys(folder: Path, site: str) -> PublicKeys:
+    """Write a site's private keys, which never leave its folder; return their public halves.
+
+    Args:
+        folder: of the site, made if it is not there.
+        site: its name.
+
+    Raises:
+        ConfigurationError: if it has keys already.
+    """
+    from fl_lightning.flower.network.certificates import make_site_key, write_private
+    from fl_lightning.secure.protocol.keys import SigningKey
+
+    parse_sites(site)
+    if existing := [name for name in ("key", "signing.key") if (folder / name).exists()]:
+        raise ConfigurationError(
+            f"folder: {folder / existing[0]} is there: keys are never overwritten"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    folder.chmod(0o700)
+    signing = SigningKey(secrets.token_bytes(32))
+    make_site_key(folder / "key")
+    write_private(folder / "signing.key", signing.private)
+    file = folder / "key.pub"
+    public = PublicKeys(site, file.read_text().strip(), signing.public.hex())
+    file.unlink()
+    return public
 
 
 def _read_yaml(path: Path, remedy: str) -> dict[str, Any]:
@@ -211,10 +276,10 @@ def _read_yaml(path: Path, remedy: str) -> dict[str, Any]:
         raise ConfigurationError(f"folder: there is no {path}: {remedy}")
     try:
         told = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
-        raise ConfigurationError(f"{path}: it is not YAML: {error}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{path}: it is not YAML: {remedy} ({error})") from None
     if not isinstance(told, dict):
-        raise ConfigurationError(f"{path}: it must be a mapping")
+        raise ConfigurationError(f"{path}: it must be a mapping: {remedy}")
     return told
 
 

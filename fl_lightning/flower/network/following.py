@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import getpass
+import itertools
 import re
 import subprocess
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from fl_lightning.core.errors import Interrupted, RoundFailure
+from fl_lightning.flower.network.app_folder import write_app
 from fl_lightning.flower.network.control import Control
+from fl_lightning.flower.network.programs import SERVER_RUN
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _STARTED = re.compile(r"Successfully started run (\d+)")
@@ -20,36 +26,76 @@ _CHATTER = re.compile(
 _EXPLAINED = "fl-lightning: "  # so begins the sentence on why a run has ended
 _FRAME = " ╭─╮│╰╯"
 _PAUSE = 3.0
+RUN_LOG = "run.log"  # all that was told of runs
+_WRONG = re.compile(r"\b(WARNING|ERROR|CRITICAL)\b|\w+Error\b")
+_MOST_LINES, _MOST_TIMES = 2, 3
 
 
-def follow(
+class RunLost(RoundFailure):
+    """A run whose program ended without a reason of its own: it can go on from its last checkpoint."""
+
+
+def carry_out(
     control: Control,
-    started: subprocess.Popen[str],
     say: Callable[[str], None],
-    log: Path | None = None,
-) -> str:
-    """Tell of a run until its end, and return its number; Ctrl-C ends the run.
+    *,
+    options: Mapping[str, str | int | float],
+    configuration: str = "",
+    run: str = SERVER_RUN,
+) -> None:
+    """Have a server carry out a run, and tell of it; a run that is lost is started again.
+
+    Args:
+        control: of the server.
+        say: tells people.
+        options: of the run.
+        configuration: of the run, as YAML.
+        run: what the server does, ``module:function``.
+
+    Raises:
+        RoundFailure: if the run has failed, or was lost three times without a new checkpoint.
+    """
+    saved, times = 0, 0
+    with tempfile.TemporaryDirectory(prefix="fl-") as name:
+        note = Path(name, "checkpoint")  # the run writes there where its checkpoint will be
+        given = {**options, "note": str(note), "user": getpass.getuser()}
+        for number in itertools.count():
+            app = Path(name, f"app_{number}")
+            write_app(app, run, given, configuration)
+            try:
+                follow(control, control.run(app), say)
+                return
+            except RunLost as lost:
+                last = Path(note.read_text()) if note.exists() else None
+                newest = last.stat().st_mtime_ns if last is not None and last.exists() else 0
+                times = 1 if newest > saved else times + 1
+                if times >= _MOST_TIMES:
+                    raise
+                saved = newest
+                if newest:
+                    given["resume"] = str(last)
+                say(f"{lost}. It goes on from {'its last whole round' if newest else 'its start'}")
+
+
+def follow(control: Control, started: subprocess.Popen[str], say: Callable[[str], None]) -> None:
+    """Tell of a run until its end; Ctrl-C ends the run.
 
     Args:
         control: of the server.
         started: the command that has started it, whose words are the run's log.
         say: tells people.
-        log: a file for all that is said.
 
     Raises:
         RoundFailure: if the run has failed.
     """
-    run, told = "", Counter[str]()
+    run, told = "", list[str]()
+    logs = Logs(control.network.server / "log")
     try:
         while True:
-            before = Counter(told)  # a log that is followed again begins anew
-            for line in lines_of(started):
+            for line in _new(lines_of(started), told):
                 run = run or next(iter(_STARTED.findall(line)), "")
-                before[line] -= 1
-                if before[line] < 0:
-                    told[line] += 1
-                    _tell(line, say, log)
-            status = control.status_of(run) if run else "finished:failed"
+                _tell(line, say, logs.folder / RUN_LOG)
+            status, details = control.status_of(run) if run else _not_started(told)
             if status.startswith("finished"):
                 break
             time.sleep(_PAUSE)  # the server was restarted
@@ -60,18 +106,65 @@ def follow(
             control.stop(run)
         raise
     if status != "finished:completed":
-        raise RoundFailure(
-            f"the run has ended as {status.partition(':')[2]}: its log above says why; --resume last goes on "
-            "from its last whole round"
+        is_explained = _EXPLAINED in details or any(line.startswith(_EXPLAINED) for line in told)
+        raise _failure(status, details, logs, is_explained=is_explained)
+
+
+def _new(lines: Iterator[str], told: list[str]) -> Iterator[str]:
+    """Yield and add the lines that were not told yet: a log that is followed again begins anew."""
+    before = Counter(told)
+    for line in lines:
+        before[line] -= 1
+        if before[line] < 0:
+            told.append(line)
+            yield line
+
+
+def _not_started(told: Sequence[str]) -> NoReturn:
+    raise RoundFailure(f"Flower has not started the run: {told[-1] if told else 'it says nothing'}")
+
+
+def _failure(status: str, details: str, logs: Logs, *, is_explained: bool) -> RoundFailure:
+    if is_explained:
+        return RoundFailure(
+            "the run has failed for the reason above; --resume last goes on from its last whole round"
         )
-    return run
+    if status != "finished:failed":
+        return RoundFailure(f"the run has ended as {status.partition(':')[2]}: {details}")
+    said = "".join(f"\n  {line}" for line in logs.last_lines())
+    return RunLost(f"the run was lost: {details}{said}")
 
 
-def _tell(line: str, say: Callable[[str], None], log: Path | None) -> None:
+class Logs:
+    """The log files of a server, from now on.
+
+    Args:
+        folder: of the files.
+
+    Attributes:
+        folder: of the files.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._sizes = {path: path.stat().st_size for path in folder.glob("*.log")}
+
+    def last_lines(self) -> list[str]:
+        """The last warnings and errors of each file, with its name."""
+        found = []
+        for path in sorted(self.folder.glob("*.log")):
+            with path.open("rb") as file:
+                file.seek(self._sizes.get(path, 0))
+                lines = _COLOURS.sub("", file.read().decode(errors="replace")).splitlines()
+            wrong = [line.strip() for line in lines if path.name != RUN_LOG and _WRONG.search(line)]
+            found += [f"{path.name}: {line}" for line in wrong[-_MOST_LINES:]]
+        return found
+
+
+def _tell(line: str, say: Callable[[str], None], log: Path) -> None:
     say(line)
-    if log is not None:
-        with log.open("a") as file:
-            file.write(f"{line}\n")
+    with log.open("a") as file:
+        file.write(f"{line}\n")
 
 
 def lines_of(process: subprocess.Popen[str]) -> Iterator[str]:

@@ -38,7 +38,7 @@ from fl_lightning.flower.sums.agreed import trained_on
 from fl_lightning.flower.sums.over_sites import adds_over_sites
 from fl_lightning.flower.wire.failures import CATEGORIES
 from fl_lightning.server.server import as_aggregator
-from fl_lightning.updates.wire.reader import DecodeError
+from fl_lightning.updates.wire.coding import DecodeError
 
 
 class _Came(NamedTuple):
@@ -210,6 +210,8 @@ class Sites(Training):
             told = stage.to_sites().items()
             tensors |= {f"stage/{stage.key}/{name}": tensor.cpu() for name, tensor in told}
         options = self._agreed() | {"optimizers": options_of(self._run.trainer.optimizers)}
+        if by_step := self.local.round_start.by_step:
+            options["by_step"] = by_step
         if self._sums is not None:
             options["most_clients"] = self._sums.terms.most_clients
         return options, tensors

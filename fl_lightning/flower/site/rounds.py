@@ -157,6 +157,7 @@ class SiteRounds:
         self._clients.restore(model)  # which puts back the options of the round before
         _take_options(self.run.trainer.optimizers, options["optimizers"])
         self._clients.start_round()
+        self.run.local.round_start.take_by_step(options.get("by_step", ()))
         for stage in self._stages:
             stage.open(order.round, model)
             stage.from_server(of_stage(f"stage/{stage.key}/", order.tensors))

@@ -30,7 +30,7 @@ from fl_lightning.secure.encryption.ckks_layout import CKKSLayout
 from fl_lightning.secure.encryption.encrypted_update import EncryptedUpdate
 from fl_lightning.secure.encryption.linear_tags import NONCE_SIZE, Sender
 from fl_lightning.server.protected import FEWEST_CLIENTS, Expense
-from fl_lightning.updates.wire.reader import DecodeError
+from fl_lightning.updates.wire.coding import DecodeError
 
 # a site is asked for as many clients at once as fit into an answer of this size, and for one at least
 MOST_BYTES = 32 * 2**20

@@ -38,7 +38,7 @@ from fl_lightning.flower.wire.opaque import as_tensor, bytes_of
 from fl_lightning.secure.encryption.ckks import CKKSClient
 from fl_lightning.secure.encryption.encrypted_update import EncryptedUpdate
 from fl_lightning.secure.encryption.linear_tags import Sender
-from fl_lightning.updates.wire.reader import DecodeError
+from fl_lightning.updates.wire.coding import DecodeError
 
 log = logging.getLogger(__name__)
 _NOTHING_TOLD = {"round": -1, "opener": "", "opened_round": -1, "opened": []}

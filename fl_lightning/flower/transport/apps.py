@@ -46,14 +46,16 @@ def make_server_app(run: Run | str, folder: Path) -> ServerApp:
     app = ServerApp()
 
     def main(grid: Grid, context: Context) -> None:
-        from fl_lightning.flower.transport.grid import GridChannel, registered_names
+        from fl_lightning.flower.transport.grid import GridChannel, registered_names, turn
 
         given = run
         if isinstance(given, str):
             module, _, name = given.partition(":")
             given = getattr(import_module(module), name)
         options = {k: v for k, v in context.run_config.items() if not isinstance(v, bytes)}
-        given(GridChannel(grid, registered_names()), options, folder)
+        channel = GridChannel(grid, registered_names())
+        with turn(channel, options):
+            given(channel, options, folder)
 
     app.main()(main)
     return app

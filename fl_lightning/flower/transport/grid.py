@@ -12,7 +12,9 @@ import json
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +23,7 @@ from flwr.app import Message, RecordDict
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
+from fl_lightning.core.processes import holder_of, try_lock
 from fl_lightning.flower.channel import CATEGORIES, Category, Lost
 from fl_lightning.flower.transport.carried import packed, unpacked
 
@@ -196,6 +199,30 @@ class GridChannel:
         except httpx.HTTPError as error:
             _wait_for_server(error)
             return []
+
+
+@contextmanager
+def turn(channel: GridChannel, options: Mapping[str, object]) -> Iterator[None]:
+    """Wait for the end of other runs of this server, as sites train for one at a time.
+
+    Args:
+        channel: of the run, which notices if the run is stopped.
+        options: of the run, by which others learn whose it is.
+    """
+    names = os.environ.get(NAMES_VARIABLE)
+    if names is None:
+        yield
+        return
+    about = f" of {options.get('user')}, in {options.get('folder')}, since {datetime.now():%H:%M}"
+    said = ""
+    with Path(names).with_name("turn.lock").open("a+") as file:
+        while not try_lock(file, about):
+            if (holder := holder_of(file)) != said:
+                print(f"busy: the sites train for process {holder}; this run is next", flush=True)
+            said = holder
+            channel.sites()
+            time.sleep(_POLL_SECONDS)
+        yield
 
 
 def registered_names() -> dict[int, str] | None:

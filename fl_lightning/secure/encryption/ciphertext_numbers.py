@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fl_lightning.secure.encryption.ckks_parameters import CKKSParameters
-from fl_lightning.updates.wire.reader import DecodeError
+from fl_lightning.updates.wire.coding import DecodeError
 
 Numbers = npt.NDArray[np.uint64]  # shape (P, 2 N)
 _HEADER = struct.Struct("<HBBBBHQ")  # magic, its size, version (2), compression, reserved, length

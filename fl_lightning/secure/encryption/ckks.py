@@ -42,7 +42,7 @@ from fl_lightning.secure.encryption.linear_tags import (
     Tags,
 )
 from fl_lightning.secure.entropy import Draws, uniform_draws
-from fl_lightning.updates.wire.reader import DecodeError
+from fl_lightning.updates.wire.coding import DecodeError
 
 # of the noise in what is opened. With the default parameters the scheme's own error is about 2^-70, so that
 # 2 log2(noise / error) - log2(12 numbers) = 46 bits of security are left after 2^30 numbers were opened with a
@@ -102,7 +102,7 @@ class CKKSClient:
         >>> client.open(one, [from_one, from_two])  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         ...
-        fl_lightning.updates.wire.reader.DecodeError: this is not the sum of what clients 1, 2 have sent ...
+        fl_lightning.updates.wire.coding.DecodeError: this is not the sum of what clients 1, 2 have sent ...
     """
 
     def __init__(self, layout: CKKSLayout, keys: CKKSKeys) -> None:

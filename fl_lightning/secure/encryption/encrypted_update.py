@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fl_lightning.updates.wire.reader import DecodeError, Reader
+from fl_lightning.updates.wire.coding import DecodeError, Reader
 
 MAGIC, VERSION = b"FLHE", 2
 TAG_SIZE = 32

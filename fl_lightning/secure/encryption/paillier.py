@@ -19,7 +19,7 @@ import numpy as np
 
 from fl_lightning.secure.ring import RingIntegers
 from fl_lightning.secure.sum_quantiser import SumQuantiser
-from fl_lightning.updates.wire.reader import DecodeError
+from fl_lightning.updates.wire.coding import DecodeError
 
 LEAST_BITS = 2048  # 112 bits of security; 3072 have 128 (NIST SP 800-57, part 1, table 2)
 

@@ -48,7 +48,7 @@ from fl_lightning.secure.protocol.signing import Directory, signed_content
 from fl_lightning.secure.protocol.used_rounds import UsedRounds
 from fl_lightning.secure.protocol.wire import decode, encode, places_as_bits
 from fl_lightning.secure.ring import RingIntegers
-from fl_lightning.updates.wire.reader import DecodeError
+from fl_lightning.updates.wire.coding import DecodeError
 
 
 class SecureClient:

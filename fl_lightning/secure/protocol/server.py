@@ -33,7 +33,7 @@ from fl_lightning.secure.protocol.signing import Directory
 from fl_lightning.secure.protocol.unmasking import Unmasking
 from fl_lightning.secure.protocol.wire import decode, encode, places_as_bits
 from fl_lightning.secure.ring import RingIntegers
-from fl_lightning.updates.wire.reader import DecodeError
+from fl_lightning.updates.wire.coding import DecodeError
 
 _KINDS: dict[ProtocolStage, type[Any]] = {
     ProtocolStage.ADVERTISE: Advertisement,

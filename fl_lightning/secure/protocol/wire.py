@@ -35,8 +35,7 @@ from fl_lightning.secure.protocol.messages import (
 )
 from fl_lightning.secure.protocol.session import Session
 from fl_lightning.secure.protocol.shamir import SHARE_SIZE
-from fl_lightning.updates.wire.bit_packing import packed_size
-from fl_lightning.updates.wire.reader import DecodeError, Reader
+from fl_lightning.updates.wire.coding import DecodeError, Reader, packed_size
 
 MAGIC = b"FLSS"
 VERSION = 2

@@ -29,15 +29,19 @@ from fl_lightning.updates.payload import (
     Sparse,
     num_blocks,
 )
-from fl_lightning.updates.wire.bit_packing import Bytes, pack, packed_size, unpack
-from fl_lightning.updates.wire.index_coding import (
+from fl_lightning.updates.wire.coding import (
+    Bytes,
+    DecodeError,
+    Reader,
     best_code,
     gaps_of,
     low_size,
+    pack,
+    packed_size,
     read_indices,
+    unpack,
     write_gaps,
 )
-from fl_lightning.updates.wire.reader import DecodeError, Reader
 
 Part = bytes | memoryview
 

@@ -1,0 +1,214 @@
+"""Steps, batches and learning rates as a client counts them, where a module asks its Trainer.
+
+For Lightning an epoch is a round, a batch a group of clients and an optimizer step one of the server. A
+module means a client's. While a fit is federated its Trainer answers:
+
+    num_training_batches        batches of the client's round; planned ones in ``configure_optimizers``
+    is_last_batch               true at the client's last batch
+    estimated_stepping_batches  rounds · N, with N the planned local steps of a round
+    global_step                 rounds: said once if a training step reads it
+
+N is the number of local steps of the client that takes the most. `local_step` and `client_id` are for
+training steps. A learning-rate schedule with ``interval: step`` counts local steps in the same way.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+
+from fl_lightning.client.state.round_start import LocalSchedules
+from fl_lightning.client.work import ClientWork
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.engines import STEPS_IN_SLOTS, CannotStack
+
+
+@dataclass
+class LocalCounts:
+    """What a Trainer knows of the client that trains.
+
+    Attributes:
+        planned_steps: local steps of a round by which schedules count, N.
+        planned_batches: of a client, until the fit starts; then 0.
+        client: that trains; None while none does, or many do.
+        round_index: whose model it began from.
+        num_batches: of its round.
+        batch: the present one, from 0.
+        step: its present local step, from 0.
+        is_in_step: whether a local step is under way.
+        is_in_slots: whether many clients train at once.
+        moved_to: local steps of the run up to which schedules are being moved; 0 if they are not.
+    """
+
+    planned_steps: int
+    planned_batches: int
+    client: int | None = None
+    round_index: int = 0
+    num_batches: int = 0
+    batch: int = 0
+    step: int = 0
+    is_in_step: bool = False
+    is_in_slots: bool = False
+    moved_to: int = 0
+    _reads_rounds: bool = False
+    _is_told: bool = False
+
+    def of_client(self, work: ClientWork) -> AbstractContextManager[None]:
+        """Count a client's batches and steps inside this block."""
+        about = {"client": work.client_id, "round_index": work.round_index}
+        return self._given(**about, num_batches=len(work.sizes))
+
+    def of_slots(self, round_index: int) -> AbstractContextManager[None]:
+        """Count for clients that train at once inside this block."""
+        return self._given(is_in_slots=True, round_index=round_index)
+
+    @contextmanager
+    def _given(self, **values: Any) -> Iterator[None]:
+        before = {name: getattr(self, name) for name in values}
+        vars(self).update(values)
+        try:
+            yield
+        finally:
+            vars(self).update(before)
+            if self._reads_rounds and not self._is_told:
+                self._is_told = True
+                rank_zero_info(
+                    "steps: the module reads global_step while a client trains; it counts rounds. "
+                    "fl_lightning.federation.local_step(self) counts local steps"
+                )
+
+    def note_read(self) -> None:
+        """Note that ``global_step`` is read, to say so when the client is done."""
+        if self.is_in_step or self.is_in_slots:
+            self._reads_rounds = True
+
+    def refuse_in_slots(self, name: str) -> None:
+        """Raise `CannotStack` for a step that reads what differs between clients of slots."""
+        if self.is_in_slots:
+            raise CannotStack(f"training_step reads {name}, which is one client's own")
+
+
+class _CountingTrainer(Trainer):
+    """A Trainer in a federated fit."""
+
+    local_counts: LocalCounts
+
+    @property
+    def num_training_batches(self) -> int | float:
+        counts = self.local_counts
+        counts.refuse_in_slots("trainer.num_training_batches")
+        if counts.client is not None:
+            return counts.num_batches
+        return counts.planned_batches or super().num_training_batches
+
+    @property
+    def is_last_batch(self) -> bool:
+        counts = self.local_counts
+        counts.refuse_in_slots("trainer.is_last_batch")
+        if counts.client is not None:
+            return counts.batch == counts.num_batches - 1
+        return super().is_last_batch
+
+    @property
+    def estimated_stepping_batches(self) -> int | float:
+        limits = [n for n in (self.max_epochs, self.max_steps) if n is not None and n >= 0]
+        return self.local_counts.planned_steps * min(limits) if limits else math.inf
+
+    @property
+    def global_step(self) -> int:
+        counts = self.local_counts
+        counts.note_read()
+        return counts.moved_to or super().global_step
+
+
+def count_locally(
+    trainer: Trainer, planned_steps: int, accumulate: int, cleanup: ExitStack
+) -> None:
+    """Make a Trainer count as clients do until the fit is over.
+
+    Args:
+        trainer: whose module is about to build its optimizers.
+        planned_steps: local steps of a round by which schedules count.
+        accumulate: batches of a local step.
+        cleanup: gives the Trainer back as it was.
+    """
+    kind = type(trainer)
+    trainer.local_counts = LocalCounts(planned_steps, planned_steps * accumulate)  # type: ignore[attr-defined]
+    counting = type(kind.__name__, (_CountingTrainer, kind), {"__module__": kind.__module__})
+    object.__setattr__(trainer, "__class__", counting)
+    cleanup.callback(vars(trainer).pop, "local_counts")
+    cleanup.callback(setattr, trainer, "__class__", kind)
+
+
+def counts_of(trainer: Trainer) -> LocalCounts:
+    """Return what a Trainer in a federated fit counts."""
+    assert isinstance(trainer, _CountingTrainer)
+    return trainer.local_counts
+
+
+def local_step(module: LightningModule) -> int | Tensor:
+    """Returns the number of the local step in the run, from 0; for training steps.
+
+    Step k of a client in round r is N r + k, with N the planned local steps of a round. In central
+    training it is ``global_step``. Where many clients train at once it is a tensor with one element.
+    """
+    trainer = module.trainer
+    if not isinstance(trainer, _CountingTrainer):
+        return trainer.global_step
+    counts = trainer.local_counts
+    step = STEPS_IN_SLOTS[0].long() if STEPS_IN_SLOTS else counts.step
+    return counts.planned_steps * counts.round_index + step
+
+
+def client_id(module: LightningModule) -> int | None:
+    """Returns the id of the client that trains; None in central training and between clients.
+
+    Clients of a module whose training step reads it train one after the other.
+    """
+    trainer = module.trainer
+    if not isinstance(trainer, _CountingTrainer):
+        return None
+    trainer.local_counts.refuse_in_slots("client_id")
+    return trainer.local_counts.client
+
+
+def local_schedules(trainer: Trainer) -> LocalSchedules | None:
+    """Return the learning-rate schedules with ``interval: step``, which Lightning steps no more.
+
+    Raises:
+        ConfigurationError: for one that waits for a metric.
+    """
+    module, counts = trainer.lightning_module, counts_of(trainer)
+    configs = [each for each in trainer.lr_scheduler_configs if each.interval == "step"]
+    if not module.automatic_optimization or not configs:
+        return None
+    if any(each.reduce_on_plateau for each in configs):
+        raise ConfigurationError(
+            "configure_optimizers: ReduceLROnPlateau with interval 'step' waits for a metric in every "
+            "local step, and metrics are known once a round: set interval to 'epoch'"
+        )
+    moved = [(each.scheduler, each.frequency) for each in configs]
+    for config in configs:
+        config.frequency = sys.maxsize
+
+    def advance(number: int) -> None:
+        counts.moved_to = number  # which is what the hook finds in central training
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+                for schedule, frequency in moved:
+                    if number % frequency == 0:
+                        module.lr_scheduler_step(schedule, None)
+        finally:
+            counts.moved_to = 0
+
+    return counts.planned_steps, advance

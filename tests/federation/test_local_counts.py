@@ -1,0 +1,276 @@
+"""Local steps as a module means them: schedules, numbers of batches, the step itself."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Callback, seed_everything
+from toys import Notes, SaveEverywhere, ToyModule, toy_data, toy_trainer, weights
+
+from fl_lightning import ConfigurationError, Federation, NormalisedMean, Scaffold, UniformCohort
+from fl_lightning.callbacks.console.overview import RunOverview
+from fl_lightning.client.devices import Devices
+from fl_lightning.client.speeds import LogNormalSpeeds
+from fl_lightning.federation import client_id, local_step
+from fl_lightning.server.staleness import FedBuff
+
+WARM = 40  # local steps until the full rate
+LAMBDA = torch.optim.lr_scheduler.LambdaLR
+
+
+class Warming(ToyModule):
+    """A warm-up over local steps, noted step by step; chained, and by groups of parameters."""
+
+    def __init__(self, kind="warm-up", frequency=1, batch_norm=False):
+        super().__init__(momentum=0.5, batch_norm=batch_norm)
+        self.kind, self.frequency, self.notes = kind, frequency, Notes()
+
+    def configure_optimizers(self):
+        groups = [
+            {"params": self.net[0].parameters()},
+            {"params": self.net[4].parameters(), "lr": 0.4},
+        ]
+        optimizer = torch.optim.SGD(groups, lr=0.2, momentum=0.5)
+        total = self.trainer.estimated_stepping_batches
+        schedule = {
+            "warm-up": lambda: LAMBDA(optimizer, lambda step: min(1.0, (step + 1) / WARM)),
+            "chained": lambda: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
+            "one cycle": lambda: torch.optim.lr_scheduler.OneCycleLR(
+                optimizer, 0.2, total_steps=total, cycle_momentum=False
+            ),
+        }[self.kind]()
+        self.total = total
+        config = {"scheduler": schedule, "interval": "step", "frequency": self.frequency}
+        return {"optimizer": optimizer, "lr_scheduler": config}
+
+
+class Noting(Warming):
+    def training_step(self, batch, batch_idx):
+        rates = [g["lr"] for g in self.optimizers().param_groups]
+        assert rates == self.lr_schedulers().get_last_lr()
+        self.notes.add((self.current_epoch, client_id(self), int(local_step(self)), *rates))
+        return super().training_step(batch, batch_idx)
+
+
+def fit(module, *callbacks, data=None, max_epochs=3, ckpt_path=None, trainer=(), **options):
+    seed_everything(0, verbose=False)
+    federation = Federation(**{"local_epochs": 2, "seed": 0, **options})
+    made = toy_trainer(federation, *callbacks, max_epochs=max_epochs, **dict(trainer))
+    made.fit(module, datamodule=data or toy_data(), ckpt_path=ckpt_path)
+    return made
+
+
+def planned(data=None, epochs=2, size=8):
+    data = data or toy_data()
+    data.setup("fit")
+    return int(epochs * np.ceil(data.clients.num_examples.max() / size))
+
+
+def rates_by_hand(kind, frequency, total):
+    """Return the two groups' rates of every local step of the run."""
+    params = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
+    optimizer = torch.optim.SGD([{"params": params[:1]}, {"params": params[1:], "lr": 0.4}], lr=0.2)
+    make = {
+        "warm-up": lambda: LAMBDA(optimizer, lambda step: min(1.0, (step + 1) / WARM)),
+        "chained": lambda: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
+        "one cycle": lambda: torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, 0.2, total_steps=total, cycle_momentum=False
+        ),
+    }
+    schedule, rates = make[kind](), []
+    for step in range(1, total + 1):
+        rates.append(tuple(g["lr"] for g in optimizer.param_groups))
+        optimizer.step()
+        if step % frequency == 0:
+            schedule.step()
+    return rates
+
+
+@pytest.mark.parametrize(
+    ("kind", "frequency"), [("warm-up", 1), ("warm-up", 3), ("chained", 1), ("one cycle", 1)]
+)
+def test_a_schedule_by_steps_counts_local_steps(kind, frequency, caplog):
+    """A client of round r begins at N r, with N the steps of the client that takes the most."""
+    module, num_steps = Noting(kind, frequency), planned()
+    trainer = fit(module, RunOverview(), cohort=UniformCohort(size=4))
+    assert module.total == 3 * num_steps
+    expected = rates_by_hand(kind, frequency, 3 * num_steps)
+    notes = module.notes.read()
+    assert {round_ for round_, *_ in notes} == {0, 1, 2}
+    assert len({client for _, client, *_ in notes}) > 3
+    before = None
+    for round_, client, step, *rates in notes:
+        step_in_round = 0 if before is None or before[:2] != (round_, client) else before[2] + 1
+        assert step == round_ * num_steps + step_in_round
+        assert rates == pytest.approx(expected[step], rel=1e-12)
+        before = (round_, client, step_in_round)
+    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 3 * num_steps // frequency
+    first, last = (
+        " or ".join(f"{rate:.3g}" for rate in dict.fromkeys(expected[i])) for i in (0, -1)
+    )
+    assert f"learning rate: {first} at first, {last} at last ({num_steps} a round" in caplog.text
+
+
+def test_a_run_is_resumed_at_the_step_of_its_schedule(tmp_path):
+    whole = Warming()
+    fit(whole, SaveEverywhere(tmp_path), clients_per_group=2)
+    for moment in ("0-group1", "1-group0", "1-validation", "1-end"):
+        resumed = Warming()
+        fit(resumed, ckpt_path=tmp_path / f"{moment}.ckpt", clients_per_group=2)
+        assert torch.equal(weights(resumed), weights(whole)), moment
+
+
+@pytest.mark.parametrize("local", [{"local_epochs": 2}, {"local_epochs": None, "local_steps": 1}])
+@pytest.mark.parametrize("kind", ["warm-up", "chained"])
+def test_slots_take_the_rate_of_each_step(kind, local, caplog):
+    ends = []
+    for engine in ("sequential", "slots"):
+        module = Warming(kind)
+        fit(
+            module,
+            engine=engine,
+            trainer={"precision": "64-true"},
+            data=toy_data(dtype=torch.float64),
+            **local,
+        )
+        ends.append(weights(module))
+    assert "slots, as asked for" in caplog.text
+    torch.testing.assert_close(*ends, rtol=1e-9, atol=1e-12)
+
+
+class CyclesMomentum(ToyModule):
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        total = self.trainer.estimated_stepping_batches
+        cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=total)
+        return [optimizer], [{"scheduler": cycle, "interval": "step"}]
+
+
+def test_momentum_that_changes_from_step_to_step_is_for_one_after_the_other():
+    with pytest.warns(UserWarning, match="a schedule changes momentum from step to step"):
+        fit(CyclesMomentum(), engine="slots")
+
+
+def test_an_asynchronous_client_has_the_steps_of_the_version_that_it_began_from():
+    module, num_steps = Noting(), planned()
+    fit(
+        module,
+        asynchronous=FedBuff(concurrency=4, buffer_size=2),
+        devices=Devices(speeds=LogNormalSpeeds(sigma=1.0)),
+        max_epochs=6,
+    )
+    notes = module.notes.read()
+    stale = 0
+    for round_, _, step, rate, _ in notes:
+        assert rate == pytest.approx(0.2 * min(1.0, (step + 1) / WARM))
+        stale += step // num_steps < round_
+    assert stale
+
+
+class PlateauBySteps(ToyModule):
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        config = {"scheduler": plateau, "interval": "step", "monitor": "val/loss"}
+        return {"optimizer": optimizer, "lr_scheduler": config}
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "match"),
+    [
+        (PlateauBySteps, {}, "set interval to 'epoch'"),
+        (
+            Warming,
+            {"correction": Scaffold()},
+            "Scaffold takes .* changes it from step to step: set Scaffold's option",
+        ),
+        (
+            Warming,
+            {"aggregator": NormalisedMean()},
+            "NormalisedMean divides .* changes it from step to step: use Mean",
+        ),
+    ],
+)
+def test_what_needs_one_rate_a_round_refuses_schedules_by_steps(module, options, match):
+    with pytest.raises(ConfigurationError, match=match):
+        fit(module(), **options)
+
+
+class Asks(ToyModule):
+    """Asks its Trainer how many batches there are."""
+
+    def __init__(self):
+        super().__init__()
+        self.notes = Notes()
+
+    def training_step(self, batch, batch_idx):
+        told = self.trainer.num_training_batches, self.trainer.is_last_batch
+        self.notes.add((client_id(self), batch_idx, *told))
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_step_is_told_its_clients_number_of_batches(accumulate):
+    module, data, trainer = Asks(), toy_data(), {"accumulate_grad_batches": accumulate}
+    made = fit(module, data=data, max_epochs=1, trainer=trainer)
+    notes = module.notes.read()
+    for client, index, total, is_last in notes:
+        expected = 2 * math.ceil(data.clients.num_examples[client] / 8)
+        assert (total, is_last) == (expected, index == expected - 1)
+    assert len({total for _, _, total, _ in notes}) > 1
+    assert (type(made).__name__, made.accumulate_grad_batches) == ("Trainer", accumulate)
+    assert not hasattr(made, "local_counts")
+
+
+def test_steps_that_ask_for_their_clients_batches_are_taken_one_after_the_other():
+    with pytest.warns(UserWarning, match="training_step reads trainer.num_training_batches"):
+        fit(Asks(), engine="slots")
+
+
+class Annealed(ToyModule):
+    """A loss that grows with the local step of the run."""
+
+    def __init__(self, read=local_step):
+        super().__init__()
+        self.read = read
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * (0.1 * self.read(self) + 1)
+
+
+def test_the_local_step_is_known_in_slots(caplog):
+    ends = []
+    for engine in ("sequential", "slots"):
+        module = Annealed()
+        fit(
+            module,
+            engine=engine,
+            trainer={"precision": "64-true"},
+            data=toy_data(dtype=torch.float64),
+        )
+        ends.append(weights(module))
+    assert "slots, as asked for" in caplog.text
+    torch.testing.assert_close(*ends, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "slots"])
+def test_that_global_step_counts_rounds_is_said_once_if_a_step_reads_it(engine, caplog):
+    class Reads(Callback):
+        def on_train_batch_end(self, trainer, *_):
+            assert trainer.global_step <= 3
+
+    fit(ToyModule(), Reads(), engine=engine)
+    assert "global_step" not in caplog.text
+    fit(Annealed(lambda module: module.global_step), engine=engine)
+    assert caplog.text.count("reads global_step while a client trains; it counts rounds") == 1
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_two_processes_take_the_same_rates():
+    ends = []
+    for trainer in ({}, {"devices": 2, "strategy": "federated"}):
+        module = Warming()
+        fit(module, trainer=trainer)
+        ends.append(weights(module))
+    torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-6)
