@@ -25,14 +25,7 @@ from fl_lightning.federation.run import Run
 
 @final
 class SecretCohorts:
-    """The secret from which a run draws its cohorts.
-
-    Args:
-        run: whose they are; all processes must make theirs at the same time.
-
-    Attributes:
-        secret: the root seed of the draws.
-    """
+    """The secret from which a run draws its cohorts; all processes must make theirs together."""
 
     secret: int
 
@@ -69,11 +62,7 @@ class SecretCohorts:
         return _hash(self.secret)
 
     def resume(self, saved: str | None) -> None:
-        """Draw from the secret of which a checkpoint holds the hash.
-
-        Raises:
-            ConfigurationError: if it is not there.
-        """
+        """Draw from the secret of which a checkpoint holds the hash; refuse if it is not there."""
         if saved is None:
             raise ConfigurationError(
                 "federation.privacy: cohorts of the checkpoint's run follow from its seed, so that its ε "

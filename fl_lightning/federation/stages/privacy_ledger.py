@@ -244,10 +244,7 @@ class PrivacyLedger(Generic[M]):
         """Count what earlier fits of the model have cost, with other Trainers.
 
         Rounds that cost alike compose as one run, where cohorts are secret and thus new ones; else
-        ε and δ add up.
-
-        Raises:
-            ConfigurationError: if the budget allows no other round.
+        ε and δ add up. A budget that allows no other round raises ConfigurationError.
         """
         if (state := earlier.state) is None or not earlier.epsilon:
             return

@@ -58,10 +58,7 @@ def announce_privacy(trainer: Trainer, private: PrivateStage | None, rounds: Rou
 def count_on(trainer: Trainer, private: PrivateStage | None, earlier: PrivateStage | None) -> None:
     """Count what rounds of an earlier fit have spent: of the same Trainer, or of the same model.
 
-    Args:
-        trainer: whose fit begins, with no checkpoint of a private run.
-        private: of this fit; None if nothing is private.
-        earlier: of the same Federation's fit before it; None if there was none.
+    ``earlier`` is the same Federation's fit before this one, if there was one.
 
     Raises:
         ConfigurationError: if nobody here knows what they cost, or these cost something else.
