@@ -22,7 +22,7 @@ from torch.nn import functional as F  # noqa: N812 - as everyone writes it
 from benchmarks.networks import small_vit
 from fl_lightning.models import LeNet
 from fl_lightning.sparsity import LeastSensitive, SampledFisher, Scoring, calibrate
-from fl_lightning.sparsity.calibration.selection import keep_lowest
+from fl_lightning.sparsity.calibration.rules import keep_lowest
 
 VIT_S_ENTRIES = 21_700_000
 

@@ -28,7 +28,7 @@ from fl_lightning.flower.network.demo import demo
 from fl_lightning.flower.network.following import carry_out
 
 SITES = ("a", "b", "c")
-ECHO = "fl_lightning.flower.network.echo"
+ECHO = "benchmarks.echo"
 UP = "round/total_bytes_up"
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - as everyone writes it
 
-from fl_lightning.sparsity.masks.freezing import freeze_masked
+from fl_lightning.sparsity.masks.maskable import freeze_masked
 from fl_lightning.sparsity.optimizers.sparse_adamw import SparseAdamW
 from fl_lightning.sparsity.optimizers.sparse_sgdm import SparseSGDM
 

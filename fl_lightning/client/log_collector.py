@@ -39,6 +39,9 @@ class LogCollector:
         self._values: dict[str, list[Tensor | float]] = {}
         self._weights: dict[str, list[int]] = {}
         self._reductions: dict[str, str] = {}
+        self.reductions: dict[
+            str, str
+        ] = {}  # of clients' values, by name, where it is not the mean
         self._metrics: dict[str, Metric] = {}
         self._batch_size = 1
 
@@ -132,6 +135,8 @@ class LogCollector:
         self._reductions[name] = reduction
         # Lightning's own name for the epoch's value of a metric that is also logged per step
         self.epoch_names[name] = f"{name}_epoch" if both else name
+        if reduction in ("sum", "min", "max"):
+            self.reductions[self.epoch_names[name]] = reduction
         if prog_bar:
             self.prog_bar.add(self.epoch_names[name])
 

@@ -70,6 +70,9 @@ class _Entries:
 class ClientMeans:
     """Values of named metrics, one per client, with the number of examples behind each.
 
+    Attributes:
+        reductions: ``"sum"``, ``"min"`` or ``"max"`` over clients, by name; of others it is the mean.
+
     Example:
         >>> means = ClientMeans()
         >>> means.add({"train/loss": torch.tensor(1.0)}, num_examples=1)
@@ -80,6 +83,7 @@ class ClientMeans:
 
     def __init__(self) -> None:
         self._entries: dict[str, _Entries] = {}
+        self.reductions: dict[str, str] = {}
 
     def add(self, values: Mapping[str, Tensor], num_examples: int, client_id: int = 0) -> None:
         """Take in one client's scalars; results do not depend on the order of different clients."""
@@ -124,6 +128,16 @@ class ClientMeans:
         with np.errstate(all="ignore"):  # a value may be infinite
             return float((known.values * known.weights).sum() / known.weights.sum())
 
+    def reduced(self, name: str) -> float:
+        """Return the mean weighted by examples, or what `reductions` says of the metric."""
+        values = self._entries[name].by_client().values
+        kinds: dict[str, Any] = {"sum": np.sum, "min": np.min, "max": np.max}
+        return (
+            float(kinds[self.reductions[name]](values))
+            if name in self.reductions
+            else self.mean(name)
+        )
+
     def spread(self, name: str) -> float:
         """Return the standard deviation over clients, each counted once."""
         with np.errstate(all="ignore"):
@@ -136,6 +150,7 @@ class ClientMeans:
                 "values": _joined(entries.values),
                 "num_examples": list(entries.num_examples),
                 "clients": list(entries.clients),
+                "reduction": self.reductions.get(name),
             }
             for name, entries in self._entries.items()
         }
@@ -145,9 +160,12 @@ class ClientMeans:
         self._entries.clear()
         for name, entry in state.items():
             self._put(name, [entry["values"]], entry["num_examples"], entry["clients"])
+            if entry.get("reduction"):
+                self.reductions[name] = entry["reduction"]
 
     def merge(self, other: ClientMeans) -> None:
         """Take in the clients of another, of which none is in this one."""
+        self.reductions |= other.reductions
         for name, entries in other._entries.items():
             values = [value.cpu() for value in entries.values]
             self._put(name, values, entries.num_examples, entries.clients)

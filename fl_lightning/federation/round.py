@@ -118,6 +118,7 @@ class Round:
     def take(self, sent: Sent) -> None:
         """Fold in updates that have arrived."""
         self.server.receive(sent.arrived)
+        self.record.means.reductions |= self.run.collector.reductions
         self.record.add(sent.made, num_bytes=sent.num_bytes, error=sent.error)
 
     def skip(self, failure: ClientFailure) -> None:

@@ -110,8 +110,8 @@ class RoundRecord:
         return replace(self, **{name: getattr(nobody, name) for name in names})
 
     def metrics(self) -> dict[str, float]:
-        """Return the clients' metrics, each a mean over examples."""
-        return {name: self.means.mean(name) for name in self.means.names} | self.pooled
+        """Return the clients' metrics, each a mean over examples, or a sum, minimum or maximum."""
+        return {name: self.means.reduced(name) for name in self.means.names} | self.pooled
 
     def facts(self) -> dict[str, float]:
         """Return what is known of the round besides: counts, norms, spreads over clients, bytes.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from fl_lightning.flower.wire.plain_json import MessageError, shown
 __all__ = ["Policy", "Refused"]
 
 KEY_SIZE = 32  # bytes
+MOST_THREADS, MOST_ROUNDS, MOST_CLIENTS = 64, 1_000_000, 10_000_000
 MOST_SOCKET_CHARACTERS = 100  # the system's limit is 107 bytes
 _KEY = re.compile(r"[0-9a-f]{64}")
 _PATTERN = re.compile(r"[^\W\d]\w*(\.\w+)*(\.\*)?")
@@ -41,6 +43,9 @@ class Policy:
         log_unprotected: whether metrics and norms may leave that the clients' noise does not cover.
         metrics: patterns (``*``, ``?``) of names of metrics and facts that may leave.
         most_bytes: of an order.
+        most_steps: local steps, or batches, of a client in an order.
+        most_parameters: numbers in the tensors that the model is built of.
+        most_minutes: that an order may take, and the set-up of a run.
         classes: patterns of class paths that an order may have built, see `class_paths`. In a file
             they come on top of the default.
         signing_key: file of the key, 32 bytes, with which the site signs what it says in secure sums.
@@ -63,6 +68,9 @@ class Policy:
     log_unprotected: bool = False
     metrics: tuple[str, ...] = ("*",)
     most_bytes: int = 2_000_000_000
+    most_steps: int = 100_000
+    most_parameters: int = 2_000_000_000
+    most_minutes: int = 720
     classes: tuple[str, ...] = DEFAULT
     signing_key: Path | None = None
     sum_key: Path | None = None
@@ -80,6 +88,9 @@ class Policy:
             partial(_check_yes, "seeded_noise", self.seeded_noise),
             partial(_check_texts, "metrics", self.metrics),
             partial(_check_whole, "most_bytes", self.most_bytes, 1, "bytes"),
+            partial(_check_whole, "most_steps", self.most_steps, 1, "steps"),
+            partial(_check_whole, "most_parameters", self.most_parameters, 1, "numbers"),
+            partial(_check_whole, "most_minutes", self.most_minutes, 1, "minutes"),
             partial(_check_patterns, self.classes),
             partial(_check_peers, self.peers),
             partial(_check_key_file, "signing_key", self.signing_key),
@@ -133,9 +144,19 @@ class Policy:
             own: the site's, with its data, devices and precision.
 
         Raises:
-            Refused: if what is left of the shared one names a class that may not be built.
+            Refused: if what is left of the shared one names a class that may not be built, or has a number
+                that is too large.
         """
         lower = self.check_configuration(shared_part(shared))
+        for place, most in (
+            (("num_threads",), max(MOST_THREADS, os.cpu_count() or 1)),
+            (("trainer", "max_epochs"), MOST_ROUNDS),
+            (("federation", "local_steps"), self.most_steps),
+        ):
+            given: Any = lower
+            for name in place:
+                given = given.get(name) if isinstance(given, dict) else None
+            check_most(".".join(place), given, most)
         merged: dict[str, Any] = laid_over(lower, without_callbacks(own))
         return merged
 
@@ -182,6 +203,16 @@ class Policy:
                 f"{shown(sorted(self.clients))}"
             )
         return [self.clients[client] for client in asked]
+
+
+def check_most(what: str, number: Any, most: float) -> None:
+    """Refuse a number above a site's limit; text that is one, too."""
+    try:
+        given = float(number or 0)
+    except (TypeError, ValueError):
+        return  # the parser says what is wrong
+    if not given <= most:
+        raise Refused(f"{what} is {given:g} in the server's configuration, at most {most} here")
 
 
 def _check_name(name: Any) -> None:

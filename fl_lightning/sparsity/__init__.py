@@ -1,7 +1,7 @@
 """Which parameters may move, found from a model's sensitivity to them."""
 
 from fl_lightning.sparsity.calibration.calibrate import Calibration, calibrate
-from fl_lightning.sparsity.calibration.plan import CalibrationPlan
+from fl_lightning.sparsity.calibration.plan import CalibrationPlan, soften
 from fl_lightning.sparsity.calibration.rules import (
     HighestMagnitude,
     LeastSensitive,
@@ -9,31 +9,49 @@ from fl_lightning.sparsity.calibration.rules import (
     MostSensitive,
     RandomEntries,
     Rule,
+    next_mask,
 )
-from fl_lightning.sparsity.calibration.selection import next_mask
-from fl_lightning.sparsity.calibration.soft_mask import soften
-from fl_lightning.sparsity.heads.head_fit import FittedHead, HeadFit, head_features
-from fl_lightning.sparsity.heads.linear_head import LinearHead
-from fl_lightning.sparsity.heads.ridge_head import RidgeHead
-from fl_lightning.sparsity.masks.figure import density_figure
-from fl_lightning.sparsity.masks.freezing import freeze_masked
-from fl_lightning.sparsity.masks.mask import Mask
-from fl_lightning.sparsity.masks.mask_file import load_mask, save_mask
-from fl_lightning.sparsity.masks.maskable import maskable_names
-from fl_lightning.sparsity.masks.report import LayerDensity, density_per_layer, density_per_tensor
+from fl_lightning.sparsity.heads import FittedHead, HeadFit, LinearHead, RidgeHead, head_features
+from fl_lightning.sparsity.masks.mask import Mask, load_mask, save_mask
+from fl_lightning.sparsity.masks.maskable import freeze_masked, maskable_names
+from fl_lightning.sparsity.masks.report import (
+    LayerDensity,
+    density_figure,
+    density_per_layer,
+    density_per_tensor,
+)
 from fl_lightning.sparsity.optimizers.masked_optimizer import MaskedOptimizer
 from fl_lightning.sparsity.optimizers.sparse_adamw import SparseAdamW
 from fl_lightning.sparsity.optimizers.sparse_sgdm import SparseSGDM
-from fl_lightning.sparsity.sensitivity.fisher import EmpiricalFisher, ExactFisher, SampledFisher
-from fl_lightning.sparsity.sensitivity.logits import log_probabilities, raw_logits
+from fl_lightning.sparsity.sensitivity.fisher import (
+    EmpiricalFisher,
+    ExactFisher,
+    SampledFisher,
+    SquaredMeanGradient,
+)
 from fl_lightning.sparsity.sensitivity.per_example import SquaredGradients
-from fl_lightning.sparsity.sensitivity.protocol import Scores, Sensitivity
+from fl_lightning.sparsity.sensitivity.protocol import (
+    Scores,
+    Sensitivity,
+    log_probabilities,
+    raw_logits,
+)
 from fl_lightning.sparsity.sensitivity.scoring import Scoring
-from fl_lightning.sparsity.sensitivity.squared_mean_gradient import SquaredMeanGradient
-from fl_lightning.sparsity.tasks.merging import intersection, jaccard_overlap, majority, union
-from fl_lightning.sparsity.tasks.similarity import Similarity, compare_masks, compare_tasks
-from fl_lightning.sparsity.tasks.task_vector_file import load_task_vector, save_task_vector
-from fl_lightning.sparsity.tasks.task_vectors import TaskVector, merge
+from fl_lightning.sparsity.tasks.merging import (
+    Similarity,
+    compare_masks,
+    compare_tasks,
+    intersection,
+    jaccard_overlap,
+    majority,
+    union,
+)
+from fl_lightning.sparsity.tasks.task_vectors import (
+    TaskVector,
+    load_task_vector,
+    merge,
+    save_task_vector,
+)
 
 __all__ = [
     "Calibration",

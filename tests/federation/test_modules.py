@@ -129,6 +129,31 @@ def test_a_plateau_counts_rounds():
     assert trainer.optimizers[0].param_groups[0]["lr"] == 0.1 * 0.5**3  # once per round
 
 
+class Reduces(ToyModule):
+    """Logs how many examples a batch has, in all ways; the last batch of a client may be smaller."""
+
+    def training_step(self, batch, batch_idx):
+        for reduction in ("sum", "max", "min", "mean"):
+            self.log(f"train/{reduction}", float(len(batch[0])), reduce_fx=reduction)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(
+    "options", [{}, {"devices": 2, "strategy": "federated"}], ids=["one", "two processes"]
+)
+def test_sums_and_extremes_are_those_over_all_clients(options):
+    data, federation = toy_data(), Federation(local_epochs=1)
+    trainer, _ = fit(Reduces(), data=data, federation=federation, max_epochs=1, **options)
+    data.setup("fit")
+    sizes = [n % 8 or 8 for n in data.clients.num_examples]
+    metrics = {
+        name: float(trainer.callback_metrics[f"train/{name}"]) for name in ("sum", "max", "min")
+    }
+    assert metrics == {"sum": 60.0, "max": 8.0, "min": float(min(sizes))}
+    assert min(sizes) < trainer.callback_metrics["train/mean"] < 8
+
+
 class WithMetrics(ToyModule):
     """Logs torchmetrics objects, as most modules do."""
 

@@ -15,8 +15,8 @@ import yaml
 
 pytest.importorskip("flwr")
 
+from benchmarks.echo import serve_echo
 from fl_lightning.flower.network.certificates import make_site_key
-from fl_lightning.flower.network.echo import serve_echo
 from fl_lightning.flower.network.folder import SiteFolder, make_network
 from fl_lightning.flower.network.joining import site_supervised
 from fl_lightning.flower.network.serving import free_port, serving

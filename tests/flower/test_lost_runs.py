@@ -1,10 +1,13 @@
 """Programs of a network that are killed or suspended: the run goes on by itself, to the same bits."""
 
 import os
+import random
 import signal
 import sys
 import tempfile
 import threading
+import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +18,8 @@ from flower.site_processes import configuration
 
 from fl_lightning.cli.over_network.compared_demo import compared_demo
 
-ROUNDS = 4
+ROUNDS, KILLS = 4, 20
+GIVEN = {"trainer__max_epochs": ROUNDS, "trainer__enable_progress_bar": True}
 pytestmark = pytest.mark.slow
 
 
@@ -24,8 +28,7 @@ def _folder(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", "/tmp")  # sockets allow about a hundred bytes
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["fl-lightning"])
-    given = {"trainer__max_epochs": ROUNDS, "trainer__enable_progress_bar": True}
-    Path("run.yaml").write_text(configuration(**given))
+    Path("run.yaml").write_text(configuration(**GIVEN))
 
 
 def programs(word):
@@ -86,6 +89,47 @@ def test_a_lost_run_goes_on_by_itself_to_the_same_bits(act, reason):
     lost = [line for line in saying.said if line.startswith("the run was lost")]
     assert len(lost) == 1
     assert reason in lost[0]
-    assert "It goes on from its last whole round" in lost[0]
+    assert "the run starts again from its last whole round" in lost[0]
     assert saying.said[-1] == "same bits as the simulation; all files are removed"
     assert sum("| round 1/" in line for line in saying.said) == 1
+
+
+PROGRAMS = (
+    *("flower-superlink", "network.gate", "flower-superexec"),
+    *("flower-supernode", "transport.resident"),
+)
+
+
+def test_nobody_is_left_of_twenty_kills_and_the_run_ends_in_the_same_bits(monkeypatch):
+    monkeypatch.setenv("FL_LIGHTNING_TEST", mark := os.urandom(8).hex())
+    rounds, draws = KILLS + 2, random.Random(KILLS)
+    Path("run.yaml").write_text(configuration(**GIVEN | {"trainer__max_epochs": rounds}))
+    words = [*PROGRAMS, *(draws.choice(PROGRAMS) for _ in range(KILLS - len(PROGRAMS)))]
+    draws.shuffle(words)
+    killed = []
+
+    def kill_one(word):
+        if found := programs(word):  # else it is about to be started again
+            os.kill(draws.choice(found), signal.SIGKILL)
+            killed.append(word)
+
+    saying = Saying({number + 1: partial(kill_one, word) for number, word in enumerate(words)})
+    compared_demo(["--config=run.yaml"], ["a", "b"], rounds, saying)
+    until = time.monotonic() + 5
+    while (left := marked(mark)) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert left == []
+    assert len(killed) >= KILLS - 2
+    assert saying.said[-1] == "same bits as the simulation; all files are removed"
+
+
+def marked(word):
+    """Return the processes besides this one that have a word in the environment of their start."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if word in path.read_text(errors="replace") and int(path.parent.name) != os.getpid():
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return found

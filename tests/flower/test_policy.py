@@ -11,8 +11,8 @@ from readme import ROOT
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.flower.policy import Policy, Refused
-from fl_lightning.flower.rules.class_paths import DEFAULT, checked
-from fl_lightning.flower.rules.layers import FROM_SERVER, not_shared, shared_part
+from fl_lightning.flower.rules.class_paths import DEFAULT, FROM_SERVER, checked
+from fl_lightning.flower.rules.layers import not_shared, shared_part
 from fl_lightning.flower.rules.site_file import read_policy
 from fl_lightning.flower.site.ledger import PrivacyBudget
 
@@ -174,6 +174,11 @@ HIDDEN = [
     {"model": {"init_args": {"checkpoint_path": "/etc/passwd"}}},
     {"model": {"init_args": {"checkpoint_path": "~/weights.pt"}}},
     {"model": {"init_args": {"checkpoint_path": "runs/../../secret.pt"}}},
+    {"model": {"init_args": {"checkpoint_path": "memory/x.pt"}}},
+    {"model": {"init_args": {"checkpoint_path": "memory"}}},
+    {"model": {"init_args": {"files": ["x.safetensors"]}}},
+    {"model": {"init_args": {"network_kwargs": {"pretrained_cfg": {"hf_hub_id": "somebody"}}}}},
+    {"model": {"init_args": {"pretrained": True, "network": "somebody/model"}}},
     {"model": {"init_args": {"network": "hf-hub:somebody/model"}}},
     {"model": {"init_args": {"network": "https://example.org/x"}}},
     {"model": {"init_args": {"network": "a" * 20_000}}},
@@ -274,6 +279,19 @@ def test_texts_that_are_no_class_paths_stay():
         }
     }
     assert checked(given, DEFAULT) == given
+
+
+LARGE = {
+    "num_threads": {"num_threads": 1_000_000},
+    "trainer.max_epochs": {"trainer": {"max_epochs": 10**12}},
+    "federation.local_steps": {"federation": {"local_steps": 10**9}},
+}
+
+
+@pytest.mark.parametrize("option", LARGE)
+def test_a_number_that_is_too_large_is_refused_before_anything_is_built(option):
+    with pytest.raises(Refused, match=rf"^{option} is 1\S* .*at most \d+"):
+        policy().site_configuration(LARGE[option], {})
 
 
 # whose options
@@ -405,6 +423,8 @@ GOOD = "name: a\nclients: [1]\nsocket: s\nmemory: m\n"
             "per must be one of day, week, month, year",
         ),
         (GOOD + "most_epsilon: {delta: 1}\n", "or a mapping with epsilon, delta, per"),
+        (GOOD + "most_steps: 0\n", "most_steps must be a whole number of steps, at least 1"),
+        (GOOD + "most_minutes: 0\n", "most_minutes must be a whole number of minutes, at least 1"),
         (GOOD + "log_unprotected: 1\n", "log_unprotected must be true or false, got 1"),
         (GOOD + "most_epsilon: 1\nseeded_noise: true\n", "seeded_noise protects nobody"),
         (GOOD + "fewest_in_secure_sum: 1\n", "at least 2, got 1"),

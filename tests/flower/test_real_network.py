@@ -1,5 +1,6 @@
 """A network of real processes: TLS, keys, a killed node, a killed server; nothing is left over."""
 
+import json
 import os
 import signal
 import tempfile
@@ -11,6 +12,7 @@ import pytest
 pytest.importorskip("flwr")
 
 from fl_lightning.core.errors import RoundFailure
+from fl_lightning.flower.network.app_folder import write_app
 from fl_lightning.flower.network.demo import demo
 from fl_lightning.flower.network.folder import SiteFolder, make_network
 from fl_lightning.flower.network.following import carry_out
@@ -38,7 +40,7 @@ def short_folders(monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", "/tmp")
 
 
-ECHO = "fl_lightning.flower.network.echo"
+ECHO = "benchmarks.echo"
 
 
 def test_rounds_over_tls_with_a_killed_node_and_a_killed_server():
@@ -69,6 +71,56 @@ def test_rounds_over_tls_with_a_killed_node_and_a_killed_server():
     assert "all rounds done" in said
     assert not processes_with(folder)
     assert not Path(folder).exists()
+
+
+STRANGE_CLIENT = """
+from pathlib import Path
+from flwr.clientapp import ClientApp
+
+Path({file!r}).write_text("run by a site")
+app = ClientApp()
+
+@app.query()
+def query(message, context):
+    raise RuntimeError("read your keys")
+"""
+STRANGE_SERVER = """
+from pathlib import Path
+from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.serverapp import ServerApp
+
+app = ServerApp()
+
+@app.main()
+def main(grid, context):
+    while not (nodes := list(grid.get_node_ids())):
+        pass
+    content = RecordDict({{"a": ConfigRecord({{"b": 1}})}})
+    asked = [Message(content, dst_node_id=node, message_type="query") for node in nodes]
+    for reply in grid.send_and_receive(asked, timeout=60):
+        print("told:", reply.error.reason if reply.has_error() else "followed", flush=True)
+"""
+
+
+def test_another_app_of_the_servers_runs_at_no_site():
+    """Whoever had a shell at the server had a site run any code as its user, and its log said nothing."""
+    with demo(["a"], print, process=f"{ECHO}:serve_echo") as running:
+        options = {"sites": 1, "rounds": 1, "ttl": 60}
+        running.run(print, options=options, run=f"{ECHO}:exchange")  # ours is followed
+        folder = running.sites[0].folder
+        app, file = folder.parent / "app", folder.parent / "written"
+        write_app(app, "a:b", {}, "")
+        code = app / "fl_lightning_run"
+        (code / "client_app.py").write_text(STRANGE_CLIENT.format(file=str(file)))
+        (code / "server_app.py").write_text(STRANGE_SERVER.format())
+        told, _ = running.control.run(app, {}).communicate(timeout=150)
+        lines = [json.loads(x) for x in (folder / "log" / "audit.jsonl").read_text().splitlines()]
+    assert "runs no client app but that of fl_lightning" in told
+    assert "followed" not in told
+    assert not file.exists()
+    assert [x["refusal"] for x in lines if x["kind"] == "app"] == [
+        "policy: its client app fl_lightning_run.client_app is another one"
+    ]
 
 
 def test_a_demo_that_fails_keeps_its_logs_and_says_where():

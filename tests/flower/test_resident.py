@@ -61,7 +61,7 @@ def echo_program(folder, name, **options):
     own.mkdir()
     site = f"name: {name}\nserver: localhost:1\nclients: [0]\nsocket: {folder / name}\n"
     (own / "site.yaml").write_text(site)
-    command = [*RESIDENT, "fl_lightning.flower.network.echo:serve_echo", str(own)]
+    command = [*RESIDENT, "benchmarks.echo:serve_echo", str(own)]
     return Program(name, command, own / "log" / "out", **options)
 
 

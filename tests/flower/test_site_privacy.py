@@ -1,6 +1,8 @@
 """What a site hides before anything leaves, and what of a run it believes: nothing that the server says."""
 
+import json
 import sys
+import time
 from dataclasses import replace
 from datetime import date, timedelta
 
@@ -14,6 +16,7 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.flower.messages import Order
 from fl_lightning.flower.policy import Refused
+from fl_lightning.flower.site.desk import Desk, OutOfTime
 from fl_lightning.flower.site.ledger import Ledger, PrivacyBudget
 from fl_lightning.flower.site.privacy import SitePrivacy
 from fl_lightning.flower.wire.failures import OrderRefused
@@ -174,6 +177,11 @@ UNPAID = {
 }
 
 
+def audit_of(sites):
+    """Return the lines of the sites' audit log."""
+    return [json.loads(line) for line in (sites.folder / "audit.jsonl").read_text().splitlines()]
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 def test_a_site_counts_itself_what_an_order_costs():
     """The server says that its orders cost 0.5, with a configuration that costs more, or everything."""
@@ -188,6 +196,45 @@ def test_a_site_counts_itself_what_an_order_costs():
                 assert "an evaluation of clients shows" in refused
             refused = server.refusal("train", config, options={"epsilon": 0.5, "mask": ""})
             assert said in refused
+            line = audit_of(sites)[-1]
+            assert said in line.pop("refusal")
+            line = {k: line[k] for k in line.keys() - {"time", "order", "seconds", "failure"}}
+            assert min(line.pop("bytes_in"), line.pop("bytes_out")) > 100
+            assert line == {
+                "site": "a",
+                "kind": "train",
+                "run": server.run,
+                "round": 0,
+                "clients": [0],
+                "epsilon_spent": 0.0,
+                "epsilon_left": 1.0,
+            }
+
+
+HEAVY = {
+    "local steps of federation.local_epochs": {"federation__local_epochs": 10**9},
+    "more than most_parameters": {"model__init_args__network_kwargs__embed_dim": 10**6},
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+def test_a_site_does_no_more_work_than_it_allows():
+    limits = {"most_steps": 1_000_000, "most_parameters": 10**7}
+    with three_sites(configuration(), {"a": (0, 1)}, **limits) as sites:
+        for said, options in HEAVY.items():
+            assert said in LyingServer(sites).refusal("hello", configuration(**options))
+
+
+def test_an_order_that_takes_too_long_ends_as_refused():
+    desk = Desk(most_minutes=0.2 / 60)
+    desk.start_clock()
+    with pytest.raises(OutOfTime, match="longer than most_minutes") as late:
+        time.sleep(30)
+    desk.fail(late.value)
+    assert isinstance(desk.wait().error, Refused)
+    desk.start_clock()
+    desk.hello({})
+    time.sleep(0.4)  # nobody is late any more
 
 
 @pytest.mark.slow
@@ -210,6 +257,10 @@ def test_no_metric_leaves_without_noise_unless_the_site_says_so(
     with three_sites(config, log_unprotected=log_unprotected) as sites:
         channel = Listening(sites.channel())
         over_network(sites, config, tmp_path / "network", channel=channel)
+        lines = audit_of(sites)
+    trained = [line for line in lines if line["kind"] == "train"]
+    assert all(("train/loss" in line["metrics"]) == log_unprotected for line in trained)
+    assert all(line["epsilon_spent"] > 0 and line["epsilon_left"] is None for line in trained)
     told = [
         name for answer in channel.answers for name in (b"train/loss", b"norm") if name in answer
     ]

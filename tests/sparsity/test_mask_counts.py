@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fl_lightning.sparsity import Mask, intersection, jaccard_overlap, union
-from fl_lightning.sparsity.masks.mask_counts import MaskCounts
+from fl_lightning.sparsity.masks.report import MaskCounts
 
 
 def masks_of(bits):

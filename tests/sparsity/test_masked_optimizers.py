@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fl_lightning.sparsity.masks.freezing import freeze_masked
+from fl_lightning.sparsity.masks.maskable import freeze_masked
 from fl_lightning.sparsity.optimizers.active_entries import DENSE_FROM, Split
 from fl_lightning.sparsity.optimizers.sparse_adamw import SparseAdamW
 from fl_lightning.sparsity.optimizers.sparse_sgdm import SparseSGDM

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.sparsity import CalibrationPlan, Mask, RandomEntries, next_mask
-from fl_lightning.sparsity.calibration.density import density_schedule, resolve_density
-from fl_lightning.sparsity.calibration.selection import apportion, keep_lowest
+from fl_lightning.sparsity.calibration.plan import density_schedule, resolve_density
+from fl_lightning.sparsity.calibration.rules import apportion, keep_lowest
 
 # few different values: ties everywhere
 few = st.lists(st.tuples(st.integers(-2, 2), st.booleans()), min_size=1, max_size=40)

@@ -13,9 +13,8 @@ from torch import nn
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.heads import head_names
-from fl_lightning.sparsity.masks.freezing import freeze_masked
 from fl_lightning.sparsity.masks.mask import Mask, some
-from fl_lightning.sparsity.masks.maskable import maskable_names
+from fl_lightning.sparsity.masks.maskable import freeze_masked, maskable_names
 from fl_lightning.sparsity.optimizers.masked_optimizer import MaskedOptimizer
 
 

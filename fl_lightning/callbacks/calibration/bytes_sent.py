@@ -15,7 +15,7 @@ import numpy as np
 from lightning.pytorch import Trainer
 
 from fl_lightning.callbacks.calibration.owners import federation_of
-from fl_lightning.sparsity.heads.head_fit import FittedHead
+from fl_lightning.sparsity.heads import FittedHead
 
 _SINGLE, _DOUBLE = 4.0, 8.0
 

@@ -9,9 +9,8 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from fl_lightning.callbacks.calibration.owners import federation_of
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.traits import NO_TRAITS, Trait, Traits, check_together
-from fl_lightning.sparsity.heads.head_fit import HeadFit
-from fl_lightning.sparsity.sensitivity.logits import module_logits
-from fl_lightning.sparsity.sensitivity.protocol import Sensitivity
+from fl_lightning.sparsity.heads import HeadFit
+from fl_lightning.sparsity.sensitivity.protocol import Sensitivity, module_logits
 
 MASKS = Traits(breaks={Trait.ALL_PARAMETERS: "keeps parameters from training"})
 

@@ -9,7 +9,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from fl_lightning.federation.loggers.once import log_once
 from fl_lightning.sparsity.masks.mask import Mask
-from fl_lightning.sparsity.masks.mask_counts import MaskCounts
+from fl_lightning.sparsity.masks.report import MaskCounts
 
 
 def announce_client_masks(

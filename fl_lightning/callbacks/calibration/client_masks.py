@@ -7,7 +7,7 @@ from typing import Any
 
 from fl_lightning.federation.processes.ranks import Ranks
 from fl_lightning.sparsity.masks.mask import Mask
-from fl_lightning.sparsity.masks.mask_counts import MaskCounts
+from fl_lightning.sparsity.masks.report import MaskCounts
 
 
 class ClientMasks:

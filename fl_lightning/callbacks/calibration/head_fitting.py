@@ -24,7 +24,7 @@ from fl_lightning.callbacks.calibration.shares import own_share, visit_together
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.federation.processes.ranks import Ranks
 from fl_lightning.federation.visits.visiting import Visit, visiting
-from fl_lightning.sparsity.heads.head_fit import (
+from fl_lightning.sparsity.heads import (
     Features,
     FittedHead,
     HeadFit,

@@ -40,9 +40,8 @@ from fl_lightning.data.cohorts.cohort import CohortSampler
 from fl_lightning.federation.processes.ranks import Ranks
 from fl_lightning.sparsity.calibration.plan import CalibrationPlan
 from fl_lightning.sparsity.calibration.rules import Rule
-from fl_lightning.sparsity.heads.head_fit import HeadFit
-from fl_lightning.sparsity.masks.mask import Mask
-from fl_lightning.sparsity.masks.mask_file import load_mask
+from fl_lightning.sparsity.heads import HeadFit
+from fl_lightning.sparsity.masks.mask import Mask, load_mask
 from fl_lightning.sparsity.sensitivity.protocol import Sensitivity
 
 Head: TypeAlias = Literal["train", "freeze"] | HeadFit

@@ -11,9 +11,8 @@ from lightning.pytorch.utilities import rank_zero_info
 from fl_lightning.federation.checkpoints.run_folder import run_folder
 from fl_lightning.federation.loggers.once import log_once
 from fl_lightning.federation.loggers.pictures import log_figure
-from fl_lightning.sparsity.masks.figure import density_figure
-from fl_lightning.sparsity.masks.mask import Mask
-from fl_lightning.sparsity.masks.mask_file import save_mask
+from fl_lightning.sparsity.masks.mask import Mask, save_mask
+from fl_lightning.sparsity.masks.report import density_figure
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ from fl_lightning.federation.processes.ranks import Ranks
 from fl_lightning.federation.visits.visiting import Visit, visiting
 from fl_lightning.sparsity.calibration.calibrate import Calibration
 from fl_lightning.sparsity.calibration.plan import CalibrationPlan
-from fl_lightning.sparsity.calibration.selection import apportion
+from fl_lightning.sparsity.calibration.rules import apportion
 from fl_lightning.sparsity.masks.mask import Mask
 from fl_lightning.sparsity.sensitivity.fisher import SampledFisher
 from fl_lightning.sparsity.sensitivity.protocol import Scores, Sensitivity

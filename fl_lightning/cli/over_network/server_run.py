@@ -37,7 +37,7 @@ from fl_lightning.flower.site_facts import STAGES, SiteFacts, facts_of
 from fl_lightning.flower.sums.encrypted_checks import check_encrypted
 from fl_lightning.secure.encrypted_mean import EncryptedMean
 from fl_lightning.server.server import as_aggregator
-from fl_lightning.sparsity.heads.head_fit import OneExchange
+from fl_lightning.sparsity.heads import OneExchange
 
 
 def server_run(channel: Channel, options: Mapping[str, Any], folder: Path) -> None:

@@ -18,7 +18,7 @@ from fl_lightning.flower.server.calibration import SUMS, VALUES
 from fl_lightning.flower.site.desk import Done
 from fl_lightning.flower.whole_model import hold_model, of_stage
 from fl_lightning.flower.wire.failures import OrderRefused
-from fl_lightning.sparsity.heads.head_fit import OneExchange
+from fl_lightning.sparsity.heads import OneExchange
 
 
 class SiteCalibration:

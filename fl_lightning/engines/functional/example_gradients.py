@@ -24,7 +24,7 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import GlobalGenerators
 from fl_lightning.core.space import Space
 from fl_lightning.engines.functional.functional_step import OWN_LOSS, Tensors, TrainingStep
-from fl_lightning.sparsity.sensitivity.examples import chunks, map_batch
+from fl_lightning.sparsity.sensitivity.scoring import chunks, map_batch
 
 # (batch, its number) -> the loss of a plain training step, None if it was skipped
 Loss = Callable[[Any, int], Tensor | None]

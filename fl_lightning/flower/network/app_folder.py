@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 CONFIGURATION = "run.yaml"
-_CLIENT_APP = """\
+CLIENT_APP = """\
 from fl_lightning.flower import make_client_app
 
 app = make_client_app()
@@ -51,7 +51,7 @@ def write_app(
     code = folder / "fl_lightning_run"
     code.mkdir(parents=True)
     (code / "__init__.py").write_text('"""A run of fl-lightning over a network."""\n')
-    (code / "client_app.py").write_text(_CLIENT_APP)
+    (code / "client_app.py").write_text(CLIENT_APP)
     (code / "server_app.py").write_text(_SERVER_APP.format(run=run))
     (code / CONFIGURATION).write_text(configuration)
     lines = [f"{name} = {json.dumps(value)}\n" for name, value in options.items()]

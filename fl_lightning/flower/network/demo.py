@@ -70,7 +70,7 @@ def demo(
             for site in sites:
                 for program in site_supervised(site, say, process=process):
                     supervisor.add(program)
-            say(f"{len(sites)} sites run, two processes each")
+            say(f"{len(sites)} sites run, three processes each")
             with supervisor.in_background():
                 yield Demo(network, sites, supervisor, control)
         say("ending all processes")

@@ -74,7 +74,9 @@ def carry_out(
                 saved = newest
                 if newest:
                     given["resume"] = str(last)
-                say(f"{lost}. It goes on from {'its last whole round' if newest else 'its start'}")
+                say(
+                    f"{lost}\nthe run starts again from its {'last whole round' if newest else 'start'}"
+                )
 
 
 def follow(control: Control, started: subprocess.Popen[str], say: Callable[[str], None]) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import fl_lightning
+from fl_lightning.flower.network.certificates import write_private
 from fl_lightning.flower.network.folder import Network, SiteFolder
 from fl_lightning.flower.network.supervision import Ended, Program, backoff
 from fl_lightning.flower.transport.grid import NAMES_VARIABLE
@@ -134,7 +136,14 @@ def site_programs(
         *("--host", _LOCAL, "--port", str(runtime_port)),
         *("--node-config", f"site='{site.name}' socket='{site.socket}'"),
         *("--auth-supernode-private-key", str(folder / "key")),
+        # so that it runs no app: `site_app` does
+        *("--isolation", "process"),
+        *("--superexec-auth-secret-file", str(folder / "superexec.secret")),
     ]
+    (folder / "superexec.secret").unlink(missing_ok=True)
+    write_private(folder / "superexec.secret", secrets.token_hex(32).encode())
+    module = "fl_lightning.flower.network.site_app"
+    apps = [sys.executable, "-m", module, str(folder), "tasks", f"{_LOCAL}:{runtime_port}"]
     log, common = folder / "log", flower_environment(folder / "flower")
     command = [sys.executable, "-m", "fl_lightning.flower.transport.resident", process, str(folder)]
     return [
@@ -153,4 +162,5 @@ def site_programs(
             again,
             layer=3,
         ),
+        Program(f"{site.name}: apps", apps, log / "apps.log", common, layer=3),
     ]

@@ -53,8 +53,8 @@ _NO_OPTIONS = ("FederatedCLI",)  # it runs a command line
 _OWN_EXTRA = (
     "fl_lightning.secure.protocol.graph.SparseGraph",
     "fl_lightning.sparsity.sensitivity.scoring.Scoring",
-    "fl_lightning.sparsity.sensitivity.logits.batch_labels",
-    "fl_lightning.sparsity.sensitivity.logits.module_logits",
+    "fl_lightning.sparsity.sensitivity.protocol.batch_labels",
+    "fl_lightning.sparsity.sensitivity.protocol.module_logits",
     "fl_lightning.sparsity.log_probabilities",
     "fl_lightning.sparsity.raw_logits",
 )
@@ -64,7 +64,16 @@ _NAME = re.compile(r"(?<![\w.])[^\W\d]\w*(?:\.\w+)+")
 _ELSEWHERE = re.compile(
     r"[\w+-]+://|(?:hf[-_]hub|local-dir|file):|[/~\\]|(?:.*[/\\])?\.\.(?:[/\\]|$)", re.DOTALL
 )
-_CONFIGURATION_FILE = re.compile(r"\.(?:ya?ml|json|jsonnet|toml)$", re.IGNORECASE)
+_FILE = re.compile(
+    r"\.(?:ya?ml|json|jsonnet|toml|pth?|ckpt|safetensors|bin|np[yz]|pkl|h5|onnx|zip|t?gz|tar|txt|csv)$",
+    re.IGNORECASE,
+)
+# options whose text is a place: a file, a folder, an address, a repository of a hub
+_PLACE = re.compile(
+    r"(?:^|_)(?:path|file|dir|directory|folder|root|url|uri|hub|checkpoint|ckpt|weights)(?:_|$)"
+)
+_METRIC = "monitor"  # the one option whose text may have a slash
+FROM_SERVER = "from the server"  # stands for a file there
 Place = tuple[str, ...]
 
 
@@ -192,7 +201,11 @@ def _in_text(text: str, place: Place) -> Iterator[str]:
     where = ".".join(place)
     if len(text) > MOST_CHARACTERS:
         raise Refused(f"{where} has {len(text)} characters, at most {MOST_CHARACTERS} are allowed")
-    if _ELSEWHERE.match(text.strip()) or _CONFIGURATION_FILE.search(text.strip()):
+    option = next((each for each in reversed(place) if not each.isdigit()), "")
+    is_place = _PLACE.search(option) or ("/" in text and option != _METRIC)
+    if text != FROM_SERVER and (
+        is_place or _ELSEWHERE.match(text.strip()) or _FILE.search(text.strip())
+    ):
         raise Refused(
             f"{where}: {shown(text)} is a place on the site's disk or on the internet, which the "
             "server may not choose. Set it in the site's own configuration."

@@ -11,6 +11,9 @@
     log_unprotected: false       # whether metrics and norms leave that clients' noise does not cover
     metrics: ["*"]               # patterns of the names that may leave
     most_bytes: 2000000000       # of an order
+    most_steps: 100000           # of a client in an order
+    most_parameters: 2000000000  # of a model
+    most_minutes: 720            # of an order
     classes: [my_project.*]      # that may be built, beside those of `class_paths.DEFAULT`
     signing_key: signing.key     # 32 bytes; signs what the site says in secure sums
     sum_key: sum.key             # 32 bytes that all sites share and the server never has, for EncryptedMean

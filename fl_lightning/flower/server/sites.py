@@ -193,6 +193,9 @@ class Sites(Training):
         if reply.answer is None:
             return
         logged, tensors = reply.answer.options.get(OPTION, []), reply.answer.tensors
+        told = reply.answer.options.get("reductions")
+        kinds = told.items() if isinstance(told, dict) else ()
+        self.collector.reductions |= {n: kind for n, kind in kinds if kind in ("sum", "min", "max")}
         try:
             sums[reply.site] = told_sums(logged, tensors, self._run.module)
         except ValueError as error:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import signal
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
+from types import FrameType
 from typing import Any
 
 import numpy.typing as npt
@@ -12,6 +16,7 @@ from torch import Tensor
 
 from fl_lightning.core.errors import ClientFailure
 from fl_lightning.flower.messages import ClientAnswer, Order
+from fl_lightning.flower.rules.class_paths import Refused
 
 
 @dataclass(frozen=True)
@@ -37,10 +42,19 @@ class Done:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Desk:
-    """Hands one order at a time to the Trainer, and its answer back."""
+class OutOfTime(SystemExit):
+    """An order takes longer than the site allows; no client's failure, so it is no `Exception`."""
 
-    def __init__(self) -> None:
+
+class Desk:
+    """Hands one order at a time to the Trainer, and its answer back.
+
+    Args:
+        most_minutes: for the set-up of a fit, and for an order; kept where the fit is in the main thread.
+    """
+
+    def __init__(self, most_minutes: float = math.inf) -> None:
+        self._most_minutes, self._timer = most_minutes, threading.Timer(0, lambda: None)
         self._orders: SimpleQueue[Order | None] = SimpleQueue()
         self._done: SimpleQueue[Done] = SimpleQueue()
         self._waiting: Order | None = None
@@ -58,10 +72,31 @@ class Desk:
         """Have the Trainer end its fit."""
         self._orders.put(None)
 
+    def start_clock(self) -> None:
+        """Have `OutOfTime` raised in this thread, unless there is an answer before the time is over."""
+        main = threading.main_thread()
+        if threading.current_thread() is not main or not math.isfinite(self._most_minutes):
+            return
+        assert main.ident is not None
+        signal.signal(signal.SIGUSR2, self._stop)
+        given = [main.ident, signal.SIGUSR2]
+        self._timer = threading.Timer(60 * self._most_minutes, signal.pthread_kill, given)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _stop(self, signum: int, frame: FrameType | None) -> None:
+        if self._timer.finished.is_set():
+            raise OutOfTime(
+                f"this takes longer than most_minutes of site.yaml, {self._most_minutes:g}"
+            )
+
     def next_order(self) -> Order | None:
         """Return the next order; None to end. Waits for it."""
         order, self._waiting = self._waiting, None
-        return order if order is not None else self._orders.get()
+        if order is None:
+            order = self._orders.get()
+        self.start_clock()
+        return order
 
     def first_order(self) -> Order | None:
         """Return the first order, which `next_order` returns again."""
@@ -70,12 +105,14 @@ class Desk:
 
     def hello(self, facts: Mapping[str, Any]) -> None:
         """Say that data are there, and what they are."""
-        self._done.put(Done(options=facts))
+        self.answer(Done(options=facts))
 
     def answer(self, done: Done) -> None:
         """Answer the last order."""
+        self._timer.cancel()
         self._done.put(done)
 
     def fail(self, error: BaseException) -> None:
         """Say what ended the fit while an order was there, or ahead of the first."""
-        self._done.put(Done(error=error))
+        is_late = isinstance(error, OutOfTime)
+        self.answer(Done(error=Refused(str(error)) if is_late else error))

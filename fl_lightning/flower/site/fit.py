@@ -183,17 +183,13 @@ class AtSite(Callback):
             rounds.pay()
             self._memory.end(self._order, [answer.client for answer in rounds.answers])
             tensors = rounds.tensors | rounds.sums.tensors
-            options = {OPTION: rounds.sums.logged}
-            self._desk.answer(
-                Done(
-                    rounds.answers,
-                    tensors,
-                    vectors=rounds.vectors,
-                    rules=rounds.rules,
-                    failures=rounds.failures,
-                    options=options,
-                )
-            )
+            options = {OPTION: rounds.sums.logged, "reductions": rounds.run.collector.reductions}
+            more: dict[str, Any] = {
+                "vectors": rounds.vectors,
+                "rules": rounds.rules,
+                "options": options,
+            }
+            self._desk.answer(Done(rounds.answers, tensors, failures=rounds.failures, **more))
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Give Trainer, module and data module back as they were."""

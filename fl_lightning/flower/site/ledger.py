@@ -76,11 +76,16 @@ class Ledger:
     Args:
         file: beside the memory of runs; made with the first release.
         budget: None for no limit; then ε is told at δ 1e-5, for ever.
+
+    Attributes:
+        file: as given.
+        budget: as given.
+        delta: at which ε is counted.
     """
 
     def __init__(self, file: Path, budget: PrivacyBudget | None) -> None:
-        self._file, self._budget = file, budget
-        self._delta = _DELTA if budget is None else budget.delta
+        self.file, self.budget = file, budget
+        self.delta = _DELTA if budget is None else budget.delta
 
     def entries(self) -> list[dict[str, Any]]:
         """Return the entries of all days.
@@ -88,84 +93,37 @@ class Ledger:
         Raises:
             Refused: if the file cannot be read: then nobody knows what is left.
         """
-        if not self._file.exists():
+        if not self.file.exists():
             return []
         try:
-            entries: list[dict[str, Any]] = json.loads(self._file.read_text())["entries"]
+            entries: list[dict[str, Any]] = json.loads(self.file.read_text())["entries"]
             for entry in entries:
                 ReleaseCost(**entry["cost"])
                 date.fromisoformat(entry["day"])
                 Counter(entry["releases"]).total()
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise Refused(
-                f"the ledger of privacy {self._file} cannot be read ({error}), so that nobody knows what "
+                f"the ledger of privacy {self.file} cannot be read ({error}), so that nobody knows what "
                 "is left: put a copy of it back"
             ) from None
         return entries
 
     def spent(self) -> float:
         """Return ε of the client that has spent most in the period."""
-        made = {frozenset(each.items()) for each in _by_client(self._of_period()).values()}
-        return max((composed_epsilon(dict(each), self._delta) for each in made), default=0.0)
+        made = {frozenset(each.items()) for each in _by_client(self.of_period()).values()}
+        return max((composed_epsilon(dict(each), self.delta) for each in made), default=0.0)
 
     def left(self) -> float | None:
         """Return the ε of the budget that is left; None without a budget."""
-        return None if self._budget is None else max(0.0, self._budget.epsilon - self.spent())
-
-    def charge(
-        self, run: str, configuration: str, cost: ReleaseCost, clients: Iterable[int]
-    ) -> None:
-        """Note a release of each client, on disk, before it leaves."""
-        entries, today = self.entries(), date.today().isoformat()
-        about = {"run": run, "configuration": configuration, "day": today, "cost": asdict(cost)}
-        entry = next((e for e in entries if about.items() <= e.items()), None)
-        if entry is None:
-            entries.append(entry := {**about, "releases": {}})
-        for client in clients:
-            entry["releases"][str(client)] = entry["releases"].get(str(client), 0) + 1
-        write_whole(self._file, json.dumps({"entries": entries}, indent=1).encode())
-
-    def check(
-        self, run: str, configuration: str, cost: ReleaseCost, releases: Mapping[int, int]
-    ) -> None:
-        """Raise if a client cannot pay.
-
-        Args:
-            run: id of the run.
-            configuration: hash of the run's configuration.
-            cost: of a release.
-            releases: that each client will have made in this run, those in the ledger among them.
-
-        Raises:
-            Refused: with the budget and what the client would have spent.
-        """
-        if self._budget is None:
-            return
-        others = [each for each in self._of_period() if not _is_of(each, run, configuration)]
-        spent = _by_client(others)
-        nothing = Counter[ReleaseCost]()
-        cases = {(frozenset(spent.get(c, nothing).items()), n): c for c, n in releases.items()}
-        for (made, number), client in cases.items():
-            before = Counter(dict(made))
-            epsilon = composed_epsilon(before + Counter({cost: number}), self._delta)
-            if not epsilon <= self._budget.epsilon:  # NaN neither
-                raise Refused(
-                    f"most_epsilon is {self._budget} at this site, and client {client} would have spent "
-                    f"{epsilon:.4g}, {composed_epsilon(before, self._delta):.4g} of it in other runs: add "
-                    "noise, or train fewer rounds"
-                )
-
-    def releases(self, run: str, configuration: str) -> Counter[int]:
-        """Return the releases that each client has made in a run, whenever that was."""
-        own = [each for each in self.entries() if _is_of(each, run, configuration)]
-        return Counter({client: n.total() for client, n in _by_client(own).items()})
+        return None if self.budget is None else max(0.0, self.budget.epsilon - self.spent())
 
     def of_run(self, run: str, configuration: str) -> RunAccount:
         """Return the account of a run under a configuration."""
         return RunAccount(self, run, configuration)
 
-    def _of_period(self) -> list[dict[str, Any]]:
-        days = None if self._budget is None else PERIODS[self._budget.per]
+    def of_period(self) -> list[dict[str, Any]]:
+        """Return the entries that count towards the budget."""
+        days = None if self.budget is None else PERIODS[self.budget.per]
         if days is None:
             return self.entries()
         first = date.today() - timedelta(days=days - 1)
@@ -174,7 +132,7 @@ class Ledger:
 
 @dataclass(frozen=True)
 class RunAccount:
-    """What one run under one configuration may spend at a site.
+    """What one run under one configuration spends at a site.
 
     Attributes:
         ledger: of the site.
@@ -186,25 +144,51 @@ class RunAccount:
     run: str
     configuration: str
 
-    def check_plan(self, cost: ReleaseCost, clients: Iterable[int], turns: int) -> None:
-        """Raise if a client cannot pay for so many turns, those that it has had among them."""
-        made = self.ledger.releases(self.run, self.configuration)
-        planned = {client: max(turns, made[client]) for client in clients}
-        self.ledger.check(self.run, self.configuration, cost, planned)
+    def check(self, cost: ReleaseCost, clients: Iterable[int], turns: int | None = None) -> None:
+        """Raise if a client cannot pay for its turns in this run, those that it has had among them.
 
-    def check_next(self, cost: ReleaseCost, clients: Iterable[int]) -> None:
-        """Raise if a client cannot pay for one more turn."""
-        made = self.ledger.releases(self.run, self.configuration)
-        following = {client: made[client] + 1 for client in clients}
-        self.ledger.check(self.run, self.configuration, cost, following)
+        Args:
+            cost: of a turn.
+            clients: who.
+            turns: that are planned for each; None for one more than each has had.
+
+        Raises:
+            Refused: with the budget and what the client would have spent.
+        """
+        ledger = self.ledger
+        if ledger.budget is None:
+            return
+        own = _by_client(each for each in ledger.entries() if self._has(each))
+        spent = _by_client(each for each in ledger.of_period() if not self._has(each))
+        nothing = Counter[ReleaseCost]()
+        cases = {
+            (frozenset(spent.get(c, nothing).items()), own.get(c, nothing).total()): c
+            for c in clients
+        }
+        for (others, made), client in cases.items():
+            before, number = Counter(dict(others)), made + 1 if turns is None else max(turns, made)
+            epsilon = composed_epsilon(before + Counter({cost: number}), ledger.delta)
+            if not epsilon <= ledger.budget.epsilon:  # NaN neither
+                raise Refused(
+                    f"most_epsilon is {ledger.budget} at this site, and client {client} would have spent "
+                    f"{epsilon:.4g}, {composed_epsilon(before, ledger.delta):.4g} of it in other runs: add "
+                    "noise, or train fewer rounds"
+                )
 
     def charge(self, cost: ReleaseCost, clients: Iterable[int]) -> None:
         """Note a turn of each client, on disk, before it leaves."""
-        self.ledger.charge(self.run, self.configuration, cost, clients)
+        entries = self.ledger.entries()
+        about = {"run": self.run, "configuration": self.configuration, "cost": asdict(cost)}
+        about["day"] = date.today().isoformat()
+        entry = next((e for e in entries if about.items() <= e.items()), None)
+        if entry is None:
+            entries.append(entry := {**about, "releases": {}})
+        for client in clients:
+            entry["releases"][str(client)] = entry["releases"].get(str(client), 0) + 1
+        write_whole(self.ledger.file, json.dumps({"entries": entries}, indent=1).encode())
 
-
-def _is_of(entry: Mapping[str, Any], run: str, configuration: str) -> bool:
-    return (entry["run"], entry["configuration"]) == (run, configuration)
+    def _has(self, entry: Mapping[str, Any]) -> bool:
+        return (entry["run"], entry["configuration"]) == (self.run, self.configuration)
 
 
 def _by_client(entries: Iterable[Mapping[str, Any]]) -> dict[int, Counter[ReleaseCost]]:

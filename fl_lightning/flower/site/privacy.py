@@ -65,7 +65,7 @@ class SitePrivacy:
                 f"this site cannot count what {type(privacy).__name__} costs: use LocalDP or DistributedDP"
             )
         self.cost = cost
-        account.check_plan(cost, clients, int(run.participation().most[-1]))
+        account.check(cost, clients, int(run.participation().most[-1]))
         self._cohorts: Iterator[tuple[int, ClientIds]] = iter(())
         self._present: tuple[int, ClientIds] | None = None
 
@@ -90,7 +90,7 @@ class SitePrivacy:
             )
         if not order.options.get("buffers_stay", True):
             raise OrderRefused("policy", "the order asks for buffers, which no noise covers")
-        self._account.check_next(self.cost, order.clients)
+        self._account.check(self.cost, order.clients)
 
     def charge(self, clients: Iterable[int]) -> None:
         """Have clients pay for a turn, before anything of it leaves."""

@@ -14,8 +14,11 @@ wrong here, the server gets a category and an id; this site's log has the rest.
 
 from __future__ import annotations
 
+import json
 import logging
+import time
 from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -23,15 +26,18 @@ from typing import Any, NamedTuple
 import yaml
 
 from fl_lightning.flower.messages import Answer, MessageError, Order, digest
-from fl_lightning.flower.policy import Policy
+from fl_lightning.flower.metric_sums import OPTION
+from fl_lightning.flower.policy import Policy, Refused
 from fl_lightning.flower.site.desk import Desk, Done
 from fl_lightning.flower.site.ledger import Ledger, RunAccount
 from fl_lightning.flower.site.memory import SiteMemory
 from fl_lightning.flower.sums.at_site import SiteSums
+from fl_lightning.flower.transport.resident import AUDIT
 from fl_lightning.flower.whole_model import told_mask
 from fl_lightning.flower.wire.failures import Failure, OrderRefused, category_of
 
 log = logging.getLogger(__name__)
+audit = logging.getLogger(AUDIT)
 
 
 class Fit(NamedTuple):
@@ -95,27 +101,51 @@ class Site:
         self._fits.put(None)
 
     def handle(self, content: bytes) -> bytes:
-        """Return the answer to an order."""
+        """Return the answer to an order, and write a line of it into the audit log."""
+        began, told = time.monotonic(), {"order": digest(content)[:16], "bytes_in": len(content)}
+        answer = b""
+        try:
+            answer = self._handled(content, told)
+            return answer
+        finally:
+            told["bytes_out"] = len(answer)
+            self._audit(told | {"seconds": round(time.monotonic() - began, 3)})
+
+    def _handled(self, content: bytes, told: dict[str, Any]) -> bytes:
         name = digest(content)
         for known, answered in (self._last, self._last_sum):
             if name == known:
+                told["again"] = True
                 return answered
         try:
             order = Order.from_bytes(content, limit=self._policy.most_bytes)
         except MessageError as error:
             is_large = len(content) > self._policy.most_bytes
-            failure = _logged("size" if is_large else "message", error)
+            failure = _logged("size" if is_large else "message", error, told)
             return Answer.refusal(content, site=self._name, failure=failure).to_bytes()
+        told |= {"kind": order.kind, "run": order.run, "round": order.round}
+        told["clients"] = list(order.clients)
         try:
-            answer = self._follow(order, name).to_bytes()
+            answer = self._follow(order, name)
+            content = answer.to_bytes()
             if order.kind == "train":
-                self._keep(order, name, answer)
+                self._keep(order, name, content)
             elif order.kind == "sum":
-                self._last_sum = name, answer
+                self._last_sum = name, content
         except Exception as error:  # noqa: BLE001 - whatever it says may hold data
-            failure = _logged(category_of(error), error)
+            failure = _logged(category_of(error), error, told)
             return self._answer(order, name, failure=failure).to_bytes()
-        return answer
+        told["metrics"] = _names_in(answer)
+        return content
+
+    def _audit(self, told: dict[str, Any]) -> None:
+        """Write a line of an order into the audit log, with what clients have spent of their privacy."""
+        try:
+            epsilon = {"epsilon_spent": self._ledger.spent(), "epsilon_left": self._ledger.left()}
+        except Refused:  # the ledger cannot be read, which refuses orders
+            epsilon = {"epsilon_spent": None, "epsilon_left": None}
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        audit.info(json.dumps({"time": now, "site": self._name} | told | epsilon))
 
     def _follow(self, order: Order, name: str) -> Answer:
         if order.kind == "hello":
@@ -201,7 +231,8 @@ class Site:
 
     def _start(self, order: Order, configuration: Mapping[str, Any]) -> None:
         self._stop()
-        self._run, self._configuration, self._desk = order.run, order.configuration, Desk()
+        self._run, self._configuration = order.run, order.configuration
+        self._desk = Desk(self._policy.most_minutes)
         self._mask = ""
         federation = configuration.get("federation") or {}
         # without them clients of one site are at work on models of several rounds
@@ -260,8 +291,16 @@ def _parsed(text: str) -> Mapping[str, Any]:
     return configuration
 
 
-def _logged(category: str, error: BaseException) -> Failure:
-    """Return what the server gets to know of an error; all of it goes to this site's log."""
+def _names_in(answer: Answer) -> list[str]:
+    """Return the names of the metrics, and of facts beside updates, that an answer has."""
+    single = {n for each in answer.clients for n in (*each.metrics, *each.facts)}
+    return sorted(single | {entry[1] for entry in answer.options.get(OPTION, ())})
+
+
+def _logged(category: str, error: BaseException, told: dict[str, Any]) -> Failure:
+    """Return what the server gets to know of an error; all of it goes to this site's logs."""
     failure = Failure(category)
+    told["refusal"] = f"{category}: {error}"
+    told["failure"] = failure.id
     log.error("failure %s, %s", failure.id, category, exc_info=error)
     return failure

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TextIO
@@ -44,6 +45,7 @@ from fl_lightning.flower.transport.frames import (
 Handler = Callable[[bytes], bytes]
 
 log = logging.getLogger(__name__)
+AUDIT, AUDIT_FILE = "fl_lightning.audit", "audit.jsonl"
 _POLL_SECONDS = 1.0
 
 
@@ -257,17 +259,22 @@ def raising_at_signals() -> Iterator[None]:
 
 
 def log_to(file: Path) -> None:
-    """Have the package's messages written to a file, as ``timestamp | level | message``.
+    """Write the package's messages to a file as ``timestamp | level | message``, and JSON lines of orders.
 
     Args:
-        file: grows; its folder is made if it is not there.
+        file: with `AUDIT_FILE` beside it; both grow to a hundred megabytes, and go on in a new file.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(file)
-    handler.setFormatter(logging.Formatter("%(asctime)s | %(levelname)s | %(message)s"))
-    logger = logging.getLogger("fl_lightning")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+    for name, path, form in (
+        ("fl_lightning", file, "%(asctime)s | %(levelname)s | %(message)s"),
+        (AUDIT, file.with_name(AUDIT_FILE), "%(message)s"),
+    ):
+        handler = RotatingFileHandler(path, maxBytes=100_000_000, backupCount=9)
+        handler.setFormatter(logging.Formatter(form))
+        logger = logging.getLogger(name)
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        logger.propagate = name != AUDIT
 
 
 def main(words: Sequence[str]) -> None:

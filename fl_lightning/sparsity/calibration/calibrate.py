@@ -20,10 +20,8 @@ from torch import Tensor, nn
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import derive_seed, preserve_global_generators, seed_global_generators
-from fl_lightning.sparsity.calibration.plan import CalibrationPlan
-from fl_lightning.sparsity.calibration.rules import Rule
-from fl_lightning.sparsity.calibration.selection import next_mask
-from fl_lightning.sparsity.calibration.soft_mask import soften
+from fl_lightning.sparsity.calibration.plan import CalibrationPlan, soften
+from fl_lightning.sparsity.calibration.rules import Rule, next_mask
 from fl_lightning.sparsity.masks.mask import Mask, some
 from fl_lightning.sparsity.masks.maskable import maskable_names
 from fl_lightning.sparsity.sensitivity.fisher import SampledFisher

@@ -1,12 +1,28 @@
-"""How a mask is found: everything about a calibration but the model and its scores."""
+"""How a mask is found: everything about a calibration but the model and its scores.
+
+What fraction of the maskable entries trains, in the end and after each round of calibration.
+
+    keep_r = density^(r / R),   r = 1 … R
+
+Source: Iurada et al. 2025, ICLR (TaLoS), Algorithm 1, whose "final sparsity k" is this density.
+
+Dropped entries made small instead of zero: θ ⊙ (m + s (1 - m)).
+
+Source: Iurada et al. 2025, ICLR (TaLoS), appendix A: s = 0.01; its released code uses 0.1.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.sparsity.calibration.density import density_schedule, resolve_density
 from fl_lightning.sparsity.calibration.rules import LeastSensitive, Rule
+from fl_lightning.sparsity.masks.mask import Mask
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,3 +71,61 @@ class CalibrationPlan:
         rounds = self.rounds if self.chosen_rule.needs_scores else 1
         kept = [max(1, round(num_entries * d)) for d in density_schedule(density, rounds)]
         return kept if self.progressive else [num_entries] * (rounds - 1) + kept[-1:]
+
+
+def resolve_density(density: float | None, sparsity: float | None) -> float:
+    """Return the density, in (0, 1], from either it or the sparsity: density = 1 - sparsity.
+
+    Raises:
+        ConfigurationError: if neither is given, one is out of range, or the two contradict.
+
+    Example:
+        >>> resolve_density(None, 0.75)
+        0.25
+    """
+    if density is None and sparsity is None:
+        raise ConfigurationError(
+            "give density, the fraction of entries that train, or sparsity = 1 - density"
+        )
+    if density is not None and not 0 < density <= 1:
+        raise ConfigurationError(
+            f"density must be in (0, 1], got {density}: it is the fraction of entries that train"
+        )
+    if sparsity is not None and not 0 <= sparsity < 1:
+        raise ConfigurationError(
+            f"sparsity must be in [0, 1), got {sparsity}: it is the fraction of entries that "
+            "do not train"
+        )
+    if density is None:
+        assert sparsity is not None
+        return 1 - sparsity
+    if sparsity is not None and not math.isclose(density + sparsity, 1, abs_tol=1e-9):
+        raise ConfigurationError(
+            f"density {density} and sparsity {sparsity} contradict each other: they add up to 1. "
+            "Give one."
+        )
+    return density
+
+
+def density_schedule(density: float, rounds: int) -> list[float]:
+    """Return the densities after rounds 1 to R, the last one being ``density`` itself.
+
+    Example:
+        >>> [round(d, 6) for d in density_schedule(0.1, 4)]
+        [0.562341, 0.316228, 0.177828, 0.1]
+    """
+    return [density ** (r / rounds) for r in range(1, rounds)] + [density]
+
+
+def soften(parameters: Mapping[str, Tensor], mask: Mask, factor: float) -> dict[str, Tensor]:
+    """Return parameters with the entries outside the mask times a factor, as new tensors.
+
+    Example:
+        >>> weight = torch.tensor([2.0, 4.0])
+        >>> soften({"weight": weight}, Mask({"weight": weight > 3}), 0.5)
+        {'weight': tensor([1., 4.])}
+    """
+    return {
+        name: torch.where(mask[name].to(tensor.device), tensor, tensor * factor)
+        for name, tensor in parameters.items()
+    }

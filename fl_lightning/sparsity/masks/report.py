@@ -1,10 +1,28 @@
-"""Where in the network a mask lets entries move: numbers for a table or a figure."""
+"""Where in the network a mask lets entries move: numbers for a table or a figure.
+
+A picture of where in the network a mask lets entries move.
+
+What many masks are together, from how often each entry may move: c_j of n masks.
+
+density = Σ_j c_j / (n N),   union = Σ_j [c_j > 0] / N    of N entries
+overlap = Σ_{a<b} |m_a ∧ m_b| / Σ_{a<b} |m_a ∨ m_b|       over all pairs
+
+where Σ_{a<b} |m_a ∧ m_b| = Σ_j c_j (c_j - 1) / 2. For two masks that is Jaccard's overlap; for more
+numerators and denominators are added up apart, so that no pair has to be looked at.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from fl_lightning.sparsity.masks.mask import Mask
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -59,3 +77,85 @@ def density_per_layer(mask: Mask, depth: int | None = None) -> list[LayerDensity
             layer, so_far.num_entries + row.num_entries, so_far.num_active + row.num_active
         )
     return list(rows.values())
+
+
+MOST_ROWS = 150  # beyond, layers are joined to blocks
+
+
+def density_figure(mask: Mask) -> Figure:
+    """Return a bar a layer, in the network's order: the fraction of its entries that may move.
+
+    A line marks the density of the whole mask. Of networks with more than 150 layers, layers are
+    joined to blocks.
+
+    Example:
+        >>> import torch
+        >>> figure = density_figure(Mask({"layer.weight": torch.tensor([True, False])}))
+        >>> figure.axes[0].get_xlabel()
+        'density'
+    """
+    from matplotlib.figure import Figure
+
+    rows, depth = density_per_layer(mask), 8
+    while len(rows) > MOST_ROWS and depth > 1:
+        depth -= 1
+        rows = density_per_layer(mask, depth)
+    figure = Figure(figsize=(8.0, 1.2 + 0.16 * len(rows)), layout="constrained")
+    axes = figure.subplots()
+    axes.barh(range(len(rows)), [row.density for row in rows], color="#4878a8")
+    axes.axvline(mask.density, color="#404040", linewidth=1, linestyle="--")
+    axes.set_yticks(range(len(rows)), [row.name for row in rows], fontsize=7)
+    axes.set(xlabel="density", ylim=(len(rows) - 0.4, -0.6), xlim=(0, None))
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title(f"{mask.num_active:,} of {mask.num_entries:,} entries may move", fontsize=10)
+    return figure
+
+
+class MaskCounts:
+    """Counts over masks of the same tensors, added one by one: 4 bytes an entry, however many.
+
+    Attributes:
+        num_masks: so far.
+        num_entries: of each.
+
+    Example:
+        >>> counts = MaskCounts()
+        >>> for bits in ([True, True, False, False], [False, True, True, False]):
+        ...     counts.add(Mask({"weight": torch.tensor(bits)}))
+        >>> counts.density, counts.union_density, counts.overlap
+        (0.5, 0.75, 0.3333333333333333)
+    """
+
+    def __init__(self) -> None:
+        self.num_masks = self.num_entries = 0
+        self._counts: dict[str, Tensor] = {}
+
+    def add(self, mask: Mask) -> None:
+        """Count one more mask."""
+        if not self.num_masks:
+            self._counts = {name: torch.zeros_like(mask[name], dtype=torch.int32) for name in mask}
+            self.num_entries = mask.num_entries
+        for name, counts in self._counts.items():
+            counts += mask[name]
+        self.num_masks += 1
+
+    @property
+    def density(self) -> float:
+        """Mean density of the masks, in [0, 1]."""
+        return self._sum(1) / max(1, self.num_masks * self.num_entries)
+
+    @property
+    def union_density(self) -> float:
+        """Fraction of the entries that at least one mask lets move, in [0, 1]."""
+        active = sum(int(counts.count_nonzero()) for counts in self._counts.values())
+        return active / max(1, self.num_entries)
+
+    @property
+    def overlap(self) -> float:
+        """What pairs of masks share of what either lets move, in [0, 1]; 1 if there is no pair."""
+        shared = (self._sum(2) - self._sum(1)) / 2
+        either = (self.num_masks - 1) * self._sum(1) - shared
+        return shared / either if either > 0 else 1.0
+
+    def _sum(self, power: int) -> int:
+        return sum(int(counts.long().pow(power).sum()) for counts in self._counts.values())

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fl_lightning.sparsity.optimizers.active_chunks import ActiveChunks
-from fl_lightning.sparsity.optimizers.active_entries import Split, put, take
+from fl_lightning.sparsity.optimizers.active_entries import ActiveChunks, Split, put, take
 
 # By name or parameter, or one for each parameter in the optimizer's order. None: all may move.
 Masks: TypeAlias = Mapping[Any, Tensor | None] | Sequence[Tensor | None]

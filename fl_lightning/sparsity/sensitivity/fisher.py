@@ -7,21 +7,35 @@
 Source: Iurada et al. 2025, ICLR (TaLoS), equation 7: labels from the model's own prediction,
 gradients of single examples. Its released code takes the raw logit of the sampled class instead of
 its log-probability: ``scoring: {quantity: fl_lightning.sparsity.raw_logits}``.
+
+The squared gradient of a batch's mean: what many call Fisher. For comparison only.
+
+    1/N Σ_batches B (∂ 1/B Σ_i log p(y_i | x_i) / ∂θ_j)²
+
+Gradients of different examples cancel before they are squared, so it vanishes where a model has
+converged, depends on the batch size, and ranks entries unlike any Fisher information.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import numpy_generator
-from fl_lightning.sparsity.sensitivity.logits import Labels, batch_labels
-from fl_lightning.sparsity.sensitivity.per_example import Given, SquaredGradients
-from fl_lightning.sparsity.sensitivity.scoring import Scoring
+from fl_lightning.sparsity.sensitivity.per_example import Given, SquaredGradients, check_scores
+from fl_lightning.sparsity.sensitivity.protocol import Labels, Scores, batch_labels
+from fl_lightning.sparsity.sensitivity.scoring import (
+    Scoring,
+    checked_parameters,
+    limited,
+    scoring_mode,
+    zero_sums,
+)
 
 
 @final
@@ -122,3 +136,49 @@ class EmpiricalFisher(SquaredGradients):
     def choose(self, logits: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
         """Return the label."""
         return given.reshape(1), logits.new_ones(1)
+
+
+@final
+@dataclass(frozen=True)
+class SquaredMeanGradient:
+    """The squared gradient of each batch's mean, batches weighted by their sizes.
+
+    Args:
+        labels: takes the labels (B,) out of a batch.
+        scoring: what is scored, on how many examples; a batch is never divided.
+
+    Example:
+        >>> module, batch = nn.Linear(1, 2, bias=False), (torch.ones(2, 1), torch.tensor([0, 1]))
+        >>> _ = nn.init.zeros_(module.weight)
+        >>> SquaredMeanGradient()(module, [batch]).mean()["weight"]  # they cancel; Fisher: 0.25
+        tensor([[0.],
+                [0.]])
+    """
+
+    labels: Labels = batch_labels
+    scoring: Scoring = field(default_factory=Scoring)
+
+    def __call__(
+        self,
+        module: nn.Module,
+        batches: Iterable[Any],
+        *,
+        parameters: Mapping[str, Tensor] | None = None,
+        seed: int = 0,
+    ) -> Scores:
+        """Return the scores; see `Sensitivity`. Nothing is drawn."""
+        values = checked_parameters(module, parameters)
+        sums, num_examples = zero_sums(values), 0
+        with scoring_mode(module), torch.enable_grad():
+            score = self.scoring.of_values(module)
+            leaves = {name: value.requires_grad_() for name, value in values.items()}
+            device = next(iter(values.values())).device
+            for batch, size in limited(batches, self.scoring.max_examples, device):
+                quantity, _ = score(leaves, batch)
+                mean = quantity.gather(1, self.labels(batch).reshape(-1, 1)).mean()
+                gradients = torch.autograd.grad(mean, list(leaves.values()), materialize_grads=True)
+                for total, gradient in zip(sums.values(), gradients, strict=True):
+                    total += size * gradient.to(total.dtype).square()
+                num_examples += size
+        check_scores(sums, num_examples)
+        return Scores(sums, num_examples)

@@ -22,12 +22,14 @@ from torch.func import vjp
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.sparsity.masks.mask import some
-from fl_lightning.sparsity.sensitivity.examples import chunks, limited, map_batch
 from fl_lightning.sparsity.sensitivity.protocol import Scores
 from fl_lightning.sparsity.sensitivity.scoring import (
     Scoring,
     Tensors,
     checked_parameters,
+    chunks,
+    limited,
+    map_batch,
     scoring_mode,
     zero_sums,
 )

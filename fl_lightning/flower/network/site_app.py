@@ -1,0 +1,142 @@
+"""What a site runs for Flower: its own client app, whatever app the server has submitted.
+
+Flower's node only carries messages (``--isolation process``). It hands its tasks to this program, which
+starts this site's app for each message of a run whose app has the same client app, by its SHA-256. No code
+of the server's is written to disk, imported or run. What is refused stands in the site's audit log.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import tomllib
+import zipfile
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from functools import partial
+from hashlib import sha256
+from importlib import import_module
+from pathlib import Path
+from subprocess import Popen
+from typing import Any
+
+from fl_lightning.core.processes import tied
+from fl_lightning.flower.network.app_folder import CLIENT_APP
+from fl_lightning.flower.transport.apps import make_client_app
+from fl_lightning.flower.transport.resident import AUDIT_FILE
+
+_LARGEST = 1_000_000  # bytes of a file that is looked at
+_HERE = "fl_lightning.flower.network.site_app"
+
+
+class AppRefused(Exception):  # noqa: N818 - says what happened
+    """The server has submitted another app; the message goes to the server."""
+
+
+def check_app(folder: Path, fab: bytes, **options: Any) -> None:
+    """Raise unless a Flower app has the client app of fl_lightning.
+
+    Args:
+        folder: of the site.
+        fab: the app as the server has it, a ZIP file.
+        options: of Flower's function for which this stands; nothing is installed.
+
+    Raises:
+        AppRefused: after a line in the audit log.
+    """
+    try:
+        with zipfile.ZipFile(io.BytesIO(fab)) as files:
+            project = tomllib.loads(_read(files, "pyproject.toml").decode())
+            module = str(project["tool"]["flwr"]["app"]["components"]["clientapp"]).partition(":")[
+                0
+            ]
+            client_app = _read(files, f"{module.replace('.', '/')}.py").decode()
+    except (zipfile.BadZipFile, KeyError, TypeError, ValueError) as error:
+        refuse(folder, fab, f"the app cannot be read: {error!r}")
+    if _hash(client_app) != _hash(CLIENT_APP):
+        refuse(folder, fab, f"its client app {module} is another one")
+
+
+def refuse(folder: Path, about: bytes, reason: str) -> None:
+    """Write a refusal into the site's audit log, and raise it."""
+    told = {"time": datetime.now(UTC).isoformat(timespec="seconds"), "kind": "app"}
+    told |= {"app": sha256(about).hexdigest(), "refusal": f"policy: {reason}"}
+    file = folder / "log" / AUDIT_FILE
+    file.parent.mkdir(exist_ok=True)
+    with file.open("a") as log:
+        log.write(json.dumps(told) + "\n")
+    raise AppRefused("this site runs no client app but that of fl_lightning")
+
+
+def _read(files: zipfile.ZipFile, name: str) -> bytes:
+    if files.getinfo(name).file_size > _LARGEST:
+        raise ValueError(f"{name} is larger than {_LARGEST} bytes")
+    return files.read(name)
+
+
+def _hash(text: str) -> str:
+    """Return the hash of a file's code, without comments and empty lines."""
+    lines = [line.rstrip() for line in text.splitlines()]
+    return sha256("\n".join(each for each in lines if each and each[0] != "#").encode()).hexdigest()
+
+
+class _Executor:
+    """Starts this site's app where Flower would start a command for a task."""
+
+    def __init__(self, folder: str) -> None:
+        base = import_module("flwr.supercore.superexec.executor.subprocess_executor")
+        self._folder, self._flower = folder, base.SubprocessExecutor()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._flower, name)
+
+    def launch(self, spec: Any) -> Any:
+        """Start the app for a message; no other kind of task."""
+        result = import_module("flwr.supercore.superexec.executor.types").LaunchResult
+        if spec.task_type != "flwr-clientapp":
+            try:
+                refuse(Path(self._folder), spec.task_type.encode(), f"a task {spec.task_type}")
+            except AppRefused as error:
+                return result.failed(str(error))
+        given = ["--runtime-api-address", spec.runtime_api_address, "--token", spec.token]
+        command = [sys.executable, "-m", _HERE, self._folder, "app", *given, "--insecure"]
+        Popen(tied(command))
+        return result.accepted()
+
+
+def _put(module: Any, **functions: Any) -> None:
+    """Replace functions of Flower's; an error if one is gone, as what took its place would run."""
+    for name, function in functions.items():
+        getattr(module, name)
+        setattr(module, name, function)
+
+
+def main(words: Sequence[str]) -> None:
+    """Take tasks of a site's node, or follow one message.
+
+    Args:
+        words: the site's folder; ``tasks`` and the node's address, or ``app`` and what Flower gives its
+            command ``flwr-clientapp``.
+    """
+    folder, what, *rest = words
+    if what == "tasks":
+        flower = import_module("flwr.supercore.superexec.run_superexec")
+        _put(flower, get_executor=lambda *_, **__: _Executor(folder))
+        secret = (Path(folder) / "superexec.secret").read_bytes()
+        flower.run_superexec(rest[0], True, superexec_auth_secret=secret)
+        return
+    flower = import_module("flwr.supernode.runtime.run_clientapp")
+    _put(
+        flower,
+        install_from_fab=partial(check_app, Path(folder)),
+        get_project_dir=lambda *_: folder,
+        get_load_client_app_fn=lambda **_: lambda *_: make_client_app(),
+        install_app_dependencies=None,
+    )
+    sys.argv = ["flwr-clientapp", *rest]
+    import_module("flwr.supernode.cli.flwr_clientapp").flwr_clientapp()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

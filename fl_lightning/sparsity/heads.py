@@ -1,0 +1,354 @@
+"""Heads: classifiers fitted on frozen features, before calibration.
+
+    logits = x Wᵀ + b  for features x
+
+A fit needs of the examples only sums over them. So a client sends sums, the server adds them up,
+and the head of a federation is that of all examples in one place.
+
+The classifier by logistic regression over all classes: a linear probe.
+
+    min over W, b of  - Σ_i log softmax(x_i Wᵀ + b)[y_i] + λ/2 ‖W‖²
+
+by L-BFGS on the gradient of all examples. In every step of it an owner is sent W and b, and sends
+the sum of its examples' losses and gradients: full batches, so the result does not depend on how
+the examples are divided.
+
+Source: Liu and Nocedal 1989, Mathematical Programming 45, with the line search of
+`torch.optim.LBFGS` (strong Wolfe conditions).
+
+The classifier by ridge regression on one-hot labels, in closed form.
+
+    min over W, b of  Σ_i ‖y_i - x_i Wᵀ - b‖² + λ ‖W‖²
+    Wᵀ = (Σ x̃ᵀx̃ + λ I)⁻¹ Σ x̃ᵀỹ,   b = ȳ - x̄ Wᵀ        x̃, ỹ: centred
+
+An owner sends Σ zᵀz and Σ zᵀy of z = (x, 1), once: the result does not depend on how the examples
+are divided.
+
+Source: Hoerl and Kennard 1970, Technometrics 12(1), equation 2.3, one regression a class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, final, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, one_hot, pad
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.sparsity.sensitivity.protocol import Labels, Logits, batch_labels, module_logits
+
+# One owner's examples: features (n, D) and labels (n,), whole numbers below the number of classes.
+Features = tuple[Tensor, Tensor]
+# Replaces a tensor by its sum over processes.
+Reduce = Callable[[Tensor], None]
+
+_ROWS = 8192  # in double precision at a time
+
+
+@dataclass(frozen=True)
+class FittedHead:
+    """A linear classifier, and what it took to find it.
+
+    Attributes:
+        weight: (classes, D), float64.
+        bias: (classes,), float64; None for a head without.
+        rounds: how often owners sent sums.
+        values_up: numbers that an owner sends in a round.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    rounds: int
+    values_up: int
+
+    @torch.no_grad()
+    def write_to(self, head: nn.Linear) -> None:
+        """Put the classifier into a layer."""
+        head.weight.copy_(self.weight)
+        if self.bias is not None:
+            head.bias.copy_(self.bias)
+
+
+class HeadFit(Protocol):
+    """Fits a classifier."""
+
+    @property
+    def labels(self) -> Labels:
+        """What takes the labels (B,) out of a batch."""
+
+    @property
+    def logits(self) -> Logits:
+        """What passes a batch through the module, head included."""
+
+    def fit(
+        self,
+        owners: Sequence[Features],
+        num_features: int,
+        num_classes: int,
+        *,
+        has_bias: bool = True,
+        reduce: Reduce = lambda _: None,
+    ) -> FittedHead:
+        """Return the classifier of all owners' examples.
+
+        Args:
+            owners: one entry a client; one entry where all examples are in one place; in one of
+                several processes its own share, perhaps none.
+            num_features: D.
+            num_classes: of the head.
+            has_bias: whether the head has a bias.
+            reduce: adds up over processes.
+        """
+
+
+@runtime_checkable
+class OneExchange(HeadFit, Protocol):
+    """A fit for which every owner sends its sums once, so that owners may be at sites elsewhere.
+
+    ``reduce`` of `fit` is called once, with the sums over the owners given.
+    """
+
+    def sums(self, owner: Features, num_features: int, num_classes: int) -> Tensor:
+        """Return what an owner sends, in float64.
+
+        Args:
+            owner: its examples.
+            num_features: D.
+            num_classes: of the head.
+        """
+
+
+def head_features(module: nn.Module, head: nn.Linear, batch: Any, logits: Logits) -> Tensor:
+    """Return what a head is given for a batch, shape (B, D), without gradients.
+
+    Raises:
+        ConfigurationError: if the head is not called once, with one vector an example.
+
+    Example:
+        >>> network = nn.Sequential(nn.ReLU(), nn.Linear(2, 3))
+        >>> batch = torch.tensor([[1.0, -1.0]])
+        >>> head_features(network, network[1], batch, lambda module, batch: module(batch))
+        tensor([[1., 0.]])
+    """
+    inputs: list[Tensor] = []
+    with (
+        torch.no_grad(),
+        head.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0])),
+    ):
+        logits(module, batch)
+    if len(inputs) != 1 or inputs[0].ndim != 2:
+        raise ConfigurationError(
+            "a head is fitted on one vector of features an example; here it is called with tensors "
+            f"of shapes {[tuple(x.shape) for x in inputs]}: use head: train or head: freeze"
+        )
+    return inputs[0].detach()
+
+
+def check_regularisation(value: float) -> None:
+    """Refuse a regularisation that leaves the solution open."""
+    if not 0 < value < float("inf"):
+        raise ConfigurationError(
+            f"regularisation must be above 0 and finite, got {value}: without it the head of separable or "
+            "collinear features has no unique solution. 1e-6 is next to none."
+        )
+
+
+def check_labels(labels: Tensor, num_classes: int) -> None:
+    """Refuse labels that are no classes of the head.
+
+    Raises:
+        ConfigurationError: with the labels' range.
+    """
+    if len(labels) and (int(labels.min()) < 0 or int(labels.max()) >= num_classes):
+        raise ConfigurationError(
+            f"labels are {int(labels.min())} to {int(labels.max())}, but the head has "
+            f"{num_classes} classes: set the model's num_classes"
+        )
+
+
+def double_rows(owner: Features, num_classes: int) -> Iterator[Features]:
+    """Yield an owner's examples some at a time, features in double precision."""
+    features, labels = owner
+    check_labels(labels, num_classes)
+    for part in range(0, len(labels), _ROWS):
+        yield features[part : part + _ROWS].double(), labels[part : part + _ROWS].long()
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class LinearHead:
+    """Fit the head by logistic regression over all classes.
+
+    Args:
+        regularisation: λ > 0, scikit-learn's ``1 / C`` in ``LogisticRegression``; the bias is free
+            of it.
+        max_iterations: steps of L-BFGS, ≥ 1, each with one exchange of sums or a few.
+        tolerance: stop where no entry of the mean gradient is larger, > 0.
+        labels: takes the labels (B,) out of a batch.
+        logits: passes a batch through the module.
+
+    Raises:
+        ConfigurationError: if an option is out of range.
+
+    Example:
+        >>> x, y = torch.tensor([[0.0], [1.0], [2.0], [3.0]]), torch.tensor([0, 0, 1, 1])
+        >>> head = LinearHead(regularisation=0.1).fit([(x, y)], 1, 2)
+        >>> (x.double() @ head.weight.T + head.bias).argmax(1).tolist()
+        [0, 0, 1, 1]
+    """
+
+    regularisation: float = 1.0
+    max_iterations: int = 200
+    tolerance: float = 1e-7
+    labels: Labels = batch_labels
+    logits: Logits = module_logits
+
+    def __post_init__(self) -> None:
+        check_regularisation(self.regularisation)
+        if self.max_iterations < 1:
+            raise ConfigurationError(f"max_iterations must be ≥ 1, got {self.max_iterations}")
+        if not 0 < self.tolerance < float("inf"):
+            raise ConfigurationError(f"tolerance must be above 0 and finite, got {self.tolerance}")
+
+    def fit(
+        self,
+        owners: Sequence[Features],
+        num_features: int,
+        num_classes: int,
+        *,
+        has_bias: bool = True,
+        reduce: Reduce = lambda _: None,
+    ) -> FittedHead:
+        """Return the classifier; see `HeadFit`."""
+        columns = num_features + int(has_bias)
+        weights = torch.zeros(num_classes, columns, dtype=torch.float64)
+        optimizer = torch.optim.LBFGS(
+            [weights],
+            max_iter=self.max_iterations,
+            max_eval=4 * self.max_iterations,
+            tolerance_grad=self.tolerance,
+            tolerance_change=0.0,
+            history_size=20,
+            line_search_fn="strong_wolfe",
+        )
+        rounds = 0
+
+        def closure() -> Tensor:
+            nonlocal rounds
+            rounds += 1
+            sums = torch.zeros(weights.numel() + 2, dtype=torch.float64)
+            for owner in owners:
+                sums += _of_owner(owner, weights, num_features)
+            reduce(sums)
+            penalised = weights.clone()
+            penalised[:, num_features:] = 0
+            gradient = sums[2:].view_as(weights) + self.regularisation * penalised
+            loss = sums[1] + self.regularisation / 2 * penalised.square().sum()
+            weights.grad = gradient / sums[0]
+            return loss / sums[0]
+
+        optimizer.step(closure)
+        bias = weights[:, num_features] if has_bias else None
+        return FittedHead(weights[:, :num_features], bias, rounds, weights.numel() + 2)
+
+
+def _of_owner(owner: Features, weights: Tensor, num_features: int) -> Tensor:
+    """Return the number of examples, and their sums of losses and gradients, as one vector."""
+    device = owner[0].device
+    here, num_classes = weights.to(device), len(weights)
+    sums = torch.zeros(weights.numel() + 2, dtype=torch.float64, device=device)
+    for features, labels in double_rows(owner, num_classes):
+        z = pad(features, (0, weights.shape[1] - num_features), value=1.0)
+        logits = z @ here.T
+        residuals = logits.softmax(dim=1) - one_hot(labels, num_classes)
+        sums[0] += len(labels)
+        sums[1] += cross_entropy(logits, labels, reduction="sum")
+        sums[2:] += (residuals.T @ z).flatten()
+    return sums.to(weights.device)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class RidgeHead:
+    """Fit the head by ridge regression; a single exchange of sums.
+
+    Its outputs approach the one-hot labels, so as logits they are flat: the probabilities are far
+    from 0 and 1 though the ranking is right. ``temperature`` divides weight and bias.
+
+    Args:
+        regularisation: λ > 0, as scikit-learn's ``Ridge(alpha=…)``; the bias is free of it.
+        temperature: > 0; below 1 the head is surer of itself, 1 leaves the regression as it is.
+        labels: takes the labels (B,) out of a batch.
+        logits: passes a batch through the module.
+
+    Raises:
+        ConfigurationError: if an option is out of range.
+
+    Example:
+        >>> x, y = torch.tensor([[0.0], [1.0], [2.0], [3.0]]), torch.tensor([0, 0, 1, 1])
+        >>> head = RidgeHead(regularisation=1e-9).fit([(x, y)], 1, 2)
+        >>> head.weight.squeeze(1), head.bias
+        (tensor([-0.4000,  0.4000], dtype=torch.float64), tensor([ 1.1000, -0.1000], dtype=torch.float64))
+    """
+
+    regularisation: float = 1.0
+    temperature: float = 1.0
+    labels: Labels = batch_labels
+    logits: Logits = module_logits
+
+    def __post_init__(self) -> None:
+        check_regularisation(self.regularisation)
+        if not 0 < self.temperature < float("inf"):
+            raise ConfigurationError(
+                f"temperature must be above 0 and finite, got {self.temperature}"
+            )
+
+    def fit(
+        self,
+        owners: Sequence[Features],
+        num_features: int,
+        num_classes: int,
+        *,
+        has_bias: bool = True,
+        reduce: Reduce = lambda _: None,
+    ) -> FittedHead:
+        """Return the classifier; see `HeadFit`."""
+        size = num_features + 1
+        sums = torch.zeros(size, size + num_classes, dtype=torch.float64)
+        for owner in owners:
+            sums += self.sums(owner, num_features, num_classes)
+        reduce(sums)
+        weight, bias = _solved(sums, num_features, self.regularisation, has_bias)
+        return FittedHead(
+            weight / self.temperature,
+            bias / self.temperature if has_bias else None,
+            rounds=1,
+            # of the symmetric matrix one half
+            values_up=size * (size + 1) // 2 + size * num_classes,
+        )
+
+    def sums(self, owner: Features, num_features: int, num_classes: int) -> Tensor:
+        """Return Σ zᵀ(z, y) over an owner's examples; see `OneExchange`."""
+        size = num_features + 1
+        sums = torch.zeros(size, size + num_classes, dtype=torch.float64)
+        for features, labels in double_rows(owner, num_classes):
+            z = pad(features, (0, 1), value=1.0)
+            y = one_hot(labels, num_classes).to(z)
+            sums += (z.T @ torch.cat([z, y], dim=1)).to(sums.device)
+        return sums
+
+
+def _solved(
+    sums: Tensor, num_features: int, regularisation: float, has_bias: bool
+) -> tuple[Tensor, Tensor]:
+    d = num_features
+    xx, x, n = sums[:d, :d], sums[d, :d], sums[d, d]
+    xy, y = sums[:d, d + 1 :], sums[d, d + 1 :]
+    if has_bias:
+        xx, xy = xx - torch.outer(x, x) / n, xy - torch.outer(x, y) / n
+    ridge = regularisation * torch.eye(d, dtype=sums.dtype)
+    weight = torch.linalg.solve(xx + ridge, xy).T
+    return weight, (y - weight @ x) / n

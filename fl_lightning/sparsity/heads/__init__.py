@@ -1,1 +1,0 @@
-"""Heads fitted in closed form or by a few steps, before calibration."""
