@@ -47,10 +47,10 @@ WITHOUT_LIGHTNING = (
 CAPS = {
     "callbacks": (4390, 39),
     "cli": (5070, 40),
-    "client": (5220, 45),
+    "client": (4600, 35),
     "core": (2600, 29),
     "data": (7140, 52),
-    "engines": (5010, 38),
+    "engines": (5030, 38),
     "experiments": (3450, 30),
     "federation": (12700, 97),
     "flower": (9700, 77),

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from fl_lightning.client.state.state_tensors import state_space
+from fl_lightning.client.state.tensors import state_space
 from fl_lightning.client.work import ClientWork, GroupWork
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.metric_states import MetricStates, kept_apart, metrics_of

@@ -281,7 +281,7 @@ class TestPlainStep:
         assert (update.num_steps, update.metrics) == (3, {})
 
     def test_the_step_is_numbered(self, module):
-        seen = []
+        seen = module.seen = []  # a list of the module's, also if a closure holds it
         module.training_step = lambda batch, index: seen.append(index)
         trainer = trainer_of(module)
         for _ in range(2):

@@ -393,6 +393,14 @@ def test_what_ε_does_not_cover_is_named():
     assert float(module.net[1].running_var.sub(1).abs().max()) == 0  # it did not move
 
 
+def test_a_buffer_that_no_step_changes_is_not_named_among_what_stays():
+    module = ToyModule()
+    module.register_buffer("inv_freq", torch.ones(16))  # as for rotary positions
+    with pytest.warns(UserWarning, match="privacy") as caught:
+        run(1, module=module, privacy=private(delta=0.5))
+    assert not [w for w in caught if "buffers" in str(w.message)]
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [

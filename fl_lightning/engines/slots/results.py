@@ -82,7 +82,7 @@ class SlotResults:
         if self._buffers:
             # not buffer[slots]: a GPU would wait for that list
             rows = [torch.stack([buffer[slot] for slot in slots]) for buffer in self._buffers]
-            ends = [row.reshape(count, -1) for row in rows]
+            ends = [row.reshape(count, -1).to(self._start.buffers.dtype) for row in rows]
             self._final_buffers.append(torch.cat(ends, 1))
         return deltas
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fl_lightning.client.state.state_tensors import buffer_names
+from fl_lightning.client.state.tensors import buffer_names
 from fl_lightning.core.update import GlobalModel
 from fl_lightning.federation.round import Round
 from fl_lightning.federation.round_record import RoundRecord

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from fl_lightning.core.errors import RoundFailure
@@ -91,8 +91,17 @@ class PrivateRounds(Stage):
         self.hides_clients = not privacy.log_unprotected
         self._clip_norm = privacy.clip_norm
         self._round_index = 0
-        self._at_sites = False
+        self._at_sites = self._has_warned = False
         self._facts: dict[str, float] = {}
+
+    def check_buffers(self, num_buffers: int) -> None:
+        """Warn of buffers that clients change, once."""
+        if num_buffers and not self._has_warned:
+            self._has_warned = True
+            rank_zero_warn(
+                f"privacy: {num_buffers} numbers in buffers that clients change (statistics of batch "
+                "norm) are not sent; the global model keeps those it began with: use group or layer norm"
+            )
 
     def have_noise_at_sites(self) -> None:
         """Take updates as they come, if clients add the noise: their sites clip them and add it."""
@@ -122,7 +131,6 @@ class PrivateRounds(Stage):
             trainer,
             self._privacy,
             num_clients=len(trainer.datamodule.clients),  # type: ignore[attr-defined]
-            num_buffers=rounds.server.model.buffers.numel(),
             has_memory=rounds.stages.remembers,
         )
 
