@@ -1,14 +1,54 @@
-"""Where a round's numbers go: loggers, progress bar, and what callbacks may monitor."""
+"""Where a round's numbers go: loggers, progress bar, and what callbacks may monitor.
+
+A Trainer's ``callback_metrics`` keep what earlier rounds measured, such as the last validation, for
+callbacks that monitor it. `logged_in_round` is what the present round has measured itself.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from torch import Tensor
+
+# per Trainer the round that was begun last, and the metrics of those before it
+_BEGUN: WeakKeyDictionary[Trainer, tuple[int, dict[str, Tensor]]] = WeakKeyDictionary()
+
+
+def begin_round(trainer: Trainer) -> None:
+    """Mark all present metrics as older; every callback that asks for new ones calls it first.
+
+    Args:
+        trainer: at the start of an epoch; later calls in the same one change nothing.
+    """
+    number, _ = _BEGUN.get(trainer, (-1, {}))
+    if number != trainer.current_epoch:
+        _BEGUN[trainer] = trainer.current_epoch, dict(trainer.callback_metrics)
+
+
+def logged_in_round(trainer: Trainer) -> dict[str, Tensor]:
+    """Return the metrics that were logged since the present round began, or after the last one."""
+    _, older = _BEGUN.get(trainer, (-1, {}))
+    # a metric that is logged again is another tensor
+    return {n: value for n, value in trainer.callback_metrics.items() if older.get(n) is not value}
+
+
+def bring_metrics(trainer: Trainer, metrics: Mapping[str, Tensor], new: Collection[str]) -> None:
+    """Add the metrics of a fit in another process to those of a Trainer.
+
+    Args:
+        trainer: of this process.
+        metrics: by name.
+        new: names of those that `logged_in_round` returned there.
+    """
+    trainer.callback_metrics.update(metrics)
+    older = {name: value for name, value in metrics.items() if name not in new}
+    _BEGUN[trainer] = trainer.current_epoch, older
 
 
 def log_round(

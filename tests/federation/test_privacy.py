@@ -255,6 +255,20 @@ def test_a_trainer_that_fits_again_counts_on():
     assert trainer.current_epoch == 2
 
 
+@pytest.mark.parametrize("max_epochs", [0, 1])
+def test_a_checkpoint_of_central_training_is_no_start(max_epochs, tmp_path):
+    central = toy_trainer(max_epochs=max_epochs)
+    central.fit(ToyModule(), datamodule=toy_data())
+    central.save_checkpoint(tmp_path / "central.ckpt")
+    private = Federation(
+        cohort=PoissonCohort(fraction=0.5), privacy=CentralDP(clip_norm=1.0, noise_multiplier=1.0)
+    )
+    with pytest.raises(ConfigurationError, match=r"central.ckpt knows no .*checkpoint_path"):
+        toy_trainer(private, max_epochs=3).fit(
+            ToyModule(), datamodule=toy_data(), ckpt_path=tmp_path / "central.ckpt"
+        )
+
+
 def test_a_trainer_that_fits_again_after_rounds_of_unknown_cost_is_refused():
     _, trainer = run(1)
     trainer.callbacks[0] = Federation(seed=4, engine="sequential", privacy=private())
@@ -357,15 +371,6 @@ def test_a_model_that_trains_again_in_another_trainer_counts_on(caplog):
     assert "at δ = 0.003" in caplog.text
     with pytest.raises(ConfigurationError, match="earlier fits of this model have spent"):
         run(1, module=module, privacy=private(epsilon=4.0))
-
-
-def test_a_checkpoint_of_central_training_is_refused(tmp_path):
-    module = ToyModule()
-    central = toy_trainer(max_epochs=1)
-    central.fit(module, datamodule=ToyData())
-    central.save_checkpoint(tmp_path / "central.ckpt")
-    with pytest.raises(ConfigurationError, match=r"holds no Federation.*load them into the module"):
-        run(2, ckpt_path=tmp_path / "central.ckpt", privacy=private())
 
 
 def test_secure_noise_differs_from_run_to_run():

@@ -61,7 +61,10 @@ def _facts(history: History, once: Mapping[str, float]) -> list[tuple[str, str]]
     tests = {name: value for name, value in once.items() if is_of_test(name)}
     facts = [(name, f"{value:.4g}") for name, value in tests.items()][:3]
     shown = [name for name in history.names if name.startswith(("val/", "val_"))]
-    facts += [(f"{name}, last", f"{[*history.curve(name).values()][-1]:.4g}") for name in shown[:2]]
+    for name in shown[:2]:
+        number, value = [*history.curve(name).items()][-1]
+        of = "" if number == last.number else f", after {number}"
+        facts.append((f"{name}, last{of}", f"{value:.4g}"))
     facts.append(("rounds" if "round/cohort_size" in history.names else "epochs", str(last.number)))
     if asked := history.curve("round/cohort_size"):
         facts.append(("clients per round", f"{statistics.fmean(asked.values()):.4g}"))

@@ -11,6 +11,7 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerState
 from torch import Tensor
 
 from fl_lightning.federation.loop import load_progress, progress
+from fl_lightning.federation.round_log import bring_metrics, logged_in_round
 from fl_lightning.federation.stages.privacy_ledger import Spent, note_spent, spent_on
 from fl_lightning.federation.visits.personal_models import HasPersonalModels
 
@@ -27,6 +28,7 @@ class TrainerOutcome:
         state: the Trainer's own word for where it is.
         weights: the module's, after a fit.
         metrics: the Trainer's ``callback_metrics``.
+        new: names of those that the last round measured.
         progress: rounds done.
         checkpoints: per checkpoint callback what it wrote where.
         personal: per callback with personal models what they are.
@@ -37,6 +39,7 @@ class TrainerOutcome:
     state: TrainerState
     weights: dict[str, Tensor] | None
     metrics: dict[str, Tensor]
+    new: set[str]
     progress: dict[str, Any]
     checkpoints: list[dict[str, Any]]
     personal: list[dict[str, Any]]
@@ -51,6 +54,7 @@ class TrainerOutcome:
             state=trainer.state,
             weights=trainer.lightning_module.state_dict() if fitted else None,
             metrics=dict(trainer.callback_metrics),
+            new=set(logged_in_round(trainer)),
             progress=progress(trainer),
             checkpoints=[
                 {name: getattr(callback, name) for name in _PATHS} for callback in _savers(trainer)
@@ -65,7 +69,7 @@ class TrainerOutcome:
             trainer.lightning_module.load_state_dict(self.weights, strict=False)
             load_progress(trainer, self.progress)
         trainer.state = self.state
-        trainer.callback_metrics.update(self.metrics)
+        bring_metrics(trainer, self.metrics, self.new)
         for callback, paths in zip(_savers(trainer), self.checkpoints, strict=True):
             for name, value in paths.items():
                 setattr(callback, name, value)

@@ -65,10 +65,11 @@ def count_on(trainer: Trainer, private: PrivateStage | None, earlier: PrivateSta
     """
     if private is None:
         return
-    if trainer.ckpt_path is not None:
+    if (checkpoint := trainer.ckpt_path) is not None:
         raise ConfigurationError(
-            f"federation.privacy: {trainer.ckpt_path} holds no Federation, and what its rounds cost is not "
-            "known: to begin from its weights, load them into the module and leave out ckpt_path"
+            f"ckpt_path: {checkpoint} knows no rounds of a Federation, and what its training has cost would "
+            "be missing in ε: leave ckpt_path out. To start from its weights, which ε does not cover then, "
+            "give model.init_args.checkpoint_path, or load its state_dict into the module"
         )
     if trainer.current_epoch == 0:
         private.ledger.follow(spent_on(trainer.lightning_module))
