@@ -37,7 +37,7 @@ class Participation:
             nobody has two turns.
 
     Example:
-        >>> from fl_lightning.data.cohorts.turns import RoundRobinCohort
+        >>> from fl_lightning.data.cohorts.weighted_cohorts import RoundRobinCohort
         >>> run = AccountedRun(RoundRobinCohort(size=2), 6, 7, seed=0)
         >>> participation = run.participation()
         >>> participation.most.tolist(), participation.separation
@@ -158,7 +158,7 @@ class MostTurns:
     """Turns of the client with the most of them, after any number of rounds; drawn as they are asked for.
 
     Example:
-        >>> from fl_lightning.data.cohorts.turns import RoundRobinCohort
+        >>> from fl_lightning.data.cohorts.weighted_cohorts import RoundRobinCohort
         >>> turns = MostTurns(AccountedRun(RoundRobinCohort(size=2), 6, None, seed=0))
         >>> turns(4), turns(1)
         (2, 1)

@@ -28,7 +28,7 @@ from fl_lightning import (
 )
 from fl_lightning.data import FederatedNormalize
 from fl_lightning.data.cohorts.population import Population
-from fl_lightning.data.cohorts.turns import RoundRobinCohort
+from fl_lightning.data.cohorts.weighted_cohorts import RoundRobinCohort
 from fl_lightning.federation.processes.ranks import Ranks
 from fl_lightning.privacy.accounting.accountant import Accountant
 from fl_lightning.privacy.accounting.gaussian import gaussian_epsilon

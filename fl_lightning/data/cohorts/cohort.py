@@ -4,6 +4,8 @@ A sampler remembers nothing between rounds; what the server has learnt of client
 which is part of the checkpoint. So a resumed run draws the cohorts that the uninterrupted one would
 have drawn. Ids are returned in increasing order: the order in which clients train, and in
 which their updates are added up, does not depend on the draw.
+
+How many clients take part: a share of them, or a number.
 """
 
 from __future__ import annotations
@@ -17,7 +19,6 @@ import numpy as np
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import is_secret, numpy_generator, uniform_stream
 from fl_lightning.core.traits import Trait, Traits
-from fl_lightning.data.cohorts.cohort_size import check_cohort_size, check_fraction, cohort_size
 from fl_lightning.data.cohorts.population import ClientIds, Population
 
 # An empty Poisson draw is repeated at most this often: beyond, the expected size is hopeless.
@@ -325,3 +326,53 @@ class AllClients(Cohort):
     def sample(self, round_index: int, population: Population, seed: int) -> ClientIds:
         """Return all ids."""
         return population.available_ids
+
+
+def check_fraction(fraction: float) -> None:
+    """Refuse a share of clients outside (0, 1]."""
+    if not 0 < fraction <= 1:
+        raise ConfigurationError(
+            f"fraction must be in (0, 1], got {fraction}: it is the share of all clients that "
+            "takes part in a round. Use size for a number of clients."
+        )
+
+
+def check_cohort_size(
+    sampler: str, fraction: float | None, size: int | None, min_size: int
+) -> None:
+    """Refuse settings that do not say how many clients take part.
+
+    Raises:
+        ConfigurationError: unless exactly one of fraction and size is given, each in its range.
+    """
+    if (fraction is None) == (size is None):
+        raise ConfigurationError(
+            f"{sampler} needs either fraction or size, got fraction={fraction} and size={size}"
+        )
+    if fraction is not None:
+        check_fraction(fraction)
+    if size is not None and size < 1:
+        raise ConfigurationError(f"size must be at least 1 client, got {size}")
+    if min_size < 1:
+        raise ConfigurationError(f"min_size must be at least 1 client, got {min_size}")
+
+
+def cohort_size(fraction: float | None, size: int | None, min_size: int, num_clients: int) -> int:
+    """Return the number of clients in every round.
+
+    Raises:
+        ConfigurationError: if there are fewer.
+
+    Example:
+        >>> cohort_size(0.25, None, 1, num_clients=10), cohort_size(None, 7, 1, num_clients=10)
+        (2, 7)
+    """
+    if size is None:
+        assert fraction is not None
+        size = max(min_size, round(fraction * num_clients))
+    if size > num_clients:
+        raise ConfigurationError(
+            f"the cohort has {size} clients but there are only {num_clients}: "
+            "lower size or min_size, or raise data.num_clients"
+        )
+    return size
