@@ -15,7 +15,7 @@ from fl_lightning import (
     Scaffold,
     UniformCohort,
 )
-from fl_lightning.data.cohorts.turns import RoundRobinCohort
+from fl_lightning.data.cohorts.weighted_cohorts import RoundRobinCohort
 
 
 class Sabotaged(ToyModule):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fl_lightning.core.seeds import torch_generator
 from fl_lightning.data.federated import FederatedDataModule
-from fl_lightning.data.reading import evaluation_reader, loader_option
+from fl_lightning.data.training_set import evaluation_reader, loader_option
 from fl_lightning.federation.federation import Federation
 
 _LEAST_BATCH = 128  # the statistics of smaller ones are coarse
