@@ -166,7 +166,8 @@ class FitRounds:
         self._open()  # there may have been no client
         self._round.record, began = self._meeting.hold(self.record, self.server)
         self._round.step()
-        if not self.stages.hides_clients:  # and no cohort that goes with privacy depends on them
+        # in a checkpoint it would tell who took part; no cohort that goes with privacy depends on it
+        if not (self.stages.hides_clients or self.stages.is_private):
             self._note_clients()
         with self.clients.metrics_kept_apart():
             self.record.pooled = self.run.collector.collect_metrics()
