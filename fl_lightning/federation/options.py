@@ -116,7 +116,7 @@ class Options:
             slots: how many clients train at once; chosen by the model's size if None.
             speedups: faster local steps for clients that train one after the other; updates differ
                 by rounding alone. Any of ``direct_layers``, ``channels_last``, ``fused_optimizer``,
-                ``thin_gradients``, ``math_attention`` and ``compiled``, see
+                ``math_attention`` and ``compiled``, see
                 `fl_lightning.engines.compiler.speedups`. If None, ``engine: auto`` measures which
                 are worth it where the run is long; other engines use none.
             spot_check: fraction of the clients in slots that are also trained one after the other,

@@ -162,7 +162,8 @@ class Round:
         self._check_replies()
         for stage in self.stages:
             stage.settle(self.record)
-        if not self.stages.hides_clients:  # and no cohort that goes with privacy depends on them
+        # in a checkpoint it would tell who took part; no cohort that goes with privacy depends on it
+        if not (self.stages.hides_clients or self.stages.hides_round):
             self._note_clients()
         self.memory.clients.commit()
         self.record.update_norm = float(self.server.close_round(self.stages.on_server))

@@ -23,13 +23,15 @@ def run_state(rounds: Round) -> dict[str, Any]:
     """
     run, server, stages = rounds.run, rounds.server, rounds.stages
     with_round = server.is_open and run.ranks.size == 1 and not stages.restarts
-    hides_record = server.is_open and stages.hides_round
+    record = rounds.record
+    if stages.hides_round:
+        record = RoundRecord() if server.is_open else record.without_clients()
     state = {
         "space": run.local.space.fingerprint(),
         "mask": run.local.space.mask_fingerprint(),
         "seed": run.options.seed,
         "server": server.state_dict(with_round=with_round),
-        "record": (RoundRecord() if hides_record else rounds.record).state_dict(),
+        "record": record.state_dict(),
         "metrics": run.collector.metric_states(run.module) if with_round else {},
         "prog_bar": sorted(run.collector.prog_bar),
         "ranks": run.ranks.size,

@@ -55,10 +55,12 @@ class ExampleRounds(Stage):
         ledger: what was spent.
         aggregator: None: what the server gets is private by itself.
         draws: itself, which draws clients' batches.
+        cohorts: None: they are no secret.
     """
 
     key = "privacy"
     aggregator: None = None
+    cohorts: None = None
 
     def __init__(self, privacy: ExampleDP, run: AccountedRun) -> None:
         self.privacy = privacy
@@ -131,6 +133,10 @@ class ExampleRounds(Stage):
     def load_state_dict(self, state: dict[str, Any], model: GlobalModel | None = None) -> None:
         """Go on from a checkpoint, see `PrivacyLedger.load_state_dict`."""
         self.ledger.load_state_dict(state)
+
+    def count_on(self, earlier: ExampleRounds) -> None:
+        """Count what rounds of an earlier fit have spent."""
+        self.load_state_dict(earlier.state_dict())
 
     def batches(
         self, shard: Tensor, batch_size: int, num_steps: int, client: int, round_index: int
