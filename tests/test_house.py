@@ -58,7 +58,7 @@ CAPS = {
     "models": (1150, 9),
     "nas": (12520, 96),
     "privacy": (2880, 22),
-    "secure": (5450, 40),
+    "secure": (5310, 24),
     "server": (4060, 24),
     "sparsity": (3500, 23),
     "updates": (2700, 14),
