@@ -17,8 +17,7 @@ from fl_lightning.client.work import ClientWork, GroupWork
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import torch_generator
 from fl_lightning.data.federated import FederatedDataModule
-from fl_lightning.data.shards import local_order
-from fl_lightning.federation.processes.shares import batches_of_steps, local_work
+from fl_lightning.data.shards import batches_of_steps, local_order, local_work
 
 
 class DrawsBatches(Protocol):
