@@ -17,10 +17,10 @@ from fl_lightning.core.seeds import derive_seed, seed_global_generators
 from fl_lightning.federation.calendar import Calendar
 from fl_lightning.federation.checkpoints.run_state import load_run_state, run_state
 from fl_lightning.federation.checks.idle_rounds import idle_lines
+from fl_lightning.federation.fit_rounds import FitRounds
+from fl_lightning.federation.logs import log_round
 from fl_lightning.federation.loop import begin_next_round, renumber_groups
 from fl_lightning.federation.options import Options
-from fl_lightning.federation.round import Round
-from fl_lightning.federation.round_log import log_round
 from fl_lightning.federation.stage import Stage
 from fl_lightning.federation.stages.privacy_ledger import note_spent
 from fl_lightning.federation.stages.privacy_run import (
@@ -70,7 +70,7 @@ class Federation(Options, Callback):
         private: what makes them private, if anything.
     """
 
-    rounds: Round | None = None
+    rounds: FitRounds | None = None
     private: PrivateStage | None = None
     _calendar: Calendar
     _cleanup: ExitStack | None = None

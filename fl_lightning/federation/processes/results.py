@@ -10,8 +10,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn, TrainerState
 from torch import Tensor
 
+from fl_lightning.federation.logs import bring_metrics, logged_in_round
 from fl_lightning.federation.loop import load_progress, progress
-from fl_lightning.federation.round_log import bring_metrics, logged_in_round
 from fl_lightning.federation.stages.privacy_ledger import Spent, note_spent, spent_on
 from fl_lightning.federation.visits.personal_models import HasPersonalModels
 

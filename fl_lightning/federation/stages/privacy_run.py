@@ -13,9 +13,9 @@ from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.calendar import Calendar
 from fl_lightning.federation.checks.examples import check_local_steps
 from fl_lightning.federation.checks.privacy import check_monitors
+from fl_lightning.federation.fit_rounds import FitRounds
 from fl_lightning.federation.options import Options
 from fl_lightning.federation.processes.ranks import Ranks
-from fl_lightning.federation.round import Round
 from fl_lightning.federation.stages.example_rounds import ExampleRounds
 from fl_lightning.federation.stages.privacy_ledger import spent_on
 from fl_lightning.federation.stages.private_rounds import PrivateRounds
@@ -47,7 +47,7 @@ def privacy_at_work(trainer: Trainer, options: Options, calendar: Calendar) -> P
     return None
 
 
-def announce_privacy(trainer: Trainer, private: PrivateStage | None, rounds: Round) -> None:
+def announce_privacy(trainer: Trainer, private: PrivateStage | None, rounds: FitRounds) -> None:
     """Say before the first round what is promised and what is not; stop where nothing is left."""
     if private is None:
         return
@@ -83,7 +83,7 @@ def count_on(trainer: Trainer, private: PrivateStage | None, earlier: PrivateSta
     private.count_on(earlier)  # type: ignore[arg-type]
 
 
-def close_private_round(trainer: Trainer, private: PrivateStage, rounds: Round) -> None:
+def close_private_round(trainer: Trainer, private: PrivateStage, rounds: FitRounds) -> None:
     """Refuse learning rates that follow what has no noise; to be called at a round's end.
 
     Raises:

@@ -24,8 +24,8 @@ from fl_lightning.core.update import GlobalModel
 from fl_lightning.core.whole_numbers import Integers
 from fl_lightning.federation.checkpoints.secret_cohorts import SecretCohorts
 from fl_lightning.federation.checks.privacy import warn_of_releases
+from fl_lightning.federation.fit_rounds import FitRounds
 from fl_lightning.federation.processes.ranks import Ranks
-from fl_lightning.federation.round import Round
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Stage
@@ -63,7 +63,7 @@ class PrivateRounds(Stage):
     """
 
     key = "privacy"
-    buffers_stay = hides_round = restarts = True
+    is_private = restarts = True
     draws: None = None
     cohorts: SecretCohorts | None = None
 
@@ -94,15 +94,6 @@ class PrivateRounds(Stage):
         self._at_sites = self._has_warned = False
         self._facts: dict[str, float] = {}
 
-    def check_buffers(self, num_buffers: int) -> None:
-        """Warn of buffers that clients change, once."""
-        if num_buffers and not self._has_warned:
-            self._has_warned = True
-            rank_zero_warn(
-                f"privacy: {num_buffers} numbers in buffers that clients change (statistics of batch "
-                "norm) are not sent; the global model keeps those it began with: use group or layer norm"
-            )
-
     def have_noise_at_sites(self) -> None:
         """Take updates as they come, if clients add the noise: their sites clip them and add it."""
         self._at_sites = self._privacy.clients_add_noise
@@ -121,7 +112,7 @@ class PrivateRounds(Stage):
         if self._privacy.secure_noise and self.ledger.amplifies:
             self.cohorts = SecretCohorts(run)
 
-    def say_cost(self, trainer: Trainer, rounds: Round) -> None:
+    def say_cost(self, trainer: Trainer, rounds: FitRounds) -> None:
         """Say, before training, what the run will have cost, and what ε does not cover."""
         adaptive = ", adaptive" if self._privacy.adaptive_clip else ""
         self.ledger.announce(f"{self._clip_norm:g}{adaptive}")
@@ -131,15 +122,21 @@ class PrivateRounds(Stage):
             trainer,
             self._privacy,
             num_clients=len(trainer.datamodule.clients),  # type: ignore[attr-defined]
-            has_memory=rounds.stages.remembers,
+            has_memory=rounds.run.options.clients_remember,
         )
 
     def open(self, round_index: int, model: GlobalModel) -> None:
-        """Set the round's clip norm.
+        """Set the round's clip norm; warn once of buffers that clients change.
 
         Raises:
             RoundFailure: if the round would exceed the budget.
         """
+        if (num_buffers := model.buffers.numel()) and not self._has_warned:
+            self._has_warned = True
+            rank_zero_warn(
+                f"privacy: {num_buffers} numbers in buffers that clients change (statistics of batch "
+                "norm) are not sent; the global model keeps those it began with: use group or layer norm"
+            )
         self.ledger.check_open(round_index)
         if self._privacy.clients_add_noise:
             self.ledger.release(round_index)
