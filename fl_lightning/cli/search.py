@@ -24,29 +24,38 @@ from fl_lightning.experiments.compare import split
 from fl_lightning.experiments.table import markdown
 from fl_lightning.nas.cost import cost
 from fl_lightning.nas.cost.latency import LatencyTable
-from fl_lightning.nas.named_spaces import NAMES
-from fl_lightning.nas.retraining import retraining
-from fl_lightning.nas.search.batches import folder_batch, noise_batch
-from fl_lightning.nas.search.constraints import shown
-from fl_lightning.nas.search.evolution import Evolution, RegularizedEvolution
+from fl_lightning.nas.network import retraining
 from fl_lightning.nas.search.findings import (
     draw_front,
     export,
     front_rows,
     write_evaluated,
 )
-from fl_lightning.nas.search.objectives import CostScore, ProxyScore, TableScore, builder
-from fl_lightning.nas.search.optuna import OptunaSearch
 from fl_lightning.nas.search.problem import (
     Costs,
     Objective,
     Problem,
     SearchResult,
     parse_constraints,
+    shown,
 )
-from fl_lightning.nas.search.proxies import PROXIES
-from fl_lightning.nas.search.random import RandomSearch
-from fl_lightning.nas.search.strategy import Strategy
+from fl_lightning.nas.search.proxies import (
+    PROXIES,
+    CostScore,
+    ProxyScore,
+    TableScore,
+    builder,
+    folder_batch,
+    noise_batch,
+)
+from fl_lightning.nas.search.strategies import (
+    Evolution,
+    OptunaSearch,
+    RandomSearch,
+    RegularizedEvolution,
+    Strategy,
+)
+from fl_lightning.nas.spaces.named import NAMES
 from fl_lightning.nas.spaces.nas_bench_201_table import NASBench201Table
 from fl_lightning.nas.spaces.space import Architecture
 
