@@ -25,7 +25,7 @@ from fl_lightning import (
 )
 from fl_lightning.core.whole_numbers import Draw
 from fl_lightning.data.cohorts.cohort import CohortSampler
-from fl_lightning.data.cohorts.turns import RoundRobinCohort
+from fl_lightning.data.cohorts.weighted_cohorts import RoundRobinCohort
 from fl_lightning.kernels import rounded_gaussian
 from fl_lightning.privacy.mechanism import Mechanism
 from fl_lightning.privacy.noise.noise_source import SecureNoise, SeededNoise

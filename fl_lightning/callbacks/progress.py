@@ -28,6 +28,7 @@ from fl_lightning.callbacks.console.round_line import (
 from fl_lightning.callbacks.console.run_bar import Inner, Pace, run_line
 from fl_lightning.core.console.screen import Screen, Ticker
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.federation import begin_round
 
 SECONDS_OF_A_SHORT_ROUND = 5.0
 _SECONDS_BETWEEN_DRAWINGS = 0.1
@@ -55,6 +56,7 @@ class RoundProgressBar(ProgressBar):
         self._pace = Pace()
         self._inner: Inner | None = None
         self._run_text: str | None = None
+        self._metrics: dict[str, float] = {}  # of the last whole round
         self._has_begun = False  # the first round, after what calibrates a mask
         self._drawn_at = 0.0
         self._ticker = Ticker(self._show)
@@ -87,6 +89,7 @@ class RoundProgressBar(ProgressBar):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin a round."""
+        begin_round(trainer)
         self._inner = Inner(*_count(trainer))
         self._pace.begin()
         self._draw()
@@ -110,6 +113,7 @@ class RoundProgressBar(ProgressBar):
         """Count a round; where there is no terminal, say it."""
         self._inner = None
         self._pace.end()
+        self._metrics = metrics_in_order(trainer)
         if self.says_rounds:
             rank_zero_info(round_line(trainer))
         self._draw(at_once=True)
@@ -231,7 +235,8 @@ class RoundProgressBar(ProgressBar):
         label = f"{unit(self.trainer)} {self._pace.done}{f'/{total}' if total else ''}"
         share = None if total is None else self._pace.done / total
         clock = self._pace.words(None if has_ended else total)
-        return run_line(label, share, clock, metrics_in_order(self.trainer), width)
+        metrics = {**self._metrics, **metrics_in_order(self.trainer)}
+        return run_line(label, share, clock, metrics, width)
 
     def _close(self) -> None:
         self._ticker.stop()

@@ -7,6 +7,7 @@ trains over a real network.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 from lightning.pytorch.cli import ArgsType
@@ -16,6 +17,20 @@ from fl_lightning.cli.federated_cli import ended_with_a_sentence
 from fl_lightning.cli.mistakes.errors import Parser
 from fl_lightning.cli.subcommands import fit_trial, resolve, run_lightning, validate
 
+# modules that take seconds to import: each has a function of its command's name
+_HOMES = {
+    "compare": "fl_lightning.experiments.compare",
+    "sweep": "fl_lightning.cli.sweep",
+    "search": "fl_lightning.cli.search",
+    "latency": "fl_lightning.cli.latency",
+    "network": "fl_lightning.cli.over_network.network",
+}
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "compare": {"resolve": resolve},
+    "sweep": {"resolve": resolve, "fit": fit_trial},
+    "search": {"validate": validate, "resolve": resolve},
+}
+
 
 def parser_of(command: str) -> Parser:
     """Return the parser of one of our commands.
@@ -24,26 +39,11 @@ def parser_of(command: str) -> Parser:
         command: ``compare``, ``sweep``, ``search``, ``latency`` or ``network``. What runs it is imported now.
     """
     parser = Parser(prog=f"fl-lightning {command}", description=COMMANDS[command])
-    if command == "compare":
-        from fl_lightning.experiments.compare import add_arguments
-
-        add_arguments(parser)
-    elif command == "sweep":
-        from fl_lightning.cli.sweep import add_arguments
-
-        add_arguments(parser)
-    elif command == "search":
-        from fl_lightning.cli.search import add_arguments
-
-        add_arguments(parser)
-    elif command == "latency":
-        from fl_lightning.cli.latency import add_arguments
-
-        add_arguments(parser)
+    home = import_module(_HOMES[command])
+    if command == "network":
+        home.add_commands(parser, Parser)
     else:
-        from fl_lightning.cli.over_network.network import add_commands
-
-        add_commands(parser, Parser)
+        home.add_arguments(parser)
     return parser
 
 
@@ -52,26 +52,9 @@ def _run(words: Any) -> None:
     is_typed = isinstance(words, list) and words
     command: str = words[0] if is_typed else ""
     rest: list[str] = words[1:] if is_typed else []
-    if command == "compare":
-        from fl_lightning.experiments.compare import compare
-
-        compare(rest, parser=parser_of(command), resolve=resolve)
-    elif command == "sweep":
-        from fl_lightning.cli.sweep import sweep
-
-        sweep(rest, parser=parser_of(command), resolve=resolve, fit=fit_trial)
-    elif command == "search":
-        from fl_lightning.cli.search import search
-
-        search(rest, parser=parser_of(command), validate=validate, resolve=resolve)
-    elif command == "latency":
-        from fl_lightning.cli.latency import latency
-
-        latency(rest, parser=parser_of(command))
-    elif command == "network":
-        from fl_lightning.cli.over_network.network import network
-
-        network(rest, parser=parser_of(command))
+    if command in _HOMES:
+        run = getattr(import_module(_HOMES[command]), command)
+        run(rest, parser=parser_of(command), **_OPTIONS.get(command, {}))
     else:
         run_lightning(words)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,7 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from typing_extensions import override
 
 from fl_lightning.callbacks.console.companions import companions
 from fl_lightning.callbacks.console.results_table import ResultsTable
@@ -28,11 +30,11 @@ from fl_lightning.callbacks.predictions import Predictions
 from fl_lightning.callbacks.report.run_report import RunReport
 from fl_lightning.cli.at_once.configs import with_paths
 from fl_lightning.cli.at_once.run_help import OPTIONS
-from fl_lightning.cli.at_once.short_names import loader, with_whole_names
+from fl_lightning.cli.at_once.short_names import expanded, interpolating, loader, with_whole_names
 from fl_lightning.cli.console import console, forget_early_messages
 from fl_lightning.cli.devices import asks_for_several, automatic_processes
 from fl_lightning.cli.mistakes.constructors import watch_configuration, watched
-from fl_lightning.cli.mistakes.errors import Parser, explain
+from fl_lightning.cli.mistakes.errors import Parser, bug_behind, explain
 from fl_lightning.cli.mistakes.ranges import check_ranges
 from fl_lightning.cli.runs import (
     RunConfig,
@@ -46,9 +48,7 @@ from fl_lightning.cli.started import take_what_was_started
 from fl_lightning.cli.trainer import check_trainer
 from fl_lightning.core.console.layout import in_lines
 from fl_lightning.core.console.screen import clear_leftovers
-from fl_lightning.core.errors import (
-    Interrupted,
-)
+from fl_lightning.core.errors import Interrupted
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.checkpoints.csv_rows import keep_rows
 from fl_lightning.federation.checkpoints.earlier_runs import EarlierRun
@@ -67,6 +67,9 @@ from fl_lightning.federation.processes.interruption import Interruption
 # YAML in which classes may stand without their modules
 _SHORT = "short"
 set_loader(_SHORT, loader(get_loader("yaml")), exceptions=(yaml.YAMLError,))
+# with references between options: ${model.image_size}
+set_loader("omegaconf", loader(interpolating(get_loader("yaml"))), exceptions=(yaml.YAMLError,))
+set_loader("omegaconf+", loader(get_loader("yaml")), exceptions=(yaml.YAMLError,))
 
 
 class FederatedCLI(LightningCLI):
@@ -83,7 +86,8 @@ class FederatedCLI(LightningCLI):
             `FederatedDataModule`: ``--data.num_clients 10 --data.source.batch_size 32``. Any by
             ``class_path`` if None.
         options: further ones of `LightningCLI`, whose defaults here are ours. Without ``args`` it reads the
-            command line of the process, and mistakes end it with a sentence.
+            command line of the process, and mistakes end it with a sentence. With ``run=False`` model, data
+            and Trainer are built for a fit, and nothing runs.
     """
 
     def __init__(
@@ -95,6 +99,8 @@ class FederatedCLI(LightningCLI):
         self._source = datamodule_class
         if datamodule_class is None or issubclass(datamodule_class, FederatedDataModule):
             self._source = None
+        else:  # the option source takes any class
+            options.pop("subclass_mode_data", None)
         ours: dict[str, Any] = {
             "save_config_callback": RunConfig,
             "save_config_kwargs": {"save_to_log_dir": False},
@@ -105,66 +111,52 @@ class FederatedCLI(LightningCLI):
                 "description": "Federated learning for PyTorch Lightning.",
                 "allow_abbrev": False,
                 "parser_mode": _SHORT,
+                **(options.pop("parser_kwargs", None) or {}),
             },
         }
+        args = options.pop("args", None)
         data = datamodule_class if self._source is None else FederatedDataModule
         run = partial(super().__init__, model_class, data, **{**ours, **options})
-        if options.get("args") is not None:
-            run()
-        else:
-            ended_with_a_sentence(lambda: run(args=with_whole_names(with_paths(sys.argv[1:]))))
+        is_ours = data is not None and data.__module__.startswith("fl_lightning.")
 
-    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add what is not Lightning's."""
+        def read(words: list[str]) -> list[str]:
+            return with_whole_names(with_paths(words), data=is_ours)
+
+        if args is None:
+            ended_with_a_sentence(lambda: run(args=read(sys.argv[1:])))
+        else:
+            run(args=read(args) if isinstance(args, list) else expanded(args))
+
+    @property
+    def _settings(self) -> Any:
+        """Options of the subcommand; of ``run=False``, which has none, all."""
+        return self.config.get(str(self.config.get("subcommand")), self.config)
+
+    @override
+    def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add what is not Lightning's; `add_arguments_to_parser` is for classes of your own."""
+        super().add_core_arguments_to_parser(parser)
         if self._source is not None:
             path = f"{self._source.__module__}.{self._source.__qualname__}"
             parser.set_defaults({"data.source": {"class_path": path}})
-        parser.add_argument(
-            "--federation",
-            type=Federation | None,
-            default=None,
-            help=OPTIONS["federation"],
-        )
-        parser.add_argument(
-            "--test_after_fit",
-            type=bool,
-            default=True,
-            help=OPTIONS["test_after_fit"],
-        )
-
-        parser.add_argument(
-            "--report",
-            type=bool,
-            default=True,
-            help=OPTIONS["report"],
-        )
-
-        parser.add_argument(
-            "--num_threads",
-            type=PositiveInt | None,
-            default=None,
-            help=OPTIONS["num_threads"],
-        )
-
-        parser.add_argument(
-            "--resume_changed",
-            type=bool,
-            default=False,
-            help=OPTIONS["resume_changed"],
-        )
-        parser.add_argument(
-            "--log_level",
-            type=Level,
-            default="info",
-            help=OPTIONS["log_level"],
-        )
+        for name, kind, default in (
+            ("federation", Federation | None, None),
+            ("test_after_fit", bool, True),
+            ("report", bool, True),
+            ("num_threads", PositiveInt | None, None),
+            ("resume_changed", bool, False),
+            ("log_level", Level, "info"),
+        ):
+            parser.add_argument(f"--{name}", type=kind, default=default, help=OPTIONS[name])
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Parse, and refuse what Lightning would stumble over, or take without a look."""
         super().parse_arguments(parser, args)
-        config = self.config[self.config.subcommand]
-        check_trainer(config)
-        check_ranges(config)
+        own = self._parser(self.config.get("subcommand"))
+        if isinstance(own, Parser) and own.default_env:
+            own.check_environment(os.environ)
+        check_trainer(self._settings)
+        check_ranges(self._settings)
 
     def _parse_ckpt_path(self) -> None:
         """Take the model's options from a checkpoint to evaluate, as Lightning does.
@@ -172,15 +164,16 @@ class FederatedCLI(LightningCLI):
         A fit has those it was given, which are compared with the run's: else what differs would be
         replaced without a word.
         """
-        subcommand = self.config.subcommand
-        given = None if subcommand == "fit" else self.config[subcommand].get("ckpt_path")
+        is_fit = self.config.get("subcommand") == "fit"
+        given = None if is_fit else self._settings.get("ckpt_path")
         if given and Path(given).is_file():
             check_checkpoint(Path(given))
             super()._parse_ckpt_path()
 
-    def before_instantiate_classes(self) -> None:
-        """Set the threads; find the run that ``--ckpt_path`` means."""
-        config = self.config[self.subcommand]
+    @override
+    def instantiate_classes(self) -> None:
+        """Set the threads; find the run that ``--ckpt_path`` means; build all."""
+        config = self._settings
         watch_configuration(config)
         if config.get("num_threads") is not None:
             torch.set_num_threads(config.num_threads)
@@ -191,6 +184,7 @@ class FederatedCLI(LightningCLI):
             run = find_run(config, plain[self.subcommand], is_fit=is_fit)
             self._run = run if is_fit else None
         settle_loggers(config, self._run)
+        super().instantiate_classes()
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Add the federation, and what a federated run needs, to the Trainer's callbacks."""
@@ -202,8 +196,8 @@ class FederatedCLI(LightningCLI):
         if self.subcommand == "fit":
             self._interruption = Interruption()
             options["callbacks"].insert(0, self._interruption)  # before others begin a round
-            if not options["fast_dev_run"]:
-                settle_folder(options, self._run)
+        if self._is_fit and not options["fast_dev_run"]:
+            settle_folder(options, self._run)
         take_what_was_started(options)
         if options["enable_model_summary"] is None:
             options["enable_model_summary"] = (
@@ -221,7 +215,7 @@ class FederatedCLI(LightningCLI):
         if self._run is not None and trainer.is_global_zero:
             clean_up_after(self._run)
             keep_rows(trainer, check_checkpoint(self._run.checkpoint))
-        if federation is not None and self.subcommand == "fit":
+        if federation is not None and self._is_fit:
             check_strategy(trainer)
         return trainer
 
@@ -234,9 +228,10 @@ class FederatedCLI(LightningCLI):
         self, given: Sequence[Callback], options: Mapping[str, Any], *, is_federated: bool
     ) -> list[Callback]:
         """Return the callbacks of every run, but for those that the configuration brings itself."""
-        own = self.config[self.subcommand]
+        own = self._settings
         self._results = ResultsTable(
-            waits_for_test=bool(own.get("test_after_fit")), is_wanted=own.get("verbose", True)
+            waits_for_test=self.subcommand is not None and own.test_after_fit,
+            is_wanted=own.get("verbose", True),
         )
         found = companions(
             *(*given, self._results),
@@ -250,18 +245,21 @@ class FederatedCLI(LightningCLI):
 
     def _add_report(self, options: Any) -> None:
         """Have the run keep its rounds, and make its report after the test, if there is one."""
-        if self.subcommand not in ("fit", "validate", "test"):
+        if self.subcommand == "predict":
             return
         own = [each for each in options["callbacks"] if isinstance(each, RunReport)]
         others = [each for each in options["callbacks"] if each not in own]
-        page = self.config[self.subcommand].get("report", False)
+        waits = self.subcommand is not None
         # last: it keeps what the others have logged
-        options["callbacks"] = [*others, *(own or [RunReport(page=page, waits_for_test=True)])]
+        options["callbacks"] = [
+            *others,
+            *(own or [RunReport(page=self._settings.report, waits_for_test=waits)]),
+        ]
 
     def _choose_processes(self, options: Any, federation: Federation) -> None:
         """Let ``devices: auto`` of a fit mean all cores where clients train on CPUs."""
-        if self.subcommand == "fit":
-            num_threads = self.config[self.subcommand].num_threads
+        if self._is_fit:
+            num_threads = self._settings.num_threads
             count = automatic_processes(options, federation, self.datamodule, num_threads)
             if count > 1:
                 options["devices"], options["strategy"] = count, "federated"
@@ -274,6 +272,11 @@ class FederatedCLI(LightningCLI):
             options["strategy"] = "federated"
             why = "because there are several devices"
             rank_zero_info(f"trainer.strategy: federated, {why}", **detail())
+
+    @property
+    def _is_fit(self) -> bool:
+        """Whether the Trainer is to fit, as that of ``run=False`` may."""
+        return self.subcommand in (None, "fit")
 
     def fit(self, *args: Any, **kwargs: Any) -> None:
         """Fit as the Trainer does; when interrupted, say how to go on."""
@@ -290,7 +293,7 @@ class FederatedCLI(LightningCLI):
         """Test the last model and say where everything is."""
         data = self.datamodule
         self._results.keep(self.trainer)
-        is_wanted = self.config[self.subcommand].test_after_fit
+        is_wanted = self._settings.test_after_fit
         if is_wanted and _has_test(self.model, data):
             self.trainer.test(self.model, datamodule=data, verbose=False)
         else:
@@ -335,4 +338,5 @@ def ended_with_a_sentence(run: Callable[[], None]) -> None:
             if sentence is None:
                 raise
             clear_leftovers()
+            print(bug_behind(error), end="", file=sys.stderr)
             sys.exit(in_lines(f"fl-lightning: {sentence}", sys.stderr))

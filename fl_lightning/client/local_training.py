@@ -21,16 +21,17 @@ from fl_lightning.client.local_step import LocalStep, SizedBatch
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.optimizer_masks import OptimizerMasks
 from fl_lightning.client.optimizer_steps import OptimizerSteps
-from fl_lightning.client.state.python_state import Growth, PythonState
+from fl_lightning.client.state.attributes import Attributes, Growth
 from fl_lightning.client.state.round_start import LocalSchedules, RateSchedule, RoundStart
-from fl_lightning.client.state.state_tensors import (
+from fl_lightning.client.state.tensors import (
     Constants,
-    Homes,
+    ModuleTensors,
+    TrainedFlags,
     candidates,
+    is_number,
     state_space,
     whole_numbers,
 )
-from fl_lightning.client.state.toggling import toggled_back
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.lonely_example import help_with_one_example
 from fl_lightning.core.metrics import weighted_mean
@@ -51,7 +52,7 @@ class LocalTrainer:
         by_step: those that count local steps, see `RoundStart`; None if none does.
         by_hand: whether the local step steps the optimizers itself, as often as it likes, and may
             freeze parameters for a while.
-        ignore: names of attributes of the module that are no client's, see `PythonState`.
+        ignore: names of attributes of the module that are no client's, see `Attributes`.
 
     Attributes:
         space: layout of the parameters that train and are shared.
@@ -96,9 +97,9 @@ class LocalTrainer:
         self.collector = collector if collector is not None else LogCollector()
         self._module = module
         self._integer_buffers = whole_numbers(module)
-        self._homes = Homes(module)
+        self._homes = ModuleTensors(module)
         self._ignore = {*ignore, "log"}  # which the collector puts there
-        self._python, self._in_round = self._python_now(), False
+        self._attributes, self._in_round = self._attributes_now(), False
         self.state_names: list[str] | None = None
         self.growth: Growth = []
         self._grown: Growth = []
@@ -144,7 +145,7 @@ class LocalTrainer:
     def integer_start(self) -> dict[str, Tensor]:
         """The integer buffers that every client of the round begins with, by name."""
         named = self._module.named_buffers()
-        names = [name for name, buffer in named if not buffer.is_floating_point()]
+        names = [name for name, buffer in named if not is_number(buffer)]
         return dict(zip(names, self._integers, strict=False))  # frozen parameters follow
 
     @property
@@ -183,12 +184,13 @@ class LocalTrainer:
         """Note what every client of the round starts from besides the weights.
 
         These are the optimizers' options, as the learning-rate schedules left them, the schedules,
-        see `RoundStart`, integer buffers such as batch norm's counter, and what Python holds.
+        see `RoundStart`, integer buffers such as batch norm's counter, and attributes of the module.
 
         Args:
             number: the round's.
         """
         self._homes.bring_home()
+        self._homes.note()
         params = self._module.named_parameters()
         present = [name for name, p in params if p.requires_grad and name not in self._apart]
         if present != self.space.names:
@@ -204,17 +206,16 @@ class LocalTrainer:
         elsewhere = {*self.buffers.names, *self._apart}
         constant = {n: t for n, t in candidates(self._module).items() if n not in elsewhere}
         self._constants, self._round = Constants(constant), number
-        if not self._python.is_same():  # where it is, all places are those of the last walk
-            self._python = self._python_now()
+        if not self._attributes.is_same():  # where they are, so are those of the last walk
+            self._attributes = self._attributes_now()
+        self._flags = TrainedFlags(self._module)
         self._in_round, self._grown = True, []
 
-    def _python_now(self) -> PythonState:
-        return PythonState(
-            self._module, ignore=self._ignore, global_generators=False, requires_grad=False
-        )
+    def _attributes_now(self) -> Attributes:
+        return Attributes(self._module, ignore=self._ignore)
 
     def bring_home(self) -> None:
-        """Give tensors that others replaced in the module their places again, see `Homes`."""
+        """Give tensors that others replaced in the module their places again, see `ModuleTensors`."""
         self._homes.bring_home()
 
     def keep_growth(self, growth: Growth) -> None:
@@ -226,10 +227,10 @@ class LocalTrainer:
 
         Until the next client trains or `restore`: each begins with the lists of the round's start.
         """
-        self._python.grow(self._grown)
+        self._attributes.grow(self._grown)
 
     def end_round(self, model: GlobalModel) -> None:
-        """Put the global model back, and leave Python's state to hooks until the next round.
+        """Put the global model back, and leave the module's attributes to hooks until the next round.
 
         Raises:
             ConfigurationError: if a client changed what was taken for a constant.
@@ -258,19 +259,20 @@ class LocalTrainer:
     def restore(self, model: GlobalModel) -> None:
         """Put the global model back, with what a client has for itself, and a fresh optimizer.
 
-        Inside a round also what Python held at its start.
+        Inside a round also the attributes that the module had at its start.
         """
         self.space.write(model.params)
         self.buffers.write(model.buffers)
-        for buffer, value in zip(self._integer_buffers, self._integers, strict=True):
-            buffer.copy_(value)
+        if self._integers:
+            with torch.no_grad():
+                torch._foreach_copy_(self._integer_buffers, self._integers)
         own = self._own_start if self._guest is None else self._guest
         if own is not None:
             self.own.write(own)
         self.round_start.put_back()
         self._holds = model
         if self._in_round:
-            self._python.put_back()
+            self._attributes.put_back()
 
     def train(
         self,
@@ -297,20 +299,23 @@ class LocalTrainer:
         """
         active = self._begin(start, masks)
         try:
-            with toggled_back(self._module):
-                num_steps, losses, sizes = self._take_steps(batches)
-        except ConfigurationError:
-            raise
-        except Exception as error:
+            num_steps, losses, sizes = self._take_steps(batches)
+            self._flags.check()
+        except BaseException as error:
+            self._homes.put_back()
+            if isinstance(error, ConfigurationError) or not isinstance(error, Exception):
+                raise
             self.collector.discard()
             sizes = [size for _, size in self._in_hand]
             help_ = help_with_one_example(error, sizes, num_examples)
             raise ClientFailure(client_id, f"{type(error).__name__}: {error}{help_}") from error
+        finally:
+            self._flags.put_back()
         if num_steps == 0:
             raise ClientFailure(client_id, "it took no local step: its shard is empty")
         self._homes.bring_home()
         self._refuse(self._constants.touched(), f"client {client_id}'s")
-        self.growth = self._python.growth()
+        self.growth = self._attributes.growth()
         logged = self.collector.collect()
         self.kept = self.own.read()
         totals = self._optimizer_steps.totals()
@@ -333,7 +338,7 @@ class LocalTrainer:
         if self._holds is not start:
             self.restore(start)
         else:
-            self._python.put_back()
+            self._attributes.put_back()
         self._holds = None
         if masks is None:
             return None

@@ -44,7 +44,8 @@ class Space:
         self, tensors: Mapping[str, Tensor], active: Mapping[str, Tensor] | None = None
     ) -> None:
         self.names = list(tensors)
-        self._tensors = list(tensors.values())
+        # complex buffers are two real numbers each
+        self._tensors = [torch.view_as_real(t) if t.is_complex() else t for t in tensors.values()]
         self.active = {name: index.long() for name, index in (active or {}).items()}
         self._indices = [self.active.get(name) for name in self.names]
         pairs = list(zip(self._tensors, self._indices, strict=True))
@@ -114,14 +115,15 @@ class Space:
 
     @classmethod
     def of_buffers(cls, module: nn.Module, without: Collection[str] = ()) -> Space:
-        """Return the space of all floating-point buffers, e.g. batch norm's running statistics.
+        """Return the space of all floating-point and complex buffers, e.g. batch norm's running statistics.
 
         Those in ``without`` are no part of it.
 
         Integer buffers (batch norm's ``num_batches_tracked``) are not averaged: a client starts
         from the server's value, which stays as it is.
         """
-        floating = {n: b for n, b in module.named_buffers() if b.is_floating_point()}
+        named = dict(module.named_buffers())
+        floating = {n: b for n, b in named.items() if b.is_floating_point() or b.is_complex()}
         return cls({name: b for name, b in floating.items() if name not in without})
 
     def read(self) -> Tensor:

@@ -12,18 +12,18 @@ from fl_lightning.data.cohorts.cohort import (
 )
 from fl_lightning.data.cohorts.oort import OortCohort
 from fl_lightning.data.cohorts.population import ClientIds, Population
-from fl_lightning.data.cohorts.turns import LeastRecentCohort, RoundRobinCohort
 from fl_lightning.data.cohorts.weighted_cohorts import (
     ByLossCohort,
     BySizeCohort,
+    LeastRecentCohort,
     PowerOfChoiceCohort,
+    RoundRobinCohort,
 )
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.data.inputs import FederatedNormalize, InputTransform, Normalize, Reshape
 from fl_lightning.data.partitions.dirichlet_labels import DirichletPerClass, DirichletPerClient
 from fl_lightning.data.partitions.flat_shards import FlatShards
-from fl_lightning.data.partitions.label_shards import LabelShards
-from fl_lightning.data.partitions.mcmahan_shards import McMahanShards
+from fl_lightning.data.partitions.label_shards import LabelShards, McMahanShards
 from fl_lightning.data.partitions.partition import (
     IID,
     NaturalPartition,
@@ -35,11 +35,10 @@ from fl_lightning.data.partitions.partition import (
 from fl_lightning.data.partitions.quantity_skew import DirichletSizes, PowerLawSizes
 from fl_lightning.data.poisoning import LabelFlip, Poison, Trigger
 from fl_lightning.data.sources.arrays import Arrays
-from fl_lightning.data.sources.digits import Digits
+from fl_lightning.data.sources.bundled import Digits, Iris
 from fl_lightning.data.sources.hugging_face import HuggingFace
 from fl_lightning.data.sources.image_folder import ImageFolder
-from fl_lightning.data.sources.images import ImageTensors
-from fl_lightning.data.sources.iris import Iris
+from fl_lightning.data.sources.image_source import ImageTensors
 from fl_lightning.data.sources.table import Table
 from fl_lightning.data.sources.torchvision_sources import CIFAR10, CIFAR100, MNIST, FashionMNIST
 from fl_lightning.data.summary import PartitionSummary

@@ -27,10 +27,8 @@ from torch.utils.data import (
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import run_seed
-from fl_lightning.data.classes import are_classes, as_labels, quantile_bins
 from fl_lightning.data.client_examples import ExampleTransform, owners_of
-from fl_lightning.data.columns import Column, read_column
-from fl_lightning.data.division import divide
+from fl_lightning.data.columns import Column, are_classes, as_labels, quantile_bins, read_column
 from fl_lightning.data.forwarding import ForwardingDataModule
 from fl_lightning.data.inputs import (
     InputTransform,
@@ -47,8 +45,7 @@ from fl_lightning.data.poisoning import (
     poisoned_examples,
     poisoned_reader,
 )
-from fl_lightning.data.roles import Roles, check_fractions
-from fl_lightning.data.search_half import SearchHalf
+from fl_lightning.data.roles import Roles, SearchHalf, check_fractions, divide
 from fl_lightning.data.shards import ClientShards
 from fl_lightning.data.summary import PartitionSummary, partition_fingerprint
 from fl_lightning.data.training_set import TrainingSet

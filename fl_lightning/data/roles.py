@@ -1,19 +1,38 @@
 """What a client's examples are for: training, or what it is validated and tested on.
 
 shard = train ∪ validation ∪ test, disjoint; parts are held out one after the other, at random
+
+Two halves of every client's examples, for a search: weights learn from one, choices from the other.
+
+A batch holds examples of the first half and as many of the second half of the same client:
+
+    {"train": the batch's examples, "search": the partner of each of them}
+
+An example's partner is drawn once a run, so that a batch is a function of its examples, and a shuffled
+pass over one half is a shuffled pass over the other. Source: Liu et al. 2019, section 2.2 (two halves
+of the training set); He et al. 2020, section 3.2 (two halves of every client's).
+
+A partition at work: what it looks at, and whose examples are whose by it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import numpy_generator
+from fl_lightning.data.columns import read_column
+from fl_lightning.data.partitions.flat_shards import FlatShards
+from fl_lightning.data.partitions.partition import Partition, PartitionRule, as_rule
 from fl_lightning.data.shards import ClientShards
+from fl_lightning.data.training_set import TrainingSet
 
 # of a client's examples: what is left to train on is a tenth at least
 _MOST_HELD_OUT = 0.9
@@ -109,3 +128,117 @@ def check_fractions(validation: float, test: float, search: float = 0.0) -> None
             f"client_val_fraction and client_test_fraction must be at most {_MOST_HELD_OUT} together, got "
             f"{validation} and {test}: clients train on the rest"
         )
+
+
+class SearchHalf:
+    """The partners of clients' training examples.
+
+    Args:
+        training: whose weights learn from which examples.
+        search: the second half of each client's examples, no larger than the first.
+
+    Raises:
+        ConfigurationError: for a client with examples in one half only, and for an example of
+            several clients, which would have several partners.
+
+    Example:
+        >>> import numpy as np
+        >>> halves = SearchHalf(ClientShards([np.array([4, 0])]), ClientShards([np.array([2])]))
+        >>> halves.partners(torch.tensor([0, 4]))
+        tensor([2, 2])
+    """
+
+    def __init__(self, training: ClientShards, search: ClientShards) -> None:
+        sizes, num_partners = training.num_examples, search.num_examples
+        lonely = ((sizes > 0) & (num_partners == 0)).nonzero()[0]
+        if len(lonely):
+            raise ConfigurationError(
+                f"search_fraction: client {lonely[0]} has one example, and a search needs two of every "
+                "client, one for the weights and one for the choices: use a partition that gives "
+                "each client more"
+            )
+        mine = torch.from_numpy(training.flat.indices).long()
+        theirs = torch.from_numpy(search.flat.indices).long()
+        if len(mine.unique()) < len(mine) or len(theirs.unique()) < len(theirs):
+            raise ConfigurationError(
+                "search_fraction: some examples belong to several clients: use a partition whose shards "
+                "do not overlap"
+            )
+        places = torch.cat([mine, mine.new_zeros(1)])
+        self._partner = torch.full((int(places.max()) + 1,), -1)
+        for client in range(len(training)):
+            ours, others = training[client].long(), search[client].long()
+            if len(ours):
+                self._partner[ours] = others[torch.arange(len(ours)) % len(others)]
+
+    def partners(self, examples: Tensor) -> Tensor:
+        """Return the partner of each example, shape (B,)."""
+        return self._partner.index_select(0, examples.long())
+
+    def paired(self, read: Callable[[Tensor], Any]) -> Callable[[Tensor], dict[str, Any]]:
+        """Return the function from examples, shape (B,), to a batch with both halves."""
+        return lambda examples: {"train": read(examples), "search": read(self.partners(examples))}
+
+
+def divide(
+    examples: TrainingSet,
+    partition: Partition,
+    num_clients: int | None,
+    classes: Callable[[], npt.NDArray[Any]],
+    seed: int,
+) -> FlatShards:
+    """Return the examples of every client, of those that the training loader draws.
+
+    Args:
+        examples: what is divided.
+        partition: by which rule.
+        num_clients: among how many; None if the partition knows.
+        classes: finds one label per example of the data set, for partitions that look at them.
+        seed: of the partition's draws.
+
+    Raises:
+        ConfigurationError: if there is no number of clients, or the partition cannot do it.
+    """
+    name, drawn = type(partition).__name__, examples.drawn.indices
+    rule = as_rule(partition)
+    column = _column(examples, rule, name, classes)
+    if drawn is not None:
+        column = column[drawn.numpy()]
+    if num_clients is None and rule.owners is not None:
+        num_clients = len(np.unique(column))
+    if num_clients is None:
+        raise ConfigurationError(f"FederatedDataModule needs num_clients with {name}")
+    shards = FlatShards.of(rule.assign(column, num_clients, seed))
+    if len(shards) != num_clients:
+        raise ConfigurationError(
+            f"{name}.assign must return a shard for each of {num_clients} clients, got {len(shards)}"
+        )
+    last = int(shards.indices.max(initial=-1))
+    if last >= len(column):
+        raise ConfigurationError(
+            f"{name}.assign must return indices below the number of training examples, {len(column)}, "
+            f"got {last}"
+        )
+    # a partition counts the examples that are drawn
+    return shards if drawn is None else FlatShards(drawn.numpy()[shards.indices], shards.sizes)
+
+
+def _column(
+    examples: TrainingSet,
+    rule: PartitionRule,
+    name: str,
+    classes: Callable[[], npt.NDArray[Any]],
+) -> npt.NDArray[Any]:
+    """Return what a partition of a name looks at, one value per example of the data set."""
+    if rule.owners is not None:
+        return read_column(examples.dataset, rule.owners, "partition.attribute")
+    if not rule.uses_labels:
+        return np.zeros(len(examples), np.int8)
+    labels = classes()
+    if labels.ndim > 1:
+        raise ConfigurationError(
+            f"{name} needs one label per example, got rows of {labels.shape[1]} "
+            "numbers that are not one-hot: set data.labels to what names one class, e.g. a function of "
+            "the data set"
+        )
+    return labels

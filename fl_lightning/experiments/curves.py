@@ -17,7 +17,8 @@ def curves(run: Path) -> dict[str, Curve]:
     """Return every metric of a run's folder, by name.
 
     Where a resumed run logged a round again, the later value counts; what was logged after the
-    last round, or once, as the test's metrics are, has the number of a round more.
+    last round, or once, as the test's metrics are, has the number of a round more; ``epoch`` has those
+    of the rounds that there were.
     """
     # a second to import
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -35,4 +36,5 @@ def curves(run: Path) -> dict[str, Curve]:
     }
     afterwards = max(epochs.values(), default=0) + 2
     once = {name: {afterwards: value} for name, value in logged_once(run).items()}
-    return {**once, **found}
+    rounds: Curve = {epoch + 1: float(epoch) for epoch in epochs.values()}
+    return {**once, **found, "epoch": rounds}

@@ -86,6 +86,7 @@ def read_result(run: PlannedRun, experiment: Experiment) -> RunResult:
         ConfigurationError: if it did not log a metric that is to be reported.
     """
     logged = curves(run.folder)
+    num_rounds = max(logged.pop("epoch"), default=0)
     over = [experiment.over] if experiment.over is not None else []
     _require([*experiment.report, *over], logged)
     reported = {name: logged[name] for name in experiment.report}
@@ -100,7 +101,11 @@ def read_result(run: PlannedRun, experiment: Experiment) -> RunResult:
     if virtual := logged.get("round/total_virtual_seconds"):
         columns["virtual seconds"] = _last(virtual)
     clock = None if experiment.over is None else logged[experiment.over]
-    return RunResult(run.variant, run.seed, reported, columns, clock)
+    in_rounds = {
+        name: {n: value for n, value in curve.items() if n <= num_rounds}
+        for name, curve in reported.items()
+    }
+    return RunResult(run.variant, run.seed, in_rounds, columns, clock)
 
 
 def by_variant(results: Sequence[RunResult]) -> dict[str, list[RunResult]]:

@@ -24,7 +24,7 @@ from fl_lightning.federation.execution.group_size import num_short_clients
 from fl_lightning.federation.groups import RoundGroups, Share
 from fl_lightning.federation.options import Options
 from fl_lightning.federation.processes.shares import local_work
-from fl_lightning.federation.stages.clock import VirtualTime
+from fl_lightning.federation.stages.devices import VirtualTime
 from fl_lightning.privacy.mechanism import Privacy
 from fl_lightning.server.aggregator import Aggregator
 from fl_lightning.server.protected import FEWEST_CLIENTS, Terms

@@ -116,7 +116,7 @@ class Options:
             slots: how many clients train at once; chosen by the model's size if None.
             speedups: faster local steps for clients that train one after the other; updates differ
                 by rounding alone. Any of ``direct_layers``, ``channels_last``, ``fused_optimizer``,
-                ``thin_gradients``, ``math_attention`` and ``compiled``, see
+                ``math_attention`` and ``compiled``, see
                 `fl_lightning.engines.compiler.speedups`. If None, ``engine: auto`` measures which
                 are worth it where the run is long; other engines use none.
             spot_check: fraction of the clients in slots that are also trained one after the other,
@@ -213,6 +213,16 @@ class Options:
         if self.example_privacy is not None:  # it has a local step of its own
             return EngineOptions("sequential")
         return self._asked_for()
+
+    @property
+    def clients_remember(self) -> bool:
+        """Whether clients remember something of their own from round to round."""
+        correction = self.correction
+        return (
+            self.personal is not None
+            or (correction is not None and correction.remembers)
+            or UpdatePath(self.updates, 0).has_memory
+        )
 
     @property
     def example_privacy(self) -> ExampleDP | None:

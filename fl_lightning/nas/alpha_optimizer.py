@@ -48,7 +48,7 @@ class ServerSearchStep(Stage):
     Example:
         >>> import torch
         >>> step = ServerSearchStep(["alpha"], lambda p: torch.optim.Adam(p, lr=0.1), local_lr=0.5)
-        >>> step.place(Space({"alpha": torch.zeros(1), "weight": torch.zeros(1)}))
+        >>> step.place(Space({"alpha": torch.zeros(1), "weight": torch.zeros(1)}), None)
         >>> params = torch.tensor([0.0, 1.0])
         >>> step.open(0, GlobalModel(params, torch.empty(0)))
         >>> aggregate = step.on_server(torch.tensor([0.5, 0.25]))
@@ -78,7 +78,7 @@ class ServerSearchStep(Stage):
         self._optimizer: Optimizer | None = None
         self._gradients: list[Tensor] | None = None
 
-    def place(self, space: Space) -> None:
+    def place(self, space: Space, positions: Tensor | None) -> None:
         """Learn where they are among the coordinates that travel.
 
         Raises:

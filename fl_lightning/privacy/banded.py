@@ -61,7 +61,7 @@ class BandedMatrixDP(ClientPrivacy):
         ConfigurationError: for values out of range.
 
     Example:
-        >>> from fl_lightning.data.cohorts.turns import RoundRobinCohort
+        >>> from fl_lightning.data.cohorts.weighted_cohorts import RoundRobinCohort
         >>> from fl_lightning.privacy.noise.noise_source import SeededNoise
         >>> privacy = BandedMatrixDP(clip_norm=1.0, noise_multiplier=4.0)
         >>> run = AccountedRun(RoundRobinCohort(size=10), num_clients=100, num_rounds=20, seed=0)

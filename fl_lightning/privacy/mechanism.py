@@ -48,6 +48,18 @@ class Accounted(Protocol):
         """Go on from there."""
 
 
+@runtime_checkable
+class Amplified(Protocol):
+    """A mechanism whose ε may be lower because random draws are secret."""
+
+    @property
+    def amplifies(self) -> bool:
+        """True if it is, here."""
+
+    def epsilon_if_known(self, rounds: int) -> float:
+        """Return ε towards somebody who knows the draws."""
+
+
 class Mechanism(Accounted, Protocol):
     """The noise on the sums of one run and what it costs.
 

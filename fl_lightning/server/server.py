@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import ConfigurationError, RoundFailure
 from fl_lightning.core.update import ClientUpdate, GlobalModel, Updates
 from fl_lightning.server.aggregator import Aggregator, AllReduce, Gather
 from fl_lightning.server.means.mean import Mean
@@ -185,6 +185,9 @@ class Server:
 
         Args:
             change: makes the pseudo-gradient of the aggregate; they are the same if None.
+
+        Raises:
+            RoundFailure: if the model is not finite then.
         """
         self.is_open = False
         norm = (
@@ -211,6 +214,13 @@ class Server:
             own = self._aggregator.buffers
             self._buffers.copy_(self._mean_buffers.value() if own is None else own)
         norm: Tensor = torch.linalg.vector_norm(pseudo_gradient)
+        params = self.model.params
+        if not (params.sum().isfinite() or params.isfinite().all()):  # a sum may overflow
+            raise RoundFailure(
+                f"round {self.round_index}: after the server's step the model holds NaN or infinite "
+                f"numbers. It descended a pseudo-gradient of norm {float(norm):.4g}: lower the learning "
+                "rate of server_optimizer or of the clients"
+            )
         return norm
 
     def _descend(self, gradient: Tensor) -> None:

@@ -2,13 +2,15 @@
 
 import csv
 import json
+import logging
 import re
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch.utils.data import DataLoader
 from toys import ToyModule, toy_data, toy_trainer
@@ -20,11 +22,15 @@ from fl_lightning import (
     Federation,
     PartitionReport,
     PoissonCohort,
+    RoundProgressBar,
+    RunLog,
     RunReport,
     UniformCohort,
 )
+from fl_lightning.callbacks.console.results_table import ResultsTable
 from fl_lightning.callbacks.report.history import History, RoundLine, append, begin
 from fl_lightning.callbacks.report.run_page import write_report
+from fl_lightning.experiments import ReportRounds
 from fl_lightning.experiments.curves import curves
 
 
@@ -274,3 +280,56 @@ def _options(metadata):
 
     content = metadata.plugin_data.content
     return set(parsing.parse_session_start_info_plugin_data(content).hparams)
+
+
+class Seen(Callback):
+    """Notes what the bar shows after every round, and within the next one."""
+
+    def __init__(self, bar):
+        self.bar, self.lines = bar, []
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.lines.append(self.bar._run_line(400))
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if batch_idx == 0 and self.lines:
+            assert "val/loss" in self.bar._run_line(400) or "val/loss" not in self.lines[-1]
+
+
+@pytest.mark.parametrize("is_federated", [True, False], ids=["rounds", "epochs"])
+def test_a_round_without_validation_shows_none(is_federated, tmp_path, caplog, capsys):
+    """In its line, the log file, the bar, the loggers' curves, the report, a sweep and the table."""
+    told, bar = {}, RoundProgressBar()
+    watched = EarlyStopping("val/loss", patience=99), ReportRounds("val/loss", told.setdefault)
+    tellers = RunLog(), ResultsTable(), RunReport(page=is_federated)
+    trainer = toy_trainer(
+        *([Federation(local_steps=2)] if is_federated else []),
+        *(bar, Seen(bar), *watched, *tellers),
+        max_epochs=5,
+        check_val_every_n_epoch=2,
+        log_every_n_steps=1,
+        enable_progress_bar=True,
+        logger=[TensorBoardLogger(tmp_path, "toy", 0), CSVLogger(tmp_path, "csv", 0)],
+    )
+    with caplog.at_level(logging.INFO):
+        trainer.fit(ToyModule(), datamodule=toy_data(client_val_fraction=0.3))
+    folder, unit = tmp_path / "toy" / "version_0", "round" if is_federated else "epoch"
+
+    def with_loss(lines):
+        return [("val/loss" in line) for line in lines]
+
+    validated = [False, True, False, True, False]
+    assert with_loss(line for line in caplog.messages if line.startswith(f"{unit} ")) == validated
+    log = (folder / "run.log").read_text().splitlines()
+    assert with_loss(line for line in log if re.search(rf"INFO \| {unit} \d/5", line)) == validated
+    assert with_loss(next(c.lines for c in trainer.callbacks if isinstance(c, Seen))) == validated
+    known = History.read(folder).curve("val/loss")
+    assert [*known] == [*told] == [2, 4]
+    assert [*told.values()] == pytest.approx([*known.values()])
+    assert curves(folder)["val/loss"] == pytest.approx(known)
+    with (tmp_path / "csv" / "version_0" / "metrics.csv").open() as file:
+        in_csv = [float(row["val/loss"]) for row in csv.DictReader(file) if row["val/loss"]]
+    assert in_csv == pytest.approx([*known.values()])
+    assert "val/loss" not in capsys.readouterr().out, "of the model after round 5 nothing is known"
+    if is_federated:
+        assert "val/loss, last, after 4" in (folder / "report.html").read_text()

@@ -95,6 +95,34 @@ def test_mistakes_are_told_in_a_sentence(capsys, option, value, says):
     assert len(said) < 600
 
 
+BROKEN = """
+from fl_lightning import ImageClassifier
+
+class Broken(ImageClassifier):
+    def training_step(self, batch, batch_idx):
+        return 1 / 0
+"""
+
+
+@pytest.mark.parametrize("devices", ["1", "2"])
+def test_a_client_that_fails_is_one_sentence_under_what_its_module_raised(
+    devices, capsys, tmp_path, monkeypatch
+):
+    run = ["fit", "--config", str(Path(__file__).with_name("small_run.yaml"))]
+    run += ["--trainer.devices", devices, "--federation.engine", "sequential"]
+    said = fails(capsys, *run, "--model.optimizer.lr", "1e30")
+    assert re.fullmatch(r"fl-lightning: round 0, client \d: its training loss is (nan|inf).*", said)
+    (tmp_path / "broken.py").write_text(BROKEN)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SystemExit) as exit_:
+        main([*run, "--model", "broken.Broken"])
+    assert "ZeroDivisionError: division by zero" in exit_.value.code
+    above = [line for line in capsys.readouterr().err.splitlines() if "| WARNING" not in line]
+    assert above[0].startswith("Traceback")
+    assert above[-1] == "ZeroDivisionError: division by zero"
+    assert len(above) < 30
+
+
 def test_unknown_subcommand(capsys):
     assert "fit" in fails(capsys, "fitt", *QUICK)
 

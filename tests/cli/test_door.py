@@ -1,5 +1,6 @@
 """The door of the command line: what is said at once, names in place of paths, projects to start from."""
 
+import json
 import os
 import subprocess
 import sys
@@ -8,8 +9,15 @@ from pathlib import Path
 import pytest
 import typed
 import yaml
+from lightning.pytorch import LightningModule
 
 import fl_lightning
+from fl_lightning import (
+    ConfigurationError,
+    FederatedCLI,
+    Federation,
+    ImageClassifier,
+)
 from fl_lightning.cli import main, projects
 from fl_lightning.cli.at_once import configs
 from fl_lightning.cli.at_once.block_help import GROUPS, block_help
@@ -18,7 +26,8 @@ from fl_lightning.cli.at_once.catalogued import as_text
 from fl_lightning.cli.at_once.commands import COMMANDS, OF_LIGHTNING, help_of_all
 from fl_lightning.cli.at_once.run_help import run_help
 from fl_lightning.cli.at_once.short_names import expanded, with_whole_names
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.data import IID, Digits
+from fl_lightning.server import Median
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -229,6 +238,97 @@ from fl_lightning.models import ImageClassifier
 if __name__ == "__main__":
     FederatedCLI(ImageClassifier, Digits)
 """
+
+
+MODEL = {"network": "lenet", "num_classes": 10, "in_chans": 1, "image_size": 32}
+SOURCE = {"class_path": "fl_lightning.data.Digits", "init_args": {"image_size": 32}}
+DATA = {"num_clients": 4, "partition": "IID", "source": SOURCE}
+BLOCKS = {"model": MODEL, "data": DATA, "federation": {"local_steps": 1, "aggregator": "Median"}}
+BLOCKS["trainer"] = {"max_epochs": 1, "devices": 1, "logger": False, "enable_progress_bar": False}
+
+
+def as_words(blocks):
+    return [
+        f"--{block}.{name}={json.dumps(value) if isinstance(value, (bool, dict)) else value}"
+        for block, options in blocks.items()
+        for name, value in options.items()
+    ]
+
+
+class WithAnOption(FederatedCLI):
+    """As Lightning's tutorials add one."""
+
+    def add_arguments_to_parser(self, parser):
+        parser.add_argument("--mine", default=3)
+        parser.link_arguments("data.num_clients", "model.num_classes")
+
+    def before_instantiate_classes(self):
+        self.seen = self.config.mine
+
+
+class TestAScriptMayBuild:
+    """What LightningCLI builds without running a command, and the fit that follows."""
+
+    @pytest.fixture(autouse=True)
+    def _without_words(self, monkeypatch):
+        monkeypatch.setattr(sys, "argv", ["script.py"])
+
+    @staticmethod
+    def built(folder, blocks, *, cli=FederatedCLI, model=ImageClassifier, **options):
+        root = {"default_root_dir": str(folder)}
+        blocks = {**blocks, "trainer": {**blocks["trainer"], **root}}
+        args = blocks if options.pop("as_dict", False) else as_words(blocks)
+        built = cli(model, Digits, run=False, args=args, **options)
+        assert isinstance(built.model, ImageClassifier)
+        assert built.datamodule.num_clients == 4
+        assert isinstance(built.datamodule.partition, IID)
+        (federation,) = [c for c in built.trainer.callbacks if isinstance(c, Federation)]
+        assert isinstance(federation.aggregator, Median)
+        return built
+
+    @pytest.mark.parametrize("as_dict", [False, True])
+    def test_a_trainer_that_fits(self, tmp_path, as_dict):
+        cli = self.built(tmp_path, BLOCKS, as_dict=as_dict)
+        cli.trainer.fit(cli.model, datamodule=cli.datamodule)
+        assert cli.trainer.callback_metrics["round/cohort_size"] == 4
+
+    def test_any_subclass(self, tmp_path):
+        model = {"class_path": "fl_lightning.ImageClassifier", "init_args": MODEL}
+        options = {"model": LightningModule, "as_dict": True}
+        modes = {"subclass_mode_model": True, "subclass_mode_data": True}
+        self.built(tmp_path, {**BLOCKS, "model": model}, **options, **modes)
+
+    def test_with_options_of_its_own(self, tmp_path):
+        model = {name: value for name, value in MODEL.items() if name != "num_classes"}
+        cli = self.built(tmp_path, {**BLOCKS, "model": model}, cli=WithAnOption)
+        assert (cli.seen, cli.config.model.num_classes) == (3, 4)
+
+    def test_options_of_classes_in_the_environment(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("PL_TRAINER__MAX_EPOCHS", "7")
+        monkeypatch.setenv("PL_FEDERATION", "{local_steps: 3, aggregator: Median}")
+        blocks = {name: BLOCKS[name] for name in ("model", "data")}
+        blocks["trainer"] = {"logger": False}
+        cli = self.built(tmp_path, blocks, parser_kwargs={"default_env": True})
+        assert (cli.trainer.max_epochs, cli.config_init.federation.local_steps) == (7, 3)
+        monkeypatch.setenv("PL_FEDERATION__LOCAL_STEPS", "3")
+        with pytest.raises(ConfigurationError, match=r"PL_FEDERATION='\{local_steps: 3\}'"):
+            self.built(tmp_path, blocks, parser_kwargs={"default_env": True})
+
+    def test_from_a_file_with_references(self, tmp_path):
+        pytest.importorskip("omegaconf")
+        source = {**SOURCE, "init_args": {"image_size": "${model.image_size}"}}
+        data = {**DATA, "source": source, "num_clients": "${federation.min_replies}"}
+        federation = {**BLOCKS["federation"], "min_replies": 4}
+        file = tmp_path / "run.yaml"
+        file.write_text(json.dumps({**BLOCKS, "data": data, "federation": federation}))
+        cli = FederatedCLI(
+            ImageClassifier,
+            Digits,
+            run=False,
+            args=[f"--config={file}"],
+            parser_kwargs={"parser_mode": "omegaconf"},
+        )
+        assert (cli.datamodule.num_clients, cli.datamodule.source.image_size) == (4, 32)
 
 
 def test_a_script_of_ones_own_has_the_same_command_line(tmp_path):

@@ -10,15 +10,10 @@ from torch.nn import functional as F
 from torch.optim import SGD, Adam, RMSprop
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fl_lightning.engines.compiler.compiled_gradients import CompiledGradients
 from fl_lightning.engines.compiler.speedups import SPEEDUPS, FasterStep, reason_against
-from fl_lightning.engines.compiler.thin_gradients import ThinGradients
-from fl_lightning.engines.functional.other_forwards import other_forwards
-from fl_lightning.kernels.layers import reason_against_direct_layers
-from fl_lightning.kernels.linear import FEW
 
-ALL = ("channels_last", "thin_gradients", "fused_optimizer")
-SUBSETS = list(chain.from_iterable(combinations(ALL, n) for n in range(4)))
+ALL = ("channels_last", "fused_optimizer")
+SUBSETS = list(chain.from_iterable(combinations(ALL, n) for n in range(3)))
 WITH_DIRECT = [("direct_layers", *subset) for subset in SUBSETS]  # for single precision
 
 
@@ -104,7 +99,7 @@ def test_large_layers_that_are_no_direct_ones(kind, momentum):
     net = nn.Sequential(nn.Linear(16, few.in_features), few, nn.ReLU())
     x = torch.randn(1, 16, generator=torch.Generator().manual_seed(0))
     ends = []
-    for speedups in (("direct_layers", "thin_gradients"), ()):
+    for speedups in (("direct_layers",), ()):
         own = copy.deepcopy(net)
         optimizer = SGD(own.parameters(), lr=0.01, momentum=momentum, weight_decay=0.1)
         faster = FasterStep(own, optimizer, speedups)
@@ -113,7 +108,6 @@ def test_large_layers_that_are_no_direct_ones(kind, momentum):
             with faster.forwards():
                 loss = own(x).square().mean()
             loss.backward()
-            assert not speedups or own[1].weight.grad is None
             faster.step()
         ends.append(own)
     for p, q in zip(*(end.parameters() for end in ends), strict=True):
@@ -169,133 +163,6 @@ def test_math_attention_multiplies_in_the_precision_of_its_inputs(dtype):
     assert not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_thin_gradients_under_autocast(compiled):
-    """The factors are rounded, their product is not; the layer before gets what it gets otherwise."""
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(700, 600), nn.Tanh(), nn.Linear(600, 200))
-    batch = torch.randn(8, 700)
-
-    def run(batch, index):
-        with torch.autocast("cpu", torch.bfloat16):
-            return net(batch).square().sum()
-
-    run(batch, 0).backward()
-    plain = [p.grad for p in net.parameters()]
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        value = net[1](net[0](batch))
-        error = 2 * net[2](value)
-    assert value.dtype == error.dtype == torch.bfloat16
-    net.zero_grad()
-    weight = net[2].weight
-    thin = ThinGradients(net, SGD([weight], lr=1.0))
-    before = weight.detach().clone()
-    if compiled:
-        with torch.compiler.set_stance("force_eager"):
-            assert CompiledGradients(net, run)(batch, 0, thin) is not None
-    else:
-        with other_forwards(thin.forwards):
-            run(batch, 0).backward()
-    assert weight.grad is None
-    for param, gradient in zip(net.parameters(), plain, strict=True):
-        assert param is weight or apart(param.grad, gradient) < 5e-3
-    thin.step()
-    moved = before - weight.detach()
-    assert apart(moved, error.double().T @ value.double()) < 1e-6
-    assert 1e-4 < apart(moved, plain[2]) < 1e-2  # whose product is rounded
-
-
-@pytest.mark.skipif(
-    reason_against_direct_layers(nn.Linear(16, 1)) is not None, reason="no compiler"
-)
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("num_rows", [8, FEW + 1])
-def test_direct_thin_gradients_under_autocast_are_those_without(compiled, num_rows):
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(700, 600), nn.Tanh(), nn.Linear(600, 300))
-    batch, ends = torch.randn(num_rows, 700), []
-    for is_half in (False, True):
-
-        def run(batch, index, is_half=is_half):
-            with torch.autocast("cpu", torch.bfloat16, enabled=is_half):
-                return net(batch).square().sum()
-
-        own = copy.deepcopy(net.state_dict())
-        optimizer = SGD(net.parameters(), lr=0.001)
-        graph = CompiledGradients(net, run) if compiled else None
-        faster = FasterStep(net, optimizer, ("direct_layers", "thin_gradients"), graph)
-        with torch.compiler.set_stance("force_eager"):
-            if not compiled or faster.gradients(batch, 0) is None:
-                with faster.forwards():
-                    run(batch, 0).backward()
-        assert not any(layer.weight.grad is not None for layer in (net[0], net[2]))
-        faster.step()
-        ends.append([p.detach() - own[name] for name, p in net.named_parameters()])
-        net.load_state_dict(own)
-        net.zero_grad()
-    for one, other in zip(*ends, strict=True):
-        if num_rows <= FEW:
-            assert torch.equal(one, other)
-        else:  # more rows are for PyTorch's layers
-            assert 1e-4 < apart(one, other) < 2e-2
-
-
-def apart(one, other):
-    return float((one - other).detach().norm() / other.norm())
-
-
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-@pytest.mark.parametrize("use", ["twice", "penalty", "not always", "in another place", "frozen"])
-def test_thin_gradients_of_weights_used_in_other_ways(use, momentum):
-    """The loss reads a weight by another layer, by itself, or not in every step."""
-    net = nn.Sequential(nn.Flatten(), nn.Linear(768, 200), nn.Linear(200, 5))
-    steps = []
-
-    def loss_of(net, x, y):
-        hidden, steps_before = net[1](net[0](x)), len(steps)
-        steps.append(1)
-        if use == "twice":
-            hidden = hidden + net[1](net[0](x).square())
-        loss = F.cross_entropy(net[2](hidden), y)
-        if use == "penalty":
-            return loss + net[1].weight.square().sum()
-        if use == "not always" and steps_before % 2:
-            return net[2].weight.square().sum()
-        if use == "in another place":
-            doubled = {"weight": 2 * net[1].weight, "bias": net[1].bias}
-            return loss + torch.func.functional_call(net[1], doubled, (net[0](x),)).mean()
-        return loss
-
-    net[1].weight.requires_grad_(use != "frozen")
-    make = sgd(momentum=momentum, weight_decay=0.01)
-    one = trained(("thin_gradients",), make, net=copy.deepcopy(net), loss_of=loss_of)
-    steps.clear()
-    assert_same(one, trained((), make, net=net, loss_of=loss_of), 1e-12)
-
-
-def test_a_gradient_that_stays_thin_is_never_written():
-    net = nn.Linear(1000, 100)
-    thin = ThinGradients(net, SGD(net.parameters(), lr=0.1))
-    few, many = torch.randn(2, 1000), torch.randn(90, 1000)
-    thin.forwards[net](few).sum().backward()
-    assert net.weight.grad is None
-    thin.forget()
-    thin.forwards[net](many).sum().backward()
-    assert net.weight.grad is not None
-
-
-def test_a_step_that_failed_leaves_nothing_behind():
-    net = nn.Linear(1000, 100, bias=False)
-    faster = FasterStep(net, SGD(net.parameters(), lr=0.1), ("thin_gradients",))
-    with faster.forwards():
-        net(torch.randn(2, 1000)).sum().backward()  # and no step
-    before = net.weight.detach().clone()
-    with faster.forwards():
-        net(torch.zeros(2, 1000)).sum().backward()
-    faster.step()
-    assert torch.equal(net.weight, before)
-
-
 def test_everything_is_put_back():
     net = conv_net()
     faster = FasterStep(net, SGD(net.parameters(), lr=0.1), SPEEDUPS)
@@ -333,9 +200,6 @@ def test_images_change_their_layout_and_nothing_else():
 @pytest.mark.parametrize(
     ("speedup", "make_optimizer", "reason"),
     [
-        ("thin_gradients", lambda net: Adam(net.parameters()), "it is for SGD"),
-        ("thin_gradients", sgd(momentum=0.9, nesterov=True), "nesterov"),
-        ("thin_gradients", sgd(lr=torch.tensor(0.1)), "a tensor"),
         ("fused_optimizer", lambda net: RMSprop(net.parameters()), "RMSprop has no fused step"),
         ("fused_optimizer", sgd(fused=True), "given"),
     ],
@@ -349,7 +213,3 @@ def test_models_that_gain_nothing():
     net = nn.Linear(4, 4)
     optimizer = SGD(net.parameters(), lr=0.1)
     assert "no convolution" in reason_against("channels_last", net, optimizer)
-    assert "no dense layer" in reason_against("thin_gradients", net, optimizer)
-    net = nn.Linear(1000, 1000)
-    net.weight.register_hook(lambda gradient: 2 * gradient)
-    assert "no dense layer" in reason_against("thin_gradients", net, SGD(net.parameters(), lr=0.1))

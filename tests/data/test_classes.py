@@ -11,11 +11,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from toys import LoaderData
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.data.classes import are_classes, as_labels, classes_of, quantile_bins
+from fl_lightning.data.columns import are_classes, as_labels, classes_of, quantile_bins
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.data.partitions.dirichlet_labels import DirichletPerClass, DirichletPerClient
-from fl_lightning.data.partitions.label_shards import LabelShards
-from fl_lightning.data.partitions.mcmahan_shards import McMahanShards
+from fl_lightning.data.partitions.label_shards import LabelShards, McMahanShards
 from fl_lightning.data.partitions.partition import IID
 
 CLASSES = np.arange(24) % 3

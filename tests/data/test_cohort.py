@@ -12,11 +12,12 @@ from fl_lightning.data.cohorts.availability import AvailableCohort, Diurnal, Str
 from fl_lightning.data.cohorts.cohort import AllClients, PoissonCohort, UniformCohort, as_cohort
 from fl_lightning.data.cohorts.oort import OortCohort
 from fl_lightning.data.cohorts.population import Population
-from fl_lightning.data.cohorts.turns import LeastRecentCohort, RoundRobinCohort
 from fl_lightning.data.cohorts.weighted_cohorts import (
     ByLossCohort,
     BySizeCohort,
+    LeastRecentCohort,
     PowerOfChoiceCohort,
+    RoundRobinCohort,
 )
 
 SAMPLERS = [

@@ -5,8 +5,8 @@ import torch
 from torch.nn import functional
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.data.partitions.stratified_split import stratified_split
-from fl_lightning.data.sources.images import ImageTensors
+from fl_lightning.data.partitions.partition import stratified_split
+from fl_lightning.data.sources.image_source import ImageTensors
 from fl_lightning.data.transforms import PixelPipeline, crop, mirror, pad
 
 RGB = {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.4)}

@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from sklearn.datasets import load_digits
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.data.partitions.class_graph import (
+from fl_lightning.data.partitions.dirichlet_labels import DirichletPerClass, DirichletPerClient
+from fl_lightning.data.partitions.label_shards import (
+    LabelShards,
+    McMahanShards,
     class_slots,
     draw_holders,
     even_counts,
     size_excess,
 )
-from fl_lightning.data.partitions.dirichlet_labels import DirichletPerClass, DirichletPerClient
-from fl_lightning.data.partitions.label_shards import LabelShards
-from fl_lightning.data.partitions.mcmahan_shards import McMahanShards
 from fl_lightning.data.partitions.partition import IID, NaturalPartition, check_sizes
 from fl_lightning.data.partitions.quantity_skew import (
     DirichletSizes,

@@ -11,7 +11,7 @@ from torch.utils.data import RandomSampler
 from fl_lightning import ConfigurationError, FederatedDataModule
 from fl_lightning.data import Arrays, HuggingFace, NaturalPartition, Table
 from fl_lightning.data.columns import read_column
-from fl_lightning.data.sources.rows import Rows
+from fl_lightning.data.sources.row_source import Rows
 from fl_lightning.data.sources.targets import Targets, column_of
 
 

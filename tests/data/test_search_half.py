@@ -9,7 +9,7 @@ from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, TensorDataset
 
 from fl_lightning import ConfigurationError, FederatedDataModule
-from fl_lightning.data.search_half import SearchHalf
+from fl_lightning.data.roles import SearchHalf
 from fl_lightning.data.shards import ClientShards
 
 

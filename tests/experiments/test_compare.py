@@ -76,6 +76,9 @@ def test_a_failed_run_is_named_and_alone_run_again_from_where_it_was(capsys):
     assert unequal <= {"variant", "seconds"}  # nothing was lost, nothing counted twice
     logged = curves(Path("runs/toy/fragile/seed_0"))
     assert list(logged["round/seconds"]) == [1, 2, 3]
+    with Path("runs/toy/curves.csv").open() as file:
+        of_one = [row["round"] for row in csv.DictReader(file) if row["variant"] == "plain"]
+    assert of_one == ["1", "2", "3"], "the test's value is no round"
     assert float(plain["val/accuracy (best round)"]) == max(logged["val/accuracy"].values())
     sent = 4 * sum(logged["round/bytes_up"].values())  # by each of four clients
     assert float(plain["bytes up"]) == sent > 0

@@ -13,7 +13,7 @@ from fl_lightning import (
     Federation,
     LocalDP,
 )
-from fl_lightning.data.cohorts.turns import RoundRobinCohort
+from fl_lightning.data.cohorts.weighted_cohorts import RoundRobinCohort
 
 pytestmark = pytest.mark.filterwarnings("ignore:privacy:UserWarning")
 KINDS = [CentralDP, BandedMatrixDP, LocalDP, DistributedDP, ExampleDP]

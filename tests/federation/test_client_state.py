@@ -1,8 +1,8 @@
 """What is a client's state: whoever trained before, and whatever the step writes, it is the plain loop."""
 
 import copy
-import itertools
 import random
+import warnings
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from toys import Notes, SaveEverywhere, ToyModule, toy_data, toy_trainer, weights
 
 from fl_lightning import ConfigurationError, FederatedDataModule, Federation
+from fl_lightning.server import Mean
 
 SHARDS = [range(20), range(20, 32), range(32, 44), range(44, 60)]
 
@@ -114,13 +115,13 @@ class CountsInBuffer(Base):
         return self.loss(batch) * (1 + 0.5 * self.n)  # exact in any precision
 
 
-class CountsByIterator(Base):
+class DrawsByItself(Base):
     def __init__(self):
         super().__init__()
-        self.numbers, self.rng = itertools.count(1), random.Random(3)
+        self.rng = random.Random(3)
 
     def training_step(self, batch, batch_idx):
-        return self.loss(batch) * (1 + 0.3 * next(self.numbers) * self.rng.random())
+        return self.loss(batch) * (1 + 0.3 * self.rng.random())
 
 
 class Appends(Base):
@@ -219,7 +220,7 @@ STATEFUL = [
     HiddenTeacher,
     Counts,
     CountsInBuffer,
-    CountsByIterator,
+    DrawsByItself,
     Appends,
     RunningMean,
     Caches,
@@ -328,14 +329,13 @@ def test_what_a_skipped_client_appended_is_not_there():
     assert len(module.outputs) == 3 * 3
 
 
-@pytest.mark.parametrize("kind", [Counts, RunningMean, KeepsObject, CountsByIterator])
+@pytest.mark.parametrize("kind", [Counts, RunningMean, KeepsObject, DrawsByItself])
 def test_python_state_is_after_a_round_as_before(kind):
     module, untouched = made(kind), made(kind)
     fit(module, max_epochs=1)
     for name in ("n", "mean"):
         assert getattr(module, name, 0) == getattr(untouched, name, 0)
-    if kind is CountsByIterator:
-        assert next(module.numbers) == 1
+    if kind is DrawsByItself:
         assert module.rng.random() == untouched.rng.random()
 
 
@@ -517,3 +517,77 @@ def test_slots_leave_a_mean_teacher_to_the_sequential_engine():
         fit(module, engine="slots")
     fit(expected)
     assert torch.equal(weights(module), weights(expected))
+
+
+SEEN = []  # a global of this file
+
+
+class NotesGlobally(Base):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("weight", torch.ones(()))  # which is why first steps are rehearsed
+
+    def training_step(self, batch, batch_idx):
+        SEEN.append(batch_idx)
+        return self.loss(batch)
+
+
+class Weighs(Mean):
+    def weight(self, update):
+        SEEN.append(update.num_examples)
+        return super().weight(update)
+
+
+class ReadsGlobally(Base):
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch)
+
+    def on_train_epoch_end(self):
+        self.seen = len(SEEN)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "slots"])
+def test_globals_are_never_put_back(engine, caplog):
+    """Whoever fills them: an aggregator between clients, or steps, which the run names."""
+    SEEN.clear()
+    module = made(ReadsGlobally)
+    fit(module, max_epochs=2, engine=engine, aggregator=Weighs())
+    assert (len(SEEN), module.seen) == (2 * len(SHARDS), 2 * len(SHARDS))
+    assert "state:" not in caplog.text
+    SEEN.clear()
+    with caplog.at_level("INFO"), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(made(NotesGlobally), max_epochs=1, engine=engine)
+    assert len(SEEN) > len(SHARDS)
+    assert "state: training_step changes global SEEN" in caplog.text
+    said = " ".join(str(warning.message) for warning in caught)
+    assert ("engine: sequential" in said) == (engine == "slots"), said
+
+
+class FailsWhenItRebinds(Base):
+    """The client with 20 examples fails, before or after another tensor took a buffer's place."""
+
+    after = False
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("level", torch.ones(()))
+
+    def training_step(self, batch, batch_idx):
+        fails = len(batch[0]) == 20
+        if not fails or self.after:
+            self.level = self.level + 1
+        if fails:
+            raise ValueError("no")
+        return self.loss(batch) * self.level
+
+
+def test_a_client_that_fails_leaves_nothing_in_the_place_of_a_buffer():
+    ends = []
+    for after in (False, True):
+        module = made(FailsWhenItRebinds)
+        module.after = after
+        with pytest.warns(UserWarning, match="skipped: round 0, client 0"):
+            fit(module, max_epochs=1, on_client_failure="skip", client_state=["level"])
+        ends.append(torch.cat([weights(module), module.level.reshape(1)]))
+    assert torch.equal(*ends)

@@ -15,7 +15,7 @@ from fl_lightning import (
     Scaffold,
     UniformCohort,
 )
-from fl_lightning.data.cohorts.turns import RoundRobinCohort
+from fl_lightning.data.cohorts.weighted_cohorts import RoundRobinCohort
 
 
 class Sabotaged(ToyModule):
@@ -88,6 +88,18 @@ def test_skipped_clients_are_counted_and_leave_no_trace(how):
     healthy.load_state_dict(start)
     fit(healthy, toy_data(), max_epochs=1, cohort=WithoutClient2())
     assert torch.equal(weights(module), weights(healthy))
+
+
+@pytest.mark.parametrize("max_epochs", [1, 2])
+def test_a_server_step_that_breaks_the_model_is_named_in_its_own_round(max_epochs):
+    def overshoot(params):
+        return torch.optim.SGD(params, lr=float("inf"))
+
+    module = ToyModule()
+    before = weights(module)
+    with pytest.raises(RoundFailure, match="round 0: after the server's step"):
+        fit(module, toy_data(), max_epochs, server_optimizer=overshoot)
+    assert torch.equal(weights(module), before)
 
 
 def test_too_few_replies_stop_the_run():

@@ -23,7 +23,7 @@ from fl_lightning import (
     Federation,
     LocalDP,
 )
-from fl_lightning.data.cohorts.turns import RoundRobinCohort
+from fl_lightning.data.cohorts.weighted_cohorts import RoundRobinCohort
 from fl_lightning.privacy.adaptive_clip import AdaptiveClip
 
 SIZE, ROUNDS, MOST_RIGHT = 2000, 200, 129

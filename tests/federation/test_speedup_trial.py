@@ -14,7 +14,7 @@ from toys import SaveEverywhere, ToyData, ToyModule, toy_trainer, weights
 from fl_lightning import ConfigurationError, FederatedDataModule, Federation, UniformCohort
 from fl_lightning.federation.execution import speedup_trial
 
-SGD_SPEEDUPS = ["channels_last", "direct_layers", "fused_optimizer", "thin_gradients"]
+SGD_SPEEDUPS = ["channels_last", "direct_layers", "fused_optimizer"]
 WANT_A_LAYOUT = {"channels_last", "direct_layers"}
 
 
@@ -119,10 +119,7 @@ def test_math_attention_in_half_precision():
 def test_auto_measures_says_and_keeps(tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         module, trainer = run(Conv, "auto", None, SaveEverywhere(tmp_path))
-    assert (
-        "engine: sequential with direct_layers, channels_last, fused_optimizer, thin_gradients ("
-        in caplog.text
-    )
+    assert "engine: sequential with direct_layers, channels_last, fused_optimizer (" in caplog.text
     told = "engine: measuring which speedups of a step pay, for 120 s at most"
     assert caplog.text.index(told) < caplog.text.index("engine: sequential with")
     assert sorted(speedups_of(trainer)) == SGD_SPEEDUPS
@@ -218,7 +215,7 @@ def test_a_short_run_is_plain():
     ("module", "speedup", "options", "message"),
     [
         (Attention, "channels_last", {}, "no convolution"),
-        (Conv, "thin_gradients", {"gradient_clip_val": 1.0}, "clipping"),
+        (Conv, "fused_optimizer", {"gradient_clip_val": 1.0}, "clipping"),
         (Conv, "turbo", {}, "speedups must be some of direct_layers, channels_last"),
     ],
 )

@@ -57,7 +57,7 @@ def test_rounds_over_tls_with_a_killed_node_and_a_killed_server():
     killed = threading.Event()
     with demo(["a", "b", "c"], print, process=f"{ECHO}:serve_echo") as running:
         folder = str(running.network.folder)
-        options = {"sites": 3, "rounds": 3, "ttl": 25}
+        options = {"sites": 3, "rounds": 3, "ttl": 60}
         carry_out(running.control, say, options=options, run=f"{ECHO}:exchange")
         pids = processes_with(folder)
         assert len(pids) >= 8  # the killed node may be between two tries
@@ -106,14 +106,14 @@ def test_another_app_of_the_servers_runs_at_no_site():
     """Whoever had a shell at the server had a site run any code as its user, and its log said nothing."""
     with demo(["a"], print, process=f"{ECHO}:serve_echo") as running:
         options = {"sites": 1, "rounds": 1, "ttl": 60}
-        running.run(print, options=options, run=f"{ECHO}:exchange")  # ours is followed
+        carry_out(running.control, print, options=options, run=f"{ECHO}:exchange")  # ours
         folder = running.sites[0].folder
         app, file = folder.parent / "app", folder.parent / "written"
         write_app(app, "a:b", {}, "")
         code = app / "fl_lightning_run"
         (code / "client_app.py").write_text(STRANGE_CLIENT.format(file=str(file)))
         (code / "server_app.py").write_text(STRANGE_SERVER.format())
-        told, _ = running.control.run(app, {}).communicate(timeout=150)
+        told, _ = running.control.run(app).communicate(timeout=150)
         lines = [json.loads(x) for x in (folder / "log" / "audit.jsonl").read_text().splitlines()]
     assert "runs no client app but that of fl_lightning" in told
     assert "followed" not in told

@@ -14,8 +14,7 @@ from scipy.integrate import quad
 from scipy.stats import norm
 
 from fl_lightning import AllClients, ConfigurationError, PoissonCohort, UniformCohort
-from fl_lightning.data.cohorts.turns import RoundRobinCohort
-from fl_lightning.data.cohorts.weighted_cohorts import BySizeCohort
+from fl_lightning.data.cohorts.weighted_cohorts import BySizeCohort, RoundRobinCohort
 from fl_lightning.privacy.accounting.accountant import Accountant, most_rounds
 from fl_lightning.privacy.accounting.gaussian import (
     gaussian_delta,

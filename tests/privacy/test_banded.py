@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from fl_lightning import AllClients, BandedMatrixDP, ConfigurationError, LocalDP, PoissonCohort
 from fl_lightning.data.cohorts.population import Population
-from fl_lightning.data.cohorts.turns import RoundRobinCohort
-from fl_lightning.data.cohorts.weighted_cohorts import BySizeCohort
+from fl_lightning.data.cohorts.weighted_cohorts import BySizeCohort, RoundRobinCohort
 from fl_lightning.privacy.accounting.gaussian import gaussian_epsilon
 from fl_lightning.privacy.banded_matrix import (
     CorrelatedSums,

@@ -15,7 +15,7 @@ from fl_lightning.privacy.noise.skellam_noise import largest_noise, skellam_nois
 from fl_lightning.privacy.run import AccountedRun
 from fl_lightning.secure import SecureMean
 from fl_lightning.secure.private_sum import SecurePrivateSum, from_ring, to_ring
-from fl_lightning.secure.protocol.graph import SparseGraph
+from fl_lightning.secure.protocol.session import SparseGraph
 from fl_lightning.secure.ring import Ring
 from fl_lightning.server.protected import Terms
 

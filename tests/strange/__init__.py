@@ -14,6 +14,7 @@ from strange import (
     optimizers,
     own_draws,
     python_state,
+    rebound,
     sequence_layers,
 )
 from strange.rows import ROWS as TABLE
@@ -33,5 +34,6 @@ __all__ = [
     "optimizers",
     "own_draws",
     "python_state",
+    "rebound",
     "sequence_layers",
 ]

@@ -37,12 +37,13 @@ def tensors_of(module: nn.Module) -> Tensors:
     return {name: tensor.detach().clone() for name, tensor in named}
 
 
-def new_module(row: Row) -> LightningModule:
-    """Return the row's module as it is before training."""
+def new_module(row: Row, dtype: torch.dtype = torch.float32) -> LightningModule:
+    """Return the row's module as it is before training, for double precision as Lightning has it."""
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of old forms, which are on purpose
         torch.manual_seed(0)
-        return row.make()
+        module = row.make()
+        return module.double() if dtype == torch.float64 else module
 
 
 def plain_loop(
@@ -61,10 +62,10 @@ def plain_loop(
         dtype: of all real numbers.
         at_end: is shown the module of every client that is done.
     """
-    model = tensors_of(new_module(row).to(dtype))
+    model = tensors_of(new_module(row, dtype))
     for round_index in range(rounds):
         start, total = model, 0
-        sums = {name: torch.zeros_like(t, dtype=torch.float64) for name, t in start.items()}
+        sums = {name: torch.zeros_like(wide(t)) for name, t in start.items()}
         for work in plan(round_index):
             module = trained(row, work, start, dtype)
             at_end(module)
@@ -73,8 +74,8 @@ def plain_loop(
             for name, sum_ in sums.items():
                 sum_ += work.num_examples * moved(end[name], start[name])
         model = {
-            name: (tensor.double() + sums[name] / total).to(tensor.dtype)
-            if tensor.is_floating_point()
+            name: (wide(tensor) + sums[name] / total).to(tensor.dtype)
+            if tensor.is_floating_point() or tensor.is_complex()
             else tensor
             for name, tensor in start.items()
         }
@@ -83,12 +84,17 @@ def plain_loop(
 
 def moved(end: Tensor, start: Tensor) -> Tensor:
     """Return the difference in double precision; infinite numbers that stay so have not moved."""
-    return torch.where(end == start, 0.0, end.double() - start.double())
+    return torch.where(end == start, 0.0, wide(end) - wide(start))
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """Return a tensor in double precision."""
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 def trained(row: Row, work: ClientWork, start: Tensors, dtype: torch.dtype) -> Any:
     """Return the module of one client at the end of its round."""
-    module = outside_lightning(new_module(row).to(dtype), work.round_index)
+    module = outside_lightning(new_module(row, dtype), work.round_index)
     with torch.no_grad():
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             tensor.copy_(start[name])

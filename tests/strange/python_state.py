@@ -213,7 +213,7 @@ class EverySecondStep(WithLoss):
         return self.loss(batch) * (2.0 if self.is_odd else 0.5)
 
 
-@row()
+@row(refused="keep a list and a position")
 class CycleOfWeights(WithLoss):
     """An iterator on the module."""
 

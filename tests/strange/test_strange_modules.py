@@ -99,18 +99,18 @@ def plan_of(row):
 def expected(name, dtype=torch.float32):
     """Return the model at the start and after the plain loop."""
     row = TRAINED[name]
-    start = tensors_of(new_module(row).to(dtype))
+    start = tensors_of(new_module(row, dtype))
     return start, plain_loop(row, plan_of(row), ROUNDS, dtype)
 
 
 def norm(tensors):
-    parts = [t.double().abs().flatten() for t in tensors]
+    parts = [t.abs().double().flatten() for t in tensors]
     return float(torch.cat([torch.zeros(1, dtype=torch.float64), *parts]).norm())
 
 
 def far(found, start, end):
     """Return how far a model is from the expected one, as a share of how far that one moved."""
-    real = [n for n, t in end.items() if t.is_floating_point()]
+    real = [n for n, t in end.items() if t.is_floating_point() or t.is_complex()]
     length = norm(moved(end[n], start[n]) for n in real)
     assert length > 0, "nothing was trained"
     return norm(moved(found[n], end[n]) for n in real) / length
@@ -120,7 +120,7 @@ def far_by_tensor(found, start, end):
     """Return the largest such share of all tensors; where one hardly moves, rounding does not count."""
     shares = {}
     for name, tensor in end.items():
-        if tensor.is_floating_point():
+        if tensor.is_floating_point() or tensor.is_complex():
             finite = tensor[tensor.isfinite()]
             rounding = 1e2 * torch.finfo(tensor.dtype).eps * norm([finite])
             excess = norm([moved(found[name], tensor)]) - rounding
@@ -132,7 +132,7 @@ def assert_others_equal(found, end):
     """Integer buffers are the server's."""
     assert found.keys() == end.keys()
     for name, tensor in end.items():
-        if not tensor.is_floating_point():
+        if not (tensor.is_floating_point() or tensor.is_complex()):
             assert torch.equal(found[name], tensor), name
 
 

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.federated import FederatedDataModule
-from fl_lightning.data.reading import evaluation_reader, loader_option
+from fl_lightning.data.training_set import evaluation_reader, loader_option
 from fl_lightning.federation.federation import Federation
 from fl_lightning.federation.loop import training_loader
 

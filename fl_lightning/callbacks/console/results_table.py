@@ -15,6 +15,7 @@ from fl_lightning.callbacks.console.tidy import detail
 from fl_lightning.callbacks.evaluated_model import ModelOrigin
 from fl_lightning.core.console.layout import in_lines
 from fl_lightning.core.console.tables import aligned
+from fl_lightning.federation import begin_round, logged_in_round
 
 # of a round, not of the model
 _OF_ROUNDS = re.compile(r"round/|secure/|privacy/|lr-|epoch$|step$|.*_(step|epoch)$|train/|search/")
@@ -44,6 +45,10 @@ class ResultsTable(Callback):
         """Remember what is evaluated."""
         self._origin.note(trainer, pl_module, checkpoint)
 
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Tell this round's metrics from those of earlier models."""
+        begin_round(trainer)
+
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print, unless a test is to follow."""
         if not self._waits:
@@ -60,11 +65,11 @@ class ResultsTable(Callback):
 
     def keep(self, trainer: Trainer) -> None:
         """Have the next table show the present metrics, too."""
-        self._kept = dict(trainer.callback_metrics)
+        self._kept = logged_in_round(trainer)
 
     def report(self, trainer: Trainer) -> None:
         """Print the table, on standard output and into the log file."""
-        table = results_table(self._kept | trainer.callback_metrics)
+        table = results_table(self._kept | logged_in_round(trainer))
         if not table or not self._is_wanted or not trainer.is_global_zero:
             return
         heading = f"results of {self._origin.words(trainer)}"

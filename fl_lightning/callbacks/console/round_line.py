@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
+from fl_lightning.federation import logged_in_round
 from fl_lightning.federation.federation import Federation
 
 
@@ -22,10 +23,17 @@ def unit(trainer: Trainer) -> str:
 
 
 def metrics_in_order(trainer: Trainer) -> dict[str, float]:
-    """Return what checkpoints and early stopping watch, then what the module has in its bar."""
-    found: Mapping[str, object] = trainer.callback_metrics
+    """Return what checkpoints and early stopping watch, then what the module has in its bar.
+
+    Only what the present round has measured: without a validation none of its metrics.
+    """
+    found: Mapping[str, object] = logged_in_round(trainer)
     watched = {name: found[name] for name in _monitored(trainer) if name in found}
-    shown = {**watched, **trainer.progress_bar_metrics}
+    in_bar = trainer.progress_bar_metrics.items()
+    shown = {
+        **watched,
+        **{n: v for n, v in in_bar if n in found or n.removesuffix("_step") in found},
+    }
     return {name: float(value) for name, value in shown.items()}  # type: ignore[arg-type]
 
 
@@ -43,7 +51,7 @@ def round_line(trainer: Trainer) -> str:
     """Return a line about the round that has just ended."""
     last = f"/{trainer.max_epochs}" if (trainer.max_epochs or -1) > 0 else ""
     words = [f"{name} {number(value)}" for name, value in metrics_in_order(trainer).items()]
-    known = trainer.callback_metrics
+    known = logged_in_round(trainer)
     if "round/cohort_size" in known:
         words.append(f"{int(known['round/cohort_size'])} clients")
     if float(known.get("round/skipped", 0.0)):

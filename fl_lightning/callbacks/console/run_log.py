@@ -23,6 +23,7 @@ from fl_lightning.callbacks.console.tidy import tidy_screen
 from fl_lightning.callbacks.progress import RoundProgressBar
 from fl_lightning.core.console.tables import aligned
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.federation import begin_round
 from fl_lightning.federation.checkpoints.run_folder import run_folder
 
 NAME = "run.log"
@@ -83,6 +84,10 @@ class RunLog(Callback):
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Go on in the file."""
         self._open(trainer)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Tell this round's metrics from older ones."""
+        begin_round(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write a line for the round, unless it stands on the screen, and so in the file."""

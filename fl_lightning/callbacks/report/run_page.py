@@ -61,7 +61,10 @@ def _facts(history: History, once: Mapping[str, float]) -> list[tuple[str, str]]
     tests = {name: value for name, value in once.items() if is_of_test(name)}
     facts = [(name, f"{value:.4g}") for name, value in tests.items()][:3]
     shown = [name for name in history.names if name.startswith(("val/", "val_"))]
-    facts += [(f"{name}, last", f"{[*history.curve(name).values()][-1]:.4g}") for name in shown[:2]]
+    for name in shown[:2]:
+        number, value = [*history.curve(name).items()][-1]
+        of = "" if number == last.number else f", after {number}"
+        facts.append((f"{name}, last{of}", f"{value:.4g}"))
     facts.append(("rounds" if "round/cohort_size" in history.names else "epochs", str(last.number)))
     if asked := history.curve("round/cohort_size"):
         facts.append(("clients per round", f"{statistics.fmean(asked.values()):.4g}"))
@@ -70,8 +73,9 @@ def _facts(history: History, once: Mapping[str, float]) -> list[tuple[str, str]]
             facts.append((f"bytes {words}", _size(total)))
     if seconds := history.curve("round/seconds"):
         facts.append(("seconds of rounds", f"{sum(seconds.values()):.4g}"))
-    if epsilon := history.curve("privacy/epsilon"):
-        facts.append(("ε", f"{[*epsilon.values()][-1]:.4g}"))
+    for name, words in (("", "ε"), ("_unamplified", "ε without amplification by sampling")):
+        if epsilon := history.curve(f"privacy/epsilon{name}"):
+            facts.append((words, f"{[*epsilon.values()][-1]:.4g}"))
     return facts
 
 

@@ -20,13 +20,17 @@ _OUR_DATA = (
     "fl_lightning.data.FederatedDataModule",
 )
 _WORD = re.compile(
-    r"--(?P<block>federation)(?:\.init_args)?\.(?P<option>\w+)(?P<rest>\+|\.class_path|\.help)?"
+    r"--(?P<block>federation|data)(?:\.init_args)?\.(?P<option>\w+)(?P<rest>\+|\.class_path|\.help)?"
     r"(?:=(?P<value>.*))?"
 )
 
 
-def with_whole_names(words: Sequence[str]) -> list[str]:
+def with_whole_names(words: Sequence[str], *, data: bool = False) -> list[str]:
     """Return a command line whose classes have their whole paths.
+
+    Args:
+        words: of the command line.
+        data: whether the options ``--data.…`` are those of `FederatedDataModule`.
 
     Example:
         >>> with_whole_names(["fit", "--federation.aggregator", "Krum", "--data.kind=IID"])[2:]
@@ -36,7 +40,8 @@ def with_whole_names(words: Sequence[str]) -> list[str]:
     of: Mapping[str, str] = {}
     for word in words:
         match = _WORD.fullmatch(word)
-        option = paths(match["block"], match["option"]) if match else {}
+        is_ours = match is not None and (data or match["block"] == "federation")
+        option = paths(match["block"], match["option"]) if match and is_ours else {}
         if match and option and match["value"] in option:
             word = f"{word.removesuffix(match['value'])}{option[match['value']]}"
         found.append(of.get(word, word))
@@ -51,6 +56,20 @@ def loader(load: Callable[[str], Any]) -> Callable[[str], Any]:
         load: from a text to what it says.
     """
     return lambda text: expanded(load(text))
+
+
+def interpolating(load: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return a loader that replaces references such as ``${model.image_size}`` by values of the same file."""
+
+    def load_resolved(text: str) -> Any:
+        content = load(text)
+        if not isinstance(content, (dict, list)):
+            return content
+        from omegaconf import OmegaConf
+
+        return OmegaConf.to_object(OmegaConf.create(content))
+
+    return load_resolved
 
 
 def expanded(content: Any) -> Any:

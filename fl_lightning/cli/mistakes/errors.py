@@ -10,7 +10,8 @@ from __future__ import annotations
 import errno
 import re
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Mapping, Sequence
 from pickle import UnpicklingError
 from typing import Any, NoReturn
 
@@ -31,13 +32,16 @@ from fl_lightning.cli.mistakes.words import sentence, shortened
 from fl_lightning.core.console.layout import in_lines
 from fl_lightning.core.errors import (
     CheckpointFailure,
+    ClientFailure,
     ConfigurationError,
     ProcessFailure,
     RoundFailure,
 )
+from fl_lightning.federation import ProcessTraceback
 
 _TOLD_IN_A_SENTENCE = (
     CheckpointFailure,
+    ClientFailure,
     ConfigurationError,
     MisconfigurationException,
     RoundFailure,
@@ -74,6 +78,21 @@ class Parser(LightningArgumentParser):
         """Have Lightning's way to build models and data modules note refusals."""
         super().add_instantiator(NotingWithLinks(instantiator), *args, **kwargs)
 
+    def check_environment(self, environ: Mapping[str, str]) -> None:
+        """Refuse variables that stand for an option inside a class: the parser reads whole classes only."""
+        dests = [action.dest for action in self._actions]
+        known = {f"{self.env_prefix}_{dest}".upper().replace(".", "__"): dest for dest in dests}
+        for name in sorted(environ.keys() - known):
+            owner = next((each for each in known if name.startswith(f"{each}__")), None)
+            if owner is not None:
+                value = environ[name]
+                for option in reversed(name.removeprefix(f"{owner}__").lower().split("__")):
+                    value = f"{{{option}: {value}}}"
+                raise ConfigurationError(
+                    f"{name} is not read: {known[owner]} has no variable of this name. If it is a class, "
+                    f"give all its options in one: {owner}='{value}'"
+                )
+
     def _options(self) -> Sequence[str]:
         """Return the names of all options, of subcommands as well."""
         parsers = [
@@ -104,6 +123,15 @@ def explain(error: BaseException, watch: Watch | None = None) -> str | None:
         if isinstance(cause, _TOLD_IN_A_SENTENCE):
             return str(cause)
     return _by_text(error) or _not_written(error) or _foreign_checkpoint(error)
+
+
+def bug_behind(error: BaseException) -> str:
+    """Return the traceback of what a module raised on a client's examples; empty for all else."""
+    failure = next((cause for cause in causes(error) if isinstance(cause, ClientFailure)), None)
+    cause = None if failure is None else failure.__cause__
+    if isinstance(cause, ProcessTraceback):
+        return cause.args[1] or ""
+    return "" if cause is None else "".join(traceback.format_exception(cause))
 
 
 def _by_text(error: BaseException) -> str | None:

@@ -1,1 +1,1 @@
-"""The state that a client begins with: buffers, frozen tensors, Python's attributes."""
+"""The state that a client begins with: tensors and attributes of its module, options of optimizers."""

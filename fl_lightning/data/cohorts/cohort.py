@@ -4,6 +4,8 @@ A sampler remembers nothing between rounds; what the server has learnt of client
 which is part of the checkpoint. So a resumed run draws the cohorts that the uninterrupted one would
 have drawn. Ids are returned in increasing order: the order in which clients train, and in
 which their updates are added up, does not depend on the draw.
+
+How many clients take part: a share of them, or a number.
 """
 
 from __future__ import annotations
@@ -15,9 +17,8 @@ from typing import ClassVar, Protocol, final, runtime_checkable
 import numpy as np
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.core.seeds import numpy_generator
+from fl_lightning.core.seeds import is_secret, numpy_generator, uniform_stream
 from fl_lightning.core.traits import Trait, Traits
-from fl_lightning.data.cohorts.cohort_size import check_cohort_size, check_fraction, cohort_size
 from fl_lightning.data.cohorts.population import ClientIds, Population
 
 # An empty Poisson draw is repeated at most this often: beyond, the expected size is hopeless.
@@ -31,7 +32,11 @@ class CohortSampler(Protocol):
         """Return the usual number of clients in a round, ≥ 1."""
 
     def sample(self, round_index: int, population: Population, seed: int) -> ClientIds:
-        """Return the ids of the round's clients, increasing and distinct; a pure function."""
+        """Return the ids of the round's clients, increasing and distinct; a pure function.
+
+        Under `CentralDP` the seed is a secret of 256 bits, to which `derive_seed` and NumPy's
+        generators are used.
+        """
 
 
 @runtime_checkable
@@ -229,10 +234,14 @@ class UniformCohort(SizedCohort):
 
     def sample(self, round_index: int, population: Population, seed: int) -> ClientIds:
         """Return `expected_size` distinct client ids, or all that are available."""
-        generator = numpy_generator(seed, "cohort", round_index)
         there, size = population.num_available, self.size_among(population)
-        # of a cohort below a fiftieth of the clients NumPy draws only the cohort (Floyd's algorithm)
-        drawn = np.sort(generator.choice(there, size, replace=False))
+        if is_secret(seed):
+            lots = uniform_stream(seed, "cohort", round_index, size=there)
+            drawn = np.sort(np.argsort(lots)[:size])
+        else:
+            generator = numpy_generator(seed, "cohort", round_index)
+            # below a fiftieth of the clients NumPy draws only the cohort (Floyd's algorithm)
+            drawn = np.sort(generator.choice(there, size, replace=False))
         return drawn if population.is_available is None else population.available_ids[drawn]
 
 
@@ -286,8 +295,10 @@ class PoissonCohort(Cohort):
             ConfigurationError: if ``min_size`` was not reached in 1000 draws.
         """
         for attempt in range(MAX_REDRAWS):
-            generator = numpy_generator(seed, "cohort", round_index, attempt)
-            joins = generator.random(population.num_clients) < self.fraction
+            coins = uniform_stream(
+                seed, "cohort", round_index, attempt, size=population.num_clients
+            )
+            joins = coins < self.fraction
             if population.is_available is not None:
                 joins &= population.is_available
             ids = np.flatnonzero(joins)
@@ -315,3 +326,53 @@ class AllClients(Cohort):
     def sample(self, round_index: int, population: Population, seed: int) -> ClientIds:
         """Return all ids."""
         return population.available_ids
+
+
+def check_fraction(fraction: float) -> None:
+    """Refuse a share of clients outside (0, 1]."""
+    if not 0 < fraction <= 1:
+        raise ConfigurationError(
+            f"fraction must be in (0, 1], got {fraction}: it is the share of all clients that "
+            "takes part in a round. Use size for a number of clients."
+        )
+
+
+def check_cohort_size(
+    sampler: str, fraction: float | None, size: int | None, min_size: int
+) -> None:
+    """Refuse settings that do not say how many clients take part.
+
+    Raises:
+        ConfigurationError: unless exactly one of fraction and size is given, each in its range.
+    """
+    if (fraction is None) == (size is None):
+        raise ConfigurationError(
+            f"{sampler} needs either fraction or size, got fraction={fraction} and size={size}"
+        )
+    if fraction is not None:
+        check_fraction(fraction)
+    if size is not None and size < 1:
+        raise ConfigurationError(f"size must be at least 1 client, got {size}")
+    if min_size < 1:
+        raise ConfigurationError(f"min_size must be at least 1 client, got {min_size}")
+
+
+def cohort_size(fraction: float | None, size: int | None, min_size: int, num_clients: int) -> int:
+    """Return the number of clients in every round.
+
+    Raises:
+        ConfigurationError: if there are fewer.
+
+    Example:
+        >>> cohort_size(0.25, None, 1, num_clients=10), cohort_size(None, 7, 1, num_clients=10)
+        (2, 7)
+    """
+    if size is None:
+        assert fraction is not None
+        size = max(min_size, round(fraction * num_clients))
+    if size > num_clients:
+        raise ConfigurationError(
+            f"the cohort has {size} clients but there are only {num_clients}: "
+            "lower size or min_size, or raise data.num_clients"
+        )
+    return size

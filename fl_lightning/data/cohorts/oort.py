@@ -27,7 +27,7 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import numpy_generator
 from fl_lightning.data.cohorts.cohort import SizedCohort
 from fl_lightning.data.cohorts.population import NEVER, ClientIds, Numbers, Population
-from fl_lightning.data.cohorts.weighted_draw import log_of, weighted_draw
+from fl_lightning.data.cohorts.weighted_cohorts import log_of, weighted_draw
 
 
 @final

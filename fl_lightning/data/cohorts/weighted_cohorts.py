@@ -12,20 +12,33 @@ loss, Goetz et al. 2019, *Active federated learning* (1909.12641), section 3, wi
 part; power of choice, Cho et al. 2020 (2010.01243), Algorithm 1 (π_pow-d; with few ``loss_batches``
 π_cpow-d, with ``last_known`` losses π_rpow-d). A client that has not been heard of counts as one
 with the highest loss, so that everybody has a turn.
+
+Drawing without replacement with unequal weights, exactly as many as asked for.
+
+    take the size smallest of  E_i / w_i,   E_i ~ Exp(1)
+
+Source: Efraimidis and Spirakis 2006, Information Processing Letters 97(5), algorithm A. The result
+has the law of drawing one after the other, each time with probability w_i / Σ w over those that are
+left; it never comes out short, unlike drawing with replacement and dropping what is there twice.
+
+Cohorts that take turns, so that everybody is asked equally often.
+
+round robin:    round r asks the clients r m, r m + 1, … (modulo their number)
+least recent:   the m clients whose last round is longest ago; among equals by lot
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, final
+from typing import ClassVar, Literal, final
 
 import numpy as np
+import numpy.typing as npt
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import numpy_generator
 from fl_lightning.data.cohorts.cohort import SizedCohort
-from fl_lightning.data.cohorts.population import ClientIds, Population
-from fl_lightning.data.cohorts.weighted_draw import log_of, weighted_draw
+from fl_lightning.data.cohorts.population import ClientIds, Numbers, Population
 
 Losses = Literal["last_known", "fresh"]
 
@@ -186,3 +199,92 @@ def _check_losses(losses: str, loss_batches: int | None) -> None:
         raise ConfigurationError(f"losses must be last_known or fresh, got {losses!r}")
     if loss_batches is not None and loss_batches < 1:
         raise ConfigurationError(f"loss_batches must be at least 1 batch, got {loss_batches}")
+
+
+def weighted_draw(log_weights: Numbers, size: int, generator: np.random.Generator) -> ClientIds:
+    """Return distinct positions, increasing.
+
+    Args:
+        log_weights: the logarithm of each weight, shape (n,); -inf for weight 0, which is drawn,
+            all such alike, only when nothing else is left.
+        size: how many; at most n come.
+        generator: what is drawn from: n numbers, whatever the weights.
+
+    Example:
+        >>> weights = np.array([1.0, 0.0, 5.0, 1.0])
+        >>> with np.errstate(divide="ignore"):
+        ...     logs = np.log(weights)
+        >>> weighted_draw(logs, 3, np.random.default_rng(0))
+        array([0, 2, 3])
+    """
+    draws: npt.NDArray[np.float64] = np.log(generator.standard_exponential(len(log_weights)))
+    size = min(size, len(draws))
+    if not size:
+        return np.empty(0, np.int64)
+    keys = draws - log_weights
+    if np.count_nonzero(np.isfinite(keys)) < size:  # those of weight 0 by their own draws
+        order = np.lexsort((draws, keys))
+    else:
+        order = np.argpartition(keys, size - 1)
+    return np.sort(order[:size])
+
+
+def log_of(weights: npt.NDArray[np.generic]) -> Numbers:
+    """Return logarithms of weights ≥ 0, -inf of 0."""
+    with np.errstate(divide="ignore"):
+        logs: Numbers = np.log(weights.astype(np.float64))
+    return logs
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class RoundRobinCohort(SizedCohort):
+    """A fixed number of clients, one after the other in the order of their ids.
+
+    Who is not available is passed over.
+
+    Args: those of `UniformCohort`.
+
+    Example:
+        >>> population = Population(np.full(5, 10))
+        >>> [RoundRobinCohort(size=2).sample(r, population, seed=0).tolist() for r in range(3)]
+        [[0, 1], [2, 3], [0, 4]]
+    """
+
+    is_fixed_in_advance: ClassVar[bool] = True
+
+    def sample(self, round_index: int, population: Population, seed: int) -> ClientIds:
+        """Return `expected_size` distinct client ids, or all that are available."""
+        size = self.expected_size(population.num_clients)
+        start = round_index * size % population.num_clients
+        ids = population.available_ids
+        in_turn = np.roll(ids, -int(np.searchsorted(ids, start)))
+        return np.sort(in_turn[:size])
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class LeastRecentCohort(SizedCohort):
+    """A fixed number of clients: those that have waited longest, by lot among equals.
+
+    Of n clients nobody waits longer than n / m rounds, also where clients come and go.
+
+    Args: those of `UniformCohort`.
+
+    Example:
+        >>> population = Population(np.full(4, 10))
+        >>> population.note([1, 3], round_index=0, losses={})
+        >>> LeastRecentCohort(size=2).sample(1, population, seed=0).tolist()
+        [0, 2]
+    """
+
+    def sample(self, round_index: int, population: Population, seed: int) -> ClientIds:
+        """Return `expected_size` distinct client ids, or all that are available."""
+        ids = population.available_ids
+        size = self.size_among(population)
+        if not size:
+            return ids
+        # lots lie in [0, 1): they decide only among clients with the same last round
+        lots = numpy_generator(seed, "cohort", round_index).random(len(ids))
+        order = np.argpartition(population.last_rounds[ids] + lots, size - 1)
+        return np.sort(ids[order[:size]])

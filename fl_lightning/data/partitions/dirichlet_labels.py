@@ -18,7 +18,7 @@ import numpy as np
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import numpy_generator
-from fl_lightning.data.classes import classes_of
+from fl_lightning.data.columns import classes_of
 from fl_lightning.data.partitions.flat_shards import FlatShards
 from fl_lightning.data.partitions.partition import (
     PartitionRule,

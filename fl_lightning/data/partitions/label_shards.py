@@ -1,9 +1,34 @@
-"""Every client holds exactly Nc classes, all clients are equally large, everything is used.
+"""Partitions by label: `LabelShards`, with its arithmetic, and McMahan's.
+
+Every client holds exactly Nc classes, all clients are equally large, everything is used.
 
 Source: the idea of McMahan et al. 2017 (1602.05629), section 3, that a client sees only two digits;
-their own construction, `fl_lightning.data.partitions.mcmahan_shards`, does not ensure it.
+their own construction, `McMahanShards`, does not ensure it.
 Differs: exactly so many classes, whatever the classes' sizes and however many clients there are.
-How it is done: `fl_lightning.data.partitions.class_graph`.
+
+Which client holds which class, and how many examples: the arithmetic behind `LabelShards`.
+
+1. `class_slots`: each class gets clients in proportion to its size, in all as many as there are
+   places (clients times classes per client).
+2. `draw_holders`: a random bipartite graph of clients and classes with those degrees.
+3. `even_counts`: examples n_e ≥ 1 for every edge e of the graph, by a linear program,
+
+       minimise    Σ_e |n_e - s_e| + M Σ_i excess_i
+       subject to  Σ_(e of class c) n_e = size of c     for every class
+                   excess_i = how far Σ_(e of client i) n_e lies outside [⌊N/K⌋, ⌈N/K⌉]
+
+   with s_e the even share of the class, rounded down, and M larger than any first sum could repay.
+   So client sizes come first: within one of each other wherever the graph allows it. The
+   constraints are those of a network flow, so every corner of what they allow is a vector of whole
+   numbers (Hoffman and Kruskal 1956), and the simplex method returns corners.
+
+Legend: K clients, C classes, E = K · classes per client edges, N examples.
+
+Sort the examples by label, cut them into K · s equal pieces, deal s pieces to each of K clients.
+
+Source: McMahan et al. 2017 (1602.05629), section 3, with 200 pieces of 300 digits for 100 clients.
+Differs: all examples are used, also where their number is no multiple of K · s. Their *shard* is a
+*piece* here: a shard is all that a client has.
 """
 
 from __future__ import annotations
@@ -12,18 +37,20 @@ from dataclasses import dataclass
 from typing import final
 
 import numpy as np
+from scipy.optimize import linprog
+from scipy.sparse import csr_matrix, hstack
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import numpy_generator
-from fl_lightning.data.classes import classes_of
-from fl_lightning.data.partitions.class_graph import (
-    class_slots,
-    draw_holders,
-    even_counts,
-    size_excess,
-)
+from fl_lightning.data.columns import classes_of
 from fl_lightning.data.partitions.flat_shards import FlatShards
-from fl_lightning.data.partitions.partition import PartitionRule, check_at_least, check_sizes, deal
+from fl_lightning.data.partitions.partition import (
+    PartitionRule,
+    check_at_least,
+    check_sizes,
+    deal,
+    shards_of,
+)
 
 MAX_GRAPHS = 16  # nearly always the first or second will do
 
@@ -98,3 +125,147 @@ def _most_even(
             return counts
         found.append(counts)
     return min(found, key=size_excess)
+
+
+def class_slots(
+    class_sizes: np.ndarray, num_clients: int, classes_per_client: int, rng: np.random.Generator
+) -> np.ndarray:
+    """Return how many clients each class has: proportional to its size, in [1, num_clients].
+
+    Adams' divisor rule: the next slot goes to the class with the most examples per slot so far,
+    which makes the largest client as small as possible if a client has one class. No class has
+    more slots than examples.
+
+    Example:
+        >>> class_slots(np.array([30, 70]), 5, 1, np.random.default_rng(0))
+        array([2, 3])
+    """
+    held = np.arange(1, num_clients)
+    priority = class_sizes[:, None] / held
+    priority[held >= class_sizes[:, None]] = 0.0  # every client of a class needs an example of it
+    ties = rng.random(priority.size)
+    num_more = num_clients * classes_per_client - len(class_sizes)
+    best = np.lexsort((ties, -priority.ravel()))[:num_more]
+    return 1 + np.bincount(best // max(len(held), 1), minlength=len(class_sizes))
+
+
+def draw_holders(slots: np.ndarray, num_clients: int, rng: np.random.Generator) -> np.ndarray:
+    """Return the classes of each client, distinct, shape (num_clients, classes_per_client).
+
+    Each client in turn takes the classes with most slots left, ties at random: so none is left
+    at the end.
+
+    Example:
+        >>> draw_holders(np.array([2, 1, 1]), 2, np.random.default_rng(0))
+        array([[0, 2],
+               [0, 1]])
+    """
+    left = slots.copy()
+    holders = np.empty((num_clients, int(slots.sum()) // num_clients), dtype=np.int64)
+    for client in range(num_clients):
+        holders[client] = np.lexsort((rng.random(len(left)), -left))[: holders.shape[1]]
+        left[holders[client]] -= 1
+    return holders
+
+
+def even_counts(holders: np.ndarray, class_sizes: np.ndarray) -> np.ndarray:
+    """Return the examples of each class at each client: the linear program above.
+
+    Args:
+        holders: the classes of each client, shape (num_clients, classes_per_client).
+        class_sizes: examples of each class, shape (num_classes,), no fewer than its clients.
+
+    Returns:
+        Whole numbers of shape (num_clients, num_classes), ≥ 1 where a client holds a class.
+
+    Example:
+        >>> even_counts(np.array([[0, 1], [1, 2]]), np.array([4, 4, 2]))
+        array([[4, 1, 0],
+               [0, 3, 2]])
+    """
+    num_clients, num_classes = len(holders), len(class_sizes)
+    klass, client = holders.ravel(), np.repeat(np.arange(num_clients), holders.shape[1])
+    share = (class_sizes // np.bincount(klass))[klass]
+    smallest, remainder = divmod(int(class_sizes.sum()), num_clients)
+
+    # one row per class, then one per client; a column per edge, or per client
+    of_edges = _incidence([klass, num_classes + client], num_classes + num_clients)
+    of_clients = _incidence([num_classes + np.arange(num_clients)], num_classes + num_clients)
+    totals = np.concatenate([class_sizes, np.full(num_clients, smallest)]) - of_edges @ share
+
+    # above and below the share, the one example more that is allowed, above and below that
+    columns = [of_edges, -of_edges, -of_clients, -of_clients, of_clients]
+    most = [np.inf, share - 1, int(remainder > 0), np.inf, np.inf]
+    price = [1, 1, 0, 2 * len(klass) + 1, 2 * len(klass) + 1]
+    widths = [block.shape[1] for block in columns]
+    cost = np.repeat(price, widths)
+    upper = np.concatenate([np.broadcast_to(m, w) for m, w in zip(most, widths, strict=True)])
+    bounds = np.stack([np.zeros(len(upper)), upper], axis=1)
+    solution = linprog(cost, A_eq=hstack(columns), b_eq=totals, bounds=bounds, method="highs-ds")
+    assert solution.success, solution.message  # excess_i has no upper bound
+    above, below = np.rint(solution.x[: 2 * len(klass)]).astype(np.int64).reshape(2, -1)
+    counts = np.zeros((num_clients, num_classes), dtype=np.int64)
+    counts[client, klass] = share + above - below
+    return counts
+
+
+def size_excess(counts: np.ndarray) -> int:
+    """Return how many examples lie outside [⌊N/K⌋, ⌈N/K⌉] over all clients; 0 is within one.
+
+    Example:
+        >>> size_excess(np.array([[2, 0], [3, 2]]))
+        2
+    """
+    sizes = counts.sum(axis=1)
+    smallest, remainder = divmod(int(sizes.sum()), len(sizes))
+    outside = np.maximum(smallest - sizes, sizes - smallest - int(remainder > 0))
+    return int(np.maximum(outside, 0).sum())
+
+
+def _incidence(rows_of_columns: list[np.ndarray], num_rows: int) -> csr_matrix:
+    """Return the matrix whose column j has a 1 in each of the rows ``rows_of_columns[:][j]``."""
+    num_columns = len(rows_of_columns[0])
+    rows = np.concatenate(rows_of_columns)
+    columns = np.tile(np.arange(num_columns), len(rows_of_columns))
+    return csr_matrix((np.ones(len(rows)), (rows, columns)), shape=(num_rows, num_columns))
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class McMahanShards(PartitionRule):
+    """Sort the examples by label, cut them into equal pieces, deal the pieces out at random.
+
+    A client sees few classes, but not a fixed number: a piece may straddle two classes, and two
+    pieces may be of the same class. `LabelShards` fixes the number.
+
+    Args:
+        shards_per_client: pieces that each client gets, ≥ 1; the paper has 2.
+
+    Example:
+        >>> labels = np.repeat(np.arange(10), 60)
+        >>> shards = McMahanShards(shards_per_client=2).assign(labels, num_clients=10, seed=0)
+        >>> {len(shard) for shard in shards}, max(len(set(labels[shard])) for shard in shards)
+        ({60}, 2)
+    """
+
+    shards_per_client: int = 2
+
+    def __post_init__(self) -> None:
+        check_at_least("shards_per_client", self.shards_per_client, 1)
+
+    def assign(self, labels: np.ndarray, num_clients: int, seed: int) -> FlatShards:
+        """Return the shards, as `Partition.assign` says."""
+        check_sizes(labels, num_clients)
+        num_pieces, num_examples = num_clients * self.shards_per_client, len(labels)
+        if num_pieces > num_examples:
+            raise ConfigurationError(
+                f"num_clients * shards_per_client must be at most the number of examples, "
+                f"{num_examples}, got {num_clients} * {self.shards_per_client}: lower either"
+            )
+        rng = numpy_generator(seed, "partition", num_clients)
+        shuffled = rng.permutation(num_examples)
+        by_label = shuffled[np.argsort(labels[shuffled], kind="stable")]
+        piece = np.arange(num_examples) * num_pieces // num_examples
+        owner = np.empty(num_examples, dtype=np.int64)
+        owner[by_label] = (rng.permutation(num_pieces) % num_clients)[piece]
+        return shards_of(owner, num_clients)

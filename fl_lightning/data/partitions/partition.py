@@ -6,8 +6,15 @@ The index arrays are disjoint and together hold every position of ``labels`` onc
 function of its arguments; each shard comes in ascending order (training shuffles for itself).
 The rules here return `FlatShards`, which reads like a list and holds a million clients in one array;
 a rule of one's own may return a list as well, or shards that overlap.
-Rules that look at labels are in `label_shards`, `mcmahan_shards` and `dirichlet_labels`, those of
+Rules that look at labels are in `label_shards` and `dirichlet_labels`, those of
 uneven sizes in `quantity_skew`.
+
+Hold out a fraction of the examples, of every class alike.
+
+    held out of class c = floor(f n_c), or one more where the remainder of f n_c is among the largest
+
+so that the parts sum to round(f N) and every class keeps its proportion to within one example
+(the largest-remainder method, which parliaments use for seats).
 """
 
 from __future__ import annotations
@@ -17,6 +24,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, final
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import numpy_generator
@@ -245,3 +254,35 @@ def even_sizes(total: int, num_parts: int, rng: np.random.Generator) -> np.ndarr
         [2, 2, 3]
     """
     return total // num_parts + (rng.permutation(num_parts) < total % num_parts)
+
+
+def stratified_split(targets: Tensor, fraction: float, *, seed: int) -> tuple[Tensor, Tensor]:
+    """Return the indices kept and those held out, both ascending, together all of them.
+
+    Args:
+        targets: the class of each example, shape (N,).
+        fraction: part to hold out, in [0, 1].
+        seed: which examples of a class are held out depends on it, how many does not.
+
+    Example:
+        >>> kept, held_out = stratified_split(torch.tensor([0] * 6 + [1] * 3), 1 / 3, seed=0)
+        >>> len(kept), (held_out < 6).sum().item(), (held_out >= 6).sum().item()
+        (6, 2, 1)
+    """
+    random = numpy_generator(seed, "stratified split")
+    labels = targets.numpy()
+    classes, counts = np.unique(labels, return_counts=True)
+    held_out = np.zeros(len(labels), dtype=bool)
+    for label, quota in zip(classes, _quotas(counts, fraction), strict=True):
+        members = np.flatnonzero(labels == label)
+        held_out[random.permutation(members)[:quota]] = True
+    return torch.from_numpy(np.flatnonzero(~held_out)), torch.from_numpy(np.flatnonzero(held_out))
+
+
+def _quotas(counts: np.ndarray, fraction: float) -> np.ndarray:
+    """Return how many of each class to hold out, by largest remainder."""
+    exact = counts * fraction
+    quotas = np.floor(exact).astype(np.int64)
+    missing = round(counts.sum() * fraction) - quotas.sum()
+    quotas[np.argsort(quotas - exact, kind="stable")[:missing]] += 1
+    return quotas

@@ -10,8 +10,7 @@ import numpy as np
 import torch
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.data.sources.row_source import LoadedRows, RowSource, as_tensor
-from fl_lightning.data.sources.rows import Rows
+from fl_lightning.data.sources.row_source import LoadedRows, Rows, RowSource, as_tensor
 from fl_lightning.data.sources.targets import TargetKind, Targets, column_of
 
 

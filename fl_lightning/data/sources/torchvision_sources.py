@@ -12,8 +12,7 @@ from typing import Any, ClassVar, final
 import torch
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.data.sources.image_source import ImageSource, LoadedImages
-from fl_lightning.data.sources.images import ImageTensors
+from fl_lightning.data.sources.image_source import ImageSource, ImageTensors, LoadedImages
 from fl_lightning.data.transforms import PixelPipeline
 
 

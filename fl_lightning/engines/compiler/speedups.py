@@ -1,4 +1,4 @@
-"""Ways to take the same local step faster: memory layout, fused kernels, gradients not written out.
+"""Ways to take the same local step faster: memory layout, fused kernels, a compiled graph.
 
 Each changes at most the order in which numbers are summed, so an update stays what it was but for
 rounding. Which of them pay depends on model, batch and machine: see `federation.speedup_trial`.
@@ -7,7 +7,6 @@ rounding. Which of them pay depends on model, batch and machine: see `federation
   our own, see the module of that name.
 - ``channels_last``: images and convolutions keep the channels of a pixel together.
 - ``fused_optimizer``: the optimizer's step reads and writes every number once.
-- ``thin_gradients``: gradients of large dense layers stay factors, see `ThinGradients`.
 - ``math_attention``: attention as plain matrix products, in bfloat16 where its inputs are. On CPUs
   with matrix units the backward pass of PyTorch's fused kernel is slower in bfloat16 than these.
 - ``compiled``: forward and backward pass are one compiled graph, see `CompiledGradients`.
@@ -25,10 +24,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from fl_lightning.engines.compiler.compiled_gradients import CompiledGradients
-from fl_lightning.engines.compiler.thin_gradients import (
-    ThinGradients,
-    reason_against_thin_gradients,
-)
 from fl_lightning.engines.functional.other_forwards import Forwards, other_forwards
 from fl_lightning.kernels import direct_layers, reason_against_direct_layers
 from fl_lightning.sparsity.optimizers.masked_optimizer import MaskedOptimizer
@@ -37,7 +32,6 @@ Speedup = Literal[
     "direct_layers",
     "channels_last",
     "fused_optimizer",
-    "thin_gradients",
     "math_attention",
     "compiled",
 ]
@@ -54,7 +48,7 @@ class FasterStep:
         optimizer: over its parameters.
         speedups: those that apply, see `reason_against`.
         graph: of ``compiled``; may serve several of these one after the other, as long as direct
-            layers, memory layout, attention and thin gradients are the same.
+            layers, memory layout and attention are the same.
         direct: what `direct_layers` gives for the module, where that is known.
 
     Example:
@@ -89,16 +83,10 @@ class FasterStep:
         self._step_all: Callable[[], Any] = (
             self._fused_step if "fused_optimizer" in speedups else optimizer.step
         )
-        self._thin: ThinGradients | None = None
         if self._is_channels_last:
             _lay_out(module, torch.channels_last)
             self._forwards.update(_pools(module))
         self._forwards.update(self._direct)
-        if "thin_gradients" in speedups:
-            is_direct = "direct_layers" in speedups
-            self._thin = ThinGradients(module, optimizer, is_direct=is_direct)
-            self._forwards.update(self._thin.forwards)
-            self._direct = {m: f for m, f in self._direct.items() if m not in self._thin.forwards}
 
     def batch(self, batch: Any) -> Any:
         """Return a batch in the layout that the model has."""
@@ -116,10 +104,8 @@ class FasterStep:
         """
         if self._graph is None or self._graph.is_given_up:
             return None
-        if self._thin is not None:
-            self._thin.forget()
         with other_forwards(self._direct), self._attention():
-            return self._graph(batch, index, self._thin)
+            return self._graph(batch, index)
 
     def _attention(self) -> AbstractContextManager[None]:
         return _as_products() if self._has_math_attention else nullcontext()
@@ -127,17 +113,12 @@ class FasterStep:
     @contextmanager
     def forwards(self) -> Iterator[None]:
         """Let layers compute in their faster way."""
-        if self._thin is not None:
-            self._thin.forget()
         with other_forwards(self._forwards), self._attention():
             yield
 
     def step(self) -> None:
         """Step the optimizer on the gradients of the backward pass."""
-        if self._thin is not None:
-            self._thin.step(self._step_all)
-        else:
-            self._step_all()
+        self._step_all()
 
     def close(self) -> None:
         """Give the module its usual layout back."""
@@ -191,8 +172,6 @@ def reason_against(speedup: Speedup, module: nn.Module, optimizer: Optimizer) ->
         return None if has_any else "the model has no convolution over images"
     if speedup == "fused_optimizer":
         return _reason_against_fused(optimizer)
-    if speedup == "thin_gradients":
-        return reason_against_thin_gradients(module, optimizer)
     if speedup == "compiled":
         return None  # what rules it out shows in its first step
     device = next(module.parameters()).device.type

@@ -13,6 +13,7 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torchmetrics import Metric
 
+from fl_lightning.client.state.tensors import memory_of
 from fl_lightning.engines.cannot_stack import CannotStack
 from fl_lightning.engines.functional.metric_calls import (
     BatchValue,
@@ -194,6 +195,15 @@ class TrainingStep:
         others = torch.autograd.grad(loss, [weights[name] for name in called], allow_unused=True)
         return [name for name, other in zip(called, others, strict=True) if other is None]
 
+    def _take_over_rebound(self, tensors: Mapping[str, Tensor], inner: Tensors) -> None:
+        """Write what took the place of buffers, ``self.n = self.n + 1``, into them."""
+        pairs = ((name, inner.get(f"module.{name}", old)) for name, old in tensors.items())
+        for name, new in [(n, new.clone()) for n, new in pairs if new is not tensors[n]]:
+            old, buffers = tensors[name], dict(self._wrapper.module.named_buffers())
+            if name not in buffers or (new.shape, new.dtype) != (old.shape, old.dtype):
+                raise CannotStack(f"training_step replaces {name} by something of another kind")
+            old.copy_(new.detach())
+
     def observe(self, tensors: Mapping[str, Tensor], batch: Any, count: Tensor) -> Observed:
         """Run it as the sequential engine would, and tell what it does besides arithmetic."""
         with DrawRecorder() as recorder, DropoutWatch() as watch:
@@ -211,11 +221,15 @@ class TrainingStep:
         # no number: a step that decides something by its index cannot be the same for all slots
         arguments = (batch, count.long()) if self._takes_index else (batch,)
         calls = self.stand_ins.listen() if len(self.stand_ins) else []
+        before = memory_of(tensors.values())
         STEPS_IN_SLOTS.append(count)
         try:
             replayed = ReplayedDraws(draws) if draws else nullcontext()
             with self._context(), replayed:
                 output = functional_call(self._wrapper, inner, arguments)
+                if memory_of(tensors.values()) != before:  # under vmap it may end the process
+                    raise CannotStack("training_step gives a buffer other memory or another shape")
+                self._take_over_rebound(tensors, inner)
             logged, metrics = dict(self._log.values), dict(self._log.metrics)
         finally:
             STEPS_IN_SLOTS.clear()

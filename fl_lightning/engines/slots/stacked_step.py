@@ -41,7 +41,7 @@ class StackedStep:
         takes_index: whether ``training_step`` has a second parameter.
         options: how to stack.
         context: makes what ``training_step`` runs in, such as autocast.
-        ignore: names of the module's attributes that are none of the user's, see `PythonState`.
+        ignore: names of the module's attributes that are none of the user's, see `Attributes`.
         by_step: gives lists of the options that change from step to step, of every parameter group.
 
     Raises:

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fl_lightning.client.state.python_state import PythonState
+from fl_lightning.client.state.attributes import Attributes
 from fl_lightning.core.seeds import preserve_global_generators
 from fl_lightning.engines.cannot_stack import CannotPad, CannotStack
 from fl_lightning.engines.compiler.compiling import Compiled
@@ -58,7 +58,7 @@ class StepGraphs:
         options: how to stack.
         count: steps that each client has taken, shape (G,).
         context: makes what ``training_step`` runs in, such as autocast.
-        ignore: names of the module's attributes that are none of the user's, see `PythonState`.
+        ignore: names of the module's attributes that are none of the user's, see `Attributes`.
 
     Raises:
         CannotStack: if the optimizer leaves out a parameter that trains.
@@ -156,7 +156,7 @@ class StepGraphs:
     @contextmanager
     def _leaving_nothing(self) -> Iterator[None]:
         """Undo what the step does to Python's objects; refuse a step that does anything to them."""
-        state, reason = PythonState(self._module, ignore=self._ignore), None
+        state, reason = Attributes(self._module, ignore=self._ignore, outside=True), None
         try:
             yield
         except CannotStack as found:

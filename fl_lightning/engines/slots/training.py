@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.client.corrections.correction import GradientTerm
+from fl_lightning.client.state.tensors import is_number
 from fl_lightning.client.work import ClientWork, GroupWork
 from fl_lightning.core.devices import sent
 from fl_lightning.core.space import Space
@@ -67,6 +68,8 @@ class SlotTrainer:
         own: SlotOwn | None = None,
         integers: Callable[[], Tensors] | None = None,
     ) -> None:
+        if any(step.buffers[name].is_complex() for name in buffers.names if step.buffers):
+            raise CannotStack("clients change a buffer of complex numbers")
         self._own, self.change = own, ""
         self._left_out: set[int] = set()
         self._results = SlotResults(step, space, buffers, names or {})
@@ -83,7 +86,7 @@ class SlotTrainer:
         self._space, self._buffers = space, buffers
         params = [step.params[name] for name in space.names]
         stacked_buffers = [step.buffers[name] for name in buffers.names if step.buffers]
-        present = {n: b for n, b in step.buffers.items() if not b.is_floating_point()}
+        present = {n: b for n, b in step.buffers.items() if not is_number(b)}
         self._integer_names = list(present)
         self._integer_starts = [buffer[0].clone() for buffer in present.values()]
         self._integers = integers

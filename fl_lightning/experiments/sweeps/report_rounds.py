@@ -8,6 +8,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.federation import begin_round, logged_in_round
 
 
 class ReportRounds(Callback):
@@ -16,7 +17,7 @@ class ReportRounds(Callback):
     Args:
         metric: as the run logs it.
         tell: gets the round, counted from 1, and the value; returns whether the fit goes on. It is
-            called in one process, after the round's validation.
+            called in one process, after every round that has measured the metric.
 
     Attributes:
         values: round to value, of the rounds before a resume as well.
@@ -41,15 +42,20 @@ class ReportRounds(Callback):
         self.values: dict[int, float] = {}
         self.is_stopped = False
 
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Tell this round's metrics from older ones."""
+        begin_round(trainer)
+
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Tell the value; all processes follow the answer."""
-        logged = trainer.callback_metrics
+        logged = logged_in_round(trainer)
         if self.metric not in logged:
-            if trainer.current_epoch + 1 < _first_validation(trainer):
+            known = trainer.callback_metrics
+            if self.metric in known or trainer.current_epoch + 1 < _first_validation(trainer):
                 return  # it is not validated in every round
             raise ConfigurationError(
                 f"metric: the runs do not log {self.metric!r} in every round. There is "
-                f"{', '.join(sorted(logged)) or 'nothing'}"
+                f"{', '.join(sorted(known)) or 'nothing'}"
             )
         number, value = trainer.current_epoch + 1, float(logged[self.metric])
         self.values[number] = value

@@ -107,7 +107,7 @@ def check_monitors(trainer: Trainer, unprotected: set[str]) -> None:
 
 
 def warn_of_releases(
-    trainer: Trainer, privacy: Privacy, *, num_clients: int, num_buffers: int, has_memory: bool
+    trainer: Trainer, privacy: Privacy, *, num_clients: int, has_memory: bool
 ) -> None:
     """Name what is released and not covered, in one warning."""
     names = shown_by(trainer.callbacks)  # type: ignore[attr-defined]
@@ -120,11 +120,6 @@ def warn_of_releases(
         names.append("what clients remember between rounds, in checkpoints")
     if names:
         rank_zero_warn("privacy: ε covers the models, and not: " + "; ".join(names))
-    if num_buffers:
-        rank_zero_warn(
-            f"privacy: {num_buffers} numbers in buffers (statistics of batch norm) are not sent; the "
-            "global model keeps those it began with: use group or layer norm"
-        )
     if privacy.delta >= 1 / num_clients:
         rank_zero_warn(
             f"privacy: delta = {privacy.delta:g} is not below 1 / {num_clients} clients: a mechanism "

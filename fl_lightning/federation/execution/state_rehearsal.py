@@ -10,9 +10,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 
-from fl_lightning.client.state.state_tensors import candidates, known_state, matching
+from lightning.pytorch.utilities import rank_zero_info
+
+from fl_lightning.client.state.attributes import Attributes
+from fl_lightning.client.state.tensors import candidates, known_state, matching
 from fl_lightning.client.work import ClientWork
 from fl_lightning.core.seeds import seed_global_generators
+from fl_lightning.federation.hooks import NOT_THE_USERS
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.visits.visiting import Visit, visiting
 
@@ -60,18 +64,27 @@ class StateRehearsal:
         """
         for client in work:
             if client.sizes:
+                outside = Attributes(self._module, ignore=NOT_THE_USERS, outside=True)
                 try:
                     with self._nothing_left() as visit:
-                        self._take_steps(client)
-                        self._local.bring_home()
-                        names = candidates(self._module)
-                        changed = visit.changed(names)
+                        names, changed = candidates(self._module), set[str]()
+                        for _ in self._steps(client):  # the second may undo what the first did
+                            self._local.bring_home()
+                            changed |= {*visit.changed(names)}
+                        self._tell(outside.changes_outside())
                         return [name for name in names if name in changed]
                 except Exception:  # noqa: BLE001, S112 - whatever the user's step raises
                     continue
         return None
 
-    def _take_steps(self, client: ClientWork) -> None:
+    def _tell(self, changes: list[str]) -> None:
+        if changes:
+            rank_zero_info(
+                f"state: training_step changes {changes[0]}, which is yours and not put back between "
+                "clients: make it an attribute of the module if every client is to start from it"
+            )
+
+    def _steps(self, client: ClientWork) -> Iterator[None]:
         seed_global_generators(client.seed)
         if self._step.examples is None:
             steps = self._plan.steps(client)
@@ -81,6 +94,7 @@ class StateRehearsal:
         try:
             for index, batches in enumerate(islice(steps, _NUM_STEPS)):
                 self._step(batches, index)
+                yield
         finally:
             self._step.examples = examples
 

@@ -15,8 +15,8 @@ from torch import nn
 
 from fl_lightning.client.local_step import SizedBatch
 from fl_lightning.client.log_collector import LogCollector
-from fl_lightning.client.state.module_tensors import ModuleTensors
-from fl_lightning.client.state.python_state import PythonState
+from fl_lightning.client.state.attributes import Attributes
+from fl_lightning.client.state.tensors import ModuleTensors, TrainedFlags
 from fl_lightning.core.metric_states import MetricStates, kept_apart, metrics_of
 from fl_lightning.core.modes import modes_kept
 from fl_lightning.core.seeds import preserve_global_generators
@@ -107,7 +107,7 @@ def visiting(
     - the gradients of its parameters, the very tensors; inside, there are none at first,
     - the global generators of torch, NumPy and Python; inside, the block may seed them,
     - ``module.log``; inside, it is ``logs``, and what is not collected there is forgotten,
-    - parameters and buffers, and what Python holds of the module (`PythonState`).
+    - parameters, their ``requires_grad`` and buffers, and the module's attributes (`Attributes`).
 
     The precision's context surrounds single steps only. Visits may be inside one another.
 
@@ -116,7 +116,7 @@ def visiting(
         kind: which step of the module is taken.
         mode: of the module inside the block; None leaves it as it is.
         logs: what the steps log to; None is one that nobody reads.
-        in_place: leave parameters, buffers and what Python holds as the steps made them: for those
+        in_place: leave parameters, buffers and attributes as the steps made them: for those
             who want that, or put it back themselves.
 
     Raises:
@@ -125,12 +125,13 @@ def visiting(
     """
     module = trainer.lightning_module
     logs, metrics = LogCollector() if logs is None else logs, metrics_of(module)
-    before = None if in_place else ModuleTensors(module)
+    before = None if in_place else ModuleTensors(module, copies=True)
     with ExitStack() as stack:
         if before is not None:
             stack.callback(before.put_back)
-            python = PythonState(module, ignore=NOT_THE_USERS, global_generators=False)
-            stack.callback(python.put_back)
+            flags, attributes = TrainedFlags(module), Attributes(module, ignore=NOT_THE_USERS)
+            stack.callback(flags.put_back)
+            stack.callback(attributes.put_back)
         stack.callback(MetricStates(metrics).put_back)
         stack.enter_context(kept_apart(metrics))
         stack.enter_context(preserve_global_generators())

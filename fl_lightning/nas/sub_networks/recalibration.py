@@ -30,7 +30,7 @@ from fl_lightning.client.personal.personalisation import Personalisation
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import torch_generator
 from fl_lightning.data.federated import FederatedDataModule
-from fl_lightning.data.reading import evaluation_reader, loader_option
+from fl_lightning.data.training_set import evaluation_reader, loader_option
 from fl_lightning.federation.federation import Federation
 from fl_lightning.federation.processes.ranks import Ranks
 from fl_lightning.federation.processes.shares import shares

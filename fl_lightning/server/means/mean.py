@@ -89,6 +89,9 @@ class Mean(WeightedMean):
 
     def receive(self, updates: Updates) -> None:
         """Add some updates at once, with the bits of one after the other."""
+        if type(self).weight is not Mean.weight:  # of a class of the user's
+            super().receive(updates)
+            return
         alike = [1] * len(updates.num_examples)
         weights = updates.num_examples if self.weight_by_examples else alike
         self._mean.add_rows(updates.deltas, weights)
