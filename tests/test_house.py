@@ -57,7 +57,7 @@ CAPS = {
     "kernels": (1690, 11),
     "models": (1150, 9),
     "nas": (11610, 45),
-    "privacy": (2880, 22),
+    "privacy": (2820, 15),
     "secure": (5310, 24),
     "server": (4060, 24),
     "sparsity": (3500, 23),
