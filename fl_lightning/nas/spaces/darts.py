@@ -16,8 +16,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
-from itertools import combinations
+from functools import cache, cached_property
+from itertools import combinations, product
 from typing import Any, ClassVar, final
 
 import torch
@@ -77,15 +77,25 @@ class DARTS(CellSpace):
     )
     none: ClassVar[int] = 0
 
-    @property
+    @cached_property
     def rows(self) -> tuple[Row, ...]:
         """The 14 edges of the normal cell, then those of the reduction cell."""
-        return _rows()
+        return tuple(
+            Row(cell, source, node) for cell in CELLS for node in NODES for source in range(node)
+        )
 
-    @property
+    @cached_property
     def decisions(self) -> tuple[Decision, ...]:
         """For each node of each cell: its inputs, the operation on the first, on the second."""
-        return _decisions()
+        decisions = []
+        for cell, node in product(CELLS, NODES):
+            pairs = tuple(f"{low} and {high}" for low, high in _pairs(node))
+            decisions.append(Decision(f"{cell} inputs of {node}", pairs))
+            decisions += [
+                Decision(f"{cell} {which} operation of {node}", self.operations[1:])
+                for which in ("first", "second")
+            ]
+        return tuple(decisions)
 
     def inputs(self, architecture: Architecture) -> dict[str, Inputs]:
         """Return for each cell, node by node, ((operation, source), (operation, source))."""
@@ -212,29 +222,8 @@ class DARTS(CellSpace):
 
 
 @cache
-def _rows() -> tuple[Row, ...]:
-    return tuple(
-        Row(cell, source, node) for cell in CELLS for node in NODES for source in range(node)
-    )
-
-
-@cache
 def _pairs(node: int) -> tuple[tuple[int, int], ...]:
     return tuple(combinations(range(node), 2))
-
-
-@cache
-def _decisions() -> tuple[Decision, ...]:
-    decisions = []
-    for cell in CELLS:
-        for node in NODES:
-            pairs = tuple(f"{low} and {high}" for low, high in _pairs(node))
-            decisions.append(Decision(f"{cell} inputs of {node}", pairs))
-            decisions += [
-                Decision(f"{cell} {which} operation of {node}", DARTS.operations[1:])
-                for which in ("first", "second")
-            ]
-    return tuple(decisions)
 
 
 STEM_MULTIPLIER = 3
