@@ -13,16 +13,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cached_property
 from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.nas.spaces.cells import Candidate, CellSpace, MakeEdge, Row
-from fl_lightning.nas.spaces.operations import ReLUConvBN, Zero, average_pool
-from fl_lightning.nas.spaces.reader import Reader
-from fl_lightning.nas.spaces.space import Architecture, Decision
+from fl_lightning.nas.spaces.cells import (
+    Candidate,
+    CellSpace,
+    MakeEdge,
+    ReLUConvBN,
+    Row,
+    Zero,
+    average_pool,
+)
+from fl_lightning.nas.spaces.space import Architecture, ArchitectureReader, Decision
 
 # in the order of the strings: node by node, its sources in order
 EDGES = ((0, 1), (0, 2), (1, 2), (0, 3), (1, 3), (2, 3))
@@ -61,10 +67,10 @@ class NASBench201(CellSpace):
         """The six edges."""
         return tuple(Row("cell", *edge) for edge in EDGES)
 
-    @property
+    @cached_property
     def decisions(self) -> tuple[Decision, ...]:
         """An operation for every edge."""
-        return _decisions()
+        return tuple(Decision(f"{i}→{j}", self.operations) for i, j in EDGES)
 
     def operations_of(self, architecture: Architecture) -> tuple[int, ...]:
         """Return the choices: a decision is a row."""
@@ -83,7 +89,7 @@ class NASBench201(CellSpace):
 
     def parse(self, text: str) -> Architecture:
         """Return the cell of a string as the benchmark writes them."""
-        reader = Reader(text.strip(), self.name)
+        reader = ArchitectureReader(text.strip(), self.name)
         choices = []
         for target in (1, 2, 3):
             reader.expect("|" if target == 1 else "+|")
@@ -130,11 +136,6 @@ class NASBench201(CellSpace):
         """Return the best operation of each edge, `none` among them; β has no say in that."""
         self.check_alpha(alpha, beta)
         return self.architecture(alpha.argmax(1).tolist())
-
-
-@cache
-def _decisions() -> tuple[Decision, ...]:
-    return tuple(Decision(f"{i}→{j}", NASBench201.operations) for i, j in EDGES)
 
 
 def _term(source: str, operation: str) -> str:
