@@ -5,12 +5,14 @@ import warnings
 import pytest
 import torch
 import torchmetrics
-from lightning.pytorch import seed_everything
+from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
+    EMAWeightAveraging,
     GradientAccumulationScheduler,
     LearningRateFinder,
     StochasticWeightAveraging,
+    WeightAveraging,
 )
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.nn import functional as F
@@ -316,6 +318,7 @@ class BadLoss(ToyModule):
         (ToyModule(), GradientAccumulationScheduler({0: 2}), "GradientAccumulationScheduler"),
         (ToyModule(), StochasticWeightAveraging(1e-2), "StochasticWeightAveraging"),
         (ToyModule(), LearningRateFinder(), "LearningRateFinder"),
+        (ToyModule(), EMAWeightAveraging(decay=0.9), "should_update true for an epoch_idx"),
         (ToyModule(), BatchSizeFinder(), "BatchSizeFinder"),
     ],
     ids=lambda value: type(value).__name__,
@@ -370,3 +373,22 @@ def test_lbfgs_searches_along_the_loss_whose_gradient_it_gets():
 
     optimizer.step(closure)
     assert torch.allclose(weights(module), weights(plain), atol=1e-4)
+
+
+class AverageOfRounds(WeightAveraging):
+    def __init__(self, decay):
+        super().__init__(avg_fn=lambda mean, new, count: decay * mean + (1 - decay) * new)
+
+    def should_update(self, step_idx=None, epoch_idx=None):
+        return epoch_idx is not None
+
+
+def test_rounds_are_averaged_with_a_decay_of_their_own():
+    class Ends(Callback):
+        def on_train_epoch_end(self, trainer, module):
+            ends.append(weights(module))
+
+    ends, module = [], ToyModule()
+    fit(module, Ends(), AverageOfRounds(0.5), max_epochs=3)
+    expected = 0.5 * (0.5 * ends[0] + 0.5 * ends[1]) + 0.5 * ends[2]
+    torch.testing.assert_close(weights(module), expected, rtol=1e-5, atol=1e-6)

@@ -5,13 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Iterator
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import (
-    BatchSizeFinder,
-    GradientAccumulationScheduler,
-    LearningRateFinder,
-    StochasticWeightAveraging,
-)
+from lightning.pytorch import LightningModule, Trainer, callbacks
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 from torch.optim import Optimizer
@@ -21,12 +15,16 @@ from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.processes.strategy import FederatedStrategy
 
 _CALLBACKS = {
-    GradientAccumulationScheduler: "set accumulate_grad_batches, which counts a client's batches",
-    StochasticWeightAveraging: "it averages a client's steps, and every round starts from the "
+    callbacks.GradientAccumulationScheduler: "set accumulate_grad_batches, which counts a client's batches",
+    callbacks.StochasticWeightAveraging: "it averages a client's steps, and every round starts from the "
     "server's model: average rounds with a server optimizer instead",
-    LearningRateFinder: "find the rate in a central run, without the federation block",
-    BatchSizeFinder: "find the size in a central run, without the federation block",
+    callbacks.LearningRateFinder: "find the rate in a central run, without the federation block",
+    callbacks.BatchSizeFinder: "find the size in a central run, without the federation block",
 }
+_AVERAGES_STEPS = (
+    "averages after steps, and a federation's are rounds: subclass WeightAveraging, with should_update "
+    "true for an epoch_idx and a decay meant for rounds"
+)
 
 
 def check_compatible(trainer: Trainer, module: LightningModule) -> None:
@@ -92,6 +90,11 @@ def _trainer_problems(trainer: Trainer) -> Iterator[str]:
         for kind, advice in _CALLBACKS.items():
             if isinstance(callback, kind):
                 yield f"{kind.__name__} does not work with a federation: {advice}"
+        kind = getattr(callbacks, "WeightAveraging", ())  # of newer Lightning
+        if isinstance(callback, kind) and callback.should_update.__module__.startswith(
+            "lightning."
+        ):
+            yield f"{type(callback).__name__} {_AVERAGES_STEPS}"
     if trainer.overfit_batches:  # type: ignore[attr-defined]
         yield "trainer.overfit_batches does not work with a federation: use limit_train_batches"
 
