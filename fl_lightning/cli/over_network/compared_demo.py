@@ -34,7 +34,7 @@ def compared_demo(words: Sequence[str], names: Sequence[str], rounds: int, say: 
     """Train over a server and sites as real processes, and simulate the same; say whether bits agree.
 
     Encrypted sums have fresh noise in every run, which training makes larger: how far weights are apart is
-    said then.
+    said then. Where privacy's noise cannot be drawn again nothing is simulated, which is said.
 
     Args:
         words: of the command line after ``fit``.
@@ -64,14 +64,23 @@ def compared_demo(words: Sequence[str], names: Sequence[str], rounds: int, say: 
         began = time.monotonic()
         shared, own = _shared(config, names), _own_layer(config)
         is_recorded = bool(config["federation"].get("asynchronous"))
+        privacy = config["federation"].get("privacy")
+        is_fresh = privacy is not None and privacy["init_args"].get("secure_noise", True)
         with ExitStack() as simulations:
             simulate = partial(_simulating, folder / "simulation")
-            if not is_recorded:  # beside a network that mostly waits
+            if not (is_recorded or is_fresh):  # beside a network that mostly waits
                 end = simulations.enter_context(simulate(text))
-            with demo(names, say, clients=shared, own=own) as running:
+            settings = {"seeded_noise": True}  # where the configuration says secure_noise: false
+            with demo(names, say, settings=settings, clients=shared, own=own) as running:
                 carry_out(running.control, say, options=options, configuration=text)
                 seconds = time.monotonic() - began
                 say(f"{rounds} rounds over the network: {seconds:.0f} s with its start")
+            if is_fresh:
+                say(
+                    "not compared with a simulation: federation.privacy draws noise that nobody can draw "
+                    "again, unless secure_noise is false; all files are removed"
+                )
+                return
             say("all processes have ended; the same is simulated")
             if is_recorded:
                 end = simulations.enter_context(simulate(_recorded(config, folder / "network")))
