@@ -13,9 +13,9 @@ import argparse
 import logging
 import warnings
 
+from benchmarks.audits.canaries import canary_scores, epsilon_lower_bound
 from benchmarks.canaries import Audit
 from fl_lightning.data.cohorts.cohort import AllClients, PoissonCohort
-from fl_lightning.privacy.audits.canaries import canary_scores, epsilon_lower_bound
 from fl_lightning.privacy.central import CentralDP
 from fl_lightning.privacy.example import ExampleDP
 from fl_lightning.privacy.mechanism import Privacy

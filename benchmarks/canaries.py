@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks.audits.one_run_audit import Guesses, guesses_by_score
 from fl_lightning.core.seeds import numpy_generator
 from fl_lightning.data import FederatedDataModule
 from fl_lightning.data.cohorts.cohort import AllClients, CohortSampler
 from fl_lightning.federation.federation import Federation
-from fl_lightning.privacy.audits.one_run_audit import Guesses, guesses_by_score
 from fl_lightning.privacy.example import ExampleDP
 from fl_lightning.privacy.mechanism import Privacy
 

@@ -29,16 +29,16 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.likeness import Attacked
-from benchmarks.wiretap import Compressed, Encrypted, Masked, Noisy, Summed, Tap
-from fl_lightning.core.seeds import preserve_global_generators
-from fl_lightning.core.space import Space
-from fl_lightning.privacy.audits.inversion import (
+from benchmarks.audits.inversion import (
     GradientSearch,
     first_layer_direction,
     first_layer_input,
     label_of,
 )
+from benchmarks.likeness import Attacked
+from benchmarks.wiretap import Compressed, Encrypted, Masked, Noisy, Summed, Tap
+from fl_lightning.core.seeds import preserve_global_generators
+from fl_lightning.core.space import Space
 from fl_lightning.updates import QSGD, PowerSGD, Sign, TopK
 
 CLIENTS = 20

@@ -21,10 +21,9 @@ import torch
 from benchmarks.process import MeasurementError, run
 from benchmarks.rivals import RIVALS, TIMEOUT
 from fl_lightning.secure.encryption.ckks import CKKSClient, CKKSServer, generate_keys
-from fl_lightning.secure.encryption.ckks_layout import CKKSLayout
+from fl_lightning.secure.encryption.encrypted_update import CKKSLayout
 from fl_lightning.secure.encryption.paillier import PaillierKeys, PaillierSum
-from fl_lightning.secure.protocol.graph import SparseGraph
-from fl_lightning.secure.protocol.session import ProtocolStage, Session
+from fl_lightning.secure.protocol.session import ProtocolStage, Session, SparseGraph
 from fl_lightning.secure.secure_sum import SecureSum
 from fl_lightning.secure.simulation import simulate
 from fl_lightning.secure.sum_quantiser import SumQuantiser

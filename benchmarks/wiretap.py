@@ -23,13 +23,12 @@ from fl_lightning.privacy.mechanism import Mechanism
 from fl_lightning.privacy.noise.noise_source import SeededNoise
 from fl_lightning.privacy.run import AccountedRun
 from fl_lightning.secure.encryption.ckks import CKKSClient, generate_keys
-from fl_lightning.secure.encryption.ckks_layout import CKKSLayout
-from fl_lightning.secure.protocol.client import SecureClient
+from fl_lightning.secure.encryption.encrypted_update import CKKSLayout
+from fl_lightning.secure.protocol.client import SecureClient, UsedRounds
 from fl_lightning.secure.protocol.messages import MaskedVector
+from fl_lightning.secure.protocol.messages import decode as decode_secure
 from fl_lightning.secure.protocol.server import SecureServer
 from fl_lightning.secure.protocol.session import ProtocolStage, Session
-from fl_lightning.secure.protocol.used_rounds import UsedRounds
-from fl_lightning.secure.protocol.wire import decode as decode_secure
 from fl_lightning.secure.ring import RingIntegers
 from fl_lightning.secure.secure_sum import SecureSum
 from fl_lightning.secure.sum_quantiser import SumQuantiser

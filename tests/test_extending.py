@@ -3,6 +3,7 @@
 import importlib
 import re
 import sys
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,7 +32,8 @@ from fl_lightning.cli import main
 from fl_lightning.client import Correction, GradientTerm
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.data import Cohort, Population
-from fl_lightning.federation import Stage
+from fl_lightning.federation import Learning, Stage
+from fl_lightning.federation.stage import Correcting
 from fl_lightning.server import Collected, WeightedMean
 from fl_lightning.sparsity import EmpiricalFisher, SparseSGDM
 from fl_lightning.updates import Dense
@@ -429,8 +431,10 @@ class TestAStage:
 
     def test_its_problems_are_told_with_those_of_others(self):
         class Picky(Stage):
-            def problems(self, run):
-                yield f"Picky does not like {run.num_rounds:g} rounds"
+            def enter(self, run):
+                raise ConfigurationError(
+                    f"{type(self).__name__} does not like {run.num_rounds:g} rounds"
+                )
 
         with pytest.raises(ConfigurationError, match=r"(?s)likes?.* 2 rounds.*likes?.* 2 rounds"):
             run(stages=[Picky(), type("More", (Picky,), {})()])
@@ -440,9 +444,11 @@ class TestAStage:
     def test_what_acts_in_the_module_is_called_for_every_client(self, engine):
         called = []
 
-        class Acts(Stage):
-            def begin(self, turn):
+        class Acts(Learning):
+            @contextmanager
+            def steps(self, turn):
                 called.append(turn.work.client_id)
+                yield
 
             def learn(self, update, work, start):
                 called.append(-work.client_id)
@@ -453,11 +459,15 @@ class TestAStage:
         assert called == [sign * client for client in range(6) for sign in (1, -1)]
 
     def test_a_term_of_its_own_is_refused(self):
-        class Pulls(Stage):
+        class Pulls(Correcting):
+            def learn(self, update, work, start): ...
+
             def term(self, client):
                 return GradientTerm(pull=1.0)
 
-        with pytest.raises(ConfigurationError, match="Pulls has a method term"):
+        with pytest.raises(
+            ConfigurationError, match="Pulls is of a kind that is for the block's corrections"
+        ):
             run(stages=[Pulls()])
 
     @pytest.mark.parametrize("key", ["server", "updates", "mine"])

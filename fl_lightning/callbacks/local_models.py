@@ -22,7 +22,7 @@ from fl_lightning.federation.checkpoints.run_folder import run_folder
 from fl_lightning.federation.federation import Federation
 from fl_lightning.federation.processes.ranks import Ranks
 from fl_lightning.federation.run import Run
-from fl_lightning.federation.stage import Sent, Stage, Start
+from fl_lightning.federation.stage import Stage, Upload
 from fl_lightning.federation.visits.client_examples import ClientExamples, common_test_examples
 from fl_lightning.federation.visits.client_visits import evaluate_clients
 from fl_lightning.federation.visits.personal_models import personal_models
@@ -49,14 +49,15 @@ class KeptLocalModels(Stage):
         """Forget those of the round before."""
         self.models.clear()
 
-    def up(self, sent: Sent, start: Start) -> Iterable[Sent]:
+    def up(self, upload: Upload) -> Iterable[Upload]:
         """Keep what clients have when they are about to send."""
-        for update in sent.made:
+        model = upload.start.model
+        for update in upload.made:
             # clients may keep their buffers, or send some of them
-            has_buffers = update.buffers.numel() == start.model.buffers.numel()
-            buffers = update.buffers if has_buffers else start.model.buffers
-            self.models[update.client_id] = (start.model.params - update.delta, buffers.clone())
-        return (sent,)
+            has_buffers = update.buffers.numel() == model.buffers.numel()
+            buffers = update.buffers if has_buffers else model.buffers
+            self.models[update.client_id] = (model.params - update.delta, buffers.clone())
+        return (upload,)
 
     @contextmanager
     def of(self, client: int) -> Iterator[None]:

@@ -107,17 +107,16 @@ class FederatedCLI(LightningCLI):
             "seed_everything_default": 0,
             "auto_configure_optimizers": False,
             "parser_class": Parser,
-        }
-        parser = {
-            "description": "Federated learning for PyTorch Lightning.",
-            "allow_abbrev": False,
-            "parser_mode": _SHORT,
-            **(options.pop("parser_kwargs", None) or {}),
+            "parser_kwargs": {
+                "description": "Federated learning for PyTorch Lightning.",
+                "allow_abbrev": False,
+                "parser_mode": _SHORT,
+                **(options.pop("parser_kwargs", None) or {}),
+            },
         }
         args = options.pop("args", None)
         data = datamodule_class if self._source is None else FederatedDataModule
-        ours |= {**options, "parser_kwargs": parser}
-        run = partial(super().__init__, model_class, data, **ours)
+        run = partial(super().__init__, model_class, data, **{**ours, **options})
         is_ours = data is not None and data.__module__.startswith("fl_lightning.")
 
         def read(words: list[str]) -> list[str]:
@@ -153,8 +152,9 @@ class FederatedCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Parse, and refuse what Lightning would stumble over, or take without a look."""
         super().parse_arguments(parser, args)
-        if parser.default_env:
-            self._parser(self.config.get("subcommand")).check_environment(os.environ)
+        own = self._parser(self.config.get("subcommand"))
+        if isinstance(own, Parser) and own.default_env:
+            own.check_environment(os.environ)
         check_trainer(self._settings)
         check_ranges(self._settings)
 

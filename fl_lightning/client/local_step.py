@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fl_lightning.client.corrections.added_term import AddedTerm
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.wrapped_optimizers import stepped_with_closure, takes_closure
 from fl_lightning.core.errors import ConfigurationError
@@ -20,10 +21,8 @@ SizedBatch = tuple[Any, int]
 LocalStep = Callable[[Sequence[SizedBatch], int], Tensor | None]
 
 
-def plain_step(
-    module: Any, optimizer: Optimizer, collector: LogCollector, *, accumulate: int = 1
-) -> LocalStep:
-    """Return the local step of a LightningModule in full precision, without a Trainer.
+class PlainStep:
+    """The local step of a LightningModule in full precision, without a Trainer.
 
     The module's ``training_step`` gives the loss; its ``self.log`` must be ``collector``'s, see
     `LogCollector.listening_to`.
@@ -33,30 +32,46 @@ def plain_step(
         optimizer: steps once per local step.
         collector: learns the batch sizes.
         accumulate: the number of batches that a full step accumulates, by which losses are divided.
+
+    Attributes:
+        term: what a client adds to its gradients; None if nothing.
+        contrast: what it adds to its loss, given a batch; None if nothing.
     """
 
-    def gradients(batches: Sequence[SizedBatch], index: int) -> Tensor | None:
-        optimizer.zero_grad()
-        losses = []
-        for batch, size in batches:
-            collector.start_step(size)
-            loss = loss_of(module.training_step(batch, index))
-            if loss is not None:
-                (loss / accumulate if accumulate > 1 else loss).backward()
-                losses.append(loss.detach())
-        if not losses:
-            return None
-        return losses[0] if len(losses) == 1 else torch.stack(losses).mean()
+    def __init__(
+        self, module: Any, optimizer: Optimizer, collector: LogCollector, *, accumulate: int = 1
+    ) -> None:
+        self._module, self._optimizer, self._collector = module, optimizer, collector
+        self._accumulate = accumulate
+        self.term: AddedTerm | None = None
+        self.contrast: Callable[[Any], Tensor] | None = None
 
-    def step(batches: Sequence[SizedBatch], index: int) -> Tensor | None:
-        if takes_closure(optimizer):
-            return stepped_with_closure(optimizer, lambda: gradients(batches, index))
-        loss = gradients(batches, index)
+    def __call__(self, batches: Sequence[SizedBatch], index: int) -> Tensor | None:
+        """Take a step, see `LocalStep`."""
+        if takes_closure(self._optimizer):
+            return stepped_with_closure(self._optimizer, lambda: self._gradients(batches, index))
+        loss = self._gradients(batches, index)
         if loss is not None:
-            optimizer.step()
+            self._optimizer.step()
         return loss
 
-    return step
+    def _gradients(self, batches: Sequence[SizedBatch], index: int) -> Tensor | None:
+        self._optimizer.zero_grad()
+        losses = []
+        for batch, size in batches:
+            self._collector.start_step(size)
+            loss = loss_of(self._module.training_step(batch, index))
+            if loss is None:
+                continue
+            if self.contrast is not None:
+                loss = loss + self.contrast(batch)
+            (loss / self._accumulate if self._accumulate > 1 else loss).backward()
+            losses.append(loss.detach())
+        if not losses:
+            return None
+        if self.term is not None:
+            self.term.add()
+        return losses[0] if len(losses) == 1 else torch.stack(losses).mean()
 
 
 def loss_of(output: Any) -> Tensor | None:

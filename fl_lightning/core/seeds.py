@@ -4,6 +4,9 @@
 
 A counter-based scheme: nothing is carried from one draw to the next, so results do not depend on
 the order in which clients run, on how many processes there are, or on where a run was interrupted.
+
+A root of 2**64 or more is a secret: the hash's key, of 256 bits. Who sees some of its streams learns
+nothing of the others.
 """
 
 from __future__ import annotations
@@ -11,9 +14,10 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import secrets
 import struct
 from collections.abc import Iterator
-from hashlib import blake2b
+from hashlib import blake2b, shake_256
 
 import numpy as np
 import numpy.typing as npt
@@ -36,10 +40,47 @@ def derive_seed(root: int, purpose: str, *ids: int) -> int:
         >>> derive_seed(0, "cohort", 3) == derive_seed(0, "shuffle", 3)
         False
     """
+    return int.from_bytes(_digest(root, purpose, ids), "little") >> 1
+
+
+def _digest(root: int, purpose: str, ids: tuple[int, ...], size: int = 8) -> bytes:
+    key, public = (root.to_bytes(32, "little"), 0) if is_secret(root) else (b"", root)
     name = purpose.encode()
-    numbers = [number % 2**64 for number in (root, len(name), *ids)]
+    numbers = [number % 2**64 for number in (public, len(name), *ids)]
     message = struct.pack(f"<{len(numbers)}Q", *numbers) + name
-    return int.from_bytes(blake2b(message, digest_size=8).digest(), "little") >> 1
+    return blake2b(message, digest_size=size, key=key).digest()
+
+
+def is_secret(root: int) -> bool:
+    """Return whether a root seed is a secret of 256 bits, see `secret_seed`."""
+    return root >= 2**64
+
+
+def secret_seed() -> int:
+    """Return a root seed of the operating system's secure generator.
+
+    Example:
+        >>> is_secret(secret_seed()), is_secret(2**64 - 1)
+        (True, False)
+    """
+    return secrets.randbits(256) | 2**255
+
+
+def uniform_stream(root: int, purpose: str, *ids: int, size: int) -> npt.NDArray[np.float64]:
+    """Return the first numbers of [0, 1) of the named stream, shape (size,).
+
+    They are NumPy's; of a secret root SHAKE-256's, so that none can be told from others.
+
+    Example:
+        >>> secret = secret_seed()
+        >>> bool((uniform_stream(secret, "cohort", 3, size=1000) < 0.5).mean() < 0.6)
+        True
+    """
+    if not is_secret(root):
+        return numpy_generator(root, purpose, *ids).random(size)
+    stream = shake_256(_digest(root, purpose, ids, 32)).digest(8 * size)
+    words = np.frombuffer(stream, "<u8") >> np.uint64(11)
+    return words.astype(np.float64) * 2.0**-53
 
 
 def torch_generator(root: int, purpose: str, *ids: int) -> torch.Generator:

@@ -58,6 +58,10 @@ class LazyDeltas(Protocol):
     def norms(self) -> Tensor:
         """The L2 norm of each, shape (m,), finite. Cheap once folded."""
 
+    @property
+    def are_finite(self) -> bool:
+        """Whether all numbers are finite, found without them; False also if they may not be."""
+
     def of(self, rows: Rows) -> LazyDeltas:
         """Return those of some clients."""
 

@@ -15,7 +15,7 @@ from fl_lightning.engines.functional.example_gradients import (
 from fl_lightning.engines.functional.functional_step import STEPS_IN_SLOTS, StepContext
 from fl_lightning.engines.functional.other_forwards import Forwards, other_forwards
 from fl_lightning.engines.slots.own import OwnOf, SlotOwn
-from fl_lightning.engines.slots.results import receive_usable
+from fl_lightning.engines.slots.results import usable_rows
 from fl_lightning.engines.slots.stacked_functions import StackedOptions
 from fl_lightning.engines.slots.stacked_optimizers import stacked_rule
 from fl_lightning.engines.slots.stacked_step import StackedStep
@@ -43,6 +43,6 @@ __all__ = [
     "nothing",
     "other_forwards",
     "reason_against",
-    "receive_usable",
     "stacked_rule",
+    "usable_rows",
 ]

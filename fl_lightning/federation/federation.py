@@ -17,11 +17,12 @@ from fl_lightning.core.seeds import derive_seed, seed_global_generators
 from fl_lightning.federation.calendar import Calendar
 from fl_lightning.federation.checkpoints.run_state import load_run_state, run_state
 from fl_lightning.federation.checks.idle_rounds import idle_lines
+from fl_lightning.federation.fit_rounds import FitRounds
+from fl_lightning.federation.logs import log_round
 from fl_lightning.federation.loop import begin_next_round, renumber_groups
 from fl_lightning.federation.options import Options
-from fl_lightning.federation.round import Round
-from fl_lightning.federation.round_log import log_round
 from fl_lightning.federation.stage import Stage
+from fl_lightning.federation.stages.privacy_ledger import note_spent
 from fl_lightning.federation.stages.privacy_run import (
     PrivateStage,
     announce_privacy,
@@ -69,7 +70,7 @@ class Federation(Options, Callback):
         private: what makes them private, if anything.
     """
 
-    rounds: Round | None = None
+    rounds: FitRounds | None = None
     private: PrivateStage | None = None
     _calendar: Calendar
     _cleanup: ExitStack | None = None
@@ -98,8 +99,10 @@ class Federation(Options, Callback):
         if saved:
             load_run_state(self.rounds, saved)
             self._saved = None
-        elif trainer.ckpt_path is not None or trainer.current_epoch > 0:
-            count_on(self.private, earlier, trainer.ckpt_path)
+        else:
+            count_on(trainer, self.private, earlier)
+        if self.private is not None:
+            note_spent(pl_module, self.private.ledger.total)
         take_over(trainer, self.rounds, self._cleanup)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

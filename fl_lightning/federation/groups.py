@@ -93,6 +93,7 @@ class RoundGroups:
     Attributes:
         num_clients: in a round, as many as are expected.
         population: the clients to draw from, of whom more becomes known from round to round.
+        seed: root seed of the draws.
 
     Example:
         >>> from fl_lightning.data.cohorts.cohort import UniformCohort
@@ -122,7 +123,7 @@ class RoundGroups:
         self._fewest = fewest
         self._sampler = sampler
         self.population = population
-        self._seed = seed
+        self.seed = seed
         self._share = share
         self._limit = limit
         num_ranks = share.num_ranks if share is not None else 1
@@ -156,7 +157,7 @@ class RoundGroups:
             self._round, self._position = epoch, 0
 
     def _drawn(self, round_index: int) -> ClientIds:
-        ids = np.asarray(self._sampler.sample(round_index, self.population, self._seed))
+        ids = np.asarray(self._sampler.sample(round_index, self.population, self.seed))
         check_cohort(ids, self.population, type(self._sampler).__name__)
         return ids[: limited(len(ids), self._limit)]
 

@@ -215,6 +215,16 @@ class Options:
         return self._asked_for()
 
     @property
+    def clients_remember(self) -> bool:
+        """Whether clients remember something of their own from round to round."""
+        correction = self.correction
+        return (
+            self.personal is not None
+            or (correction is not None and correction.remembers)
+            or UpdatePath(self.updates, 0).has_memory
+        )
+
+    @property
     def example_privacy(self) -> ExampleDP | None:
         """Privacy of clients' examples, if that was asked for."""
         return self.privacy if isinstance(self.privacy, ExampleDP) else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -102,6 +102,12 @@ class RoundRecord:
     def withhold(self) -> None:
         """Forget everything about clients that no noise covers."""
         vars(self).update(vars(RoundRecord(update_norm=self.update_norm, is_withheld=True)))
+
+    def without_clients(self) -> RoundRecord:
+        """Return what is known of the round, without what would tell who took part."""
+        nobody = RoundRecord()
+        names = "finished", "skipped", "lost", "durations", "means", "norms"
+        return replace(self, **{name: getattr(nobody, name) for name in names})
 
     def metrics(self) -> dict[str, float]:
         """Return the clients' metrics, each a mean over examples, or a sum, minimum or maximum."""

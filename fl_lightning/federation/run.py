@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from lightning.pytorch import LightningModule, Trainer
+from torch.optim import Optimizer
 
 from fl_lightning.client.local_training import LocalTrainer
 from fl_lightning.client.log_collector import LogCollector
@@ -21,6 +22,7 @@ from fl_lightning.federation.processes.ranks import Ranks
 from fl_lightning.federation.stages.client_scaler import ClientScaler
 from fl_lightning.federation.visits.lightning_step import LightningStep
 from fl_lightning.federation.visits.local_counts import local_schedules
+from fl_lightning.federation.visits.shard_gradient import ShardGradient
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +108,16 @@ class Run:
     def module(self) -> LightningModule:
         """What trains."""
         return self.trainer.lightning_module
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Of the clients."""
+        return self.trainer.optimizers
+
+    @property
+    def shard_gradient(self) -> ShardGradient:
+        """Gives the gradient of a client's whole shard."""
+        return ShardGradient(self.module, self.local, self.step, self.plan)
 
     @property
     def data(self) -> FederatedDataModule:

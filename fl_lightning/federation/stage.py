@@ -11,23 +11,23 @@ lines. Methods are grouped by the side of a round on which they run.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from fl_lightning.client.corrections.correction import GradientTerm
 from fl_lightning.client.state.round_start import Options as OptimizerOptions
 from fl_lightning.client.work import ClientWork, GroupWork
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.space import Space
 from fl_lightning.core.update import ClientUpdate, GlobalModel, Updates
 from fl_lightning.federation.round_record import RoundRecord
-from fl_lightning.server.aggregator import AllReduce
 
 if TYPE_CHECKING:
     from fl_lightning.federation.run import Run
@@ -66,6 +66,7 @@ class Turn:
         is_corrected: whether its gradients and losses are those of the run's correction.
         masks: which entries it may move, by parameter name; None for the optimizer's masks.
         num_bytes: of what it was sent.
+        update: that its steps have made; None before.
     """
 
     work: ClientWork
@@ -74,12 +75,26 @@ class Turn:
     is_corrected: bool = True
     masks: Mapping[str, Tensor] | None = None
     num_bytes: int = 0
+    update: ClientUpdate | None = None
 
 
-class Sent(NamedTuple):
-    """Updates on their way.
+class Processes(Protocol):
+    """The processes that train clients of a round, see `Ranks`; one alone has size 1."""
+
+    size: int
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every process's value; to be called by all of them."""
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Replace a tensor by its sum over all processes; to be called by all of them."""
+
+
+class Upload(NamedTuple):
+    """Updates on their way to the server, of clients that began alike.
 
     Attributes:
+        start: what the clients began from.
         made: as the clients made them.
         arrived: what has become of them so far.
         num_bytes: of each one's message so far.
@@ -87,10 +102,38 @@ class Sent(NamedTuple):
             one that was compressed.
     """
 
+    start: Start
     made: Updates
     arrived: Updates
     num_bytes: int = 0
     error: Tensor | None = None
+
+    @classmethod
+    def of(cls, updates: Updates, start: Start) -> Upload:
+        """Updates that leave their clients as these have made them."""
+        return cls(start, updates, updates)
+
+    @property
+    def client_ids(self) -> list[int]:
+        """Ids of the clients, in the order of the updates."""
+        return self.made.client_ids
+
+
+class Missing(NamedTuple):
+    """A client whose update cannot be used.
+
+    Attributes:
+        start: what the client began from.
+        failure: why there is no update.
+    """
+
+    start: Start
+    failure: ClientFailure
+
+    @property
+    def client_ids(self) -> list[int]:
+        """Id of the client, alone in a list."""
+        return [self.failure.client_id]
 
 
 class Stage:
@@ -98,59 +141,51 @@ class Stage:
 
     Attributes:
         key: under which a checkpoint holds its state; None without one.
-        buffers_stay: whether clients keep their buffers to themselves.
         hides_clients: whether nothing may be said of single clients.
-        hides_round: whether what is known of an open round may not be written down.
+        is_private: whether only what has noise may leave a round: clients keep their buffers, and checkpoints
+            hold no open round.
         restarts: whether a round that is resumed begins with its first client.
-        corrects: whether clients add something to their gradients, see `term`.
-        learns: whether clients learn from their own updates, see `learn`.
-        remembers: whether clients remember something from round to round.
-        keeps_own: whether clients have something for themselves, see `own`.
         one_at_a_time: why slots cannot serve it; None if they can.
         reason_against_sites: why clients cannot be elsewhere; None if they can.
         reason_against_privacy: why ε would not hold with it; None for a stage that neither reads
             single updates nor changes what clients do. Of one of the user's own nothing is known.
-
-    Example:
-        >>> class HalfTheWay(Stage):
-        ...     def on_server(self, aggregate):
-        ...         return aggregate / 2
-        >>> import torch
-        >>> HalfTheWay().on_server(torch.tensor([3.0]))
-        tensor([1.5000])
     """
 
     key: str | None = None
-    buffers_stay: bool = False
     hides_clients: bool = False
-    hides_round: bool = False
+    is_private: bool = False
     restarts: bool = False
-    corrects: bool = False
-    learns: bool = False
-    remembers: bool = False
-    keeps_own: bool = False
     one_at_a_time: str | None = None
     reason_against_sites: str | None = "nobody knows which side of a network it runs on"
     reason_against_privacy: str | None = "nobody knows what it shows of single clients"
 
-    def problems(self, run: Run) -> Iterator[str]:
-        """Say with what in a run it does not go together, a sentence each.
-
-        They are raised together with those of the other stages, before any of them enters.
-        """
-        return iter(())
-
     def enter(self, run: Run) -> None:
-        """Learn in which run it takes part, when a fit starts."""
+        """Learn in which run it takes part, when a fit starts.
+
+        Raises:
+            ConfigurationError: if it does not go together with something in the run. It is raised together
+                with those of the other stages.
+        """
+
+    def place(self, space: Space, positions: Tensor | None) -> None:
+        """Learn which tensors make the vectors that travel from here on.
+
+        Args:
+            space: layout of the vectors, shape (k',).
+            positions: where each coordinate was before, see `Server.relocate`, shape (k',); None at first.
+
+        Raises:
+            ConfigurationError: if it cannot go on in these coordinates.
+        """
+
+    def more_bytes(self, model: GlobalModel, num_clients: int) -> tuple[int, int]:
+        """Extra bytes that a client uploads and downloads per round because of this stage, about."""
+        return 0, 0
 
     # On the server's side.
 
     def open(self, round_index: int, model: GlobalModel) -> None:
         """Begin a round; one that is resumed has begun already."""
-
-    def versions(self, clients: Sequence[int], rounds: list[int]) -> list[int]:
-        """Return of which round's model each client begins."""
-        return rounds
 
     def work(self, work: GroupWork, record: RoundRecord) -> GroupWork:
         """Return what clients manage of their work, without those whose updates will not come."""
@@ -160,6 +195,19 @@ class Stage:
         """Return what clients get, those together that get the same."""
         return [(start, work)]
 
+    def up(self, upload: Upload) -> Iterable[Upload]:
+        """Return what becomes of updates on their way, together or one by one."""
+        return (upload,)
+
+    def settle(self, record: RoundRecord, processes: Processes) -> None:
+        """Called after the last update of a round, before the server step.
+
+        Args:
+            record: of the round, over all processes.
+            processes: that trained clients of the round; what one of them has learnt from its clients, the
+                others must be told here.
+        """
+
     def on_server(self, aggregate: Tensor) -> Tensor | None:
         """Return what the server descends, shape (k,); None for not stepping."""
         return aggregate
@@ -167,113 +215,20 @@ class Stage:
     def stepped(self, params: Tensor) -> None:
         """Change, in place, the parameters to which the server has stepped, shape (k,)."""
 
-    def settle(self, record: RoundRecord) -> None:
-        """Know that all updates of the round are there; the server has not stepped yet."""
-
     def close(self, record: RoundRecord) -> None:
         """End the round; the server has stepped."""
 
-    # On the clients' side.
-
-    def start_round(self) -> None:
-        """Note what all clients of a round begin with; also when one is resumed."""
+    # On the clients' side, where one trains at a time.
 
     def around(self, turn: Turn) -> AbstractContextManager[None]:
         """Be in the module while it is a client's."""
         return _NOTHING
 
-    def begin(self, turn: Turn) -> None:
-        """Do what a client does before the steps that it shares."""
-
     def steps(self, turn: Turn) -> AbstractContextManager[None]:
-        """Take part in the steps that a client shares."""
+        """Take part in the steps that a client shares; the client's update is known at the end."""
         return _NOTHING
 
-    def end(self, turn: Turn, update: ClientUpdate) -> None:
-        """Do what a client does after them."""
-
-    def learn(self, update: ClientUpdate, work: ClientWork, start: Start) -> None:
-        """Have a client learn from its own update.
-
-        Raises:
-            ClientFailure: if it cannot; its update is not used then.
-        """
-
-    def up(self, sent: Sent, start: Start) -> Iterable[Sent]:
-        """Return what becomes of updates on their way, together or one by one."""
-        return (sent,)
-
-    def term(self, client: int) -> GradientTerm:
-        """Return what a client of slots adds to its gradients in this round."""
-        return _NO_TERM
-
-    def own(self, client: int) -> Tensor | None:
-        """Return what a client of slots has for itself, shape (o,); None for the global one's."""
-        return None
-
-    def keep(self, client: int, own: Tensor) -> None:
-        """Have a client of slots whose update is used remember what it now has for itself."""
-
-    # Between the two sides, where clients are elsewhere; see `fl_lightning.flower`.
-
-    def to_sites(self) -> Mapping[str, Tensor]:
-        """Return what clients must know in this round besides the model."""
-        return {}
-
-    def from_server(self, told: Mapping[str, Tensor]) -> None:
-        """Know what `to_sites` has returned, before clients of the round train."""
-
-    def to_server(self, client: int) -> Mapping[str, Tensor]:
-        """Return what the server must know of a client's turn besides its update."""
-        return {}
-
-    def from_site(self, client: int, told: Mapping[str, Tensor]) -> None:
-        """Know what `to_server` has returned, when the client's update arrives.
-
-        Raises:
-            ValueError: if it cannot be that.
-        """
-
-    # On both.
-
-    def place(self, space: Space) -> None:
-        """Learn which tensors make the vectors that travel from here on."""
-
-    def relocate(self, positions: Tensor) -> None:
-        """Go on in other coordinates, see `Server.relocate`.
-
-        Raises:
-            ConfigurationError: if it cannot.
-        """
-
-    def more_bytes(self, model: GlobalModel, num_clients: int) -> tuple[int, int]:
-        """Return how many bytes a client sends and gets about, besides those of other stages."""
-        return 0, 0
-
-    def check_buffers(self, num_buffers: int) -> None:
-        """Refuse a model of which so many numbers travel besides those that train.
-
-        Raises:
-            ConfigurationError: saying why.
-        """
-
-    def announce(self) -> Iterator[str]:
-        """Give lines to say before the first round."""
-        return iter(())
-
-    def share(self) -> Any:
-        """Return what other processes must know at a round's end."""
-        return None
-
-    def take_in(self, shares: Sequence[Any], all_reduce: AllReduce) -> None:
-        """Know what all processes have shared; all of them call it."""
-
-    def round_state(self) -> Any:
-        """Return what the open round has brought so far; what is to be kept must be copied."""
-        return None
-
-    def load_round_state(self, state: Any) -> None:
-        """Go back to what `round_state` returned."""
+    # In checkpoints.
 
     def state_dict(self, *, with_round: bool) -> Any:
         """Return what a checkpoint is to hold, for a stage with a `key`."""
@@ -293,33 +248,84 @@ class Stage:
         """Go on from a checkpoint, with the global model as it was."""
 
 
-class Stages(Sequence[Stage]):
-    """The stages of a run, in the order in which updates pass them.
+class Learning(Stage):
+    """A stage through which clients learn from their own updates, if it `learns`."""
 
-    Args:
-        stages: in this order.
-    """
+    learns: bool = True
+
+    @abstractmethod
+    def learn(self, update: ClientUpdate, work: ClientWork, start: Start) -> None:
+        """Change what a client remembers, by its own update.
+
+        Raises:
+            ClientFailure: if it cannot; its update is not used then.
+        """
+
+
+class Correcting(Learning):
+    """A stage by which clients add something to their gradients."""
+
+    @abstractmethod
+    def term(self, client: int) -> GradientTerm:
+        """Return what a client of slots adds to its gradients in this round."""
+
+
+class KeepsTensors(Stage):
+    """A stage by which clients have tensors of their own in the module."""
+
+    @abstractmethod
+    def own(self, client: int) -> Tensor | None:
+        """Tensors of a client, shape (o,); None for the global model's."""
+
+    @abstractmethod
+    def keep(self, client: int, own: Tensor) -> None:
+        """Remember the tensors of a client of slots, whose update is used."""
+
+
+class SpansNetwork(Stage):
+    """A stage whose two sides tell each other something where clients are remote."""
+
+    def to_sites(self) -> Mapping[str, Tensor]:
+        """Return what clients must know in this round besides the model."""
+        return {}
+
+    def from_server(self, told: Mapping[str, Tensor]) -> None:
+        """Receive what `to_sites` has returned, before clients of the round train."""
+
+    def to_server(self, client: int) -> Mapping[str, Tensor]:
+        """Return what the server must know of a client's turn besides its update."""
+        return {}
+
+    def from_site(self, client: int, told: Mapping[str, Tensor]) -> None:
+        """Receive what `to_server` has returned, when the client's update arrives.
+
+        Raises:
+            ValueError: if it cannot be that.
+        """
+
+
+class Stages(Iterable[Stage]):
+    """The stages of a run, in the order in which updates pass them."""
 
     def __init__(self, stages: Iterable[Stage]) -> None:
         self._stages = tuple(stages)
-        self._correcting = [stage for stage in self._stages if stage.corrects]
-        self._learning = [s for s in self._stages if s.learns or _learns_untold(s)]
-        self._keeping = [stage for stage in self._stages if stage.keeps_own]
+        self._with: dict[str, list[Stage]] = {}
+        self._correcting = [stage for stage in self._stages if isinstance(stage, Correcting)]
+        self._learning = [s for s in self._stages if isinstance(s, Learning) and s.learns]
+        self._keeping = [stage for stage in self._stages if isinstance(stage, KeepsTensors)]
         self.learns = bool(self._learning)
-        self.remembers = any(stage.remembers for stage in self._stages)
-        self.buffers_stay = any(stage.buffers_stay for stage in self._stages)
         self.hides_clients = any(stage.hides_clients for stage in self._stages)
-        self.hides_round = any(stage.hides_round for stage in self._stages)
+        self.is_private = any(stage.is_private for stage in self._stages)
         self.restarts = any(stage.restarts for stage in self._stages)
-
-    def __len__(self) -> int:
-        return len(self._stages)
-
-    def __getitem__(self, at: Any) -> Any:
-        return self._stages[at]
 
     def __iter__(self) -> Iterator[Stage]:
         return iter(self._stages)
+
+    def having(self, method: str) -> list[Stage]:
+        """Return those that do something in a method."""
+        if method not in self._with:
+            self._with[method] = [stage for stage in self._stages if overridden(stage, method)]
+        return self._with[method]
 
     @property
     def one_at_a_time(self) -> str | None:
@@ -334,71 +340,47 @@ class Stages(Sequence[Stage]):
         """Return those that come ahead of one."""
         return Stages(self._stages[: self._stages.index(stage)])
 
-    def versions(self, clients: Sequence[int], round_index: int) -> list[int]:
-        """Return of which round's model each client begins."""
-        rounds = [round_index] * len(clients)
-        for stage in self._stages:
-            rounds = stage.versions(clients, rounds)
-        return rounds
-
     def work(self, work: GroupWork, record: RoundRecord) -> GroupWork:
         """Return what clients manage of their work, in order."""
-        for stage in self._stages:
+        for stage in self.having("work"):
             work = stage.work(work, record)
         return work
 
     def down(self, model: GlobalModel, work: GroupWork) -> list[tuple[Start, GroupWork]]:
         """Return what clients get of the server's model."""
         found = [(Start(model, model), work)]
-        for stage in self._stages:
+        for stage in self.having("down"):
             found = [piece for start, some in found for piece in stage.down(start, some)]
         return found
 
-    def up(self, updates: Updates, start: Start) -> Iterable[Sent]:
+    def up(self, upload: Upload) -> Iterable[Upload]:
         """Return what becomes of updates, each piece when it is asked for."""
-        return self.onward(Sent(updates, updates), start)
-
-    def onward(self, sent: Sent, start: Start) -> Iterable[Sent]:
-        """Return what becomes of updates that are on their way already."""
-        pieces: Iterable[Sent] = (sent,)
-        for stage in self._stages:
-            pieces = chain.from_iterable(map(partial(stage.up, start=start), pieces))
+        pieces: Iterable[Upload] = (upload,)
+        for stage in self.having("up"):
+            pieces = chain.from_iterable(map(stage.up, pieces))
         return pieces
 
     def on_server(self, aggregate: Tensor) -> Tensor | None:
         """Return what the server descends, in reverse order."""
         gradient: Tensor | None = aggregate
-        for stage in reversed(self._stages):
+        for stage in reversed(self.having("on_server")):
             if gradient is None:
                 break
             gradient = stage.on_server(gradient)
         return gradient
 
-    def more_bytes(self, model: GlobalModel, num_clients: int) -> tuple[int, int]:
-        """Return how many bytes a client sends and gets about."""
-        pairs = [stage.more_bytes(model, num_clients) for stage in self._stages]
-        return sum(up for up, _ in pairs), sum(down for _, down in pairs)
-
-    def around(self, turn: Turn) -> ExitStack:
+    def around(self, turn: Turn) -> AbstractContextManager[None]:
         """Be in the module while it is a client's, in order."""
-        return _entered(stage.around(turn) for stage in self._stages)
+        stages = self.having("around")
+        return _entered([partial(stage.around, turn) for stage in stages]) if stages else _NOTHING
 
-    def begin(self, turn: Turn) -> None:
-        """Do what a client does before the steps that it shares."""
-        for stage in self._stages:
-            stage.begin(turn)
-
-    def steps(self, turn: Turn) -> ExitStack:
-        """Take part in the steps that a client shares."""
-        return _entered(stage.steps(turn) for stage in self._stages)
-
-    def end(self, turn: Turn, update: ClientUpdate) -> None:
-        """Do what a client does after them."""
-        for stage in self._stages:
-            stage.end(turn, update)
+    def steps(self, turn: Turn) -> AbstractContextManager[None]:
+        """Take part in the steps that a client shares, in order."""
+        stages = self.having("steps")
+        return _entered([partial(stage.steps, turn) for stage in stages]) if stages else _NOTHING
 
     def learn(self, update: ClientUpdate, work: ClientWork, start: Start) -> None:
-        """Have a client learn from its own update."""
+        """Let a client learn from its own update."""
         for stage in self._learning:
             stage.learn(update, work, start)
 
@@ -408,40 +390,28 @@ class Stages(Sequence[Stage]):
         return terms[0] if len(terms) == 1 else sum(terms, _NO_TERM)  # to the bit, if it is one
 
     def own(self, client: int) -> Tensor | None:
-        """Return what a client of slots has for itself."""
+        """Tensors of a client, shape (o,); None for the global model's."""
         found = (stage.own(client) for stage in self._keeping)
         return next((own for own in found if own is not None), None)
 
     def keep(self, client: int, own: Tensor) -> None:
-        """Have a client of slots remember what it now has for itself."""
+        """Remember the tensors of a client of slots."""
         for stage in self._keeping:
             stage.keep(client, own)
 
 
 def overridden(stage: Stage, *names: str) -> list[str]:
-    """Return which of some methods a stage has of its own.
-
-    Example:
-        >>> class Learns(Stage):
-        ...     def learn(self, update, work, start): ...
-        >>> overridden(Learns(), "learn", "own")
-        ['learn']
-    """
+    """Return which of some methods a stage has of its own."""
     return [name for name in names if getattr(type(stage), name) is not getattr(Stage, name)]
 
 
-def _learns_untold(stage: Stage) -> bool:
-    """Return whether a stage has a `learn` and does not say that it is not to be called."""
-    return "learns" not in vars(stage) and bool(overridden(stage, "learn"))
-
-
-def _entered(contexts: Iterable[AbstractContextManager[None]]) -> ExitStack:
-    """Return contexts that have been entered, to be left together."""
+@contextmanager
+def _entered(contexts: Iterable[Callable[[], AbstractContextManager[None]]]) -> Iterator[None]:
+    """Enter contexts in order, each made when those before it are entered; leave them together."""
     with ExitStack() as stack:
-        for context in contexts:
-            if context is not _NOTHING:
-                stack.enter_context(context)
-        return stack.pop_all()
+        for make in contexts:
+            stack.enter_context(make())
+        yield
 
 
 def check_same(what: str, saved: Any, present: Any) -> None:
@@ -455,3 +425,9 @@ def check_same(what: str, saved: Any, present: Any) -> None:
             f"the checkpoint belongs to a run with another {what} ({saved} instead of {present}): "
             "resume with the configuration of the run that wrote it, or start without ckpt_path"
         )
+
+
+def kind_of(state: Mapping[str, Any]) -> str | None:
+    """Return what a stage's state in a checkpoint is of; None if of nothing."""
+    kind, names = state.get("kind"), state.get("names")
+    return f"{kind} with {len(names)} tensors, from {names[0]}" if names else kind

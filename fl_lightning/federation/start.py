@@ -19,11 +19,10 @@ from fl_lightning.federation.checks.first_look import check_data_fits
 from fl_lightning.federation.checks.options import check_shards
 from fl_lightning.federation.checks.privacy import check_trainer_private
 from fl_lightning.federation.checks.together import check_module_together, check_trainer_together
-from fl_lightning.federation.hooks import GroupsPassBy
+from fl_lightning.federation.fit_rounds import FitRounds
+from fl_lightning.federation.hooks import GroupsPassBy, have_rounds_for_batches
 from fl_lightning.federation.loop import Rounds, install
 from fl_lightning.federation.options import Options
-from fl_lightning.federation.round import Round
-from fl_lightning.federation.round_hooks import have_rounds_for_batches
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stages.order import run_aggregator, stages_of
 from fl_lightning.federation.stages.privacy_run import PrivateStage, privacy_at_work
@@ -59,7 +58,8 @@ def prepare(
         options.attackers.enter(data)
         cleanup.callback(data.poison, [], None)
     calendar = Calendar.of(trainer, module, options)
-    count_locally(trainer, calendar.planned_steps, calendar.accumulate, cleanup)
+    planned_batches = int(calendar.num_batches.max(initial=0))
+    count_locally(trainer, calendar.planned_steps, planned_batches, cleanup)
     data.train_in_rounds(calendar.groups)
     cleanup.callback(data.train_in_rounds, None)
     for name, value in calendar.settings_of(trainer).items():
@@ -73,7 +73,7 @@ def prepare(
 
 def begin(
     trainer: Trainer, options: Options, calendar: Calendar
-) -> tuple[Round, PrivateStage | None]:
+) -> tuple[FitRounds, PrivateStage | None]:
     """Return the rounds of a fit, on the weights and the optimizer that are now in place.
 
     Args:
@@ -97,7 +97,7 @@ def begin(
     if aggregator is None:
         aggregator = run_aggregator(trainer, options.aggregator, options.attackers)
     run = Run.of(trainer, options, calendar, None if private is None else private.draws)
-    rounds = Round(
+    rounds = FitRounds(
         run,
         stages_of(run, aggregator, calendar.time, private),
         lambda model: Server(model, aggregator, options.server_optimizer, options.server_schedule),
@@ -111,11 +111,9 @@ def begin(
 
 
 class DrivenRounds(Rounds, Protocol):
-    """What the loop drives, in a run."""
+    """What the loop drives, with its run."""
 
-    @property
-    def run(self) -> Run:
-        """It."""
+    run: Run
 
 
 def take_over(trainer: Trainer, rounds: DrivenRounds, cleanup: ExitStack) -> None:

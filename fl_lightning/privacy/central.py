@@ -8,6 +8,7 @@ Source: McMahan et al. 2018 (1710.06963), Algorithm 1, with accounting by privac
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, final
@@ -17,19 +18,25 @@ from torch import Tensor
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.whole_numbers import Draw, Integers
 from fl_lightning.data.cohorts.cohort import CohortSampler
-from fl_lightning.privacy.accounting.accountant import Accountant, Method
-from fl_lightning.privacy.accounting.noise_for_budget import noise_for_budget
-from fl_lightning.privacy.accounting.sampling import Sampling, check_sampler, sampling_of
-from fl_lightning.privacy.adaptive_clip import (
-    AdaptiveClip,
-    quantile_noise,
-    update_noise_multiplier,
+from fl_lightning.privacy.accounting.accountant import (
+    Accountant,
+    Method,
+    Sampling,
+    check_sampler,
+    noise_for_budget,
+    sampling_of,
 )
+from fl_lightning.privacy.accounting.gaussian import gaussian_epsilon
 from fl_lightning.privacy.mechanism import ClientPrivacy, Mechanism, check_options
 from fl_lightning.privacy.noise.grid import GRID_COST, Grid, wide
 from fl_lightning.privacy.noise.noise_source import NoiseSource
-from fl_lightning.privacy.private_mean import Release
-from fl_lightning.privacy.run import AccountedRun
+from fl_lightning.privacy.private_mean import (
+    AdaptiveClip,
+    Release,
+    quantile_noise,
+    update_noise_multiplier,
+)
+from fl_lightning.privacy.run import AccountedRun, MostTurns
 
 
 @final
@@ -50,7 +57,8 @@ class CentralDP(ClientPrivacy):
         adaptive_clip: have the clip norm follow a quantile of updates' norms; fixed if None.
         accountant: ``pld``, or ``rdp``, which gives a larger ε.
         secure_noise: draw noise from the operating system's secure generator: nobody can take it
-            off again, and no two runs are alike. A round that is trained again after a crash or
+            off again, and no two runs are alike. Cohorts whose sampling amplifies follow from a secret
+            in a file of its own, not from the seed. A round that is trained again after a crash or
             from an older checkpoint gets new noise, and is a release more than this run knows of.
             If false, noise is a function of the seed, which must then be kept secret.
         log_unprotected: log what no noise covers: clients' metrics and norms, who was skipped, the
@@ -112,7 +120,9 @@ class CentralDP(ClientPrivacy):
         if self.adaptive_clip is not None:
             bits_stddev = quantile_noise(self.adaptive_clip.bits_stddev, sampling.expected)
         accountant = self._accountant(sampling, noise)
-        return CentralGaussian(accountant, self.delta, noise, run.num_coordinates, bits_stddev)
+        return CentralGaussian(
+            accountant, self.delta, noise, run.num_coordinates, bits_stddev, MostTurns(run)
+        )
 
     def _accountant(self, sampling: Sampling, noise_multiplier: float) -> Accountant:
         sensitivity = sampling.sensitivity * GRID_COST
@@ -128,6 +138,7 @@ class CentralGaussian:
     noise_multiplier: float
     num_coordinates: int = 1
     bits_stddev: float | None = None
+    turns: MostTurns | None = None
     noise_per_round: float = field(init=False)
     expected: float = field(init=False)
     fewest_replies: int = 0
@@ -148,6 +159,17 @@ class CentralGaussian:
     def epsilon(self, rounds: int, *, quick: bool = False) -> float:
         """Return ε after so many rounds."""
         return self.accountant.epsilon(rounds, self.delta, quick=quick)
+
+    @property
+    def amplifies(self) -> bool:
+        """True if cohorts are samples."""
+        return self.accountant.sampling.kind != "all"
+
+    def epsilon_if_known(self, rounds: int) -> float:
+        """Return ε of the client with most turns, where the cohorts are known."""
+        turns = rounds if self.turns is None else self.turns(rounds)
+        ratio = self.accountant.noise_ratio
+        return gaussian_epsilon(ratio / math.sqrt(turns), self.delta) if turns else 0.0
 
     def client_release(self, round_index: int, clip_norm: float) -> Release | None:
         """Return None: clients add nothing."""

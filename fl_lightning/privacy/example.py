@@ -12,6 +12,7 @@ Source: Abadi et al. 2016 (1607.00133), Algorithm 1, with accounting by privacy-
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from hashlib import blake2b
@@ -23,9 +24,13 @@ import numpy.typing as npt
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.traits import Trait, Traits
 from fl_lightning.data.cohorts.cohort import CohortSampler
-from fl_lightning.privacy.accounting.accountant import Accountant, Method
-from fl_lightning.privacy.accounting.noise_for_budget import noise_for_budget
-from fl_lightning.privacy.accounting.sampling import Sampling
+from fl_lightning.privacy.accounting.accountant import (
+    Accountant,
+    Method,
+    Sampling,
+    noise_for_budget,
+)
+from fl_lightning.privacy.accounting.gaussian import gaussian_epsilon
 from fl_lightning.privacy.mechanism import check_options
 from fl_lightning.privacy.noise.grid import GRID_COST, Grid
 from fl_lightning.privacy.run import AccountedRun, LocalSampling, check_fixed_in_advance
@@ -203,6 +208,18 @@ class ExampleGaussian:
 
     def _epsilon(self, work: Work, *, quick: bool) -> float:
         return _epsilon(work, self.noise_multiplier, self.delta, self.method, quick)
+
+    @property
+    def amplifies(self) -> bool:
+        """True if batches are samples."""
+        return bool((self.local.rates < 1).any())
+
+    def epsilon_if_known(self, rounds: int) -> float:
+        """Return ε of an example that is in every batch of its client, which is the most there may be."""
+        has_any = self.local.num_examples > 0
+        steps = int((self.turns(rounds) * self.local.num_steps * has_any).max(initial=0))
+        ratio = self.noise_multiplier / GRID_COST
+        return gaussian_epsilon(ratio / math.sqrt(steps), self.delta) if steps else 0.0
 
     @property
     def noise_of_gradients(self) -> float:

@@ -10,10 +10,9 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.traits import Trait, Traits
 from fl_lightning.core.whole_numbers import Draw, Integers
 from fl_lightning.data.cohorts.cohort import CohortSampler
-from fl_lightning.privacy.adaptive_clip import AdaptiveClip
 from fl_lightning.privacy.noise.grid import Grid
 from fl_lightning.privacy.noise.noise_source import NoiseSource
-from fl_lightning.privacy.private_mean import Release
+from fl_lightning.privacy.private_mean import AdaptiveClip, Release
 from fl_lightning.privacy.run import AccountedRun
 from fl_lightning.server.protected import NoiseShares
 from fl_lightning.updates.clip import check_clip_norm
@@ -46,6 +45,18 @@ class Accounted(Protocol):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""
+
+
+@runtime_checkable
+class Amplified(Protocol):
+    """A mechanism whose ε may be lower because random draws are secret."""
+
+    @property
+    def amplifies(self) -> bool:
+        """True if it is, here."""
+
+    def epsilon_if_known(self, rounds: int) -> float:
+        """Return ε towards somebody who knows the draws."""
 
 
 class Mechanism(Accounted, Protocol):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -151,3 +151,30 @@ class AccountedRun:
             counts[ids] += 1
             most.append(max(most[-1], int(counts[ids].max(initial=0))))
         return Participation(np.array(most), separation)
+
+
+@dataclass
+class MostTurns:
+    """Turns of the client with the most of them, after any number of rounds; drawn as they are asked for.
+
+    Example:
+        >>> from fl_lightning.data.cohorts.weighted_cohorts import RoundRobinCohort
+        >>> turns = MostTurns(AccountedRun(RoundRobinCohort(size=2), 6, None, seed=0))
+        >>> turns(4), turns(1)
+        (2, 1)
+    """
+
+    run: AccountedRun
+    _most: list[int] = field(default_factory=lambda: [0])
+
+    def __call__(self, rounds: int) -> int:
+        """Return them, or as many as rounds if cohorts depend on what happens in the run."""
+        if not as_cohort(self.run.cohort).is_fixed_in_advance:
+            return rounds
+        if len(self._most) <= rounds:
+            ahead = max(2 * rounds, self.run.num_rounds or 0)
+            counts, self._most = np.zeros(self.run.num_clients, np.int64), [0]
+            for ids in self.run.cohorts(ahead):
+                counts[ids] += 1
+                self._most.append(max(self._most[-1], int(counts[ids].max(initial=0))))
+        return self._most[rounds]

@@ -21,7 +21,7 @@ except ImportError as error:
     ) from error
 
 from fl_lightning.secure.encrypted_mean import EncryptedMean
-from fl_lightning.secure.paillier_round import Paillier
+from fl_lightning.secure.encryption.paillier import Paillier
 from fl_lightning.secure.secure_mean import SecureMean
 
 __all__ = ["EncryptedMean", "Paillier", "SecureMean"]

@@ -23,14 +23,15 @@ from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError, RoundFailure
 from fl_lightning.core.update import ClientUpdate
-from fl_lightning.secure.encrypted_sum import EncryptedSum, OpenedSum
-from fl_lightning.secure.encryption.ciphertext_numbers import library
+from fl_lightning.secure.encryption.ciphertext_numbers import CKKSParameters, library
 from fl_lightning.secure.encryption.ckks import CKKSKeys, ciphertext_bytes, generate_keys
-from fl_lightning.secure.encryption.ckks_layout import CKKSLayout, most_sensitive
-from fl_lightning.secure.encryption.ckks_parameters import CKKSParameters
-from fl_lightning.secure.encryption.encrypted_update import EncryptedUpdate
-from fl_lightning.secure.paillier_round import Paillier, PaillierRound, PaillierRun
-from fl_lightning.secure.scheme import CKKSRound, EncryptedRound
+from fl_lightning.secure.encryption.encrypted_update import (
+    CKKSLayout,
+    EncryptedUpdate,
+    most_sensitive,
+)
+from fl_lightning.secure.encryption.paillier import Paillier, PaillierRound, PaillierRun
+from fl_lightning.secure.scheme import CKKSRound, EncryptedRound, EncryptedSum, OpenedSum
 from fl_lightning.server.aggregator import Aggregator
 from fl_lightning.server.kept_updates import check_whole
 from fl_lightning.server.protected import FEWEST_CLIENTS, AddsAtSites, Expense, Terms

@@ -1,15 +1,19 @@
-"""What a scheme of encryption does in one round of `EncryptedMean`."""
+"""What a scheme of encryption does in one round of `EncryptedMean`.
+
+Sums that sites encrypt: what a configuration says of them, and what comes of one.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol, final
 
 from torch import Tensor
 
+from fl_lightning.secure.encryption.ciphertext_numbers import Sender
 from fl_lightning.secure.encryption.ckks import CKKSClient, CKKSKeys, CKKSServer
-from fl_lightning.secure.encryption.ckks_layout import CKKSLayout
-from fl_lightning.secure.encryption.encrypted_update import EncryptedUpdate
-from fl_lightning.secure.encryption.linear_tags import Sender
+from fl_lightning.secure.encryption.encrypted_update import CKKSLayout, EncryptedUpdate
+from fl_lightning.server.protected import Expense
 
 
 class EncryptedRound(Protocol):
@@ -66,3 +70,31 @@ class CKKSRound:
     def mean(self, total: EncryptedUpdate, num_examples: int) -> Tensor:
         """See `EncryptedRound`."""
         return self._client.open(total, self._senders) * (self._most / num_examples)
+
+
+@dataclass(frozen=True)
+class EncryptedSum:
+    """What a configuration says of sums that sites encrypt.
+
+    Attributes:
+        degree: N of CKKS.
+        scheme: of the encryption.
+    """
+
+    degree: int
+    scheme: str = "ckks"
+
+
+@dataclass(frozen=True)
+class OpenedSum:
+    """What comes of a sum over sites.
+
+    Attributes:
+        values: Σ a_k Δ_k of those who are in it, float64 of shape (k,).
+        clients: who is in it.
+        expense: of the sum.
+    """
+
+    values: Tensor
+    clients: frozenset[int]
+    expense: Expense

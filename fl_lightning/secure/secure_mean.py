@@ -17,11 +17,9 @@ from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.core.seeds import derive_seed, numpy_generator
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.secure.private_sum import SecurePrivateSum
-from fl_lightning.secure.protocol.graph import SparseGraph
-from fl_lightning.secure.protocol.session import new_run_id
+from fl_lightning.secure.protocol.session import SparseGraph, new_run_id
 from fl_lightning.secure.ring import RingIntegers
-from fl_lightning.secure.round_sum import RoundSum
-from fl_lightning.secure.secure_sum import SecureSum
+from fl_lightning.secure.secure_sum import RoundSum, SecureSum
 from fl_lightning.secure.sum_quantiser import SumQuantiser, fine_levels
 from fl_lightning.server.aggregator import Aggregator
 from fl_lightning.server.kept_updates import check_whole

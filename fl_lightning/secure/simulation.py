@@ -11,13 +11,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from fl_lightning.secure.entropy import Entropy, system_entropy
-from fl_lightning.secure.protocol.client import SecureClient
-from fl_lightning.secure.protocol.keys import KEY_SIZE, SigningKey
+from fl_lightning.secure.protocol.client import SecureClient, UsedRounds
+from fl_lightning.secure.protocol.keys import KEY_SIZE, Directory, SigningKey
 from fl_lightning.secure.protocol.messages import Places
 from fl_lightning.secure.protocol.server import SecureServer
 from fl_lightning.secure.protocol.session import ProtocolStage, RefusedError, Session
-from fl_lightning.secure.protocol.signing import Directory
-from fl_lightning.secure.protocol.used_rounds import UsedRounds
 from fl_lightning.secure.ring import RingIntegers
 
 

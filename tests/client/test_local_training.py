@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from toys import ToyModule, weights
 
-from fl_lightning.client.local_step import loss_of, plain_step
+from fl_lightning.client.local_step import PlainStep, loss_of
 from fl_lightning.client.local_training import LocalTrainer
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
@@ -37,7 +37,7 @@ def trainer_of(module, make_optimizer=sgd, accumulate=1):
     """Return the trainer of a module whose `self.log` is the collector's from now on."""
     collector, optimizer = LogCollector(), make_optimizer(module.parameters())
     object.__setattr__(module, "log", collector.log)
-    step = plain_step(module, optimizer, collector, accumulate=accumulate)
+    step = PlainStep(module, optimizer, collector, accumulate=accumulate)
     return LocalTrainer(module, optimizer, step, collector)
 
 

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import TensorDataset
 from toys import ToyModule
 
-from fl_lightning.client.local_step import plain_step
+from fl_lightning.client.local_step import PlainStep
 from fl_lightning.client.local_training import LocalTrainer
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.data.shards import batch_reader
@@ -58,7 +58,7 @@ def there(optimizer="momentum", **options):
     # how many entries a mask has is a number as well, needed once
     with meta_config.patch(meta_nonzero_assume_all_nonzero=True):
         made = OPTIMIZERS[optimizer](module.parameters())
-        trainer = LocalTrainer(module, made, plain_step(module, made, collector), collector)
+        trainer = LocalTrainer(module, made, PlainStep(module, made, collector), collector)
     return module, made, trainer, batch_reader(TensorDataset(*examples))
 
 

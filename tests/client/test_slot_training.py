@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 from toys import ToyModule
 
-from fl_lightning.client.local_step import plain_step
+from fl_lightning.client.local_step import PlainStep
 from fl_lightning.client.local_training import LocalTrainer
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.work import ClientWork
@@ -83,7 +83,7 @@ def sequential(module, make_optimizer, todo, read=read):
     collector = LogCollector()
     object.__setattr__(module, "log", collector.log)
     optimizer = make_optimizer(module.parameters())
-    trainer = LocalTrainer(module, optimizer, plain_step(module, optimizer, collector), collector)
+    trainer = LocalTrainer(module, optimizer, PlainStep(module, optimizer, collector), collector)
     start = trainer.read()
     updates = []
     with preserve_global_generators():

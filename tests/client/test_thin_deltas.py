@@ -8,7 +8,7 @@ from torch import nn
 
 from fl_lightning.core.errors import NotFinite
 from fl_lightning.core.update import Updates
-from fl_lightning.engines.slots.results import receive_usable
+from fl_lightning.engines.slots.results import usable_rows
 from fl_lightning.engines.slots.thin_deltas import Factors, Numbers, ThinDeltas
 from fl_lightning.kernels.layers import reason_against_direct_layers
 from fl_lightning.kernels.linear import dense_fold, dense_step
@@ -129,15 +129,9 @@ def test_a_product_of_zeros_has_norm_0():
 
 def received(update, mean):
     """Have a mean take in a group, and return (who was taken in, who was not)."""
-    calls = []
-
-    def receive(usable, failures):
-        mean.add_rows(usable.deltas, usable.num_examples)
-        calls.append((usable.client_ids, [failure.client_id for failure in failures]))
-
-    receive_usable(update, receive)
-    (found,) = calls
-    return found
+    usable, failures = usable_rows(update)
+    mean.add_rows(usable.deltas, usable.num_examples)
+    return usable.client_ids, [failure.client_id for failure in failures]
 
 
 @given(

@@ -20,8 +20,7 @@ from fl_lightning.client.devices import Fate
 from fl_lightning.client.recorded import write_arrivals
 from fl_lightning.core.update import ClientUpdate, GlobalModel, Updates
 from fl_lightning.federation.stage import Start
-from fl_lightning.federation.stages.older_models import counted
-from fl_lightning.federation.stages.schedule import Arrivals
+from fl_lightning.federation.stages.asynchrony import Arrivals, counted
 from fl_lightning.server import FedAsync, FedBuff, HingeStaleness, PolynomialStaleness
 from fl_lightning.server.server import Server
 

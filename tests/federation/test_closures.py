@@ -16,7 +16,7 @@ from fl_lightning import (
     FedProx,
     Mean,
 )
-from fl_lightning.client.local_step import plain_step
+from fl_lightning.client.local_step import PlainStep
 from fl_lightning.client.local_training import LocalTrainer
 from fl_lightning.client.log_collector import LogCollector
 from fl_lightning.client.personal.fine_tuned import FineTuned
@@ -265,13 +265,13 @@ def test_a_skipped_batch_is_skipped():
 
 
 def test_without_a_trainer():
-    """`plain_step` gives a closure as well."""
+    """`PlainStep` gives a closure as well."""
     ends = []
     for kind in (torch.optim.SGD, Own):
         module, collector = new(Sharp, kind), LogCollector()
         optimizer = kind(module.parameters(), lr=0.1, momentum=0.9)
         trainer = LocalTrainer(
-            module, optimizer, plain_step(module, optimizer, collector), collector
+            module, optimizer, PlainStep(module, optimizer, collector), collector
         )
         x, y = torch.ones(3, 4), torch.tensor([0, 1, 2])
         batches = [[((x, y), 3)], [((2 * x, y), 3)]]

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, seed_everything
@@ -26,10 +27,14 @@ from fl_lightning import (
     UniformCohort,
 )
 from fl_lightning.data import FederatedNormalize
+from fl_lightning.data.cohorts.population import Population
 from fl_lightning.data.cohorts.weighted_cohorts import RoundRobinCohort
 from fl_lightning.federation.processes.ranks import Ranks
-from fl_lightning.privacy.adaptive_clip import AdaptiveClip
+from fl_lightning.privacy.accounting.accountant import Accountant, Sampling
+from fl_lightning.privacy.accounting.gaussian import gaussian_epsilon
+from fl_lightning.privacy.noise.grid import GRID_COST
 from fl_lightning.privacy.noise.noise_source import SeededNoise
+from fl_lightning.privacy.private_mean import AdaptiveClip
 from fl_lightning.privacy.run import AccountedRun
 from fl_lightning.server.robust.median import Median
 from fl_lightning.sparsity import SparseSGDM
@@ -268,6 +273,103 @@ def test_a_trainer_that_fits_again_after_rounds_of_unknown_cost_is_refused():
     trainer.callbacks[0] = Federation(seed=4, engine="sequential", privacy=private())
     with pytest.raises(ConfigurationError, match="what that cost is not known here"):
         more(trainer, 2)
+
+
+class Cohorts(Callback):
+    """Notes who took part, which all processes must agree on."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_train_epoch_end(self, trainer, module):
+        rounds = trainer.callbacks[0].rounds
+        groups, ids = rounds.run.groups, sorted(rounds.record.finished)
+        drawn = groups._sampler.sample(trainer.current_epoch, groups.population, groups.seed)
+        assert ids == drawn.tolist()
+        told = Ranks(trainer).gather((ids, groups.seed))
+        assert told == [told[0]] * trainer.world_size
+        assert groups.seed >= 2**255
+        self.seen.append(ids)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:Detected call of `lr_scheduler:UserWarning"
+)  # of an empty cohort
+@pytest.mark.parametrize("cohort", [PoissonCohort(fraction=0.5), UniformCohort(size=3)])
+def test_cohorts_that_amplify_follow_from_nothing_that_is_shared(cohort, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = {"privacy": private(secure_noise=True), "cohort": cohort, "clients_per_group": 1}
+    seen, other, resumed = Cohorts(), Cohorts(), Cohorts()
+    run(8, callbacks=[seen, SaveEverywhere(tmp_path)], **options)
+    [secret] = tmp_path.glob("cohorts-*.secret")
+    assert secret.stat().st_mode & 0o777 == 0o600
+    run(8, callbacks=[other], **options)
+    public = [cohort.sample(r, Population(np.ones(6, int)), seed=4).tolist() for r in range(8)]
+    assert seen.seen != other.seen
+    assert public not in (seen.seen, other.seen)
+    # a checkpoint holds neither the secret nor who took part
+    path = tmp_path / "2-end.ckpt"
+    state = torch.load(path, weights_only=True)["callbacks"]["Federation"]
+    assert state["population"]["clients"].tolist() == state["record"]["finished"] == []
+    assert not any(state["record"]["means"].values())
+    assert state["privacy"]["cohorts_from"] in secret.name
+    # … with which a run goes on that finds it, from inside a round as well, in several processes as well
+    run(8, callbacks=[resumed], ckpt_path=path, **options)
+    assert resumed.seen == seen.seen[3:]
+    inside, both = Cohorts(), Cohorts()
+    run(8, callbacks=[inside], ckpt_path=tmp_path / "4-group0.ckpt", **options)
+    assert inside.seen == seen.seen[4:]
+    run(4, callbacks=[both], ckpt_path=path, devices=2, **options)
+    secret.unlink()
+    with pytest.raises(
+        ConfigurationError, match=rf"{secret.name} is missing.* start without ckpt_path"
+    ):
+        run(8, ckpt_path=path, **options)
+
+
+def test_where_cohorts_are_known_both_epsilons_are_told(caplog):
+    caplog.set_level("INFO")
+    cohort = PoissonCohort(fraction=0.5)
+    _, trainer = run(5, privacy=private(), cohort=cohort)
+    everybody = Population(np.ones(6, int))
+    turns = np.bincount(np.concatenate([cohort.sample(r, everybody, 4) for r in range(5)])).max()
+    known = gaussian_epsilon(1 / GRID_COST / math.sqrt(turns), 1e-3)
+    logged = facts(trainer)
+    assert logged["privacy/epsilon_unamplified"] == pytest.approx(known)
+    assert logged["privacy/epsilon"] < known
+    assert f"rounds ({known:.4g} without amplification by sampling)" in caplog.text
+    for other in (
+        {"privacy": private()},
+        {"privacy": private(secure_noise=True), "cohort": cohort},
+    ):
+        _, trainer = run(1, **other)
+        assert "privacy/epsilon_unamplified" not in facts(trainer)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:Detected call of `lr_scheduler:UserWarning"
+)  # of an empty cohort
+def test_a_model_that_trains_again_in_another_trainer_counts_on(caplog):
+    caplog.set_level("INFO")
+    options = {"privacy": private(secure_noise=True), "cohort": PoissonCohort(fraction=0.5)}
+    whole = Accountant(Sampling("poisson", 6, 3.0), 1 / GRID_COST)
+    module, once = run(3, **options)
+    _, twice = run(3, module=module, **options)
+    assert facts(once)["privacy/epsilon"] == pytest.approx(whole.epsilon(3, 1e-3))
+    assert facts(twice)["privacy/epsilon"] == pytest.approx(whole.epsilon(6, 1e-3))
+    assert "by earlier fits of this model" in caplog.text
+    # of another kind they add up, as do those of forked processes
+    local = LocalDP(clip_norm=0.1, noise_multiplier=20.0, delta=1e-3)
+    _, third = run(2, module=module, privacy=local, devices=2)
+    alone = gaussian_epsilon(20.0 / 2 / GRID_COST / math.sqrt(2), 1e-3)
+    assert facts(third)["privacy/epsilon"] == pytest.approx(
+        whole.epsilon(6, 1e-3) + alone, rel=1e-3
+    )
+    _, fourth = run(2, module=module, privacy=local)
+    assert facts(fourth)["privacy/epsilon"] > facts(third)["privacy/epsilon"] + 0.9 * alone
+    assert "at δ = 0.003" in caplog.text
+    with pytest.raises(ConfigurationError, match="earlier fits of this model have spent"):
+        run(1, module=module, privacy=private(epsilon=4.0))
 
 
 def test_secure_noise_differs_from_run_to_run():

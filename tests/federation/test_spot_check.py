@@ -34,6 +34,7 @@ from fl_lightning.core.space import Space
 from fl_lightning.core.update import ClientUpdate, GlobalModel
 from fl_lightning.data import Digits
 from fl_lightning.engines.slots.thin_deltas import ThinDeltas
+from fl_lightning.federation.clients.fit_clients import FitClients
 from fl_lightning.federation.execution.engine_options import EngineOptions
 from fl_lightning.federation.execution.slot_engine import SlotEngine
 from fl_lightning.federation.execution.spot_check import SpotCheck, SpotRate, drawn
@@ -43,7 +44,6 @@ from fl_lightning.federation.execution.update_differences import (
     differences,
     nudged,
 )
-from fl_lightning.federation.training import Training
 from fl_lightning.server import FedBuff
 from fl_lightning.updates import QSGD, TopK
 
@@ -74,7 +74,7 @@ def checked(monkeypatch):
 
     ``again`` has an entry for everyone who was trained again, at a look or at a closer one.
     """
-    looked, look, train = Looked(), SpotCheck.look, Training._train_again
+    looked, look, train = Looked(), SpotCheck.look, FitClients._train_again
 
     def train_again(self, work, model):
         looked.again.append(work.client_id)
@@ -84,7 +84,7 @@ def checked(monkeypatch):
         looked.append((work.round_index, work.client_id))
         look(self, work, found, start)
 
-    monkeypatch.setattr(Training, "_train_again", train_again)
+    monkeypatch.setattr(FitClients, "_train_again", train_again)
     monkeypatch.setattr(SpotCheck, "look", note)
     return looked
 

@@ -22,7 +22,7 @@ from fl_lightning.client import Devices, LogNormalSpeeds
 from fl_lightning.client.clocks import VirtualClock
 from fl_lightning.client.devices import Fleet
 from fl_lightning.core.errors import ClientFailure, ConfigurationError, RoundFailure
-from fl_lightning.federation.stages.schedule import Arrivals
+from fl_lightning.federation.stages.asynchrony import Arrivals
 from fl_lightning.flower.messages import Answer, Order
 
 ROUNDS = 6

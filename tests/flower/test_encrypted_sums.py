@@ -30,11 +30,10 @@ from fl_lightning.flower.sums.encrypted_checks import check_encrypted
 from fl_lightning.flower.sums.sum_key import SumKey
 from fl_lightning.flower.wire.failures import OrderRefused, category_of
 from fl_lightning.flower.wire.opaque import as_tensor
-from fl_lightning.secure.encrypted_sum import EncryptedSum
+from fl_lightning.secure.encryption.ciphertext_numbers import CKKSParameters, Sender
 from fl_lightning.secure.encryption.ckks import FLOOD, CKKSServer, ciphertext_bytes
-from fl_lightning.secure.encryption.ckks_layout import CKKSLayout
-from fl_lightning.secure.encryption.ckks_parameters import CKKSParameters
-from fl_lightning.secure.encryption.linear_tags import Sender
+from fl_lightning.secure.encryption.encrypted_update import CKKSLayout
+from fl_lightning.secure.scheme import EncryptedSum
 
 pytest.importorskip("tenseal", reason="needs the extra he")
 RUN, CONFIGURATION, SIZE = "a" * 32, "b" * 64, 20

@@ -136,7 +136,7 @@ def test_a_class_path_that_is_not_allowed_is_refused(path):
     [
         "fl_lightning.ImageClassifier",
         "fl_lightning.models.image_classifier.ImageClassifier",
-        "fl_lightning.secure.protocol.graph.SparseGraph",
+        "fl_lightning.secure.protocol.session.SparseGraph",
         "torch.nn.Linear",
         "torch.nn.modules.linear.Linear",
         "torch.optim.AdamW",

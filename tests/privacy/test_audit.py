@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 
+from benchmarks.audits.canaries import canary_scores, epsilon_lower_bound
 from fl_lightning import AllClients, CentralDP
 from fl_lightning.privacy.accounting.gaussian import gaussian_epsilon
-from fl_lightning.privacy.audits.canaries import canary_scores, epsilon_lower_bound
 from fl_lightning.privacy.run import AccountedRun
 
 

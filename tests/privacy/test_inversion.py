@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from fl_lightning.privacy.audits.inversion import (
+from benchmarks.audits.inversion import (
     GradientSearch,
     cosine,
     first_layer_direction,

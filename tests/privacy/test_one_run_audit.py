@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binom
 
-from fl_lightning.privacy.accounting.gaussian import gaussian_epsilon
-from fl_lightning.privacy.audits.one_run_audit import (
+from benchmarks.audits.one_run_audit import (
     chance_of_guesses,
     epsilon_of_guesses,
     guesses_by_score,
 )
+from fl_lightning.privacy.accounting.gaussian import gaussian_epsilon
 
 
 @given(guesses=st.integers(1, 60), right=st.integers(0, 60), epsilon=st.floats(0, 5))

@@ -10,9 +10,9 @@ from fl_lightning import ConfigurationError, Mean, RoundFailure
 from fl_lightning.core.seeds import derive_seed, numpy_generator
 from fl_lightning.core.update import ClientUpdate
 from fl_lightning.secure import EncryptedMean, Paillier, SecureMean
-from fl_lightning.secure.encryption.ckks_layout import CKKSLayout
-from fl_lightning.secure.paillier_round import PaillierRound
-from fl_lightning.secure.protocol.graph import SparseGraph
+from fl_lightning.secure.encryption.encrypted_update import CKKSLayout
+from fl_lightning.secure.encryption.paillier import PaillierRound
+from fl_lightning.secure.protocol.session import SparseGraph
 from fl_lightning.secure.sum_quantiser import SumQuantiser
 from fl_lightning.server.protected import Terms
 from fl_lightning.updates import RandomK

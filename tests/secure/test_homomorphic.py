@@ -8,7 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fl_lightning.secure.encryption.ciphertext_numbers import numbers_of
+from fl_lightning.secure.encryption.ciphertext_numbers import MOST_BITS, CKKSParameters, numbers_of
 from fl_lightning.secure.encryption.ckks import (
     FLOOD,
     CKKSClient,
@@ -17,9 +17,11 @@ from fl_lightning.secure.encryption.ckks import (
     flooded,
     generate_keys,
 )
-from fl_lightning.secure.encryption.ckks_layout import CKKSLayout, most_sensitive
-from fl_lightning.secure.encryption.ckks_parameters import MOST_BITS, CKKSParameters
-from fl_lightning.secure.encryption.encrypted_update import EncryptedUpdate
+from fl_lightning.secure.encryption.encrypted_update import (
+    CKKSLayout,
+    EncryptedUpdate,
+    most_sensitive,
+)
 from fl_lightning.secure.encryption.paillier import PaillierKeys, PaillierSum
 from fl_lightning.secure.sum_quantiser import SumQuantiser
 from fl_lightning.updates.wire.coding import DecodeError

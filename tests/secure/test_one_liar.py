@@ -16,12 +16,7 @@ import pytest
 from test_secure_protocol import DIRECTORY, SIGNING, parties, plain_sum, session, vectors_of
 
 from fl_lightning.secure.entropy import seeded_entropy
-from fl_lightning.secure.protocol.client import SecureClient
-from fl_lightning.secure.protocol.commitments import (
-    SHARE_HASH_SIZE,
-    seed_commitment,
-    share_hashes,
-)
+from fl_lightning.secure.protocol.client import SecureClient, UsedRounds
 from fl_lightning.secure.protocol.keys import AgreementKey, seal
 from fl_lightning.secure.protocol.messages import (
     Advertisement,
@@ -33,11 +28,16 @@ from fl_lightning.secure.protocol.messages import (
     SealedShares,
     SignedSurvivors,
     Survivors,
+    decode,
+    encode,
 )
 from fl_lightning.secure.protocol.server import SecureServer
 from fl_lightning.secure.protocol.session import AbortedError, ProtocolStage, new_run_id
-from fl_lightning.secure.protocol.used_rounds import UsedRounds
-from fl_lightning.secure.protocol.wire import decode, encode
+from fl_lightning.secure.protocol.shamir import (
+    SHARE_HASH_SIZE,
+    seed_commitment,
+    share_hashes,
+)
 from fl_lightning.updates.wire.coding import DecodeError
 
 UP = {

@@ -10,16 +10,18 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from fl_lightning.secure.entropy import seeded_entropy, system_entropy
-from fl_lightning.secure.protocol.graph import SparseGraph, neighbours, neighbours_of
 from fl_lightning.secure.protocol.keys import (
+    CHUNK,
     AgreementKey,
     ForgedError,
     SigningKey,
+    add_pad,
     check_signature,
+    pad,
     seal,
     unseal,
 )
-from fl_lightning.secure.protocol.pads import CHUNK, add_pad, pad
+from fl_lightning.secure.protocol.session import SparseGraph, neighbours, neighbours_of
 from fl_lightning.secure.protocol.shamir import PRIME, combine, split
 from fl_lightning.secure.ring import Ring
 

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from fl_lightning.secure.entropy import seeded_entropy
-from fl_lightning.secure.protocol.client import SecureClient
-from fl_lightning.secure.protocol.graph import SparseGraph
-from fl_lightning.secure.protocol.keys import ForgedError, SigningKey
+from fl_lightning.secure.protocol.client import SecureClient, UsedRounds
+from fl_lightning.secure.protocol.keys import Directory, ForgedError, SigningKey
 from fl_lightning.secure.protocol.messages import (
     Advertisement,
     Mailbox,
@@ -22,15 +21,19 @@ from fl_lightning.secure.protocol.messages import (
     SealedShares,
     SignedSurvivors,
     Survivors,
+    decode,
+    encode,
 )
 from fl_lightning.secure.protocol.server import SecureServer
-from fl_lightning.secure.protocol.session import AbortedError, ProtocolStage, RefusedError, Session
-from fl_lightning.secure.protocol.signing import Directory
-from fl_lightning.secure.protocol.used_rounds import UsedRounds
-from fl_lightning.secure.protocol.wire import decode, encode
-from fl_lightning.secure.shortcut import shortcut
+from fl_lightning.secure.protocol.session import (
+    AbortedError,
+    ProtocolStage,
+    RefusedError,
+    Session,
+    SparseGraph,
+)
+from fl_lightning.secure.shortcut import UnitSeconds, shortcut
 from fl_lightning.secure.simulation import simulate
-from fl_lightning.secure.unit_seconds import UnitSeconds
 from fl_lightning.updates.wire.coding import DecodeError
 
 SIGNING = {place: SigningKey(bytes([place]) * 32) for place in range(6)}

@@ -9,10 +9,15 @@ import pytest
 import torch
 
 from fl_lightning.core.seeds import numpy_generator
-from fl_lightning.secure.protocol.graph import SparseGraph
-from fl_lightning.secure.protocol.messages import Advertisement, MaskedVector, RevealRequest, Roster
-from fl_lightning.secure.protocol.session import AbortedError, ProtocolStage, Session
-from fl_lightning.secure.protocol.wire import decode, encode
+from fl_lightning.secure.protocol.messages import (
+    Advertisement,
+    MaskedVector,
+    RevealRequest,
+    Roster,
+    decode,
+    encode,
+)
+from fl_lightning.secure.protocol.session import AbortedError, ProtocolStage, Session, SparseGraph
 from fl_lightning.secure.secure_sum import SecureSum
 from fl_lightning.secure.sum_quantiser import SumQuantiser
 from fl_lightning.updates.wire.coding import DecodeError

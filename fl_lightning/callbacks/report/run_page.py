@@ -73,8 +73,9 @@ def _facts(history: History, once: Mapping[str, float]) -> list[tuple[str, str]]
             facts.append((f"bytes {words}", _size(total)))
     if seconds := history.curve("round/seconds"):
         facts.append(("seconds of rounds", f"{sum(seconds.values()):.4g}"))
-    if epsilon := history.curve("privacy/epsilon"):
-        facts.append(("ε", f"{[*epsilon.values()][-1]:.4g}"))
+    for name, words in (("", "ε"), ("_unamplified", "ε without amplification by sampling")):
+        if epsilon := history.curve(f"privacy/epsilon{name}"):
+            facts.append((words, f"{[*epsilon.values()][-1]:.4g}"))
     return facts
 
 

@@ -167,7 +167,10 @@ class RunReport(Callback):
         if federation is None or federation.rounds is None:
             return {}
         record = federation.rounds.record
-        if federation.rounds.stages.hides_clients or len(record.finished) > self.max_clients:
+        hides = federation.rounds.stages.hides_clients or (
+            federation.private is not None and federation.private.cohorts is not None
+        )
+        if hides or len(record.finished) > self.max_clients:
             return {}
         known = {name: record.means.by_client(name) for name in record.means.names}
         ids = sorted(record.finished)

@@ -17,7 +17,7 @@ from typing import ClassVar, Protocol, final, runtime_checkable
 import numpy as np
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.core.seeds import numpy_generator
+from fl_lightning.core.seeds import is_secret, numpy_generator, uniform_stream
 from fl_lightning.core.traits import Trait, Traits
 from fl_lightning.data.cohorts.population import ClientIds, Population
 
@@ -32,7 +32,11 @@ class CohortSampler(Protocol):
         """Return the usual number of clients in a round, ≥ 1."""
 
     def sample(self, round_index: int, population: Population, seed: int) -> ClientIds:
-        """Return the ids of the round's clients, increasing and distinct; a pure function."""
+        """Return the ids of the round's clients, increasing and distinct; a pure function.
+
+        Under `CentralDP` the seed is a secret of 256 bits, to which `derive_seed` and NumPy's
+        generators are used.
+        """
 
 
 @runtime_checkable
@@ -230,10 +234,14 @@ class UniformCohort(SizedCohort):
 
     def sample(self, round_index: int, population: Population, seed: int) -> ClientIds:
         """Return `expected_size` distinct client ids, or all that are available."""
-        generator = numpy_generator(seed, "cohort", round_index)
         there, size = population.num_available, self.size_among(population)
-        # of a cohort below a fiftieth of the clients NumPy draws only the cohort (Floyd's algorithm)
-        drawn = np.sort(generator.choice(there, size, replace=False))
+        if is_secret(seed):
+            lots = uniform_stream(seed, "cohort", round_index, size=there)
+            drawn = np.sort(np.argsort(lots)[:size])
+        else:
+            generator = numpy_generator(seed, "cohort", round_index)
+            # below a fiftieth of the clients NumPy draws only the cohort (Floyd's algorithm)
+            drawn = np.sort(generator.choice(there, size, replace=False))
         return drawn if population.is_available is None else population.available_ids[drawn]
 
 
@@ -287,8 +295,10 @@ class PoissonCohort(Cohort):
             ConfigurationError: if ``min_size`` was not reached in 1000 draws.
         """
         for attempt in range(MAX_REDRAWS):
-            generator = numpy_generator(seed, "cohort", round_index, attempt)
-            joins = generator.random(population.num_clients) < self.fraction
+            coins = uniform_stream(
+                seed, "cohort", round_index, attempt, size=population.num_clients
+            )
+            joins = coins < self.fraction
             if population.is_available is not None:
                 joins &= population.is_available
             ids = np.flatnonzero(joins)

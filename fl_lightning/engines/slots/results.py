@@ -7,14 +7,14 @@ goes into) costs a fixed time besides, which a group pays once.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fl_lightning.client.work import GroupWork
-from fl_lightning.core.errors import ClientFailure, NotFinite
+from fl_lightning.core.errors import ClientFailure
 from fl_lightning.core.space import Space
 from fl_lightning.core.update import GlobalModel, LazyDeltas, Updates, check_finite
 from fl_lightning.core.whole_numbers import Integers
@@ -139,29 +139,14 @@ class SlotResults:
         self._clients, self._sums, self._final_buffers = [], [], []
 
 
-def receive_usable(group: Updates, receive: Callable[[Updates, list[ClientFailure]], None]) -> None:
-    """Hand on the clients whose update is finite, and what is wrong with the others.
+def usable_rows(group: Updates) -> tuple[Updates, list[ClientFailure]]:
+    """Return the updates that are finite, and what is wrong with the others.
 
     Args:
         group: of clients that trained together.
-        receive: called with both. If it is the first to ask for the numbers of deltas and one is not
-            finite, it is called again, without that client: before it asks it must do nothing but see
-            to the failures that it is given.
     """
-    try:
-        receive(*_usable(group))
-    except NotFinite:
-        group = group.multiplied_out()
-    else:
-        return
-    receive(*_usable(group))  # not while handling an error: what it raises has no other cause
-
-
-def _usable(group: Updates) -> tuple[Updates, list[ClientFailure]]:
-    """Return the group without those whose update cannot be used, as far as it is known, and why."""
     others = group.metrics["train/loss"].sum() + group.buffers.sum()
-    is_open = not isinstance(group.deltas, Tensor)  # who asks for the numbers will tell
-    if math.isfinite(others) and (is_open or math.isfinite(group.norms.sum())):
+    if math.isfinite(others) and _has_finite_deltas(group):
         return group, []
     group, rows, failures = group.multiplied_out(), [], []
     for row, update in enumerate(group):
@@ -172,3 +157,8 @@ def _usable(group: Updates) -> tuple[Updates, list[ClientFailure]]:
         else:
             rows.append(row)
     return group.rows(rows) if failures else group, failures
+
+
+def _has_finite_deltas(group: Updates) -> bool:
+    deltas = group.deltas
+    return math.isfinite(group.norms.sum()) if isinstance(deltas, Tensor) else deltas.are_finite

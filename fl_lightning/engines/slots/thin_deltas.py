@@ -25,6 +25,8 @@ from fl_lightning.kernels import FEWEST_INPUTS, dense_fold
 
 # Of so few numbers, a call for each client takes longer than a copy of all.
 _FEW_NUMBERS = 4096
+# Sums of squares below this are finite in float32, in whatever order they are added.
+_FAR_FROM_INFINITE = 1e36
 
 
 class Factors(NamedTuple):
@@ -42,6 +44,12 @@ class Factors(NamedTuple):
     def shape(self) -> tuple[int, int]:
         """(m, numbers of one matrix)."""
         return len(self.errors), self.errors.shape[2] * self.inputs.shape[2]
+
+    @property
+    def squares(self) -> Tensor:
+        """Sum of squares of each matrix, shape (m,): Σ (e eᵀ) ∘ (a aᵀ)."""
+        grams = [part @ part.mT for part in (self.errors, self.inputs)]
+        return (grams[0] * grams[1]).sum((1, 2))
 
     def of(self, rows: Rows) -> Factors:
         """Return those of some clients."""
@@ -66,6 +74,11 @@ class Numbers(NamedTuple):
     def shape(self) -> tuple[int, int]:
         """(m, n)."""
         return len(self.values), self.values.shape[1]
+
+    @property
+    def squares(self) -> Tensor:
+        """Sum of squares of each vector, shape (m,)."""
+        return self.values.square().sum(1)
 
     def of(self, rows: Rows) -> Numbers:
         """Return those of some clients."""
@@ -130,6 +143,11 @@ class ThinDeltas:
             NotFinite: if one is not finite.
         """
         return self._look()
+
+    @property
+    def are_finite(self) -> bool:
+        """Whether all numbers are finite, found without them; False also if they may not be."""
+        return all(float(part.squares.sum()) < _FAR_FROM_INFINITE for part in self._parts)
 
     def of(self, rows: Rows) -> ThinDeltas:
         """Return those of some clients."""

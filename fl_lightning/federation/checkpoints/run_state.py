@@ -6,15 +6,17 @@ from typing import Any
 
 from fl_lightning.client.state.tensors import buffer_names
 from fl_lightning.core.update import GlobalModel
-from fl_lightning.federation.round import Round
+from fl_lightning.federation.fit_rounds import FitRounds
 from fl_lightning.federation.round_record import RoundRecord
-from fl_lightning.federation.stage import check_same
+from fl_lightning.federation.stage import check_same, kind_of
 
 # What a run either has or has not: key of its stage, and how it is called.
 _CHOICES = {"versions": "choice of federation.asynchronous", "privacy": "privacy"}
+# What a run may be without: key of its stage, whose state says its kind, and how it is called.
+_KINDS = {"correction": "correction", "personal": "choice of federation.personal"}
 
 
-def run_state(rounds: Round) -> dict[str, Any]:
+def run_state(rounds: FitRounds) -> dict[str, Any]:
     """Return what a run has to keep, and what is known of the present round.
 
     Of several processes one writes the checkpoint: it leaves out the open round, which is then
@@ -23,13 +25,15 @@ def run_state(rounds: Round) -> dict[str, Any]:
     """
     run, server, stages = rounds.run, rounds.server, rounds.stages
     with_round = server.is_open and run.ranks.size == 1 and not stages.restarts
-    hides_record = server.is_open and stages.hides_round
+    record = rounds.record
+    if stages.is_private:
+        record = RoundRecord() if server.is_open else record.without_clients()
     state = {
         "space": run.local.space.fingerprint(),
         "mask": run.local.space.mask_fingerprint(),
         "seed": run.options.seed,
         "server": server.state_dict(with_round=with_round),
-        "record": (RoundRecord() if hides_record else rounds.record).state_dict(),
+        "record": record.state_dict(),
         "metrics": run.collector.metric_states(run.module) if with_round else {},
         "prog_bar": sorted(run.collector.prog_bar),
         "ranks": run.ranks.size,
@@ -43,12 +47,12 @@ def run_state(rounds: Round) -> dict[str, Any]:
     for stage in stages:
         if stage.key is not None:
             state[stage.key] = stage.state_dict(with_round=with_round)
-    if not rounds.is_kept_by_lightning:
+    if not rounds.travelling.is_kept_by_lightning:
         state["model"] = vars(server.model)
     return state
 
 
-def load_run_state(rounds: Round, state: dict[str, Any]) -> None:
+def load_run_state(rounds: FitRounds, state: dict[str, Any]) -> None:
     """Go on from a checkpoint, taken between rounds or inside one.
 
     Raises:
@@ -56,12 +60,12 @@ def load_run_state(rounds: Round, state: dict[str, Any]) -> None:
     """
     _check(rounds, state)
     run, server = rounds.run, rounds.server
-    rounds.follow_state()
+    rounds.travelling.follow_state()
     if "model" in state:
         server.replace_model(GlobalModel(**state["model"]))
         run.local.restore(server.model)
     if rounds.clients.add_named_state(inside=state["inside"]):
-        rounds.follow_state()
+        rounds.travelling.follow_state()
     server.load_state_dict(state["server"])
     for stage in rounds.stages:
         if stage.key is not None:
@@ -74,7 +78,7 @@ def load_run_state(rounds: Round, state: dict[str, Any]) -> None:
     run.groups.population.load_state_dict(state["population"])
 
 
-def _check(rounds: Round, state: dict[str, Any]) -> None:
+def _check(rounds: FitRounds, state: dict[str, Any]) -> None:
     """Refuse what another run has kept, before anything is taken but which parameters are personal.
 
     Raises:
@@ -87,6 +91,9 @@ def _check(rounds: Round, state: dict[str, Any]) -> None:
     for stage in rounds.stages:
         if stage.key is not None:
             stage.check(state.get(stage.key))
+    for key, what in _KINDS.items():
+        if all(stage.key != key for stage in rounds.stages):
+            check_same(what, kind_of(state.get(key) or {}), None)
     check_same("model", state["space"], run.local.space.fingerprint())
     check_same("mask", state["mask"], run.local.space.mask_fingerprint())
     names = state.get("client_state", buffer_names(run.module))  # older runs sent all of them

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import (
@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
+from torch.optim import Optimizer
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.federated import FederatedDataModule
@@ -131,7 +132,7 @@ ADDED_TO_LOSS = (
 )
 
 
-def maximises(trainer: Trainer) -> bool:
+def any_maximises(optimizers: Iterable[Optimizer]) -> bool:
     """Return whether an optimizer goes up."""
-    groups = (group for each in trainer.optimizers for group in each.param_groups)
+    groups = (group for each in optimizers for group in each.param_groups)
     return any(group.get("maximize") for group in groups)

@@ -145,7 +145,7 @@ class EngineChooser:
         if self._stages.one_at_a_time is not None:
             return self._stages.one_at_a_time
         for stage in self._own_stages:
-            if overridden(stage, "around", "begin", "steps", "end"):
+            if overridden(stage, "around", "steps"):
                 return f"the stage {type(stage).__name__} acts while one client trains"
         buffers = dict(self._trainer.lightning_module.named_buffers())
         frozen = [name for name in self._local.buffers.names if name not in buffers]

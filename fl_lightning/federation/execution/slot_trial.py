@@ -18,7 +18,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from fl_lightning.client.local_training import LocalTrainer
 from fl_lightning.client.work import ClientWork, GroupWork
 from fl_lightning.core.update import GlobalModel
-from fl_lightning.engines import CannotStack, receive_usable
+from fl_lightning.engines import CannotStack, usable_rows
 from fl_lightning.federation.execution.engine_options import SHORT_RUN_STEPS, most_parameters
 from fl_lightning.federation.execution.slot_engine import (
     SlotEngine,
@@ -156,9 +156,8 @@ class SlotTrial:
         def train() -> None:  # as a round does: updates are looked at and folded in
             mean = RunningMean(model.params)
             for group in engine.train(model, sample):
-                receive_usable(
-                    group, lambda usable, _: mean.add_rows(usable.deltas, usable.num_examples)
-                )
+                usable, _ = usable_rows(group)
+                mean.add_rows(usable.deltas, usable.num_examples)
 
         train()  # compiles
         return engine, self._seconds_per_step(train, sample)

@@ -23,7 +23,6 @@ from fl_lightning.federation.checkpoints.run_memory import Waiting
 from fl_lightning.federation.processes.interruption import interruption_of
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
-from fl_lightning.federation.stage import Stages
 from fl_lightning.server.server import Server
 
 Failure = ClientFailure | ConfigurationError
@@ -36,7 +35,6 @@ class Report:
     Attributes:
         failure: what stopped its clients.
         record: its counts and its clients' metrics.
-        shares: what each stage tells the others.
         logged: every logged torchmetrics object's name, its name per epoch, its place in the module.
         metric_states: the states of those objects by place.
         prog_bar: names of values that are shown beside the progress bar.
@@ -46,7 +44,6 @@ class Report:
 
     failure: Failure | None
     record: dict[str, Any]
-    shares: list[Any]
     logged: list[tuple[str, str, str]]
     metric_states: dict[str, Any]
     prog_bar: set[str]
@@ -59,14 +56,13 @@ class Meeting:
 
     Args:
         run: with its processes.
-        stages: which have something to tell as well.
 
     Attributes:
         failure: what stopped this process's clients; it is kept until the meeting.
     """
 
-    def __init__(self, run: Run, stages: Stages) -> None:
-        self._run, self._stages = run, stages
+    def __init__(self, run: Run) -> None:
+        self._run = run
         self._interruption = interruption_of(run.trainer)
         self.failure: Failure | None = None
 
@@ -103,8 +99,6 @@ class Meeting:
         pool_metrics(reports, self._run.collector, self._run.module)
         ranks, memory = self._run.ranks, self._run.memory
         server.reduce(ranks.all_reduce, ranks.gather)
-        for place, stage in enumerate(self._stages):
-            stage.take_in([report.shares[place] for report in reports], ranks.all_reduce)
         memory.share([report.memories for report in reports], self._run.local.space.device)
         return merged_record(reports), began
 
@@ -113,7 +107,6 @@ class Meeting:
         return Report(
             failure=self.failure,
             record=record.state_dict(),
-            shares=[stage.share() for stage in self._stages],
             logged=logged_metrics(collector, module),
             metric_states=move_data_to_device(collector.metric_states(module), "cpu"),
             prog_bar=collector.prog_bar,

@@ -10,8 +10,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn, TrainerState
 from torch import Tensor
 
+from fl_lightning.federation.logs import bring_metrics, logged_in_round
 from fl_lightning.federation.loop import load_progress, progress
-from fl_lightning.federation.round_log import bring_metrics, logged_in_round
+from fl_lightning.federation.stages.privacy_ledger import Spent, note_spent, spent_on
 from fl_lightning.federation.visits.personal_models import HasPersonalModels
 
 # What a ModelCheckpoint knows of the files it wrote.
@@ -31,6 +32,7 @@ class TrainerOutcome:
         progress: rounds done.
         checkpoints: per checkpoint callback what it wrote where.
         personal: per callback with personal models what they are.
+        spent: what private fits of the module have cost.
     """
 
     result: Any
@@ -41,6 +43,7 @@ class TrainerOutcome:
     progress: dict[str, Any]
     checkpoints: list[dict[str, Any]]
     personal: list[dict[str, Any]]
+    spent: Spent
 
     @classmethod
     def of(cls, trainer: Trainer, result: Any) -> TrainerOutcome:
@@ -57,6 +60,7 @@ class TrainerOutcome:
                 {name: getattr(callback, name) for name in _PATHS} for callback in _savers(trainer)
             ],
             personal=[callback.personal_state() for callback in _knowing(trainer)],
+            spent=spent_on(trainer.lightning_module),
         )
 
     def bring_into(self, trainer: Trainer) -> Any:
@@ -71,6 +75,8 @@ class TrainerOutcome:
                 setattr(callback, name, value)
         for knowing, state in zip(_knowing(trainer), self.personal, strict=True):
             knowing.take_personal_state(state)
+        if self.spent.state is not None:
+            note_spent(trainer.lightning_module, lambda: self.spent)
         return self.result
 
 

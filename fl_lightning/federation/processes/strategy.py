@@ -22,7 +22,7 @@ from torch.utils.data import DistributedSampler
 from typing_extensions import override
 
 from fl_lightning.core.errors import ConfigurationError
-from fl_lightning.federation.evaluation_logs import EvaluationLogs
+from fl_lightning.federation.logs import EvaluationLogs
 from fl_lightning.federation.processes.fork import ForkLauncher
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
 from lightning.pytorch import Trainer
@@ -56,8 +57,14 @@ class MaskedClients(Stage):
         """Learn whose module trains."""
         self._local = run.local
 
-    def begin(self, turn: Turn) -> None:
+    @contextmanager
+    def steps(self, turn: Turn) -> Iterator[None]:
         """Find the client's mask, with the model in the module that it is sent."""
+        if turn.counts:
+            self._find_mask(turn)
+        yield
+
+    def _find_mask(self, turn: Turn) -> None:
         model = turn.start.present
         self._local.restore(model)
         turn.masks = self._masks(turn.work.client_id)

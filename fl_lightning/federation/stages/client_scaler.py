@@ -8,7 +8,7 @@ trained before it, and the scale still falls where gradients overflow and grows 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,8 +16,7 @@ from torch.amp import GradScaler
 
 from fl_lightning.core.update import GlobalModel
 from fl_lightning.federation.round_record import RoundRecord
-from fl_lightning.federation.stage import Stage, Turn
-from fl_lightning.server.aggregator import AllReduce
+from fl_lightning.federation.stage import Processes, Stage, Turn
 
 
 class ClientScaler(Stage):
@@ -33,6 +32,11 @@ class ClientScaler(Stage):
         self._scaler = scaler
         self._start: dict[str, Any] = scaler.state_dict() if scaler is not None else {}
         self._lowest: dict[str, Any] | None = None
+
+    @property
+    def is_at_work(self) -> bool:
+        """Whether there is a scaler."""
+        return self._scaler is not None
 
     def start_round(self) -> None:
         """Take up the scale that the last round led to."""
@@ -75,13 +79,9 @@ class ClientScaler(Stage):
                 self._scaler.update(state["scale"])
                 self._scaler.load_state_dict(state)
 
-    def share(self) -> dict[str, Any]:
-        """Return the lowest scale so far."""
-        return self.state_dict(with_round=True)
-
-    def take_in(self, shares: Sequence[dict[str, Any]], all_reduce: AllReduce) -> None:
-        """Know how low the scale fell in every process."""
-        ends = [state["lowest"] for state in shares if "lowest" in state]
+    def settle(self, record: RoundRecord, processes: Processes) -> None:
+        """Merge how low the scale fell in every process."""
+        ends = [end for end in processes.gather(self._lowest) if end is not None]
         self._lowest = min(ends, key=_rank, default=None)
 
     def close(self, record: RoundRecord) -> None:

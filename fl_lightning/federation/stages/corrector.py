@@ -7,7 +7,7 @@ A client's new memory counts from the round's end on, as its update does.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -18,70 +18,69 @@ from torch import Tensor
 
 from fl_lightning.client.corrections.added_term import AddedTerm
 from fl_lightning.client.corrections.correction import Correction, GradientTerm, Outcome
-from fl_lightning.client.corrections.fedprox import FedProx
 from fl_lightning.client.local_solver import LocalSolver
 from fl_lightning.client.work import ClientWork, GroupWork
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.space import Space
 from fl_lightning.core.update import ClientUpdate, GlobalModel, LazyDeltas
-from fl_lightning.federation.checks.compatibility import ADDED_TO_LOSS, maximises
+from fl_lightning.federation.checks.compatibility import ADDED_TO_LOSS, any_maximises
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
-from fl_lightning.federation.stage import Sent, Stage, Start, Turn, check_same
-from fl_lightning.federation.visits.shard_gradient import ShardGradient
-from fl_lightning.server.aggregator import Aggregator, AllReduce
+from fl_lightning.federation.stage import (
+    Correcting,
+    Processes,
+    SpansNetwork,
+    Stage,
+    Start,
+    Turn,
+    Upload,
+    check_same,
+)
 from fl_lightning.server.means.running_mean import ExactMean, RunningMean, new_mean
 from fl_lightning.server.server import added_up
 
 _NAME = "correction"
 
 
-class Corrector(Stage):
+class Corrector(Correcting, SpansNetwork):
     """Holds what a correction needs between rounds.
 
     Args:
-        run: whose clients correct their steps, if it has a correction.
+        correction: of the run.
+        exact: whether sums have the same bits over any number of processes.
         is_lossy: whether what arrives of an update is not what was sent.
-        aggregator: says whether sums must have the same bits over any number of processes, and
-            whether updates must say how many gradients they add up to.
-
-    Raises:
-        ConfigurationError: if the correction refuses module or optimizer, or updates of this
-            optimizer do not add up gradients.
-
-    Attributes:
-        correction: as given; one that does nothing if None.
     """
 
     key = "correction"
-    corrects = True
 
-    def __init__(self, run: Run, aggregator: Aggregator, *, is_lossy: bool) -> None:
-        self.correction: Correction = run.options.correction or FedProx(mu=0.0)
-        optimizers = run.trainer.optimizers
-        for optimizer in optimizers:
-            self.correction.check(run.module, optimizer)
-        self._memory, self._num_clients = run.memory.clients, len(run.data.clients)
-        self._step, self._local, self._plan = run.step, run.local, run.plan
-        self._gradient = ShardGradient(run.module, run.local, run.step, run.plan)
-        self._collector, self._is_lossy = run.collector, is_lossy
-        # rules that see all updates give the same bits over any number of processes as well
-        self._exact = aggregator.exact or aggregator.exchanges
-        self._module = run.module
-        self._solver = LocalSolver(*optimizers, pull=self.correction.pull)
-        self._counts_steps = aggregator.needs_effective_steps
-        if self._counts_steps:
-            # refuses what has no such number; after one step all momenta are alike
-            self._solver.effective_steps(2)
+    def __init__(
+        self, correction: Correction, *, exact: bool = False, is_lossy: bool = False
+    ) -> None:
+        self.correction, self._is_lossy, self._exact = correction, is_lossy, exact
         self._mean: Tensor | None = None
         self._change: Tensor | None = None  # of the last client that learnt
-        self.learns = self.remembers = self.correction.remembers
-        if self.correction.changes_loss:
+        self.learns = correction.remembers
+        if correction.changes_loss:
             self.one_at_a_time = "its correction changes the loss of one model at a time"
 
-    def problems(self, run: Run) -> Iterator[str]:
-        """Say that what is maximised cannot be corrected."""
-        if run.options.correction is not None and maximises(run.trainer):
-            yield f"federation.correction {ADDED_TO_LOSS}"
+    def enter(self, run: Run) -> None:
+        """Learn whose module trains, and who remembers.
+
+        Raises:
+            ConfigurationError: if the correction refuses module or optimizer.
+        """
+        for optimizer in run.optimizers:
+            self.correction.check(run.module, optimizer)
+        if any_maximises(run.optimizers):
+            raise ConfigurationError(f"federation.correction {ADDED_TO_LOSS}")
+        self._memory, self._num_clients = run.memory.clients, len(run.data.clients)
+        self._step, self._local, self._plan = run.step, run.local, run.plan
+        self._gradient, self._collector, self._module = (
+            run.shard_gradient,
+            run.collector,
+            run.module,
+        )
+        self._solver = LocalSolver(*run.optimizers, pull=self.correction.pull)
 
     def open(self, round_index: int, model: GlobalModel) -> None:
         """Forget what an unfinished round has learnt."""
@@ -132,7 +131,7 @@ class Corrector(Stage):
 
     @contextmanager
     def steps(self, turn: Turn) -> Iterator[None]:
-        """Have local steps add to gradients and losses what this client adds."""
+        """Add to gradients and losses of local steps what this client adds."""
         if not turn.is_corrected:
             yield
             return
@@ -202,17 +201,10 @@ class Corrector(Stage):
             self._changes.add(change, 1)
             self._num_changes += 1
 
-    def up(self, sent: Sent, start: Start) -> Iterable[Sent]:
-        """Have updates say how many gradients they add up to, where the aggregator asks for it."""
-        num_bytes = sent.num_bytes + self._bytes_up(sent.arrived.deltas)
-        sent = sent._replace(num_bytes=num_bytes)
-        if not self._counts_steps:
-            return (sent,)
-        updates = sent.arrived
-        taken = updates.optimizer_steps or [None] * len(updates.num_steps)
-        pairs = zip(updates.num_steps, taken, strict=True)
-        steps = [self._solver.effective_steps(n if own is None else own) for n, own in pairs]
-        return (sent._replace(arrived=replace(updates, effective_steps=steps)),)
+    def up(self, upload: Upload) -> Iterable[Upload]:
+        """Count what travels besides the update."""
+        num_bytes = upload.num_bytes + self._bytes_up(upload.arrived.deltas)
+        return (upload._replace(num_bytes=num_bytes),)
 
     def _bytes_up(self, like: Tensor | LazyDeltas) -> int:
         """Return how many bytes a client sends besides its update: the change of its memory."""
@@ -234,18 +226,14 @@ class Corrector(Stage):
         """Return what travels of memories."""
         return self._bytes_up(model.params), self._bytes_down(model.params)
 
-    def take_in(self, shares: Sequence[Any], all_reduce: AllReduce) -> None:
-        """Add up what the clients of all processes have learnt."""
-        if not self.correction.needs_mean:
-            return
-        sums = self._changes.sums()
-        count = torch.full_like(sums[-1], self._num_changes)
-        *sums, count = added_up([*sums, count], all_reduce)
-        self._changes.load_sums(sums)
-        self._num_changes = int(count)
-
-    def settle(self, record: RoundRecord) -> None:
+    def settle(self, record: RoundRecord, processes: Processes) -> None:
         """Let what the clients have learnt count; their memories are committed by themselves."""
+        if self.correction.needs_mean and processes.size > 1:
+            sums = self._changes.sums()
+            count = torch.full_like(sums[-1], self._num_changes)
+            *sums, count = added_up([*sums, count], processes.all_reduce)
+            self._changes.load_sums(sums)
+            self._num_changes = int(count)
         if self._num_changes:
             change = self._changes.value() * (self._num_changes / self._num_clients)
             self._mean = change if self._mean is None else self._mean + change
@@ -254,11 +242,13 @@ class Corrector(Stage):
         """Return what the server descends; to be called after `settle`."""
         return self.correction.pseudo_gradient(aggregate, self._mean)
 
-    def relocate(self, positions: Tensor) -> None:
-        """Go on in other coordinates, see `Server.relocate`; what is new is 0.
+    def place(self, space: Space, positions: Tensor | None) -> None:
+        """Move memories to other coordinates; what is new is 0.
 
         Memories that are models are dropped: 0 is no weight that a model had.
         """
+        if positions is None:
+            return
         if not self.correction.needs_mean:
             self._memory.forget(_NAME)
             return
@@ -313,3 +303,24 @@ def _any(num_steps: int | tuple[int, ...]) -> bool:
 
 def _num_bytes(like: Tensor | LazyDeltas) -> int:
     return like.shape[-1] * like.dtype.itemsize
+
+
+class StepCounts(Stage):
+    """Attaches to updates how many gradients they add up to, for aggregators that divide by it."""
+
+    def __init__(self, correction: Correction | None) -> None:
+        self._pull = 0.0 if correction is None else correction.pull
+
+    def enter(self, run: Run) -> None:
+        """Learn by which optimizer clients train."""
+        self._solver = LocalSolver(*run.optimizers, pull=self._pull)
+        # refuses what has no such number; after one step all momenta are alike
+        self._solver.effective_steps(2)
+
+    def up(self, upload: Upload) -> Iterable[Upload]:
+        """Attach the number of local gradient steps to each update."""
+        updates = upload.arrived
+        taken = updates.optimizer_steps or [None] * len(updates.num_steps)
+        pairs = zip(updates.num_steps, taken, strict=True)
+        steps = [self._solver.effective_steps(n if own is None else own) for n, own in pairs]
+        return (upload._replace(arrived=replace(updates, effective_steps=steps)),)

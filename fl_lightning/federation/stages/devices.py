@@ -1,11 +1,29 @@
-"""Simulated devices: how long clients take, and whose updates do not come, in virtual time."""
+"""Simulated devices, and, where the server waits for nobody, who arrives when, in virtual time."""
 
 from __future__ import annotations
 
-from fl_lightning.client.devices import Fleet
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from fl_lightning.client.clocks import Ended, RecordedClock, VirtualClock, Visit
+from fl_lightning.client.devices import Devices, Fate, Fleet
+from fl_lightning.client.recorded import RecordedArrivals
 from fl_lightning.client.work import GroupWork
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.federation.plan import WorkPlan
 from fl_lightning.federation.round_record import RoundRecord
-from fl_lightning.federation.stage import Stage
+from fl_lightning.federation.stage import Processes, Stage
+from fl_lightning.federation.stages.asynchrony import (
+    Arrivals,
+    ArrivingCohort,
+    StaleUpdates,
+    UnknownCohort,
+    Versions,
+)
+from fl_lightning.server.staleness import AsyncRule
 
 
 class SimulatedDevices(Stage):
@@ -13,25 +31,114 @@ class SimulatedDevices(Stage):
 
     Args:
         fleet: the clients' devices.
-        accumulate: batches per local step.
+        plan: the batches of their local steps.
     """
 
-    def __init__(self, fleet: Fleet, accumulate: int) -> None:
-        self._fleet, self._accumulate = fleet, accumulate
+    def __init__(self, fleet: Fleet, plan: WorkPlan) -> None:
+        self._fleet, self._plan = fleet, plan
 
     def work(self, work: GroupWork, record: RoundRecord) -> GroupWork:
         """Return what clients manage on their devices; those whose update will not come are out."""
         sending = []
         for client in work:
-            num_steps = -(-len(client.sizes) // self._accumulate)
-            fate = self._fleet.fate(client.client_id, num_steps, draw=client.round_index)
+            steps = self._plan.batches_of_steps(client)
+            fate = self._fleet.fate(client.client_id, len(steps), draw=client.round_index)
             record.durations[client.client_id] = fate.seconds
-            if fate.is_lost and num_steps:
+            if fate.is_lost and steps:
                 record.lost.append(client.client_id)
             else:
-                sending.append(client.head(fate.num_steps * self._accumulate))
+                sending.append(client.head(sum(steps[: fate.num_steps])))
         return GroupWork.of(sending)
 
-    def settle(self, record: RoundRecord) -> None:
+    def settle(self, record: RoundRecord, processes: Processes) -> None:
         """Let virtual time go on until the last client has ended."""
         record.ended_at = record.began_at + max(record.durations.values(), default=0.0)
+
+
+@dataclass(frozen=True)
+class VirtualTime:
+    """What is simulated of time.
+
+    Attributes:
+        fleet: the clients' devices; None if time is not simulated.
+        rule: how stale updates count; None if the server waits for its cohort.
+        arrivals: who arrives when; None likewise, and where that is not simulated.
+    """
+
+    fleet: Fleet | None = None
+    rule: AsyncRule | None = None
+    arrivals: Arrivals | None = None
+
+    @classmethod
+    def of(
+        cls,
+        devices: Devices | RecordedArrivals | None,
+        rule: AsyncRule | None,
+        num_steps: npt.NDArray[np.int64],
+        seed: int,
+        *,
+        elsewhere: bool = False,
+    ) -> VirtualTime:
+        """Return the time of a run.
+
+        Args:
+            devices: what clients train on.
+            rule: of an asynchronous server.
+            num_steps: local steps of each client's round, shape (num_clients,).
+            seed: root seed.
+            elsewhere: whether clients are at sites, which are as fast as they are.
+
+        Raises:
+            ConfigurationError: for a rule, and nobody who says who arrives when.
+        """
+        if rule is None:
+            if not isinstance(devices, Devices) or elsewhere:
+                return cls()
+            return cls(Fleet(devices, len(num_steps), seed))
+        if elsewhere:
+            return cls(rule=rule)
+        counts = len(num_steps), rule.concurrency, rule.buffer_size
+        if isinstance(devices, RecordedArrivals):
+            clock = RecordedClock(devices.arrivals(), _nobody_more)
+            return cls(rule=rule, arrivals=Arrivals(clock, *counts, seed))
+        if devices is None:
+            raise ConfigurationError(
+                "federation: asynchronous needs devices: without speeds nobody would ever be late. Use "
+                "fl_lightning.client.Devices"
+            )
+        fleet = Fleet(devices, len(num_steps), seed)
+
+        def fate_of(client: int, start: int) -> Fate:
+            return fleet.fate(client, max(1, int(num_steps[client])), draw=start)
+
+        return cls(fleet, rule, Arrivals(VirtualClock(fate_of), *counts, seed))
+
+    def who_sends(self, plan: WorkPlan) -> list[Stage]:
+        """Return what decides whose updates come, and of which model.
+
+        Args:
+            plan: the batches of their local steps.
+        """
+        if self.arrivals is not None:
+            return [Versions(self.arrivals)]
+        return [] if self.fleet is None else [SimulatedDevices(self.fleet, plan)]
+
+    def how_it_counts(self) -> list[Stage]:
+        """Return what weighs updates that arrive."""
+        return [] if self.rule is None else [StaleUpdates(self.rule)]
+
+    @property
+    def cohort(self) -> ArrivingCohort | UnknownCohort | None:
+        """Whose updates arrive for each step of an asynchronous server."""
+        if self.rule is None:
+            return None
+        if self.arrivals is None:
+            return UnknownCohort(self.rule.buffer_size)
+        return ArrivingCohort(self.arrivals, self.rule.buffer_size)
+
+
+def _nobody_more(at_work: Sequence[Visit]) -> Ended:
+    raise ConfigurationError(
+        "federation.devices: the recorded run had no more rounds than this one has had: set trainer.max_epochs "
+        "to as many as it had"
+    )

@@ -26,7 +26,7 @@ from fl_lightning.core.whole_numbers import Draw, Integers
 from fl_lightning.data.shards import poisson_batches
 from fl_lightning.engines import ExampleGradients, nothing
 from fl_lightning.federation.checks.examples import warn_of_unprotected
-from fl_lightning.federation.round import Round
+from fl_lightning.federation.fit_rounds import FitRounds
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Stage, Turn
@@ -55,10 +55,12 @@ class ExampleRounds(Stage):
         ledger: what was spent.
         aggregator: None: what the server gets is private by itself.
         draws: itself, which draws clients' batches.
+        cohorts: None: they are no secret.
     """
 
     key = "privacy"
     aggregator: None = None
+    cohorts: None = None
 
     def __init__(self, privacy: ExampleDP, run: AccountedRun) -> None:
         self.privacy = privacy
@@ -74,21 +76,22 @@ class ExampleRounds(Stage):
         """Itself."""
         return self
 
-    def say_cost(self, trainer: Trainer, rounds: Round) -> None:
+    def say_cost(self, trainer: Trainer, rounds: FitRounds) -> None:
         """Say, before training, what the run will have cost, and what ε does not cover."""
         self.ledger.announce(f"{self.privacy.clip_norm:g} of an example's gradient")
         warn_of_unprotected(trainer, self.privacy)
 
-    def problems(self, run: Run) -> Iterator[str]:
-        """Say that a step may take one gradient only."""
+    def enter(self, run: Run) -> None:
+        """Make local steps take private gradients.
+
+        Raises:
+            ConfigurationError: for optimizers that take several gradients a step.
+        """
         if needs_closure(optimizer := run.trainer.optimizers[0]):
-            yield (
+            raise ConfigurationError(
                 "federation.privacy ExampleDP pays for one gradient per step, and the step of "
                 f"{type(optimizer).__name__} asks for a closure, to take several: use SGD or Adam"
             )
-
-    def enter(self, run: Run) -> None:
-        """Have local steps take private gradients."""
         collector = run.collector if self.privacy.log_unprotected else None
         gradients = ExampleGradients(
             run.module,
@@ -131,6 +134,10 @@ class ExampleRounds(Stage):
     def load_state_dict(self, state: dict[str, Any], model: GlobalModel | None = None) -> None:
         """Go on from a checkpoint, see `PrivacyLedger.load_state_dict`."""
         self.ledger.load_state_dict(state)
+
+    def count_on(self, earlier: ExampleRounds) -> None:
+        """Count what rounds of an earlier fit have spent."""
+        self.load_state_dict(earlier.state_dict())
 
     def batches(
         self, shard: Tensor, batch_size: int, num_steps: int, client: int, round_index: int

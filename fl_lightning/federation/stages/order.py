@@ -10,17 +10,18 @@ secure sums, privacy     what it may see; what it releases is made private befor
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 from lightning.pytorch import Trainer
 
-from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.errors import ConfigurationError, raise_together
 from fl_lightning.federation.run import Run
-from fl_lightning.federation.stage import Stage, Stages, overridden
+from fl_lightning.federation.stage import Correcting, KeepsTensors, Stage, Stages
 from fl_lightning.federation.stages.attackers import Attackers
 from fl_lightning.federation.stages.client_masks import MaskedClients, client_masks
-from fl_lightning.federation.stages.clock import VirtualTime
-from fl_lightning.federation.stages.corrector import Corrector
+from fl_lightning.federation.stages.corrector import Corrector, StepCounts
+from fl_lightning.federation.stages.devices import VirtualTime
 from fl_lightning.federation.stages.personaliser import Personaliser
 from fl_lightning.federation.stages.secure_rounds import SecureRounds
 from fl_lightning.federation.stages.transport import Transport
@@ -60,46 +61,51 @@ def stages_of(run: Run, aggregator: Aggregator, time: VirtualTime, private: Stag
         ConfigurationError: for what does not go together.
     """
     options = run.options
-    stages = time.who_sends(run.accumulate)
-    stages.append(run.scaler)
+    stages = time.who_sends(run.plan)
+    if run.scaler.is_at_work:
+        stages.append(run.scaler)
     masks = client_masks(run.trainer)
     if masks is not None:
         stages.append(MaskedClients(masks))
-    stages.append(Personaliser(run))
-    transport = Transport(run, options.updates, options.download)
-    corrector = Corrector(run, aggregator, is_lossy=transport.is_lossy)
+    correction = options.correction
+    if options.personal is not None:
+        stages.append(Personaliser(options.personal, is_corrected=correction is not None))
+    transport = Transport(options.updates, options.download, options.seed)
+    if correction is not None:
+        # rules that see all updates give the same bits over any number of processes as well
+        exact = aggregator.exact or aggregator.exchanges
+        stages.append(Corrector(correction, exact=exact, is_lossy=transport.is_lossy))
+    if aggregator.needs_effective_steps:
+        stages.append(StepCounts(correction))
     own = [*options.handed, *options.stages]
-    stages += [corrector, *own, transport]
+    stages += [*own, transport]
     stages += time.how_it_counts()
     if aggregator.protection is not None:
         stages.append(SecureRounds(aggregator.protection, run))
     if private is not None:
         stages.append(private)
-    problems = [problem for stage in stages for problem in stage.problems(run)]
-    problems += _own_problems(stages, own)
-    if problems:
-        raise ConfigurationError("\n".join(problems))
-    for stage in stages:
-        stage.enter(run)
+    raise_together(
+        *(partial(stage.enter, run) for stage in stages), partial(_check_own, stages, own)
+    )
     return Stages(stages)
 
 
-def _own_problems(stages: Sequence[Stage], own: Sequence[Stage]) -> Iterator[str]:
-    """Say what the user's own stages may not have."""
+def _check_own(stages: Sequence[Stage], own: Sequence[Stage]) -> None:
+    """Refuse what the user's own stages may not have."""
     ids = set(map(id, own))
     taken = RUN_KEYS | {stage.key for stage in stages if id(stage) not in ids}
     for stage in own:
         name = type(stage).__name__
         if stage.key is not None and stage.key in taken:
-            yield (
+            raise ConfigurationError(
                 f"federation.stages: the key {stage.key!r} of {name} is taken in checkpoints: give it "
                 "another"
             )
         taken.add(stage.key)
-        for method in overridden(stage, "term", "own", "keep"):
-            yield (
-                f"federation.stages {name} has a method {method}, which is for the block's corrections "
-                "and personal models: derive from Correction or Personalisation for that"
+        if isinstance(stage, (Correcting, KeepsTensors)):
+            raise ConfigurationError(
+                f"federation.stages {name} is of a kind that is for the block's corrections and "
+                "personal models: derive from Correction or Personalisation for that"
             )
 
 

@@ -6,25 +6,26 @@ as its update does. The server sees nothing of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from fl_lightning.client.corrections.added_term import AddedTerm
 from fl_lightning.client.corrections.correction import GradientTerm
 from fl_lightning.client.personal.apfl import Mixing
-from fl_lightning.client.personal.personalisation import AllShared, Personalisation
+from fl_lightning.client.personal.personalisation import Personalisation
 from fl_lightning.client.work import ClientWork
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.metric_states import MetricStates, metrics_of
 from fl_lightning.core.seeds import derive_seed, seed_global_generators
-from fl_lightning.core.update import ClientUpdate, GlobalModel
-from fl_lightning.federation.checks.compatibility import ADDED_TO_LOSS, maximises
+from fl_lightning.core.update import GlobalModel
+from fl_lightning.federation.checks.compatibility import ADDED_TO_LOSS, any_maximises
 from fl_lightning.federation.run import Run
-from fl_lightning.federation.stage import Stage, Turn
+from fl_lightning.federation.stage import KeepsTensors, Turn, check_same, kind_of
 from fl_lightning.federation.visits.personal_models import MEMORY, MIXTURE
 from fl_lightning.sparsity.optimizers.masked_optimizer import MaskedOptimizer
 
@@ -32,44 +33,49 @@ _PURPOSE = "own epochs"
 Masks = Mapping[str, Tensor]
 
 
-class Personaliser(Stage):
+class Personaliser(KeepsTensors):
     """Hosts clients' own tensors in the module of a fit.
 
     Args:
-        run: in whose module; its sequential engine is told what is own.
+        rule: what is personal, and how it trains.
+        is_corrected: whether a correction adds to gradients as well.
 
     Attributes:
         names: of the tensors that clients have for themselves.
     """
 
     key = "personal"
-    keeps_own = True
 
-    def __init__(self, run: Run) -> None:
-        self._rule: Personalisation = run.options.personal or AllShared()
+    def __init__(self, rule: Personalisation, *, is_corrected: bool) -> None:
+        self._rule, self._is_corrected = rule, is_corrected
+        self._trained: Tensor | None = None
+        self._mixture: Tensor | None = None
+
+    def enter(self, run: Run) -> None:
+        """Learn whose module trains, and tell its sequential engine what is own.
+
+        Raises:
+            ConfigurationError: for optimizers that cannot train personal models.
+        """
+        self._check(run.optimizers)
         self._memory, self._local = run.memory.clients, run.local
         self._step, self._plan, self._scaler = run.step, run.plan, run.scaler
         self._module = run.module
         self._metrics = metrics_of(run.module)
         self.names = self._rule.names(run.module)
-        self._trained: Tensor | None = None
-        self._mixture: Tensor | None = None
         if self.names:
             self._local.keep_own(self.names, beside=self._rule.beside)
-        self.remembers = bool(self.names)
         if self.names and (self._rule.beside or self._rule.own_epochs is not None):
             self.one_at_a_time = "clients take steps of their own (federation.personal)"
 
-    def problems(self, run: Run) -> Iterator[str]:
-        """Say which optimizers cannot train personal models."""
-        optimizers = run.trainer.optimizers
+    def _check(self, optimizers: Sequence[Optimizer]) -> None:
         if self._rule.tuning_steps and any(isinstance(o, MaskedOptimizer) for o in optimizers):
-            yield (
+            raise ConfigurationError(
                 "federation.personal: FineTuned takes its steps with a new optimizer, which knows "
                 "no masks: use Personal or Ditto with SparseSGDM and SparseAdamW"
             )
-        if self._rule.pull and run.options.correction is None and maximises(run.trainer):
-            yield f"federation.personal.pull {ADDED_TO_LOSS}"
+        if self._rule.pull and not self._is_corrected and any_maximises(optimizers):
+            raise ConfigurationError(f"federation.personal.pull {ADDED_TO_LOSS}")
 
     @property
     def kind(self) -> str | None:
@@ -90,42 +96,40 @@ class Personaliser(Stage):
         if turn.counts:
             self._keep(client, self._trained)
 
-    def begin(self, turn: Turn) -> None:
-        """Train a hosted client's own part alone, if it is to be.
+    @contextmanager
+    def steps(self, turn: Turn) -> Iterator[None]:
+        """Train the own part ahead of the shared steps, apart from them, or after them.
 
         Raises:
             ClientFailure: if that fails.
         """
-        if not self._rule.own_epochs:
-            return
+        if turn.counts and self._rule.own_epochs:
+            self._train_ahead(turn)
+        with nullcontext() if self._rule.own_epochs is None else frozen(self._module, self.names):
+            yield
+        if turn.counts:
+            self._train_after(turn)
+
+    def _train_ahead(self, turn: Turn) -> None:
+        """Train a hosted client's own part alone."""
         model, work, masks = turn.start.model, turn.work, turn.masks
+        assert self._rule.own_epochs is not None
         epochs = self._plan.more_epochs(work, self._rule.own_epochs, _PURPOSE)
         seed = derive_seed(work.root_seed, _PURPOSE, work.round_index, work.client_id)
         with frozen(self._module, self._local.space.names):
             self._local.host(self._train(model, epochs, seed, masks))
 
-    @contextmanager
-    def steps(self, turn: Turn) -> Iterator[None]:
-        """Train the shared part alone inside this block, if the own one trained by itself."""
-        if self._rule.own_epochs is None:
-            yield
-            return
-        with frozen(self._module, self.names):
-            yield
-
-    def end(self, turn: Turn, update: ClientUpdate) -> None:
+    def _train_after(self, turn: Turn) -> None:
         """Train a client's copy of the model, if it has one, and note what it is to keep.
 
         Its steps are those of the client's share: the same batches, draws and masks.
-
-        Raises:
-            ClientFailure: if that fails.
         """
         self._trained, self._mixture = self._local.kept, None
-        model, work, delta = turn.start.model, turn.work, update.delta
-        mixing: Mixing | None = None
         if not (self.names and self._rule.beside):
             return
+        assert turn.update is not None
+        model, work, delta = turn.start.model, turn.work, turn.update.delta
+        mixing: Mixing | None = None
         self._local.host(self.own(work.client_id))
         if self._rule.mixture is not None:
             before = self._memory.get(MIXTURE, work.client_id)
@@ -199,12 +203,9 @@ class Personaliser(Stage):
             ConfigurationError: if something else is personal here.
         """
         saved = state or {"kind": None, "names": []}
-        if saved["kind"] != self.kind or (saved["names"] != self.names and not self._rule.beside):
-            raise ConfigurationError(
-                f"the checkpoint belongs to a run in which {_said(saved)} was personal, and here "
-                f"it is {_said(self.state_dict(with_round=False))}: resume with the configuration of the run that "
-                "wrote it, or start without ckpt_path"
-            )
+        if saved["kind"] != self.kind or not self._rule.beside:
+            own = self.state_dict(with_round=False)
+            check_same("choice of federation.personal", kind_of(saved), kind_of(own))
         if saved["names"] != self.names:
             self.names = list(saved["names"])
             self._local.keep_own(self.names, beside=True)
@@ -223,9 +224,3 @@ def frozen(module: nn.Module, names: list[str]) -> Iterator[None]:
     finally:
         for param in params:
             param.requires_grad_(True)
-
-
-def _said(state: dict[str, Any]) -> str:
-    if state["kind"] is None:
-        return "nothing"
-    return f"{state['kind']} with {len(state['names'])} tensors, from {state['names'][0]}"

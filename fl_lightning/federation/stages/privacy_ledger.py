@@ -8,21 +8,48 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
+from weakref import WeakKeyDictionary
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
 from fl_lightning.core.errors import ConfigurationError, RoundFailure
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.privacy.accounting.accountant import most_rounds
-from fl_lightning.privacy.mechanism import Accounted, Budgeted
+from fl_lightning.privacy.central import CentralGaussian
+from fl_lightning.privacy.mechanism import Accounted, Amplified, Budgeted
 from fl_lightning.privacy.run import AccountedRun
 
 # Where no end is planned, rounds are counted up to here to find those that a budget allows.
 _NO_END = 1_000_000
 
 M = TypeVar("M", bound=Accounted)
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Cost of a model's private fits so far; ``state`` is of the last one, which had ``rounds``."""
+
+    epsilon: float = 0.0
+    delta: float = 0.0
+    unamplified: float = 0.0
+    rounds: int = 0
+    state: dict[str, Any] | None = None
+
+
+_SPENT: WeakKeyDictionary[LightningModule, Callable[[], Spent]] = WeakKeyDictionary()
+
+
+def spent_on(module: LightningModule) -> Spent:
+    """Return the cost of a module's fits in this process, and in those that its Trainers started."""
+    return _SPENT.get(module, Spent)()
+
+
+def note_spent(module: LightningModule, spent: Callable[[], Spent]) -> None:
+    """Remember the cost of a module's fits."""
+    _SPENT[module] = spent
 
 
 class PrivacyLedger(Generic[M]):
@@ -46,6 +73,7 @@ class PrivacyLedger(Generic[M]):
     ) -> None:
         self._privacy, self._num_rounds, self._make = privacy, run.num_rounds, make
         self._cohort = f"{run.cohort!r} of {run.num_clients} clients"
+        self._before, self._earlier = 0, Spent()
         self._use(make(None))
         self.released = 0
 
@@ -53,17 +81,27 @@ class PrivacyLedger(Generic[M]):
         self.mechanism = mechanism
         self._allowed = self._allowed_rounds()
         end = self._num_rounds if self._allowed is None else self._allowed
-        self._end = end if end is None else (end, mechanism.epsilon(end))
+        self._end = end if end is None else (end, self._epsilon(end))
+
+    def _epsilon(self, rounds: int, *, quick: bool = False) -> float:
+        """Return ε of the model after so many rounds of this fit."""
+        own = self.mechanism.epsilon(self._before + rounds, quick=quick)
+        return self._earlier.epsilon + own
 
     def _allowed_rounds(self) -> int | None:
         """Return how many rounds the budget allows, of those planned; None without a budget."""
         budget, planned = self._privacy.epsilon, self._num_rounds
         if budget is None:
             return None
-        epsilon = self.mechanism.epsilon
+        epsilon = self._epsilon
         if planned is not None and epsilon(planned) <= budget:
             return planned
         allowed = most_rounds(epsilon, budget, planned or _NO_END)
+        if allowed == 0 and (before := epsilon(0)) > 0:
+            raise ConfigurationError(
+                f"federation.privacy: earlier fits of this model have spent ε = {before:.4g}, and one "
+                f"more round would exceed the budget of epsilon={budget:g}: raise it, or train a new model"
+            )
         if allowed == 0:
             raise ConfigurationError(
                 f"federation.privacy: one round costs ε = {epsilon(1):.3f}, more than the budget of "
@@ -72,9 +110,16 @@ class PrivacyLedger(Generic[M]):
         return allowed
 
     @property
-    def shows_clients(self) -> bool:
-        """Whether what no noise covers may be logged."""
-        return self._privacy.log_unprotected
+    def amplifies(self) -> bool:
+        """True if ε is lower because nobody knows who takes part."""
+        return isinstance(self.mechanism, Amplified) and self.mechanism.amplifies
+
+    def _if_known(self, rounds: int) -> float | None:
+        """Return ε without amplification; None if nothing amplifies, or draws are secret."""
+        mechanism, is_secret = self.mechanism, self._privacy.secure_noise
+        if is_secret or not isinstance(mechanism, Amplified) or not mechanism.amplifies:
+            return None
+        return self._earlier.unamplified + mechanism.epsilon_if_known(rounds)
 
     def announce(self, clip_norm: str) -> None:
         """Say, before training, what the run will have cost."""
@@ -82,7 +127,12 @@ class PrivacyLedger(Generic[M]):
         cost = "no end of rounds is planned"
         if self._end is not None:
             rounds, epsilon = self._end
-            cost = f"ε = {epsilon:.4g} at δ = {privacy.delta:g} after {rounds} rounds"
+            delta = privacy.delta + self._earlier.delta
+            cost = f"ε = {epsilon:.4g} at δ = {delta:g} after {rounds} rounds"
+            if before := self._epsilon(0):
+                cost += f", {before:.4g} of it by earlier fits of this model"
+        if self._end is not None and (known := self._if_known(self._end[0])) is not None:
+            cost += f" ({known:.4g} without amplification by sampling)"
         if privacy.epsilon is not None:
             cost += f", budget {privacy.epsilon:g}"
             if self._num_rounds is not None and rounds < self._num_rounds:
@@ -120,10 +170,12 @@ class PrivacyLedger(Generic[M]):
 
     def spent(self) -> dict[str, float]:
         """Return ε so far, and what is left of the budget, for logs."""
-        epsilon = self.mechanism.epsilon(self.released, quick=True)
+        epsilon = self._epsilon(self.released, quick=True)
         if self._end is not None and self.released <= self._end[0]:
             epsilon = min(epsilon, self._end[1])  # the quick one is a little too high
         facts = {"privacy/epsilon": epsilon}
+        if (known := self._if_known(self.released)) is not None:
+            facts["privacy/epsilon_unamplified"] = known
         if self._privacy.epsilon is not None:
             facts["privacy/budget_left"] = max(0.0, self._privacy.epsilon - epsilon)
         return {name: value for name, value in facts.items() if math.isfinite(value)}
@@ -144,6 +196,8 @@ class PrivacyLedger(Generic[M]):
             "noise_multiplier": self.mechanism.noise_multiplier,
             "released": self.released,
             "mechanism": self.mechanism.state_dict(),
+            "before": self._before,
+            "earlier": [self._earlier.epsilon, self._earlier.delta, self._earlier.unamplified],
         }
 
     def _terms(self) -> dict[str, str]:
@@ -158,28 +212,59 @@ class PrivacyLedger(Generic[M]):
         Raises:
             ConfigurationError: if they had another kind of privacy, another noise or other cohorts.
         """
+        if (reason := self._reason_against(state)) is not None:
+            raise ConfigurationError(f"federation.privacy: {reason}, or start without ckpt_path")
+        self._before, self._earlier = state.get("before", 0), Spent(*state.get("earlier", ()))
+        saved = state["noise_multiplier"]
+        if saved != self.mechanism.noise_multiplier or self._before or self._earlier.epsilon:
+            self._use(self._make(saved))
+        self.released = state["released"]
+        self.mechanism.load_state_dict(state["mechanism"])
+
+    def _reason_against(self, state: dict[str, Any]) -> str | None:
+        """Return why the rounds of a state cannot be counted with these; None if they can."""
         given = self._privacy.noise_multiplier
         saved, cohort = state["noise_multiplier"], state.get("cohort")
         same = state["kind"] == type(self._privacy).__name__ and given in (None, saved)
         if not same or (state["setting"], cohort) != (str(self.mechanism), self._cohort):
-            raise ConfigurationError(
-                f"federation.privacy: the rounds so far were with {state['kind']}, noise multiplier "
-                f"{saved:g} ({state['setting']}) and {cohort}, and these rounds cost something else "
-                f"({self.mechanism}; {self._cohort}): resume with that, or start without ckpt_path"
+            return (
+                f"the rounds so far were with {state['kind']}, noise multiplier {saved:g} "
+                f"({state['setting']}) and {cohort}, and these rounds cost something else "
+                f"({self.mechanism}; {self._cohort}): resume with that"
             )
         before = state.get("terms", terms := self._terms())
         if other := [name for name in terms if before.get(name) != terms[name]]:
             changed = "; ".join(
                 f"{name} was {before.get(name)}, not {terms[name]}" for name in other
             )
-            raise ConfigurationError(
-                f"federation.privacy: {changed} in the rounds so far: resume with that, or start "
-                "without ckpt_path"
-            )
-        if saved != self.mechanism.noise_multiplier:
-            self._use(self._make(saved))
-        self.released = state["released"]
-        self.mechanism.load_state_dict(state["mechanism"])
+            return f"{changed} in the rounds so far: resume with that"
+        return None
+
+    def follow(self, earlier: Spent) -> None:
+        """Count what earlier fits of the model have cost, with other Trainers.
+
+        Rounds that cost alike compose as one run, where cohorts are secret and thus new ones; else
+        ε and δ add up. A budget that allows no other round raises ConfigurationError.
+        """
+        if (state := earlier.state) is None or not earlier.epsilon:
+            return
+        alike = isinstance(self.mechanism, CentralGaussian) and self._privacy.secure_noise
+        if alike and self._reason_against(state) is None:
+            self._before, self._earlier = earlier.rounds, Spent(*state["earlier"])
+            self._use(self._make(state["noise_multiplier"]))
+        else:
+            self._earlier = replace(earlier, rounds=0, state=None)
+            self._use(self.mechanism)
+
+    def total(self) -> Spent:
+        """Return what the model has cost so far."""
+        return Spent(
+            epsilon=self._epsilon(self.released),
+            delta=self._earlier.delta + self._privacy.delta,
+            unamplified=self._if_known(self.released) or self._epsilon(self.released),
+            rounds=self._before + self.released,
+            state=self.state_dict(),
+        )
 
     def stop_within_budget(self, trainer: Trainer, next_round: int) -> None:
         """Have training end if the next round would exceed the budget."""

@@ -16,16 +16,18 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from fl_lightning.core.errors import RoundFailure
 from fl_lightning.core.update import GlobalModel
 from fl_lightning.core.whole_numbers import Integers
+from fl_lightning.federation.checkpoints.secret_cohorts import SecretCohorts
 from fl_lightning.federation.checks.privacy import warn_of_releases
+from fl_lightning.federation.fit_rounds import FitRounds
 from fl_lightning.federation.processes.ranks import Ranks
-from fl_lightning.federation.round import Round
 from fl_lightning.federation.round_record import RoundRecord
+from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Stage
 from fl_lightning.federation.stages.privacy_ledger import PrivacyLedger
 from fl_lightning.privacy.mechanism import Mechanism, Privacy
@@ -57,11 +59,13 @@ class PrivateRounds(Stage):
         aggregator: the fold over the round's updates.
         ledger: what was spent.
         draws: None: clients' batches are as without privacy.
+        cohorts: the secret that they are drawn from where their sampling amplifies; else None.
     """
 
     key = "privacy"
-    buffers_stay = hides_round = restarts = True
+    is_private = restarts = True
     draws: None = None
+    cohorts: SecretCohorts | None = None
 
     def __init__(
         self,
@@ -90,15 +94,6 @@ class PrivateRounds(Stage):
         self._at_sites = self._has_warned = False
         self._facts: dict[str, float] = {}
 
-    def check_buffers(self, num_buffers: int) -> None:
-        """Warn of buffers that clients change, once."""
-        if num_buffers and not self._has_warned:
-            self._has_warned = True
-            rank_zero_warn(
-                f"privacy: {num_buffers} numbers in buffers that clients change (statistics of batch "
-                "norm) are not sent; the global model keeps those it began with: use group or layer norm"
-            )
-
     def have_noise_at_sites(self) -> None:
         """Take updates as they come, if clients add the noise: their sites clip them and add it."""
         self._at_sites = self._privacy.clients_add_noise
@@ -112,23 +107,36 @@ class PrivateRounds(Stage):
         assert shares is not None, "others are refused, see `check_private`"
         return shares
 
-    def say_cost(self, trainer: Trainer, rounds: Round) -> None:
+    def enter(self, run: Run) -> None:
+        """Draw cohorts whose sampling amplifies from a secret."""
+        if self._privacy.secure_noise and self.ledger.amplifies:
+            self.cohorts = SecretCohorts(run)
+
+    def say_cost(self, trainer: Trainer, rounds: FitRounds) -> None:
         """Say, before training, what the run will have cost, and what ε does not cover."""
         adaptive = ", adaptive" if self._privacy.adaptive_clip else ""
         self.ledger.announce(f"{self._clip_norm:g}{adaptive}")
+        if self.cohorts is not None:
+            rank_zero_info(self.cohorts.announcement())
         warn_of_releases(
             trainer,
             self._privacy,
             num_clients=len(trainer.datamodule.clients),  # type: ignore[attr-defined]
-            has_memory=rounds.stages.remembers,
+            has_memory=rounds.run.options.clients_remember,
         )
 
     def open(self, round_index: int, model: GlobalModel) -> None:
-        """Set the round's clip norm.
+        """Set the round's clip norm; warn once of buffers that clients change.
 
         Raises:
             RoundFailure: if the round would exceed the budget.
         """
+        if (num_buffers := model.buffers.numel()) and not self._has_warned:
+            self._has_warned = True
+            rank_zero_warn(
+                f"privacy: {num_buffers} numbers in buffers that clients change (statistics of batch "
+                "norm) are not sent; the global model keeps those it began with: use group or layer norm"
+            )
         self.ledger.check_open(round_index)
         if self._privacy.clients_add_noise:
             self.ledger.release(round_index)
@@ -228,9 +236,24 @@ class PrivateRounds(Stage):
 
     def state_dict(self, *, with_round: bool = False) -> dict[str, Any]:
         """Return what was spent and what later rounds depend on."""
+        secret = None if self.cohorts is None else self.cohorts.saved()
+        return self._spent() | {"cohorts_from": secret}
+
+    def _spent(self) -> dict[str, Any]:
         return self.ledger.state_dict() | {"clip_norm": self._clip_norm}
 
     def load_state_dict(self, state: dict[str, Any], model: GlobalModel | None = None) -> None:
         """Go on from a checkpoint, see `PrivacyLedger.load_state_dict`."""
+        self._count_on(state)
+        if self.cohorts is not None:
+            self.cohorts.resume(state.get("cohorts_from"))
+
+    def _count_on(self, state: dict[str, Any]) -> None:
         self.ledger.load_state_dict(state)
         self._clip_norm = state["clip_norm"]
+
+    def count_on(self, earlier: PrivateRounds) -> None:
+        """Count the rounds of an earlier fit, and draw from its secret."""
+        self._count_on(earlier._spent())
+        if self.cohorts is not None and earlier.cohorts is not None:
+            self.cohorts.use(earlier.cohorts.secret)

@@ -6,9 +6,10 @@ is said before training, models with the second are refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError
@@ -16,7 +17,7 @@ from fl_lightning.core.update import ClientUpdate, GlobalModel
 from fl_lightning.federation.checks.privacy import shown_by
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
-from fl_lightning.federation.stage import Sent, Stage, Start
+from fl_lightning.federation.stage import Processes, Stage, Upload
 from fl_lightning.server.protected import Protected
 from fl_lightning.updates.wire.message import bytes_up
 
@@ -34,36 +35,36 @@ class SecureRounds(Stage):
 
     def __init__(self, aggregator: Protected, run: Run) -> None:
         self.aggregator, self.restarts = aggregator, aggregator.restarts
+        self._is_told = False
         self._shown = shown_by([*run.trainer.callbacks, *run.data.transforms])  # type: ignore[attr-defined]
 
-    def check_buffers(self, num_buffers: int) -> None:
-        """Refuse a model of which more than the update would travel.
+    def open(self, round_index: int, model: GlobalModel) -> None:
+        """Refuse a model of which more than the update would travel; say once what the server sees.
 
         Raises:
             ConfigurationError: if there is such.
         """
-        if num_buffers:
+        if num_buffers := model.buffers.numel():
             raise ConfigurationError(
                 f"federation.aggregator {type(self.aggregator).__name__} hides deltas, and the model "
                 f"has {num_buffers} numbers in buffers (statistics of batch norm), or in frozen "
                 "parameters that clients change, which would travel in clear: use group or layer "
                 "norm, or track_running_stats: false"
             )
+        if not self._is_told:
+            self._is_told = True
+            clear = [
+                "who takes part and who fails",
+                "the metrics that clients log, with the number of examples they are means over",
+                *self._shown,
+            ]
+            rank_zero_info(f"secure: {self.aggregator.hides}; in clear go " + ", ".join(clear))
 
-    def announce(self) -> Iterator[str]:
-        """Give one line on what the server sees and what it does not."""
-        clear = [
-            "who takes part and who fails",
-            "the metrics that clients log, with the number of examples they are means over",
-            *self._shown,
-        ]
-        yield f"secure: {self.aggregator.hides}; in clear go " + ", ".join(clear)
-
-    def up(self, sent: Sent, start: Start) -> Iterable[Sent]:
+    def up(self, upload: Upload) -> Iterable[Upload]:
         """Count no deltas: what travels instead is told by the aggregator when it is done."""
-        whole, arrived = bytes_up(sent.arrived), sent.arrived
+        whole, arrived = bytes_up(upload.arrived), upload.arrived
         rest = bytes_up(replace(arrived, deltas=arrived.whole[:, :0]))
-        return (sent._replace(num_bytes=sent.num_bytes + rest - whole),)
+        return (upload._replace(num_bytes=upload.num_bytes + rest - whole),)
 
     def more_bytes(self, model: GlobalModel, num_clients: int) -> tuple[int, int]:
         """Return what hidden updates are larger than others, and what else a client gets."""
@@ -71,7 +72,7 @@ class SecureRounds(Stage):
         dense, empty = (_message_bytes(params) for params in (model.params, model.params[:0]))
         return up + empty - dense, down
 
-    def settle(self, record: RoundRecord) -> None:
+    def settle(self, record: RoundRecord, processes: Processes) -> None:
         """Tell the aggregator whose updates will not come."""
         self.aggregator.miss(record.skipped.keys() | set(record.lost))
 

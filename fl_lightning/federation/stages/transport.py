@@ -14,7 +14,7 @@ from fl_lightning.client.work import GroupWork
 from fl_lightning.core.space import Space
 from fl_lightning.core.update import ClientUpdate, GlobalModel, Updates
 from fl_lightning.federation.run import Run
-from fl_lightning.federation.stage import Sent, Stage, Start, check_same
+from fl_lightning.federation.stage import Stage, Start, Upload, check_same
 from fl_lightning.updates.path import Arrival, Broadcast, Step, UpdatePath
 from fl_lightning.updates.transform import UpdateTransform
 from fl_lightning.updates.wire.message import bytes_up
@@ -26,9 +26,9 @@ class Transport(Stage):
     """Sends models and updates.
 
     Args:
-        run: whose clients remember what did not arrive, with error feedback.
         updates: what happens to updates, in order.
         download: what happens to models, in order.
+        seed: of random transforms.
 
     Attributes:
         path: of updates.
@@ -38,20 +38,24 @@ class Transport(Stage):
     key = "updates"
 
     def __init__(
-        self, run: Run, updates: Sequence[Step], download: Sequence[UpdateTransform]
+        self, updates: Sequence[Step], download: Sequence[UpdateTransform], seed: int
     ) -> None:
+        self.path = UpdatePath(updates, seed)
+        self.broadcast = Broadcast(download, seed)
+
+    def enter(self, run: Run) -> None:
+        """Learn whose clients remember what did not arrive, with error feedback."""
         self._run, self._memory = run, run.memory.clients
-        self.path = UpdatePath(updates, run.options.seed)
-        self.broadcast = Broadcast(download, run.options.seed)
-        self.remembers = self.path.has_memory
 
     @property
     def is_lossy(self) -> bool:
         """Whether what arrives of an update is not what was sent."""
         return not self.path.is_empty
 
-    def place(self, space: Space) -> None:
-        """Learn which tensors make the vectors that travel from here on."""
+    def place(self, space: Space, positions: Tensor | None) -> None:
+        """Learn which tensors travel from here on; what is new of a memory is 0."""
+        if positions is not None and self.path.has_memory:
+            self._memory.relocate(_FEEDBACK, positions)
         self.path.place(space.shapes)
         self.broadcast.place(space.shapes)
 
@@ -63,17 +67,18 @@ class Transport(Stage):
             model = GlobalModel(sent.params, model.buffers)
         return [(start._replace(model=model, num_bytes=start.num_bytes + sent.num_bytes), work)]
 
-    def up(self, sent: Sent, start: Start) -> Iterable[Sent]:
+    def up(self, upload: Upload) -> Iterable[Upload]:
         """Return what arrives of updates: one by one, where something happens to them."""
         if self.path.is_empty:
-            return (sent._replace(num_bytes=sent.num_bytes + bytes_up(sent.arrived)),)
-        return self._one_by_one(sent, self._run.round_index - start.staleness)
+            return (upload._replace(num_bytes=upload.num_bytes + bytes_up(upload.arrived)),)
+        return self._one_by_one(upload)
 
-    def _one_by_one(self, sent: Sent, began: int) -> Iterator[Sent]:
-        for made, update in zip(sent.made, sent.arrived, strict=True):
+    def _one_by_one(self, upload: Upload) -> Iterator[Upload]:
+        start, began = upload.start, self._run.round_index - upload.start.staleness
+        for made, update in zip(upload.made, upload.arrived, strict=True):
             arrival = self.sent(update, began)
-            num_bytes = sent.num_bytes + arrival.num_bytes
-            yield Sent(Updates.of(made), Updates.of(arrival.update), num_bytes, arrival.error)
+            num_bytes, arrived = upload.num_bytes + arrival.num_bytes, Updates.of(arrival.update)
+            yield Upload(start, Updates.of(made), arrived, num_bytes, arrival.error)
 
     def sent(self, update: ClientUpdate, began: int) -> Arrival:
         """Send a client's update, and have it keep what does not arrive.
@@ -93,11 +98,6 @@ class Transport(Stage):
             return None
         kept = self._memory.get(_FEEDBACK, update.client_id)
         return None if kept is None else kept.to(update.delta.device)
-
-    def relocate(self, positions: Tensor) -> None:
-        """Go on in other coordinates; what is new of a memory is 0."""
-        if self.path.has_memory:
-            self._memory.relocate(_FEEDBACK, positions)
 
     def more_bytes(self, model: GlobalModel, num_clients: int) -> tuple[int, int]:
         """Return about how long messages are, without metrics."""

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from fl_lightning.client.memory import ClientMemory
 from fl_lightning.client.personal.personalisation import Personalisation
 from fl_lightning.federation.checkpoints.run_memory import saved_memory
-from fl_lightning.federation.round import Round
+from fl_lightning.federation.fit_rounds import FitRounds
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.visits.fine_tuning import FineTuning
 from fl_lightning.federation.visits.personal_models import PersonalModels
@@ -49,7 +49,7 @@ def recalled_models(
     return PersonalModels(module, names, memory, tune) if names or tune else None
 
 
-def state_to_bring_home(rounds: Round | None) -> dict[str, Any]:
+def state_to_bring_home(rounds: FitRounds | None) -> dict[str, Any]:
     """Return what another process needs to evaluate personal models, unless it is large."""
     if rounds is None or not rounds.run.local.own.names:
         return {}

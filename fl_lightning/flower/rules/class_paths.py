@@ -51,7 +51,7 @@ _OWN_PACKAGES = (
 _NO_OPTIONS = ("FederatedCLI",)  # it runs a command line
 # options of exported classes, and functions that they take
 _OWN_EXTRA = (
-    "fl_lightning.secure.protocol.graph.SparseGraph",
+    "fl_lightning.secure.protocol.session.SparseGraph",
     "fl_lightning.sparsity.sensitivity.scoring.Scoring",
     "fl_lightning.sparsity.sensitivity.protocol.batch_labels",
     "fl_lightning.sparsity.sensitivity.protocol.module_logits",

@@ -11,7 +11,7 @@ record, and who is at work by it is asked again.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, final
@@ -23,15 +23,23 @@ from fl_lightning.client.clocks import Ended, RecordedClock, Visit
 from fl_lightning.client.recorded import FILE, write_arrivals
 from fl_lightning.client.work import GroupWork
 from fl_lightning.core.errors import ClientFailure, ConfigurationError, RoundFailure
+from fl_lightning.core.space import Space
 from fl_lightning.core.update import GlobalModel
 from fl_lightning.federation.checkpoints.run_folder import own_run_folder
 from fl_lightning.federation.options import Options
 from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
-from fl_lightning.federation.stage import Stage, Stages, Start, check_same
-from fl_lightning.federation.stages.older_models import MASKS_CHANGE, older_start
-from fl_lightning.federation.stages.schedule import Arrivals
-from fl_lightning.federation.training import Taker
+from fl_lightning.federation.stage import (
+    Missing,
+    Processes,
+    Stage,
+    Stages,
+    Start,
+    Upload,
+    check_same,
+)
+from fl_lightning.federation.stages.asynchrony import MASKS_CHANGE, Arrivals, older_start
+from fl_lightning.federation.transaction import Transaction
 from fl_lightning.flower.messages import Order
 from fl_lightning.flower.metric_sums import MetricSums, pool_sums
 from fl_lightning.flower.server.correspondence import Reply
@@ -101,7 +109,7 @@ class VersionsAtSites(Stage):
             return start
         return older_start(self._models[version], start, self._present - version)
 
-    def settle(self, record: RoundRecord) -> None:
+    def settle(self, record: RoundRecord, processes: Processes) -> None:
         """Note how late the updates are that count."""
         step = self.arrivals.step(self._present)
         lost = sum(ended.is_lost for ended in self._clock.record[self._num_closed :])
@@ -116,13 +124,13 @@ class VersionsAtSites(Stage):
         self._num_closed = len(self._clock.record)
         write_arrivals(self._file, self._clock.record, self._rule.buffer_size)
 
-    def relocate(self, positions: Tensor) -> None:
+    def place(self, space: Space, positions: Tensor | None) -> None:
         """Refuse other coordinates while clients are at work.
 
         Raises:
             ConfigurationError: if there are such clients.
         """
-        if self._models:
+        if positions is not None and self._models:
             raise ConfigurationError(MASKS_CHANGE)
 
     def state_dict(self, *, with_round: bool) -> dict[str, Any]:
@@ -168,9 +176,11 @@ class AsynchronousSites(Sites):
         self._replies: dict[int, Reply] = {}  # that have not counted, by client
         self._lost_in_a_row = 0
 
-    def train(self, start: Start, work: GroupWork, taker: Taker) -> None:
-        """Have clients at work until the buffer is full, and hand on what it holds."""
-        packing, self._taker = self._packing(), taker
+    def train(
+        self, start: Start, work: GroupWork, transaction: Transaction
+    ) -> Generator[Upload | Missing, None, None]:
+        """Have clients at work until the buffer is full, and yield what it holds."""
+        packing = self._packing()
         self._versions.note(*self._common(start, packing))
         step = self._versions.arrivals.step(self._run.round_index)
         sums: list[MetricSums] = []
@@ -181,7 +191,7 @@ class AsynchronousSites(Sites):
             self._note_sums(reply, told)
             sums += told.values()
             came = by_client(reply, reply.order)[client]
-            self._hand_on(client, came, self._versions.start(version, start), packing, taker)
+            yield self._upload_of(client, came, self._versions.start(version, start), packing)
         pool_sums(sums, self.collector, self._run.module)
 
     def _next_end(self, at_work: Sequence[Visit]) -> Ended:
@@ -221,7 +231,7 @@ class AsynchronousSites(Sites):
         """
         failure = ClientFailure(client, f"at site {reply.site}: {reply.reason}")
         if self._run.options.on_client_failure == "raise":
-            self._taker.skip(failure)
+            self.lose(failure)
         rank_zero_warn(f"round {self._run.round_index}, {failure}: somebody else is started")
         self._lost_in_a_row += 1
         if self._lost_in_a_row >= max(len(at_work), len(set(self._site_of.values()))):

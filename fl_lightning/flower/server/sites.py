@@ -7,7 +7,7 @@ simulation. What a client's update goes through on its way, it has gone through 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,13 +19,14 @@ from torch import Tensor
 from fl_lightning.client.work import GroupWork
 from fl_lightning.core.errors import ClientFailure, ConfigurationError
 from fl_lightning.core.update import ClientUpdate, GlobalModel, Updates
+from fl_lightning.federation.clients.fit_clients import FitClients
 from fl_lightning.federation.processes.ranks import Ranks
 from fl_lightning.federation.run import Run
-from fl_lightning.federation.stage import Sent, Stages, Start
+from fl_lightning.federation.stage import Missing, SpansNetwork, Stages, Start, Upload
 from fl_lightning.federation.stages.private_rounds import PrivateRounds
 from fl_lightning.federation.stages.secure_rounds import SecureRounds
 from fl_lightning.federation.stages.transport import Transport
-from fl_lightning.federation.training import Taker, Training
+from fl_lightning.federation.transaction import Transaction
 from fl_lightning.flower.constants import constants_digest
 from fl_lightning.flower.messages import ClientAnswer, Kind, Order
 from fl_lightning.flower.metric_sums import OPTION, MetricSums, pool_sums, told_sums
@@ -65,7 +66,7 @@ class _Unusable(Exception):  # noqa: N818
     """A client has no update that can be used; the message says why."""
 
 
-class Sites(Training):
+class Sites(FitClients):
     """Has clients trained by their sites.
 
     Args:
@@ -91,13 +92,14 @@ class Sites(Training):
         for stage in run.options.handed:
             if stage.reason_against_sites is not None:
                 raise ConfigurationError(f"{type(stage).__name__}: {stage.reason_against_sites}")
+        self._talking = [stage for stage in stages if isinstance(stage, SpansNetwork)]
         self._correspondence, self._site_of = correspondence, site_of
         self._greeting = greeting
         self._masks: dict[str, str] = {}  # that sites know, by site
         self._constants_of: tuple[str, str] | None = None
         run.data.evaluated_by = self.evaluate
         self._transport = next(stage for stage in stages if isinstance(stage, Transport))
-        self._ours = stages.after(self._transport)
+        self.stages_ahead = stages.after(self._transport)
         for stage in stages:
             if isinstance(stage, PrivateRounds):
                 stage.have_noise_at_sites()
@@ -128,9 +130,10 @@ class Sites(Training):
     def settle_engine(self, model: GlobalModel, group: Iterable[int], ranks: Ranks) -> None:
         """Leave it to the sites."""
 
-    def train(self, start: Start, work: GroupWork, taker: Taker) -> None:
-        """Send orders, and hand on what comes back in the order of the clients."""
-        self._taker = taker
+    def train(
+        self, start: Start, work: GroupWork, transaction: Transaction
+    ) -> Generator[Upload | Missing, None, None]:
+        """Send orders, and yield what comes back in the order of the clients."""
         clients, packing = work.client_ids.tolist(), self._packing()
         options, tensors = self._common(start, packing)
         orders = {
@@ -146,7 +149,7 @@ class Sites(Training):
             came |= by_client(reply, orders[reply.site])
             while place < len(clients) and clients[place] in came:
                 client = clients[place]
-                self._hand_on(client, came.pop(client), start, packing, taker)
+                yield self._upload_of(client, came.pop(client), start, packing)
                 place += 1
         pool_sums([sums[site] for site in sorted(sums)], self.collector, self._run.module)
 
@@ -202,14 +205,14 @@ class Sites(Training):
             rank_zero_warn(f"site {reply.site}: its metrics are left out: {error}")
 
     def _packing(self) -> Packing:
-        num_up = 0 if self._stages.buffers_stay else self.local.buffers.size
+        num_up = 0 if self._stages.is_private else self.local.buffers.size
         return Packing(self._transport, self.local.space, self.local.buffers.size, num_up)
 
     def _common(self, start: Start, packing: Packing) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return options and tensors of all orders to train in the present round."""
         number = self._run.round_index
         tensors = {"model": packing.model(start.present, number)}
-        for stage in self._stages:
+        for stage in self._talking:
             told = stage.to_sites().items()
             tensors |= {f"stage/{stage.key}/{name}": tensor.cpu() for name, tensor in told}
         options = self._agreed() | {"optimizers": options_of(self._run.trainer.optimizers)}
@@ -224,7 +227,7 @@ class Sites(Training):
         return {
             "num_clients": self._run.groups.population.num_clients,
             "state": self.local.state_names or [],
-            "buffers_stay": self._stages.buffers_stay,
+            "buffers_stay": self._stages.is_private,
             "constants": self._constants,
             "mask": self._mask,
         }
@@ -261,7 +264,7 @@ class Sites(Training):
 
     def _lose(self, client: int, reason: str) -> None:
         """Do without a client whose vector did not get into the round's sum."""
-        self._taker.skip(ClientFailure(client, reason))
+        self.lose(ClientFailure(client, reason))
 
     @property
     def _mask(self) -> str:
@@ -277,22 +280,21 @@ class Sites(Training):
             self._constants_of = mask, constants_digest(self._run.module, self.local)
         return self._constants_of[1]
 
-    def _hand_on(
-        self, client: int, came: _Came, start: Start, packing: Packing, taker: Taker
-    ) -> None:
+    def _upload_of(
+        self, client: int, came: _Came, start: Start, packing: Packing
+    ) -> Upload | Missing:
+        """Return what has come from a client, as `Transport` would have handed it on."""
+        start = start._replace(num_bytes=came.bytes_down)
         try:
             if came.answer is None:
                 raise _Unusable(came.reason)
             if came.answer.failure is not None:
                 raise _Unusable(CATEGORIES[came.answer.failure])
             self._check(came.answer)
-            sent = self._sent(came.answer, came, packing)
+            return self._read(came.answer, came, start, packing)
         except (_Unusable, DecodeError, ValueError, KeyError) as error:
-            taker.skip(ClientFailure(client, f"at site {self._site_of[client]}: {error}"))
-        else:
-            for piece in self._ours.onward(sent, start):
-                taker.take(piece)
-        taker.finish([client], came.bytes_down)
+            failure = ClientFailure(client, f"at site {self._site_of[client]}: {error}")
+            return Missing(start, failure)
 
     def _check(self, answer: ClientAnswer) -> None:
         """Refuse an answer that its client cannot mean."""
@@ -301,8 +303,7 @@ class Sites(Training):
         counts_steps = as_aggregator(run.options.aggregator).needs_effective_steps
         check_plausible(answer, num_examples, counts_steps=counts_steps)
 
-    def _sent(self, answer: ClientAnswer, came: _Came, packing: Packing) -> Sent:
-        """Return a client's update as `Transport` would have handed it on."""
+    def _read(self, answer: ClientAnswer, came: _Came, start: Start, packing: Packing) -> Upload:
         opened = self._opened(answer, came, packing)
         update = replace(
             opened,
@@ -310,7 +311,7 @@ class Sites(Training):
             effective_steps=answer.effective_steps,
             optimizer_steps=answer.optimizer_steps,
         )
-        for stage in self._stages:
+        for stage in self._talking:
             prefix = f"stage/{stage.key}/"
             told = came.tensors.items()
             stage.from_site(
@@ -318,12 +319,12 @@ class Sites(Training):
             )
         arrived = Updates.of(update)
         if not self._transport.is_lossy:
-            return Sent(arrived, arrived, came.bytes_up)
+            return Upload(start, arrived, arrived, came.bytes_up)
         made = Updates.of(ClientUpdate(**_fields(update)))
         norm, error = (_scalar(answer.facts.get(n), opened.delta) for n in (NORM, ERROR))
         if norm is not None:
             vars(next(iter(made)))["norm"] = norm  # of what left the client, not of what arrived
-        return Sent(made, arrived, came.bytes_up, error)
+        return Upload(start, made, arrived, came.bytes_up, error)
 
     def _opened(self, answer: ClientAnswer, came: _Came, packing: Packing) -> ClientUpdate:
         """Return an update as it came; without numbers where they are to be hidden."""

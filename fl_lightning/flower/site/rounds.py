@@ -1,6 +1,6 @@
 """A site's half of a round: an order in, its clients' updates out.
 
-The same clients' side as in simulation (`Training`), the same stages; an order says which round it is,
+The same clients' side as in simulation (`FitClients`), the same stages; an order says which round it is,
 which of the site's clients train, from which model and with which options. What they send goes its way
 up to where it would leave the site, and is packed there.
 """
@@ -8,7 +8,7 @@ up to where it would leave the site, and is packed there.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from typing import Any
 
 import numpy.typing as npt
@@ -16,12 +16,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fl_lightning.core.errors import ClientFailure
-from fl_lightning.core.update import ClientUpdate, GlobalModel, Updates
+from fl_lightning.core.update import ClientUpdate, GlobalModel
+from fl_lightning.federation.clients.fit_clients import FitClients
 from fl_lightning.federation.groups import ClientGroup
+from fl_lightning.federation.round_record import RoundRecord
 from fl_lightning.federation.run import Run
-from fl_lightning.federation.stage import Sent, Stages, Start
+from fl_lightning.federation.stage import Missing, SpansNetwork, Stages, Start, Upload
 from fl_lightning.federation.stages.transport import Transport
-from fl_lightning.federation.training import Training
+from fl_lightning.federation.transaction import Transaction
 from fl_lightning.flower.constants import constants_digest
 from fl_lightning.flower.messages import ClientAnswer, Order
 from fl_lightning.flower.metric_sums import MetricSums, taken_sums
@@ -37,7 +39,7 @@ NORM, ERROR = "round/client_update_norm", "round/compression_error"
 
 
 class SiteRounds:
-    """What Lightning's loop drives at a site; takes what its clients send.
+    """What Lightning's loop drives at a site.
 
     Args:
         run: in whose module they train.
@@ -65,11 +67,12 @@ class SiteRounds:
     ) -> None:
         self.run, self._stages, self._allows = run, stages, allows
         self._sums, self._privacy = sums, privacy
-        self._clients = Training(run, stages)
+        self._clients = FitClients(run, stages)
         self._transport = next(stage for stage in stages if isinstance(stage, Transport))
         self._ahead = stages.before(self._transport)
         for stage in stages:
-            stage.place(run.local.space)
+            stage.place(run.local.space, None)
+        self._talking = [stage for stage in stages if isinstance(stage, SpansNetwork)]
         self._order: Order | None = None
         self._constants_agree = False
         self.answers: list[ClientAnswer] = []
@@ -97,8 +100,12 @@ class SiteRounds:
         model = self._begin(order)
         try:
             with self._clients.metrics_kept_apart():
-                start = Start(model, model)
-                self._clients.train(start, self._clients.work_of(order.clients), self)
+                work = self._clients.work_of(order.clients)
+                for sent in self._clients.train(Start(model, model), work, self._no_transaction()):
+                    if isinstance(sent, Missing):
+                        self._answer_nothing(sent.failure)
+                    else:
+                        self._pack(sent)
                 self.sums = taken_sums(self.run.collector, self.run.module, self._allows)
             self.run.local.check_constants()
         finally:
@@ -122,8 +129,7 @@ class SiteRounds:
         self._clients.renew_space()
         positions = local.space.positions_in(before)
         for stage in self._stages:
-            stage.relocate(positions)
-            stage.place(local.space)
+            stage.place(local.space, positions)
         local.start_round(self.run.round_index)  # what a client starts from has the new masks
         self._constants_agree = False
 
@@ -160,19 +166,18 @@ class SiteRounds:
         self.run.local.round_start.take_by_step(options.get("by_step", ()))
         for stage in self._stages:
             stage.open(order.round, model)
+        for stage in self._talking:
             stage.from_server(of_stage(f"stage/{stage.key}/", order.tensors))
         return model
 
-    # What clients send.
+    def _no_transaction(self) -> Transaction:
+        """Nothing to undo: clients of a site train one after the other."""
+        return Transaction([], RoundRecord(), self.run.memory.clients)
 
-    def receive(self, updates: Updates, start: Start) -> None:
+    def _pack(self, sent: Upload) -> None:
         """Have updates go their way as far as they are here, and pack them."""
-        for sent in self._ahead.up(updates, start):
-            self.take(sent)
-
-    def take(self, sent: Sent) -> None:
-        """Pack updates for their way to the server."""
-        for made, update in zip(sent.made, sent.arrived, strict=True):
+        pairs = (zip(u.made, u.arrived, strict=True) for u in self._ahead.up(sent))
+        for made, update in chain.from_iterable(pairs):
             if self._sums is None:
                 if self._privacy is not None:
                     update = self._privacy.noisy(update, self.run.round_index)
@@ -185,7 +190,7 @@ class SiteRounds:
 
     def _answer(self, made: ClientUpdate, update: ClientUpdate, facts: dict[str, float]) -> None:
         client = update.client_id
-        for stage in self._stages:
+        for stage in self._talking:
             told = stage.to_server(client)
             if told and self._privacy is not None:
                 raise OrderRefused("policy", f"{stage.key} sends what no noise covers")
@@ -208,17 +213,10 @@ class SiteRounds:
         if self._privacy is not None:
             self._privacy.charge(answer.client for answer in self.answers if not answer.failure)
 
-    def skip(self, failure: ClientFailure) -> None:
+    def _answer_nothing(self, failure: ClientFailure) -> None:
         """Answer that a client has no update; why, only this site's log says."""
         self.answers.append(ClientAnswer(client=failure.client_id, failure=_category(failure)))
         self.failures.append(failure)
-
-    def finish(self, clients: Sequence[int], num_bytes: int) -> None:
-        """Do nothing: the server counts."""
-
-    def all_or_nothing(self) -> AbstractContextManager[None]:
-        """Return a block that does nothing: clients of a site train one after the other."""
-        return nullcontext()
 
 
 def _category(failure: ClientFailure) -> str:

@@ -9,9 +9,8 @@ from typing import Any
 
 from fl_lightning.flower.messages import Order
 from fl_lightning.flower.wire.container import pack
-from fl_lightning.secure.protocol.graph import SparseGraph
-from fl_lightning.secure.protocol.session import ProtocolStage, Session
-from fl_lightning.secure.protocol.signing import Directory
+from fl_lightning.secure.protocol.keys import Directory
+from fl_lightning.secure.protocol.session import ProtocolStage, Session, SparseGraph
 from fl_lightning.secure.secure_sum import SecureSum
 
 # names of the messages in orders and in answers

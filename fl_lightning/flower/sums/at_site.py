@@ -32,9 +32,8 @@ from fl_lightning.flower.wire.failures import OrderRefused
 from fl_lightning.flower.wire.opaque import as_tensor, bytes_of
 from fl_lightning.secure.protocol.client import SecureClient
 from fl_lightning.secure.protocol.keys import SigningKey
-from fl_lightning.secure.protocol.messages import RevealRequest
+from fl_lightning.secure.protocol.messages import RevealRequest, decode
 from fl_lightning.secure.protocol.session import ProtocolStage
-from fl_lightning.secure.protocol.wire import decode
 from fl_lightning.secure.ring import RingIntegers
 
 log = logging.getLogger(__name__)

@@ -9,9 +9,8 @@ from typing import Any, Literal, get_args
 
 from fl_lightning.flower.wire.fields import check_clients, check_site, check_whole
 from fl_lightning.flower.wire.plain_json import MessageError
-from fl_lightning.secure.encryption.ckks_layout import CKKSLayout
-from fl_lightning.secure.encryption.ckks_parameters import CKKSParameters
-from fl_lightning.secure.encryption.linear_tags import NONCE_SIZE, Sender
+from fl_lightning.secure.encryption.ciphertext_numbers import NONCE_SIZE, CKKSParameters, Sender
+from fl_lightning.secure.encryption.encrypted_update import CKKSLayout
 
 SCHEME = "ckks"
 # "key": make the run's key; "encrypt": send your clients' vectors; "open": decrypt the sum

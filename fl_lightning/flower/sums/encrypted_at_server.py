@@ -24,11 +24,10 @@ from fl_lightning.flower.sums.encrypted_agreed import (
     EncryptedAgreed,
 )
 from fl_lightning.flower.wire.opaque import as_tensor, bytes_of
-from fl_lightning.secure.encrypted_sum import OpenedSum
+from fl_lightning.secure.encryption.ciphertext_numbers import NONCE_SIZE, Sender
 from fl_lightning.secure.encryption.ckks import CKKSServer, ciphertext_bytes
-from fl_lightning.secure.encryption.ckks_layout import CKKSLayout
-from fl_lightning.secure.encryption.encrypted_update import EncryptedUpdate
-from fl_lightning.secure.encryption.linear_tags import NONCE_SIZE, Sender
+from fl_lightning.secure.encryption.encrypted_update import CKKSLayout, EncryptedUpdate
+from fl_lightning.secure.scheme import OpenedSum
 from fl_lightning.server.protected import FEWEST_CLIENTS, Expense
 from fl_lightning.updates.wire.coding import DecodeError
 

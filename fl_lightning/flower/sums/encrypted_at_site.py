@@ -35,9 +35,9 @@ from fl_lightning.flower.sums.site_vectors import SiteVectors, write_whole
 from fl_lightning.flower.sums.sum_key import SumKey
 from fl_lightning.flower.wire.failures import OrderRefused
 from fl_lightning.flower.wire.opaque import as_tensor, bytes_of
+from fl_lightning.secure.encryption.ciphertext_numbers import Sender
 from fl_lightning.secure.encryption.ckks import CKKSClient
 from fl_lightning.secure.encryption.encrypted_update import EncryptedUpdate
-from fl_lightning.secure.encryption.linear_tags import Sender
 from fl_lightning.updates.wire.coding import DecodeError
 
 log = logging.getLogger(__name__)

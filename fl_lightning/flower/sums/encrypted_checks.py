@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.flower.site_facts import SiteFacts
-from fl_lightning.secure.encrypted_sum import EncryptedSum
+from fl_lightning.secure.encryption.ciphertext_numbers import CKKSParameters
 from fl_lightning.secure.encryption.ckks import ciphertext_bytes
-from fl_lightning.secure.encryption.ckks_parameters import CKKSParameters
+from fl_lightning.secure.scheme import EncryptedSum
 
 _ADVICE = (
     "EncryptedMean needs one sum_key at all sites, which the server does not have: network init writes "

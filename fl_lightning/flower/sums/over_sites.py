@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from fl_lightning.flower.server.correspondence import Correspondence
 from fl_lightning.flower.sums.at_server import SumOverSites, WritesOrders
 from fl_lightning.flower.sums.encrypted_at_server import EncryptedOverSites
-from fl_lightning.secure.encrypted_sum import EncryptedSum
+from fl_lightning.secure.scheme import EncryptedSum
 from fl_lightning.server.protected import AddsAtSites, SumsOverSites
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from fl_lightning.flower.wire.failures import OrderRefused
-from fl_lightning.secure.protocol.used_rounds import UsedRounds
+from fl_lightning.secure.protocol.client import UsedRounds
 from fl_lightning.secure.ring import RingIntegers
 
 

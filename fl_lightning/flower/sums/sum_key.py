@@ -13,8 +13,8 @@ from pathlib import Path
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
+from fl_lightning.secure.encryption.ciphertext_numbers import CKKSParameters
 from fl_lightning.secure.encryption.ckks import CKKSKeys, generate_keys
-from fl_lightning.secure.encryption.ckks_parameters import CKKSParameters
 
 _NONCE_SIZE = 12
 

@@ -24,23 +24,20 @@ import torch
 from torch import Tensor
 
 from fl_lightning.secure.encryption.ciphertext_numbers import (
+    NONCE_SIZE,
+    NUM_TAGS,
+    CKKSParameters,
+    LinearTags,
     Numbers,
     Packed,
+    Sender,
+    Tags,
     library,
     numbers_of,
     primes_of,
     vector_bytes,
 )
-from fl_lightning.secure.encryption.ckks_layout import CKKSLayout
-from fl_lightning.secure.encryption.ckks_parameters import CKKSParameters
-from fl_lightning.secure.encryption.encrypted_update import TAG_SIZE, EncryptedUpdate
-from fl_lightning.secure.encryption.linear_tags import (
-    NONCE_SIZE,
-    NUM_TAGS,
-    LinearTags,
-    Sender,
-    Tags,
-)
+from fl_lightning.secure.encryption.encrypted_update import TAG_SIZE, CKKSLayout, EncryptedUpdate
 from fl_lightning.secure.entropy import Draws, uniform_draws
 from fl_lightning.updates.wire.coding import DecodeError
 

@@ -8,18 +8,27 @@ tag of 32 bytes, u32 CRC-32
 
 Clients and server of a run have the key; nobody else makes a message that they look into. The messages
 of CKKS have none: their ciphertexts have tags that only clients can check, see `linear_tags`.
+
+Which coordinates of an update are encrypted; the others travel in clear.
+
+Encrypting only the most sensitive ones costs a part of the time and the bytes and hides a part of
+the update: what is in clear, the server reads. Source: Jin et al. 2023 (2303.10837), section 3.
 """
 
 from __future__ import annotations
 
 import hmac
+import math
 import struct
 import zlib
 from dataclasses import dataclass, replace
+from functools import cached_property
+from hashlib import sha256
 
 import torch
 from torch import Tensor
 
+from fl_lightning.secure.encryption.ciphertext_numbers import CKKSParameters
 from fl_lightning.updates.wire.coding import DecodeError, Reader
 
 MAGIC, VERSION = b"FLHE", 2
@@ -132,3 +141,103 @@ class EncryptedUpdate:
         if not torch.isfinite(numbers).all():
             raise DecodeError("a number in clear is not finite")
         return cls(found, numbers, sender, tag)
+
+
+@dataclass(frozen=True, eq=False)
+class CKKSLayout:
+    """Which coordinates of an update are encrypted; clients and server agree on it.
+
+    Args:
+        size: k, coordinates of an update.
+        selected: indices of the encrypted ones, int64, increasing; None for all.
+        parameters: of the scheme.
+        round_index: of the round, so that no message of another one is taken in.
+        purpose: what else all senders agree on.
+
+    Raises:
+        ValueError: if the indices are not increasing from 0 to k - 1.
+    """
+
+    size: int
+    selected: Tensor | None = None
+    parameters: CKKSParameters = CKKSParameters()  # noqa: RUF009 - frozen
+    round_index: int = 0
+    purpose: bytes = b""
+
+    def __post_init__(self) -> None:
+        if self.selected is None:
+            return
+        edges = torch.tensor([-1, *self.selected.tolist(), self.size])
+        if self.selected.dtype != torch.int64 or not (edges.diff() > 0).all():
+            raise ValueError(f"selected must be increasing int64 indices below size={self.size}")
+
+    @cached_property
+    def identity(self) -> bytes:
+        """What all messages of the round are bound to, 32 bytes."""
+        chosen = b"all" if self.selected is None else self.selected.cpu().numpy().tobytes()
+        settings = (
+            f"{self.size} {self.parameters} {self.round_index} {self.purpose.hex()} ".encode()
+        )
+        return sha256(settings + chosen).digest()
+
+    @property
+    def num_encrypted(self) -> int:
+        """How many coordinates are encrypted."""
+        return self.size if self.selected is None else self.selected.numel()
+
+    @property
+    def num_ciphertexts(self) -> int:
+        """How many ciphertexts these fill."""
+        return -(-self.num_encrypted // self.parameters.slots)
+
+    def split(self, values: Tensor) -> tuple[Tensor, ...]:
+        """Return what goes into each ciphertext."""
+        return torch.split(values, self.parameters.slots) if len(values) else ()
+
+    def parted(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what is encrypted and what is not."""
+        if self.selected is None:
+            return values, values[:0]
+        is_clear = torch.ones(self.size, dtype=torch.bool)
+        is_clear[self.selected] = False
+        return values[self.selected], values[is_clear]
+
+    def joined(self, encrypted: Tensor, clear: Tensor) -> Tensor:
+        """Return all coordinates in their order, float64."""
+        if self.selected is None:
+            return encrypted
+        values = torch.empty(self.size, dtype=torch.float64)
+        is_clear = torch.ones(self.size, dtype=torch.bool)
+        is_clear[self.selected] = False
+        values[is_clear] = clear.double()
+        values[self.selected] = encrypted
+        return values
+
+    def decoded(self, data: bytes) -> EncryptedUpdate:
+        """Return an update that has arrived.
+
+        Raises:
+            DecodeError: if it is not laid out like this.
+        """
+        return EncryptedUpdate.decode(
+            data,
+            num_ciphertexts=self.num_ciphertexts,
+            num_clear=self.size - self.num_encrypted,
+        )
+
+
+def most_sensitive(sensitivities: Tensor, fraction: float) -> Tensor:
+    """Return the indices of the largest sensitivities, increasing.
+
+    Args:
+        sensitivities: ≥ 0, shape (k,).
+        fraction: in (0, 1], of the coordinates.
+
+    Example:
+        >>> most_sensitive(torch.tensor([0.1, 3.0, 0.0, 2.0]), 0.5)
+        tensor([1, 3])
+    """
+    if not 0 < fraction <= 1:
+        raise ValueError(f"fraction must be in (0, 1], got {fraction}: of what is encrypted")
+    count = math.ceil(fraction * sensitivities.numel())
+    return torch.topk(sensitivities, count).indices.sort().values

@@ -5,20 +5,38 @@
 The session's identity covers run, round and every setting, so that no key fits into another round
 or another protocol. Sources: RFC 7748 (X25519), RFC 5869 (HKDF), RFC 8439 (ChaCha20-Poly1305),
 RFC 8032 (Ed25519).
+
+Who signs what in a session, so that a server cannot invent clients or tell them different sets.
+
+Everyone's public signing key is known to everyone beforehand, from a source other than the server.
+
+Pads: one-time keys as long as the vector, stretched from 32 bytes by ChaCha20.
+
+    pad(key) = keystream of ChaCha20(key, nonce 0, counter 0, 1, …), as integers modulo R
+
+R is a power of two and divides that of the dtype, so that every pad is exactly uniform if the
+keystream is. Source: RFC 8439, section 2.4. A key is used for one pad of one round, ever: it comes
+from a key agreement whose context names the run, the round and the pair.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 from cryptography.exceptions import InvalidSignature, InvalidTag
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from fl_lightning.secure.protocol.session import Session
+from fl_lightning.secure.ring import Ring, RingIntegers
 
 KEY_SIZE = 32
 TAG_SIZE = 16
@@ -154,3 +172,82 @@ def check_signature(public: bytes, signature: bytes, content: bytes, what: str) 
 
 def _direction(key: bytes, pair: bytes) -> bytes:
     return HKDF(algorithm=SHA256(), length=KEY_SIZE, salt=None, info=b"box" + pair).derive(key)
+
+
+@dataclass(frozen=True)
+class Directory:
+    """The public signing keys of all clients.
+
+    Args:
+        keys: by place, 32 bytes each.
+
+    Example:
+        >>> from fl_lightning.secure.protocol.keys import SigningKey
+        >>> key = SigningKey(b"k" * 32)
+        >>> session = Session(run="demo", round_index=0, num_clients=4, size=1, threshold=3)
+        >>> directory = Directory({2: key.public})
+        >>> signature = key.sign(signed_content(session, "keys", 2, b"content"))
+        >>> directory.check(session, "keys", 2, b"content", signature)
+        >>> directory.check(session, "keys", 2, b"another", signature)
+        Traceback (most recent call last):
+        ...
+        fl_lightning.secure.protocol.keys.ForgedError: the signature of client 2's keys is wrong
+    """
+
+    keys: Mapping[int, bytes]
+
+    def check(
+        self, session: Session, what: str, place: int, content: bytes, signature: bytes
+    ) -> None:
+        """Raise ForgedError if the client at this place has not signed this content as such."""
+        signed = signed_content(session, what, place, content)
+        check_signature(self.keys.get(place, b""), signature, signed, f"client {place}'s {what}")
+
+
+def signed_content(session: Session, what: str, place: int, content: bytes) -> bytes:
+    """Return the bytes under a signature, which fits nowhere else."""
+    return (
+        b"fl_lightning "
+        + what.encode()
+        + b"\0"
+        + session.identity
+        + bytes([0])
+        + (place.to_bytes(4, "little") + content)
+    )
+
+
+CHUNK = 1 << 16  # bytes at a time, so that they are added while they are in the cache
+_ZEROS = bytes(CHUNK)
+
+
+def add_pad(total: RingIntegers, key: bytes, ring: Ring, *, subtract: bool = False) -> None:
+    """Add the pad of ``key`` to ``total`` modulo R, in place; `Ring.reduced` is the caller's.
+
+    Args:
+        total: of the ring's dtype, shape (k,).
+        key: 32 bytes.
+        ring: of the integers.
+        subtract: take it away instead.
+    """
+    keystream = Cipher(algorithms.ChaCha20(key, bytes(16)), mode=None).encryptor()
+    buffer = bytearray(CHUNK)
+    step = CHUNK // ring.dtype.itemsize
+    pad = np.frombuffer(buffer, ring.dtype)
+    combine = np.subtract if subtract else np.add
+    for start in range(0, len(total), step):
+        part = total[start : start + step]
+        size = part.nbytes
+        keystream.update_into(_ZEROS[:size] if size < CHUNK else _ZEROS, buffer)
+        combine(part, pad[: len(part)], out=part)
+
+
+def pad(key: bytes, count: int, ring: Ring) -> RingIntegers:
+    """Return the pad of ``key``: ``count`` integers from 0 to R - 1.
+
+    Example:
+        >>> pad(bytes(32), 3, Ring(8))  # RFC 8439, appendix A.1, test vector 1
+        array([118, 184, 224], dtype=uint8)
+    """
+    total = np.zeros(count, ring.dtype)
+    add_pad(total, key, ring)
+    return ring.reduced(total)

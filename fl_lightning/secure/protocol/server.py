@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from fl_lightning.secure.protocol.graph import Graph, neighbours
+from fl_lightning.secure.protocol.keys import Directory
 from fl_lightning.secure.protocol.messages import (
     Advertisement,
     AnyMessage,
@@ -27,11 +27,18 @@ from fl_lightning.secure.protocol.messages import (
     SignedSurvivors,
     Survivors,
     Table,
+    decode,
+    encode,
+    places_as_bits,
 )
-from fl_lightning.secure.protocol.session import AbortedError, ProtocolStage, Session
-from fl_lightning.secure.protocol.signing import Directory
+from fl_lightning.secure.protocol.session import (
+    AbortedError,
+    Graph,
+    ProtocolStage,
+    Session,
+    neighbours,
+)
 from fl_lightning.secure.protocol.unmasking import Unmasking
-from fl_lightning.secure.protocol.wire import decode, encode, places_as_bits
 from fl_lightning.secure.ring import RingIntegers
 from fl_lightning.updates.wire.coding import DecodeError
 

@@ -13,25 +13,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fl_lightning.secure.protocol.checksum import has_checksum
-from fl_lightning.secure.protocol.commitments import (
-    SHARE_HASH_SIZE,
-    seed_commitment,
-    seed_pad_key,
-    share_hash,
-)
-from fl_lightning.secure.protocol.graph import Graph
-from fl_lightning.secure.protocol.keys import KEY_SIZE, AgreementKey
+from fl_lightning.secure.protocol.keys import KEY_SIZE, AgreementKey, add_pad
 from fl_lightning.secure.protocol.messages import (
     Places,
     RevealedShares,
     SealedShares,
     Table,
 )
-from fl_lightning.secure.protocol.pads import add_pad
-from fl_lightning.secure.protocol.session import AbortedError, Session
-from fl_lightning.secure.protocol.shamir import combine
-from fl_lightning.secure.ring import RingIntegers
+from fl_lightning.secure.protocol.session import AbortedError, Graph, Session
+from fl_lightning.secure.protocol.shamir import (
+    SHARE_HASH_SIZE,
+    combine,
+    seed_commitment,
+    seed_pad_key,
+    share_hash,
+)
+from fl_lightning.secure.ring import RingIntegers, has_checksum
 
 Shares = dict[int, dict[int, bytes]]
 KINDS = ("keys", "seeds")  # in the order of their hashes

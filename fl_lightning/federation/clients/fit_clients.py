@@ -1,0 +1,178 @@
+"""The clients' side of a round in a fit: clients train, and what they send is yielded.
+
+One client after the other in the module, or those that can many at once in slots, as `EngineChooser`
+chose. What a client leaves behind in the module (weights, optimizer state, torchmetrics objects, the
+fp16 scale) never reaches the next one. Nothing here knows the server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable
+from contextlib import AbstractContextManager
+
+from fl_lightning.client.work import ClientWork, GroupWork
+from fl_lightning.core.errors import ClientFailure, ConfigurationError
+from fl_lightning.core.metric_states import kept_apart, metrics_of
+from fl_lightning.core.update import ClientUpdate, GlobalModel
+from fl_lightning.engines import CannotStack
+from fl_lightning.federation.clients.in_slots import InSlots
+from fl_lightning.federation.clients.one_by_one import OneByOne
+from fl_lightning.federation.execution.engine import EngineChooser
+from fl_lightning.federation.execution.spot_check import SpotCheck
+from fl_lightning.federation.execution.state_rehearsal import StateRehearsal
+from fl_lightning.federation.execution.update_differences import Trained
+from fl_lightning.federation.processes.ranks import Ranks
+from fl_lightning.federation.run import Run
+from fl_lightning.federation.stage import Missing, Stages, Start, Turn, Upload
+from fl_lightning.federation.transaction import Transaction
+
+
+class FitClients:
+    """Trains groups of clients of one fit.
+
+    Args:
+        run: in whose module.
+        stages: what else happens while they do.
+
+    Attributes:
+        local: the sequential engine.
+        collector: what clients log.
+        engine: how clients are trained.
+        step: one local step.
+        stages_ahead: that updates have to pass once `train` has yielded them.
+        lose: told of a client whose update is lost later than that, in a sum over sites.
+    """
+
+    lose: Callable[[ClientFailure], None]
+
+    def __init__(self, run: Run, stages: Stages) -> None:
+        self._run, self._stages = run, stages
+        self.stages_ahead = stages
+        self._module, self._plan, self._scaler = run.module, run.plan, run.scaler
+        self.local, self.collector, self.step = run.local, run.collector, run.step
+        self._metrics = metrics_of(run.module)
+        self._rehearsal = StateRehearsal(run)
+        self.engine = EngineChooser(run, stages)
+        self._one_by_one = OneByOne(
+            run.module, run.local, run.plan, run.collector, stages, run.step.counts.of_client
+        )
+        spot_check = SpotCheck(
+            self.engine.spot_rate,
+            run.module,
+            run.collector,
+            self._train_again,
+            self.restore,
+            run.trainer.precision,
+        )
+        self._in_slots = InSlots(stages, spot_check)
+
+    def renew_space(self) -> None:
+        """Have vectors hold what may move now."""
+        self.local.renew_space()
+        self.engine.renew()
+
+    def start_round(self) -> None:
+        """Note what every client of the round starts from, besides the weights."""
+        self.local.start_round(self._run.round_index)
+        self._scaler.start_round()
+
+    def add_named_state(self, *, inside: bool) -> bool:
+        """Add what ``federation.client_state`` names now to what a resumed run found out; return if it is more.
+
+        Raises:
+            ConfigurationError: if it is, and the run goes on inside a round.
+        """
+        names = self.local.state_names
+        more = [] if names is None else self._rehearsal.together([names])
+        if names is None or more == names:
+            return False
+        if inside:
+            added = next(name for name in more if name not in names)
+            raise ConfigurationError(
+                f"federation.client_state names {added}, which the checkpoint's run did not average, "
+                "and the checkpoint was written inside a round: resume from one between two rounds"
+            )
+        self.local.settle_state(more)
+        return True
+
+    def settle_state(self, group: Iterable[int], ranks: Ranks) -> bool:
+        """Find out what else than weights clients change; several processes take one answer.
+
+        Returns:
+            Whether that has become known now.
+        """
+        if self.local.state_names is not None:
+            return False
+        names = self._rehearsal.known
+        if self._rehearsal.is_needed:
+            with self.collector.listening_to(self._module), self.metrics_kept_apart():
+                found = self._rehearsal.changed_by(self.work_of(group))
+            answers = [answer for answer in ranks.gather(found) if answer is not None]
+            if not answers:
+                return False
+            names = self._rehearsal.together(answers)
+        self.local.settle_state(names)
+        return True
+
+    def metrics_kept_apart(self) -> AbstractContextManager[None]:
+        """Keep the module's torchmetrics objects from exchanging anything between processes."""
+        return kept_apart(self._metrics)
+
+    def settle_engine(self, model: GlobalModel, group: Iterable[int], ranks: Ranks) -> None:
+        """Choose the engine before the first clients train; several processes take one and all."""
+        if self.engine.is_settled:
+            return
+        if ranks.rank == 0:
+            with self.collector.listening_to(self._module):
+                self.engine.choose(model, self.work_of(group), lambda w: self._try_one(model, w))
+        choice = ranks.gather(self.engine.state_dict())[0]
+        if ranks.rank > 0:
+            self.engine.load_state_dict(choice)
+
+    def work_of(self, clients: Iterable[int]) -> GroupWork:
+        """Local work of some clients in the present round."""
+        chosen = list(clients)
+        return self._plan.of(chosen, [self._run.round_index] * len(chosen))
+
+    def restore(self, model: GlobalModel) -> None:
+        """Put the global model, a fresh optimizer and the round's fp16 scale into their places."""
+        self.local.restore(model)
+        self.local.show_growth()
+        self._scaler.wind_back()
+
+    def train(
+        self, start: Start, work: GroupWork, transaction: Transaction
+    ) -> Generator[Upload | Missing, None, None]:
+        """Train clients that begin alike, and yield what they send.
+
+        Afterwards the module holds whatever the last of them left.
+
+        Args:
+            start: what they begin from.
+            work: theirs.
+            transaction: of what has been yielded: those in slots count as a whole.
+        """
+        with self.local.round_start.as_of(start.options):
+            while (slots := self.engine.slots) is not None:
+                try:
+                    work = yield from self._in_slots.train(slots, start, work, transaction)
+                    break
+                except CannotStack as reason:
+                    transaction.roll_back()
+                    self.engine.fall_back(reason)
+            yield from self._one_by_one.train(start, work)
+
+    def _try_one(self, model: GlobalModel, work: ClientWork) -> ClientUpdate:
+        """Train a client without consequences but for the module's metrics."""
+        turn = Turn(work, Start(model, model), counts=False, is_corrected=False)
+        with self._one_by_one.around(turn):
+            return self._one_by_one.take_steps(turn)
+
+    def _train_again(self, work: ClientWork, model: GlobalModel) -> Trained:
+        """Train a client of slots as if one after the other did; only the module remembers it."""
+        own = self._stages.own(work.client_id)
+        own_start = self.local.own_start if own is None else own
+        turn = Turn(work, Start(model, model), counts=False)
+        with self._one_by_one.around(turn):
+            update = self._one_by_one.take_steps(turn)
+            return Trained(update, self.local.kept, own_start)

@@ -1,0 +1,102 @@
+"""Clients that train one after the other in one module, with all that stages do to them.
+
+What a client leaves behind in the module (weights, optimizer state, torchmetrics objects, the fp16 scale)
+never reaches the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+
+from torch import nn
+
+from fl_lightning.client.local_training import LocalTrainer
+from fl_lightning.client.log_collector import LogCollector
+from fl_lightning.client.work import ClientWork, GroupWork
+from fl_lightning.core.errors import ClientFailure
+from fl_lightning.core.metric_states import MetricStates, metrics_of
+from fl_lightning.core.seeds import seed_global_generators
+from fl_lightning.core.update import ClientUpdate, Updates
+from fl_lightning.federation.plan import WorkPlan
+from fl_lightning.federation.stage import Missing, Stages, Start, Turn, Upload
+
+
+class OneByOne:
+    """Trains clients one after the other.
+
+    Args:
+        module: what trains.
+        local: takes a client's steps in it.
+        plan: knows clients' batches.
+        collector: learns what they log.
+        stages: what else happens while they train.
+        counted: counts a client's steps inside a block, for its module's Trainer.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        local: LocalTrainer,
+        plan: WorkPlan,
+        collector: LogCollector,
+        stages: Stages,
+        counted: Callable[[ClientWork], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        self._module, self._local, self._plan = module, local, plan
+        self._collector, self._stages, self._counted = collector, stages, counted
+        self._metrics = metrics_of(module)
+
+    def train(self, start: Start, work: GroupWork) -> Generator[Upload | Missing, None, None]:
+        """Train clients that begin alike, and yield what they send.
+
+        Afterwards the module holds whatever the last of them left.
+        """
+        with self._collector.listening_to(self._module):
+            for client in work:
+                yield self._train(client, start)
+
+    def _train(self, work: ClientWork, start: Start) -> Upload | Missing:
+        turn = Turn(work, start, num_bytes=start.num_bytes)
+        metrics = MetricStates(self._metrics)
+        try:
+            with self.around(turn):
+                update = self.take_steps(turn)
+                if self._stages.learns:
+                    self._stages.learn(update, work, start)
+        except BaseException as error:  # also an interruption, after which a checkpoint may follow
+            metrics.put_back()
+            if not isinstance(error, ClientFailure):
+                raise
+            return Missing(start._replace(num_bytes=turn.num_bytes), error)
+        self._local.keep_growth(self._growth)
+        return upload_of(Updates.of(update), start._replace(num_bytes=turn.num_bytes), self._stages)
+
+    @contextmanager
+    def around(self, turn: Turn) -> Iterator[None]:
+        """A block in which the module is one client's."""
+        with self._counted(turn.work), self._stages.around(turn):
+            yield
+
+    def take_steps(self, turn: Turn) -> ClientUpdate:
+        """Take the steps that a client shares."""
+        work = turn.work
+        with self._stages.steps(turn):
+            seed_global_generators(work.seed)
+            turn.update = update = self._local.train(
+                turn.start.model,
+                client_id=work.client_id,
+                num_examples=work.num_examples,
+                batches=self._plan.steps(work),
+                masks=turn.masks,
+            )
+            self._growth = self._local.growth
+        return update
+
+
+def upload_of(updates: Updates, start: Start, stages: Stages) -> Upload:
+    """Return updates as they leave their clients, in a private run without buffers."""
+    if stages.is_private:
+        updates = replace(updates, buffers=updates.buffers[:, :0])
+    return Upload.of(updates, start)

@@ -1,0 +1,252 @@
+"""The rounds of a fit: what goes around each one where Lightning's loop drives it.
+
+In several processes there are as many `FitRounds`, which train different clients, meet once per round
+and then step the same.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+
+from fl_lightning.core.errors import ClientFailure, ConfigurationError
+from fl_lightning.core.update import GlobalModel
+from fl_lightning.federation.clients.fit_clients import FitClients
+from fl_lightning.federation.groups import ClientGroup
+from fl_lightning.federation.processes.exchange import Meeting
+from fl_lightning.federation.round import Round
+from fl_lightning.federation.round_record import RoundRecord
+from fl_lightning.federation.run import Run
+from fl_lightning.federation.stage import Stages
+from fl_lightning.server.server import Server
+
+
+class TravellingNumbers:
+    """Keeps server and stages on the numbers that travel: coordinates of what trains, clients' state.
+
+    Masks may change between rounds; which state clients change becomes known when the first of them trains.
+
+    Attributes:
+        module_has_all: whether the module holds every bit of the server's model.
+        is_kept_by_lightning: whether the checkpoint's weights do.
+    """
+
+    def __init__(self, run: Run, clients: FitClients, server: Server, stages: Stages) -> None:
+        self._run, self._local = run, run.local
+        self._clients, self._server, self._stages = clients, server, stages
+        self._place(None)
+
+    def follow_state(self) -> None:
+        """Put the state that clients are now known to have into the server's model."""
+        self._server.replace_buffers(self._local.buffers.read())
+        self._note_where_it_is_kept()
+
+    def follow_masks(self) -> None:
+        """Move to other coordinates if masks have changed; not inside a round.
+
+        Raises:
+            ConfigurationError: if they may not change.
+        """
+        if not self._local.has_new_masks:
+            return
+        before, kept = self._local.space, self.is_kept_by_lightning
+        self._clients.renew_space()
+        after = self._local.space
+        if (after.names, after.mask_fingerprint()) == (before.names, before.mask_fingerprint()):
+            return  # the same ones were set again, as resuming does
+        positions = after.positions_in(before)
+        model = self._local.read()
+        if not kept:  # the server's has bits that the module lacks
+            old = self._server.model
+            known = old.params[positions.clamp(min=0)]
+            model = GlobalModel(torch.where(positions >= 0, known, model.params), old.buffers)
+        self._place(positions)
+        self._server.relocate(model, positions)
+
+    def _place(self, positions: Tensor | None) -> None:
+        for stage in self._stages:
+            stage.place(self._local.space, positions)
+        self._note_where_it_is_kept()
+
+    def _note_where_it_is_kept(self) -> None:
+        spaces = (self._local.space, self._local.buffers)
+        saved = self._run.module.state_dict().keys()
+        self.module_has_all = all(s.is_lossless and saved >= set(s.names) for s in spaces)
+        # Lightning loads a checkpoint's weights before it makes a module one of double precision
+        self.is_kept_by_lightning = self.module_has_all and all(
+            s.dtype == torch.float32 for s in spaces
+        )
+
+
+class FitRounds:
+    """Runs the rounds of one fit, one group of clients after the other.
+
+    Args:
+        run: what is asked for, who takes part, and what trains.
+        stages: what else happens, in order.
+        make_server: of the first global model.
+        clients_side: makes the clients' side; None for clients that train here.
+
+    Attributes:
+        clients: the clients' side.
+        server: the server's side: the global model and how it moves.
+        memory: what clients remember.
+        travelling: which numbers are exchanged.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        stages: Stages,
+        make_server: Callable[[GlobalModel], Server],
+        clients_side: Callable[[Run, Stages], FitClients] | None = None,
+    ) -> None:
+        self.run, self.stages, self.memory = run, stages, run.memory
+        self.clients = (clients_side or FitClients)(run, stages)
+        self.server = make_server(run.local.read())
+        self.travelling = TravellingNumbers(run, self.clients, self.server, stages)
+        self._round = Round(
+            self.clients,
+            self.server,
+            stages,
+            run.memory.clients,
+            skips_failures=run.options.on_client_failure == "skip",
+            min_replies=run.options.min_replies,
+            processes=run.ranks,
+        )
+        self.clients.lose = self._round.skip
+        self._meeting = Meeting(run)
+        self._has_come = self._cost_is_told = False
+
+    @property
+    def record(self) -> RoundRecord:
+        """What is known of the present round, or of the last one until the next begins."""
+        return self._round.record
+
+    def train_group(self, group: ClientGroup) -> None:
+        """Train some clients of the present round and fold in their updates.
+
+        Afterwards the module holds the global model again, whatever happened.
+
+        Raises:
+            ClientFailure: if a client's update cannot be used and failures are not skipped. Of
+                several processes all raise it, when they meet.
+        """
+        began = time.perf_counter()
+        if not self._has_begun and self.clients.settle_state(group, self.run.ranks):
+            self.travelling.follow_state()
+        self._open()
+        try:
+            with self.clients.metrics_kept_apart():
+                self.clients.settle_engine(self.server.model, group, self.run.ranks)
+                if self._meeting.failure is None:
+                    # after an interruption some of the group are done, the last that were noted
+                    finished = set(self.record.finished[-len(group) :])
+                    self._round.train([client for client in group if client not in finished])
+        except (ClientFailure, ConfigurationError) as failure:
+            self._meeting.fail(failure)
+        finally:
+            self.clients.restore(self.server.model)
+        if not self.run.trainer.is_last_batch:
+            self.run.groups.advance()
+        self.record.seconds += time.perf_counter() - began
+
+    def close_round(self) -> None:
+        """Step the server and put the new model into the module.
+
+        Raises:
+            ClientFailure: in all processes, if a client failed in one.
+            RoundFailure: if fewer clients than ``min_replies`` sent a valid update.
+        """
+        self._open()  # there may have been no client
+        self._round.record, began = self._meeting.hold(self.record, self.server)
+        self._round.step()
+        # in a checkpoint it would tell who took part; no cohort that goes with privacy depends on it
+        if not (self.stages.hides_clients or self.stages.is_private):
+            self._note_clients()
+        with self.clients.metrics_kept_apart():
+            self.record.pooled = self.run.collector.collect_metrics()
+        self._has_come = False
+        self.run.local.end_round(self.server.model)
+        self.run.groups.advance()  # only now: a round that failed is no finished one
+        self.record.seconds += time.perf_counter() - began
+        self._round.close()
+
+    def _note_clients(self) -> None:
+        """Keep what the round has shown of its clients, for cohorts that choose by it."""
+        self.run.groups.population.note(
+            self.record.finished,
+            round_index=self.run.round_index,
+            losses=self.record.means.by_client("train/loss"),
+            durations=self.record.durations,
+        )
+
+    @property
+    def _has_begun(self) -> bool:
+        """Whether the present round has; the open one of a checkpoint may have been broken off."""
+        return self.server.is_open and self.server.round_index == self.run.round_index
+
+    def _open(self) -> None:
+        self.follow_masks()
+        if not self._has_come:  # by now, unlike in the constructor, Lightning has restored both
+            self.clients.start_round()
+            self._has_come = True
+        if not self._cost_is_told:  # not before hooks have changed the model for the last time
+            self._cost_is_told = True
+            self._announce()
+        if not self._has_begun:
+            if self.travelling.module_has_all:  # hooks between rounds may have changed it
+                self.server.replace_model(self.run.local.read())
+            self._round.open(self.run.round_index)
+
+    def follow_masks(self) -> None:
+        """Exchange other coordinates from here on if masks have changed between rounds."""
+        if not self._has_begun:
+            self.travelling.follow_masks()
+
+    def _announce(self) -> None:
+        num_clients = self.run.groups.num_clients
+        pairs = [s.more_bytes(self.server.model, num_clients) for s in self.stages]
+        up, down = map(sum, zip(*pairs, strict=True))
+        line = cost_line(up, down, num_clients=num_clients, num_rounds=self.run.num_rounds)
+        rank_zero_info(f"bytes: {line}")
+
+    def in_progress_bar(self, name: str) -> bool:
+        """Return whether a logged value is shown beside the progress bar."""
+        return name == "train/loss" or name in self.run.collector.prog_bar
+
+
+def cost_line(up: float, down: float, *, num_clients: int, num_rounds: float) -> str:
+    """Return one line about bytes: of a client and round, and of the whole run.
+
+    Args:
+        up: bytes that a client sends in a round, about.
+        down: bytes that it gets.
+        num_clients: in a round.
+        num_rounds: of the run; infinite if nobody knows.
+
+    Example:
+        >>> cost_line(4e6, 4e6, num_clients=5, num_rounds=50)
+        'a client sends about 4 MB and receives 4 MB a round; 5 clients in 50 rounds: 1 GB and 1 GB'
+    """
+    line = f"a client sends about {_shown(up)} and receives {_shown(down)} a round"
+    if not math.isfinite(num_rounds):
+        return line
+    total = num_clients * num_rounds
+    return (
+        f"{line}; {num_clients} clients in {num_rounds:g} round{'s' * (num_rounds != 1)}: {_shown(total * up)} and "
+        f"{_shown(total * down)}"
+    )
+
+
+def _shown(num_bytes: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 999.5:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.3g} TB"

@@ -1,0 +1,122 @@
+"""Federated learning without a Trainer: the same `Round`, for a notebook or a loop of your own.
+
+    x ← server(x, Σ_k n_k Δ_k / Σ_k n_k),    Δ_k = x - (x after client k's local steps)
+
+To try an idea in, or to take out: for a service, a phone. A fit ends in the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fl_lightning.client.local_step import PlainStep
+from fl_lightning.client.local_training import LocalTrainer
+from fl_lightning.client.log_collector import LogCollector
+from fl_lightning.client.memory import ClientMemory
+from fl_lightning.client.work import ClientWork, GroupWork
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.update import GlobalModel
+from fl_lightning.data.cohorts.cohort import AllClients, CohortSampler
+from fl_lightning.data.cohorts.population import Population
+from fl_lightning.data.federated import FederatedDataModule
+from fl_lightning.federation.clients.one_by_one import OneByOne
+from fl_lightning.federation.plan import LocalWork, WorkPlan
+from fl_lightning.federation.round import Round
+from fl_lightning.federation.run import Run
+from fl_lightning.federation.stage import Missing, Stage, Stages, Start, Upload
+from fl_lightning.federation.transaction import Transaction
+from fl_lightning.server.aggregator import Aggregator
+from fl_lightning.server.robust.rule import RobustRule
+from fl_lightning.server.server import Server, ServerOptimizer, fedavg_optimizer
+
+
+class SimpleFederation:
+    """Trains a module over clients, one after the other; between rounds it holds the global model.
+
+    Args:
+        module: whose ``training_step(batch, batch_idx)`` gives the loss; a LightningModule, or any
+            other, on the device of the batches.
+        optimizer: of the clients, over the module's parameters.
+        data: set up for fitting.
+        stages: what else happens in a round, in order: corrections, compression, ones of your own.
+        cohort: who takes part in a round; everybody if None.
+        local_epochs: passes of a client over its shard.
+        aggregator: how updates become one; the mean weighted by examples if None.
+        server_optimizer: builds what descends the aggregate.
+        seed: root of every draw.
+
+    Example:
+        >>> import torch
+        >>> from fl_lightning.data import Digits
+        >>> from fl_lightning.models import ImageClassifier
+        >>> module = ImageClassifier("lenet", num_classes=10, in_chans=1, image_size=32)
+        >>> optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        >>> data = FederatedDataModule(Digits(image_size=32), num_clients=20, seed=0)
+        >>> data.setup("fit")
+        >>> federation = SimpleFederation(module, optimizer, data)
+        >>> model = federation.run(rounds=1)
+        >>> sum(p.numel() for p in module.parameters()) == len(model.params)
+        True
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        optimizer: Optimizer,
+        data: FederatedDataModule,
+        stages: Sequence[Stage] = (),
+        *,
+        cohort: CohortSampler | None = None,
+        local_epochs: int = 1,
+        aggregator: Aggregator | RobustRule | None = None,
+        server_optimizer: ServerOptimizer = fedavg_optimizer,
+        seed: int = 0,
+    ) -> None:
+        self.module, self.optimizers, self.data, self.round_index = module, [optimizer], data, 0
+        self._cohort, self._seed = cohort or AllClients(), seed
+        self.plan = WorkPlan(data, LocalWork(None, local_epochs, accumulate=1, seed=seed))
+        self.collector, self.memory = LogCollector(), SimpleNamespace(clients=ClientMemory())
+        self.step = PlainStep(module, optimizer, self.collector)
+        self.local = LocalTrainer(module, optimizer, self.step, self.collector)
+        server = Server(self.local.read(), aggregator, server_optimizer)
+        self.stages_ahead, run = Stages(stages), cast(Run, self)  # as far as stages ask for one
+        for stage in stages:
+            stage.enter(run)
+            stage.place(self.local.space, None)
+        self._clients = OneByOne(module, self.local, self.plan, self.collector, self.stages_ahead)
+        self.round = Round(
+            self, server, self.stages_ahead, self.memory.clients, processes=SimpleNamespace(size=1)
+        )
+
+    def run(self, rounds: int) -> GlobalModel:
+        """Run some rounds more, and return the global model."""
+        population = Population(self.data.clients.num_examples)
+        for _ in range(rounds):
+            self.local.start_round(self.round_index)
+            self.round.open(self.round_index)
+            cohort = self._cohort.sample(self.round_index, population, self._seed)
+            self.round.train(cohort.tolist())
+            self.round.step()
+            self.local.end_round(self.round.server.model)
+            self.round.close()
+            self.round_index += 1
+        return self.round.server.model
+
+    def work_of(self, clients: Sequence[int]) -> GroupWork:
+        """Local work of some clients in the present round."""
+        return self.plan.of(clients, [self.round_index] * len(clients))
+
+    def shard_gradient(self, model: GlobalModel, work: ClientWork) -> Tensor:
+        """Refuse what some corrections ask for."""
+        raise ConfigurationError("the gradient of a whole shard needs a Trainer: use Federation")
+
+    def train(
+        self, start: Start, work: GroupWork, transaction: Transaction
+    ) -> Generator[Upload | Missing, None, None]:
+        """Train clients that begin alike, and yield what they send."""
+        return self._clients.train(start, work)

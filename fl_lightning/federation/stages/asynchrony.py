@@ -1,0 +1,348 @@
+"""Which updates arrive for which step of an asynchronous server.
+
+Who is started depends on who ends, and on no weight: step v of the server takes the K updates that
+arrive next, each from a client that was started when the model had version u ≤ v. Training then is what
+it is in any round, from the model of version u. Who ends next, a clock says. In simulation that is
+virtual time, and the whole story is told in advance, event by event: a pure function of (seed, devices,
+numbers of local steps), of which nothing needs to be saved. Over a network it is the order in which
+answers come; that order is recorded, and with it the story is the same pure function again.
+
+A client is not started again while its update waits in the buffer: of one version it trains once.
+Updates that arrive at the same moment are taken in before anybody is started anew.
+
+The models from which clients at work began are kept as long as they are needed (`Versions`), and updates count less,
+the staler they are (`StaleUpdates`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fl_lightning.client.clocks import Clock, Ended, Visit
+from fl_lightning.client.state.round_start import Options
+from fl_lightning.client.work import GroupWork
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.seeds import numpy_generator
+from fl_lightning.core.space import Space
+from fl_lightning.core.update import GlobalModel, Updates
+from fl_lightning.data.cohorts.population import ClientIds, Population
+from fl_lightning.federation.round_record import RoundRecord
+from fl_lightning.federation.stage import Processes, Stage, Start, Upload
+from fl_lightning.server.staleness import AsyncRule
+
+if TYPE_CHECKING:
+    from fl_lightning.federation.run import Run
+
+# Steps that may pass, in virtual time, without an update that arrives.
+MOST_LOST_IN_A_ROW = 10_000
+
+
+@dataclass(frozen=True)
+class ServerStep:
+    """What a step of the server takes in.
+
+    Attributes:
+        versions: of the model that each client began from, by client, in increasing order of ids.
+        durations: how long each was at work, in seconds.
+        seconds: the time of the step.
+        in_flight: versions from which somebody is still at work.
+    """
+
+    versions: dict[int, int]
+    durations: dict[int, float]
+    seconds: float
+    in_flight: frozenset[int]
+
+    def staleness(self, present: int) -> float:
+        """Return how many steps the server took between start and arrival, on average.
+
+        Args:
+            present: number of the step.
+        """
+        return sum(present - version for version in self.versions.values()) / len(self.versions)
+
+
+class Arrivals:
+    """The steps of a run's server, worked out as far as they are asked for.
+
+    Args:
+        clock: says who ends next.
+        num_clients: how many there are.
+        concurrency: at work at any time, in [1, num_clients].
+        buffer_size: updates per step, in [1, num_clients].
+        seed: of who is started.
+
+    Raises:
+        ConfigurationError: if there are too few clients.
+
+    Example:
+        >>> from fl_lightning.client.clocks import VirtualClock
+        >>> from fl_lightning.client.devices import Fate
+        >>> clock = VirtualClock(lambda client, start: Fate(1, 1.0 + 2.0 * client, False))
+        >>> arrivals = Arrivals(clock, 2, 2, 1, 0)
+        >>> [arrivals.step(number).versions for number in range(4)]
+        [{0: 0}, {0: 1}, {1: 0}, {0: 2}]
+    """
+
+    def __init__(
+        self, clock: Clock, num_clients: int, concurrency: int, buffer_size: int, seed: int
+    ) -> None:
+        most = max(concurrency, buffer_size)
+        if most > num_clients:
+            raise ConfigurationError(
+                f"federation.asynchronous: concurrency and buffer_size must be at most the number "
+                f"of clients, {num_clients}, got {concurrency} and {buffer_size}"
+            )
+        self._clock, self._seed = clock, seed
+        self._num_clients, self._concurrency = num_clients, concurrency
+        self._buffer_size = buffer_size
+        self._steps: list[ServerStep] = []
+        self._at_work: dict[int, int] = {}  # version, by client
+        self._arrived: list[Ended] = []  # not yet in the buffer
+        self._busy: set[int] = set()
+        self._num_started = 0
+
+    def step(self, number: int) -> ServerStep:
+        """Return what one step takes in, counted from 0."""
+        while len(self._steps) <= number:
+            self._steps.append(self._next())
+        return self._steps[number]
+
+    def _next(self) -> ServerStep:
+        buffer: list[Ended] = []
+        num_lost = 0
+        while True:
+            room = self._buffer_size - len(buffer)
+            buffer += self._arrived[:room]
+            self._arrived = self._arrived[room:]
+            if len(buffer) == self._buffer_size:
+                break
+            self._start_clients()
+            num_lost += self._wait()
+            if num_lost > MOST_LOST_IN_A_ROW:
+                raise ConfigurationError(
+                    f"federation.devices: {num_lost} updates in a row were lost: lower drop_rate"
+                )
+        self._busy -= {ended.client for ended in buffer}
+        buffer.sort(key=lambda ended: ended.client)
+        waiting = (ended.version for ended in self._arrived)
+        return ServerStep(
+            versions={ended.client: ended.version for ended in buffer},
+            durations={ended.client: ended.seconds for ended in buffer},
+            seconds=self._clock.now,
+            in_flight=frozenset([*waiting, *self._at_work.values()]),
+        )
+
+    def _start_clients(self) -> None:
+        version = len(self._steps)
+        for client in self._drawn(self._concurrency - len(self._at_work)):
+            self._clock.start(Visit(client, version, self._num_started))
+            self._num_started += 1
+            self._at_work[client] = version
+            self._busy.add(client)
+
+    def _drawn(self, wanted: int) -> list[int]:
+        """Return clients that are idle, uniformly at random, as many as wanted or as there are."""
+        num_idle = self._num_clients - len(self._busy)
+        if wanted >= num_idle:
+            return [c for c in range(self._num_clients) if c not in self._busy] if num_idle else []
+        generator = numpy_generator(self._seed, "start", self._num_started)
+        drawn: set[int] = set()
+        while len(drawn) < wanted:
+            client = int(generator.integers(self._num_clients))
+            if client not in self._busy:
+                drawn.add(client)
+        return sorted(drawn)
+
+    def _wait(self) -> int:
+        """Let time pass until somebody ends, and return how many updates were lost."""
+        ended = self._clock.wait()
+        for each in ended:
+            del self._at_work[each.client]
+        self._busy -= {each.client for each in ended if each.is_lost}
+        self._arrived = [each for each in ended if not each.is_lost]
+        return len(ended) - len(self._arrived)
+
+
+@dataclass(frozen=True)
+class ArrivingCohort:
+    """The clients whose updates arrive, as a cohort."""
+
+    arrivals: Arrivals
+    buffer_size: int
+
+    def expected_size(self, num_clients: int) -> int:
+        """Return the size of the buffer."""
+        return self.buffer_size
+
+    def sample(self, round_index: int, population: Population, seed: int) -> ClientIds:
+        """Return the ids of the clients whose updates the step takes in."""
+        return np.array(list(self.arrivals.step(round_index).versions), np.int64)
+
+
+@dataclass(frozen=True)
+class UnknownCohort:
+    """The clients of a server that takes what comes: who it will be nobody knows in advance."""
+
+    buffer_size: int
+
+    def expected_size(self, num_clients: int) -> int:
+        """Return the size of the buffer."""
+        return self.buffer_size
+
+    def sample(self, round_index: int, population: Population, seed: int) -> ClientIds:
+        """Return nobody."""
+        return np.empty(0, np.int64)
+
+
+MASKS_CHANGE = (
+    "federation: asynchronous does not work with masks that change during the run: clients at work would "
+    "send other entries than the server expects"
+)
+
+
+def counted(updates: Updates, start: Start, rule: AsyncRule) -> Updates:
+    """Return updates as the server takes them in, which are as stale as their start.
+
+    Args:
+        updates: of clients.
+        start: what they began from.
+        rule: how stale updates count.
+    """
+    drift = start.present.params - start.model.params if start.staleness else None
+    deltas, buffers = rule.weighed(updates.whole, start.staleness, drift), updates.buffers
+    if (
+        buffers.numel()
+    ):  # the present ones, with as much of these as counts: variances stay positive
+        share = rule.weighed(buffers.new_ones(()), start.staleness, None)
+        buffers = torch.lerp(start.present.buffers.expand_as(buffers), buffers, share)
+    return replace(updates, deltas=deltas, buffers=buffers)
+
+
+def older_start(kept: GlobalModel, start: Start, staleness: int) -> Start:
+    """Return what clients began from that were started some steps ago.
+
+    Args:
+        kept: the model of then, which out of a checkpoint is on the CPU.
+        start: of now.
+        staleness: how many steps, ≥ 1.
+    """
+    present = start.present
+    model = GlobalModel(kept.params.to(present.params), kept.buffers.to(present.buffers))
+    return start._replace(model=model, staleness=staleness)
+
+
+class StaleUpdates(Stage):
+    """Has updates count less, the staler they are.
+
+    Args:
+        rule: by how much.
+    """
+
+    def __init__(self, rule: AsyncRule) -> None:
+        self._rule = rule
+
+    def up(self, upload: Upload) -> Iterable[Upload]:
+        """Return updates as the server takes them in."""
+        return (upload._replace(arrived=counted(upload.arrived, upload.start, self._rule)),)
+
+
+class Versions(Stage):
+    """The versions of the global model that an asynchronous run still needs.
+
+    Args:
+        arrivals: who arrives when, and from which version.
+    """
+
+    key = "versions"
+
+    def __init__(self, arrivals: Arrivals) -> None:
+        self._arrivals = arrivals
+        self._models: dict[int, GlobalModel] = {}
+        self._options: dict[int, Options] = {}  # of clients' optimizers, by version as well
+        self._present = 0
+
+    def enter(self, run: Run) -> None:
+        """Learn whose optimizers they are, and how clients' work is drawn."""
+        self._local, self._plan = run.local, run.plan
+
+    def open(self, round_index: int, model: GlobalModel) -> None:
+        """Keep the present version if it will be needed later, and forget what will not."""
+        version = self._present = round_index
+        step = self._arrivals.step(version)
+        if version in step.in_flight:
+            self._models[version] = GlobalModel(model.params.clone(), model.buffers.clone())
+            self._options[version] = self._local.round_start.options
+        needed = step.in_flight | set(step.versions.values())
+        self._models = {v: kept for v, kept in self._models.items() if v in needed}
+        self._options = {v: kept for v, kept in self._options.items() if v in needed}
+
+    def work(self, work: GroupWork, record: RoundRecord) -> GroupWork:
+        """Return what clients did in the round in which each was started."""
+        began, clients = self._arrivals.step(self._present).versions, work.client_ids.tolist()
+        return self._plan.of(clients, [began.get(client, self._present) for client in clients])
+
+    def down(self, start: Start, work: GroupWork) -> list[tuple[Start, GroupWork]]:
+        """Return the older models from which clients began, those together that began alike."""
+        return [
+            (self._start(version, start), work.where(work.rounds == version))
+            for version in sorted(set(work.rounds.tolist()))
+        ]
+
+    def _start(self, version: int, start: Start) -> Start:
+        if version == self._present:
+            return start
+        older = older_start(self._models[version], start, self._present - version)
+        return older._replace(options=self._options.get(version))
+
+    def settle(self, record: RoundRecord, processes: Processes) -> None:
+        """Let virtual time go on until the server's step."""
+        step = self._arrivals.step(self._present)
+        record.durations, record.ended_at = dict(step.durations), step.seconds
+        record.more["round/staleness"] = step.staleness(self._present)
+
+    def place(self, space: Space, positions: Tensor | None) -> None:
+        """Refuse other coordinates while clients are at work.
+
+        Raises:
+            ConfigurationError: if there are such clients.
+        """
+        if positions is not None and self._models:
+            raise ConfigurationError(MASKS_CHANGE)
+
+    def state_dict(self, *, with_round: bool) -> dict[str, Any]:
+        """Return the models that are kept, by version, and who arrived last."""
+        return {
+            "models": {version: dict(vars(model)) for version, model in self._models.items()},
+            "options": dict(self._options),
+            "present": self._present,
+            "arrived": dict(self._arrivals.step(self._present).versions),
+            "in_flight": sorted(self._arrivals.step(self._present).in_flight),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], model: GlobalModel) -> None:
+        """Go on from there.
+
+        Raises:
+            ConfigurationError: if others would have arrived by now.
+        """
+        if "present" not in state:
+            raise ConfigurationError(
+                "the checkpoint is of an asynchronous run over a network, whose clients are still at work at "
+                "their sites: resume it there, or simulate it from its start with RecordedArrivals"
+            )
+        step = self._arrivals.step(state["present"])
+        if (step.versions, sorted(step.in_flight)) != (state["arrived"], state["in_flight"]):
+            raise ConfigurationError(
+                "the checkpoint belongs to a run with other devices or another asynchronous rule: "
+                "resume with the configuration of the run that wrote it"
+            )
+        self._present = state["present"]
+        self._models = {version: GlobalModel(**kept) for version, kept in state["models"].items()}
+        self._options = dict(state.get("options", {}))

@@ -1,0 +1,192 @@
+"""The optimizer of architecture parameters in a federation: at the server, or with a state that clients keep.
+
+    client:  α_i ← α - η Σ_t g_{i,t}               plain SGD, one step a local step
+    server:  g = Σ_i w_i (α - α_i) / (η Σ_i w_i)   the mean of the clients' sums of gradients
+             α ← optimizer(α, g)                   Adam, whose moments last from round to round
+
+With one local step on a full batch each, g is the gradient over the pooled data, and α moves as in a
+search without clients. Adam at the clients would begin with empty moments in every round: its first
+step is a sign, and a mean of signs is no sign of the mean (gradients 0.9, -0.1, -0.1: the pooled step
+goes down, the mean of the clients' steps goes up).
+
+Where clients step α all the same, what their optimizers have learnt can travel as buffers do: averaged over
+clients by the server, or kept by each client for itself (`keep`, `recall`).
+Source: Reddi et al. 2021, Algorithm 1, for this one group of parameters. Differs from FedNAS (He et al.
+2020), which averages the clients' α.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.space import Space
+from fl_lightning.core.update import GlobalModel
+from fl_lightning.federation.stage import Stage
+
+
+@final
+class ServerSearchStep(Stage):
+    """Steps some parameters by an optimizer of their own, in place of the server's.
+
+    Args:
+        names: of the parameters.
+        make_optimizer: of their optimizer, given parameters of their shapes.
+        local_lr: learning rate η > 0 of the plain SGD by which clients move them.
+        is_active: whether they learn in a round; in others they stay, whatever their optimizer
+            would do without a gradient.
+
+    Raises:
+        ConfigurationError: for a learning rate by which nothing could be told.
+
+    Example:
+        >>> import torch
+        >>> step = ServerSearchStep(["alpha"], lambda p: torch.optim.Adam(p, lr=0.1), local_lr=0.5)
+        >>> step.place(Space({"alpha": torch.zeros(1), "weight": torch.zeros(1)}), None)
+        >>> params = torch.tensor([0.0, 1.0])
+        >>> step.open(0, GlobalModel(params, torch.empty(0)))
+        >>> aggregate = step.on_server(torch.tensor([0.5, 0.25]))
+        >>> step.stepped(params.sub_(aggregate))
+        >>> params
+        tensor([-0.1000,  0.7500])
+    """
+
+    key = "architecture"
+    reason_against_privacy = None  # it reads nothing but the aggregate
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        make_optimizer: Callable[[Iterable[Any]], Optimizer],
+        local_lr: float,
+        is_active: Callable[[int], bool] = lambda round_index: True,
+    ) -> None:
+        if not 0 < local_lr < math.inf:
+            raise ConfigurationError(
+                f"model.architecture_optimizer: its lr must be positive and finite, got {local_lr}: the server "
+                "divides what clients send by it. To leave the architecture alone, train a Network"
+            )
+        self._names, self._make_optimizer, self._local_lr = list(names), make_optimizer, local_lr
+        self._is_active, self._round = is_active, 0
+        self._params: list[nn.Parameter] = []
+        self._optimizer: Optimizer | None = None
+        self._gradients: list[Tensor] | None = None
+
+    def place(self, space: Space, positions: Tensor | None) -> None:
+        """Learn where they are among the coordinates that travel.
+
+        Raises:
+            ConfigurationError: if a mask freezes some of their entries.
+        """
+        absent = [name for name in self._names if name not in space.names]
+        partial = [name for name in self._names if name in space.active]
+        if absent or partial:
+            raise ConfigurationError(
+                f"the server steps {(absent or partial)[0]}, which is "
+                f"{'personal or frozen' if absent else 'frozen in part by a mask'}: leave it to train as "
+                "a whole at all clients"
+            )
+        self._space = space
+
+    def open(self, round_index: int, model: GlobalModel) -> None:
+        """Forget what an unfinished round has brought."""
+        present = self._views(model.params)
+        if self._optimizer is None:
+            self._params = [nn.Parameter(view.clone()) for view in present]
+            self._optimizer = self._make_optimizer(self._params)
+        for param, view in zip(self._params, present, strict=True):
+            param.data.copy_(view)
+        self._gradients, self._round = None, round_index
+
+    def _views(self, vector: Tensor) -> list[Tensor]:
+        views = self._space.named_views(vector)
+        return [views[name] for name in self._names]
+
+    def on_server(self, aggregate: Tensor) -> Tensor:
+        """Keep the mean of the clients' sums of gradients."""
+        self._gradients = [view / self._local_lr for view in self._views(aggregate)]
+        return aggregate
+
+    def stepped(self, params: Tensor) -> None:
+        """Put them where their own optimizer takes them; without a reply they have not moved."""
+        if self._gradients is None:
+            return
+        if not self._is_active(self._round):  # noise of a private run may have moved them
+            for view, param in zip(self._views(params), self._params, strict=True):
+                view.copy_(param.detach())
+            return
+        assert self._optimizer is not None
+        for param, gradient in zip(self._params, self._gradients, strict=True):
+            param.grad = gradient
+        self._optimizer.step()
+        for view, param in zip(self._views(params), self._params, strict=True):
+            view.copy_(param.detach())
+
+    def state_dict(self, *, with_round: bool) -> dict[str, Any]:
+        """Return the optimizer's state."""
+        if self._optimizer is None:
+            return {}
+        return {"round": self._round, "optimizer": self._optimizer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any] | None, model: GlobalModel) -> None:
+        """Take up where `state_dict` left off."""
+        self.open((state or {}).get("round", 0), model)
+        if state:
+            assert self._optimizer is not None
+            self._optimizer.load_state_dict(state["optimizer"])
+
+
+def num_kept(make_optimizer: Callable[[Iterable[Any]], Optimizer], params: list[Tensor]) -> int:
+    """Return how many numbers an optimizer has in its state after a step.
+
+    Example:
+        >>> num_kept(torch.optim.Adam, [torch.zeros(3)])  # two moments, and the number of steps
+        7
+    """
+    copies = [nn.Parameter(param.detach().clone()) for param in params]
+    optimizer = make_optimizer(copies)
+    _fill(optimizer)
+    return sum(tensor.numel() for tensor in _tensors(optimizer))
+
+
+def keep(optimizer: Optimizer, kept: Tensor) -> None:
+    """Copy the state into a buffer, shape (s,), unless that has no place for any."""
+    if kept.numel():
+        torch.cat([tensor.reshape(-1).to(kept) for tensor in _tensors(optimizer)], out=kept)
+
+
+def recall(optimizer: Optimizer, kept: Tensor) -> None:
+    """Copy the state from a buffer, shape (s,); zeros are that of an optimizer without a step."""
+    if not kept.numel():
+        return
+    if not optimizer.state:
+        _fill(optimizer)
+    tensors = list(_tensors(optimizer))
+    for tensor, part in zip(tensors, kept.split([t.numel() for t in tensors]), strict=True):
+        tensor.copy_(part.view_as(tensor))
+
+
+def _fill(optimizer: Optimizer) -> None:
+    """Have a fresh optimizer make its state, and move nothing."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    before = [(param.detach().clone(), param.grad) for param in params]
+    for param in params:
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+    for param, (value, gradient) in zip(params, before, strict=True):
+        param.data.copy_(value)
+        param.grad = gradient
+
+
+def _tensors(optimizer: Optimizer) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            for _, value in sorted(optimizer.state[param].items()):
+                if isinstance(value, Tensor):
+                    yield value
