@@ -91,9 +91,7 @@ def _trainer_problems(trainer: Trainer) -> Iterator[str]:
             if isinstance(callback, kind):
                 yield f"{kind.__name__} does not work with a federation: {advice}"
         kind = getattr(callbacks, "WeightAveraging", ())  # of newer Lightning
-        if isinstance(callback, kind) and callback.should_update.__module__.startswith(
-            "lightning."
-        ):
+        if isinstance(callback, kind) and callback.should_update.__module__[:10] == "lightning.":
             yield f"{type(callback).__name__} {_AVERAGES_STEPS}"
     if trainer.overfit_batches:  # type: ignore[attr-defined]
         yield "trainer.overfit_batches does not work with a federation: use limit_train_batches"
