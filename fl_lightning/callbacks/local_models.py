@@ -17,6 +17,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.traits import Trait, Traits
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.federation.checkpoints.run_folder import run_folder
 from fl_lightning.federation.federation import Federation
@@ -34,8 +35,17 @@ GLOBAL = "global"  # in the column of clients
 class KeptLocalModels(Stage):
     """Keeps the local models of a round, in memory, until the next one begins."""
 
-    reason_against_privacy = "clients' own models are evaluated one by one, without noise"
-    reason_against_sites = "clients' models are evaluated where all of them are simulated"
+    traits = Traits(
+        needs={Trait.SIMULATION: "evaluates clients' models where all of them are simulated"},
+        breaks=dict.fromkeys(
+            (Trait.PRIVATE_CLIENTS, Trait.PRIVATE_EXAMPLES),
+            "evaluates clients' own models one by one, without noise",
+        ),
+        instead=dict.fromkeys(
+            (Trait.SIMULATION, Trait.PRIVATE_CLIENTS, Trait.PRIVATE_EXAMPLES),
+            "leave LocalModels out",
+        ),
+    )
 
     def __init__(self) -> None:
         self.models: dict[int, tuple[Tensor, Tensor]] = {}

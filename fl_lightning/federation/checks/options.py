@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from fl_lightning.client.devices import Devices
@@ -11,7 +9,6 @@ from fl_lightning.client.recorded import RecordedArrivals
 from fl_lightning.core.errors import ConfigurationError
 from fl_lightning.data.cohorts.cohort import CohortSampler, as_cohort
 from fl_lightning.data.federated import FederatedDataModule
-from fl_lightning.federation.stage import Stage
 from fl_lightning.privacy.example import ExampleDP
 from fl_lightning.privacy.mechanism import Privacy
 from fl_lightning.server.aggregator import Aggregator
@@ -75,9 +72,8 @@ def check_privacy(
     *,
     cohort: CohortSampler,
     asynchronous: object,
-    stages: Sequence[Stage],
 ) -> None:
-    """Refuse cohorts and stages for which nothing is proved.
+    """Refuse cohorts for which nothing is proved.
 
     Raises:
         ConfigurationError: naming them.
@@ -91,13 +87,6 @@ def check_privacy(
         )
     if asynchronous is None:  # which is refused, and has no cohorts
         privacy.check_cohort(cohort)
-    for stage in stages:
-        if (reason := stage.reason_against_privacy) is not None:
-            raise ConfigurationError(
-                f"federation.privacy: ε may not hold with the stage {type(stage).__name__}, of which "
-                f"{reason}: leave it out, or set its reason_against_privacy to None if it neither reads "
-                "single updates nor changes what clients do"
-            )
 
 
 def check_shards(data: FederatedDataModule, on_client_failure: str) -> None:
