@@ -35,16 +35,8 @@ GLOBAL = "global"  # in the column of clients
 class KeptLocalModels(Stage):
     """Keeps the local models of a round, in memory, until the next one begins."""
 
-    traits = Traits(
-        needs={Trait.SIMULATION: "evaluates clients' models where all of them are simulated"},
-        breaks=dict.fromkeys(
-            (Trait.PRIVATE_CLIENTS, Trait.PRIVATE_EXAMPLES),
-            "evaluates clients' own models one by one, without noise",
-        ),
-        instead=dict.fromkeys(
-            (Trait.SIMULATION, Trait.PRIVATE_CLIENTS, Trait.PRIVATE_EXAMPLES),
-            "leave LocalModels out",
-        ),
+    traits = Stage.traits | Traits(
+        needs={Trait.SIMULATION: "evaluates the models of simulated clients"}
     )
 
     def __init__(self) -> None:
