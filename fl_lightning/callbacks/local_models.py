@@ -24,8 +24,11 @@ from fl_lightning.federation.federation import Federation
 from fl_lightning.federation.processes.ranks import Ranks
 from fl_lightning.federation.run import Run
 from fl_lightning.federation.stage import Stage, Upload
-from fl_lightning.federation.visits.client_examples import ClientExamples, common_test_examples
-from fl_lightning.federation.visits.client_visits import evaluate_clients
+from fl_lightning.federation.visits.client_visits import (
+    ClientExamples,
+    common_test_examples,
+    evaluate_clients,
+)
 from fl_lightning.federation.visits.personal_models import personal_models
 
 TABLE = "local_models.csv"

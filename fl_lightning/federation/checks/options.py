@@ -1,12 +1,20 @@
-"""What a federation's options refuse: values out of range, and what does not go together."""
+"""What a federation's options refuse: values out of range, and what does not go together.
+
+Data that a model cannot take, found by a few examples before the first client trains.
+"""
 
 from __future__ import annotations
 
+from typing import Any, Protocol, runtime_checkable
+
 import numpy as np
+import torch
+from lightning.pytorch import Trainer
 
 from fl_lightning.client.devices import Devices
 from fl_lightning.client.recorded import RecordedArrivals
 from fl_lightning.core.errors import ConfigurationError
+from fl_lightning.core.seeds import preserve_global_generators
 from fl_lightning.data.cohorts.cohort import CohortSampler, as_cohort
 from fl_lightning.data.federated import FederatedDataModule
 from fl_lightning.privacy.example import ExampleDP
@@ -150,3 +158,37 @@ def check_trusted(
             f"federation.aggregator: {type(rule).__name__} judges by the update of client {rule.trusted_client}, "
             f"which {cohort} would often leave out: let all clients take part (cohort: null)"
         )
+
+
+# examples that are looked at, evenly spaced over all clients'
+_EXAMPLES = 64
+
+
+@runtime_checkable
+class ChecksBatches(Protocol):
+    """A module that says whether a training batch fits it."""
+
+    def check_batch(self, batch: Any) -> None:
+        """Refuse a batch that it cannot train on.
+
+        Raises:
+            ConfigurationError: with what the model takes and what the data have.
+        """
+
+
+def check_data_fits(trainer: Trainer) -> None:
+    """Have a module that knows how look at some of the data; nothing is drawn or changed.
+
+    Raises:
+        ConfigurationError: as the module says it.
+    """
+    module = trainer.lightning_module
+    data: FederatedDataModule = trainer.datamodule  # type: ignore[attr-defined]
+    if not isinstance(module, ChecksBatches):
+        return
+    indices = torch.from_numpy(data.clients.flat.indices)
+    if not len(indices):
+        return
+    chosen = indices[:: max(1, len(indices) // _EXAMPLES)].long()
+    with preserve_global_generators():
+        module.check_batch(data.train_batch(chosen))
