@@ -10,7 +10,7 @@ from pathlib import Path
 
 import fl_lightning
 from fl_lightning.flower.network.certificates import write_private
-from fl_lightning.flower.network.folder import Network, SiteFolder
+from fl_lightning.flower.network.folder import NetworkFolder, SiteFolder
 from fl_lightning.flower.network.supervision import Ended, Program, backoff
 from fl_lightning.flower.transport.grid import NAMES_VARIABLE
 
@@ -32,7 +32,7 @@ def flower_environment(home: Path) -> dict[str, str]:
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         "FLWR_HOME": str(home),
-        # a process is started for every message, and would compile all it imports
+        # Flower starts a process for every run, which would compile all it imports
         "PYTHONDONTWRITEBYTECODE": "",
         "PYTHONPATH": os.pathsep.join(paths),  # the package that this process has as well
         "PATH": os.pathsep.join([str(here), os.environ.get("PATH", os.defpath)]),
@@ -48,7 +48,7 @@ def flower_command(name: str) -> str:
     return str(Path(sys.executable).with_name(name))
 
 
-def server_programs(network: Network, *, bind: str, control_port: int) -> list[Program]:
+def server_programs(network: NetworkFolder, *, bind: str, control_port: int) -> list[Program]:
     """Return what a server consists of, but for what runs its apps.
 
     Args:
@@ -83,7 +83,7 @@ def server_programs(network: Network, *, bind: str, control_port: int) -> list[P
     ]
 
 
-def app_runner(network: Network, *, control_port: int) -> Program:
+def app_runner(network: NetworkFolder, *, control_port: int) -> Program:
     """Return what runs the server's apps.
 
     Args:
@@ -102,7 +102,7 @@ def app_runner(network: Network, *, control_port: int) -> Program:
     return Program("superexec", command, folder / "log" / "superexec.log", environment, layer=1)
 
 
-def names_file(network: Network) -> Path:
+def names_file(network: NetworkFolder) -> Path:
     """Return the file that knows the node of each site.
 
     Args:
@@ -143,7 +143,7 @@ def site_programs(
     (folder / "superexec.secret").unlink(missing_ok=True)
     write_private(folder / "superexec.secret", secrets.token_hex(32).encode())
     module = "fl_lightning.flower.network.site_app"
-    apps = [sys.executable, "-m", module, str(folder), "tasks", f"{_LOCAL}:{runtime_port}"]
+    apps = [sys.executable, "-m", module, str(folder), f"{_LOCAL}:{runtime_port}"]
     log, common = folder / "log", flower_environment(folder / "flower")
     command = [sys.executable, "-m", "fl_lightning.flower.transport.resident", process, str(folder)]
     return [
