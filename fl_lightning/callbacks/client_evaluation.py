@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
@@ -108,8 +109,21 @@ class ClientEvaluation(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Take part in the rounds of a fit, if clients' local models are asked for."""
-        if self._local is not None and stage == "fit":
-            self._local.take_part(trainer)
+        if stage == "fit":
+            self._check_monitors(trainer)
+            if self._local is not None:
+                self._local.take_part(trainer)
+
+    def _check_monitors(self, trainer: Trainer) -> None:
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            monitor = getattr(callback, "monitor", None) or ""
+            every_round = isinstance(callback, EarlyStopping) and callback.strict
+            is_there = self.every_n_rounds == 1 or (self.every_n_rounds and not every_round)
+            if monitor.startswith("clients/") and not is_there:
+                raise ConfigurationError(
+                    f"{type(callback).__name__} monitors {monitor}, and ClientEvaluation has every_n_rounds="
+                    f"{self.every_n_rounds} (0 is at the end alone): set its every_n_rounds to 1"
+                )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Go on with the table of local models."""

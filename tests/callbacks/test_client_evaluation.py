@@ -5,6 +5,7 @@ import csv
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch.nn import functional
 from torchmetrics import MetricCollection, R2Score
@@ -250,3 +251,26 @@ class TestCommonTestSet:
         trainer = toy_trainer(evaluation, logger=CSVLogger(tmp_path))
         trainer.test(ToyModule(), datamodule=toy_data(client_test_fraction=0.2), verbose=False)
         assert "all clients have the figures of the global model" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("monitor", "every_n_rounds", "is_refused"),
+    [
+        (EarlyStopping("clients/val/loss/mean"), 0, True),
+        (EarlyStopping("clients/val/loss/mean"), 2, True),
+        (EarlyStopping("clients/val/loss/mean", strict=False), 2, False),
+        (ModelCheckpoint(monitor="clients/val/loss/mean"), 0, True),
+        (EarlyStopping("val/loss"), 0, False),
+    ],
+)
+def test_monitors_of_clients_need_an_evaluation_every_round(monitor, every_n_rounds, is_refused):
+    evaluation = ClientEvaluation(every_n_rounds=every_n_rounds)
+    parts = Federation(engine="sequential"), evaluation, monitor
+    trainer = toy_trainer(
+        *parts, max_epochs=1, enable_checkpointing=isinstance(monitor, ModelCheckpoint)
+    )
+    if is_refused:
+        with pytest.raises(ConfigurationError, match=r"monitors clients/val/loss/mean, .* to 1"):
+            trainer.fit(ToyModule(), datamodule=toy_data())
+    else:
+        trainer.fit(ToyModule(), datamodule=toy_data())

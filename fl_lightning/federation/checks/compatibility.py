@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer, callbacks
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -90,8 +91,8 @@ def _trainer_problems(trainer: Trainer) -> Iterator[str]:
         for kind, advice in _CALLBACKS.items():
             if isinstance(callback, kind):
                 yield f"{kind.__name__} does not work with a federation: {advice}"
-        kind = getattr(callbacks, "WeightAveraging", ())  # of newer Lightning
-        if isinstance(callback, kind) and callback.should_update.__module__[:10] == "lightning.":
+        averaging = getattr(callbacks, "WeightAveraging", ())  # of newer Lightning
+        if isinstance(callback, averaging) and _is_lightnings(callback.should_update):
             yield f"{type(callback).__name__} {_AVERAGES_STEPS}"
     if trainer.overfit_batches:  # type: ignore[attr-defined]
         yield "trainer.overfit_batches does not work with a federation: use limit_train_batches"
@@ -137,3 +138,7 @@ def any_maximises(optimizers: Iterable[Optimizer]) -> bool:
     """Return whether an optimizer goes up."""
     groups = (group for each in optimizers for group in each.param_groups)
     return any(group.get("maximize") for group in groups)
+
+
+def _is_lightnings(method: Callable[..., Any]) -> bool:
+    return method.__module__.startswith("lightning.")
